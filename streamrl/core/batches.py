@@ -51,6 +51,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[N]; index of the rollout within its group. Samples of one rollout share its reward, which counts once."""
     status: npt.NDArray[np.int8]
     """[N]; how the sample ended, as `STATUS_CODES` has it."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """[T, layers, k]; experts that each layer of the sampler sent the token to, -1 where that is not known. The policy's go there too,
+    whatever its routers choose (R3, arXiv 2510.11370); None: they choose."""
     micro_tokens: int = 0
     """Tokens of one forward and backward pass; 0: the trainer's own budget."""
     choices: Choices | None = None
@@ -72,6 +75,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         temperature: float | Sequence[float] = 1.0,
         top_p: float | Sequence[float] = 1.0,
         top_k: int | Sequence[int] = -1,
+        routed_experts: Sequence[npt.ArrayLike] | None = None,
         kind: Literal["sft", "rl"] = "rl",
         version: Version | None = None,
         stage_step: int = 0,
@@ -91,6 +95,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             temperature: of all samples, or [N]; all tokens of a sample have the same.
             top_p: of all samples, or [N].
             top_k: of all samples, or [N].
+            routed_experts: for each sample [tokens, layers, k], prompt included; None: the policy's routers choose.
             kind: see the field.
             version: the version trained from; None: the first.
             stage_step: see the field.
@@ -110,8 +115,13 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         if rollouts is None:
             rollouts = (np.arange(len(of_task)) - begins).tolist()
         ids = [np.array([*prompt, *answer], np.int32) for prompt, answer in zip(prompts, answers, strict=True)]
+        experts = None
+        if routed_experts is not None:
+            experts = np.concatenate([np.asarray(one, np.int16) for one in routed_experts])
+            _same("routed_experts", [len(np.asarray(one)) for one in routed_experts], shape.lengths)
         return cls(
             kind=kind,
+            routed_experts=experts,
             version=version or Version(),
             stage_step=stage_step,
             tokens=np.concatenate([np.zeros(0, np.int32), *ids]),

@@ -83,6 +83,7 @@ def share_row(micro: MicroBatch, place: int, ranks: int) -> RowShare:
         tree=micro.tree[:, columns],
         branch=micro.branch[:, columns],
         copies=micro.copies[:, columns],
+        fed=micro.fed[:, columns],
         source=local[own],
         target=micro.target[own],
         cut=cut,

@@ -57,6 +57,8 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[R, L] branch within its tree, from 1; 0 for the shared prefix."""
     copies: npt.NDArray[np.int32]
     """[R, L] samples that the token stands for: several where a prompt is shared, 0 at the padding."""
+    fed: Indices
+    """[R, L] the token's index in the batch, that of the first sample where a prompt is shared; -1 at the padding."""
     source: Indices
     """[M] flat index (row * L + column) of the state that predicts the token."""
     target: Indices
@@ -149,6 +151,7 @@ def empty_micro_batch(batch: TrainBatch, row_length: int = 0) -> MicroBatch:
         tree=np.zeros(shape, np.int32),
         branch=np.ones(shape, np.int32),
         copies=np.zeros(shape, np.int32),
+        fed=np.full(shape, -1, np.int64),
         source=nothing,
         target=nothing,
         plain=not row_length,
@@ -167,6 +170,7 @@ def trial_row(row_length: int) -> MicroBatch:
         tree=np.zeros(shape, np.int32),
         branch=np.ones(shape, np.int32),
         copies=np.zeros(shape, np.int32),
+        fed=np.full(shape, -1, np.int64),
         source=nothing,
         target=nothing,
         plain=False,
@@ -268,8 +272,13 @@ def _packed(batch: TrainBatch, predicted: npt.NDArray[np.bool_], row: list[Tree]
 
 
 def _common_prefix(batch: TrainBatch, samples: Indices, limit: int) -> int:
-    grid = batch.tokens[batch.offsets[samples][:, None] + np.arange(limit)[None, :]]
+    """Tokens that are the same in all of them, and went to the same experts where that is known."""
+    places = batch.offsets[samples][:, None] + np.arange(limit)[None, :]
+    grid = batch.tokens[places]
     differs = (grid != grid[:1]).any(axis=0)
+    if batch.routed_experts is not None:
+        routed = batch.routed_experts[places]
+        differs |= (routed != routed[:1]).any(axis=(0, 2, 3))
     return int(differs.argmax()) if differs.any() else limit
 
 
@@ -316,6 +325,7 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
     shape = (len(rows), length or rows[0][0].length)
     inputs, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     trees, branches, copies = (np.zeros(shape, np.int32) for _ in range(3))
+    origins = np.full(shape, -1, np.int64)
     sources: list[Indices] = []
     targets: list[Indices] = []
     for r, row in enumerate(rows):
@@ -326,8 +336,9 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
                 skip = prefix if b else 0  # the prefix stands there once, before the first branch
                 first = int(batch.offsets[sample])
                 stop = column + fed - skip
-                inputs[r, column:stop] = batch.tokens[first + skip : first + fed]
                 positions[r, column:stop] = np.arange(skip, fed)
+                origins[r, column:stop] = first + positions[r, column:stop]
+                inputs[r, column:stop] = batch.tokens[first + skip : first + fed]
                 branches[r, column:stop] = b + 1
                 copies[r, column:stop] = 1
                 # State k of the sample predicts its token k + 1; states of the prefix stand at the tree's beginning.
@@ -346,6 +357,7 @@ def _lay_out(batch: TrainBatch, predicted: npt.NDArray[np.bool_], rows: Sequence
         tree=trees,
         branch=branches,
         copies=copies,
+        fed=origins,
         source=np.concatenate(sources),
         target=np.concatenate(targets),
         plain=plain,

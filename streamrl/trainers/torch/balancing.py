@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from streamrl.config.loss import ExpertsConfig
+from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import MicroBatch
 from streamrl.errors import ConfigError
 from streamrl.tensors.transfer import on_device
@@ -55,7 +56,7 @@ class Balancing:
         self._load: Tensor | None = None
         self._open = False
 
-    def begin(self, micros: Sequence[MicroBatch], *, learns: bool) -> None:
+    def begin(self, batch: TrainBatch, micros: Sequence[MicroBatch], *, learns: bool) -> None:
         """Before an optimizer step over these micro-batches of this rank; all ranks call it."""
         if not len(self._routers):
             return
@@ -73,15 +74,15 @@ class Balancing:
         if self._config.balance_coef > 0:
             with torch.no_grad():
                 for micro in micros:
-                    self._next(micro)
+                    self._next(batch, micro)
                     self._model.states(micro)
             self._load.copy_(loads(self._everyones(), whole, self._routers.per_token))
             self._sums = None
 
-    def at(self, micro: MicroBatch) -> None:
+    def at(self, batch: TrainBatch, micro: MicroBatch) -> None:
         """Before each forward and backward pass of the step."""
         if len(self._routers):
-            self._next(self._model.share(micro).micro, self._coefs, self._load)
+            self._next(batch, self._model.share(micro).micro, self._coefs, self._load)
 
     def metrics(self) -> dict[str, float]:
         """Of the step, behind its last backward pass; equal on all ranks, who all call it."""
@@ -94,11 +95,13 @@ class Balancing:
     def end(self) -> None:
         """Nothing is asked of the routers from here on."""
         self._routers.tell(None)
+        self._routers.free()
         self._open, self._sums = False, None
 
-    def _next(self, micro: MicroBatch, coefs: Tensor | None = None, load: Tensor | None = None) -> None:
+    def _next(self, batch: TrainBatch, micro: MicroBatch, coefs: Tensor | None = None, load: Tensor | None = None) -> None:
         self._take()
         self._routers.tell(self._weights(micro), coefs, load)
+        self._routers.route(batch, micro, self._model.device)
         self._open = True
 
     def _take(self) -> None:

@@ -19,11 +19,15 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from streamrl.config.loss import SOFTMAX_ROUTERS
+from streamrl.core.batches import TrainBatch
+from streamrl.core.packing import MicroBatch
 from streamrl.errors import TrainingError
+from streamrl.tensors.transfer import on_device
 
 
 class _Slot:
@@ -38,7 +42,7 @@ class _Slot:
         self.load: Tensor | None = None
         """[E] f."""
         self.forced: Tensor | None = None
-        """[T, k] int64."""
+        """[T, k] int64; -1 where the router chooses."""
         self.chosen: Tensor | None = None
         """[T, k] what was chosen in the last pass, where that is asked for."""
         self.keeps = False
@@ -53,9 +57,15 @@ class Routers:
         routers: modules that give (logits [T, E], weights of the chosen experts [T, k], their numbers [T, k]), one of each layer that has
             experts, with E as `num_experts` and k as `top_k`; no one: a dense model, or one whose choices are not known.
         normalized: whether a token's weights are divided by their sum.
+        depth: layers of the model; 0: all of them have experts.
+        layers: number of each router's layer among these, from 0.
     """
 
-    def __init__(self, routers: Sequence[Any] = (), *, normalized: bool = True) -> None:
+    def __init__(
+        self, routers: Sequence[Any] = (), *, normalized: bool = True, depth: int = 0, layers: Sequence[int] | None = None
+    ) -> None:
+        self._depth = depth or len(routers)
+        self._layers = list(range(len(routers)) if layers is None else layers)
         self._slots: list[_Slot] = []
         for router in routers:
             slot = _Slot(normalized=normalized)
@@ -70,6 +80,8 @@ class Routers:
         """Whether passes that train are told of weights."""
         self.adds = False
         """Whether they have auxiliary losses, too."""
+        self.replays = False
+        """Whether passes are told where tokens go."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -95,21 +107,62 @@ class Routers:
     @contextmanager
     def rehearsing(self, positions: int, like: Tensor) -> Generator[None]:
         """While entered, a pass over so many positions is run as one that trains, and nothing comes of it; of the type of `like`."""
-        if not (self.observed and len(self)):
+        if not len(self):
             yield
             return
         nothing = like.new_zeros(2) if self.adds else None
-        self.tell(like.new_zeros(positions), nothing, like.new_zeros(len(self), self.experts) if self.adds else None)
+        if self.observed:
+            self.tell(like.new_zeros(positions), nothing, like.new_zeros(len(self), self.experts) if self.adds else None)
+        if self.replays:
+            self._force(like.new_full((positions, len(self), self.per_token), -1, dtype=torch.int64))
         try:
             yield
         finally:
             self.tell(None)
+            self._force(None)
+
+    def check(self, batch: TrainBatch) -> None:
+        """Raise TrainingError where a batch says of its tokens what cannot be replayed here: other layers, experts that there are not."""
+        experts = batch.routed_experts
+        if experts is None:
+            return
+        wanted = (batch.num_tokens, self._depth, self.per_token)
+        if not len(self) or experts.shape != wanted:
+            raise TrainingError(
+                f"expected routed experts [tokens, layers, experts per token] = {list(wanted)}, got {list(experts.shape)}",
+                hint="were they chosen by a model of another architecture?" if len(self) else "the policy has no routers known here",
+                expected=wanted,
+                got=experts.shape,
+            )
+        own = experts[:, self._layers]
+        _check_numbers(int(own.min()), int(own.max()), self.experts)
+
+    def route(self, batch: TrainBatch, micro: MicroBatch, device: torch.device) -> None:
+        """From here on tokens of this micro-batch go where the batch says, also where a layer is run again in the backward pass.
+
+        To be called before each pass, also of a batch that says nothing: its routers choose.
+        """
+        if batch.routed_experts is None:
+            self._force(None)
+            return
+        fed = micro.fed.ravel()
+        chosen = np.where((fed < 0)[:, None, None], np.int16(-1), batch.routed_experts[fed][:, self._layers])
+        self._force(on_device(chosen, device))
+
+    def free(self) -> None:
+        """From here on routers choose."""
+        self._force(None)
+
+    def _force(self, chosen: Tensor | None) -> None:
+        for number, slot in enumerate(self._slots):
+            slot.forced = None if chosen is None else chosen[:, number].long()
 
     @contextmanager
     def forcing(self, chosen: Tensor) -> Generator[None]:
         """While entered, tokens go to these experts [T, L, k], whatever their routers choose (R3, arXiv 2510.11370).
 
-        They are weighed by the router as it is: its softmax at these experts, divided by their sum where the model does so.
+        They are weighed by the router as it is: its softmax at these experts, divided by their sum where the model does so. Where they are
+        -1 the router chooses.
 
         Raises:
             TrainingError: another number of layers or of experts a token, or an expert that there is not.
@@ -122,15 +175,12 @@ class Routers:
                 expected=wanted,
                 got=shape,
             )
-        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.experts:
-            raise TrainingError(f"expected numbers of experts from 0 to {self.experts - 1}, got {int(chosen.min())} to {int(chosen.max())}")
-        for number, slot in enumerate(self._slots):
-            slot.forced = chosen[:, number].long()
+        _check_numbers(int(chosen.min()), int(chosen.max()), self.experts)
+        self._force(chosen)
         try:
             yield
         finally:
-            for slot in self._slots:
-                slot.forced = None
+            self.free()
 
     @contextmanager
     def choosing(self) -> Generator[list[Tensor]]:
@@ -151,8 +201,21 @@ def routers_of(module: Any) -> Routers:
     config = module.config.get_text_config()
     if config.model_type not in SOFTMAX_ROUTERS:
         return Routers()
-    found = [one for one in module.get_decoder().modules() if type(one).__name__.endswith("TopKRouter")]
-    return Routers(found, normalized=bool(getattr(config, "norm_topk_prob", True)))  # Mixtral has no choice
+    found = {name: one for name, one in module.get_decoder().named_modules() if type(one).__name__.endswith("TopKRouter")}
+    return Routers(
+        list(found.values()),
+        normalized=bool(getattr(config, "norm_topk_prob", True)),  # Mixtral has no choice
+        depth=config.num_hidden_layers,
+        layers=[int(name.split(".")[1]) for name in found],  # layers.3.mlp.gate
+    )
+
+
+def _check_numbers(least: int, most: int, experts: int) -> None:
+    if not -1 <= least <= most < experts:
+        raise TrainingError(
+            f"expected numbers of experts from 0 to {experts - 1}, or -1, got {least} to {most}",
+            hint="were they chosen by a model of another architecture?",
+        )
 
 
 def loads(found: Tensor, total: float, per_token: int) -> Tensor:
@@ -190,7 +253,7 @@ def _routed(router: Any, given: Any, output: tuple[Tensor, Tensor, Tensor]) -> t
         return None
     logits, scores, chosen = output
     if slot.forced is not None:
-        chosen = slot.forced
+        chosen = torch.where(slot.forced < 0, chosen, slot.forced)
         scores = _at(logits, chosen, normalized=slot.normalized).to(scores.dtype)
     if slot.keeps:
         slot.chosen = chosen.detach()

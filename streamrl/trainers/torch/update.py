@@ -135,6 +135,7 @@ class Update:
     def prepare(self, batch: TrainBatch) -> Objective:
         """Score what the loss needs of each model at the trained tokens, and make the batch's objective of it; raises TrainingError."""
         self.wrote, self.times = False, {}
+        self._policy.routers.check(batch)
         samples = np.arange(batch.num_samples)
         roles = needed_roles(batch, self._loss, min(self._minibatches, len(np.unique(batch.tasks))))
         # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
@@ -169,9 +170,9 @@ class Update:
                 if slime is not None:
                     wanted = slime.wanted(batch, wanted)
                 micros = self._micro_batches(batch, wanted, samples, layout, policy.width)
-                self._balancing.begin(micros, learns=learns)
+                self._balancing.begin(batch, micros, learns=learns)
                 for place, micro in enumerate(policy.turns(micros, learns=learns)):
-                    self._balancing.at(micro)
+                    self._balancing.at(batch, micro)
                     self._accumulate(last=place == len(micros) - 1)
                     if not len(micro.target):
                         self._idle(batch, objective, micro, learns=learns)
@@ -241,7 +242,12 @@ class Update:
             if isinstance(model, Critic):
                 values = [(micro, model.values(micro)) for micro in micros]
             else:
-                values = [(micro, model.predict(micro, batch)[0]) for micro in model.turns(micros, learns=False)]
+                values = []
+                for micro in model.turns(micros, learns=False):
+                    if model is self._policy:
+                        model.routers.route(batch, model.share(micro).micro, model.device)
+                    values.append((micro, model.predict(micro, batch)[0]))
+                self._policy.routers.free()
             for micro, one in values:
                 found[torch.from_numpy(micro.target)] = one.float().cpu()
         return self._parallel.sum_rows(found).numpy()
