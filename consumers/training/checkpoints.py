@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping
@@ -19,8 +18,9 @@ from streamrl.bus.reading import is_another, read_key
 from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import carried_files, fetch_messages, held, oldest_read_again
+from streamrl.consumers.training.trimming import holds_the_stream, nearly_full, trim_if_full
 from streamrl.core.state import FoldState
-from streamrl.errors import BusError, LogTruncated, StreamRLError
+from streamrl.errors import LogTruncated, StreamRLError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Latest, Position
 from streamrl.schemas.subjects import KEY_LATEST, PREFIX_POSITIONS, SAMPLES
@@ -32,12 +32,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 """Their folder in the run directory."""
-TRIM_ABOVE = 0.7
-"""The sample stream is trimmed once it fills more than this share of its byte budget; the rest holds more than the largest message."""
 LOOK_EVERY_S = 0.25
 """The stream's state is asked for no more often than this, however short the steps."""
-TRIM_EVERY_S = 1.0
-"""Between two looks at whether it is."""
 
 
 class Saving(msgspec.Struct, frozen=True):
@@ -284,58 +280,3 @@ async def ensure_position(bus: Bus, trainer: str, state: Resumable, *, lease_s: 
     """Claim the stream from this reader's oldest needed message on, if it has no position yet."""
     if await bus.kv.get(PREFIX_POSITIONS + trainer) is None:
         await hold(bus, trainer, state.oldest_needed, state.version, lease_s=lease_s)
-
-
-async def keep_trimmed(bus: Bus) -> None:
-    """Trim again and again, for ever, while the run's trainer lives.
-
-    A trainer trims with its checkpoints, but once a tap's position has let the stream fill up there are no more steps and no checkpoints:
-    then it is this that notices that the tap has moved on, or has lapsed.
-    """
-    while True:
-        await asyncio.sleep(TRIM_EVERY_S)
-        try:
-            await trim_if_full(bus, warn=False)
-        except BusError as error:
-            logger.warning("event=samples_not_trimmed error=%s", error.message)
-
-
-async def nearly_full(bus: Log) -> bool:
-    """Whether the sample stream is to be trimmed."""
-    state = await bus.state(SAMPLES)
-    return state.max_bytes > 0 and state.bytes > TRIM_ABOVE * state.max_bytes
-
-
-async def holds_the_stream(bus: Bus, reader: str) -> bool:
-    """Whether no other reader needs older messages than `reader` does."""
-    needed = await read_positions(bus)
-    return reader in needed and needed[reader] <= min(needed.values())
-
-
-async def read_positions(bus: Bus) -> dict[str, int]:
-    """The oldest message that each reader needs."""
-    found = [await read_key(bus.kv, key, Position) for key in await bus.kv.keys(PREFIX_POSITIONS)]
-    return {position.reader: position.oldest_needed for position in found if position is not None}
-
-
-async def trim_if_full(bus: Bus, *, warn: bool = True) -> bool:
-    """Trim the sample stream below what its readers still need, once it is nearly full.
-
-    Args:
-        bus: connected.
-        warn: say when nothing can be trimmed.
-
-    Returns:
-        Whether it is nearly full all the same.
-    """
-    state = await bus.state(SAMPLES)
-    if state.max_bytes <= 0 or state.bytes <= TRIM_ABOVE * state.max_bytes:
-        return False
-    through = min((await read_positions(bus)).values(), default=1) - 1
-    if through >= state.first:
-        await bus.trim(SAMPLES, through=through)
-        logger.info("event=samples_trimmed through=%d bytes=%d", through, state.bytes)
-        return await nearly_full(bus)
-    if warn:
-        logger.warning("event=samples_nearly_full first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)
-    return True

@@ -8,8 +8,8 @@ import msgspec
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
-from streamrl.consumers.training.checkpoints import trim_if_full
 from streamrl.consumers.training.spilled_drops import spill
+from streamrl.consumers.training.trimming import trim_if_full
 from streamrl.errors import Conflict, Fenced, SchemaError, StreamFull, TrainingError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry, take_entry

@@ -23,8 +23,8 @@ from concurrent.futures import Future
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import is_gone, stretch
-from streamrl.consumers.training.checkpoints import trim_if_full
 from streamrl.consumers.training.reader import open_message
+from streamrl.consumers.training.trimming import trim_if_full
 from streamrl.core.fold import fold
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import BusError, Fenced, StreamFull

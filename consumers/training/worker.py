@@ -7,9 +7,9 @@ import logging
 from functools import partial
 
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.checkpoints import keep_trimmed
 from streamrl.consumers.training.loop import LiveTrainer
 from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_process_group, lead, others_of
+from streamrl.consumers.training.trimming import keep_trimmed
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model, vocab_size
 from streamrl.runtime.collection import keep_all

@@ -1,4 +1,4 @@
-"""Routed experts of a mixture-of-experts model: which experts each token went to, in the smallest integers that hold them."""
+"""Routed experts as engines say them, and what a model's `config.json` says of its experts."""
 
 from __future__ import annotations
 
@@ -9,34 +9,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from streamrl.errors import SchemaError
-
-DTYPES = ("uint8", "uint16")
-
-
-class RoutedExperts(msgspec.Struct, frozen=True):
-    """Expert ids [tokens, layers, experts per token] in C order; `tokens` are all of the sequence but the last, prompt included."""
-
-    dtype: str
-    """`uint8` for up to 256 experts, else `uint16`."""
-    shape: tuple[int, int, int]
-    data: bytes
-
-    def array(self) -> npt.NDArray[np.unsignedinteger]:
-        """The ids as an array of `dtype`; raises SchemaError when the bytes do not fit dtype and shape."""
-        if self.dtype not in DTYPES or len(self.data) != np.dtype(self.dtype).itemsize * np.prod(self.shape):
-            raise SchemaError(
-                f"expected routed experts of {DTYPES} and shape {self.shape}, got {len(self.data)} bytes of {self.dtype!r}",
-                shape=self.shape,
-                size_bytes=len(self.data),
-            )
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
-
-    def text(self) -> str:
-        """The bytes in base64."""
-        return base64.b64encode(self.data).decode()
+from streamrl.schemas.experts import RoutedExperts, compact
 
 
 class Routing(msgspec.Struct, frozen=True):
@@ -76,8 +51,7 @@ def from_sglang(text: str, routing: Routing, *, tokens: int) -> RoutedExperts:
         raise SchemaError(
             f"expected experts 0 .. {routing.experts - 1}, got {ids.min()} .. {ids.max()}", experts=routing.experts, highest=int(ids.max())
         )
-    dtype = "uint8" if routing.experts <= 256 else "uint16"
-    return RoutedExperts(dtype, shape, ids.astype(dtype).tobytes())
+    return compact(ids.reshape(shape), routing.experts)
 
 
 def from_text(dtype: str, shape: tuple[int, int, int], text: str) -> RoutedExperts:

@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from streamrl.engines.experts import RoutedExperts, from_text
+from streamrl.engines.experts import from_text
 from streamrl.engines.protocol import Chunk
 from streamrl.engines.wire import MetaInfo
+from streamrl.schemas.experts import RoutedExperts
 
 NUMBERS = ("cached_tokens", "num_retractions", "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
 EXPERTS = "routed_experts"

@@ -29,11 +29,11 @@ from streamrl.engines.channel import (
     decode_calls,
     encode,
 )
-from streamrl.engines.experts import RoutedExperts
 from streamrl.engines.extras import EXPERTS, INEXACT
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.server import serve
 from streamrl.errors import EngineError, EngineUnavailable
+from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
 from tests.engines.models import ask
