@@ -4,8 +4,9 @@
 |-----------|------------------------------------------------------------------|----------------------------|------------------------------|
 | operator  | everything                                                       | everything                 | makes and deletes streams    |
 | trainer   | ledger, weights, marks, tombstones, blobs, dead, grant, ...      | samples, ledger, weights,  | trims samples, retires blobs |
-|           |                                                                  | queued tasks               |                              |
-| producer  | samples, tombstones, rewards, checkpoints, attempts, `stalled`   | events                     | claims tasks                 |
+|           |                                                                  | blobs, queued tasks        |                              |
+| producer  | samples and their blobs, tombstones, rewards, checkpoints,       | events, samples' blobs     | claims tasks                 |
+|           | attempts, `stalled`                                              |                            |                              |
 | engine    | presence of engines, pins, events `weights` and `engine`         | weights, blobs             |                              |
 | feeder    | tasks, events `stalled` and `resumed`                            | queued tasks               |                              |
 | evaluator | event `evaluation`, pins                                         | ledger, events             |                              |
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 import msgspec
 
 from streamrl.bus.address import API, OPERATOR, ROLE_API, inbox
-from streamrl.bus.topology import blobs_name, keys_name, stored_subject, stream_name
+from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, stream_name
 from streamrl.schemas.subjects import DEAD, EVENTS, LEDGER, METRICS, SAMPLES, TASKS, WEIGHTS
 
 READER = "reader"
@@ -70,7 +71,8 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
 def allowed(role: str, run: str) -> Rights:
     """What `role` may do in `run`; KeyError for a role that is not in ROLES."""
     tasks, samples = stream_name(run, TASKS), stream_name(run, SAMPLES)
-    blobs = blobs_name(run)
+    bucket = sample_bucket(run)
+    blobs, beside = blobs_name(run), blobs_name(bucket)
     worker = [f"{run}.metrics.*", f"$KV.{run}.presence.workers.*"]
     stalls = [f"{run}.events.stalled", f"{run}.events.resumed"]
     of_tasks = [f"$KV.{run}.checkpoints.*.*", f"$KV.{run}.attempts.*"]  # the trainer's reaper removes them
@@ -86,12 +88,15 @@ def allowed(role: str, run: str) -> Rights:
             f"$O.{run}.M.*",
             f"{API}.STREAM.PURGE.{samples}",
             f"{API}.STREAM.PURGE.{blobs}",
+            f"{API}.STREAM.PURGE.{beside}",
         ],
         "producer": [
             *worker,
             *stalls,
             *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards")),
             *of_tasks,
+            f"$O.{bucket}.C.*",
+            f"$O.{bucket}.M.*",
             f"{API}.CONSUMER.INFO.{tasks}.*",
             f"$JS.ACK.{tasks}.>",
         ],
@@ -116,6 +121,7 @@ def allowed(role: str, run: str) -> Rights:
     }[role]
     followed = [keys_name(run), *(stream_name(run, stream) for stream in reads)]
     read = followed + ([blobs] if role in ("trainer", "engine", READER) else [])
+    read += [beside] if role in ("trainer", "producer", READER) else []
     batches = [f"{API}.DIRECT.GET.{stream}" for stream in read]
     if role == "producer":
         batches.append(f"{API}.CONSUMER.MSG.NEXT.{tasks}.*")

@@ -133,6 +133,14 @@ class Blobs(Protocol):
 
     async def names(self) -> Sequence[str]: ...
 
+    async def room(self) -> tuple[int, int]:
+        """Bytes that are used, and the budget; -1: none."""
+        ...
+
+    async def sweep(self, orphan_s: float) -> None:
+        """Remove what writers have left behind that were killed: parts of no blob, to which nothing was added for this many seconds."""
+        ...
+
 
 class Bus(Protocol):
     """Durable streams of one run. One real adapter (JetStream) and one in process; one contract suite for both."""
@@ -141,6 +149,10 @@ class Bus(Protocol):
     def kv(self) -> KeyValue: ...
     @property
     def blobs(self) -> Blobs: ...
+    @property
+    def sample_blobs(self) -> Blobs:
+        """What samples name (`streamrl.schemas.samples.BlobRef`): producers store them, before their samples."""
+        ...
 
     async def publish(
         self,
@@ -222,6 +234,11 @@ class Log(Protocol):
     @property
     def blobs(self) -> BlobReader:
         """The drops of ledger entries that were too many for a message."""
+        ...
+
+    @property
+    def sample_blobs(self) -> BlobReader:
+        """What samples name."""
         ...
 
     def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:

@@ -133,6 +133,11 @@ def blobs_name(run: str) -> str:
     return f"OBJ_{run}"
 
 
+def sample_bucket(run: str) -> str:
+    """Bucket of what samples keep beside them; no run is called so, for no run id has a '+'."""
+    return f"{run}+samples"
+
+
 def stored_subject(stream: str, subject: str = ">") -> str:
     """Where the server repeats a message once it is stored, with its sequence; `stream` is its name on the server, `>` all subjects."""
     return f"$STORED.{stream}.{subject}"

@@ -33,7 +33,9 @@ class BusConfig(Section, frozen=True, kw_only=True):
     samples_bytes: PositiveInt = 2_000_000_000
     """Byte budget of the sample stream, at least 32 MiB: what is kept free while it is trimmed must hold the largest message."""
     blobs_bytes: PositiveInt = 4_000_000_000
-    """Byte budget of the blobs."""
+    """Byte budget of the blobs: weights, drops, dead letters."""
+    sample_blobs_bytes: PositiveInt = 4_000_000_000
+    """Byte budget of the blobs that samples name: the experts of their tokens, with trainer.routing_replay."""
     ack_wait_s: PositiveFloat = 30.0
     """A claimed task that is not kept alive for this long is delivered again; at least 1."""
     replicas: Replicas = 1

@@ -22,7 +22,7 @@ from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.permissions import OPERATOR, ROLES, role_users
 from streamrl.bus.server import NatsServer, find_binary
-from streamrl.bus.topology import blobs_name, keys_name, stream_name, streams
+from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stream_name, streams
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusError
 from streamrl.schemas.subjects import Subjects
@@ -144,7 +144,7 @@ async def leader(bus: JetStreamBus, stream: str) -> int:
 
 @pytest.mark.timeout(400)  # 41 s alone, most of it elections
 async def test_a_run_goes_on_while_one_of_three_servers_is_gone(operator: JetStreamBus, cluster: Cluster, connected: Connected) -> None:
-    for name in (*(stream_name(RUN, each) for each in streams(CONFIG)), keys_name(RUN), blobs_name(RUN)):
+    for name in (*(stream_name(RUN, each) for each in streams(CONFIG)), keys_name(RUN), blobs_name(RUN), blobs_name(sample_bucket(RUN))):
         assert (await described(operator, name))["config"]["num_replicas"] == 3  # type: ignore[index]
     feeder, producer, trainer, reader = [await connected(role) for role in ("feeder", "producer", "trainer", "reader")]
     stop = asyncio.Event()
@@ -219,7 +219,7 @@ async def test_a_run_goes_on_while_one_of_three_servers_is_gone(operator: JetStr
 async def caught_up(bus: JetStreamBus) -> None:
     """Before the next is killed: two of three must know everything."""
     deadline = time.monotonic() + 60
-    for name in (*(stream_name(RUN, each) for each in streams(CONFIG)), keys_name(RUN), blobs_name(RUN)):
+    for name in (*(stream_name(RUN, each) for each in streams(CONFIG)), keys_name(RUN), blobs_name(RUN), blobs_name(sample_bucket(RUN))):
         while not all(each.get("current") for each in (await described(bus, name))["cluster"]["replicas"]):  # type: ignore[index]
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)

@@ -72,13 +72,14 @@ class Wrapped:
 
 
 class FusedBus(Wrapped):
-    """Spots: `publish <kind>`, `read <stream>` (each message),
-    `fetch`, `state` (`fetch tasks`, `state tasks`), `trim`, `claim`, `done`, `put <key>`, `get <key>`, `put blob`."""
+    """Spots: `publish <kind>`, `read <stream>` (each message), `fetch`, `state` (`fetch tasks`, `state tasks`), `trim`, `claim`, `done`,
+    `put <key>`, `get <key>`, and `put`, `get`, `delete` of a `blob` or a `sample blob`."""
 
     def __init__(self, bus: Bus, fuse: Fuse) -> None:
         super().__init__(bus, fuse)
         self.kv = FusedKeys(bus.kv, fuse)
         self.blobs = FusedBlobs(bus.blobs, fuse)
+        self.sample_blobs = FusedBlobs(bus.sample_blobs, fuse, "sample blob")
 
     async def publish(self, subject: str, body: bytes, **options: Any) -> Any:
         return await self._awaited(f"publish {kind_of(subject)}", lambda: self._inner.publish(subject, body, **options))
@@ -132,11 +133,20 @@ class FusedKeys(Wrapped):
 
 
 class FusedBlobs(Wrapped):
+    """Spots are called by what they store."""
+
+    def __init__(self, inner: Any, fuse: Fuse, what: str = "blob") -> None:
+        super().__init__(inner, fuse)
+        self._what = what
+
     async def put(self, name: str, data: Any) -> str:
-        return await self._awaited("put blob", lambda: self._inner.put(name, data))
+        return await self._awaited(f"put {self._what}", lambda: self._inner.put(name, data))
+
+    async def get(self, name: str) -> bytes:
+        return await self._awaited(f"get {self._what}", lambda: self._inner.get(name))
 
     async def delete(self, name: str) -> None:
-        await self._awaited("delete blob", lambda: self._inner.delete(name))
+        await self._awaited(f"delete {self._what}", lambda: self._inner.delete(name))
 
 
 class FusedTrainer(Wrapped):

@@ -18,7 +18,7 @@ from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.permissions import OPERATOR, ROLE_API, ROLES, allowed
 from streamrl.bus.reading import stretch
-from streamrl.bus.topology import blobs_name, keys_name, stored_subject
+from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject
 from streamrl.schemas.subjects import Subjects
 from tests.security.conftest import RUN, As
 
@@ -28,6 +28,7 @@ TO = Subjects(RUN)
 STREAMS = [f"{RUN}-{name}" for name in ("tasks", "samples", "ledger", "weights", "events", "metrics", "dead")] + [
     keys_name(RUN),
     blobs_name(RUN),
+    blobs_name(sample_bucket(RUN)),
 ]
 APIS = (API, ROLE_API)
 OWN_KEY = f"$KV.{RUN}.presence.workers.own"
@@ -58,6 +59,7 @@ async def furnish(operator: JetStreamBus) -> None:
     ):
         await operator.kv.put(key, b"there")
     await operator.blobs.put("old", b"bytes")
+    await operator.sample_blobs.put("old", b"bytes")
 
 
 async def contents(operator: JetStreamBus, stream: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.permissions import OPERATOR, ROLES
-from streamrl.bus.topology import stored_subject
+from streamrl.bus.topology import blobs_name, sample_bucket, stored_subject
 from streamrl.errors import Forbidden
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
@@ -84,6 +84,7 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "engine started": (publish(TO.events("engine")), {"engine", "trainer"}),
     "stalled": (publish(TO.events("stalled")), {"producer", "feeder", "trainer"}),
     "blob": (lambda bus: bus.blobs.put("new", b"x"), {"trainer"}),
+    "blob of a sample": (lambda bus: bus.sample_blobs.put("new", b"x"), {"producer"}),
     "grant": (put("granted"), {"trainer"}),
     "checkpoint": (put("latest/main"), {"trainer"}),
     "position": (put("positions/main"), {"trainer"}),
@@ -106,6 +107,7 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "metrics": (read("metrics"), {"reader"}),
     "dead letters": (read("dead"), {"reader"}),
     "a blob": (lambda bus: bus.blobs.get("old"), {"trainer", "engine", "reader"}),
+    "a blob of a sample": (lambda bus: bus.sample_blobs.get("old"), {"trainer", "producer", "reader"}),
     "keys": (lambda bus: bus.kv.keys("presence/"), {*WORKERS, "reader"}),
     "a key": (lambda bus: bus.kv.get("granted"), {*WORKERS, "reader"}),
     "watched keys": (lambda bus: first_key(bus, "g"), {*WORKERS, "reader"}),
@@ -121,6 +123,8 @@ CHANGES: dict[str, tuple[Operation, set[str]]] = {
     "trim the ledger": (lambda bus: admin.purge(bus._connection, f"{RUN}-ledger", {"seq": 1}), set()),
     "empty the queue": (lambda bus: admin.purge(bus._connection, f"{RUN}-tasks", {"seq": 1}), set()),
     "remove a blob": (lambda bus: bus.blobs.delete("old"), {"trainer"}),
+    "remove a blob of a sample": (lambda bus: bus.sample_blobs.delete("old"), {"trainer"}),
+    "empty the blobs of samples": (ask(f"$JS.API.STREAM.PURGE.{blobs_name(sample_bucket(RUN))}", {"seq": 1}), {"trainer"}),
     "remove a sample": (ask(f"$JS.API.STREAM.MSG.DELETE.{RUN}-samples", {"seq": 10**6}), set()),
     "remove a task": (ask(f"$JS.API.STREAM.MSG.DELETE.{RUN}-tasks", {"seq": 10**6}), set()),
     "delete a stream": (ask(f"$JS.API.STREAM.DELETE.{RUN}-nothing"), set()),
@@ -153,6 +157,7 @@ async def furnish(operator: JetStreamBus) -> None:
     await operator.kv.put("granted", b"1")
     await Pins(operator.kv, "policy").hold(Version(0, 4), "holder")
     await operator.blobs.put("old", b"bytes")
+    await operator.sample_blobs.put("old", b"bytes")
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.jetstream.wire import ConsumerReply, Simple, StreamInfoReply, decode, error_of
-from streamrl.bus.topology import MEBIBYTE, StreamSpec, Topology, blobs_name, keys_name, stored_subject, stream_name
+from streamrl.bus.topology import MEBIBYTE, StreamSpec, Topology, blobs_name, keys_name, sample_bucket, stored_subject, stream_name
 from streamrl.config.tree import BusConfig
 from streamrl.errors import NotFound
 from streamrl.schemas.subjects import MAIN_SOURCE, TASKS, WARMUP_SOURCE
@@ -65,8 +65,12 @@ def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
         "allow_msg_ttl": True,
         **_repeated(keys_name(run)),
     }
-    blobs = plain | {"name": blobs_name(run), "subjects": [f"$O.{run}.C.>", f"$O.{run}.M.>"], "max_bytes": config.blobs_bytes}
-    return [*(stream_config(topology, spec, config.replicas) for spec in topology.streams.values()), keys, blobs]
+    budgets = {run: config.blobs_bytes, sample_bucket(run): config.sample_blobs_bytes}
+    blobs = [
+        plain | {"name": blobs_name(bucket), "subjects": [f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"], "max_bytes": size}
+        for bucket, size in budgets.items()
+    ]
+    return [*(stream_config(topology, spec, config.replicas) for spec in topology.streams.values()), keys, *blobs]
 
 
 async def info(connection: Connection, name: str, request: dict[str, Any] | None = None) -> StreamInfoReply:

@@ -3,8 +3,8 @@
 Chunks lie under `$O.<run>.C.<upload>`, the description under `$O.<run>.M.<name>`; it is written last, so that a blob is there
 whole or not at all. An upload's id begins with its time.
 
-A writer that is killed leaves chunks that no description names. Whoever stores blobs looks for them before its first one, and again every
-hour, and removes those that nothing was added to for an hour: an upload that is alive gives up long before.
+A writer that is killed leaves chunks that no description names. Whoever stores blobs and may remove some looks for them before its first
+one, and again every hour, and removes those that nothing was added to for an hour: an upload that is alive gives up long before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from streamrl.bus.jetstream.wire import (
     unix_seconds,
 )
 from streamrl.bus.topology import PAYLOAD_ROOM_BYTES, blobs_name
-from streamrl.errors import BusError, Conflict, NotFound
+from streamrl.errors import BusError, Conflict, NotFound, StreamFull
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +61,32 @@ class Description(msgspec.Struct, frozen=True):
 
 
 class JetStreamBlobs:
-    """Blobs of one run; see `streamrl.bus.protocol.Blobs`."""
+    """Blobs of one bucket; see `streamrl.bus.protocol.Blobs`.
 
-    def __init__(self, connection: Connection, outbox: Outbox, run: str) -> None:
+    Args:
+        connection: to the server.
+        outbox: that publishes.
+        bucket: the run's, or that of its samples.
+        tidy: writers may remove something, too, and remove what dead ones have left. Else it is somebody else who calls `sweep`, and a blob
+            that finds no room is not begun.
+    """
+
+    def __init__(self, connection: Connection, outbox: Outbox, bucket: str, *, tidy: bool = True) -> None:
         self._connection = connection
         self._outbox = outbox
-        self._run = run
-        self._stream = blobs_name(run)
+        self._bucket = bucket
+        self._stream = blobs_name(bucket)
+        self._tidy = tidy
         self._swept_s: float | None = None
 
     async def put(self, name: str, data: bytes | memoryview) -> str:
         """Store under a new name. The same bytes under the same name again are no error (a writer that was restarted)."""
-        if self._swept_s is None or time.monotonic() - self._swept_s > ORPHAN_S:
-            self._swept_s = time.monotonic()
-            await self._sweep()
         view = memoryview(data).cast("B")
+        if not self._tidy:
+            await self._check_room(name, len(view))
+        elif self._swept_s is None or time.monotonic() - self._swept_s > ORPHAN_S:
+            self._swept_s = time.monotonic()
+            await self.sweep(ORPHAN_S)
         digest = await asyncio.to_thread(hashlib.sha256, view)
         described = f"SHA-256={base64.urlsafe_b64encode(digest.digest()).decode()}"
         present = await self._describe(name)
@@ -83,7 +94,7 @@ class JetStreamBlobs:
             upload = f"{int(time.time() * 1000):013x}{secrets.token_hex(8)}"
             chunk = min(CHUNK_BYTES, self._connection.max_payload - PAYLOAD_ROOM_BYTES - 256)
             chunks = await self._upload(name, upload, view, chunk)
-            fresh = Description(name=name, bucket=self._run, nuid=upload, size=len(view), chunks=chunks, digest=described)
+            fresh = Description(name=name, bucket=self._bucket, nuid=upload, size=len(view), chunks=chunks, digest=described)
             present = await self._publish_description(fresh)
         if present.digest != described:
             raise Conflict(
@@ -110,7 +121,7 @@ class JetStreamBlobs:
                 for index in range(count):
                     group.create_task(send(index))
         except BaseExceptionGroup as failures:
-            await admin.purge(self._connection, self._stream, {"filter": self._chunks(upload)})
+            await self._take_back(upload)
             raise failures.exceptions[0] from None
         return count
 
@@ -124,20 +135,33 @@ class JetStreamBlobs:
         error = error_of(ack.error, doing=f"put blob {fresh.name!r}")
         present = await self._describe(fresh.name) if isinstance(error, Conflict) else None
         if present is None or present.nuid != fresh.nuid:
-            await admin.purge(self._connection, self._stream, {"filter": self._chunks(fresh.nuid)})
+            await self._take_back(fresh.nuid)
         if present is None:
             raise error
         return present
 
-    async def _sweep(self) -> None:
-        """Remove what uploads have left behind whose writers are gone; what does not succeed is left for the next time."""
+    async def _take_back(self, upload: str) -> None:
+        if self._tidy:
+            await admin.purge(self._connection, self._stream, {"filter": self._chunks(upload)})
+
+    async def _check_room(self, name: str, size: int) -> None:
+        """Raise StreamFull where a blob does not fit: its first chunks would stay there, and take the room that is left."""
+        used, budget = await self.room()
+        if 0 <= budget < used + size + size // 64:  # with what the server keeps beside each chunk
+            raise StreamFull(
+                f"put blob {name!r} ({size} bytes): the byte budget is used up ({used} of {budget} bytes)",
+                hint="raise bus.sample_blobs_bytes",
+            )
+
+    async def sweep(self, orphan_s: float) -> None:
+        """See `Blobs.sweep`; what does not succeed is left for the next time."""
         try:
             # In this order: an upload that ends meanwhile has a description by then, or a chunk that is new.
             uploads, now_s = await self._tokens("C")
             described = {found.nuid for name in await self.names() if (found := await self._describe(name)) is not None}
             for upload in uploads:
                 newest = await self._last(self._chunks(upload)) if upload not in described else None
-                if newest is not None and now_s - unix_seconds(newest.time) > ORPHAN_S:
+                if newest is not None and now_s - unix_seconds(newest.time) > orphan_s:
                     await admin.purge(self._connection, self._stream, {"filter": self._chunks(upload)})
                     logger.info("event=bus_orphans_removed upload=%s", upload)
         except BusError as error:
@@ -146,7 +170,7 @@ class JetStreamBlobs:
     async def get(self, name: str) -> bytes:
         description = await self._describe(name)
         if description is None:
-            raise NotFound(f"expected a blob {name!r} in run {self._run}, got none", hint="was its version retired already?", name=name)
+            raise NotFound(f"expected a blob {name!r} in {self._bucket}, got none", hint="was its version retired already?", name=name)
         chunks: dict[int, bytes] = {}
         looks = 0
         while len(chunks) < description.chunks:
@@ -195,9 +219,13 @@ class JetStreamBlobs:
     async def names(self) -> Sequence[str]:
         return sorted(map(blob_name, (await self._tokens("M"))[0]))
 
+    async def room(self) -> tuple[int, int]:
+        found = await admin.info(self._connection, self._stream)
+        return found.state.bytes, found.config.get("max_bytes", -1)
+
     async def _tokens(self, kind: str) -> tuple[list[str], float]:
         """Last tokens of the subjects of chunks (`C`) or descriptions (`M`), and the Unix seconds by the server's clock."""
-        root = f"$O.{self._run}.{kind}."
+        root = f"$O.{self._bucket}.{kind}."
         found: list[str] = []
         while True:  # the server lists subjects in pages
             reply = await admin.info(self._connection, self._stream, {"subjects_filter": root + ">", "offset": len(found)})
@@ -220,7 +248,7 @@ class JetStreamBlobs:
         return None if description.deleted else description
 
     def _chunks(self, upload: str) -> str:
-        return f"$O.{self._run}.C.{upload}"
+        return f"$O.{self._bucket}.C.{upload}"
 
     def _meta(self, name: str) -> str:
-        return f"$O.{self._run}.M.{blob_token(name)}"
+        return f"$O.{self._bucket}.M.{blob_token(name)}"

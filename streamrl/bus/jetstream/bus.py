@@ -27,7 +27,7 @@ from streamrl.bus.jetstream.wire import (
     unix_seconds,
 )
 from streamrl.bus.protocol import Message, Receipt, StreamState
-from streamrl.bus.topology import Topology, check_headers, stream_name
+from streamrl.bus.topology import Topology, check_headers, sample_bucket, stream_name
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusError, Conflict, LogTruncated, NotFound
 from streamrl.schemas import subjects
@@ -46,6 +46,7 @@ class JetStreamBus:
         self._queue = TaskQueue(connection, self._name(subjects.TASKS), config.ack_wait_s)
         self._keys = JetStreamKeys(connection, self._outbox, topology.run)
         self._blobs = JetStreamBlobs(connection, self._outbox, topology.run)
+        self._sample_blobs = JetStreamBlobs(connection, self._outbox, sample_bucket(topology.run), tidy=False)
 
     @classmethod
     async def open(
@@ -80,6 +81,10 @@ class JetStreamBus:
     @property
     def blobs(self) -> JetStreamBlobs:
         return self._blobs
+
+    @property
+    def sample_blobs(self) -> JetStreamBlobs:
+        return self._sample_blobs
 
     @property
     def connected(self) -> bool:

@@ -14,9 +14,11 @@ class MemoryBlobs:
     Args:
         run: run id, for messages.
         max_bytes: byte budget of all blobs; negative: none.
+        key: of that budget.
     """
 
-    def __init__(self, run: str, max_bytes: int) -> None:
+    def __init__(self, run: str, max_bytes: int, key: str = "bus.blobs_bytes") -> None:
+        self._key = key
         self._run = run
         self._max_bytes = max_bytes
         self._blobs: dict[str, bytes] = {}
@@ -30,11 +32,11 @@ class MemoryBlobs:
                 hint="blob names are never reused: put the version into the name",
                 name=name,
             )
-        used = sum(len(blob) for blob in self._blobs.values())
+        used, _ = await self.room()
         if present is None and 0 <= self._max_bytes < used + len(body):
             raise StreamFull(
                 f"put blob {name!r} ({len(body)} bytes): the byte budget is used up ({used} of {self._max_bytes} bytes)",
-                hint="delete blobs, or raise bus.blobs_bytes",
+                hint=f"delete blobs, or raise {self._key}",
             )
         self._blobs[name] = body
         return hashlib.sha256(body).hexdigest()
@@ -46,6 +48,12 @@ class MemoryBlobs:
 
     async def delete(self, name: str) -> None:
         self._blobs.pop(name, None)
+
+    async def room(self) -> tuple[int, int]:
+        return sum(len(blob) for blob in self._blobs.values()), self._max_bytes
+
+    async def sweep(self, orphan_s: float) -> None:
+        """Nothing is ever there in part."""
 
     async def names(self) -> Sequence[str]:
         return sorted(self._blobs)

@@ -9,7 +9,7 @@ from streamrl.bus.memory.keys import MemoryKeys
 from streamrl.bus.memory.log import Log
 from streamrl.bus.memory.queue import MemoryLease, TaskQueue
 from streamrl.bus.protocol import Message, Receipt, StreamState
-from streamrl.bus.topology import MAX_PAYLOAD_BYTES, Topology, check_headers, check_size, message_bytes
+from streamrl.bus.topology import MAX_PAYLOAD_BYTES, Topology, check_headers, check_size, message_bytes, sample_bucket
 from streamrl.config.tree import BusConfig
 from streamrl.errors import LogTruncated, NotFound
 from streamrl.schemas import subjects
@@ -30,6 +30,7 @@ class MemoryBus:
         self._queue = TaskQueue(self._logs[subjects.TASKS], chosen.ack_wait_s)
         self._keys = MemoryKeys()
         self._blobs = MemoryBlobs(run, chosen.blobs_bytes)
+        self._sample_blobs = MemoryBlobs(sample_bucket(run), chosen.sample_blobs_bytes, "bus.sample_blobs_bytes")
 
     @property
     def kv(self) -> MemoryKeys:
@@ -38,6 +39,10 @@ class MemoryBus:
     @property
     def blobs(self) -> MemoryBlobs:
         return self._blobs
+
+    @property
+    def sample_blobs(self) -> MemoryBlobs:
+        return self._sample_blobs
 
     async def publish(
         self,
