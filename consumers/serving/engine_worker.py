@@ -83,6 +83,7 @@ async def _one_life(worker: Worker, model_dir: Path, clock: StateClock) -> None:
         dtype=config.trainer.dtype or config.model.dtype,
         index=worker.index,
         log_path=worker.run_dir.log_path(f"{worker.name}-server"),
+        routed=config.trainer.routing_replay,
     )
     engine.timed(clock)
     try:

@@ -19,6 +19,7 @@ OURS: dict[str, str] = {
     "tensor_parallel_size": "engine.sglang.tensor_parallel",
     "base_gpu_id": "engine.sglang.gpus",
     "enable_deterministic_inference": "engine.deterministic",
+    "enable_return_routed_experts": "trainer.routing_replay",
     "host": "engine.host",
     "port": "engine.port",
 }
@@ -51,6 +52,12 @@ _PAUSE_ONLY: dict[str, tuple[Any, str]] = {
 def check_sglang(config: Config) -> None:
     """Raise ConfigError for the first rule of `engine.sglang` that does not hold; looks at no file and no GPU."""
     sglang = config.engine.sglang
+    if config.trainer.routing_replay and config.engine.traits.tabular:
+        raise ConfigError(
+            f"trainer.routing_replay is for mixtures of experts, got engine.kind = {config.engine.kind}, whose policies are tables",
+            hint="leave it out",
+            key="trainer.routing_replay",
+        )
     if not config.engine.traits.server:
         if sglang != SglangConfig():
             _fail(

@@ -28,8 +28,7 @@ class SglangConfig(Section, frozen=True, kw_only=True):
     verify: bool = True
     """Check each staged version on the engine's device against its manifest's digest."""
     flags: dict[str, Any] = {}
-    """Any other flag of SGLang's launch_server, as `mem_fraction_static = 0.8`; true gives `--flag`, false leaves it out. With
-    `enable_return_routed_experts` completions bring the experts of each token."""
+    """Any other flag of SGLang's launch_server, as `mem_fraction_static = 0.8`; true gives `--flag`, false leaves it out."""
     env: dict[str, str] = {}
     """Environment variables of the server; no secrets, the configuration is stored with the run."""
     start_timeout_s: PositiveFloat = 900.0

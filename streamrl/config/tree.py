@@ -253,6 +253,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Optimizer steps a batch."""
     micro_tokens: PositiveInt = 16384
     """Tokens of one forward and backward pass; halved where that is out of memory."""
+    routing_replay: bool = False
+    """Send each token of a mixture to the experts that the engine sent it to (R3, arXiv 2510.11370)."""
     check_logprobs: NonNegativeInt = 0
     """Rollouts of each batch whose log-probs are computed once more with the very weights that sampled them, to tell rounding from drift;
     keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment. 0: only where those are newest (torch only)."""

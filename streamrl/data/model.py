@@ -80,17 +80,17 @@ def check_positions(config: Config, directory: Path) -> None:
 
 
 def check_experts(config: Config, directory: Path) -> None:
-    """Raise ConfigError when `loss.experts` asks for losses of routers that the model in `directory` has not."""
+    """Raise ConfigError when the configuration asks something of routers that the model in `directory` has not."""
     path = directory / "config.json"
     described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     kind = described.get("text_config", described).get("model_type", "no model_type")
-    for key in ("balance_coef", "z_coef"):
-        value = getattr(config.loss.experts, key)
-        if value > 0 and kind not in SOFTMAX_ROUTERS:
+    asked = {f"loss.experts.{key}": getattr(config.loss.experts, key) for key in ("balance_coef", "z_coef")}
+    for key, value in (asked | {"trainer.routing_replay": config.trainer.routing_replay}).items():
+        if value and kind not in SOFTMAX_ROUTERS:
             raise ConfigError(
-                f"loss.experts.{key} = {value} is for {', '.join(SOFTMAX_ROUTERS)}, got a model of {kind} in {directory}",
-                hint=f"leave loss.experts.{key} out",
-                key=f"loss.experts.{key}",
+                f"{key} = {str(value).lower()} is for {', '.join(SOFTMAX_ROUTERS)}, got a model of {kind} in {directory}",
+                hint=f"leave {key} out",
+                key=key,
                 got=kind,
             )
 

@@ -253,6 +253,14 @@ def test_bad_slice(write):
             "trainer.context = 2, but loss.slime_loss wants the logits of whole samples, of which a rank has 1 / 2",
         ),
         ("[trainer]\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 1 and shards = 2: 1 = 0 x 2 + 1"),
+        (
+            "[trainer]\nrouting_replay = true\nbackend = 'table'\n[engine]\nkind = 'table'\n",
+            "engine.kind = table, whose policies are tables",
+        ),
+        (
+            "[engine]\nkind = 'sglang'\n[engine.sglang.flags]\nenable_return_routed_experts = true\n",
+            "engine.sglang.flags may not set 'enable_return_routed_experts': trainer.routing_replay does",
+        ),
         ("[trainer]\ntensor = 2\n", "trainer.tensor is for trainer.backend = megatron, got 2 with torch"),
         ("[trainer]\nbackend = 'megatron'\nranks = 5\ntensor = 2\n", "got ranks = 5 and tensor = 2: 5 = 2 x 2 + 1"),
         ("[trainer]\nexperts = 2\n", "trainer.experts is for trainer.backend = megatron, got 2 with torch"),

@@ -109,11 +109,13 @@ class Answer:
         self.versions: list[Version] = []
         self.reason: str | None = None
         self.chunks = 0
+        self.extras: dict[str, Any] = {}
 
     def add(self, chunk: Chunk) -> None:
         assert self.reason is None, "a chunk after the last one"
         assert len(chunk.token_ids) == len(chunk.logprobs) == sum(span.length for span in chunk.spans)
         self.ids += chunk.token_ids
+        self.extras = chunk.extras
         self.logprobs += chunk.logprobs
         for span in chunk.spans:
             assert span.version is not None and span.length > 0

@@ -221,3 +221,31 @@ async def test_a_prompt_longer_than_one_prefill_pass_is_taken(running: Made):
     for request, (answer,) in zip(asked, answers, strict=True):
         expected = models.teacher_forced(model, request.prompt_ids, answer.ids)
         assert np.abs(expected - answer.logprobs).max() <= 2e-5
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_where_tokens_went_is_what_a_plain_forward_says(running: Made, deterministic: bool):
+    """Of prompts that share a prefill, of rows that move, of completions that are cut; the last token is computed by nobody."""
+    asked = requests(40, temperature=0.8)
+    async with running("qwen3-moe", routed=True, deterministic=deterministic) as (engine, model):
+        answers = await asyncio.gather(*[ask(engine, request) for request in asked])
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda module, given, output: chosen.append(output[2]))
+    for request, group in zip(asked, answers, strict=True):
+        for answer in group:
+            chosen.clear()
+            with torch.no_grad():
+                model(input_ids=torch.tensor([[*request.prompt_ids, *answer.ids]]))
+            expected = torch.stack(chosen, 1)[:-1].sort(-1).values.numpy()
+            found = answer.extras["routed_experts"].array()
+            assert found.dtype == np.uint8 and (np.sort(found) == expected).all()
+
+
+async def test_only_a_mixture_says_where_tokens_went(running: Made):
+    async with running("qwen3-moe") as (engine, _):
+        [answer] = await ask(engine, requests(1)[0])
+        assert "routed_experts" not in answer.extras
+    with raises(ConfigError, key="trainer.routing_replay"):
+        async with running("qwen3", routed=True):
+            pass

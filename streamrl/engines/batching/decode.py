@@ -21,7 +21,7 @@ import numpy.typing as npt
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.model import DecodeModel
 from streamrl.engines.batching.rows import Rows
-from streamrl.engines.extras import BEGAN
+from streamrl.engines.extras import BEGAN, EXPERTS
 from streamrl.engines.protocol import Chunk
 from streamrl.engines.requests import Completion, Job, Stage
 from streamrl.errors import EngineError, EngineUnavailable
@@ -282,6 +282,11 @@ class DecodeLoop:
         assert owner is not None
         start, end = owner.sent, int(rows.drawn[row])
         owner.sent = end
+        extras: dict[str, Any] = {}
+        if reason is not None:
+            extras[BEGAN] = owner.began_s
+            if (experts := self._model.experts(row)) is not None:
+                extras[EXPERTS] = experts
         return Chunk(
             completion=owner.index,
             token_ids=tuple(rows.out_ids[row, start:end].tolist()),
@@ -289,7 +294,7 @@ class DecodeLoop:
             spans=rows.spans(row, start, end),
             finish_reason=reason,
             engine=self._engine,
-            extras={} if reason is None else {BEGAN: owner.began_s},
+            extras=extras,
         )
 
     def _hand_back(self, completion: Completion, chunk: Chunk) -> None:

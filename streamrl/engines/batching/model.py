@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.engines.batching.buffers import TensorLayout
+from streamrl.schemas.experts import RoutedExperts
 
 
 class Draws(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,10 @@ class DecodeModel(Protocol):
 
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Row `sources[i]` becomes row `targets[i]`; no row is in both."""
+        ...
+
+    def experts(self, row: int) -> RoutedExperts | None:
+        """Where the tokens of a row went that have been processed, from the first on; None where that is not kept."""
         ...
 
     def step(

@@ -24,6 +24,7 @@ class LocalEngine(BatchingEngine):
         forward: see `LocalModel`.
         device: a torch device; empty: the first GPU, or the CPU where there is none.
         dtype: type of the weights, as they are published; empty: the one in `config.json`.
+        routed: completions say where their tokens went.
 
     Raises:
         ConfigError: no usable configuration in `model_dir`.
@@ -41,6 +42,7 @@ class LocalEngine(BatchingEngine):
         forward: Literal["auto", "functional", "modules"] = "auto",
         device: str = "",
         dtype: str = "",
+        routed: bool = False,
     ) -> None:
         model = LocalModel(
             model_dir,
@@ -51,5 +53,6 @@ class LocalEngine(BatchingEngine):
             forward=forward,
             device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
             dtype=getattr(torch, dtype) if dtype else None,
+            routed=routed,
         )
         super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy)

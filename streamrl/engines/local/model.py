@@ -18,11 +18,14 @@ from transformers.initialization import no_init_weights
 
 from streamrl.engines.batching.buffers import TensorLayout, offsets
 from streamrl.engines.batching.model import Draws
+from streamrl.engines.experts import read_routing
 from streamrl.engines.local.cache import HeadShape, Pass, SlotCache
 from streamrl.engines.local.functional import GLUED, FunctionalForward, Weights, buffer_order, supports
 from streamrl.engines.local.modules import ModuleForward, check_config
+from streamrl.engines.local.routing import RowExperts
 from streamrl.engines.local.sampling import draw
 from streamrl.errors import ConfigError
+from streamrl.schemas.experts import RoutedExperts
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.names import named
 
@@ -57,9 +60,10 @@ class LocalModel:
         forward: `functional` where the architecture is known, else `modules`; `auto` chooses.
         device: where the weights and the cache lie.
         dtype: type of the weights; None: the configuration's.
+        routed: keep where tokens go.
 
     Raises:
-        ConfigError: no usable configuration in `model_dir`.
+        ConfigError: no usable configuration in `model_dir`; `routed`, and it is no mixture of experts whose routers are known.
         EngineError: an architecture that the cache cannot hold.
     """
 
@@ -74,6 +78,7 @@ class LocalModel:
         forward: Literal["auto", "functional", "modules"],
         device: torch.device,
         dtype: torch.dtype | None = None,
+        routed: bool = False,
     ) -> None:
         config = _read_config(model_dir)
         check_config(config)
@@ -100,6 +105,7 @@ class LocalModel:
         self._forward: Forward = self._functional or ModuleForward(model)
         self._cache = SlotCache(self._forward.head_shapes(), slots=slots, max_len=max_len, dtype=dtype, device=device)
         self._forward.attach(self._cache)
+        self._experts = _row_experts(model, model_dir, slots, max_len) if routed else None
         self._lengths = np.zeros(slots, np.int64)
         """Positions of each row that hold keys and values."""
         self._host: tuple[Tensor, ...] = ()
@@ -166,7 +172,14 @@ class LocalModel:
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """See `DecodeModel.move`."""
         self._lengths[targets] = self._lengths[sources]
-        self._cache.move(targets, sources, int(self._lengths[sources].max()))
+        longest = int(self._lengths[sources].max())
+        self._cache.move(targets, sources, longest)
+        if self._experts is not None:
+            self._experts.moved(targets, sources, longest)
+
+    def experts(self, row: int) -> RoutedExperts | None:
+        """See `DecodeModel.experts`."""
+        return None if self._experts is None else self._experts.of(row, int(self._lengths[row]))
 
     def step(
         self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64], draws: Draws
@@ -189,12 +202,28 @@ class LocalModel:
         rows = [row for prompt in batch for row in groups[prompt]]
         source = [index for index, prompt in enumerate(batch) for _ in groups[prompt]]
         self._forward.prefill(tokens, self._cache.begin_prefill(rows, source, longest))
+        if self._experts is not None:
+            self._experts.prefilled([groups[prompt] for prompt in batch], [len(prompt) - 1 for prompt in batch])
 
     def _decode(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], first: int) -> Tensor:
         longest = int(positions.max()) + 1
         at = torch.from_numpy(positions).to(self._device)
         step = self._cache.begin_decode(at, first=first, longest=longest, ragged=bool(positions.min() + 1 < longest))
-        return self._forward.decode(torch.from_numpy(tokens).to(self._device), step)
+        logits = self._forward.decode(torch.from_numpy(tokens).to(self._device), step)
+        if self._experts is not None:
+            self._experts.decoded(first, positions)
+        return logits
+
+
+def _row_experts(model: PreTrainedModel, model_dir: Path, slots: int, max_len: int) -> RowExperts:
+    routing = read_routing(model_dir)
+    if routing is None:
+        raise ConfigError(
+            f"trainer.routing_replay is for a mixture of experts, but {model_dir} holds none",
+            hint="leave it out",
+            key="trainer.routing_replay",
+        )
+    return RowExperts(model.get_decoder(), routing, slots=slots, max_len=max_len)
 
 
 def _read_config(model_dir: Path) -> PretrainedConfig:

@@ -80,6 +80,9 @@ class TableModel:
     def move(self, targets: Sequence[int], sources: Sequence[int]) -> None:
         """Rows have no state here."""
 
+    def experts(self, row: int) -> None:
+        """It has none."""
+
     def step(
         self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64], draws: Draws
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
