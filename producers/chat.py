@@ -36,7 +36,7 @@ from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.chat_saves import ChatSaves, SavedChat, Turn
 from streamrl.producers.completions import complete
-from streamrl.producers.episode import STATUS, Episode, Segment
+from streamrl.producers.episode import STATUS, Episode, Segment, bare
 from streamrl.producers.protocol import Context
 from streamrl.schemas.samples import LogprobMode, Status, is_turn_temperature
 from streamrl.schemas.tasks import RolloutTask, Sampling
@@ -201,7 +201,7 @@ class Chat:
         """
         self.state = state
         saved = SavedChat(
-            segments=tuple(self._segments),
+            segments=bare(self._segments),
             turns=tuple(self._turns),
             finish_reason=self._finish_reason,
             mode=self._mode,

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from streamrl.engines.extras import BEGAN, INEXACT
+from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT
 from streamrl.engines.protocol import Chunk, Engine, GenerateRequest
 from streamrl.errors import EngineError
 from streamrl.producers.episode import Origin, Segment
@@ -78,8 +78,9 @@ def _join(parts: Sequence[Chunk], temperature: float, asked_s: float, finished_s
     last = parts[-1]
     inexact = bool(last.extras.get(INEXACT))
     origin = Origin(last.engine, last.finish_reason or "", asked_s, last.extras.get(BEGAN, 0.0), finished_s)
+    experts = last.extras.get(EXPERTS)
     if len(parts) == 1:
-        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, temperature, origin)
+        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, temperature, origin, experts)
     else:
         segment = Segment(
             tuple(token for part in parts for token in part.token_ids),
@@ -88,5 +89,6 @@ def _join(parts: Sequence[Chunk], temperature: float, asked_s: float, finished_s
             inexact,
             temperature,
             origin,
+            experts,
         )
     return Completion(segment, last.finish_reason or "", last.logprob_mode, last.engine)

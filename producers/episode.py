@@ -16,8 +16,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.errors import SchemaError
+from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.samples import LogprobMode, Sample, Status, TurnSpan, VersionSpan, is_turn_temperature
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
@@ -54,6 +56,8 @@ class Segment(msgspec.Struct, frozen=True):
     temperature: float | None = None
     """At which the tokens were drawn; None: the episode's."""
     origin: Origin | None = None
+    experts: RoutedExperts | None = None
+    """Of the call that gave them, where its engine says so: of all tokens up to the last one of these, which is left out."""
 
     @property
     def is_model(self) -> bool:
@@ -236,6 +240,34 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         turns=() if _told_by(episode, turns) else tuple(_turn(episode, *turn) for turn in turns),
         **told,
     )
+
+
+def routed_experts(episode: Episode) -> npt.NDArray[np.unsignedinteger] | None:
+    """[t, layers, k] experts of its first t tokens, each those of the call that computed the token; None where a turn does not say.
+
+    Example: a prompt of 3, a turn of 2, a tool's 2, a turn of 2. The first call says those of 4 tokens, the second of 8: the last token of
+    a turn is computed by the next call.
+
+        tokens      0 1 2 | 3 4 | 5 6 | 7 8
+        of call     1 1 1   1 2   2 2   2
+    """
+    pieces: list[npt.NDArray[np.unsignedinteger]] = []
+    end = covered = 0
+    for segment in episode.segments:
+        end += len(segment.token_ids)
+        if not segment.is_model:
+            continue
+        found = None if segment.experts is None else segment.experts.array()
+        if found is None or len(found) < end - 1 or (pieces and found.shape[1:] != pieces[0].shape[1:]):
+            return None
+        pieces.append(found[covered : end - 1])
+        covered = end - 1
+    return np.concatenate(pieces) if pieces else None
+
+
+def bare(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The same without experts: for who has no use for them."""
+    return tuple(segment if segment.experts is None else msgspec.structs.replace(segment, experts=None) for segment in segments)
 
 
 def _told_by(episode: Episode, turns: Sequence[tuple[int, Segment]]) -> bool:

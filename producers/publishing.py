@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +30,7 @@ from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, WARMUP_SOURCE, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 1 << 20
@@ -146,6 +149,11 @@ class Publisher:
         stone = self._told(Tombstone(task=index, reason=reason, group_size=group_size, detail=detail, source=source), claim)
         await self._put(self._subjects.tombstones(source), encode(stone), f"d{index}", index)
 
+    async def beside(self, task: int, rollout: int, body: bytes) -> tuple[str, str]:
+        """Store what a rollout's samples will name, before them; returns name and SHA-256 (hex). A name is never used again."""
+        name = f"{task}/{rollout}.{secrets.token_hex(4)}"
+        return name, await self._with_room(lambda: self._bus.sample_blobs.put(name, body))
+
     async def reward(self, update: RewardUpdate) -> Receipt:
         """Store a reward that comes by itself; a repeat of the same task, rollout and revision is recognised by its id."""
         id = f"w{update.task}.{update.rollout}.{update.revision}"
@@ -173,12 +181,15 @@ class Publisher:
         headers = {HEADER_TASK: str(task), HEADER_DIGEST: body_digest(body)}
         if schema:
             headers[HEADER_SCHEMA] = schema
-        try:
-            return await self._bus.publish(subject, body, id=id, headers=headers)
-        except StreamFull as error:
-            return await self._wait_for_room(subject, body, id, headers, error)
+        return await self._with_room(lambda: self._bus.publish(subject, body, id=id, headers=headers))
 
-    async def _wait_for_room(self, subject: str, body: bytes, id: str, headers: dict[str, str], error: StreamFull) -> Receipt:
+    async def _with_room(self, store: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await store()
+        except StreamFull as error:
+            return await self._wait_for_room(store, error)
+
+    async def _wait_for_room(self, store: Callable[[], Awaitable[T]], error: StreamFull) -> T:
         self._counts.num_full += 1
         self._waiting(+1, error)
         try:
@@ -188,7 +199,7 @@ class Publisher:
                     attempt += 1
                     await asyncio.sleep(pause_s(attempt, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
                     with contextlib.suppress(StreamFull):
-                        return await self._bus.publish(subject, body, id=id, headers=headers)
+                        return await store()
         finally:
             self._waiting(-1, error)
 

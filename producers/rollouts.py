@@ -25,6 +25,7 @@ from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.publishing import Publisher
+from streamrl.producers.routing import store_experts
 from streamrl.producers.slots import FREE, Cut, phase, stored, taken
 from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import farewell
@@ -193,6 +194,8 @@ def _roll_out(
         group = await runner.run(task, keeping=keeping)
         samples = samples_of(task, group.episodes, producer=worker.name, more=claim.told)
         with phase("publish"):
+            if worker.config.trainer.routing_replay:
+                samples = await store_experts(publisher, samples, group.episodes)
             rollouts = await publisher.task(task, samples, group.failures, claim)
         lying = [episode for episode in group.episodes if episode.rollout in rollouts]
         stored([len(segment.token_ids) for episode in lying for segment in episode.segments if segment.spans])

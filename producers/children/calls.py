@@ -10,11 +10,12 @@ from contextlib import aclosing
 
 import msgspec
 
-from streamrl.engines.extras import BEGAN, INEXACT
+from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT
 from streamrl.engines.protocol import Chunk, Engine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Problem, Returned, Save, Told
 from streamrl.producers.episode import Episode, Origin, Segment
+from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Recorded:
         self.inexact = segment.inexact
         self.temperature = segment.temperature
         self.origin = segment.origin
+        self.experts: RoutedExperts | None = None
         self.mode = LogprobMode.SAMPLED
         self.engine = ""
 
@@ -44,6 +46,7 @@ class Recorded:
         self.logprobs += chunk.logprobs
         self.spans += chunk.spans
         self.inexact |= bool(chunk.extras.get(INEXACT))
+        self.experts = chunk.extras.get(EXPERTS)
         self.mode, self.engine = chunk.logprob_mode, chunk.engine
         asked_s = 0.0 if self.origin is None else self.origin.asked_s
         self.origin = Origin(chunk.engine, chunk.finish_reason or "", asked_s, chunk.extras.get(BEGAN, 0.0), time.time())
@@ -52,8 +55,8 @@ class Recorded:
         """Equal for completions of which one says what the other does."""
         return msgspec.structs.replace(self.part(0, len(self.token_ids)), origin=None), self.mode, self.engine
 
-    def part(self, start: int, stop: int) -> Segment:
-        """Tokens `start` to `stop` with the versions that sampled them."""
+    def part(self, start: int, stop: int, *, routed: bool = False) -> Segment:
+        """Tokens `start` to `stop` with the versions that sampled them, and with where they went if that is asked for."""
         spans: list[VersionSpan] = []
         end = 0
         for span in self.spans:
@@ -62,7 +65,16 @@ class Recorded:
             if length > 0:
                 spans.append(VersionSpan(length, span.version))
         kept = tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans)
-        return Segment(*kept, self.inexact, self.temperature, self.origin)
+        experts = None
+        if routed and self.experts is not None:
+            experts = self.experts.first(self.experts.shape[0] - (len(self.token_ids) - stop))
+        return Segment(*kept, self.inexact, self.temperature, self.origin, experts)
+
+
+def _without_experts(chunk: Chunk) -> Chunk:
+    if EXPERTS not in chunk.extras:
+        return chunk
+    return msgspec.structs.replace(chunk, extras={name: value for name, value in chunk.extras.items() if name != EXPERTS})
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -189,7 +201,7 @@ class Call:
             async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:
                     self.turns[frame.turn + chunk.completion].add(chunk)
-                    self._send(Given(self.number, frame.turn, chunk=chunk))
+                    self._send(Given(self.number, frame.turn, chunk=_without_experts(chunk)))
         except EngineError as error:
             self._send(Given(self.number, frame.turn, problem=Problem.of(error)))
         except Exception as error:  # the request is the user's: whatever it breaks here ends it, never the worker
@@ -234,7 +246,7 @@ class Call:
                 if found is None or not 0 <= start <= stop <= len(found.token_ids):
                     raise SchemaError(f"the rollout had no tokens {start} to {stop} of a turn {turn}")
                 last = found
-                segments.append(found.part(start, stop))
+                segments.append(found.part(start, stop, routed=True))
         return Episode(
             segments=tuple(segments),
             finish_reason=returned.finish_reason,

@@ -24,7 +24,7 @@ from streamrl.producers.children.calls import Call, Recorded
 from streamrl.producers.children.child import Child
 from streamrl.producers.children.pool import Children
 from streamrl.producers.children.saved import pack, unpack
-from streamrl.producers.episode import Episode
+from streamrl.producers.episode import Episode, bare
 from streamrl.producers.protocol import Failure
 from streamrl.producers.repeats import Repeats
 from streamrl.rewards.protocol import RewardValue
@@ -122,13 +122,14 @@ class Job:
 
     async def score(self, episodes: Sequence[Episode]) -> Sequence[RewardValue | Exception] | Failure:
         """One value for each episode, or what ends all of them; raises ConfigError when the user's code can no longer be loaded."""
+        bared = tuple(msgspec.structs.replace(episode, segments=bare(episode.segments)) for episode in episodes)
         while self._verdict is None:
             child = await self._seat()
 
             def make(number: int, child: Child = child) -> Call:
                 return Call(number, self._children.score_limits, task=self._task.index, engine=None, send=child.send)
 
-            call = child.begin(make, lambda call: frames.Score(call.number, self._task, tuple(episodes)))
+            call = child.begin(make, lambda call: frames.Score(call.number, self._task, bared))
             given = await child.wait(call)
             if given == Call.TIMEOUT:
                 return Failure(0, TIMEOUT, f"reward: {call.expired} (reward.timeout_s){_in(child)}")

@@ -1,0 +1,37 @@
+"""Where the tokens of samples went, stored beside them: a blob for each rollout, before its samples (R3, arXiv 2510.11370)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec.structs import replace
+
+from streamrl.producers.episode import Episode, routed_experts
+from streamrl.producers.publishing import Publisher
+from streamrl.schemas.codec import encode
+from streamrl.schemas.experts import RoutedExperts
+from streamrl.schemas.samples import BlobRef, Sample
+
+
+async def store_experts(publisher: Publisher, samples: Sequence[Sample], episodes: Sequence[Episode]) -> list[Sample]:
+    """The samples, each with the rows of its rollout's blob where all its turns say their experts.
+
+    Args:
+        publisher: stores the blobs.
+        samples: what `samples_of` made of the episodes.
+        episodes: in any order.
+    """
+    made = sorted(episodes, key=lambda episode: episode.rollout)  # stable, as in `samples_of`
+    found = {place: experts for place, episode in enumerate(made) if (experts := routed_experts(episode)) is not None}
+    given = list(samples)
+    for rollout in sorted({samples[place].rollout for place in found}):
+        places = [place for place in found if samples[place].rollout == rollout]
+        rows = np.concatenate([found[place] for place in places])
+        blob = RoutedExperts(str(rows.dtype), (rows.shape[0], rows.shape[1], rows.shape[2]), rows.tobytes())
+        name, digest = await publisher.beside(samples[places[0]].task, rollout, encode(blob))
+        first = 0
+        for place in places:
+            given[place] = replace(samples[place], routed_experts=BlobRef(name, digest, first, len(found[place])))
+            first += len(found[place])
+    return given
