@@ -61,6 +61,8 @@ class Position(msgspec.Struct, frozen=True):
     stream: str
     oldest_needed: int
     version: Version
+    carried: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Tasks of messages that its checkpoints hold themselves: what their samples name is needed. Not on the wire when unset."""
 
 
 class Latest(msgspec.Struct, frozen=True):
@@ -78,6 +80,8 @@ class Latest(msgspec.Struct, frozen=True):
     """Sequences below `oldest_needed` of messages that the checkpoint holds itself."""
     older: tuple[Latest, ...] | msgspec.UnsetType = msgspec.UNSET
     """Checkpoints that a restart may go back to, the newest first; none of them has any itself. Not on the wire when unset."""
+    carried_tasks: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
+    """Of which task each of the `carried` is. Not on the wire when unset."""
 
     @property
     def kept(self) -> tuple[Latest, ...]:

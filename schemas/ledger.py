@@ -29,8 +29,8 @@ class Drop(msgspec.Struct, frozen=True):
     `late` (its task had ended), `failed`, `filtered`, `timeout`, `deliveries`, `poison`, `zero_variance`, `empty` (not one token
     of the group is trained), `lost_version` (a token is of a version that was made and lost, see `Gap`), `inexact` (versions of its
     tokens are guesses), `truncated` (a length limit cut it), `unrewarded` (its rewards did not come in time), `expired` (its task was
-    issued too many versions ago), `lost` (nobody held its task any more), `superseded_reward` (a reward that came after its task had
-    ended, or is no newer than the one that is there).
+    issued too many versions ago), `lost` (nobody held its task any more), `blob_missing` (what its samples name is gone),
+    `superseded_reward` (a reward that came after its task had ended, or is no newer than the one that is there).
     """
 
     sequence: int

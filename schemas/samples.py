@@ -170,7 +170,8 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
 
     task: int
     reason: str
-    """`failed`, `filtered`, `timeout`, `deliveries`, `poison`, `lost` (by the trainer: nobody held it), or a producer's own word."""
+    """`failed`, `filtered`, `timeout`, `deliveries`, `poison`, `lost` (by the trainer: nobody held it), `blob_missing` (by the
+    trainer: what its samples name is not there), or a producer's own word."""
     rollout: int | None = None
     group_size: int = 1
     detail: str = ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Log, Message
@@ -18,12 +18,12 @@ from streamrl.bus.reading import is_another, read_key
 from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import carried_files, fetch_messages, held, oldest_read_again
-from streamrl.consumers.training.trimming import holds_the_stream, nearly_full, trim_if_full
+from streamrl.consumers.training.trimming import holds_the_stream, nearly_full, release, trim_if_full
 from streamrl.core.state import FoldState
 from streamrl.errors import LogTruncated, StreamRLError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Latest, Position
-from streamrl.schemas.subjects import KEY_LATEST, PREFIX_POSITIONS, SAMPLES
+from streamrl.schemas.subjects import HEADER_TASK, KEY_LATEST, PREFIX_POSITIONS, SAMPLES
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import prune
 from streamrl.trainers.protocol import Trainer
@@ -138,7 +138,9 @@ class Checkpointer:
         oldest = self._carry(state if isinstance(state, FoldState) else state.own, everything=carry)
         beside = carried_files(self._carried.values())
         future: Future[None] = self._trainer.save(self._run_path / path, state.encode(), version=state.version, beside=beside)
-        latest = Latest(self._name, state.version, path, state.cursor, oldest, self._identity, tuple(sorted(self._carried)))
+        carried = tuple(sorted(self._carried))
+        tasks = tuple(int(self._carried[sequence].headers.get(HEADER_TASK, -1)) for sequence in carried)
+        latest = Latest(self._name, state.version, path, state.cursor, oldest, self._identity, carried, carried_tasks=tasks or UNSET)
         self._saving = Saving(future, latest)
 
     def _carry(self, state: FoldState, *, everything: bool) -> int:
@@ -195,6 +197,8 @@ class Checkpointer:
     def _keep_only(self, kept: tuple[Latest, ...]) -> None:
         """Point to these checkpoints, the newest first, hold the stream for the oldest of them, and remove the others."""
         self._call(point_to(self._bus, kept, lease_s=self._lease_s))
+        still = carried_tasks(kept)
+        self._call(release(self._bus, {k: task for k, task in carried_tasks(self._kept).items() if k not in still}))
         self._kept = kept
         prune(self._run_path / CHECKPOINTS, keep={self._run_path / one.path for one in kept}, prefix=f"{self._name}-")
 
@@ -268,12 +272,25 @@ async def point_to(bus: Bus, kept: tuple[Latest, ...], *, lease_s: int | None = 
     newest = kept[0]
     named = replace(newest, older=tuple(replace(one, older=UNSET) for one in kept[1:]))
     await bus.kv.put(latest_key(newest.trainer), encode(named))
-    await hold(bus, newest.trainer, min(one.oldest_needed for one in kept), kept[-1].version, lease_s=lease_s)
+    carried = tuple(sorted(set(carried_tasks(kept).values())))
+    await hold(bus, newest.trainer, min(one.oldest_needed for one in kept), kept[-1].version, lease_s=lease_s, carried=carried)
 
 
-async def hold(bus: Bus, reader: str, oldest_needed: int, version: Version, *, lease_s: int | None = None) -> None:
-    """Put a reader's position: nothing from `oldest_needed` on may be trimmed."""
-    await bus.kv.put(PREFIX_POSITIONS + reader, encode(Position(reader, SAMPLES, oldest_needed, version)), ttl_s=lease_s)
+def carried_tasks(kept: Iterable[Latest]) -> dict[int, int]:
+    """Task of each message that checkpoints hold themselves, by sequence."""
+    found: dict[int, int] = {}
+    for one in kept:
+        tasks = () if isinstance(one.carried_tasks, UnsetType) else one.carried_tasks
+        found |= dict(zip(one.carried, tasks, strict=False))  # an earlier build told none
+    return found
+
+
+async def hold(
+    bus: Bus, reader: str, oldest_needed: int, version: Version, *, lease_s: int | None = None, carried: tuple[int, ...] = ()
+) -> None:
+    """Put a reader's position: nothing from `oldest_needed` on may be trimmed, nor what samples of the tasks `carried` name."""
+    position = Position(reader, SAMPLES, oldest_needed, version, carried or UNSET)
+    await bus.kv.put(PREFIX_POSITIONS + reader, encode(position), ttl_s=lease_s)
 
 
 async def ensure_position(bus: Bus, trainer: str, state: Resumable, *, lease_s: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Dead letters: a message that cannot be used goes to the stream `dead`, with the reason, its bytes and its headers."""
+"""What cannot be used: a message goes to the stream `dead`, with the reason, its bytes and its headers; a rollout without its blob ends."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import logging
 import msgspec
 
 from streamrl.bus.protocol import Bus, Message
-from streamrl.core.fold import DeadLetter
+from streamrl.core.fold import BLOB_MISSING, DeadLetter
+from streamrl.core.state import PendingTask
 from streamrl.errors import Conflict, StreamFull
 from streamrl.schemas.codec import encode
 from streamrl.schemas.dead import DeadRecord
-from streamrl.schemas.subjects import SAMPLES, Subjects
+from streamrl.schemas.digests import body_digest
+from streamrl.schemas.samples import Tombstone
+from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_TASK, SAMPLES, Subjects
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,19 @@ async def publish_dead_letter(bus: Bus, subjects: Subjects, message: Message, le
         logger.error("event=dead_letter_lost sequence=%d reason=%s error=%s", message.sequence, letter.reason, error.message)
         return
     logger.warning("event=message_quarantined sequence=%d reason=%s", message.sequence, letter.reason)
+
+
+async def publish_blob_missing(bus: Bus, subjects: Subjects, group: PendingTask, rollout: int, why: str) -> bool:
+    """Put onto the stream that a rollout ends here, so that a replay decides alike; False while there is no room."""
+    stone = Tombstone(task=group.task, reason=BLOB_MISSING, rollout=rollout, group_size=group.group_size, detail=why, source=group.source)
+    body = encode(stone)
+    headers = {HEADER_TASK: str(group.task), HEADER_DIGEST: body_digest(body)}
+    try:
+        await bus.publish(subjects.tombstones(group.source), body, id=f"b{group.task}.{rollout}", headers=headers)
+    except StreamFull:
+        return False
+    logger.warning("event=blob_missing task=%d rollout=%d why=%s", group.task, rollout, why)
+    return True
 
 
 async def _put(bus: Bus, name: str, data: bytes) -> None:

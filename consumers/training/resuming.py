@@ -13,7 +13,7 @@ from streamrl.bus.protocol import Bus, Message
 from streamrl.bus.reading import first_gone
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import held, oldest_read_again, read_carried
-from streamrl.consumers.training.checkpoints import CHECKPOINTS, check_stream, hold, latest_key, point_to, read_latest
+from streamrl.consumers.training.checkpoints import CHECKPOINTS, carried_tasks, check_stream, hold, latest_key, point_to, read_latest
 from streamrl.consumers.training.ledger import Ledger
 from streamrl.core.state import FoldState
 from streamrl.errors import CannotResume, CheckpointDamaged, LogTruncated, SchemaError, StreamRLError
@@ -90,7 +90,8 @@ class Resuming:
         named = list(latest.kept)
         for place, one in enumerate([*named, *self._unnamed(latest)]):
             if passed:  # whatever it needs, nothing is trimmed from here on
-                self._call(hold(self._bus, self._name, one.oldest_needed, one.version))
+                carried = tuple(sorted(set(carried_tasks(latest.kept).values())))
+                self._call(hold(self._bus, self._name, one.oldest_needed, one.version, carried=carried))
             try:
                 found, resumed = self._load(one, latest.stream_identity)
             except (CheckpointDamaged, LogTruncated, SchemaError) as error:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from streamrl.consumers.training.reader import Incoming, RecordReader
+from streamrl.consumers.training.sample_blobs import SampleBlobs
 from streamrl.consumers.training.steps import batch_differs, describe
 from streamrl.core.assembly import assemble
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch, Effects, close, fold, is_warm, trained
 from streamrl.core.gaps import bridged
-from streamrl.core.state import FoldConfig, FoldState
+from streamrl.core.state import FoldConfig, FoldState, PendingTask
+from streamrl.errors import SchemaError
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.versions import Version
@@ -24,11 +26,14 @@ FORGET_AT = 64
 
 
 class HeldMessages:
-    """The decoded messages of pending groups, by sequence; `messages` is filled and emptied in place."""
+    """The decoded messages of pending groups, by sequence; `messages` is filled and emptied in place. With what they keep beside them."""
 
-    def __init__(self, messages: dict[int, SampleBatch]) -> None:
+    def __init__(self, messages: dict[int, SampleBatch], blobs: SampleBlobs | None = None) -> None:
         self.messages = messages
+        self._blobs = blobs
         self._forget_at = FORGET_AT
+        for samples in messages.values():
+            self._want(samples)
 
     def __len__(self) -> int:
         return len(self.messages)
@@ -40,6 +45,7 @@ class HeldMessages:
             task = state.pending.get(samples.task)
             if task is not None and any(r.sequence == sequence for r in task.rollouts.values()):
                 self.messages[sequence] = samples if change is None else change(samples)
+                self._want(samples)
         if len(self.messages) >= self._forget_at:  # groups of several messages may have been dropped, and no batch closes for long
             self.forget(state)
 
@@ -49,6 +55,34 @@ class HeldMessages:
         for sequence in [s for s in self.messages if s not in held]:
             del self.messages[sequence]
         self._forget_at = max(FORGET_AT, 2 * len(self.messages))
+        if self._blobs is not None:
+            self._blobs.keep(self.messages.values())
+
+    def missing(self, batch: Batch) -> list[tuple[PendingTask, int, str]]:
+        """Rollouts of a batch that cannot be trained on for want of what they keep beside them, and why."""
+        found: list[tuple[PendingTask, int, str]] = []
+        if self._blobs is None:
+            return found
+        for sequence in batch.sequences:
+            self._blobs.want(self.messages[sequence], now=True)
+        for group in batch.groups:
+            for sequence in {pending.sequence for pending in group.rollouts.values()}:
+                problems = self._blobs.problems(self.messages[sequence])
+                found += [(group, k, why) for k, why in problems.items() if k in group.rollouts and group.rollouts[k].sequence == sequence]
+        return found
+
+    def assemble(self, batch: Batch, state: FoldState, config: FoldConfig) -> TrainBatch:
+        """A batch of what is held; raises SchemaError where a blob of its rollouts cannot be used."""
+        for group, rollout, why in self.missing(batch):
+            raise SchemaError(
+                f"version {state.version.number + 1} cannot be trained again, rollout {rollout} of task {group.task} lacks {why}",
+                hint="its blobs were trimmed with their samples, or lost: go on from a later version",
+            )
+        return assemble(batch, self.messages, state, config, None if self._blobs is None else self._blobs.routed)
+
+    def _want(self, samples: SampleBatch) -> None:
+        if self._blobs is not None:
+            self._blobs.want(samples)
 
 
 class StreamFold:
@@ -66,6 +100,9 @@ class StreamFold:
         gaps: entries of gaps, in the order of their epochs.
         effects: does what a record asks for.
         waiting: called with the state while no record comes.
+        blobs: what samples keep beside them; None: nothing is looked at.
+        lost: puts onto the stream that a rollout of a group cannot be trained on, and why; False while there is no room. None: nothing new
+            is closed here.
     """
 
     beside: LedgerEntry | None = None
@@ -80,11 +117,15 @@ class StreamFold:
         gaps: Iterable[LedgerEntry] = (),
         effects: Callable[[Effects, Incoming], None] | None = None,
         waiting: Callable[[FoldState], None] | None = None,
+        blobs: SampleBlobs | None = None,
+        lost: Callable[[PendingTask, int, str], bool] | None = None,
     ) -> None:
         self._reader = reader
         self._config = config
         self._state = state
-        self._held = HeldMessages(messages)
+        self._held = HeldMessages(messages, blobs)
+        self._lost = lost
+        self._told: set[tuple[int, int]] = set()
         self._gaps = tuple(gaps)
         self._effects = effects
         self._waiting = waiting
@@ -101,7 +142,7 @@ class StreamFold:
         while True:
             if past is None and (self._reader.empty or len(self._held) > 8 * self._config.batch_tasks):
                 batch = close(self._state, self._config)
-                if batch is not None:
+                if batch is not None and not self._lacks(batch):
                     return batch
             elif past is not None and self._state.cursor >= past.cursor:
                 batch = close(self._state, self._config)
@@ -122,7 +163,7 @@ class StreamFold:
 
     def assemble(self, batch: Batch) -> TrainBatch:
         """See `Folding.assemble`."""
-        return assemble(batch, self._held.messages, self._state, self._config)
+        return self._held.assemble(batch, self._state, self._config)
 
     def train(self, batch: Batch, past: LedgerEntry | None, score: float) -> None:
         """See `Folding.train`."""
@@ -133,6 +174,14 @@ class StreamFold:
     def rename(self, version: Version) -> None:
         """See `Folding.rename`."""
         self._state = replace(self._state, version=version)
+
+    def _lacks(self, batch: Batch) -> bool:
+        """Whether rollouts of a batch cannot be trained on. The stream is told of each, and the batch closes without them behind that."""
+        missing = self._held.missing(batch)
+        for group, rollout, why in missing:
+            if self._lost is not None and (group.task, rollout) not in self._told and self._lost(group, rollout, why):
+                self._told.add((group.task, rollout))
+        return bool(missing)
 
     def _take(self, incoming: Incoming) -> None:
         state, effects = fold(self._state, incoming.record, self._config)

@@ -1,15 +1,24 @@
-"""Trimming of the sample stream below what its readers still need."""
+"""Trimming of the sample stream below what its readers still need, and of the blobs that its samples name.
+
+A blob goes before the message that names it, so that a crash between leaves a message whose blobs are removed again. It goes with the first
+message of its task, a tombstone too: so what a producer stored and died before it could name goes as well. Where a checkpoint holds the
+message itself, it stays until no checkpoint does (`release`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Mapping, Set
 
-from streamrl.bus.protocol import Bus, Log
-from streamrl.bus.reading import read_key
+from msgspec import UnsetType
+
+from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import read_key, stretch
 from streamrl.errors import BusError
 from streamrl.schemas.control import Position
-from streamrl.schemas.subjects import PREFIX_POSITIONS, SAMPLES
+from streamrl.schemas.subjects import HEADER_TASK, PREFIX_POSITIONS, SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +26,8 @@ TRIM_ABOVE = 0.7
 """The sample stream is trimmed once it fills more than this share of its byte budget; the rest holds more than the largest message."""
 TRIM_EVERY_S = 1.0
 """Between two looks at whether it is."""
+ORPHAN_S = 300.0
+"""Parts of a blob to which nothing was added for so long are of a producer that was killed; looked for as often."""
 
 
 async def keep_trimmed(bus: Bus) -> None:
@@ -25,18 +36,26 @@ async def keep_trimmed(bus: Bus) -> None:
     A trainer trims with its checkpoints, but once a tap's position has let the stream fill up there are no more steps and no checkpoints:
     then it is this that notices that the tap has moved on, or has lapsed.
     """
+    swept_s = time.monotonic()
     while True:
         await asyncio.sleep(TRIM_EVERY_S)
         try:
             await trim_if_full(bus, warn=False)
+            if time.monotonic() - swept_s > ORPHAN_S:
+                swept_s = time.monotonic()
+                await bus.sample_blobs.sweep(ORPHAN_S)
         except BusError as error:
             logger.warning("event=samples_not_trimmed error=%s", error.message)
 
 
-async def nearly_full(bus: Log) -> bool:
-    """Whether the sample stream is to be trimmed."""
+async def nearly_full(bus: Bus) -> bool:
+    """Whether the sample stream is to be trimmed: it is nearly full itself, or what its samples name takes nearly all the room there is."""
     state = await bus.state(SAMPLES)
-    return state.max_bytes > 0 and state.bytes > TRIM_ABOVE * state.max_bytes
+    return _above(state.bytes, state.max_bytes) or _above(*await bus.sample_blobs.room())
+
+
+def _above(used: int, budget: int) -> bool:
+    return budget > 0 and used > TRIM_ABOVE * budget
 
 
 async def holds_the_stream(bus: Bus, reader: str) -> bool:
@@ -61,14 +80,47 @@ async def trim_if_full(bus: Bus, *, warn: bool = True) -> bool:
     Returns:
         Whether it is nearly full all the same.
     """
-    state = await bus.state(SAMPLES)
-    if state.max_bytes <= 0 or state.bytes <= TRIM_ABOVE * state.max_bytes:
+    if not await nearly_full(bus):
         return False
+    state = await bus.state(SAMPLES)
     through = min((await read_positions(bus)).values(), default=1) - 1
     if through >= state.first:
+        await _retire_blobs(bus, state.first, through)
         await bus.trim(SAMPLES, through=through)
         logger.info("event=samples_trimmed through=%d bytes=%d", through, state.bytes)
         return await nearly_full(bus)
     if warn:
         logger.warning("event=samples_nearly_full first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)
     return True
+
+
+async def release(bus: Bus, carried: Mapping[int, int]) -> None:
+    """Remove the blobs of tasks that checkpoints carried and do not any more, of which the messages are gone from the stream.
+
+    Args:
+        bus: connected.
+        carried: task by sequence.
+    """
+    first = (await bus.state(SAMPLES)).first if carried else 0
+    await _remove_blobs(bus, {str(task) for sequence, task in carried.items() if sequence < first})
+
+
+async def _retire_blobs(bus: Bus, first: int, through: int) -> None:
+    """Remove the blobs of tasks whose messages are about to go."""
+    if not await bus.sample_blobs.names():
+        return
+    tasks: set[str] = set()
+    async for message in stretch(bus, SAMPLES, first=first, last=through):
+        tasks.add(message.headers.get(HEADER_TASK, ""))
+    await _remove_blobs(bus, tasks)
+
+
+async def _remove_blobs(bus: Bus, tasks: Set[str]) -> None:
+    """Of these tasks, but for those whose messages a checkpoint holds."""
+    if not tasks:
+        return
+    positions = [await read_key(bus.kv, key, Position) for key in await bus.kv.keys(PREFIX_POSITIONS)]
+    kept = {str(task) for one in positions if one is not None and not isinstance(one.carried, UnsetType) for task in one.carried}
+    for name in await bus.sample_blobs.names():
+        if name.partition("/")[0] in tasks - kept:
+            await bus.sample_blobs.delete(name)

@@ -76,7 +76,13 @@ def parts_of_ages(batch: Batch, arrays: TrainBatch) -> tuple[npt.NDArray[np.int6
     return of_tokens, of_samples
 
 
-def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState, config: FoldConfig) -> TrainBatch:
+def assemble(
+    batch: Batch,
+    messages: Mapping[int, SampleBatch],
+    state: FoldState,
+    config: FoldConfig,
+    routed: Callable[[SampleBatch], npt.NDArray[np.int16]] | None = None,
+) -> TrainBatch:
     """Pack a batch, sorted by task, rollout, sample.
 
     Args:
@@ -85,6 +91,7 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
         state: the state the batch was closed on (gives the version trained from).
         config: tokens are masked here that are older than max_staleness, of truncated samples, or of guessed versions, where
             `stale`, `overlong` or `inexact` is "mask".
+        routed: of a message, [T, layers, k] where its tokens went; None: that is not asked for.
 
     Raises:
         TrainingError: not one trainable token is left.
@@ -127,6 +134,7 @@ def assemble(batch: Batch, messages: Mapping[int, SampleBatch], state: FoldState
         top_p=np.where(truncated, ints("top_p"), 1.0).astype(np.float32),
         top_k=np.where(truncated, ints("top_k"), -1).astype(np.int32),
         rewards=packed.rewards,
+        routed_experts=tokenwise(routed) if routed is not None and packed.routed else None,
         tasks=ints("task").astype(np.int64),
         rollouts=ints("rollout").astype(np.int64),
         status=status,
@@ -166,6 +174,8 @@ class _Packed:
                 found = of_message[pending.sequence].get(rollout, [])
                 rows += [samples_before[numbers[pending.sequence]] + row for row in found]
                 rewards += [np.nan if pending.reward is None else pending.reward] * len(found)
+        self.routed = any("routed_experts" in message.optional_names for message in self._messages)
+        """Whether a sample says where its tokens went."""
         self._rows = np.array(rows, np.int64)
         self.rewards = np.array(rewards, np.float64)
         starts = np.concatenate([message.offsets[:-1] + tokens for message, tokens in zip(self._messages, tokens_before, strict=False)])

@@ -29,6 +29,8 @@ from streamrl.schemas.ledger import NO_MESSAGE, Drop
 
 LOST_VERSION = "lost_version"
 """Reason of a drop: a token is of a version that was lost."""
+BLOB_MISSING = "blob_missing"
+"""Reason of a tombstone: what a rollout's samples keep beside them is gone, or is not what they say. It ends a rollout that came, too."""
 WARMUP_SMOOTHING = 0.7
 """Weight of the past in the warm-up's smoothed score."""
 
@@ -242,11 +244,14 @@ def _take_end(state: FoldState, record: Ended, config: FoldConfig, *, lengths: S
         drop = Drop(record.sequence, record.task, (), record.reason, record.detail, retires=True)
         return _retire(state.with_drop(drop, lengths), record.task)
     task = known or PendingTask(record.task, record.source, record.group_size, {})
-    if record.rollout in task.rollouts or record.rollout in task.ended:
+    came = task.rollouts.get(record.rollout)
+    if record.rollout in task.ended or (came is not None and record.reason != BLOB_MISSING):
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "duplicate"))
-    task = replace(task, ended=(*task.ended, record.rollout))
+    others = {k: one for k, one in task.rollouts.items() if k != record.rollout}
+    task = replace(task, rollouts=others, ended=(*task.ended, record.rollout))
     finishes = len(task.ended) == task.group_size
-    state = state.with_drop(Drop(record.sequence, record.task, (record.rollout,), record.reason, record.detail, retires=finishes))
+    drop = Drop(record.sequence, record.task, (record.rollout,), record.reason, record.detail, retires=finishes)
+    state = state.with_drop(drop, [came.length] if came is not None and not came.demonstration else [])
     return _retire(state, record.task) if finishes else _settle(state, task, config)
 
 

@@ -56,7 +56,7 @@ def check_budgets(config: Config) -> Check:
     """Whether the disk holds what the bus may store; the rest of a run directory is checkpoints, logs and keys."""
     if config.bus.url:
         return Check("budgets", "ok", "the log is on the cluster's disks")
-    wanted = config.bus.samples_bytes + config.bus.blobs_bytes
+    wanted = config.bus.samples_bytes + config.bus.blobs_bytes + config.bus.sample_blobs_bytes * config.trainer.routing_replay
     place, free = _room(config)
     found = f"samples and blobs may take {wanted / GIBIBYTE:.1f} GB, {free / GIBIBYTE:.1f} GB are free at {place}"
     if wanted > free:

@@ -18,9 +18,11 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.books import entry_of
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader
+from streamrl.consumers.training.sample_blobs import sample_blobs
 from streamrl.consumers.training.steps import Books, Stepped, log_notice, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
+from streamrl.engines.experts import Routing
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.history.branch_fold import BranchFold, parents_cut
 from streamrl.history.branch_state import begin, check_gaps, translate
@@ -36,7 +38,15 @@ logger = logging.getLogger(__name__)
 
 LEDGER_FILE = "ledger.jsonl"
 
-CHANGES_LOSS = ("loss", "trainer.optimizer", "trainer.minibatches", "trainer.micro_tokens", "warmup.learning_rate", "run.steps")
+CHANGES_LOSS = (
+    "loss",
+    "trainer.optimizer",
+    "trainer.minibatches",
+    "trainer.micro_tokens",
+    "trainer.routing_replay",
+    "warmup.learning_rate",
+    "run.steps",
+)
 """Keys whose change leaves the batches alone."""
 CHANGES_BATCHES = ("tasks.batch_tasks", "tasks.max_staleness", "tasks.stale", "tasks.expire_versions", "tasks.drop_zero_variance")
 """Keys whose change may give other batches of the same samples."""
@@ -94,6 +104,7 @@ def branch(
     overrides: Sequence[str],
     fingerprint: str,
     num_tokens: int = 0,
+    routing: Routing | None = None,
     say: Callable[[str], None] = log_notice,
 ) -> list[LedgerEntry]:
     """Train the branch to the end of the span; call from the training thread. Returns its ledger.
@@ -110,6 +121,7 @@ def branch(
         overrides: what was changed, for branch.json.
         fingerprint: digest of this process's numerics fingerprint.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
+        routing: see `LiveTrainer`.
         say: told what people should know of how versions are computed.
 
     Raises:
@@ -145,6 +157,7 @@ def branch(
         state=state,
         messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
         gaps=lambda: gaps,
+        blobs=sample_blobs(log, call.loop, routing, config),
     )
     entries: list[LedgerEntry] = []
     try:

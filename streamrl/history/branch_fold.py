@@ -9,9 +9,10 @@ from msgspec.structs import replace
 
 from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import Incoming, RecordReader
+from streamrl.consumers.training.sample_blobs import SampleBlobs
 from streamrl.consumers.training.steps import Cut, Entries, batch_differs, recorded_cut
 from streamrl.consumers.training.stream_fold import POLL_S, HeldMessages
-from streamrl.core.assembly import assemble, used
+from streamrl.core.assembly import used
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldConfig, FoldState
@@ -38,6 +39,7 @@ class BranchFold:
         messages: decoded and translated messages by sequence that `state.own` holds pending.
         gaps: entries of the parent's gaps, in the order of their epochs; asked for before each of its entries.
         waiting: called with the state while nothing comes.
+        blobs: what samples keep beside them; None: nothing is looked at.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class BranchFold:
         messages: dict[int, SampleBatch],
         gaps: Callable[[], Iterable[LedgerEntry]] = tuple,
         waiting: Callable[[BranchState], None] | None = None,
+        blobs: SampleBlobs | None = None,
     ) -> None:
         self._reader = reader
         self._parent = parent
@@ -58,7 +61,7 @@ class BranchFold:
         self._parent_config = parent_config
         self._same = config == parent_config
         self._state = state
-        self._held = HeldMessages(messages)
+        self._held = HeldMessages(messages, blobs)
         self._gaps = gaps
         self._waiting = waiting
         self._beside: LedgerEntry | None = None
@@ -108,7 +111,7 @@ class BranchFold:
 
     def assemble(self, batch: Batch) -> TrainBatch:
         """See `Folding.assemble`."""
-        return assemble(batch, self._held.messages, self.own, self._config)
+        return self._held.assemble(batch, self.own, self._config)
 
     def train(self, batch: Batch, past: LedgerEntry | None, score: float) -> None:
         """See `Folding.train`; the parent's scores have ended the warm-up, or will."""

@@ -5,6 +5,7 @@ DIR/ recording.json    what it is (`Recording`)
      config.json       the configuration
      samples.parquet  messages.parquet  ledger.parquet  events.parquet      (streamrl.history.record_columns)
      blobs/            drops of ledger entries that were too many for a message
+     sample_blobs/     what samples name
      model/            the initial weights, when the run had them built; else recording.json names their directory
      checkpoints/      when asked for
 ```
@@ -30,8 +31,9 @@ from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.consumers.training.gaps import versions_made
 from streamrl.consumers.training.reader import open_message
+from streamrl.consumers.training.sample_blobs import blobs_named
 from streamrl.consumers.training.spilled_drops import whole
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, NotFound
 from streamrl.history import record_columns as columns
 from streamrl.history.replay_log import read_initial_digest
 from streamrl.runtime.rundir import RunDir
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 FORMAT = "recording/1"
 RECORDING_FILE = "recording.json"
 BLOBS = "blobs"
+SAMPLE_BLOBS = "sample_blobs"
 ROWS_BYTES = 32 << 20
 """A row group is written once this much has come together."""
 _DROP_BYTES = 100
@@ -164,9 +167,9 @@ async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path, subject: 
         return table.num_rows, Version(epoch, number)
 
 
-def blob_path(recording: Path, name: str) -> Path:
+def blob_path(recording: Path, name: str, folder: str = BLOBS) -> Path:
     """Where a recording keeps a blob."""
-    return recording / BLOBS / name.replace("/", "~")
+    return recording / folder / name.replace("/", "~")
 
 
 async def _write_samples(bus: Log, facts: StreamFacts, directory: Path) -> int:
@@ -181,7 +184,19 @@ async def _write_samples(bus: Log, facts: StreamFacts, directory: Path) -> int:
             messages.add(columns.message_row(message, record, samples), 200 if samples is not None else len(message.body))
             if samples is not None:
                 rows.add_batch(columns.sample_rows(message, samples), samples.nbytes)
+                for name in blobs_named(samples):
+                    await _copy_blob(bus, name, blob_path(directory, name, SAMPLE_BLOBS))
         return rows.num_rows
+
+
+async def _copy_blob(bus: Log, name: str, path: Path) -> None:
+    """One that is gone is left out: its rollout ended for that, or its group was dropped before anybody asked for it."""
+    try:
+        body = await bus.sample_blobs.get(name)
+        await asyncio.to_thread(path.parent.mkdir, exist_ok=True)
+        await asyncio.to_thread(path.write_bytes, body)
+    except NotFound:
+        logger.warning("event=blob_not_recorded name=%s", name)
 
 
 class Table:

@@ -15,7 +15,7 @@ from streamrl.bus.protocol import Message, StreamState
 from streamrl.config.load import from_json
 from streamrl.config.tree import Config
 from streamrl.errors import LogTruncated, NotFound, SchemaError
-from streamrl.history.record import FORMAT, RECORDING_FILE, Recording, StreamFacts, blob_path
+from streamrl.history.record import BLOBS, FORMAT, RECORDING_FILE, SAMPLE_BLOBS, Recording, StreamFacts, blob_path
 from streamrl.schemas.columns import OPTIONAL, arrow_schema, canonical
 from streamrl.schemas.subjects import EVENTS, HEADER_DIGEST, LEDGER, SAMPLES, kind_of
 from streamrl.schemas.versions import Version
@@ -28,12 +28,12 @@ _FILES = {SAMPLES: "messages.parquet", LEDGER: "ledger.parquet", EVENTS: "events
 class RecordedBlobs:
     """The blobs of a recording; satisfies `streamrl.consumers.training.spilled_drops.BlobReader`."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, folder: str) -> None:
+        self._path, self._folder = path, folder
 
     async def get(self, name: str) -> bytes:
         """One blob; raises NotFound."""
-        path = blob_path(self._path, name)
+        path = blob_path(self._path, name, self._folder)
         if not path.is_file():
             raise NotFound(f"expected blob {name!r} in the recording {self._path}, got none", hint="record the run again", name=name)
         return path.read_bytes()
@@ -60,7 +60,8 @@ class RecordedLog:
                 f"expected a recording of format {FORMAT} in {path}, got {self.recording.format}",
                 hint="it was made by another version of streamrl",
             )
-        self.blobs = RecordedBlobs(path)
+        self.blobs = RecordedBlobs(path, BLOBS)
+        self.sample_blobs = RecordedBlobs(path, SAMPLE_BLOBS)
         self._files: dict[str, pq.ParquetFile] = {}
         self._cached: tuple[str, int, pa.Table] | None = None
         for name in (*_FILES.values(), "samples.parquet"):

@@ -41,6 +41,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "train/answer_probability": "there is a warm-up",
         **dict.fromkeys(("train/expert_load_max", "train/expert_load_min", "train/expert_load_entropy"), _EXPERTS),
         **dict.fromkeys(("train/balance_loss", "train/router_z_loss"), _EXPERTS),
+        "train/routing_replayed": "`trainer.routing_replay` is set",
         "train/mfu": "the policy learns, and the peak of the trainer's GPU is known: H100 and H200 (SXM) in bfloat16",
         "train/stale_masked_fraction": "`loss.correction.mask_staleness` is set",
         "train/staleness_weight": "`loss.correction.staleness_decay` is below 1",

@@ -29,6 +29,7 @@ from streamrl.config.tree import (
     TrainerConfig,
     WeightsConfig,
 )
+from streamrl.data.model import ensure_model
 from streamrl.history.replay import ReplayReport, verify
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
@@ -124,7 +125,7 @@ class World:
         return await audit(address.url, address.user, address.password, self.config.run.name, complete=complete, directory=self.run.path)
 
     async def replay(self) -> ReplayReport:
-        return await verify(self.config, self.bus, self.run.model_dir)
+        return await verify(self.config, self.bus, ensure_model(self.config, self.run.model_dir))
 
     def around(self, *kinds: str) -> contextlib.AbstractAsyncContextManager[object]:
         """These services in this process."""

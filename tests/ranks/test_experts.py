@@ -47,10 +47,11 @@ def write_mixture(directory: Path) -> None:
 
 
 SHARDS, EXPERTS = ("trainer.shards=2",), ("trainer.backend=megatron", "trainer.experts=2")
+REPLAYED = (*EXPERTS, "trainer.routing_replay=true")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mesh", [SHARDS, EXPERTS], ids=["shards", "experts"])
+@pytest.mark.parametrize("mesh", [SHARDS, EXPERTS, REPLAYED], ids=["shards", "experts", "replayed"])
 async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(start: Start, tmp_path: Path, mesh: tuple[str, ...]) -> None:
     write_problem(tmp_path)
     write_mixture(tmp_path / "mixture")
@@ -73,6 +74,8 @@ async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(start: S
     _, entries = await read_entries(NAME, base=tmp_path / "runs")
     loads = [entry.metrics["train/expert_load_max"] for entry in entries]
     assert len(loads) >= 8 and all(1 <= load <= 4 for load in loads)
+    replayed = [entry.metrics.get("train/routing_replayed", 0.0) for entry in entries if entry.source == "main"]
+    assert all(replayed) if mesh == REPLAYED else not any(replayed)
 
 
 @pytest.mark.timeout(600)
@@ -90,6 +93,15 @@ async def test_each_stretch_of_a_mixture_is_replayed_by_its_own_backend(start: S
     assert list(stretches) == list(enumerate(meshes))
     verdict = await judge(RunDir(tmp_path / "runs" / NAME))
     assert verdict.problems == []
+
+
+@pytest.mark.timeout(300)
+async def test_routing_replay_of_a_dense_model_is_refused_before_anything_starts(start: Start, tmp_path: Path) -> None:
+    write_problem(tmp_path)
+    process = await start(*STREAMRL, "up", "run.toml", "--json", "--set", "trainer.routing_replay=true")
+    _, err = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode != 0 and "trainer.routing_replay = true is for mixtral" in err.decode()
+    assert not list((tmp_path / "runs" / NAME).glob("logs/trainer*"))
 
 
 @pytest.mark.timeout(300)

@@ -26,7 +26,7 @@ from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import ROW, Indices, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches
-from streamrl.errors import TrainingError
+from streamrl.errors import ConfigError, TrainingError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.balancing import Balancing
 from streamrl.trainers.torch.critic import Critic
@@ -94,7 +94,7 @@ class Update:
         settle: called before parameters and moments are written.
 
     Raises:
-        ConfigError: a function that `loss` names is not there, or `loss.experts` is set for a dense model.
+        ConfigError: a function that `loss` names is not there, or something is asked of the routers of a dense model.
     """
 
     def __init__(
@@ -129,6 +129,13 @@ class Update:
         self._deterministic = deterministic
         self._settle = settle
         self._balancing = Balancing(policy, loss.experts, parallel)
+        if trainer.routing_replay and not len(policy.routers):
+            raise ConfigError(
+                f"trainer.routing_replay is for a mixture of experts, but model.path holds {policy.name}, which has no known routers",
+                hint="leave it out",
+                key="trainer.routing_replay",
+            )
+        policy.routers.replays = trainer.routing_replay
         self._policy_loss = user_loss(loss.policy) if is_function(loss.policy) else policy_loss
         self._slime = SlimeLoss(loss) if loss.slime_loss else None
 
@@ -211,6 +218,8 @@ class Update:
                 rows.append(sums | norms | {"train/global_batch_size": float(len(samples))})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
+        if batch.routed_experts is not None:
+            metrics["train/routing_replayed"] = float((batch.routed_experts >= 0).all((1, 2)).mean())
         if policy.device.type == "cuda":
             torch.cuda.current_stream(policy.device).synchronize()  # the last optimizer step may be on its way
         self.times["perf/actor_train_time"] = time.perf_counter() - start_s

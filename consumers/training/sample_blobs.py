@@ -1,0 +1,162 @@
+"""What samples keep beside them, fetched ahead of the training thread: the experts that their tokens went to (R3, arXiv 2510.11370).
+
+A producer stores a rollout's blob before its samples, so one that is not there was lost, or never was. Nothing is decided here: the live
+trainer puts what cannot be used onto the stream, and the fold goes by that (`streamrl.core.fold.BLOB_MISSING`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from streamrl.bus.protocol import BlobReader, Log
+from streamrl.config.tree import Config
+from streamrl.engines.experts import Routing, read_routing
+from streamrl.errors import BusError, BusUnavailable, ConfigError, SchemaError
+from streamrl.schemas.codec import decode
+from streamrl.schemas.experts import RoutedExperts
+from streamrl.schemas.sample_batch import SampleBatch
+from streamrl.schemas.samples import BlobRef
+
+NAME = re.compile(r"[0-9]{1,18}/[0-9]{1,9}\.[0-9a-f]{8}")
+"""Of a blob: task, rollout, and what tells one attempt from another."""
+_AT_ONCE = 4
+
+
+def refs(samples: SampleBatch) -> Iterator[tuple[int, BlobRef]]:
+    """Row and slice of each sample of a message that says where its tokens went."""
+    for row, said in enumerate(samples.optional("routed_experts") or ()):
+        if said is not None:
+            yield row, BlobRef(**said)
+
+
+def blobs_named(samples: SampleBatch) -> set[str]:
+    """Names of a message's blobs; what could not be one is left out."""
+    return {ref.name for _, ref in refs(samples) if NAME.fullmatch(ref.name)}
+
+
+def replayed_routing(config: Config, model_dir: Path) -> Routing | None:
+    """Of the policy; None where nothing is replayed. Raises ConfigError for a dense model."""
+    if not config.trainer.routing_replay:
+        return None
+    if (routing := read_routing(model_dir)) is not None:
+        return routing
+    raise ConfigError(
+        f"trainer.routing_replay is for a mixture of experts, but {model_dir} holds none",
+        hint="leave it out",
+        key="trainer.routing_replay",
+    )
+
+
+def sample_blobs(log: Log, loop: asyncio.AbstractEventLoop, routing: Routing | None, config: Config) -> SampleBlobs | None:
+    """Those of a run; None where nothing is replayed."""
+    ahead = 2 * config.tasks.batch_tasks * config.tasks.num_rollouts
+    return None if routing is None else SampleBlobs(log.sample_blobs, loop, routing, ahead=ahead)
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A blob, or why it cannot be used."""
+
+    experts: Any = None
+    """[rows, layers, k]."""
+    sha256: str = ""
+    problem: str = ""
+
+
+class SampleBlobs:
+    """Blobs of the samples that are held. All methods but the fetching are called from the training thread.
+
+    Args:
+        blobs: where they are.
+        loop: of that bus.
+        routing: of the policy.
+        ahead: fetched before somebody asks for them, at most.
+    """
+
+    def __init__(self, blobs: BlobReader, loop: asyncio.AbstractEventLoop, routing: Routing, *, ahead: int) -> None:
+        self._blobs = blobs
+        self._loop = loop
+        self._routing = routing
+        self._ahead = ahead
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+        self._loading: dict[str, Future[Loaded]] = {}
+
+    def want(self, samples: SampleBatch, *, now: bool = False) -> None:
+        """Begin to fetch a message's blobs, unless many are there already and they are not asked for `now`."""
+        for name in blobs_named(samples):
+            if now or len(self._loading) < self._ahead:
+                self._load(name)
+
+    def problems(self, samples: SampleBatch) -> dict[int, str]:
+        """Rollouts of a message whose blobs cannot be used, and why; waits for them.
+
+        Raises:
+            BusUnavailable: the bus stayed away.
+        """
+        found: dict[int, str] = {}
+        for row, ref in refs(samples):
+            if problem := self._problem(ref, int(np.diff(samples.offsets)[row])):
+                found.setdefault(int(samples.rollouts[row]), f"routed experts of sample {int(samples.ints('sample')[row])}: {problem}")
+        return found
+
+    def routed(self, samples: SampleBatch) -> npt.NDArray[np.int16]:
+        """[T, layers, k] of a message's tokens, -1 where nothing is known: also where a blob cannot be used."""
+        routing = self._routing
+        found = np.full((len(samples.tokens), routing.layers, routing.per_token), -1, np.int16)
+        for row, ref in refs(samples):
+            first, end = samples.offsets[row : row + 2].tolist()
+            if not self._problem(ref, end - first):
+                found[first : first + ref.num_rows] = self._load(ref.name).result().experts[ref.start_row : ref.start_row + ref.num_rows]
+        return found
+
+    def keep(self, held: Iterable[SampleBatch]) -> None:
+        """Let go of all blobs but those of these messages."""
+        kept = {name for samples in held for name in blobs_named(samples)}
+        for name in [name for name in self._loading if name not in kept]:
+            self._loading.pop(name).cancel()
+
+    def _problem(self, ref: BlobRef, num_tokens: int) -> str:
+        if not NAME.fullmatch(ref.name):
+            return f"expected a name like 41/0.1f3a9c2e, got {ref.name[:80]!r}"
+        loaded = self._load(ref.name).result()
+        if loaded.problem:
+            return loaded.problem
+        if loaded.sha256 != ref.sha256:
+            return f"expected a blob with SHA-256 {ref.sha256[:16]}, got {loaded.sha256[:16]}"
+        if ref.num_rows > num_tokens or ref.start_row + ref.num_rows > len(loaded.experts):
+            return f"expected at most {num_tokens} rows of {len(loaded.experts)}, got {ref.num_rows} from {ref.start_row} on"
+        return ""
+
+    def _load(self, name: str) -> Future[Loaded]:
+        if name not in self._loading:
+            self._loading[name] = asyncio.run_coroutine_threadsafe(self._fetch(name), self._loop)
+        return self._loading[name]
+
+    async def _fetch(self, name: str) -> Loaded:
+        async with self._gate:
+            try:
+                body = await self._blobs.get(name)
+                return await asyncio.to_thread(self._open, name, body)
+            except BusUnavailable:
+                raise
+            except (BusError, SchemaError) as error:
+                return Loaded(problem=error.message)
+
+    def _open(self, name: str, body: bytes) -> Loaded:
+        experts = decode(body, RoutedExperts, where=f"blob {name}").array()
+        routing = self._routing
+        if experts.shape[1:] != (routing.layers, routing.per_token) or (experts.size and int(experts.max()) >= routing.experts):
+            raise SchemaError(
+                f"expected experts [tokens, {routing.layers}, {routing.per_token}] below {routing.experts} in blob {name}, "
+                f"got {list(experts.shape)} up to {int(experts.max(initial=0))}"
+            )
+        return Loaded(experts, hashlib.sha256(body).hexdigest())

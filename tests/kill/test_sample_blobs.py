@@ -1,0 +1,93 @@
+"""Producers and the trainer are ended around the storing of a blob, of its sample, and its removal: nothing is trained without it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from streamrl.bus.reading import stretch
+from streamrl.bus.server import NatsServer
+from streamrl.config.tree import Config
+from streamrl.consumers.training.reader import open_message
+from streamrl.consumers.training.sample_blobs import blobs_named
+from streamrl.schemas.subjects import HEADER_TASK, SAMPLES
+from tests.kill.fuse import Spot
+from tests.kill.nursery import Nursery
+from tests.kill.test_producers import finished
+from tests.kill.world import World, table_config, world
+from tests.ranks.test_experts import write_mixture
+
+pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(300)]
+
+PRODUCER = [
+    *(Spot("put sample blob", when, count) for when in ("before", "after") for count in (1, 5)),
+    *(Spot("publish samples", when, 2) for when in ("before", "after")),
+    Spot("done", "before", 2),
+]
+TRAINER = [
+    *(Spot("get sample blob", when, count) for when in ("before", "after") for count in (1, 12)),
+    *(Spot(name, when) for name in ("delete sample blob", "trim") for when in ("before", "after")),
+    Spot("delete sample blob", "after", 7),
+    Spot("trim", "after", 2),
+]
+
+
+def mixture_config(tmp_path: Path, **bus: object) -> Config:
+    write_mixture(tmp_path / "mixture")
+    return table_config(
+        tmp_path,
+        run={"steps": 24},
+        model={"path": str(tmp_path / "mixture")},
+        engine={"kind": "local"},
+        trainer={"backend": "torch", "routing_replay": True},
+        bus=bus,
+    )
+
+
+async def named(w: World) -> tuple[set[str], set[str]]:
+    """Names that samples on the stream have, and tasks that have messages there."""
+    names: set[str] = set()
+    tasks: set[str] = set()
+    state = await w.bus.state(SAMPLES)
+    async for message in stretch(w.bus, SAMPLES, first=state.first, last=state.last):
+        samples = open_message(message).samples
+        tasks.add(message.headers.get(HEADER_TASK, ""))
+        names |= blobs_named(samples) if samples is not None else set()
+    return names, tasks
+
+
+async def check(w: World, *, whole: bool) -> None:
+    assert (await w.audit()).problems == []
+    ledger = await w.ledger()
+    drops = [drop.reason for entry in ledger for drop in entry.drops]
+    assert "blob_missing" not in drops and len(ledger) == 24
+    assert all(0.5 < entry.metrics["train/routing_replayed"] < 1 for entry in ledger)
+    names, tasks = await named(w)
+    there = set(await w.bus.sample_blobs.names())
+    # All that a sample names is there; what is there besides is of a task of which something is on the stream, and goes with that.
+    assert names <= there and {name.partition("/")[0] for name in there} <= tasks
+    assert (there - names != set()) or not whole, "a producer that died before it could name a blob leaves it"
+    if whole:
+        replay = await w.replay()
+        assert replay.ok and replay.versions == 24, replay.lines
+
+
+async def test_producers_are_ended_around_each_blob(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
+    async with world(mixture_config(tmp_path, ack_wait_s=0.5), own_server, children) as w:
+        async with w.around("engine", "trainer", "feeder"):
+            await w.kill("producer", PRODUCER)
+            async with w.around("producer"), asyncio.timeout(100):
+                await finished(w)
+        await check(w, whole=True)
+
+
+async def test_the_trainer_is_ended_around_each_removal(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
+    """With room for a few batches' blobs: the stream is trimmed for their sake, though it has room itself."""
+    async with world(mixture_config(tmp_path, sample_blobs_bytes=60_000), own_server, children) as w:
+        async with w.around("engine", "producer", "feeder"):
+            await w.kill("trainer", TRAINER)
+            assert await w.child("trainer") == 0
+        assert (await w.bus.state(SAMPLES)).first > 1
+        await check(w, whole=False)
