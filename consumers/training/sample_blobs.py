@@ -21,7 +21,7 @@ import numpy.typing as npt
 from streamrl.bus.protocol import BlobReader, Log
 from streamrl.config.tree import Config
 from streamrl.engines.experts import Routing, read_routing
-from streamrl.errors import BusError, BusUnavailable, ConfigError, SchemaError
+from streamrl.errors import BusError, BusUnavailable, ConfigError, Forbidden, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.sample_batch import SampleBatch
@@ -101,6 +101,7 @@ class SampleBlobs:
 
         Raises:
             BusUnavailable: the bus stayed away.
+            Forbidden: the trainer's login may not read blobs of samples.
         """
         found: dict[int, str] = {}
         for row, ref in refs(samples):
@@ -146,7 +147,7 @@ class SampleBlobs:
             try:
                 body = await self._blobs.get(name)
                 return await asyncio.to_thread(self._open, name, body)
-            except BusUnavailable:
+            except (BusUnavailable, Forbidden):  # of this trainer, not of the blob
                 raise
             except (BusError, SchemaError) as error:
                 return Loaded(problem=error.message)

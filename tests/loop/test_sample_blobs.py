@@ -23,7 +23,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import BLOB_MISSING
 from streamrl.core.state import FoldConfig, initial_state
 from streamrl.engines.experts import Routing
-from streamrl.errors import SchemaError, StreamFull
+from streamrl.errors import Forbidden, SchemaError, StreamFull
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
@@ -278,3 +278,25 @@ async def test_a_full_bucket_stalls_the_producer_until_there_is_room(make_bus: A
     await bus.sample_blobs.delete("9/0.00000000")
     name, digest = await asyncio.wait_for(storing, 30)
     assert hashlib.sha256(await bus.sample_blobs.get(name)).hexdigest() == digest and not publisher.stalled
+
+
+class Barred:
+    """Stands for a login of before there were such blobs."""
+
+    async def get(self, name: str) -> bytes:
+        raise Forbidden(f"may not read {name}", hint="grant it")
+
+
+async def test_a_login_that_may_not_read_them_ends_the_trainer_and_no_rollout(world: World) -> None:
+    await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))])
+    last = (await world.bus.state("samples")).last
+    call = Caller(asyncio.get_running_loop())
+    reader = RecordReader(world.bus, call.loop, after=0, capacity=16)
+    blobs = SampleBlobs(Barred(), call.loop, ROUTING, ahead=4)
+    fold = StreamFold(reader=reader, config=RULES, state=initial_state(RULES), messages={}, blobs=blobs, lost=lambda *given: True)
+    try:
+        with pytest.raises(Forbidden):
+            await asyncio.wait_for(asyncio.to_thread(fold.next, None, lambda: False), 30)
+    finally:
+        reader.close()
+    assert (await world.bus.state("samples")).last == last
