@@ -5,9 +5,10 @@ It is saved with the policy and restored with it; engines never see it. Letters:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,10 @@ from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import ModelState
+from streamrl.trainers.torch.checkpoint import Box, ModelState
 from streamrl.trainers.torch.frozen import load_named
 from streamrl.trainers.torch.kernels import Kernels
+from streamrl.trainers.torch.language_model import LanguageModel
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.sharding import Held, cut
@@ -31,78 +33,125 @@ from streamrl.trainers.torch.terms import Sums
 HEAD = "value_head"
 
 
-class Critic:
-    """V of the state before each token. Its head begins at 0, so every value does.
+class ValueModel(Protocol):
+    """What `Critic` needs of a model: Hugging Face's (`TorchValues`) or one of another framework. It is cut by its making.
+
+    Its head begins at 0, and is of float32 at least.
+    """
+
+    @property
+    def body(self) -> LanguageModel:
+        """The model below the head."""
+        ...
+
+    @property
+    def held(self) -> Held:
+        """The parameters of both, by their name within the body, and behind them those of the head."""
+        ...
+
+    def top(self, states: Tensor) -> Tensor:
+        """What the head makes of hidden states [m, H] of the body: values [m], with gradient."""
+        ...
+
+    def accumulate(self, *, last: bool) -> None:
+        """See `LanguageModel`."""
+        ...
+
+    def forget(self) -> None:
+        """See `LanguageModel`."""
+        ...
+
+
+LoadValues = Callable[[Path], ValueModel]
+"""Makes one of a directory; raises ConfigError."""
+
+
+class TorchValues:
+    """Implements `ValueModel` by transformers.
 
     Args:
-        model_dir: directory of the initial policy, whose body it begins with unless `config.path` names another.
-        dtype: type of the body's weights; the head is of float32 at least.
+        path: directory of a causal language model, whose body it begins with.
+        dtype: type of the body's weights.
         device: where they lie.
-        config: the section `loss.critic`.
-        optimizer: the policy's, of which it takes all but the rate.
-        kernels: by which its body is run.
+        kernels: by which the body is run.
         parallel: the ranks that it is trained on.
 
     Raises:
         ConfigError: there is no model in the directory.
     """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        config: CriticConfig,
-        optimizer: OptimizerConfig,
-        kernels: Kernels,
-        parallel: Parallel,
-    ) -> None:
-        path = Path(config.path or model_dir)
-        self._config = config
-        self._model = load_named("loss.critic.path", path, partial(CausalLM, dtype=dtype, device=device, kernels=kernels))
-        self._model.drop_head()
-        self._head = torch.nn.Linear(self._model.width, 1, dtype=dtype if dtype.itemsize >= 4 else torch.float32, device=device)
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, *, kernels: Kernels, parallel: Parallel) -> None:
+        self.body = CausalLM(path, dtype, device, kernels=kernels)
+        self.body.drop_head()
+        self._head = torch.nn.Linear(self.body.width, 1, dtype=dtype if dtype.itemsize >= 4 else torch.float32, device=device)
         torch.nn.init.zeros_(self._head.weight)
         torch.nn.init.zeros_(self._head.bias)
         types = {name: parameter.dtype for name, parameter in self._named()}
-        self._model.cut(parallel, trained=True)
-        self._top = cut(self._head, [], parallel, self._head.weight.dtype, trained=True) if parallel.sharded else None
-        self._held = Held(self._named(), types, parallel, self._model.module.config.model_type)
-        self._optimizer = ClippedAdamW(self._held.parameters, optimizer, norm=parallel.norm)
+        self.body.cut(parallel, trained=True)
+        self._unit = cut(self._head, [], parallel, self._head.weight.dtype, trained=True) if parallel.sharded else None
+        self.held = Held(self._named(), types, parallel, self.body.module.config.model_type)
 
-    @property
-    def body(self) -> CausalLM:
-        """The model below the head."""
-        return self._model
-
-    @property
-    def free_masks(self) -> bool:
-        """See `CausalLM`."""
-        return self._model.free_masks
-
-    @property
-    def packs(self) -> bool:
-        """See `CausalLM`."""
-        return self._model.packs
-
-    @property
-    def width(self) -> int:
-        """See `CausalLM`."""
-        return self._model.width
-
-    def values(self, micro: MicroBatch) -> Tensor:
-        """[M] V before each of `micro.target`, with gradient; never divided by a temperature."""
-        share = self._model.share(micro)
-        states = self._model.states(share.micro).to(self._head.weight.dtype)
-        values = self._head(states) if self._top is None else self._top(partial(self._head, states))
-        return share.everyones(values[:, 0])[0]
+    def top(self, states: Tensor) -> Tensor:
+        """See `ValueModel`."""
+        states = states.to(self._head.weight.dtype)
+        values: Tensor = self._head(states) if self._unit is None else self._unit(partial(self._head, states))
+        return values[:, 0]
 
     def accumulate(self, *, last: bool) -> None:
         """See `CausalLM`."""
+        self.body.accumulate(last=last)
+        if self._unit is not None:
+            self._unit.accumulate(last=last)
+
+    def forget(self) -> None:
+        """See `CausalLM`."""
+        self.body.forget()
+        if self._unit is not None:
+            self._unit.forget()
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        yield from self.body.body_parameters()
+        yield from ((f"{HEAD}.{name}", parameter) for name, parameter in self._head.named_parameters())
+
+
+class Critic:
+    """V of the state before each token, which is 0 at the beginning.
+
+    Args:
+        load: makes the model of a directory, on the ranks that it is trained on.
+        model_dir: directory of the initial policy, whose body it begins with unless `config.path` names another.
+        config: the section `loss.critic`.
+        optimizer: the policy's, of which it takes all but the rate.
+
+    Raises:
+        ConfigError: there is no model in the directory, or one that cannot be trained on these ranks.
+    """
+
+    def __init__(self, load: LoadValues, model_dir: Path, *, config: CriticConfig, optimizer: OptimizerConfig) -> None:
+        self._config = config
+        self._model = load_named("loss.critic.path", Path(config.path or model_dir), load)
+        self._held = self._model.held
+        self._parallel = self._held.parallel
+        self._optimizer = ClippedAdamW(self._held.parameters, optimizer, norm=self._parallel.norm)
+
+    @property
+    def body(self) -> LanguageModel:
+        """The model below the head."""
+        return self._model.body
+
+    @property
+    def boxes(self) -> Mapping[str, Box]:
+        """See `Held.boxes`."""
+        return self._held.boxes
+
+    def values(self, micro: MicroBatch) -> Tensor:
+        """[M] V before each of `micro.target`, with gradient; never divided by a temperature. Call it at the body's `turns`."""
+        share = self.body.share(micro)
+        return share.everyones(self._model.top(self.body.states(share.micro)))[0]
+
+    def accumulate(self, *, last: bool) -> None:
+        """Call it before each micro-batch of an optimizer step."""
         self._model.accumulate(last=last)
-        if self._top is not None:
-            self._top.accumulate(last=last)
 
     def idle(self, micro: MicroBatch) -> None:
         """Run along where other ranks have a micro-batch and this one has none but an empty one."""
@@ -128,9 +177,9 @@ class Critic:
         named = {"train/value_loss": loss.detach(), **metrics}
         return Sums(tuple(named), torch.stack([(found.double() * weights).sum() for found in named.values()]))
 
-    def gradients(self) -> list[Tensor]:
-        """The summed gradients, written to in place by data parallelism."""
-        return self._optimizer.gradients()
+    def sum_gradients(self) -> None:
+        """Over the ranks."""
+        self._parallel.sum_gradients(self._optimizer.gradients())
 
     def discard(self) -> None:
         """Forget the gradients that have been summed."""
@@ -139,14 +188,15 @@ class Critic:
     def step(self) -> tuple[float, bool]:
         """One update; the gradient's norm, and False when it was not finite and nothing was changed."""
         done = self._optimizer.step(self._config.learning_rate)
-        self._forget()
+        self._model.forget()
         return done
 
     def norm(self) -> float:
-        """Of all parameters together, in float64: a number that shows where two critics differ."""
-        if self._held.parallel.sharded:
-            return float(self._held.parallel.norm([one.rows.double() for one in self._held.slices()]))
-        return float(torch.stack([parameter.detach().double().square().sum() for _, parameter in self._held.parameters]).sum().sqrt())
+        """Of all parameters together, as they are rounded, in float64: a number that shows where two critics differ."""
+        rows = [one.rows.double() for one in self._held.slices()]
+        if self._parallel.sharded:
+            return float(self._parallel.norm(rows))
+        return float(torch.stack([one.square().sum() for one in rows]).sum().sqrt())
 
     def state(self) -> ModelState:
         """See `Held.state`; all ranks that hold a copy together call it."""
@@ -156,14 +206,5 @@ class Critic:
         """Take what `state` gave; raises as `Held.check`."""
         self._held.check(state, where, "a critic")
         self._held.take(state.parameters)
-        self._forget()
-        self._optimizer.restore(state.optimizer)
-
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        yield from self._model.body_parameters()
-        yield from ((f"{HEAD}.{name}", parameter) for name, parameter in self._head.named_parameters())
-
-    def _forget(self) -> None:
         self._model.forget()
-        if self._top is not None:
-            self._top.forget()
+        self._optimizer.restore(state.optimizer)

@@ -38,7 +38,7 @@ from streamrl.trainers.torch.checkpoint import (
     read_checkpoint,
     restore_random,
 )
-from streamrl.trainers.torch.critic import Critic
+from streamrl.trainers.torch.critic import Critic, LoadValues, TorchValues
 from streamrl.trainers.torch.frozen import Load, Reference, load_frozen, load_torch
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.language_model import LanguageModel
@@ -77,6 +77,7 @@ class TorchTrainer:
         profiler: of steps.
         policy: the model, where another library runs it; None: transformers does.
         load_frozen_model: how it loads reference and teacher.
+        load_values: how it loads the critic's model.
         parallel: its ranks.
     """
 
@@ -97,6 +98,7 @@ class TorchTrainer:
         profiler: StepProfiler | None = None,
         policy: LanguageModel | None = None,
         load_frozen_model: Load | None = None,
+        load_values: LoadValues | None = None,
         parallel: Parallel | None = None,
     ) -> None:
         self._model_dir = model_dir
@@ -113,15 +115,8 @@ class TorchTrainer:
         self._parameters = self._held.parameters
         self._critic: Critic | None = None
         if Role.VALUE in estimator_of(loss).needs:
-            self._critic = Critic(
-                model_dir,
-                dtype,
-                device,
-                config=loss.critic,
-                optimizer=trainer.optimizer,
-                kernels=kernels,
-                parallel=self._parallel,
-            )
+            values = load_values or partial(TorchValues, dtype=dtype, device=device, kernels=kernels, parallel=self._parallel)
+            self._critic = Critic(values, model_dir, config=loss.critic, optimizer=trainer.optimizer)
         cuda = device.type == "cuda"
         self._snapshots = SnapshotRing(self._held.published(), device, slots=snapshots) if cuda else None
         self._digester: NamedDigester | None = None

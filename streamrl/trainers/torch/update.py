@@ -6,7 +6,7 @@ Letters: `T` tokens of the batch, `M` of a micro-batch. A sample lies whole in o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -124,7 +124,7 @@ class Update:
         self._optimizer = optimizer
         self._frozen = frozen
         self._critic = critic
-        self._trained: list[LanguageModel | Critic] = [policy, *([critic] if critic is not None else [])]
+        self._trained = [policy, *([critic.body] if critic is not None else [])]
         self._parallel = parallel
         self._deterministic = deterministic
         self._settle = settle
@@ -180,9 +180,9 @@ class Update:
                 self._balancing.begin(batch, micros, learns=learns)
                 for place, micro in enumerate(policy.turns(micros, learns=learns)):
                     self._balancing.at(batch, micro)
-                    self._accumulate(last=place == len(micros) - 1)
+                    policy.accumulate(last=place == len(micros) - 1)
                     if not len(micro.target):
-                        self._idle(batch, objective, micro, learns=learns)
+                        self._idle(batch, micro, learns=learns)
                         continue
                     with torch.set_grad_enabled(learns):
                         if slime is not None:
@@ -204,7 +204,7 @@ class Update:
                                 terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
                             learned = terms.learn(objective.weights[index][micro.target])
                             told.append(Told(learned, micro.target, logprobs.detach(), terms.weights))
-                    told.extend(self._teach(objective, index, micro))
+                told.extend(self._teach(objective, index, micros))
                 for one in told:
                     for name, value in one.sums.read().items():
                         sums[name] = sums.get(name, 0.0) + value
@@ -239,24 +239,22 @@ class Update:
             TrainingError: there is no such model.
         """
         critic = self._critic if role == Role.VALUE else None
-        model = critic or (self._policy if role in (Role.POLICY, Role.PROXIMAL) else self._frozen.get(role))
-        if model is None:
-            held = ", ".join(["policy", "proximal", *self._frozen, *(["value"] if self._critic is not None else [])])
+        models = {Role.POLICY: self._policy, Role.PROXIMAL: self._policy, **self._frozen}
+        if self._critic is not None:
+            models[Role.VALUE] = self._critic.body
+        if (model := models.get(role)) is None:
             raise TrainingError(
-                f"expected role {held}, got {role}", hint="the section loss says which models a trainer holds", role=str(role)
+                f"expected role {', '.join(models)}, got {role}", hint="the section loss says which models a trainer holds", role=str(role)
             )
         found = torch.zeros(batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
             micros = self._micro_batches(batch, wanted, samples, self._layout(batch, model), model.width)
-            if isinstance(model, Critic):
-                values = [(micro, model.values(micro)) for micro in micros]
-            else:
-                values = []
-                for micro in model.turns(micros, learns=False):
-                    if model is self._policy:
-                        model.routers.route(batch, model.share(micro).micro, model.device)
-                    values.append((micro, model.predict(micro, batch)[0]))
-                self._policy.routers.free()
+            values: list[tuple[MicroBatch, Tensor]] = []
+            for micro in model.turns(micros, learns=False):
+                if model is self._policy:
+                    model.routers.route(batch, model.share(micro).micro, model.device)
+                values.append((micro, model.predict(micro, batch)[0] if critic is None else critic.values(micro)))
+            self._policy.routers.free()
             for micro, one in values:
                 found[torch.from_numpy(micro.target)] = one.float().cpu()
         return self._parallel.sum_rows(found).numpy()
@@ -265,20 +263,14 @@ class Update:
         """Of the batch's packed rows with this budget; 0 where rows are not packed."""
         return self._packed(batch, budget) if all(model.packs for model in self._trained) else 0
 
-    def _accumulate(self, *, last: bool) -> None:
-        for model in self._trained:
-            model.accumulate(last=last)
-
-    def _idle(self, batch: TrainBatch, objective: Objective, micro: MicroBatch, *, learns: bool) -> None:
+    def _idle(self, batch: TrainBatch, micro: MicroBatch, *, learns: bool) -> None:
         """An empty micro-batch: for the ranks that have one with tokens, the layers must be gathered here too."""
         with torch.set_grad_enabled(learns):
             logprobs, _ = self._policy.predict(micro, batch)
         if learns:
             logprobs.backward(torch.zeros_like(logprobs))
-        if self._critic is not None and objective.returns is not None and objective.scores.values is not None:
-            self._critic.idle(micro)
 
-    def _layout(self, batch: TrainBatch, *models: LanguageModel | Critic) -> Layout:
+    def _layout(self, batch: TrainBatch, *models: LanguageModel) -> Layout:
         """What all of these models can be run on."""
         if all(model.packs for model in models):
             return Layout(False, self._packed(batch, self.budget))
@@ -315,13 +307,22 @@ class Update:
         sequences = packed_sequences(batch, target)
         return normalization(correct(torch.from_numpy(proximal[target]).to(mu.dtype), mu, ages, sequences, self._loss.correction).sums)
 
-    def _teach(self, objective: Objective, index: int, micro: MicroBatch) -> list[Told]:
-        """The critic's part of a micro-batch, where there is a critic."""
-        if self._critic is None or objective.returns is None or objective.scores.values is None:
-            return []
-        kept = np.where(objective.finite, objective.weights[index], 0.0)[micro.target]
-        weights = on_device(kept, self._policy.device)
-        return [Told(self._critic.learn(micro, weights, objective.scores.values, objective.returns), micro.target)]
+    def _teach(self, objective: Objective, index: int, micros: Sequence[MicroBatch]) -> Iterator[Told]:
+        """The critic's part of an optimizer step, where there is a critic.
+
+        It goes through the micro-batches behind the policy: the stages of a pipeline run all of one model's at a time.
+        """
+        critic, values = self._critic, objective.scores.values
+        if critic is None or objective.returns is None or values is None:
+            return
+        kept = np.where(objective.finite, objective.weights[index], 0.0)
+        for place, micro in enumerate(critic.body.turns(micros, learns=True)):
+            critic.accumulate(last=place == len(micros) - 1)
+            if len(micro.target):
+                weights = on_device(kept[micro.target], self._policy.device)
+                yield Told(critic.learn(micro, weights, values, objective.returns), micro.target)
+            else:
+                critic.idle(micro)
 
     def _apply(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
         """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""
@@ -334,7 +335,7 @@ class Update:
             norms["train/grad_norm"], applied = self._optimizer.step(rate)
             self._policy.forget()
         if critic and self._critic is not None:
-            self._parallel.sum_gradients(self._critic.gradients())
+            self._critic.sum_gradients()
             self._settle()
             self.wrote = True
             norms["train/value_grad_norm"], also = self._critic.step()
