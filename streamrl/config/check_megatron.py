@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from streamrl.config.loss import estimator_of
-from streamrl.config.registry import Role
 from streamrl.config.tree import Config, refuse
 
 
 def check_megatron(config: Config) -> None:
     """Raise ConfigError for keys that do not go with the backend; what the model decides is refused when it is read."""
-    trainer, loss = config.trainer, config.loss
+    trainer = config.trainer
     tensor, experts, stages, ranks = trainer.tensor, trainer.experts, trainer.pipeline, trainer.ranks
     cuts = (("tensor", tensor), ("experts", experts), ("pipeline", stages))
     if trainer.backend != "megatron":
@@ -63,8 +61,7 @@ def check_megatron(config: Config) -> None:
         ("trainer.context", trainer.context > 1 and experts > 1, "ranks that divide experts share no rows"),
         ("trainer.compile", trainer.compile == "on" and split, "tensor ranks wait for each other within a layer"),
         ("trainer.attention", trainer.attention == "flash", "its attention is packed or sdpa"),
-        ("loss.advantage", Role.VALUE in estimator_of(loss).needs, "it has no critic"),
-        ("loss.slime_loss", bool(loss.slime_loss), "it hands out no logits"),
+        ("loss.slime_loss", bool(config.loss.slime_loss), "it hands out no logits"),
         ("sampling.top_p", split and sampling.top_p < 1, "log-probs over a split vocabulary are of the whole distribution"),
         ("sampling.top_k", split and sampling.top_k > 0, "log-probs over a split vocabulary are of the whole distribution"),
     ]

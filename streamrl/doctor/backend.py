@@ -17,8 +17,8 @@ def refuse_backend(config: Config) -> str:
     What other machines have installed, as with a cluster of Ray, is not looked at.
 
     Raises:
-        ConfigError: megatron-core is missing or out of range, or cannot build the model, or one that is looked at, on the mesh that is
-            asked for.
+        ConfigError: megatron-core is missing or out of range, or cannot build the model, the critic's, or one that is looked at, on the
+            mesh that is asked for.
     """
     trainer, model = config.trainer, config.model
     if trainer.backend != "megatron":
@@ -30,7 +30,8 @@ def refuse_backend(config: Config) -> str:
     else:
         arch = buildable(_built(config), "the model that [model] builds", tensors, experts, stages)
     loss = config.loss
-    for key, path in (("loss.kl.reference", loss.kl.reference), ("loss.distillation.teacher", loss.distillation.teacher)):
+    others = [("loss.critic.path", loss.critic.path), ("loss.kl.reference", loss.kl.reference)]
+    for key, path in (*others, ("loss.distillation.teacher", loss.distillation.teacher)):
         try:
             if path:
                 read_architecture(Path(path), tensors, experts, stages)

@@ -59,21 +59,25 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
     profiler = None
     if profile_dir is not None and config.debug.profile_versions:
         profiler = StepProfiler(profile_dir, config.debug.profile_versions, device, rank=rank)
-    policy, parallel, load_frozen_model = None, None, None
+    policy, parallel, load_frozen_model, load_values = None, None, None, None
     kernels = choose_kernels(config, device, dtype)
     if config.trainer.backend == "megatron":
+        from streamrl.trainers.megatron.critic import MegatronValues
         from streamrl.trainers.megatron.model import MegatronLM
         from streamrl.trainers.megatron.ranks import MegatronParallel
 
         if kernels.kept_layers == "auto":  # which is not reckoned for its layers
             kernels = replace(kernels, kept_layers=None)
-        parallel = MegatronParallel(mesh_of(config.trainer), device, config.trainer.tensor, config.trainer.rank_timeout_s)
-        made = partial(MegatronLM, dtype=dtype, device=device, kernels=kernels, parallel=parallel, timeout_s=config.trainer.rank_timeout_s)
-        policy, load_frozen_model = made(model_dir), partial(made, frozen=True)
+        timeout_s = config.trainer.rank_timeout_s
+        parallel = MegatronParallel(mesh_of(config.trainer), device, config.trainer.tensor, timeout_s)
+        made = partial(MegatronLM, dtype=dtype, device=device, kernels=kernels, parallel=parallel)
+        policy, load_frozen_model = made(model_dir, timeout_s=timeout_s), partial(made, frozen=True)
+        load_values = partial(MegatronValues, dtype=dtype, device=device, kernels=kernels, parallel=parallel)
     return TorchTrainer(
         model_dir,
         policy=policy,
         load_frozen_model=load_frozen_model,
+        load_values=load_values,
         parallel=parallel,
         trainer=config.trainer,
         loss=config.loss,

@@ -271,7 +271,7 @@ def test_bad_slice(write):
         ("[trainer]\npipeline = 2\n", "trainer.pipeline is for trainer.backend = megatron, got 2 with torch"),
         ("[trainer]\nbackend = 'megatron'\nranks = 2\npipeline = 2\nexperts = 2\n", "trainer.pipeline = 2 cuts no mixture of experts"),
         ("[trainer]\nbackend = 'megatron'\nranks = 2\npipeline = 2\ntensor = 2\n", "got 2 x 2 = 4 and ranks = 2: 2 = 0 x 4 + 2"),
-        ("[trainer]\nbackend = 'megatron'\n[loss]\nadvantage = 'ppo'\n", "it has no critic"),
+        ("[trainer]\nbackend = 'megatron'\n[loss]\nslime_loss = 'a:b'\n", "it hands out no logits"),
         ("[trainer]\nbackend = 'megatron'\nranks = 2\ntensor = 2\ncompile = 'on'\n", "tensor ranks wait for each other within a layer"),
         ("[trainer]\nrank_timeout_s = 0\n", "trainer.rank_timeout_s must be at least 1"),
         ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_variance needs tasks.num_rollouts >= 2"),

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.cli import main
-from streamrl.config.loss import DistillationConfig, LossConfig
+from streamrl.config.loss import CriticConfig, DistillationConfig, LossConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.doctor.backend import check_backend, refuse_backend
@@ -151,17 +151,18 @@ def test_the_share_of_a_rank_is_told(tmp_path: Path) -> None:
         refuse_backend(config)
 
 
-def test_a_teacher_that_cannot_be_built_is_refused_by_its_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["loss.distillation.teacher", "loss.critic.path"])
+def test_another_model_that_cannot_be_built_is_refused_by_its_key(tmp_path: Path, key: str) -> None:
     described(tmp_path)
-    (tmp_path / "teacher").mkdir()
-    described(tmp_path / "teacher", num_hidden_layers=5)
-    config = Config(
-        trainer=TrainerConfig(backend="megatron", ranks=2, pipeline=2),
-        loss=LossConfig(distillation=DistillationConfig(coef=0.1, teacher=str(tmp_path / "teacher"))),
-    )
+    (tmp_path / "other").mkdir()
+    described(tmp_path / "other", num_hidden_layers=5)
+    path = str(tmp_path / "other")
+    teacher = LossConfig(distillation=DistillationConfig(coef=0.1, teacher=path))
+    loss = LossConfig(advantage="ppo", critic=CriticConfig(path=path)) if key == "loss.critic.path" else teacher
+    config = Config(trainer=TrainerConfig(backend="megatron", ranks=2, pipeline=2), loss=loss)
     with pytest.raises(ConfigError, match=r"num_hidden_layers = 5, got 5 / 2 = 2\.5") as caught:
         refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
-    assert caught.value.values["key"] == "loss.distillation.teacher"
+    assert caught.value.values["key"] == key
 
 
 def test_the_share_of_a_stage_is_told(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ class Decoder:
         device: where they lie.
         timeout_s: longest that a rank waits for another; None: another decoder of the same place has made the groups.
         mixture: makes a layer's mixture of experts; None: the layers are dense.
+        headless: make no output layer.
 
     Raises:
         ConfigError: megatron-core is not there.
@@ -101,6 +102,7 @@ class Decoder:
         device: torch.device,
         timeout_s: float | None,
         mixture: MakeMixture | None,
+        headless: bool = False,
     ) -> None:
         check_installed()
         stand_in()
@@ -147,12 +149,15 @@ class Decoder:
             vocab_size=-(-arch.vocabulary // place.tensors) * place.tensors,
             max_sequence_length=1,
             parallel_output=True,
-            # Of several stages the last has a copy, whose gradient is summed with the first's by `MegatronParallel`.
-            share_embeddings_and_output_weights=arch.tied and place.stages == 1,
+            # Of several stages the last has a copy, whose gradient is summed with the first's by `MegatronParallel`. A shared output layer
+            # takes no memory.
+            share_embeddings_and_output_weights=(arch.tied or headless) and place.stages == 1,
             position_embedding_type="none",
             pre_process=self.first,
             post_process=self.last,
         )
+        if headless and self.last:
+            self.module.output_layer = None
         if mixture is not None:
             for layer in self.module.decoder.layers:
                 layer.mlp = mixture()

@@ -90,7 +90,7 @@ class Leaves:
             if trained:
                 target.register_post_accumulate_grad_hook(partial(_move_gradient, own))
         like = next(iter(made.values())).value
-        self.leaves: list[Leaf] = [made.get(name) or _nothing(name, shape, like) for name, shape in shapes.items()]
+        self.leaves: list[Leaf] = [made.get(name) or added(name, shape, like, here=False) for name, shape in shapes.items()]
 
     def let_go(self) -> None:
         """Of the memory, which nobody will read or write."""
@@ -152,11 +152,11 @@ class Leaves:
         return {leaf.part.name: leaf.part for leaf in self.leaves}
 
 
-def _nothing(name: str, shape: tuple[int, ...], like: Tensor) -> Leaf:
-    """Of a tensor that other ranks hold."""
-    held = (0, *shape[1:])
-    part = Part(name, shape, tuple(0 for _ in shape), held, 0, 0, 1, owner=False)
-    return Leaf(part, torch.nn.Parameter(like.new_zeros(held)), shared=False)
+def added(name: str, shape: tuple[int, ...], like: Tensor, *, here: bool) -> Leaf:
+    """A leaf of zeros that no parameter of megatron-core is rounded from; without rows unless it is `here`, on all ranks of a stage."""
+    held = shape if here else (0, *shape[1:])
+    part = Part(name, shape, tuple(0 for _ in shape), held, 0, held[0], max(1, held[0]), owner=here)
+    return Leaf(part, torch.nn.Parameter(like.new_zeros(held)), shared=here)
 
 
 def _view(parameter: Tensor, part: Part) -> Tensor:

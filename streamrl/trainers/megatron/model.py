@@ -25,7 +25,7 @@ from streamrl.trainers.flops import ModelFlops, model_flops
 from streamrl.trainers.megatron.buildable import ROPES, read_architecture
 from streamrl.trainers.megatron.core import Attend, Decoder
 from streamrl.trainers.megatron.experts import Mixture, TopKRouter, in_matrices
-from streamrl.trainers.megatron.leaves import Leaves
+from streamrl.trainers.megatron.leaves import Leaf, Leaves
 from streamrl.trainers.megatron.names import Architecture, Part, Place, parameters
 from streamrl.trainers.megatron.pipeline import Pipeline
 from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
@@ -47,9 +47,10 @@ class MegatronLM:
         device: where it lies.
         kernels: how its layers and its head are run.
         parallel: its ranks.
-        timeout_s: longest that a rank waits for another.
-        frozen: no gradient is asked of it; the policy was made before it, on the same ranks.
+        timeout_s: longest that a rank waits for another; None: another model was made before it, on the same ranks.
+        frozen: no gradient is asked of it.
         renewed: a frozen one's parameters are written later; else it keeps no leaves.
+        headless: it has no output layer, and gives states alone.
 
     Raises:
         ConfigError: an architecture or a variant that is not known, a mesh that does not divide it, or megatron-core is missing.
@@ -63,9 +64,10 @@ class MegatronLM:
         *,
         kernels: Kernels,
         parallel: MegatronParallel,
-        timeout_s: float,
+        timeout_s: float | None = None,
         frozen: bool = False,
         renewed: bool = False,
+        headless: bool = False,
     ) -> None:
         from transformers import AutoConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -98,23 +100,25 @@ class MegatronLM:
             place=place,
             dtype=dtype,
             device=device,
-            timeout_s=None if frozen else timeout_s,
+            timeout_s=timeout_s,
             mixture=mixture,
+            headless=headless,
         )
         self._layers = Layers(self._decoder.layers, self.arch.vocabulary, self._decoder.run_again)
         self.num_layers = len(self._layers)
         self._pipeline = Pipeline(parallel.line, dtype, device) if parallel.line is not None else None
         routers = [one for one in self._decoder.module.modules() if isinstance(one, TopKRouter)]
         self.routers = Routers(routers, normalized=self.arch.experts > 0 and settings.norm_topk_prob)
-        here, whole = (list(in_matrices(parameters(self.arch, one), self.arch.experts)) for one in (place, Place()))
+        here, whole = (list(in_matrices(parameters(self.arch, one, headless=headless), self.arch.experts)) for one in (place, Place()))
         shapes = {part.name: part.shape for one in whole for part in one.parts}
-        doubled = "model.embed_tokens.weight" if self.arch.tied and stages > 1 else ""
+        doubled = "model.embed_tokens.weight" if self.arch.tied and stages > 1 and not headless else ""
         self._leaves = Leaves(
             self._decoder.module, here, shapes, partial(_shared, experts), self.arch.model_type, doubled=doubled, trained=not frozen
         )
         self._leaves.read(model_dir, dtype)
-        head = self._leaves.parts()["model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"]
-        self._first, self._own_rows = head.offset[0], head.run
+        if not headless:
+            head = self._leaves.parts()["model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"]
+            self._first, self._own_rows = head.offset[0], head.run
         if not frozen:
             parallel.leaves = self._leaves.leaves
         elif not renewed:
@@ -151,6 +155,11 @@ class MegatronLM:
                 torch.autograd.grad(found.sum(), next(self._decoder.module.parameters()), allow_unused=True)
         return reasons[0] if reasons else ""
 
+    @property
+    def leaves(self) -> Sequence[Leaf]:
+        """Of all ranks' parameters, in their order."""
+        return self._leaves.leaves
+
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Leaves by Hugging Face name."""
         return self._leaves.named()
@@ -158,7 +167,8 @@ class MegatronLM:
     def cut(self, parallel: Parallel, *, trained: bool) -> Held:
         """It is cut by its making."""
         assert parallel is self._parallel
-        held = HeldBoxes(self._leaves.leaves, self.dtype, self._parallel, self.arch.model_type, trained=trained)
+        types = {name: self.dtype for name, _ in self.parameters()}
+        held = HeldBoxes(self.leaves, types, self._parallel, self.arch.model_type, published=trained)
         if trained:
             self._held = held
             held.refresh()

@@ -174,13 +174,14 @@ def check_mesh(arch: Architecture, place: Place) -> None:
             )
 
 
-def parameters(arch: Architecture, place: Place, vocabulary: int = 0) -> Iterator[Parameter]:
+def parameters(arch: Architecture, place: Place, vocabulary: int = 0, *, headless: bool = False) -> Iterator[Parameter]:
     """The parameters of the `GPTModel` on the rank at `place`, in the order of the model.
 
     Args:
         arch: of the whole model.
         place: of the rank.
         vocabulary: rows of embedding and output layer over all tensor ranks, padding included; 0: the fewest that tensor ranks divide.
+        headless: without an output layer.
 
     Raises:
         ConfigError: the mesh does not divide the model, or the padded vocabulary is too small or not divided.
@@ -210,7 +211,7 @@ def parameters(arch: Architecture, place: Place, vocabulary: int = 0) -> Iterato
         yield from _layer(arch, place, local, place.stage * count + local)
     if last:
         yield _whole(place, "decoder.final_layernorm.weight", "model.norm.weight", (arch.hidden,))
-    if last and (not arch.tied or place.stages > 1):
+    if last and not headless and (not arch.tied or place.stages > 1):
         tensor = "model.embed_tokens.weight" if arch.tied else "lm_head.weight"
         yield _vocabulary(arch, place, padded, "output_layer.weight", tensor, owned=not arch.tied)
 

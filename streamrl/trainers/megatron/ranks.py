@@ -9,6 +9,7 @@ ranks of 2 replicas, 2 stages, 2 tensor ranks     replica 0   stage 0: 0 1   sta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from datetime import timedelta
 from typing import NamedTuple, cast
 
@@ -76,6 +77,12 @@ class MegatronParallel(Parallel):
         if mesh.context > 1:
             self._share_rows(timeout_s)
         self.leaves: list[Leaf] = []
+
+    def beside(self) -> MegatronParallel:
+        """The same ranks, for another model that is trained, with leaves of its own."""
+        found = copy(self)
+        found.leaves = []
+        return found
 
     def _make_groups(self, timeout_s: float) -> None:
         copies, stages, lanes = range(self.mesh.replicate), range(self.stages), range(self.width)
@@ -154,23 +161,24 @@ class HeldBoxes(Held):
     """See `Held`, of leaves: boxes of tensors, cut in rows or in columns, or empty. Of what several ranks hold the first one speaks.
 
     Versions are published by rows. So of a matrix of which each tensor rank has columns, each has some rows too, in the type that is
-    published, which `refresh` writes: a third of a dense model / tensor ranks. What is not `trained` is not published, and has no masters.
+    published, which `refresh` writes: a third of a dense model / tensor ranks. Of a model that is not `published` they are not there.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], dtype: torch.dtype, parallel: MegatronParallel, model_type: str, *, trained: bool) -> None:
-        named = [(leaf.part.name, leaf.value) for leaf in leaves]
-        super().__init__(named, {name: dtype for name, _ in named}, parallel, model_type)
+    def __init__(
+        self, leaves: Sequence[Leaf], types: Mapping[str, torch.dtype], parallel: MegatronParallel, model_type: str, *, published: bool
+    ) -> None:
+        super().__init__([(leaf.part.name, leaf.value) for leaf in leaves], types, parallel, model_type)
         self._shapes = {leaf.part.name: leaf.part.shape for leaf in leaves}
         self.boxes: Mapping[str, Box] = {leaf.part.name: Box(leaf.part.offset, leaf.part.held) for leaf in leaves}
         self._group, self._across = parallel.parts_group, Mesh(shard=parallel.width)
         # Of [4, 6] on two ranks rank 1 has columns 3 .. 5, and publishes rows 2 and 3.
         self._offers: dict[str, tuple[int, Tensor]] = {}
-        self._trained = trained
         for leaf in leaves:
             shape = leaf.part.shape
-            if trained and len(shape) == 2 and leaf.part.held[1] < shape[1]:
+            if published and len(shape) == 2 and leaf.part.held[1] < shape[1]:
                 rows = self._across.rows(shape[0], parallel.lane)
-                self._offers[leaf.part.name] = (rows.start, leaf.value.new_empty((len(rows), shape[1]), dtype=dtype))
+                memory = leaf.value.new_empty((len(rows), shape[1]), dtype=types[leaf.part.name])
+                self._offers[leaf.part.name] = (rows.start, memory)
         self._silent = {leaf.part.name for leaf in leaves if not parallel.speaks(leaf) or not leaf.part.held[0]}
 
     @torch.no_grad()
@@ -191,8 +199,7 @@ class HeldBoxes(Held):
 
     def state(self, optimizer: Mapping[str, Tensor], digest: str) -> ModelState:
         """See `Held.state`: leaves of parameters that are rounded are their masters."""
-        rounded = {name for name, dtype in self._types.items() if dtype.itemsize < 4} if self._trained else set[str]()
-        masters = {f"{name}.master": local(p) for name, p in self.parameters if name in rounded}
+        masters = {f"{name}.master": local(p) for name, p in self.parameters if self._types[name].itemsize < p.dtype.itemsize}
         spoken = {name: local(p) for name, p in self.parameters if name not in self._silent}
         # How many steps were made is written by the first part, also of what it has nothing of.
         kept = {key for key in [*optimizer, *masters] if key.rpartition(".")[0] in spoken or key.endswith(".step")}

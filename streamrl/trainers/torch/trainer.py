@@ -304,7 +304,8 @@ class TorchTrainer:
     def load(self, path: Path) -> bytes:
         """See `Trainer.load`; of several ranks each reads what it holds, and the caller has looked at all files."""
         parallel = self._parallel
-        state, extra = read_checkpoint(path, parallel.mesh, parallel.part, check=parallel.ranks == 1, boxes=self._held.boxes)
+        boxes = {**self._held.boxes, **(self._critic.boxes if self._critic is not None else {})}
+        state, extra = read_checkpoint(path, parallel.mesh, parallel.part, check=parallel.ranks == 1, boxes=boxes)
         self._held.check(state.policy, path, "parameters")
         self._settle()
         if self._critic is not None:

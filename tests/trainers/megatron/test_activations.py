@@ -24,12 +24,12 @@ def config(activations: Any, mesh: dict[str, int]) -> Config:
     options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "rank_timeout_s": 120.0}
     section = TrainerConfig(backend="megatron", activations=activations, **mesh, **options)  # pyright: ignore[reportArgumentType]
     experts = ExpertsConfig(balance_coef=0.01, z_coef=0.001) if "experts" in mesh else ExpertsConfig()
-    return Config(trainer=section, loss=LossConfig(experts=experts))
+    return Config(trainer=section, loss=LossConfig(advantage="ppo", experts=experts))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_no_digit_depends_on_what_is_kept(make_model: Callable[..., Path], make_mixture: Callable[..., Path], mesh: dict[str, int]) -> None:
-    """On two stages micro-batches are on their way meanwhile, each of which attends by its own samples."""
+    """Of policy and critic. On two stages micro-batches are on their way meanwhile, each of which attends by its own samples."""
     directory = make_mixture() if "experts" in mesh else make_model(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
     found = []
     for activations in ("all", 0, 1):

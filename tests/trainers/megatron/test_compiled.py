@@ -40,7 +40,7 @@ def config(compiled: Any, mesh: dict[str, int], **trainer: Any) -> Config:
     return Config(
         run=RunConfig(numerics="fast"),
         trainer=TrainerConfig(backend="megatron", compile=compiled, **options),
-        loss=LossConfig(proximal="sampler", experts=experts),
+        loss=LossConfig(advantage="ppo" if "pipeline" in mesh else "grpo", proximal="sampler", experts=experts),
     )
 
 
@@ -51,7 +51,7 @@ def directory(make_model: Callable[..., Path], make_mixture: Callable[..., Path]
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_it_learns_what_a_plain_one_does(directory: Path, mesh: dict[str, int]) -> None:
-    """One layer of a rank that has two is run again in the backward pass, and some ranks have fewer rows than others."""
+    """One layer of a rank that has two is run again in the backward pass; some ranks have fewer rows than others. Stages have a critic."""
     found = []
     for compiled in ("on", "off"):
         torch._dynamo.reset()

@@ -1,0 +1,244 @@
+"""A critic that megatron-core runs beside the policy, on every mesh, beside the torch backend's: values, training, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import ANY
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from streamrl.config.loss import CriticConfig, LossConfig
+from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.errors import TrainingError
+from streamrl.schemas.versions import Version
+from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.protocol import StepResult
+from streamrl.trainers.ranks.leading import LeadingTrainer
+from streamrl.trainers.ranks.local import open_trainer
+from tests.support.errors import raises
+from tests.support.meshes import BOUND, apart, batch, in_float64, parameters
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
+Mesh = dict[str, Any]
+TORCH: Mesh = {"backend": "torch"}
+TENSOR: Mesh = {"ranks": 2, "tensor": 2}
+STAGES: Mesh = {"ranks": 2, "pipeline": 2}
+BOTH: Mesh = {"ranks": 4, "tensor": 2, "pipeline": 2}
+EXPERTS: Mesh = {"ranks": 2, "experts": 2}
+SHARDS: Mesh = {**TORCH, "ranks": 2, "shards": 2}
+BFLOAT16: Mesh = {"dtype": "bfloat16"}
+DENSE: list[Mesh] = [{}, TENSOR, STAGES, {"ranks": 2}, {"ranks": 2, "context": 2}, BOTH]
+MIXTURES: list[Mesh] = [{}, EXPERTS, {"ranks": 4, "experts": 2}]
+LARGE: list[Mesh] = [{"ranks": 8, "tensor": 2, "pipeline": 2}, {"ranks": 8, "tensor": 2, "pipeline": 2, "context": 2}]
+STEPS, HALF = 8, 4
+"""Of them the first one is the critic's alone."""
+VALUE_METRICS = ("rollout/values", "rollout/returns", *(f"train/value_{what}" for what in ("loss", "clipfrac", "grad_norm", "norm")))
+
+
+def told(result: StepResult) -> dict[str, float]:
+    """Of the critic."""
+    return {name: result.metrics[name] for name in VALUE_METRICS}
+
+
+def config(mesh: Mesh, *, path: object = "", **changes: Any) -> Config:
+    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0}
+    trainer = TrainerConfig(**{"backend": "megatron", **options, **mesh, **changes})
+    critic = CriticConfig(path=str(path), learning_rate=3e-3, clip=0.05, only_steps=1)
+    return Config(trainer=trainer, loss=LossConfig(advantage="ppo", gae_lambda=0.9, critic=critic))
+
+
+class Ran(NamedTuple):
+    """A run of STEPS steps."""
+
+    results: list[StepResult]
+    values: list[npt.NDArray[np.float32]]
+    """[T] of each batch, before its first optimizer step, as rank 0 has them."""
+    half: Path
+    checkpoint: Path
+
+
+def run(trainer: Any, where: Path) -> Ran:
+    """Train STEPS batches, with checkpoints behind HALF of them and at the end."""
+    update = (trainer._own if isinstance(trainer, LeadingTrainer) else trainer)._update
+    values: list[npt.NDArray[np.float32]] = []
+    results: list[StepResult] = []
+
+    def noted(prepared: Any) -> Any:
+        values.append(prepared.scores.values)
+        return prepared
+
+    prepare, update.prepare = update.prepare, lambda batch: noted(prepare(batch))
+    for step in range(STEPS):
+        results.append(trainer.step(batch(step)))
+        if step + 1 in (HALF, STEPS):
+            trainer.save(where / str(step + 1), b"at", version=Version(0, step + 1)).result()
+    return Ran(results, values, where / str(HALF), where / str(STEPS))
+
+
+Runs = Callable[[Mesh], Ran]
+
+
+def runs(initial: Path, folders: pytest.TempPathFactory, **changes: Any) -> Runs:
+    @cache
+    def made(items: tuple[tuple[str, Any], ...]) -> Ran:
+        with open_trainer(config(dict(items), **changes), initial) as trainer:
+            return run(trainer, folders.mktemp("run"))
+
+    return lambda mesh: made(tuple(mesh.items()))
+
+
+@pytest.fixture(scope="module")
+def dense(make_model: Callable[..., Path]) -> Path:
+    """Tied, of tokens that two ranks do not divide: of the policy's embedding two stages have a copy, of the critic's the first one."""
+    return make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def mixture(make_mixture: Callable[..., Path]) -> Path:
+    return make_mixture(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def ran(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs(dense, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def mixture_ran(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs(mixture, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def exact(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The critic of a run in float64."""
+    return parameters(run(in_float64(config(TORCH), dense), tmp_path_factory.mktemp("exact")).checkpoint, "critic")
+
+
+@pytest.fixture(scope="module")
+def mixture_exact(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return parameters(run(in_float64(config(TORCH), mixture), tmp_path_factory.mktemp("exact")).checkpoint, "critic")
+
+
+def check_run(made: Ran, alone: Ran, exact: dict[str, torch.Tensor]) -> None:
+    """Beside the torch backend on one rank: values, what is told of them, and the critic at the end, by its distance from float64."""
+    clipped = 0.0
+    for step, (ours, theirs) in enumerate(zip(made.results, alone.results, strict=True)):
+        assert told(ours) == pytest.approx(told(theirs), rel=1e-3, abs=1e-5), step
+        assert np.abs(made.values[step] - alone.values[step]).max() < 1e-4, step
+        clipped += theirs.metrics["train/value_clipfrac"]
+    assert clipped > 0 and not made.values[0].any() and made.values[-1].std() > 0.05
+    # It began alone: the policy learns from the second batch on.
+    digests = [result.digest for result in made.results]
+    assert len(set(digests)) == STEPS and made.results[0].metrics["train/lr"] == 0 < made.results[1].metrics["train/grad_norm"]
+    ours, theirs = parameters(alone.checkpoint, "critic"), parameters(made.checkpoint, "critic")
+    assert {name: (value.shape, value.dtype) for name, value in theirs.items()} == {
+        name: (value.shape, value.dtype) for name, value in ours.items()
+    }
+    far = apart(ours, exact)
+    assert 0 < far < 1e-3 * float(exact["value_head.weight"].abs().max())  # else the bound would hold for anything
+    assert apart(theirs, exact) <= 2 * BOUND * far
+
+
+@pytest.mark.parametrize("mesh", [*DENSE, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in LARGE)], ids=str)
+def test_a_critic_learns_what_torchs_does(ran: Runs, exact: dict[str, torch.Tensor], mesh: Mesh) -> None:
+    check_run(ran(mesh), ran(TORCH), exact)
+
+
+@pytest.mark.parametrize("mesh", MIXTURES, ids=str)
+def test_a_critic_that_is_a_mixture_learns_what_torchs_does(mixture_ran: Runs, mixture_exact: dict[str, torch.Tensor], mesh: Mesh) -> None:
+    """Experts divided over ranks, of which some have no sample of every third batch."""
+    check_run(mixture_ran(mesh), mixture_ran(TORCH), mixture_exact)
+
+
+def equal(some: Path, others: Path) -> bool:
+    """Whether two checkpoints have the same critic, masters and moments, bit by bit and in the same types."""
+    for stem in ("critic", "critic_optimizer"):
+        ours, theirs = parameters(some, stem), parameters(others, stem)
+        assert {name: value.dtype for name, value in ours.items()} == {name: value.dtype for name, value in theirs.items()}
+        if not all(torch.equal(ours[name], theirs[name]) for name in ours):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("mesh", [TENSOR, BOTH, {**BOTH, **BFLOAT16}, {**EXPERTS, **BFLOAT16}], ids=str)
+def test_a_restart_gives_the_same_bits(dense: Path, mixture: Path, ran: Runs, mixture_ran: Runs, mesh: Mesh, tmp_path: Path) -> None:
+    initial, made = (mixture, mixture_ran(mesh)) if "experts" in mesh else (dense, ran(mesh))
+    with open_trainer(config(mesh), initial) as trainer:
+        trainer.step(batch(9))  # which is forgotten
+        assert trainer.load(made.half) == b"at"
+        found = [trainer.step(batch(step)) for step in range(HALF, STEPS)]
+        trainer.save(tmp_path / "end", b"at", version=Version(0, STEPS)).result()
+    expected = made.results[HALF:]
+    assert [(one.digest, one.metrics) for one in found] == [(one.digest, one.metrics) for one in expected]
+    assert len({one.metrics["train/value_norm"] for one in expected}) == len(expected)
+    assert equal(tmp_path / "end", made.checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "other"),
+    [
+        (BOTH, SHARDS),
+        ({**TENSOR, **BFLOAT16}, {**SHARDS, **BFLOAT16}),
+        ({**STAGES, **BFLOAT16}, {**TORCH, **BFLOAT16}),
+        (EXPERTS, SHARDS),
+        (STAGES, TENSOR),
+        (TORCH, BOTH),
+    ],
+    ids=str,
+)
+def test_another_backend_and_mesh_goes_on_with_masters_and_moments(
+    dense: Path, mixture: Path, ran: Runs, mixture_ran: Runs, mesh: Mesh, other: Mesh, tmp_path: Path
+) -> None:
+    """There and back: each writes what it has read."""
+    initial, made = (mixture, mixture_ran(mesh)) if "experts" in mesh else (dense, ran(mesh))
+    with open_trainer(config(other), initial) as trainer:
+        assert trainer.load(made.half) == b"at"
+        assert trainer.digest() == made.results[HALF - 1].digest
+        trainer.save(tmp_path / "there", b"at", version=Version(0, HALF)).result()
+        theirs = trainer.step(batch(HALF))
+    assert told(theirs) == pytest.approx(told(made.results[HALF]), rel=0.03 if "dtype" in mesh else 1e-3, abs=1e-3)
+    with open_trainer(config(mesh), initial) as trainer:
+        assert trainer.load(tmp_path / "there") == b"at"
+        trainer.save(tmp_path / "back", b"at", version=Version(0, HALF)).result()
+        found = [trainer.step(batch(step)) for step in range(HALF, STEPS)]
+    assert equal(tmp_path / "there", made.half) and equal(tmp_path / "back", made.half)
+    assert [(one.digest, one.metrics) for one in found] == [(one.digest, one.metrics) for one in made.results[HALF:]]
+
+
+@pytest.mark.parametrize("mesh", [{}, BOTH], ids=str)
+def test_its_body_may_be_another_models_and_is_not_published(make_model: Callable[..., Path], dense: Path, mesh: Mesh) -> None:
+    """Of another width and depth, with a head of its own, which the critic lacks."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    other = make_model(vocab_size=23, tie_word_embeddings=False, **sizes)
+    found = []
+    for asked in (TORCH, mesh):
+        with open_trainer(config(asked, path=other), dense) as trainer:
+            found.append([trainer.step(batch(step)) for step in range(3)])
+            assert {shard.name for shard in trainer.shards()} == parameters(dense).keys()
+    for ours, theirs in zip(*found, strict=True):
+        assert told(theirs) == pytest.approx(told(ours), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [({}, {"intermediate_size": 128}), (TENSOR, {"hidden_size": 16}), (STAGES, {"num_hidden_layers": 4})],
+    ids=str,
+)
+def test_another_critic_or_none_is_refused(
+    make_model: Callable[..., Path], dense: Path, mesh: Mesh, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    other = make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, **sizes)
+    make_trainer(config(TORCH, path=other), dense).save(tmp_path / "other", b"", version=Version()).result()
+    with raises(TrainingError, what="a critic", path=str(tmp_path / "other"), parameter=ANY), open_trainer(config(mesh), dense) as trainer:
+        trainer.load(tmp_path / "other")
+    with open_trainer(Config(trainer=config(mesh).trainer), dense) as trainer:
+        assert trainer.load(tmp_path / "other") == b"", "the policy alone is wanted"
+        trainer.save(tmp_path / "none", b"", version=Version()).result()
+    with raises(TrainingError, what="a critic", path=str(tmp_path / "none")), open_trainer(config(mesh), dense) as trainer:
+        trainer.load(tmp_path / "none")
