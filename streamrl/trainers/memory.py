@@ -121,28 +121,32 @@ def _megatron_memory(config: Config, models: Models) -> RankMemory:
     Example, 8 layers in 2 stages on 2 tensor ranks each, a head of its own: the first rank has half of each of 4 layers and half of the
     embedding.
     """
-    trainer, itemsize, cut = config.trainer, itemsize_of(config), config.trainer.tensor
+    trainer, itemsize, cut, context = config.trainer, itemsize_of(config), config.trainer.tensor, config.trainer.context
 
     def largest_part(shape: ModelShape) -> int:
         layer = shape.hidden * (2 * shape.queries + 2 * shape.keys + 3 * shape.inner * shape.experts // trainer.experts)
         ends = 1 if shape.tied or trainer.pipeline > 1 else 2
         return -(-(shape.layers // trainer.pipeline * layer + ends * shape.vocab * shape.hidden) // cut)
 
+    def token_bytes(shape: ModelShape) -> int:
+        layers, asked = shape.layers // trainer.pipeline, trainer.activations
+        # Of a layer that is run again its input; one is run at a time.
+        kept = layers if isinstance(asked, str) else max(1, min(asked, layers))
+        nbytes = kept * shape.layer_bytes(itemsize, compiled=False, context=context) + (layers - kept) * shape.hidden * itemsize
+        return -(-nbytes // (cut * context))
+
     (_, policy), *_ = models.trained
-    layers, part = policy.layers // trainer.pipeline, largest_part(policy)
-    lasting = [("to train the policy", (16 + itemsize) * part)]
+    part = largest_part(policy)
+    lasting = [(f"to train the {what}", (16 + itemsize) * largest_part(shape)) for what, shape in models.trained]
     renewed = 2 if config.loss.kl.reference_every else 1
     lasting += [
         (f"for the {what}", itemsize * largest_part(shape) * (renewed if what == "reference" else 1)) for what, shape in models.frozen
     ]
     if cut > 1:
-        lasting.append(("of rows to publish of columns", itemsize * layers * policy.hidden * (policy.queries + policy.inner) // cut))
+        columns = policy.layers // trainer.pipeline * policy.hidden * (policy.queries + policy.inner)
+        lasting.append(("of rows to publish of columns", itemsize * columns // cut))
     lasting.append(("of versions to publish (weights.ring)", config.weights.buffers * itemsize * part))
     if trainer.check_logprobs:
         lasting.append(("of versions for trainer.check_logprobs", 4 * (config.tasks.max_staleness + 1) * part))
-    context, asked = trainer.context, trainer.activations
-    # Of a layer that is run again its input; one is run at a time.
-    kept = layers if isinstance(asked, str) else max(1, min(asked, layers))
-    numbers = kept * policy.layer_bytes(itemsize, compiled=False, context=context) + (layers - kept) * policy.hidden * itemsize
-    token = -(-numbers // (cut * context))
-    return RankMemory(lasting, token, itemsize * part)
+    # Policy and critic go through a micro-batch one after the other.
+    return RankMemory(lasting, max(token_bytes(shape) for _, shape in models.trained), itemsize * part)

@@ -254,12 +254,34 @@ def test_a_rank_of_megatron_is_reckoned_by_what_it_holds(tmp_path: Path, cuts: d
         for stage in range(stages)
         for replica in range(parts)
     ]
-    held = [sum(math.prod(part.held) for one in parameters(arch, place) for part in one.parts) for place in places]
+    held, headless = (
+        [sum(math.prod(part.held) for one in parameters(arch, place, headless=cut) for part in one.parts) for place in places]
+        for cut in (False, True)
+    )
     found = lasting(config)
     assert found["to train the policy"] * GIB == pytest.approx(18 * max(held), rel=2e-3)  # norms are not reckoned
+    taught = lasting(replace(config, loss=LossConfig(advantage="ppo")))
+    assert taught.pop("to train the critic") * GIB == pytest.approx(18 * max(headless), rel=2e-3)
+    assert taught == found
     assert ("of rows to publish of columns" in found) == (tensors > 1)
     looked_at = lasting(replace(config, loss=LossConfig(kl=KLConfig(loss_coef=0.1))))
     assert looked_at["for the reference"] * GIB == pytest.approx(2 * max(held), rel=2e-3)
+
+
+def test_a_pass_of_megatrons_critic_counts_where_it_is_the_larger_one(tmp_path: Path) -> None:
+    small, large = written(tmp_path / "small", QWEN_1_7B), written(tmp_path / "large")
+
+    def token(model: ModelConfig, critic: ModelConfig, **trainer: Any) -> int:
+        loss = LossConfig(advantage="ppo", critic=CriticConfig(path=critic.path))
+        config = Config(model=model, loss=loss, trainer=TrainerConfig(backend="megatron", **trainer))
+        models = models_of(config, read_shape)
+        assert models is not None
+        return rank_memory(config, models, gpu_bytes=140 << 30, compiled=True).token
+
+    assert token(small, large) == token(large, small) == token(large, large) > token(small, small)
+    assert token(small, large, activations=30) < token(small, large)
+    cut = token(small, large, ranks=4, tensor=2, pipeline=2)
+    assert cut == pytest.approx(token(small, large) / 4, rel=1e-3)
 
 
 def test_a_policy_too_large_for_a_rank_of_megatron_is_refused_with_the_tensor_ranks_that_fit(tmp_path: Path) -> None:
