@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.config.loss import CriticConfig
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
@@ -26,13 +27,14 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
 SIZES: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 MESHES: list[dict[str, Any]] = [{"ranks": 1}, {"ranks": 2}, *({"ranks": 2, key: 2} for key in ("tensor", "pipeline", "context", "experts"))]
+LOSS = LossConfig(proximal="sampler")
 NAMES = ["alone", "replicas", "tensor", "pipeline", "context", "experts"]
 
 
-def config(backend: Any, *, ranks: int = 1, numerics: Any = "fast", **trainer: Any) -> Config:
+def config(backend: Any, *, ranks: int = 1, numerics: Any = "fast", loss: LossConfig = LOSS, **trainer: Any) -> Config:
     options: dict[str, Any] = {"device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-3), "rank_timeout_s": 120.0, **trainer}
     section = TrainerConfig(ranks=ranks, backend=backend, minibatches=2, **options)
-    return Config(run=RunConfig(numerics=numerics), trainer=section, loss=LossConfig(proximal="sampler"))
+    return Config(run=RunConfig(numerics=numerics), trainer=section, loss=loss)
 
 
 @pytest.fixture
@@ -92,3 +94,27 @@ def test_in_bfloat16_it_learns_what_torch_does_and_a_restart_gives_the_same_bits
     with open_trainer(config("megatron", **mesh, **asked), directory) as trainer:
         assert trainer.load(tmp_path / "at") == b"at"
         assert [trainer.step(batch(step)).digest for step in (2, 3)] == [result.digest for result in found[2:]]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=NAMES)
+def test_its_critic_learns_what_torchs_does_and_a_restart_gives_the_same_bits(
+    model: Callable[[str], Path], mesh: dict[str, Any], tmp_path: Path
+) -> None:
+    if mesh["ranks"] > 1:
+        need("two gpus")
+    directory = model("float32")
+    loss = LossConfig(advantage="ppo", critic=CriticConfig(learning_rate=1e-3))
+    asked: dict[str, Any] = {"dtype": "float32", "micro_tokens": 64, "numerics": "bitwise", "loss": loss}
+    alone = make_trainer(config("torch", **asked), directory)
+    expected = [alone.step(batch(step)) for step in range(4)]
+    with open_trainer(config("megatron", **mesh, **asked), directory) as trainer:
+        found = [trainer.step(batch(step)) for step in range(2)]
+        trainer.save(tmp_path / "at", b"at", version=Version(0, 2)).result()
+        found += [trainer.step(batch(step)) for step in (2, 3)]
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("rollout/values", "train/value_loss", "train/value_grad_norm", "train/value_norm"):
+            assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-2, abs=1e-3), name
+    with open_trainer(config("megatron", **mesh, **asked), directory) as trainer:
+        assert trainer.load(tmp_path / "at") == b"at"
+        again = [trainer.step(batch(step)) for step in (2, 3)]
+    assert [(one.digest, one.metrics) for one in again] == [(one.digest, one.metrics) for one in found[2:]]
