@@ -73,6 +73,17 @@ async def test_a_flag_that_sglang_does_not_know_is_shown_with_its_own_words(sgla
     await server.stop()
 
 
+async def test_the_first_error_is_named_where_the_end_of_the_log_does_not_say_it(tmp_path: Path):
+    python = tmp_path / "python"
+    told = "Traceback (most recent call last):\n  File ...\nImportError: no kernel for sm_90\n" + "killing a child\n" * 20 + "EOFError\n"
+    python.write_text(f"#!/bin/sh\ncat <<'END'\n{told}END\nexit 3\n")
+    python.chmod(0o755)
+    server = server_of(cpu_config(str(python)), tmp_path)
+    with pytest.raises(EngineError, match=r"ended with code 3\. First error: ImportError: no kernel for sm_90\. The end of"):
+        await server.start()
+    await server.stop()
+
+
 def test_no_process_outlives_a_killed_worker(sglang_python: str, tmp_path: Path):
     code = (
         "import asyncio, sys\n"

@@ -42,6 +42,8 @@ SILENCE_S = 60.0
 
 _MEMORY = re.compile(r"/dev/shm/(?:sglang_loads_|sgl_shm_mq_|sem\.mp-)\S+")
 """Where SGLang's schedulers write their load, its queues, and semaphores of its processes."""
+_RAISED = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)\b.*", re.MULTILINE)
+"""The last line of a traceback."""
 _NOTED = "shared-memory"
 """A file in the private folder: paths of shared memory, one a line, to be removed with the folder."""
 
@@ -256,7 +258,7 @@ class SglangServer:
         elif "out of memory" in text.lower():
             hint = "lower engine.sglang.flags.mem_fraction_static: the second set of weights and graphs needs room beside the KV cache"
         return EngineError(
-            f"SGLang at engine {self._name} did not start: {why}. The end of {self.log_path}: {_tail(text)}",
+            f"SGLang at engine {self._name} did not start: {why}.{_cause(text)} The end of {self.log_path}: {_tail(text)}",
             hint=hint,
         )
 
@@ -289,8 +291,9 @@ class SglangServer:
         await self._kill()
 
     def _death(self, why: str) -> EngineDied:
+        text = self._new_log()
         return EngineDied(
-            f"SGLang at engine {self._name} has died: {why}. The end of {self.log_path}: {_tail(self._new_log())}",
+            f"SGLang at engine {self._name} has died: {why}.{_cause(text)} The end of {self.log_path}: {_tail(text)}",
             hint="a new one is started; if it dies again, see the whole log",
         )
 
@@ -355,6 +358,12 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _cause(text: str) -> str:
+    """The first error that is written out: what follows it, of other processes of the server, is mostly its consequence."""
+    found = _RAISED.search(text)
+    return "" if found is None else f" First error: {found[0][:300]}."
 
 
 def _tail(text: str) -> str:
