@@ -90,6 +90,20 @@ def test_one_that_fails_and_then_passes_is_named_and_counted(folder: Path, argum
     assert said.has("retried: test_b.py::test_comes_back: first failed, then passed")
 
 
+def test_runs_that_are_made_together_are_read_each_by_itself(folder: Path) -> None:
+    """Each waits for the other to have begun."""
+    for one, other in (("a", "b"), ("b", "a")):
+        (folder / f"test_{one}.py").write_text(
+            "import pathlib, time\ndef test_meets():\n"
+            f"    pathlib.Path('{one}').touch()\n    while not pathlib.Path('{other}').exists():\n        time.sleep(0.01)\n"
+            f"    print('met', flush=True)\n    assert '{one}' == 'a'\n"
+        )
+    said = strictly(folder, "--together", f"{ALONE} -s test_a.py", f"{ALONE} -s test_b.py")
+    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
+    assert said.has(f"what pytest {ALONE} -s test_b.py printed:") and said.has("FAILED failed: test_b.py::test_meets")
+    assert sum(line.startswith("tests: slowest: ") for line in said.lines) == 2
+
+
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])
 def test_one_that_always_fails(folder: Path, arguments: str) -> None:
     (folder / "test_a.py").write_text(PASSES + FAILS)
