@@ -17,7 +17,7 @@ VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
-SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang
+SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang -o timeout=400
 TEST_ARGS ?=
 SLOW ?=
 SGLANG_VENV ?= .venv-sglang
@@ -30,15 +30,18 @@ export VENV SGLANG_VENV MEGATRON_VENV
 # Where it is set, every process that a test starts compiles all of streamrl again, and pytest rewrites every test file.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test test-fast test-sglang test-megatron lint docs chaos mutants clean torch sglang-cpu
+.PHONY: up test pytest test-fast test-sglang test-megatron lint docs chaos mutants clean torch sglang-cpu
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
 	$(VENV)/bin/streamrl up examples/quickstart/quickstart.toml --name $(RUN) $(ARGS)
 
-# The tests on SGLang share one server: they run after the others, one after the other, or are skipped with the reason.
-test: lint
-	$(VENV)/bin/python -m scripts.run_tests $(if $(SLOW),,--not-slow) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
+# The tests on SGLang share one server: they run beside the others, one after the other, or are skipped with the reason. What starts a
+# server waits for most of its time; beside the others its tests take longer than their usual limit now and then.
+test: lint pytest
+
+pytest: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--not-slow) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
 
 test-fast: $(VENV)/.installed-dev
 	@began=$$(date +%s); $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang; code=$$?; \
