@@ -1,6 +1,7 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
 # make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment. SLOW=1
 #            adds those marked slow (learning curves, clusters, whole examples), as CI does
+# make pytest  the tests of make test alone
 # make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make test-megatron  the tests of megatron-core on its newest version, which needs Python 3.12 or 3.13: makes .venv-megatron (2 minutes, 5 GB)
