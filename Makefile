@@ -1,6 +1,6 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
 # make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment. SLOW=1
-#            adds those marked slow (learning curves, clusters, whole examples), as CI does
+#            adds those marked slow (learning curves, clusters, whole examples), as CI does; COMBINATIONS=1 those of which CI runs a choice
 # make pytest  the tests of make test alone
 # make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
@@ -21,6 +21,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang -o timeout=400
 TEST_ARGS ?=
 SLOW ?=
+COMBINATIONS ?=
 SGLANG_VENV ?= .venv-sglang
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_PYTEST_ARGS ?=
@@ -42,7 +43,7 @@ up: $(VENV)/.installed
 test: lint pytest
 
 pytest: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--not-slow) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
+	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--without slow) $(if $(COMBINATIONS),,--without combination) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
 
 test-fast: $(VENV)/.installed-dev
 	@began=$$(date +%s); $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang; code=$$?; \

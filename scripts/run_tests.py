@@ -1,14 +1,14 @@
 """Run the tests: green only if every one of them ran and passed. `make test` is this, and so is CI, with two options more.
 
-    python -m scripts.run_tests [--retry] [--together] [--not-slow] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
+    python -m scripts.run_tests [--retry] [--together] [--without MARKER] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
 
 Each argument is one run of pytest, in its order, or with `--together` at the same time: then what the later ones print comes when all are
 through. A test without a result, because its process died, has failed.
 With `--retry` tests that failed or have no result run once more when all runs are through, one after the other; each of them is named and
 counted in the last lines. Red at once, whatever a second try would say: nothing is collected, a file cannot be collected, the first run
 leaves no report, or it ends by itself with a status that is not about tests. With `--may-skip` a test that is skipped for another reason
-than one that begins so has failed. With `--not-slow` tests marked `slow` are not collected. The last line reads "3 passed, 1 failed",
-and says after it that the slow ones were left out.
+than one that begins so has failed. With `--without` tests with this marker are not collected. The last line reads "3 passed, 1 failed",
+and says after it which ones were left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ABOUT_TESTS = (0, 1)
 """Exit statuses of pytest that say: all tests ran, and passed or not."""
 SLOWEST = 30
 """So many tests are named with their times."""
-LEFT_OUT = "; those marked slow were left out: make test SLOW=1 runs them too"
+LEFT_OUT = {"slow": "SLOW=1", "combination": "COMBINATIONS=1"}
+"""Markers that tests may be left out by, and with what `make test` runs those too."""
 
 
 @dataclass
@@ -236,16 +237,17 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", metavar="PYTEST ARGUMENTS", help="arguments of one run of pytest, as one word")
     parser.add_argument("--retry", action="store_true", help="run once more, alone, what has not passed")
     parser.add_argument("--together", action="store_true", help="run all of them at the same time")
-    parser.add_argument("--not-slow", action="store_true", help="leave out the tests that are marked slow, and say so")
+    parser.add_argument("--without", action="append", choices=LEFT_OUT, default=[], help="leave out the tests with a marker, and say so")
     parser.add_argument("--may-skip", action="append", metavar="PREFIX", help="begin of a reason to skip that is no failure")
     parser.add_argument("--also-failed", action="append", default=[], metavar="NAME", help="a step of before that counts as a failed test")
     options = parser.parse_args()
-    runs = [f"{run} -m 'not slow'" for run in options.runs] if options.not_slow else options.runs
+    wanted = shlex.quote(" and ".join(f"not {marker}" for marker in options.without))
+    runs = [f"{run} -m {wanted}" if options.without else run for run in options.runs]
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-tests-") as scratch:
         verdict = judged(runs, Path(scratch), retry=options.retry, together=options.together, may_skip=options.may_skip or [""])
     verdict.failures += options.also_failed
-    verdict.left_out = LEFT_OUT if options.not_slow else ""
+    verdict.left_out = "".join(f"; those marked {one} were left out: make test {LEFT_OUT[one]} runs them too" for one in options.without)
     say(f"took {(time.monotonic() - began_s) / 60:.1f} minutes")
     verdict.tell()
     return 1 if verdict.failures else 0
