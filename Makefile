@@ -1,6 +1,7 @@
 # make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
 # make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment. SLOW=1
-#            adds those marked slow (learning curves, clusters, whole examples), as CI does
+#            adds those marked slow (learning curves, clusters, whole examples), as CI does; COMBINATIONS=1 those of which CI runs a choice
+# make pytest  the tests of make test alone
 # make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make test-megatron  the tests of megatron-core on its newest version, which needs Python 3.12 or 3.13: makes .venv-megatron (2 minutes, 5 GB)
@@ -17,9 +18,10 @@ VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
-SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang
+SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang -o timeout=400
 TEST_ARGS ?=
 SLOW ?=
+COMBINATIONS ?=
 SGLANG_VENV ?= .venv-sglang
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_PYTEST_ARGS ?=
@@ -30,15 +32,18 @@ export VENV SGLANG_VENV MEGATRON_VENV
 # Where it is set, every process that a test starts compiles all of streamrl again, and pytest rewrites every test file.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test test-fast test-sglang test-megatron lint docs chaos mutants clean torch sglang-cpu
+.PHONY: up test pytest test-fast test-sglang test-megatron lint docs chaos mutants clean torch sglang-cpu
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
 	$(VENV)/bin/streamrl up examples/quickstart/quickstart.toml --name $(RUN) $(ARGS)
 
-# The tests on SGLang share one server: they run after the others, one after the other, or are skipped with the reason.
-test: lint
-	$(VENV)/bin/python -m scripts.run_tests $(if $(SLOW),,--not-slow) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
+# The tests on SGLang share one server: they run beside the others, one after the other, or are skipped with the reason. What starts a
+# server waits for most of its time; beside the others its tests take longer than their usual limit now and then.
+test: lint pytest
+
+pytest: $(VENV)/.installed-dev
+	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--without slow) $(if $(COMBINATIONS),,--without combination) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
 
 test-fast: $(VENV)/.installed-dev
 	@began=$$(date +%s); $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang; code=$$?; \

@@ -2,9 +2,9 @@
 
     python -m pytest -p scripts.outcomes --outcomes=FILE [--only=FILE]
 
-The file's lines are `{"collected": [node ids]}`, `{"test": node id, "when": phase, "outcome": ..., "reason": why it was skipped}`,
-`{"broken": node id, "error": ...}` for what cannot be collected, and `{"exit": status}` at the end. With pytest-xdist the controller
-writes; a worker that dies is a failure of the test that it ran. `scripts.run_tests` reads them.
+The file's lines are `{"collected": [node ids]}`, `{"test": node id, "when": phase, "outcome": ..., "reason": why it was skipped, "seconds":
+what it took}`, `{"broken": node id, "error": ...}` for what cannot be collected, and `{"exit": status}` at the end. With pytest-xdist the
+controller writes; a worker that dies is a failure of the test that it ran. `scripts.run_tests` reads them.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ class Writer:
         if report.failed:
             self._write(broken=report.nodeid, error=report.longreprtext)
         elif report.skipped:
-            self._write(test=report.nodeid, when="collect", outcome="skipped", reason=reason(report))
+            self._write(test=report.nodeid, when="collect", outcome="skipped", reason=reason(report), seconds=0.0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One phase of one test."""
         skipped = report.skipped and not hasattr(report, "wasxfail")
         outcome = "skipped" if skipped else "failed" if report.failed else "passed"
-        self._write(test=report.nodeid, when=report.when, outcome=outcome, reason=reason(report) if skipped else "")
+        why = reason(report) if skipped else ""
+        self._write(test=report.nodeid, when=report.when, outcome=outcome, reason=why, seconds=round(report.duration, 2))
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

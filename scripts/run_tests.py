@@ -1,13 +1,14 @@
 """Run the tests: green only if every one of them ran and passed. `make test` is this, and so is CI, with two options more.
 
-    python -m scripts.run_tests [--retry] [--not-slow] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
+    python -m scripts.run_tests [--retry] [--together] [--without MARKER] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
 
-Each argument is one run of pytest, in its order. A test without a result, because its process died, has failed.
+Each argument is one run of pytest, in its order, or with `--together` at the same time: then what the later ones print comes when all are
+through. A test without a result, because its process died, has failed.
 With `--retry` tests that failed or have no result run once more when all runs are through, one after the other; each of them is named and
 counted in the last lines. Red at once, whatever a second try would say: nothing is collected, a file cannot be collected, the first run
 leaves no report, or it ends by itself with a status that is not about tests. With `--may-skip` a test that is skipped for another reason
-than one that begins so has failed. With `--not-slow` tests marked `slow` are not collected. The last line reads "3 passed, 1 failed",
-and says after it that the slow ones were left out.
+than one that begins so has failed. With `--without` tests with this marker are not collected. The last line reads "3 passed, 1 failed",
+and says after it which ones were left out.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ABOUT_TESTS = (0, 1)
 """Exit statuses of pytest that say: all tests ran, and passed or not."""
-LEFT_OUT = "; those marked slow were left out: make test SLOW=1 runs them too"
+SLOWEST = 30
+"""So many tests are named with their times."""
+LEFT_OUT = {"slow": "SLOW=1", "combination": "COMBINATIONS=1"}
+"""Markers that tests may be left out by, and with what `make test` runs those too."""
 
 
 @dataclass
@@ -37,6 +43,8 @@ class Report:
     passed: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     skipped: dict[str, str] = field(default_factory=dict)
+    seconds: Counter[str] = field(default_factory=Counter)
+    """What each test took, with its fixtures."""
     broken: dict[str, str] = field(default_factory=dict)
     exit: int | None = None
     """None: the process died before it came to its end."""
@@ -68,8 +76,9 @@ def read(path: Path) -> Report:
     return report
 
 
-def _add(report: Report, *, test: str, when: str, outcome: str, reason: str) -> None:
+def _add(report: Report, *, test: str, when: str, outcome: str, reason: str, seconds: float = 0.0) -> None:
     """One phase: a test has passed when it is torn down and no phase has failed."""
+    report.seconds[test] += seconds  # pyright: ignore[reportArgumentType]
     if outcome == "failed":
         report.failed.add(test)
         report.passed.discard(test)
@@ -80,15 +89,21 @@ def _add(report: Report, *, test: str, when: str, outcome: str, reason: str) -> 
         report.passed.add(test)
 
 
-def pytest_run(arguments: Sequence[str], path: Path) -> Report:
+def pytest_run(arguments: Sequence[str], path: Path, out: Path | None = None) -> Report:
     """Run pytest; its report, empty where it has left none.
+
+    Args:
+        arguments: of it.
+        path: of the report.
+        out: where it prints; None: here.
 
     Raises:
         ValueError: the report is none.
     """
     command = [sys.executable, "-m", "pytest", "-p", "scripts.outcomes", f"--outcomes={path}", *arguments]
     say("runs " + shlex.join(command))
-    status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+    with out.open("wb") if out is not None else nullcontext() as file:
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file and subprocess.STDOUT, check=False).returncode
     report = read(path) if path.exists() else Report()
     if report.exit is None:
         print()  # its own line was not ended
@@ -107,6 +122,7 @@ class Verdict:
     retried: list[str] = field(default_factory=list)
     passed_then: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
     left_out: str = ""
     """What the last line says of tests that were not to run."""
 
@@ -125,6 +141,7 @@ class Verdict:
             problems.append(f"no test of pytest {arguments} passed")
         self.failures += problems
         self.passed += len(report.passed)
+        self.seconds.update(report.seconds)
         self.skips(report, may_skip)
         return not problems
 
@@ -152,6 +169,8 @@ class Verdict:
 
     def tell(self) -> None:
         """Print it; the counts come last, in a line of their own."""
+        for test, seconds in self.seconds.most_common(SLOWEST):
+            say(f"slowest: {seconds:.1f} s {test}")
         for why, count in self.skipped.items():
             say(f"skipped {count}, as it may be: {why}")
         if self.retried:
@@ -168,15 +187,32 @@ def say(line: str) -> None:
     print(f"tests: {line}", flush=True)
 
 
-def judged(runs: Sequence[str], scratch: Path, *, retry: bool, may_skip: Sequence[str]) -> Verdict:
+def first_runs(runs: Sequence[str], scratch: Path, *, together: bool) -> list[Report | ValueError]:
+    """Run each once; its report, or why that cannot be read."""
+
+    def first(number: int) -> Report | ValueError:
+        try:
+            out = scratch / f"out-{number}" if together and number else None
+            return pytest_run(shlex.split(runs[number]), scratch / f"first-{number}.jsonl", out)
+        except ValueError as error:
+            return error
+
+    with ThreadPoolExecutor(len(runs) if together else 1) as pool:
+        reports = list(pool.map(first, range(len(runs))))
+    for number, arguments in enumerate(runs):
+        if (out := scratch / f"out-{number}").exists():
+            say(f"what pytest {arguments} printed:")
+            print(out.read_text(encoding="utf-8", errors="replace"), flush=True)
+    return reports
+
+
+def judged(runs: Sequence[str], scratch: Path, *, retry: bool, together: bool, may_skip: Sequence[str]) -> Verdict:
     """Run all, then once more what is wanting where that is asked for."""
     verdict = Verdict()
     wanting: list[tuple[int, str, Report]] = []
-    for number, arguments in enumerate(runs):
-        try:
-            report = pytest_run(shlex.split(arguments), scratch / f"first-{number}.jsonl")
-        except ValueError as error:
-            verdict.failures.append(f"the report of pytest {arguments} cannot be read: {error}")
+    for number, (arguments, report) in enumerate(zip(runs, first_runs(runs, scratch, together=together), strict=True)):
+        if isinstance(report, ValueError):
+            verdict.failures.append(f"the report of pytest {arguments} cannot be read: {report}")
             continue
         if verdict.first(arguments, report, may_skip) and retry:
             wanting += [(number, arguments, report)] if report.wanting else []
@@ -200,16 +236,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="run_tests", description="Run the tests: green only if every one of them ran and passed.")
     parser.add_argument("runs", nargs="+", metavar="PYTEST ARGUMENTS", help="arguments of one run of pytest, as one word")
     parser.add_argument("--retry", action="store_true", help="run once more, alone, what has not passed")
-    parser.add_argument("--not-slow", action="store_true", help="leave out the tests that are marked slow, and say so")
+    parser.add_argument("--together", action="store_true", help="run all of them at the same time")
+    parser.add_argument("--without", action="append", choices=LEFT_OUT, default=[], help="leave out the tests with a marker, and say so")
     parser.add_argument("--may-skip", action="append", metavar="PREFIX", help="begin of a reason to skip that is no failure")
     parser.add_argument("--also-failed", action="append", default=[], metavar="NAME", help="a step of before that counts as a failed test")
     options = parser.parse_args()
-    runs = [f"{run} -m 'not slow'" for run in options.runs] if options.not_slow else options.runs
+    wanted = shlex.quote(" and ".join(f"not {marker}" for marker in options.without))
+    runs = [f"{run} -m {wanted}" if options.without else run for run in options.runs]
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-tests-") as scratch:
-        verdict = judged(runs, Path(scratch), retry=options.retry, may_skip=options.may_skip or [""])
+        verdict = judged(runs, Path(scratch), retry=options.retry, together=options.together, may_skip=options.may_skip or [""])
     verdict.failures += options.also_failed
-    verdict.left_out = LEFT_OUT if options.not_slow else ""
+    verdict.left_out = "".join(f"; those marked {one} were left out: make test {LEFT_OUT[one]} runs them too" for one in options.without)
     say(f"took {(time.monotonic() - began_s) / 60:.1f} minutes")
     verdict.tell()
     return 1 if verdict.failures else 0

@@ -32,6 +32,7 @@ from tests.kill.nursery import Nursery, nursery
 from tests.support.guard import mark, starts_no_process_unmarked
 from tests.support.leftovers import Leftovers
 from tests.support.needs import need, required
+from tests.support.preloaded import PRELOADED, Preloaded
 from tests.support.programs import Start, programs
 
 __all__ = ["starts_no_process_unmarked"]
@@ -111,6 +112,13 @@ async def children(tmp_path: Path) -> AsyncIterator[Nursery]:
     """The process that services are forked from."""
     async with nursery(tmp_path / "children.log") as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def preloaded() -> Iterator[Preloaded]:
+    """Starts programs that need not import torch; it costs nothing before its first one."""
+    yield PRELOADED
+    PRELOADED.close()
 
 
 @pytest.fixture

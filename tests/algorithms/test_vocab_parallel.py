@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.algorithms.logprobs import LinearHead, linear_logprobs
+from tests.support.preloaded import Preloaded
 
 RANK = """
 import sys
@@ -50,7 +49,7 @@ TOKENS, WIDTH, VOCAB, SPLIT = 23, 6, 37, 16
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Holds the problem, and what two ranks of 16 and 21 rows have found."""
     folder = tmp_path_factory.mktemp("vocab")
     generator = torch.Generator().manual_seed(5)
@@ -68,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     problem["slopes"][6] = 0.0
     save_file(problem, folder / "problem.safetensors")
     parts = [(0, SPLIT), (SPLIT, VOCAB)]
-    children = [subprocess.Popen([sys.executable, "-c", RANK, str(folder), *map(str, (rank, *part))]) for rank, part in enumerate(parts)]
+    children = [preloaded.start("-c", RANK, str(folder), *map(str, (rank, *part))) for rank, part in enumerate(parts)]
     try:
         assert [child.wait(timeout=120) for child in children] == [0, 0]
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from tests.faults.disturbed import ROOT
 from tests.faults.misdeeds import told, wrong_ends
 from tests.faults.shapes import NAME, Shape
 from tests.loop.harness import read_ledger
+from tests.support.preloaded import PRELOADED
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -119,13 +120,16 @@ async def replay(place: Path, *, first: int = 0, named: int | None = None) -> li
         named: how many losses it must name; None: any number.
     """
     words = ("-m", "streamrl", "replay", NAME, "--verify", "--json", *(("--from", str(first)) if first else ()))
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *words, cwd=place, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, stdout=pipe, stderr=pipe
-    )
-    out, err = await process.communicate()
-    if process.returncode not in (0, 1) or not out:
-        return [f"replay: exit code {process.returncode}: {err.decode()[-500:]}"]
+    variables = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as said:
+        process = PRELOADED.start(*words, folder=place, environment=variables, out=told.fileno(), err=said.fileno())
+        try:
+            code = await asyncio.to_thread(process.wait)
+        finally:
+            process.kill()
+        out, err = (file.seek(0) or file.read() for file in (told, said))
+    if code not in (0, 1) or not out:
+        return [f"replay: exit code {code}: {err.decode()[-500:]}"]
     report = json.loads(out)
     lost = len(report["lost"])
     equal = report["same_fingerprint"] and report["equal"] == report["versions"] and not report["problem"]

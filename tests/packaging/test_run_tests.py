@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from scripts.run_tests import LEFT_OUT, read
+from scripts.run_tests import read
 
 pytestmark = pytest.mark.process
 
@@ -90,6 +90,20 @@ def test_one_that_fails_and_then_passes_is_named_and_counted(folder: Path, argum
     assert said.has("retried: test_b.py::test_comes_back: first failed, then passed")
 
 
+def test_runs_that_are_made_together_are_read_each_by_itself(folder: Path) -> None:
+    """Each waits for the other to have begun."""
+    for one, other in (("a", "b"), ("b", "a")):
+        (folder / f"test_{one}.py").write_text(
+            "import pathlib, time\ndef test_meets():\n"
+            f"    pathlib.Path('{one}').touch()\n    while not pathlib.Path('{other}').exists():\n        time.sleep(0.01)\n"
+            f"    print('met', flush=True)\n    assert '{one}' == 'a'\n"
+        )
+    said = strictly(folder, "--together", f"{ALONE} -s test_a.py", f"{ALONE} -s test_b.py")
+    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
+    assert said.has(f"what pytest {ALONE} -s test_b.py printed:") and said.has("FAILED failed: test_b.py::test_meets")
+    assert sum(line.startswith("tests: slowest: ") for line in said.lines) == 2
+
+
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])
 def test_one_that_always_fails(folder: Path, arguments: str) -> None:
     (folder / "test_a.py").write_text(PASSES + FAILS)
@@ -101,11 +115,18 @@ def test_one_that_always_fails(folder: Path, arguments: str) -> None:
 
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])
 def test_slow_ones_are_left_out_where_that_is_asked_for_and_it_is_said(folder: Path, arguments: str) -> None:
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: slow\n")
-    (folder / "test_a.py").write_text(PASSES + "import pytest\n@pytest.mark.slow\ndef test_slow():\n    assert False\n")
-    said = run(folder, "--not-slow", arguments)
-    assert (said.code, said.closing) == (0, f"1 passed, 0 failed{LEFT_OUT}")
-    assert (run(folder, arguments).closing) == "1 passed, 1 failed"
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: slow\n    combination: one\n")
+    more = ("slow", "combination")
+    (folder / "test_a.py").write_text(
+        PASSES + "import pytest\n" + "".join(f"@pytest.mark.{one}\ndef test_{one}():\n    assert False\n" for one in more)
+    )
+    slow, combination = (
+        f"; those marked {one} were left out: make test {one.upper()}{s}=1 runs them too" for one, s in zip(more, ("", "S"), strict=True)
+    )
+    said = run(folder, "--without", "slow", "--without", "combination", arguments)
+    assert (said.code, said.closing) == (0, f"1 passed, 0 failed{slow}{combination}")
+    assert run(folder, "--without", "combination", arguments).closing == f"1 passed, 1 failed{combination}"
+    assert run(folder, arguments).closing == "1 passed, 2 failed"
 
 
 @pytest.mark.parametrize("test", [FAILS_ONCE, DIES_ONCE])

@@ -82,7 +82,17 @@ async def up(tmp_path: Path, start: Start, mesh: str) -> asyncio.subprocess.Proc
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("mesh", ["trainer.shards=1", "trainer.shards=2", "trainer.context=2", TENSOR, PIPELINE, SHARED])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "trainer.shards=1",
+        "trainer.shards=2",
+        "trainer.context=2",
+        TENSOR,
+        pytest.param(PIPELINE, marks=pytest.mark.combination),  # with a critic: test_critic.py
+        SHARED,
+    ],
+)
 async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyncio.subprocess.Process, tmp_path: Path) -> None:
     run = RunDir(tmp_path / "runs" / NAME)
     leader = run.log_path("trainer-0")
@@ -177,7 +187,10 @@ async def told(place: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("transport", "cut"), [("shm", "trainer.shards=2"), ("bus", "trainer.shards=2"), ("shm", TENSOR)])
+@pytest.mark.parametrize(
+    ("transport", "cut"),
+    [pytest.param("shm", "trainer.shards=2", marks=pytest.mark.combination), ("bus", "trainer.shards=2"), ("shm", TENSOR)],
+)
 async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: Start, tmp_path: Path, transport: str, cut: str) -> None:
     """Rank 1 is killed as soon as it is asked for its part of a version; engines go on, and serve the ledger's digests at every commit."""
     write_problem(tmp_path)
@@ -207,7 +220,9 @@ async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: 
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("shards", "short"), [(1, []), (2, []), (2, [0]), (1, [1]), (2, [1])])
+@pytest.mark.parametrize(
+    ("shards", "short"), [(1, []), (2, [0]), (2, [1]), *(pytest.param(*one, marks=pytest.mark.combination) for one in ((2, []), (1, [1])))]
+)
 async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(
     start: Start, tmp_path: Path, shards: int, short: list[int]
 ) -> None:

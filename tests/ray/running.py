@@ -7,6 +7,9 @@ from pathlib import Path
 
 from tests.support.programs import PIPE, Start
 
+START_S = 240.0
+"""Longest that a cluster, or all workers of a run on it, may take to start: each of some ten processes imports Ray."""
+
 
 async def up(start: Start, address: str, *values: str) -> asyncio.subprocess.Process:
     """`streamrl up run.toml --json` on Ray, with `--set` for each value."""
@@ -18,4 +21,4 @@ async def two_nodes(start: Start, gpus: int = 0) -> tuple[asyncio.subprocess.Pro
     """A cluster of `two_nodes.py`, and its address."""
     cluster = await start(str(Path(__file__).with_name("two_nodes.py")), str(gpus), stdin=PIPE)
     assert cluster.stdout is not None
-    return cluster, (await asyncio.wait_for(cluster.stdout.readline(), 90)).decode().strip()
+    return cluster, (await asyncio.wait_for(cluster.stdout.readline(), START_S)).decode().strip()

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from streamrl.runtime.rundir import RunDir
-from tests.ray.running import two_nodes, up
+from tests.ray.running import START_S, two_nodes, up
 from tests.support.digits import TRANSFORMER
 from tests.support.needs import need
 from tests.support.processes import alive, find, parent, until, worker_pid
 from tests.support.programs import Start, said
 
-pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOML = f"""{TRANSFORMER}
 [run]
@@ -83,7 +83,7 @@ async def seen(run: RunDir, *workers: str) -> dict[str, str | None]:
         kind, _, index = worker.rpartition("-")
         return worker_pid(run, kind, int(index))
 
-    await until(lambda: all(map(pid, workers)), within_s=120)
+    await until(lambda: all(map(pid, workers)), within_s=START_S)
     found = {worker: pid(worker) for worker in workers}
     return {worker: visible(number) if number else None for worker, number in found.items()}
 
@@ -102,7 +102,7 @@ async def test_each_worker_sees_the_gpus_that_it_was_given(start: Start, run: Ru
     _, address = await two_nodes(start, gpus=2)
     asked = ("engine.workers=2", "ray.trainer.gpus=1", "tasks.drop_zero_variance=false", "run.steps=100000")
 
-    code, _, err = await said(await up(start, address, *asked, "ray.engine.gpus=1"))
+    code, _, err = await said(await up(start, address, *asked, "ray.engine.gpus=1"), START_S)
     assert code == 1
     assert "asks for 1 trainer with 0.5 CPU, 1 GPU each; 2 engines with 0.5 CPU, 1 GPU each; there is 2 GPU in all" in err
 
@@ -112,7 +112,7 @@ async def test_each_worker_sees_the_gpus_that_it_was_given(start: Start, run: Ru
     assert found["engine-0"] == found["engine-1"]
     assert found["producer-0"] == found["feeder-0"] == ""
     process.send_signal(signal.SIGINT)
-    code, _, err = await said(process)
+    code, _, err = await said(process, START_S)
     assert code == 0, err
 
 

@@ -9,15 +9,20 @@ import pytest
 from streamrl.bus.protocol import Bus
 from streamrl.config.check import check
 from streamrl.config.tree import DebugConfig, TasksConfig
+from streamrl.consumers.training import worker
 from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import LedgerEntry
 from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.staleness.conftest import table_config
+from tests.staleness.slow import SlowTrainer
 
 pytestmark = pytest.mark.nats
 
-HEAVY = DebugConfig(token_delay_s=0.008, token_delay_sigma=1.5)
+HEAVY = DebugConfig(token_delay_s=0.03, token_delay_sigma=1.5)
+"""So long that a step waits for its tasks, and not for a processor that others have."""
+STEP_S = 0.15
+"""Within a step engines take a version and rollouts end, on a crowded machine too."""
 
 
 async def trained(tmp_path: Path, bus: Bus, run_id: str, *, steps: int, tasks: TasksConfig, debug: DebugConfig) -> list[LedgerEntry]:
@@ -43,8 +48,10 @@ async def test_heavy_tails_are_paid_for_in_waste_or_in_waiting(tmp_path: Path, n
 
 @pytest.mark.parametrize(("bound", "expected"), [(2, {2}), (3, {2, 3})])
 async def test_delayed_engines_serve_old_versions_and_nothing_is_wasted(
-    tmp_path: Path, nats_bus: Bus, run_id: str, bound: int, expected: set[int]
+    tmp_path: Path, nats_bus: Bus, run_id: str, bound: int, expected: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make = worker.make_trainer
+    monkeypatch.setattr(worker, "make_trainer", lambda *given, **named: SlowTrainer(make(*given, **named), lambda number: STEP_S))
     tasks = TasksConfig(batch_tasks=3, num_rollouts=2, max_staleness=bound)
     ledger = await trained(tmp_path, nats_bus, run_id, steps=16, tasks=tasks, debug=DebugConfig(delay_versions=2))
     ages = [set(entry.staleness) for entry in ledger]

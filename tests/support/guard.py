@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.support.preloaded import Preloaded
+
 FIXTURES = {"start", "own_server", "children", "nats_server", "role_server", "shared_server", "sglang_python"}
 """Who asks for one of these starts a process."""
-WAYS = ((subprocess.Popen, "_execute_child"), (os, "fork"), (os, "posix_spawn"), (multiprocessing.util, "spawnv_passfds"))
+WAYS = (
+    (subprocess.Popen, "_execute_child"),
+    (os, "fork"),
+    (os, "posix_spawn"),
+    (multiprocessing.util, "spawnv_passfds"),
+    (Preloaded, "start"),
+)
 
 
 def mark(item: pytest.Item) -> None:

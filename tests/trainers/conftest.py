@@ -12,10 +12,19 @@ import numpy as np
 import pytest
 
 from streamrl.core.batches import TrainBatch
+from streamrl.trainers.ranks import local
 from tests.support.batches import train_batch
+from tests.support.preloaded import Preloaded
 
 MakeBatch = Callable[..., TrainBatch]
 VOCAB = 16
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(request: pytest.FixtureRequest, preloaded: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of `open_trainer` do not import what they need, except those on GPUs and where a module has a fixture of this name."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(local, "_spawn", preloaded.start_rank)
 
 
 @pytest.fixture(scope="session")

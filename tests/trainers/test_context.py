@@ -25,7 +25,7 @@ from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.batches import train_batch
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
-from tests.support.processes import children
+from tests.support.preloaded import Preloaded
 
 # Meshes of up to four processes, on however few cores there are.
 pytestmark = [
@@ -180,13 +180,13 @@ def test_a_reference_with_sliding_windows_is_refused(model_dir: Path, make_model
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_rank_that_is_killed_ends_a_step_of_ranks_that_share_rows(model_dir: Path, shards: int) -> None:
+def test_a_rank_that_is_killed_ends_a_step_of_ranks_that_share_rows(model_dir: Path, shards: int, preloaded: Preloaded) -> None:
     with (
         pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught,
         open_trainer(config(2, shards, 2), model_dir) as trainer,
     ):
         trainer.step(batch(0))
-        (pid,) = children("streamrl.trainers.ranks.local")
+        (pid,) = preloaded.running()
         os.kill(pid, signal.SIGKILL)
         for step in range(1, 3):
             trainer.step(batch(step))

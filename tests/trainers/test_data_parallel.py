@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support.errors import raises
 from tests.support.meshes import parameters
+from tests.support.preloaded import Preloaded
 
-ROOT = Path(__file__).parents[2]
 RANK = """
 import json, sys
 from pathlib import Path
@@ -89,13 +87,10 @@ LOSSES = {
 }
 
 
-def launch(model: Path, out: Path, ranks: int, shards: int = 1) -> list[dict[str, Any]]:
+def launch(preloaded: Preloaded, model: Path, out: Path, ranks: int, shards: int = 1) -> list[dict[str, Any]]:
     out.mkdir()
     losses = msgspec.json.encode(LOSSES).decode()
-    python = [sys.executable, "-c", RANK]
-    children = [
-        subprocess.Popen([*python, str(model), str(out), str(rank), str(ranks), str(shards), losses], cwd=ROOT) for rank in range(ranks)
-    ]
+    children = [preloaded.start("-c", RANK, str(model), str(out), str(rank), str(ranks), str(shards), losses) for rank in range(ranks)]
     try:
         assert [child.wait(timeout=120) for child in children] == [0] * ranks
     finally:
@@ -108,9 +103,9 @@ def launch(model: Path, out: Path, ranks: int, shards: int = 1) -> list[dict[str
 
 @pytest.mark.process
 @pytest.mark.parametrize(("ranks", "shards"), [(2, 1), (2, 2), (4, 2)])
-def test_ranks_train_as_one(model_dir: Path, tmp_path: Path, ranks: int, shards: int) -> None:
-    (alone,) = launch(model_dir, tmp_path / "one", 1)
-    first, *others = launch(model_dir, tmp_path / "more", ranks, shards)
+def test_ranks_train_as_one(preloaded: Preloaded, model_dir: Path, tmp_path: Path, ranks: int, shards: int) -> None:
+    (alone,) = launch(preloaded, model_dir, tmp_path / "one", 1)
+    first, *others = launch(preloaded, model_dir, tmp_path / "more", ranks, shards)
     assert all(other == first for other in others)
     for name in LOSSES:
         assert first[name]["extra"] == "extra"

@@ -33,6 +33,11 @@ CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.
 MODULE = "streamrl.trainers.ranks.local"
 
 
+@pytest.fixture(autouse=True)
+def forked_ranks() -> None:
+    """Not here: ranks are started as `open_trainer` does it."""
+
+
 @pytest.mark.process
 def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     alone = make_trainer(Config(trainer=TrainerConfig(minibatches=2)), model_dir)

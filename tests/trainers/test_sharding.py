@@ -22,7 +22,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
-from tests.support.processes import children
+from tests.support.preloaded import Preloaded
 
 # Five meshes, one of them of four processes, on however few cores there are.
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -168,10 +168,10 @@ def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(t
     assert combine({name: tensor_digest(host_bytes(value), 4) for name, value in exported.items()}) == digest
 
 
-def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path) -> None:
+def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path, preloaded: Preloaded) -> None:
     with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, open_trainer(config(2, 2), model_dir) as trainer:
         trainer.step(batch(0))
-        (pid,) = children("streamrl.trainers.ranks.local")
+        (pid,) = preloaded.running()
         os.kill(pid, signal.SIGKILL)
         for step in range(1, 3):
             trainer.step(batch(step))

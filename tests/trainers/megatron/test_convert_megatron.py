@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,28 +12,24 @@ from safetensors.torch import load_file
 
 from streamrl.trainers.megatron.convert import convert
 from streamrl.trainers.megatron.names import Place, architecture, parameters
+from tests.support.preloaded import Forked, Preloaded
 from tests.trainers.megatron.gpt_tokens import PADDED_TO, TOKENS
 from tests.trainers.megatron.models import write_model
 
 pytestmark = pytest.mark.process
-ROOT = Path(__file__).parents[3]
-PROGRAM = Path(__file__).with_name("gpt_rank.py")
 
 
-def ranks(what: str, tensors: int, stages: int, place: Path, model: Path, checkpoint: Path) -> None:
+def ranks(preloaded: Preloaded, what: str, tensors: int, stages: int, place: Path, model: Path, checkpoint: Path) -> None:
     """Run `gpt_rank.py` on each rank of a mesh."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    children: list[subprocess.Popen[str]] = []
+    children: list[Forked] = []
     for rank in range(tensors * stages):
         words = [what, rank, tensors, stages, place / f"{what}-store", model, checkpoint, place]
-        command = [sys.executable, str(PROGRAM), *map(str, words)]
-        children.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        children.append(preloaded.start("-m", "tests.trainers.megatron.gpt_rank", *map(str, words)))
     try:
-        said = [child.communicate(timeout=170)[0] for child in children]
+        assert [child.wait(timeout=170) for child in children] == [0] * len(children)
     finally:
         for child in children:
             child.kill()
-    assert not any(child.returncode for child in children), said
 
 
 LOADED = [
@@ -55,11 +48,13 @@ SAVED = [
 
 
 @pytest.mark.parametrize(("kind", "tied", "tensors", "stages"), LOADED)
-def test_megatron_loads_it_and_has_the_logits_of_transformers(tmp_path: Path, kind: str, tied: bool, tensors: int, stages: int) -> None:
+def test_megatron_loads_it_and_has_the_logits_of_transformers(
+    preloaded: Preloaded, tmp_path: Path, kind: str, tied: bool, tensors: int, stages: int
+) -> None:
     model = tmp_path / "model"
     write_model(model, kind, tied=tied, dtype=torch.float32)
     convert(model, tmp_path / "megatron")
-    ranks("load", tensors, stages, tmp_path, model, tmp_path / "megatron" / "release")
+    ranks(preloaded, "load", tensors, stages, tmp_path, model, tmp_path / "megatron" / "release")
     arch = architecture(json.loads((model / "config.json").read_text()), "config.json")
     whole, logits = load_file(model / "model.safetensors"), None
     for rank in range(tensors * stages):
@@ -83,11 +78,13 @@ def test_megatron_loads_it_and_has_the_logits_of_transformers(tmp_path: Path, ki
 
 
 @pytest.mark.parametrize(("kind", "tied", "tensors", "stages"), SAVED)
-def test_what_megatron_saved_is_converted_back(tmp_path: Path, kind: str, tied: bool, tensors: int, stages: int) -> None:
+def test_what_megatron_saved_is_converted_back(
+    preloaded: Preloaded, tmp_path: Path, kind: str, tied: bool, tensors: int, stages: int
+) -> None:
     model, saved = tmp_path / "model", tmp_path / "megatron" / "iter_0000007"
     write_model(model, kind, tied=tied, dtype=torch.float32)
     saved.mkdir(parents=True)
-    ranks("save", tensors, stages, tmp_path, model, saved)
+    ranks(preloaded, "save", tensors, stages, tmp_path, model, saved)
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("7\n")
     convert(tmp_path / "megatron", tmp_path / "back", model)
     source, back = load_file(model / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")

@@ -19,7 +19,7 @@ from streamrl.trainers.megatron.model import read_architecture
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
 from tests.support.meshes import BOUND, STEPS, Runs, apart, batch, in_float64, parameters, run, runs
-from tests.support.processes import children
+from tests.support.preloaded import Preloaded
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MESHES = [(1, 1), (2, 1), (2, 2), (4, 2)]
@@ -140,10 +140,10 @@ def test_bfloat16_is_published_and_exported_as_it_is_digested(make_mixture: Call
     assert found[0][0] == found[1][0]
 
 
-def test_a_dead_expert_rank_ends_the_step(initial: Path) -> None:
+def test_a_dead_expert_rank_ends_the_step(initial: Path, preloaded: Preloaded) -> None:
     with open_trainer(config(2, 2, rank_timeout_s=30.0), initial) as trainer:
         trainer.step(batch(0))
-        (child,) = children("streamrl.trainers.ranks.local")
+        (child,) = preloaded.running()
         os.kill(child, signal.SIGKILL)
         with pytest.raises(TrainingError):
             trainer.step(batch(1))

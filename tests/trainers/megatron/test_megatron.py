@@ -23,7 +23,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.meshes import BOUND, STEPS, Runs, apart, batch, in_float64, parameters, run, runs
-from tests.support.processes import children
+from tests.support.preloaded import Preloaded
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MESHES = [(1, 1), (2, 1), (2, 2), (4, 2)]
@@ -149,10 +149,10 @@ def test_tensor_ranks_hand_out_rows_unequally_or_none(make_model: Callable[..., 
     assert cut and all(bytes(shards[name].host()) == stored[name][:2].numpy().tobytes() for name in cut)
 
 
-def test_a_dead_rank_ends_the_step(initial: Path) -> None:
+def test_a_dead_rank_ends_the_step(initial: Path, preloaded: Preloaded) -> None:
     with open_trainer(config(2, 2, rank_timeout_s=30.0), initial) as trainer:
         trainer.step(batch(0))
-        (child,) = children("streamrl.trainers.ranks.local")
+        (child,) = preloaded.running()
         os.kill(child, signal.SIGKILL)
         with pytest.raises(TrainingError):
             trainer.step(batch(1))

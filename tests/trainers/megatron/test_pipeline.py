@@ -19,7 +19,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
-from tests.support.processes import children
+from tests.support.preloaded import Preloaded
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MESHES = [(2, 1, 2), (4, 1, 4), (4, 2, 2), (4, 1, 2)]
@@ -112,12 +112,12 @@ def test_each_tensor_is_published_by_one_stage(initial: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_dead_stage_ends_the_step_of_the_others(make_model: Callable[..., Path], victim: int) -> None:
+def test_a_dead_stage_ends_the_step_of_the_others(make_model: Callable[..., Path], victim: int, preloaded: Preloaded) -> None:
     """Whichever it is, of four: the first, which only sends, is this process's, so three others."""
     model = make_model(num_hidden_layers=4)
     with open_trainer(config(4, 1, 4, rank_timeout_s=30.0), model) as trainer:
         trainer.step(batch(0))
-        os.kill(sorted(children("streamrl.trainers.ranks.local"))[victim], signal.SIGKILL)
+        os.kill(preloaded.running()[victim], signal.SIGKILL)
         with pytest.raises(TrainingError):
             trainer.step(batch(1))
 

@@ -1,0 +1,257 @@
+"""Python programs that are forked from one which has imported torch, transformers and megatron-core and done nothing: each costs
+milliseconds, and not the six seconds of a processor that these imports take.
+
+`Preloaded.start` is the one end; `python -m tests.support.preloaded SOCKET` is the other: each message is a `Request` with four
+descriptors, the program's standard input, output and error and where its exit code goes; the answer is its process id. Ranks of
+`open_trainer` in such a program are forked too. What depends on how a program starts (its command line, what it imports, a GPU) is for a
+real one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from streamrl.config.system import dies_with_parent
+
+MODULES = (
+    "streamrl.trainers.ranks.local",
+    "streamrl.trainers.ranks.leading",
+    "streamrl.trainers.ranks.process_group",
+    "streamrl.trainers.factory",
+    "streamrl.trainers.torch.trainer",
+    "streamrl.trainers.megatron.critic",
+    "streamrl.trainers.megatron.model",
+    "streamrl.trainers.megatron.ranks",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+ROOT = Path(__file__).parents[2]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What a program is besides its descriptors."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    folder: str
+
+
+class Forked:
+    """A program, as `subprocess.Popen` has one.
+
+    Args:
+        pid: its process id.
+        ending: the descriptor from which its exit code comes.
+    """
+
+    def __init__(self, pid: int, ending: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ending = ending
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self.returncode is None and select.select([self._ending], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._ending], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            self.returncode = int(os.read(self._ending, 16) or b"-9")  # who would have told it has ended, and all of its own with it
+            os.close(self._ending)
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL, which one that has ended does not mind."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class Preloaded:
+    """Starts programs; what they are forked from is started by the first one.
+
+    Args:
+        orders: of one that has been started.
+    """
+
+    def __init__(self, orders: socket.socket | None = None) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket = orders
+        self._started: list[Forked] = []
+
+    def start(
+        self,
+        *words: str,
+        given: bytes = b"",
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        out: int | None = None,
+        err: int | None = None,
+    ) -> Forked:
+        """Start a program.
+
+        Args:
+            words: what Python would get: `-m MODULE ...` or `-c CODE ...`.
+            given: what it reads from its standard input.
+            folder: where it runs; None: here.
+            environment: its variables; None: those of this process.
+            out: descriptor of its output; None: where this process has its errors.
+            err: of its errors; None: the same.
+        """
+        orders = self._socket or self._open()
+        (reading, writing), (ending, told) = os.pipe(), os.pipe()
+        out, err = (sys.stderr.fileno() if each is None else each for each in (out, err))
+        variables = dict(os.environ if environment is None else environment)
+        request = msgspec.json.encode(Request(words, variables, str(folder or Path.cwd())))
+        socket.send_fds(orders, [request], [reading, out, err, told])
+        os.close(reading)
+        os.close(told)
+        pid = int(orders.recv(64) or b"0")
+        assert pid, "what programs are forked from has ended: what it said is above"
+        self._started.append(Forked(pid, ending))
+        with contextlib.suppress(BrokenPipeError), open(writing, "wb") as file:
+            file.write(given)
+        return self._started[-1]
+
+    def start_rank(self, start: Any) -> Forked:
+        """In the place of what `open_trainer` starts a rank by."""
+        return self.start("-m", "streamrl.trainers.ranks.local", given=msgspec.json.encode(start))
+
+    def running(self) -> list[int]:
+        """Process ids of its programs, in the order of their starts."""
+        return [one.pid for one in self._started if one.poll() is None]
+
+    def close(self) -> None:
+        """No program outlives it."""
+        if self._process is not None and self._socket is not None:
+            self._socket.close()
+            self._process.wait()
+
+    def _open(self) -> socket.socket:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
+            # A GPU that this process has looked at could not be used by its forks.
+            surroundings = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            self._process = subprocess.Popen(command, cwd=ROOT, env=surroundings, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        return self._socket
+
+
+PRELOADED = Preloaded()
+"""Of this process: the fixture `preloaded` ends what it has started, and so does the end of the process."""
+
+
+def be(request: Request, descriptors: Sequence[int], orders: socket.socket) -> None:
+    """In a fork: run as Python would and end."""
+    from streamrl.trainers.ranks import local
+
+    code: object = 1
+    local._spawn = Preloaded(orders).start_rank  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    try:
+        for number, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, number)
+        os.chdir(request.folder)
+        os.environ.clear()
+        os.environ.update(request.environment)
+        option, what, *words = request.words
+        sys.argv = [option, *words]
+        if option == "-c":
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(what, "<string>", "exec"), main.__dict__)
+        else:
+            sys.modules.pop(what, None)  # run again under another name, of which Python would warn
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()  # multiprocessing ends its children there
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1 if code else 0)
+
+
+def serve(orders: socket.socket) -> None:
+    """Fork on request until the other end closes; whoever is forked may ask too."""
+    asking = [orders]
+    woken, waker = os.pipe()
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    tell: dict[int, int] = {}
+    while True:
+        ready, _, _ = select.select([*asking, woken], [], [])
+        if woken in ready:
+            os.read(woken, 4096)
+            while tell and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                told = tell.pop(ended[0])
+                with contextlib.suppress(BrokenPipeError):  # nobody asks any more
+                    os.write(told, str(os.waitstatus_to_exitcode(ended[1])).encode())
+                os.close(told)
+        for one in [one for one in asking if one in ready]:
+            message, descriptors, _, _ = socket.recv_fds(one, 1 << 20, 4)
+            if not message:
+                one.close()
+                asking.remove(one)
+                continue
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            tie = dies_with_parent(signal.SIGKILL)
+            if not (pid := os.fork()):
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                tie()
+                for descriptor in (*tell.values(), descriptors[3], woken, waker, *(each.detach() for each in (*asking, ours))):
+                    os.close(descriptor)
+                be(msgspec.json.decode(message, type=Request), descriptors[:3], theirs)
+            theirs.close()
+            asking.append(ours)
+            tell[pid] = descriptors[3]
+            for descriptor in descriptors[:3]:
+                os.close(descriptor)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                one.send(str(pid).encode())
+        if orders not in asking:
+            return
+
+
+def main() -> None:
+    """See the module."""
+    for name in MODULES:
+        importlib.import_module(name)
+    from streamrl.trainers.megatron.core import _imported  # pyright: ignore[reportPrivateUsage]
+
+    _imported()
+    assert len(os.listdir("/proc/self/task")) == 1, "a lock that another thread holds would stay locked in every fork"
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(sys.argv[1])) as orders:
+        serve(orders)
+
+
+if __name__ == "__main__":
+    main()
