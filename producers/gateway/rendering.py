@@ -1,0 +1,59 @@
+"""Messages to tokens and a turn's tokens to what it says, in the policy's chat format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.data.tool_calls import ParsedTurn, ToolCall, tool_call_format
+from streamrl.errors import ConfigError, SchemaError
+from streamrl.producers.chat_format import ChatFormat
+from streamrl.producers.gateway.entries import Tokens
+from streamrl.producers.gateway.errors import refused
+from streamrl.producers.gateway.messages import ASSISTANT, Message
+from streamrl.producers.protocol import Tokenizer
+
+
+class Rendering:
+    """One tokenizer's.
+
+    Args:
+        tokenizer: of the policy.
+        chat_template: whether prompts are chat messages (`data.chat_template`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, chat_template: bool) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self._format = ChatFormat(tokenizer, chat_template=chat_template)
+        self._calls = tool_call_format(tokenizer)
+
+    def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        """A conversation up to where the model begins to write; raises ApiError when the template refuses it."""
+        try:
+            return self._format.prompt([message.for_template() for message in messages], tools)
+        except (ConfigError, SchemaError) as error:
+            raise refused(error.message, hint=error.hint, param="messages") from error
+
+    def replies(self, messages: Sequence[Message], *, last_token: int) -> list[int]:
+        """From the end of a model's turn, over these messages, to where it begins to write again; raises ApiError as `prompt`."""
+        found: list[int] = []
+        try:
+            for message in messages:
+                if message.role == ASSISTANT:
+                    raise refused("expected no assistant message that the model has not said in this session", param="messages")
+                found += self._format.reply(message.role, message.content, last_token=found[-1] if found else last_token)
+        except (ConfigError, SchemaError) as error:
+            raise refused(error.message, hint=error.hint, param="messages") from error
+        return found
+
+    def text(self, tokens: Tokens) -> str:
+        """A turn's text, its stop token left out."""
+        ids = tokens.token_ids
+        return self.tokenizer.decode(ids[:-1] if tokens.finish_reason == "stop" else ids)
+
+    def parsed(self, tokens: Tokens, tools: Any, call_ids: str) -> ParsedTurn:
+        """What a turn says; its calls have the ids `<call_ids><number>`."""
+        found = self._calls.parse(self.text(tokens), tools)
+        calls = tuple(ToolCall(call.name, call.arguments, f"{call_ids}{number}") for number, call in enumerate(found.tool_calls))
+        return ParsedTurn(found.content, found.reasoning, calls)
