@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
-from streamrl.data.tool_calls import ParsedTurn, ToolCall, tool_call_format
+import msgspec
+
+from streamrl.data.tool_calls import NONE, ParsedTurn, ToolCall, tool_call_format
+from streamrl.data.tool_calls.formats import HasTemplate
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.gateway.entries import Tokens
@@ -26,7 +29,7 @@ class Rendering:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._format = ChatFormat(tokenizer, chat_template=chat_template)
-        self._calls = tool_call_format(tokenizer)
+        self._calls = tool_call_format(cast("HasTemplate", tokenizer)) if chat_template else NONE
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """A conversation up to where the model begins to write; raises ApiError when the template refuses it."""
@@ -56,4 +59,4 @@ class Rendering:
         """What a turn says; its calls have the ids `<call_ids><number>`."""
         found = self._calls.parse(self.text(tokens), tools)
         calls = tuple(ToolCall(call.name, call.arguments, f"{call_ids}{number}") for number, call in enumerate(found.tool_calls))
-        return ParsedTurn(found.content, found.reasoning, calls)
+        return msgspec.structs.replace(found, tool_calls=calls) if calls else found
