@@ -9,7 +9,6 @@ import msgspec
 
 from streamrl.errors import SchemaError
 
-
 MOST_STOPS = 32
 """Stop strings of a request."""
 LONGEST_STOP = 256

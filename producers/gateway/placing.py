@@ -71,7 +71,7 @@ def by_messages(messages: Sequence[Message], tools: Any, rules: Rules) -> Callab
             raise _not_granted("messages that begin with those of the task's prompt, and its tools", "messages")
         if node is not None and node.turn is not None:
             rest = messages[end - 1 :]  # the tools stand before them
-            context = rules.rendering.replies(rest, last_token=node.turn.tokens.token_ids[-1])
+            context = rules.rendering.replies(rest, used, last_token=node.turn.tokens.token_ids[-1])
             return Place(node.number, node.token_ids(), context, digests[end:], node.family)
         if node is not None and end == len(digests):
             return _at_prompt(tree, node)

@@ -18,8 +18,9 @@ NAMES: Mapping[str, str] = {
     **{name: name for name in Sampling.__struct_fields__ if name != "max_new_tokens"},
 }
 """Field of `Sampling` by field of a request."""
-FIXED = ("top_p", "top_k")
-"""Of which the trainer knows one value a sample: a call may say again what its task has, and nothing else."""
+FREE = frozenset({"max_new_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos"})
+"""What each call may choose. Of all else the trainer knows one value a sample: a call may say again what its task has."""
+FIXED = tuple(name for name in Sampling.__struct_fields__ if name not in FREE)
 NEUTRAL: Mapping[str, Any] = {
     "min_p": 0,
     "presence_penalty": 0,
@@ -39,7 +40,7 @@ NEUTRAL: Mapping[str, Any] = {
 """Fields that change nothing at these values, and are refused at others where `Sampling` has no such field."""
 
 
-def turn_sampling(given: Mapping[str, Any], base: Sampling, where: str = "") -> Sampling:
+def sampling_of(given: Mapping[str, Any], base: Sampling, where: str = "") -> Sampling:
     """How a call's tokens are drawn.
 
     Args:
@@ -56,10 +57,10 @@ def turn_sampling(given: Mapping[str, Any], base: Sampling, where: str = "") -> 
             continue
         if name not in NAMES:
             raise _unknown(where + name, value)
-        said[NAMES[name]] = value
+        said[NAMES[name]] = [value] if name == "stop" and isinstance(value, str) else value
     try:
         # Checked by type too: JSON has given these.
-        sampling = msgspec.convert({**msgspec.to_builtins(base), **said}, Sampling)
+        sampling = msgspec.convert({**msgspec.to_builtins(base), **said}, Sampling, str_keys=True)
     except (msgspec.ValidationError, SchemaError) as error:
         raise refused(f"expected values that tokens can be drawn by: {error}", param=where + next(iter(given), "")) from error
     if not 0 < sampling.temperature < 1e6:
@@ -71,7 +72,7 @@ def turn_sampling(given: Mapping[str, Any], base: Sampling, where: str = "") -> 
     for name in FIXED:
         if getattr(sampling, name) != getattr(base, name):
             raise refused(
-                f"expected {name} = {getattr(base, name):g}, as the run has it, got {getattr(sampling, name):g}",
+                f"expected {name} = {getattr(base, name)!r:.80}, as the run has it, got {getattr(sampling, name)!r:.80}",
                 hint=f"leave {name} out, or set sampling.{name} of the run",
                 param=where + name,
             )

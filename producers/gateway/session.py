@@ -28,7 +28,7 @@ from streamrl.producers.gateway.errors import ApiError, gone, later, refused
 from streamrl.producers.gateway.journal import Journal
 from streamrl.producers.gateway.messages import said
 from streamrl.producers.gateway.placing import Place, Rules
-from streamrl.producers.gateway.sampling import turn_sampling, within
+from streamrl.producers.gateway.sampling import sampling_of, within
 from streamrl.producers.gateway.tree import Node, Tree
 from streamrl.producers.protocol import Context
 from streamrl.producers.repeats import Repeats
@@ -185,7 +185,7 @@ class Session:
         self._touched()
 
     def _sampling(self, ask: Ask, place: Place) -> Sampling:
-        sampling = turn_sampling(ask.fields, self.context.task.sampling, ask.where)
+        sampling = sampling_of(ask.fields, self.context.task.sampling, ask.where)
         length = len(place.kept) + len(place.context)
         room = self.context.max_len - length if self.context.max_len else sampling.max_new_tokens
         if room < 1:

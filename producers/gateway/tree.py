@@ -147,7 +147,7 @@ class Tree:
             if index is not None and parent.turn is not None and ends[index] is parent:
                 ends[index] = node
             else:
-                begins.append((node, *self._left(parent, index, bool(ends))))
+                begins.append((node, *_left(parent, index, [begin[0] for begin in begins])))
                 index = len(ends)
                 ends.append(node)
                 owner.setdefault(parent.number, index)
@@ -155,19 +155,26 @@ class Tree:
         last = newest.get(0) or (self.turns[-1] if self.turns else None)
         return [_strand(end, *begin, is_newest=end is last) for end, begin in zip(ends, begins, strict=True)], len(self.turns) - len(kept)
 
-    def _left(self, parent: Node, index: int | None, follows: bool) -> tuple[int | None, int]:
-        """Of a strand that begins behind `parent`: the one that it leaves, and the tokens that both have."""
-        if index is not None:
-            return index, parent.end
-        shared = _common(parent.context, self.prompts[0].context) if follows and parent.family == 0 else 0
-        return (0, shared) if shared else (None, 0)
-
     def _prompt(self, heard: tuple[bytes, ...], ids: tuple[int, ...], family: int) -> Node:
         for prompt in self.prompts[1:]:
             if prompt.heard == heard and prompt.context == ids:
                 return prompt
         self.prompts.append(Node(-1 - len(self.prompts), None, heard, ids, None, family))
         return self.prompts[-1]
+
+
+def _left(parent: Node, index: int | None, begun: Sequence[Node]) -> tuple[int | None, int]:
+    """Of a strand that begins behind `parent`: the one that it leaves, and the tokens that both have.
+
+    Behind another prompt that begins with the task's, it leaves the first strand of these, at the token in which the prompts part.
+    """
+    if index is not None:
+        return index, parent.end
+    first = next((number for number, node in enumerate(begun) if node.family == 0), None)
+    if first is None or parent.family != 0:
+        return None, 0
+    shared = _common(parent.context, begun[first].path()[0].context)
+    return (first, shared) if shared else (None, 0)
 
 
 def _strand(end: Node, begin: Node, parent: int | None, num_shared: int, *, is_newest: bool) -> Strand:

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 from msgspec.structs import replace
 
+from streamrl.bus.memory import MemoryBus
 from streamrl.config.gateway import GatewayConfig
+from streamrl.config.tree import BusConfig, Config, DataConfig, EngineConfig, ModelConfig, RunConfig, TrainerConfig
 from streamrl.producers.gateway.worker import addresses, main
+from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
-from tests.producers.conftest import Loop, loop
-from tests.producers.policies import script
+from tests.producers.conftest import ACK_WAIT_S, Loop
+from tests.producers.conftest import loop as on_both_buses
+from tests.producers.policies import make_model, script
 from tests.support.processes import until
 
-__all__ = ["loop"]
+__all__ = ["on_both_buses"]
 PROMPT = [{"role": "user", "content": "3+4"}]
+
+
+@pytest.fixture
+def loop(tmp_path: Path, run_id: str) -> Loop:
+    """A run on the in-process bus."""
+    run_dir = RunDir(tmp_path / run_id)
+    run_dir.create()
+    tokenizer = make_model(run_dir.model_dir)
+    config = Config(
+        run=RunConfig(name=run_id),
+        model=ModelConfig(max_len=128),
+        data=DataConfig(train="unused.jsonl"),
+        engine=EngineConfig(kind="table"),
+        trainer=TrainerConfig(backend="table"),
+        bus=BusConfig(ack_wait_s=ACK_WAIT_S, samples_bytes=1_000_000),
+    )
+    return Loop(MemoryBus(run_id, config.bus), config, run_dir, tokenizer)
 
 
 class Gateway:
@@ -83,11 +106,3 @@ def tool_policy(loop: Loop) -> np.ndarray:
 def shown(loop: Loop, sample: Any) -> str:
     """The text of a sample's trained tokens."""
     return loop.tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist())
-
-
-def field(answer: Mapping[str, Any], *path: Any) -> Any:
-    """A value within an answer."""
-    value: Any = answer
-    for name in path:
-        value = value[name]
-    return value
