@@ -13,7 +13,7 @@ from streamrl.engines.protocol import Engine
 from streamrl.errors import EngineError, SchemaError, StreamRLError
 from streamrl.producers.children.jobs import NOTHING, Job, Keeping, job
 from streamrl.producers.children.pool import Children
-from streamrl.producers.episode import Episode
+from streamrl.producers.episode import Episode, branch_problem
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
 from streamrl.producers.slots import asked, phase
 from streamrl.rewards.protocol import Reward, RewardValue
@@ -187,7 +187,10 @@ def _settle(task: RolloutTask, given: Sequence[Episode | Failure]) -> tuple[list
     for rollout in range(task.num_rollouts):
         if rollout not in known:
             failures[rollout] = Failure(rollout, "failed", "the producer gave neither an episode nor a failure for it")
-    return sorted(episodes, key=lambda episode: episode.rollout), failures
+        elif problem := branch_problem([episode for episode in episodes if episode.rollout == rollout]):
+            failures[rollout] = Failure(rollout, "failed", problem)
+    kept = (episode for episode in episodes if episode.rollout not in failures)
+    return sorted(kept, key=lambda episode: episode.rollout), failures
 
 
 def _all_failed(task: RolloutTask, failure: Failure) -> tuple[Failure, ...]:

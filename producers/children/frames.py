@@ -17,7 +17,7 @@ from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.protocol import Failure
-from streamrl.schemas.samples import Status
+from streamrl.schemas.samples import Branch, Status
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 MAX_BYTES = 32 << 20
@@ -209,6 +209,7 @@ class Returned(msgspec.Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float]
     metadata: bytes
     """JSON, as it will be stored."""
+    branch: Branch | None = None
     started_s: float
     finished_s: float
 
