@@ -36,6 +36,12 @@ class ChatFormat:
         text = self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, template_kwargs=template_kwargs)
         return self._tokenizer.encode(text)
 
+    def opening(self, messages: Sequence[Message], tools: Any = None, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+        """`prompt`; or the contents themselves where prompts are not chat messages."""
+        if self._chat_template:
+            return self.prompt(messages, tools, template_kwargs)
+        return self._tokenizer.encode("".join(message["content"] for message in messages))
+
     def text_prompt(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """A text as a prompt: one user message, or the text itself where prompts are not chat messages."""
         if not self._chat_template:

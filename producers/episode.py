@@ -102,6 +102,8 @@ class Episode(msgspec.Struct, kw_only=True):
     """Kept with the sample, beside the task's own."""
     branch: Branch | None = None
     """Where it has left an episode that its rollout gives before it: what both begin with is trained there only."""
+    lineage: tuple[tuple[int, int], ...] = ()
+    """How its chat left others (`streamrl.producers.branches`), from which `branch` is known once all episodes of the rollout are."""
     started_s: float = 0.0
     finished_s: float = 0.0
     scored_s: float = 0.0

@@ -86,7 +86,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: bool = True
     """Whether prompts are chat messages; otherwise text is appended as it is."""
     template_kwargs: Mapping[str, Any] = {}
-    """Variables of the chat template: `data.chat_template_kwargs`, and over them the task's own."""
+    """Variables of the chat template: `data.chat_template_kwargs`."""
     tool_calls: str = "auto"
     """`data.tool_calls`."""
     resumes: Mapping[int, bytes] = {}

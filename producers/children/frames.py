@@ -45,6 +45,8 @@ class Hello(Told, frozen=True, kw_only=True):
     """Where the policy's tokenizer is."""
     max_len: int
     chat_template: bool
+    template_kwargs: dict[str, Any] = {}
+    tool_calls: str = "auto"
     memory_bytes: int
     """Most memory the child may have for data; 0: no limit."""
 

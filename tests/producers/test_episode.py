@@ -115,7 +115,7 @@ def test_what_a_branch_shares_is_trained_in_its_parent_only() -> None:
     root = episode(PROMPT, TURN, TOOL, LAST)
     compacted = branched((PROMPT, Segment((20, 21)), OTHER), 0, 2)
     forked = branched((PROMPT, TURN, TOOL, OTHER), 0, 7)
-    within = branched((PROMPT, Segment((3, 4), (-0.1, -0.2), TURN.spans[:1] + (VersionSpan(1, Version(0, 7)),)), OTHER), 2, 4)
+    within = branched((PROMPT, Segment((3, 4), (-0.1, -0.2), (*TURN.spans[:1], VersionSpan(1, Version(0, 7)))), OTHER), 2, 4)
     made = samples_of(task(1), [root, compacted, forked, within], producer="p")
     rows = decode_samples(encode_samples(made)).rows()
     assert [row.branch for row in rows] == [None, Branch(0, 2), Branch(0, 7), Branch(2, 4)]
