@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from streamrl.producers.gateway.errors import refused
 from streamrl.producers.gateway.messages import ASSISTANT, Message
 from streamrl.producers.protocol import Context
 
+T = TypeVar("T")
 _STAND_IN = "0123456789"
 
 
@@ -37,9 +38,19 @@ class Rendering:
     def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """A conversation up to where the model begins to write; raises ApiError when the template refuses it."""
         try:
-            return self._format.opening([message.for_template() for message in messages], tools, self._given)
+            return self._in_either_form(lambda as_text: self._opening(messages, tools, as_text))
         except (ConfigError, SchemaError) as error:
             raise refused(error.message, hint=error.hint, param="messages") from error
+
+    def _opening(self, messages: Sequence[Message], tools: Any, as_text: bool) -> list[int]:
+        return self._format.opening([message.for_template(as_text=as_text) for message in messages], tools, self._given)
+
+    def _in_either_form(self, render: Callable[[bool], T]) -> T:
+        """Some templates want the arguments of calls as tables, some as text."""
+        try:
+            return render(False)
+        except ConfigError:
+            return render(True)
 
     def replies(self, messages: Sequence[Message], tools: Any, *, last_token: int) -> list[int]:
         """From the end of a model's turn, over these messages, to where it begins to write again.
@@ -54,7 +65,7 @@ class Rendering:
         try:
             for is_turn, some in groupby(messages, key=lambda message: message.role == ASSISTANT):
                 if is_turn:
-                    found += [token for message in some for token in self.tokenizer.encode(self._written(message, tools))]
+                    found += [token for message in some for token in self._written(message, tools)]
                 else:
                     env, last = [message.for_template() for message in some], found[-1] if found else last_token
                     found += self._format.replies(env, last_token=last, tools=tools, template_kwargs=self._given)
@@ -62,15 +73,17 @@ class Rendering:
             raise refused(error.message, hint=error.hint, param="messages") from error
         return found
 
-    def _written(self, message: Message, tools: Any) -> str:
+    def _written(self, message: Message, tools: Any) -> list[int]:
         """A turn of the assistant as the model would have written it, up to what closes it."""
-        if not self.chat_template:
-            return message.content
+        text = self._in_either_form(lambda as_text: self._turn(message, tools, as_text)) if self.chat_template else message.content
+        return self.tokenizer.encode(text)
+
+    def _turn(self, message: Message, tools: Any, as_text: bool) -> str:
         opening = [{"role": "user", "content": "."}]
         render = partial(self.tokenizer.apply_chat_template, tools=tools, template_kwargs=self._given)
         before = render(opening, add_generation_prompt=True)
         closing = render([*opening, {"role": ASSISTANT, "content": _STAND_IN}], add_generation_prompt=False)
-        whole = render([*opening, message.for_template()], add_generation_prompt=False)
+        whole = render([*opening, message.for_template(as_text=as_text)], add_generation_prompt=False)
         end = closing.partition(_STAND_IN)[2]
         if not whole.startswith(before) or not whole.endswith(end):
             raise SchemaError(
