@@ -13,6 +13,7 @@ from streamrl.producers.children.pool import Children, default_count
 from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.functions import is_user_code, make_producer
 from streamrl.producers.groups import GroupRunner
+from streamrl.producers.protocol import Producer
 from streamrl.rewards.factory import is_user_code as is_user_reward
 from streamrl.rewards.factory import make_reward
 from streamrl.schemas.control import ROLLOUT_ROLE
@@ -40,19 +41,24 @@ def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
     return pool
 
 
-def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) -> GroupRunner:
-    """A runner for the producer that `function` names and the run's reward; raises ConfigError. The caller starts and closes it."""
+def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str, producer: Producer | None = None) -> GroupRunner:
+    """A runner for `producer`, or the one that `function` names, and the run's reward; raises ConfigError.
+
+    The caller starts and closes it.
+    """
     config = worker.config
     tokenizer, _ = policy_tokenizer(worker)
-    user_producer, user_reward = is_user_code(function), is_user_reward(config.reward)
+    user_producer, user_reward = producer is None and is_user_code(function), is_user_reward(config.reward)
     runner = GroupRunner(
-        producer=None if user_producer else make_producer(function, key=key),
+        producer=producer or (None if user_producer else make_producer(function, key=key)),
         reward=None if user_reward else make_reward(config.reward),
         engine=pool,
         tokenizer=tokenizer,
         options=config.producer.options,
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
+        template_kwargs=config.data.chat_template_kwargs,
+        tool_calls=config.data.tool_calls,
         children=_children(worker, function if user_producer else "", key) if user_producer or user_reward else None,
         max_deaths=config.tasks.max_deliveries,
     )
@@ -71,6 +77,8 @@ def _children(worker: Worker, function: str, key: str) -> Children:
         model_dir=str(worker.run_dir.policy_dir(config)),
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
+        template_kwargs=config.data.chat_template_kwargs,
+        tool_calls=config.data.tool_calls,
         memory_bytes=config.producer.child_memory_bytes,
     )
     limits = Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)

@@ -13,11 +13,11 @@ from streamrl.engines.extras import INEXACT
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, SchemaError
-from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.protocol import Context, Failure
+from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
@@ -337,7 +337,7 @@ async def test_a_turn_has_a_temperature_of_its_own(engine: TableEngine, tokenize
             await chat.generate(temperature=wrong)
     [row] = samples_of(task, [chat.episode()], producer="p")
     assert [turn.sampling for turn in row.turns] == [{}, {"temperature": 0.5}]
-    temperatures = decode_samples(encode_samples([row])).temperatures
+    temperatures = decode_samples(encode_samples([row])).drawn_at("temperature")
     assert temperatures[row.loss_mask == 1].tolist() == [1.0] * len(first.token_ids) + [0.5] * len(second.token_ids)
     chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
     await chat.generate(temperature=1)
