@@ -22,8 +22,8 @@ VOCAB = 16
 
 @pytest.fixture(autouse=True)
 def forked_ranks(request: pytest.FixtureRequest, preloaded: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of `open_trainer` do not import what they need, except those on GPUs and where a module has a fixture of this name."""
-    if request.node.get_closest_marker("gpu") is None:
+    """Ranks of `open_trainer` do not import what they need, except on GPUs and where a test has the fixture `real_ranks`."""
+    if request.node.get_closest_marker("gpu") is None and "real_ranks" not in request.fixturenames:
         monkeypatch.setattr(local, "_spawn", preloaded.start_rank)
 
 

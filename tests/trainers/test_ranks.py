@@ -24,6 +24,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.ranks.process_group import Rendezvous, RendezvousAddress, join
 from tests.support.errors import raises
 from tests.support.needs import need
+from tests.support.preloaded import Preloaded
 from tests.support.processes import children, until
 from tests.support.programs import Start
 
@@ -33,12 +34,13 @@ CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.
 MODULE = "streamrl.trainers.ranks.local"
 
 
-@pytest.fixture(autouse=True)
-def forked_ranks() -> None:
-    """Not here: ranks are started as `open_trainer` does it."""
+@pytest.fixture
+def real_ranks() -> None:
+    """Ranks are started as `open_trainer` does it, and not forked (tests/trainers/conftest.py)."""
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("real_ranks")
 def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     alone = make_trainer(Config(trainer=TrainerConfig(minibatches=2)), model_dir)
     with open_trainer(CONFIG, model_dir) as trainer:
@@ -63,10 +65,10 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
 
 
 @pytest.mark.process
-def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts) -> None:
+def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts, preloaded: Preloaded) -> None:
     with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, open_trainer(CONFIG, model_dir) as trainer:
         trainer.step(rollouts(0))
-        (pid,) = children(MODULE)
+        (pid,) = preloaded.running()
         os.kill(pid, signal.SIGKILL)
         for step in range(1, 3):
             trainer.step(rollouts(step))
@@ -74,14 +76,14 @@ def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, rollouts: Rollouts
 
 
 @pytest.mark.process
-def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rollouts: Rollouts) -> None:
+def test_a_rank_that_hangs_ends_the_step_within_the_timeout(model_dir: Path, rollouts: Rollouts, preloaded: Preloaded) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, rank_timeout_s=15.0))
     with pytest.raises(TrainingError, match="needs all ranks of the trainer"), open_trainer(config, model_dir) as trainer:
         trainer.step(rollouts(0))
-        (pid,) = children(MODULE)
+        (pid,) = preloaded.running()
         os.kill(pid, signal.SIGSTOP)
         trainer.step(rollouts(1))
-    assert children(MODULE) == []
+    assert preloaded.running() == []
 
 
 LEADER = """
@@ -140,6 +142,7 @@ def test_two_gpus_train_as_one(model_dir: Path, rollouts: Rollouts, tmp_path: Pa
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("real_ranks")
 def test_a_rank_that_cannot_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, device="cuda"))
     import torch
