@@ -45,7 +45,7 @@ def build_report(raw: Raw) -> Report:
         shown=[
             Table(_HEADER, [_line(row, spec) for row in rows]),
             f"{spec.sessions} sessions are open (started in {opened_s:.1f} s); calls of {spec.tokens} tokens go round among them, at their "
-            "time whether those before are answered or not. Prompts as long go to the engine itself over the channel that the gateway uses. "
+            "time whether those before are answered or not. Prompts as long go to the engine itself over the gateway's channel. "
             "A whole run under `up`: nats-server with an account a role, table engine and trainer, feeder, gateway. What is added is the "
             "difference of a round's two medians, its median over rounds.",
             f"Memory of the gateway: {memory['idle'] / MIB:.0f} MiB before, {memory['open'] / MIB:.0f} MiB with the sessions, "
