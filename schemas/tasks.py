@@ -135,7 +135,14 @@ def _wrong(name: str, expected: str, got: object) -> SchemaError:
 
 def _check_texts(sampling: Sampling) -> None:
     """Stop strings, biases and grammars: what takes longer to look at than a number."""
+    if not isinstance(sampling.stop, tuple):  # as code of users may have it: types are checked where a message is read
+        texts = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
+        msgspec.structs.force_setattr(sampling, "stop", texts)
     stop, bias = sampling.stop, sampling.logit_bias
+    if not all(isinstance(text, str) for text in stop):
+        raise _wrong("stop", "texts", stop)
+    if not all(isinstance(token, int) for token in bias):
+        raise _wrong("logit_bias", "by token ids, which are integers", list(bias)[:4])
     if len(stop) > MOST_STOPS or not all(0 < len(text) <= LONGEST_STOP for text in stop):
         expected = f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
         raise _wrong("stop", expected, f"{len(stop)} of {[len(text) for text in stop[:MOST_STOPS]]}")

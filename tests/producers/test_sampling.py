@@ -135,3 +135,18 @@ def test_a_demonstration_of_a_run_with_penalties_is_no_guess(tokenizer: Tokenize
     row = demonstration(task, tokenizer, end_token=5, max_len=64, producer="p")
     record, _ = judge("r.samples.warmup", 1, encode_samples([row]), "0")
     assert isinstance(record, Rollouts) and record.rollouts[0].demonstration and not record.rollouts[0].inexact
+
+
+def test_code_of_users_may_give_stop_strings_as_it_likes_and_no_nonsense() -> None:
+    listed = Sampling(stop=["a", "b"])  # type: ignore[arg-type]
+    assert listed == Sampling(stop=("a", "b")) and hash(listed) == hash(Sampling(stop=("a", "b")))
+    assert Sampling(stop="ab") == Sampling(stop=("ab",))  # type: ignore[arg-type]
+    one, other = Sampling(logit_bias={3: 1.0, 5: 2.0}), Sampling(logit_bias={5: 2.0, 3: 1.0})
+    assert one == other and hash(one) == hash(other) and one.later() == {"logit_bias": {3: 1.0, 5: 2.0}}
+    for wrong in ({"stop": (3,)}, {"logit_bias": {"3": 1.0}}, {"stop": ("a",) * 33}, {"stop": ("a" * 257,)}):
+        with raises(SchemaError, key=f"sampling.{next(iter(wrong))}"):
+            Sampling(**wrong)
+    with raises(SchemaError, key="sampling.json_schema"):
+        Sampling(json_schema="{" * 100_000)
+    with raises(SchemaError, key="sampling.json_schema"):
+        Sampling(json_schema='{"a":' * 10_000)
