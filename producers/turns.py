@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 
 from streamrl.data.tool_calls import Malformed, ToolCall, ToolCallFormat
+from streamrl.errors import SchemaError
+from streamrl.schemas.samples import is_turn_temperature
 
 
 class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -36,3 +38,12 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     def bare(self) -> Turn:
         """Without that: it can be read again."""
         return Turn(self.text, self.token_ids, self.finish_reason)
+
+
+def check_temperature(value: float | None) -> None:
+    """Raise SchemaError for a temperature that no turn can be trained at; None is the chat's own."""
+    if value is not None and not is_turn_temperature(value):
+        raise SchemaError(
+            f"expected a temperature above 0, and below 1e30, for a turn, got {value}",
+            hint="a greedy token has no log-prob to train on; leave temperature out for the chat's own",
+        )
