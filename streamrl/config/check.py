@@ -12,7 +12,7 @@ from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.metrics import check_sinks
-from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
+from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, file_of, parse_dataset
 from streamrl.config.tree import BusConfig, Config, RunConfig, refuse
 from streamrl.errors import ConfigError
 
@@ -46,8 +46,7 @@ def check_files(config: Config) -> None:
         if key in DATASETS:
             text = parse_dataset(text).path
         elif key in FUNCTIONS:
-            text = text.rpartition(":")[0]
-            text = text if text.endswith(".py") else ""
+            text = file_of(text)
         if not text:
             continue
         # Of files for each role the operator's is looked for here, the others when the run starts.

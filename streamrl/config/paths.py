@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from streamrl.config.environments import split
 from streamrl.errors import ConfigError
 
 DATASETS = ("data.train", "data.heldout")
@@ -69,9 +70,10 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             if "/" in text:
                 table[field] = os.path.abspath(base / Path(text).expanduser())
         elif key in FUNCTIONS:
-            file, name = _file_and_name(text)
+            prefix, named = split(text)
+            file, name = _file_and_name(named)
             if file:
-                table[field] = f"{_absolute(file, base)}:{name}"
+                table[field] = f"{prefix}{_absolute(file, base)}:{name}"
         else:
             table[field] = _absolute(text, base)
     return resolved
@@ -79,8 +81,14 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 def without_folder(key: str, value: str) -> str:
     """What the key's value names, without where it lies: `file.py:name` of `folder/file.py:name`."""
-    file, name = _file_and_name(value) if key in FUNCTIONS else ("", "")
-    return f"{Path(file).name}:{name}" if file else value
+    prefix, named = split(value) if key in FUNCTIONS else ("", "")
+    file, name = _file_and_name(named)
+    return f"{prefix}{Path(file).name}:{name}" if file else value
+
+
+def file_of(function: str) -> str:
+    """The file that a function's reference names; empty: none."""
+    return _file_and_name(split(function)[1])[0]
 
 
 def _file_and_name(function: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import importlib
 import os
 import re
 import signal
@@ -17,11 +18,12 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
 from streamrl.config.code import loss_code, rollout_code
+from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.config.tree import Config
@@ -74,6 +76,7 @@ class Asked(msgspec.Struct, frozen=True):
     """References by key."""
     options: tuple[str, ...] = ()
     """Names in `reward.options`, which a reward is given as keyword arguments."""
+    producer_options: dict[str, Any] = {}
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -105,7 +108,7 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
     for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):
         if named:
             surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
-            await _ask(Asked(named, tuple(config.reward.options)), surroundings, limit_s)
+            await _ask(Asked(named, tuple(config.reward.options), config.producer.options), surroundings, limit_s)
 
 
 async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> None:
@@ -181,6 +184,10 @@ def main(arguments: Sequence[str]) -> None:
     try:
         for key, reference in asked.named.items():
             _say(answer, Said(key))
+            prefix, name = split(reference)
+            if prefix:
+                importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producer_options)
+                continue
             found = resolve(reference, what=FORMS[key].what, key=key)
             check_form(FORMS[key], reference, found, asked.options if key == REWARD.key else ())
         _say(answer, Said(key, done=True))
