@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.experts import RoutedExperts
-from streamrl.schemas.samples import LogprobMode, Sample, Status, TurnSpan, VersionSpan, is_turn_temperature
+from streamrl.schemas.samples import Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan, is_turn_temperature
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -103,6 +103,10 @@ class Episode(msgspec.Struct, kw_only=True):
     finished_s: float = 0.0
     scored_s: float = 0.0
     """Unix seconds at which its reward was known; set by the worker."""
+    branch: Branch | None = None
+    """Where it has left an earlier episode of its rollout, whose tokens it repeats without training them."""
+    is_answer: bool = False
+    """Whether it ends with its rollout's answer: then its reward is the rollout's, else that of the last episode is."""
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -168,7 +172,7 @@ def _temperature_problem(episode: Episode, segment: Segment) -> str:
 def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str, more: Mapping[str, Any] | None = None) -> list[Sample]:
     """Rows for the stream, sorted by rollout and, within one, in the order given.
 
-    Every rollout's samples get the reward of its last episode that has one, and the fields `more`.
+    Every rollout's samples get the reward of its answer (`is_answer`), else of its last episode that has one, and the fields `more`.
 
     Raises:
         SchemaError: an episode of a rollout that the task does not have.
@@ -187,7 +191,7 @@ def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str,
 
 
 def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], told: dict[str, Any]) -> Sample:
-    rewarded = of_rollout[-1]
+    rewarded = next((e for e in of_rollout if e.is_answer), of_rollout[-1])
     if rewarded.reward is None:
         rewarded = next((e for e in reversed(of_rollout) if e.reward is not None), None)
     tokens: list[int] = []
@@ -237,6 +241,7 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         finished_s=episode.finished_s,
         began_s=(turns[0][1].origin or _NOBODY).began_s,
         scored_s=episode.scored_s,
+        branch=episode.branch,
         turns=() if _told_by(episode, turns) else tuple(_turn(episode, *turn) for turn in turns),
         **told,
     )

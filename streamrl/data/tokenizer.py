@@ -38,6 +38,8 @@ class Tokenizer:
         self.special = dict(special)
         self._backend = backend
         self._where = where
+        self.chat_template = template
+        """Its source (Jinja), or empty."""
         self._template = _compile(template, where) if template else None
         self.eos_id = self._id_of("eos_token")
         self.pad_id = self._id_of("pad_token")
