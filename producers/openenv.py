@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from streamrl.config.environments import check_options
+from streamrl.config.tree import ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.episode import Episode
@@ -53,13 +54,13 @@ def producer(url: str) -> Callable[[RolloutTask, RolloutEngine], Awaitable[Episo
     return roll_out
 
 
-def check(url: str, options: Mapping[str, Any]) -> None:
+def check(url: str, section: ProducerConfig) -> None:
     """Raise ConfigError unless `url` is one, the options are known, and a server answers there."""
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
             f"expected openenv:http://host:port, got openenv:{url}", hint="name the address of a running server", key="producer.function"
         )
-    check_options(options, _OPTIONS)
+    check_options(section.options, _OPTIONS)
     try:
         asyncio.run(_schema_at(url.rstrip("/")))
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
@@ -85,6 +86,7 @@ async def _episode(http: aiohttp.ClientSession, url: str, task: RolloutTask, eng
     options = engine.options
     field = options.get("action") or _only_field(await _schema(http, url))
     reset = {**options.get("reset", {}), **task.metadata.get("reset", {})}
+    seen: dict[str, Any]
     socket, seen = await _begin(http, url, reset)
     async with socket:
         chat = engine.chat(opened(task, _shown(seen, options), chat_template=engine.context.chat_template))

@@ -16,6 +16,7 @@ from typing import Any
 
 from streamrl.config.environments import check_options
 from streamrl.config.plugins import resolve
+from streamrl.config.tree import ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.episode import Episode
@@ -45,9 +46,9 @@ def producer(name: str) -> Callable[[RolloutTask, BlockingEngine], Episode]:
     return roll_out
 
 
-def check(name: str, options: Mapping[str, Any]) -> None:
+def check(name: str, section: ProducerConfig) -> None:
     """Raise ConfigError unless SkyRL-gym is installed, has the environment (or the class is there), and the options are known."""
-    check_options(options, _OPTIONS)
+    check_options(section.options, _OPTIONS)
     _maker(name)
 
 

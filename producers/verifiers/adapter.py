@@ -9,14 +9,14 @@ from streamrl.errors import ConfigError, LaunchError
 from streamrl.producers.verifiers.guests import INSTALL, Spec, guest, wrong
 
 
-def check(name: str, producer: ProducerConfig) -> None:
+def check(name: str, section: ProducerConfig) -> None:
     """Raise ConfigError unless the interpreter has verifiers 0.4, and the taskset loads there with these options."""
-    asyncio.run(_check(name, producer))
+    asyncio.run(_check(name, section))
 
 
-async def _check(name: str, producer: ProducerConfig) -> None:
-    spec = Spec(mode="check", taskset=name, options=producer.options)
-    async with guest(producer.python, spec) as running:
+async def _check(name: str, section: ProducerConfig) -> None:
+    spec = Spec(mode="check", taskset=name, options=section.options)
+    async with guest(section.python, spec) as running:
         async for said in running.lines():
             if said.error:
                 raise wrong(said, name)
@@ -24,7 +24,7 @@ async def _check(name: str, producer: ProducerConfig) -> None:
                 return
         code = await running.end()
     raise ConfigError(
-        f"expected producer.python = {producer.python!r} to run verifiers, its process ended with exit code {code}",
+        f"expected producer.python = {section.python!r} to run verifiers, its process ended with exit code {code}",
         hint=INSTALL,
         key="producer.python",
     )

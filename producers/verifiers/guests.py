@@ -41,6 +41,9 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """That it plays at a time."""
     idle_s: float = 0.0
     """After which without a call an episode is given up."""
+    adopted: tuple[dict[str, Any], ...] = ()
+    """Sessions that an earlier guest has left behind, which are played first, from the beginning: the gateway gives the same call the same
+    answer."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -51,10 +54,8 @@ class Said(msgspec.Struct, frozen=True):
     beat: bool = False
     verifiers: str = ""
     row: dict[str, Any] = {}
-    opened: str = ""
-    """Name of a session that it has begun."""
-    root: str = ""
-    """Of that session: its URL, without `/v1`."""
+    opened: dict[str, Any] = {}
+    """A session that it has begun, as the gateway has given it."""
     ended: str = ""
     """Name of a session that it has ended."""
 
@@ -117,7 +118,9 @@ async def guest(python: str, spec: Spec, surroundings: Mapping[str, str] | None 
             start_new_session=True,
         )
     except OSError as error:
-        raise ConfigError(f"expected producer.python to be an interpreter, got {python}: {error}", hint=INSTALL, key="producer.python") from error
+        raise ConfigError(
+            f"expected producer.python to be an interpreter, got {python}: {error}", hint=INSTALL, key="producer.python"
+        ) from error
     made = Guest(process)
     try:
         assert process.stdin is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 
 from streamrl.config.environments import VERIFIERS, split
 from streamrl.config.paths import parse_dataset
-from streamrl.config.tree import Config, DataConfig
+from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError
 from streamrl.producers.verifiers.guests import Spec, guest, wrong
@@ -25,8 +26,15 @@ async def write_rows(config: Config, model: Path, note: Callable[[str], None]) -
     """
     prefix, taskset = split(config.producer.function)
     path = Path(parse_dataset(config.data.train).path)
-    if prefix != VERIFIERS or path.exists():
-        return
+    if prefix == VERIFIERS and not await asyncio.to_thread(path.exists):
+        found = await _read(taskset, config, model)
+        tokenizer = load_tokenizer(model)
+        rows = [_row(one, config, tokenizer) for one in sorted(found, key=lambda one: one["idx"])]
+        await asyncio.to_thread(_write, path, rows)
+        note(f"{len(rows)} tasks of verifiers:{taskset} are the rows of {path}; without the file they are read again")
+
+
+async def _read(taskset: str, config: Config, model: Path) -> list[dict[str, Any]]:
     spec = Spec(mode="rows", taskset=taskset, options=config.producer.options, model_dir=str(model), max_len=config.model.max_len)
     found: list[dict[str, Any]] = []
     async with guest(config.producer.python, spec) as running:
@@ -44,13 +52,15 @@ async def write_rows(config: Config, model: Path, note: Callable[[str], None]) -
                 hint="the lines above are its own",
                 key="producer.function",
             )
-    tokenizer = load_tokenizer(model)
-    rows = [_row(one, config, tokenizer) for one in sorted(found, key=lambda one: one["idx"])]
+    return found
+
+
+def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """All rows or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(f".{path.name}.{os.getpid()}")
     half.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     half.replace(path)
-    note(f"{len(rows)} tasks of verifiers:{taskset} are the rows of {path}; without the file they are read again")
 
 
 def _row(one: Mapping[str, Any], config: Config, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -76,15 +86,3 @@ def _row(one: Mapping[str, Any], config: Config, tokenizer: Tokenizer) -> dict[s
 def _shown(tokenizer: Tokenizer, ids: list[int]) -> str:
     text = tokenizer.decode(ids)
     return repr(text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}")
-
-
-def needs(data: DataConfig) -> tuple[str, str]:
-    """Key and hint of what a run of a taskset lacks in its section `data`; empty: nothing."""
-    wanted = (
-        ("data.train", not data.train, 'name the file that the rows are written to, such as "tasks.jsonl"'),
-        ("data.heldout", bool(data.heldout), "leave it out: held-out tasks are evaluated by functions, not by tasksets"),
-        ("data.metadata_key", not data.metadata_key, 'set data.metadata_key = "metadata", where a row names its task'),
-        ("data.label_key", bool(data.label_key), 'set data.label_key = "": the taskset has the answers'),
-        ("data.chat_template", not data.chat_template, "leave it out: verifiers' clients send chat messages"),
-    )
-    return next(((key, hint) for key, missing, hint in wanted if missing), ("", ""))

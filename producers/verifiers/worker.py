@@ -1,7 +1,7 @@
-"""The producer worker of a taskset: it keeps a guest running, and ends the sessions of one that died.
+"""The producer worker of a taskset: it keeps a guest running, and hands the sessions of one that died to the next.
 
-Leases, records and time limits are the gateway's; a guest is an agent like any other. Without a guest its sessions would end as `timeout`
-after gateway.idle_timeout_s; this worker knows at once, and why.
+Leases, records and time limits are the gateway's; a guest is an agent like any other. A session that two guests have died of ends as
+`failed`, with how the second one ended. Those that are open when the worker drains are played on when it starts again.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
+import msgspec
 
 from streamrl.config.environments import split
+from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
 from streamrl.producers.gateway.worker import POLICY, addresses
 from streamrl.producers.verifiers.guests import Guest, Said, Spec, guest, wrong
@@ -36,27 +40,52 @@ _MOST_FAILURES = 5
 _END_S = 10.0
 
 
-class Silent(Exception):
-    """A guest whose event loop an environment holds."""
+class Left:
+    """A session that a guest has begun."""
+
+    def __init__(self, told: dict[str, Any]) -> None:
+        self.told = told
+        """As the gateway has given it."""
+        self.deaths = 0
+        """Of guests that played it."""
+
+    @property
+    def root(self) -> str:
+        """Its URL, without `/v1`."""
+        return self.told["base_url"].removesuffix("/v1")
 
 
 class Sessions:
-    """What one guest has open, and how many it has ended."""
+    """Those that guests of this worker have open, and how many have ended."""
 
-    def __init__(self) -> None:
-        self.roots: dict[str, str] = {}
+    def __init__(self, told: Sequence[dict[str, Any]]) -> None:
+        self.open = {one["session_id"]: Left(one) for one in told}
         self.num_ended = 0
-        self.heard_s = time.monotonic()
-        self.is_ready = False
+        self.num_lines = 0
+        """Of the guest that runs."""
+        self.heard_s = 0.0
+        """When it said the last one."""
+
+    def begin(self) -> None:
+        """A guest starts."""
+        self.num_lines, self.heard_s = 0, time.monotonic()
 
     def take(self, said: Said) -> None:
         """A line of its."""
-        self.heard_s, self.is_ready = time.monotonic(), True
+        self.num_lines, self.heard_s = self.num_lines + 1, time.monotonic()
         if said.opened:
-            self.roots[said.opened] = said.root
+            self.open.setdefault(said.opened["session_id"], Left(said.opened))
         elif said.ended:
-            self.roots.pop(said.ended, None)
+            self.open.pop(said.ended, None)
             self.num_ended += 1
+
+    def died(self) -> list[Left]:
+        """The guest has; returns the sessions that are not tried again, for it is the second one that they may have killed."""
+        for left in self.open.values():
+            left.deaths += 1
+        lost = [left for left in self.open.values() if left.deaths > 1]
+        self.open = {name: left for name, left in self.open.items() if left.deaths <= 1}
+        return lost
 
 
 async def main(worker: Worker) -> None:
@@ -66,29 +95,42 @@ async def main(worker: Worker) -> None:
         ConfigError: the taskset cannot be loaded.
         LaunchError: guests die one after the other.
     """
-    failures, total = 0, 0
-    while not worker.draining.is_set():
-        sessions = Sessions()
-        began_s = time.monotonic()
-        why = await _keep(worker, await _spec(worker), sessions, total)
-        total += sessions.num_ended
-        if not why:
-            return
-        failures = 1 if time.monotonic() - began_s > _WELL_S or sessions.num_ended else failures + 1
-        logger.warning("event=guest_died reason=%r sessions=%d failures=%d", why, len(sessions.roots), failures)
-        await _end_all(sessions, f"the process of its environment {why}")
-        if failures >= _MOST_FAILURES:
-            raise LaunchError(f"{failures} processes of the taskset in a row have ended without an episode; the last {why}", hint="see its log")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(worker.draining.wait(), pause_s(failures, first_s=0.5, most_s=10.0))
+    path = worker.run_dir.gateway_path(f"{worker.name}-sessions")
+    sessions, failures = Sessions(_read(path)), 0
+    worker.detail = lambda: {"sessions": len(sessions.open), "ended": sessions.num_ended}
+    try:
+        while not worker.draining.is_set():
+            began_s, ended = time.monotonic(), sessions.num_ended
+            why = await _keep(worker, sessions)
+            if not why:
+                return
+            well = time.monotonic() - began_s > _WELL_S or sessions.num_ended > ended
+            failures = 1 if well else failures + 1
+            lost = sessions.died()
+            logger.warning("event=guest_died reason=%r open=%d lost=%d failures=%d", why, len(sessions.open), len(lost), failures)
+            await _end_all(lost, f"the process of its environment {why}, the second that played it")
+            if failures >= _MOST_FAILURES:
+                raise LaunchError(f"{failures} processes of the taskset in a row have died without ending an episode; the last {why}")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(worker.draining.wait(), pause_s(failures, first_s=0.5, most_s=10.0))
+    finally:
+        write_private(path, msgspec.json.encode([left.told for left in sessions.open.values()]))
 
 
-async def _spec(worker: Worker) -> Spec:
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The sessions that this worker had open when it drained last."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+    except (OSError, msgspec.MsgspecError):
+        return []
+
+
+async def _spec(worker: Worker, sessions: Sessions) -> Spec:
     """For a guest of the gateway that this worker has by its number; waits until there is one."""
     config = worker.config
     _, taskset = split(config.producer.function)
     worker.state = "waits for the gateway"
-    while not (found := sorted(addresses(worker.run_dir).items())):
+    while not (found := sorted(addresses(worker.run_dir).items())):  # noqa: ASYNC110 - another process writes its file
         await asyncio.sleep(_LOOK_S)
     _, address = found[worker.index % len(found)]
     return Spec(
@@ -102,53 +144,64 @@ async def _spec(worker: Worker) -> Spec:
         gateway_key=worker.run_dir.gateway_key(),
         sessions=config.producer.concurrency * config.tasks.num_rollouts,
         idle_s=config.gateway.idle_timeout_s,
+        adopted=tuple(left.told for left in sessions.open.values()),
     )
 
 
-async def _keep(worker: Worker, spec: Spec, sessions: Sessions, total: int) -> str:
-    """A guest until it ends, and why it did; empty: the worker drains."""
-    worker.state = "loads the taskset"
-    worker.detail = lambda: {"sessions": len(sessions.roots), "ended": total + sessions.num_ended}
-    async with guest(worker.config.producer.python, spec) as running:
-        hearing = asyncio.create_task(_hear(running, spec, sessions))
-        draining = asyncio.create_task(worker.draining.wait())
-        try:
-            while not hearing.done() and not draining.done():
-                await asyncio.wait((hearing, draining), timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
-                worker.state = "running" if sessions.is_ready else "loads the taskset"
-                silent_s = time.monotonic() - sessions.heard_s
-                limit_s = worker.config.producer.idle_timeout_s if sessions.is_ready else _LOADING_S
-                if silent_s > limit_s:
-                    return f"was held for {silent_s:.0f} s by code that blocks (producer.idle_timeout_s) and killed"
-            if hearing.done():
-                hearing.result()
-                return f"ended with {describe_exit(await running.end())}"
-            await _end_all(sessions, "its producer drains", fail=False)
+async def _keep(worker: Worker, sessions: Sessions) -> str:
+    """A guest until it ends, and how it did; empty: the worker drains."""
+    draining = asyncio.create_task(worker.draining.wait())
+    try:
+        finding = asyncio.create_task(_spec(worker, sessions))
+        await asyncio.wait((finding, draining), return_when=asyncio.FIRST_COMPLETED)
+        if draining.done():
+            finding.cancel()
             return ""
-        finally:
-            for task in (hearing, draining):
-                task.cancel()
-            await asyncio.gather(hearing, draining, return_exceptions=True)
+        spec = finding.result()
+        sessions.begin()
+        async with guest(worker.config.producer.python, spec) as running:
+            return await _watch(worker, sessions, running, asyncio.create_task(_hear(running, spec, sessions)), draining)
+    finally:
+        draining.cancel()
+
+
+async def _watch(
+    worker: Worker, sessions: Sessions, running: Guest, hearing: asyncio.Task[None], draining: asyncio.Task[Literal[True]]
+) -> str:
+    try:
+        while not hearing.done() and not draining.done():
+            await asyncio.wait((hearing, draining), timeout=_TICK_S, return_when=asyncio.FIRST_COMPLETED)
+            loaded = sessions.num_lines > 0
+            worker.state = "running" if loaded else "loads the taskset"
+            silent_s = time.monotonic() - sessions.heard_s
+            if silent_s > (worker.config.producer.idle_timeout_s if loaded else _LOADING_S):
+                return f"was held by code that blocks for {silent_s:.0f} s (producer.idle_timeout_s) and killed"
+        if draining.done():
+            return ""
+        hearing.result()
+        return f"ended with {describe_exit(await running.end())}"
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
 
 
 async def _hear(running: Guest, spec: Spec, sessions: Sessions) -> None:
     async for said in running.lines():
-        if said.error and not sessions.is_ready:
+        if said.error and not sessions.num_lines:
             raise wrong(said, spec.taskset)
         sessions.take(said)
 
 
-async def _end_all(sessions: Sessions, why: str, *, fail: bool = True) -> None:
-    """End the sessions of a guest that is no more. Best effort: what is left runs into the gateway's limit."""
-    if not sessions.roots or not fail:
-        return
+async def _end_all(lost: Sequence[Left], why: str) -> None:
+    """End sessions that nobody plays any more. Best effort: what is left runs into the gateway's limit."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_END_S)) as http:
 
-        async def end(name: str, root: str) -> None:
+        async def end(left: Left) -> None:
+            name = left.told["session_id"]
             try:
-                async with http.post(f"{root}/rl/end_session", json={"failed": why[:1000]}) as answer:
+                async with http.post(f"{left.root}/rl/end_session", json={"failed": why[:1000]}) as answer:
                     logger.info("event=session_ended session=%s status=%d", name, answer.status)
             except (aiohttp.ClientError, TimeoutError) as error:
                 logger.warning("event=session_not_ended session=%s error=%s", name, error)
 
-        await asyncio.gather(*(end(name, root) for name, root in sessions.roots.items()))
+        await asyncio.gather(*(end(left) for left in lost))

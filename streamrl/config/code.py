@@ -32,7 +32,7 @@ def code_digests(named: Mapping[str, str]) -> dict[str, str]:
     """By key, the SHA-256 (hex) of a function's source: its file, and those beside it that it imports, and so on. Nothing is run.
 
     Args:
-        named: references by key, `file.py:name`, `pkg.mod:name` or `pkg.mod.name`, also behind `skyrl_gym:`.
+        named: references by key, `file.py:name`, `pkg.mod:name` or `pkg.mod.name`, also behind `skyrl_gym:`; or a taskset's file.
 
     Returns:
         Those whose source is found; one that is not is for `streamrl.config.plugins.resolve` to say.
@@ -53,7 +53,7 @@ def code_digests(named: Mapping[str, str]) -> dict[str, str]:
 
 def _source_of(reference: str) -> Path | None:
     _, reference = split(reference)
-    place = reference.partition(":")[0] if ":" in reference else reference.rpartition(".")[0]
+    place = reference if reference.endswith(".py") else reference.partition(":")[0] if ":" in reference else reference.rpartition(".")[0]
     if place.endswith(".py"):
         path = Path(place).expanduser().absolute()
         return path if path.is_file() else None

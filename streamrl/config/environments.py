@@ -1,4 +1,4 @@
-"""Environments of other libraries, as `producer.function` names them: `openenv:URL`, `skyrl_gym:NAME`."""
+"""Environments of other libraries, as `producer.function` names them: `openenv:URL`, `skyrl_gym:NAME`, `verifiers:NAME`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 
-ADAPTERS: Mapping[str, str] = MappingProxyType({"openenv": "streamrl.producers.openenv", "skyrl_gym": "streamrl.producers.skyrl_gym"})
-"""Module of each: `check(name, options)` and `producer(name)`."""
+VERIFIERS = "verifiers:"
+ADAPTERS: Mapping[str, str] = MappingProxyType(
+    {
+        "openenv": "streamrl.producers.openenv",
+        "skyrl_gym": "streamrl.producers.skyrl_gym",
+        "verifiers": "streamrl.producers.verifiers.adapter",
+    }
+)
+"""Module of each: `check(name, producer)`, with the section `producer`, and `producer(name)`."""
 
 
 def split(reference: str) -> tuple[str, str]:

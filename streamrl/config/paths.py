@@ -15,7 +15,7 @@ DATASETS = ("data.train", "data.heldout")
 """`path` or `path@[a:b]`."""
 DIRECTORIES = ("model.path", "loss.kl.reference", "loss.critic.path", "loss.distillation.teacher")
 FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_file")
-EXECUTABLES = ("engine.sglang.python",)
+EXECUTABLES = ("engine.sglang.python", "producer.python")
 """A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""
 FUNCTIONS = ("producer.function", "reward.kind", "loss.advantage", "loss.policy", "loss.slime_loss")
 """`file.py:name` has a path; `pkg.mod:name`, `pkg.mod.name` and built-in names have none."""
@@ -73,7 +73,7 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             prefix, named = split(text)
             file, name = _file_and_name(named)
             if file:
-                table[field] = f"{prefix}{_absolute(file, base)}:{name}"
+                table[field] = f"{prefix}{_absolute(file, base)}{name}"
         else:
             table[field] = _absolute(text, base)
     return resolved
@@ -83,7 +83,7 @@ def without_folder(key: str, value: str) -> str:
     """What the key's value names, without where it lies: `file.py:name` of `folder/file.py:name`."""
     prefix, named = split(value) if key in FUNCTIONS else ("", "")
     file, name = _file_and_name(named)
-    return f"{prefix}{Path(file).name}:{name}" if file else value
+    return f"{prefix}{Path(file).name}{name}" if file else value
 
 
 def file_of(function: str) -> str:
@@ -92,9 +92,11 @@ def file_of(function: str) -> str:
 
 
 def _file_and_name(function: str) -> tuple[str, str]:
-    """The file is empty where the function is not in a file that is named."""
+    """A file and `:name`, which a taskset has not; the file is empty where the function is not in one that is named."""
     file, colon, name = function.rpartition(":")
-    return (file, name) if colon and file.endswith(".py") else ("", function)
+    if not colon and function.endswith(".py"):
+        return function, ""
+    return (file, colon + name) if colon and file.endswith(".py") else ("", function)
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:

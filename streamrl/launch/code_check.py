@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
@@ -26,7 +26,7 @@ from streamrl.config.code import loss_code, rollout_code
 from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
-from streamrl.config.tree import Config
+from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.functions import PRODUCER, make_producer
 from streamrl.rewards.factory import REWARD, make_reward
@@ -76,7 +76,7 @@ class Asked(msgspec.Struct, frozen=True):
     """References by key."""
     options: tuple[str, ...] = ()
     """Names in `reward.options`, which a reward is given as keyword arguments."""
-    producer_options: dict[str, Any] = {}
+    producer: ProducerConfig = ProducerConfig()
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
     for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):
         if named:
             surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
-            await _ask(Asked(named, tuple(config.reward.options), config.producer.options), surroundings, limit_s)
+            await _ask(Asked(named, tuple(config.reward.options), config.producer), surroundings, limit_s)
 
 
 async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> None:
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str]) -> None:
             _say(answer, Said(key))
             prefix, name = split(reference)
             if prefix:
-                importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producer_options)
+                importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producer)
                 continue
             found = resolve(reference, what=FORMS[key].what, key=key)
             check_form(FORMS[key], reference, found, asked.options if key == REWARD.key else ())

@@ -31,6 +31,7 @@ from streamrl.errors import ConfigError, LaunchError, StreamFull
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
 from streamrl.launch.code_check import check_code
+from streamrl.producers.verifiers.rows import write_rows
 from streamrl.runtime.run_record import renew_digests, write_or_check
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.control import RunRecord
@@ -44,7 +45,8 @@ _PORTS_S = 5.0
 async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
     """Build the model, read both datasets, and return the record that this configuration gives.
 
-    Every row is read here once, so that a broken one is reported before anything runs; rows that are left out are noted.
+    Every row is read here once, so that a broken one is reported before anything runs; rows that are left out are noted. Those of a taskset
+    of verifiers are written first.
 
     Raises:
         DataError: a row cannot be used; names the file and the line.
@@ -56,6 +58,7 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
     check_positions(config, model)
     check_experts(config, model)
     check_context(config, model)
+    await write_rows(config, model, note)
     tokenizer = load_tokenizer(model)
     train = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
     _note_left_out("data.train", train, config, note)

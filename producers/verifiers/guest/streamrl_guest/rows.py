@@ -13,11 +13,10 @@ from typing import Any
 import aiohttp
 import verifiers.v1 as vf
 from aiohttp import web
-from verifiers.v1.clients.train import tool_to_wire
-from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
-
 from streamrl_guest.relay import Relay
 from streamrl_guest.setting import Setting
+from verifiers.v1.clients.train import tool_to_wire
+from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
 
 _AT_ONCE = 16
 _REFUSAL = {"error": {"message": "streamrl only asks what an episode begins with", "type": "invalid_request_error"}}

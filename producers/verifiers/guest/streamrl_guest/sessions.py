@@ -19,7 +19,6 @@ from typing import Any
 
 import aiohttp
 import verifiers.v1 as vf
-
 from streamrl_guest.relay import Line, Relay
 from streamrl_guest.setting import Setting
 
@@ -60,6 +59,7 @@ class Guest:
         self._gateway: str = spec["gateway"]
         self._key: str = spec["gateway_key"]
         self._idle_s: float = spec["idle_s"]
+        self._adopted: list[dict[str, Any]] = list(spec["adopted"])
         self._say = say
         self._http = http
         self._relay = relay
@@ -77,9 +77,9 @@ class Guest:
     async def play(self) -> None:
         """One session after the other."""
         while True:
-            session = await self._next()
+            session = self._adopted.pop() if self._adopted else await self._next()
             root = session["base_url"].removesuffix("/v1")
-            self._say(opened=session["session_id"], root=root)
+            self._say(opened=session)
             try:
                 reward, parts = await self._episode(session, Line(root, session["api_key"], self._idle_s))
                 await self._tell(root, "set_reward", {"reward": reward, "parts": parts})
@@ -134,7 +134,9 @@ class Guest:
         task = self._setting.task(named.get("idx", -1))
         if task is None or task.key != named.get("key"):
             found = "no such task" if task is None else f"one with key {task.key}"
-            raise Failed(f"expected task {named.get('idx')} of the taskset with key {named.get('key')}, got {found}: its rows are others now")
+            raise Failed(
+                f"expected task {named.get('idx')} of the taskset with key {named.get('key')}, got {found}: its rows are others now"
+            )
         traces: list[vf.Trace] = []
 
         def minted(trace: vf.Trace) -> None:

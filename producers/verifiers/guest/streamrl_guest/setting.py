@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
+from pydantic import TypeAdapter
 from renderers import RendererConfig
 from renderers.base import create_renderer, load_tokenizer
-from pydantic import TypeAdapter
 
 OURS = ("select", "renderer", "traces")
 HARNESS = "streamrl_chat"
