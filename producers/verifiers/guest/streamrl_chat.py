@@ -9,6 +9,7 @@ import json
 from contextlib import AsyncExitStack
 from typing import Any
 
+import httpx
 import verifiers.v1 as vf
 from openai import APIStatusError, AsyncOpenAI
 from verifiers.v1.dialects.chat import message_to_wire
@@ -31,6 +32,12 @@ class StreamrlChat(vf.Harness[StreamrlChatConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
+    def __init__(self, config: StreamrlChatConfig) -> None:
+        super().__init__(config)
+        # One for all rollouts: a client of httpx takes tens of milliseconds to make. Its calls stay on this machine, without TLS.
+        http = httpx.AsyncClient(verify=False, timeout=None, limits=httpx.Limits(max_connections=None))
+        self._http = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0, http_client=http)
+
     async def launch(
         self,
         ctx: vf.ModelContext,
@@ -49,8 +56,8 @@ class StreamrlChat(vf.Harness[StreamrlChatConfig]):
         else:
             messages += [message_to_wire(message) for message in prompt or []]
         servers = {"mcpServers": {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}}
+        client = self._http.with_options(base_url=endpoint, api_key=secret)
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None))
             tools, dispatch, connections = await connect_mcp(servers, stack)
             try:
                 while calls := await self._turn(client, ctx.model, messages, tools):
