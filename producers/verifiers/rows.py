@@ -18,15 +18,20 @@ from streamrl.errors import ConfigError
 from streamrl.producers.verifiers.guests import Spec, guest, wrong
 
 
+def rows_are_due(config: Config) -> bool:
+    """Whether the rows are a taskset's, and not there yet."""
+    return config.producer.function.startswith(VERIFIERS) and not Path(parse_dataset(config.data.train).path).exists()
+
+
 async def write_rows(config: Config, model: Path, note: Callable[[str], None]) -> None:
     """Write `data.train` if `producer.function` names a taskset and the file is not there.
 
     Raises:
         ConfigError: the taskset cannot be read, or its prompts are other tokens by verifiers' renderer than by the policy's chat template.
     """
-    prefix, taskset = split(config.producer.function)
-    path = Path(parse_dataset(config.data.train).path)
-    if prefix == VERIFIERS and not await asyncio.to_thread(path.exists):
+    if await asyncio.to_thread(rows_are_due, config):
+        _, taskset = split(config.producer.function)
+        path = Path(parse_dataset(config.data.train).path)
         found = await _read(taskset, config, model)
         tokenizer = load_tokenizer(model)
         rows = [_row(one, config, tokenizer) for one in sorted(found, key=lambda one: one["idx"])]

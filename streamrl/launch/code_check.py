@@ -29,6 +29,7 @@ from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.functions import PRODUCER, make_producer
+from streamrl.producers.verifiers.rows import rows_are_due
 from streamrl.rewards.factory import REWARD, make_reward
 from streamrl.runtime.kinds import environment, inherited
 from streamrl.runtime.service import describe_exit, die_with_parent
@@ -91,7 +92,8 @@ class Said(msgspec.Struct, frozen=True):
 async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
     """Raise ConfigError unless everything that `config` names as code is there and takes what it will be given.
 
-    What other machines run is not looked at: all of it with `ray.address`, producers without `producer.workers`.
+    What other machines run is not looked at: all of it with `ray.address`, producers without `producer.workers`. Nor is a taskset
+    whose rows are read next.
 
     Args:
         config: with its secret options.
@@ -103,7 +105,8 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
         make_reward(config.reward)
     if config.ray.address:
         return
-    elsewhere = ("producer.function",) if config.producer.workers == 0 and not config.data.heldout else ()
+    not_here = config.producer.workers == 0 and not config.data.heldout
+    elsewhere = ("producer.function",) if not_here or await asyncio.to_thread(rows_are_due, config) else ()
     rollouts = {key: name for key, name in rollout_code(config).items() if key not in elsewhere}
     for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):
         if named:
