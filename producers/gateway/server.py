@@ -69,9 +69,6 @@ class GatewayServer:
         self._max_body_bytes = max_body_bytes
         self._wait_s = wait_s
         self._runner: web.AppRunner | None = None
-        self.num_calls = 0
-        """Answered so far."""
-        self.num_refused = 0
         self.address = ""
         """`http://host:port`."""
         self.port = 0
@@ -127,7 +124,7 @@ class GatewayServer:
         except Exception as error:  # the one place of a request that catches everything
             logger.error("event=gateway_failed path=%s error=%r", _path(request), error, exc_info=error)
             refusal = ApiError(500, f"the gateway has failed: {type(error).__name__}", code="internal_error")
-        self.num_refused += 1
+        self._sessions.calls.num_refused += 1
         headers = {"Retry-After": f"{max(1, round(refusal.retry_after_s))}"} if refusal.retry_after_s else {}
         logger.debug("event=call_refused path=%s status=%d code=%s", _path(request), refusal.status, refusal.code)
         return web.Response(
@@ -148,7 +145,7 @@ class GatewayServer:
                 )
             session = await self._sessions.find(key, self._wait_s)
             response = await api(Call(session=session, body=body, key=_idempotency(request), model=model), request)
-            self.num_calls += 1
+            self._sessions.calls.num_answered += 1
             return response
 
         return handle
