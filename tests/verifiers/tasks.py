@@ -66,14 +66,17 @@ class Modes(vf.Taskset[ModeTask, ModesConfig]):
 
 
 class Forking(StreamrlChat):
-    """Goes back behind the first turn where the task is `fork`, so that its trace has two branches."""
+    """Where the task is `fork` it goes back behind its first turn after its third one, so that its trace has two branches."""
 
     async def launch(self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any) -> vf.ProgramResult:
         if data.mode != "fork":
             return await super().launch(ctx, trace, runtime, endpoint, secret, mcp_urls, data)
         client = self._http.with_options(base_url=endpoint, api_key=secret)
-        first: list[Any] = [message_to_wire(vf.UserMessage(content=data.prompt))]
-        await self._turn(client, ctx.model, first, [])
-        for said in ("9", "8"):
-            await self._turn(client, ctx.model, [*first, {"role": "user", "content": said}], [])
+        messages: list[Any] = [message_to_wire(vf.UserMessage(content=data.prompt))]
+        await self._turn(client, ctx.model, messages, [])
+        left = [*messages, {"role": "user", "content": "8"}]
+        for said in ("9", "1"):
+            messages.append({"role": "user", "content": said})
+            await self._turn(client, ctx.model, messages, [])
+        await self._turn(client, ctx.model, left, [])
         return vf.ProgramResult(0, "", "")

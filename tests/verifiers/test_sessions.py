@@ -81,17 +81,18 @@ async def test_branches_of_a_trace_are_the_samples_on_the_stream(loop: Loop, pyt
     for task, num_branches in ((0, 1), (1, 2)):
         branches, found = traces[f"{task}.0"]["branches"], [sample for sample in samples if sample.task == task]
         assert len(branches) == len(found) == num_branches
-        assert [list(sample.tokens) for sample in found] == [branch["token_ids"] for branch in branches]
         once: list[tuple[int, float]] = []
-        for branch, sample in zip(branches, found, strict=True):
-            sampled = [
-                (token, logprob)
-                for token, logprob, mask in zip(branch["token_ids"], branch["logprobs"], branch["sampled_mask"], strict=True)
-                if mask
-            ]
+        for number, (branch, sample) in enumerate(zip(branches, found, strict=True)):
+            size = len(sample.tokens)
+            assert list(sample.tokens) == branch["token_ids"][:size]
+            columns = zip(branch["token_ids"], branch["logprobs"], branch["sampled_mask"], strict=True)
+            sampled = [(token, logprob) for token, logprob, mask in list(columns)[:size] if mask]
             # What branches share is sampled in each of them and trained in the first.
             assert sampled == once[: len(sampled) - len(trained(sample))] + trained(sample)
             once = once or sampled
+            # The last turn of a branch that the agent has left is not trained: nobody went on from it.
+            is_left = number + 1 < num_branches
+            assert any(branch["sampled_mask"][size:]) == is_left and (size < len(branch["token_ids"])) == is_left
         assert {sample.reward for sample in found} == {1.0}
         assert found[0].reward_parts == {"worth": 1.0}
     assert samples[0].status is Status.COMPLETED

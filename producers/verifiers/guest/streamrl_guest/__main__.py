@@ -44,6 +44,8 @@ def main() -> None:
         asyncio.run(run(spec, voice.say))
     except BaseException as error:
         traceback.print_exc()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
         voice.say(error=f"{type(error).__name__}: {error}"[:2000])
         sys.exit(1)
 
