@@ -108,8 +108,6 @@ class Episode(msgspec.Struct, kw_only=True):
     finished_s: float = 0.0
     scored_s: float = 0.0
     """Unix seconds at which its reward was known; set by the worker."""
-    branch: Branch | None = None
-    """Where it has left an earlier episode of its rollout, whose tokens it repeats without training them."""
     is_answer: bool = False
     """Whether it ends with its rollout's answer: then its reward is the rollout's, else that of the last episode is."""
 
