@@ -20,9 +20,9 @@ import aiohttp
 from streamrl.config.environments import check_options
 from streamrl.config.tree import ProducerConfig
 from streamrl.errors import ConfigError
-from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.episode import Episode
 from streamrl.producers.opening import opened
+from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.schemas.tasks import RolloutTask
 
 _OPTIONS = {"action": str, "observation": str, "reset": dict, "max_turns": int}

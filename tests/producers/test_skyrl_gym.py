@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.config.tree import ProducerConfig
 from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
@@ -140,12 +141,12 @@ async def test_a_built_in_environment(engine: TableEngine, tokenizer: Tokenizer)
 
 
 def test_what_cannot_run_is_refused_before_the_start(env: str) -> None:
-    check(env.removeprefix("skyrl_gym:"), {"max_turns": 2, "env_config": {}})
+    check(env.removeprefix("skyrl_gym:"), ProducerConfig(options={"max_turns": 2, "env_config": {}}))
     with raises(ConfigError, key="producer.function"):
-        check("gsm9k", {})
+        check("gsm9k", ProducerConfig())
     with raises(ConfigError, key="producer.options"):
-        check("gsm8k", {"max_turn": 2})
+        check("gsm8k", ProducerConfig(options={"max_turn": 2}))
     with raises(ConfigError, key="producer.options"):
-        check("gsm8k", {"max_turns": "two"})
+        check("gsm8k", ProducerConfig(options={"max_turns": "two"}))
     with raises(ConfigError, key="producer.function"):
-        check(env.removeprefix("skyrl_gym:") + "s", {})
+        check(env.removeprefix("skyrl_gym:") + "s", ProducerConfig())
