@@ -48,6 +48,8 @@ class Left:
         """As the gateway has given it."""
         self.deaths = 0
         """Of guests that played it."""
+        self.plays = False
+        """Whether the guest that runs does."""
 
     @property
     def root(self) -> str:
@@ -71,13 +73,15 @@ class Sessions:
     def begin(self) -> None:
         """A guest starts."""
         self.num_lines, self.heard_s, self.plays = 0, time.monotonic(), False
+        for left in self.open.values():
+            left.plays = False
 
     def take(self, said: Said) -> None:
         """A line of its."""
         self.num_lines, self.heard_s = self.num_lines + 1, time.monotonic()
         if said.opened:
             self.plays = True
-            self.open.setdefault(said.opened["session_id"], Left(said.opened))
+            self.open.setdefault(said.opened["session_id"], Left(said.opened)).plays = True
         elif said.ended:
             self.open.pop(said.ended, None)
             self.num_ended += 1
@@ -85,7 +89,7 @@ class Sessions:
     def died(self) -> list[Left]:
         """The guest has; returns the sessions that are not tried again, for it is the second one that they may have killed."""
         for left in self.open.values():
-            left.deaths += 1
+            left.deaths += left.plays
         lost = [left for left in self.open.values() if left.deaths > 1]
         self.open = {name: left for name, left in self.open.items() if left.deaths <= 1}
         return lost
@@ -147,7 +151,8 @@ async def _spec(worker: Worker, sessions: Sessions) -> Spec:
         gateway_key=worker.run_dir.gateway_key(),
         sessions=config.producer.concurrency * config.tasks.num_rollouts,
         idle_s=config.gateway.idle_timeout_s,
-        adopted=tuple(left.told for left in sessions.open.values()),
+        adopted=tuple(left.told for left in sessions.open.values() if not left.deaths),
+        suspects=tuple(left.told for left in sessions.open.values() if left.deaths),
     )
 
 

@@ -102,7 +102,7 @@ async def test_episodes_that_go_wrong_end_with_the_reason(loop: Loop, python: st
     modes = ("right", "nan", "raises", "silent", "hangs")
     with_taskset(loop, python, tmp_path, *modes, "changed")
     await issue(loop, *modes, "other")
-    async with played(loop, idle_timeout_s=5.0):
+    async with played(loop, idle_timeout_s=25.0):
         records = await loop.records(6, timeout_s=LONG_S)
         await loop.queue_is_empty()
     assert [sample.task for sample in samples_in(records)] == [0]

@@ -45,6 +45,7 @@ async def main(setting: Setting, spec: Mapping[str, Any], say: Any) -> None:
             async with setting.env.serving(), asyncio.TaskGroup() as group:
                 guest = Guest(setting, spec, say, http, relay)
                 group.create_task(guest.beat())
+                await guest.acquit()
                 for _ in range(spec["sessions"]):
                     group.create_task(guest.play())
         finally:
@@ -60,6 +61,7 @@ class Guest:
         self._key: str = spec["gateway_key"]
         self._idle_s: float = spec["idle_s"]
         self._adopted: list[dict[str, Any]] = list(spec["adopted"])
+        self._suspects: list[dict[str, Any]] = list(spec["suspects"])
         self._say = say
         self._http = http
         self._relay = relay
@@ -74,20 +76,27 @@ class Guest:
             self._say(beat=True)
             await asyncio.sleep(_BEAT_S)
 
+    async def acquit(self) -> None:
+        """Play the sessions that an earlier process may have died of, alone, so that it is known which one did."""
+        for session in self._suspects:
+            await self._play(session)
+
     async def play(self) -> None:
         """One session after the other."""
         while True:
-            session = self._adopted.pop() if self._adopted else await self._next()
-            root = session["base_url"].removesuffix("/v1")
-            self._say(opened=session)
-            try:
-                reward, parts = await self._episode(session, Line(root, session["api_key"], self._idle_s))
-                await self._tell(root, "set_reward", {"reward": reward, "parts": parts})
-                await self._tell(root, "end_session", {})
-            except Failed as error:
-                logger.warning("session %s failed: %s", session["session_id"], error)
-                await self._tell(root, "end_session", {"failed": str(error)[:_DETAIL]})
-            self._say(ended=session["session_id"])
+            await self._play(self._adopted.pop() if self._adopted else await self._next())
+
+    async def _play(self, session: Mapping[str, Any]) -> None:
+        root = session["base_url"].removesuffix("/v1")
+        self._say(opened=session)
+        try:
+            reward, parts = await self._episode(session, Line(root, session["api_key"], self._idle_s))
+            await self._tell(root, "set_reward", {"reward": reward, "parts": parts})
+            await self._tell(root, "end_session", {})
+        except Failed as error:
+            logger.warning("session %s failed: %s", session["session_id"], error)
+            await self._tell(root, "end_session", {"failed": str(error)[:_DETAIL]})
+        self._say(ended=session["session_id"])
 
     async def _next(self) -> dict[str, Any]:
         """A session, waited for as long as there is none; raises RuntimeError for a key that is not the gateway's."""
