@@ -42,7 +42,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 0.0
     """After which without a call an episode is given up."""
     adopted: tuple[dict[str, Any], ...] = ()
-    """Sessions that an earlier guest has left behind, which are played from the beginning: the gateway gives the same call the same answer."""
+    """Sessions that an earlier guest has left behind, played from the beginning: the gateway gives the same call the same answer."""
     suspects: tuple[dict[str, Any], ...] = ()
     """Those that were open when one died. They are played before all others, one at a time."""
 
