@@ -140,6 +140,6 @@ def wrong(said: Said, taskset: str) -> ConfigError:
         return ConfigError(f"producer.python: {said.error.partition(': ')[2]}", hint=INSTALL, key="producer.python")
     return ConfigError(
         f"producer.function = 'verifiers:{taskset}': the taskset cannot be used: {said.error}",
-        hint="producer.options is verifiers' env block; the log above has the traceback",
+        hint="producer.options is verifiers' env block (docs/verifiers.md)",
         key="producer.function",
     )

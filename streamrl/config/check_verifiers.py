@@ -19,7 +19,6 @@ def check_verifiers(config: Config) -> None:
         ("data.metadata_key", not data.metadata_key, 'set data.metadata_key = "metadata", where a row names its task'),
         ("data.label_key", bool(data.label_key), 'set data.label_key = "": the taskset has the answers'),
         ("data.chat_template", not data.chat_template, "leave it out: verifiers sends chat messages"),
-        ("warmup.max_steps", config.warmup.max_steps > 0, "set warmup.max_steps = 0: a taskset has no demonstrations"),
         ("ray.address", bool(config.ray.address), "leave it out: a taskset's processes find the gateway by the run's directory"),
     )
     for key, broken, hint in rules:
