@@ -121,6 +121,7 @@ async def main(worker: Worker) -> None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(worker.draining.wait(), pause_s(failures, first_s=0.5, most_s=10.0))
     finally:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         write_private(path, msgspec.json.encode([left.told for left in sessions.open.values()]))
 
 
