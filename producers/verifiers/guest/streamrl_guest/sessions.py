@@ -142,10 +142,8 @@ class Guest:
         named = (session["metadata"] or {}).get("verifiers") or {}
         task = self._setting.task(named.get("idx", -1))
         if task is None or task.key != named.get("key"):
-            found = "no such task" if task is None else f"one with key {task.key}"
-            raise Failed(
-                f"expected task {named.get('idx')} of the taskset with key {named.get('key')}, got {found}: its rows are others now"
-            )
+            got = "none" if task is None else task.key
+            raise Failed(f"expected task {named.get('idx')} of the taskset to have the key {named.get('key')}, got {got}: it has changed")
         traces: list[vf.Trace] = []
 
         def minted(trace: vf.Trace) -> None:
