@@ -15,6 +15,8 @@ from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.producers.functions import make_producer
 from streamrl.producers.verifiers.adapter import check
+from streamrl.producers.verifiers.guests import Said
+from streamrl.producers.verifiers.worker import Sessions
 from tests.support.errors import raises
 
 TABLE: dict[str, Any] = {
@@ -77,3 +79,16 @@ def test_a_taskset_is_not_run_by_children() -> None:
 def test_the_section_goes_to_who_checks_as_json() -> None:
     section = ProducerConfig(function="verifiers:x", options={"player": {"max_turns": 3}})
     assert msgspec.json.decode(msgspec.json.encode(section), type=ProducerConfig) == section
+
+
+def test_a_session_is_lost_with_the_second_guest_that_dies_while_it_plays_it() -> None:
+    sessions = Sessions([{"session_id": "0.0", "base_url": "http://gateway/sessions/a/v1"}])
+    second = {"session_id": "1.0", "base_url": "http://gateway/sessions/b/v1"}
+    sessions.begin()
+    sessions.take(Said(opened=second))
+    assert sessions.died() == [], "one was not begun, the other may not have done it"
+    sessions.begin()
+    sessions.take(Said(opened=second))
+    [lost] = sessions.died()
+    assert (lost.told["session_id"], lost.root) == ("1.0", "http://gateway/sessions/b")
+    assert list(sessions.open) == ["0.0"]

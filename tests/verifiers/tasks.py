@@ -44,7 +44,7 @@ class ModeTask(vf.Task[ModeData, vf.State, vf.TaskConfig]):
 
     async def finalize(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
         mode = self.data.mode
-        if mode == "hangs":
+        if mode == "hangs" or (mode == "waits_once" and _first(Path(self.data.folder, mode))):
             await asyncio.sleep(3600)
         if mode == "dies":
             os.kill(os.getpid(), 9)

@@ -21,6 +21,7 @@ from streamrl.schemas.tasks import RolloutTask, Sampling
 from tests.gateway.conftest import gateway
 from tests.producers.conftest import Loop, samples_in, tombstones_in
 from tests.support.errors import raises
+from tests.support.processes import until
 
 TASKSET = Path(__file__).with_name("tasks.py")
 LONG_S = 150.0
@@ -133,6 +134,20 @@ async def test_a_guest_that_dies_is_replaced_and_its_sessions_go_on(loop: Loop, 
     assert ends[1] == "sample", "a neighbour of those that kill their guest"
     assert ends[0] == "sample" or "second that played it" in ends[0]
     assert ends[2] == "sample" or "second that played it" in ends[2]
+
+
+async def test_sessions_that_are_open_when_the_worker_drains_are_played_on(loop: Loop, python: str, tmp_path: Path) -> None:
+    with_taskset(loop, python, tmp_path, "waits_once")
+    await issue(loop, "waits_once")
+    async with gateway(loop):
+        for number in range(2):
+            worker = loop.worker(kind="producer", config=replace(loop.config, gateway=GatewayConfig(workers=1)))
+            async with loop.serving(main, worker):
+                if number:
+                    [sample] = samples_in(await loop.records(1, timeout_s=LONG_S))
+                else:
+                    await until((tmp_path / "waits_once").exists, within_s=LONG_S)
+    assert (sample.reward, len(trained(sample))) == (1.0, 2), "the same session, whose first call had been answered"
 
 
 async def test_a_task_that_kills_every_guest_fails_with_the_signal(loop: Loop, python: str, tmp_path: Path) -> None:
