@@ -5,6 +5,8 @@
 # make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
 # make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
 # make test-megatron  the tests of megatron-core on its newest version, which needs Python 3.12 or 3.13: makes .venv-megatron (2 minutes, 5 GB)
+# make verifiers  .venv-verifiers and .venv-openenv: verifiers 0.4 for producer.python, OpenEnv for its tests (some minutes, 0.8 GB);
+#            make test-verifiers runs the tests of both
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos kill -9 of parts and whole runs, SIGSTOP, cut connections, damaged disks (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
 # make mutants  small faults in the stream's decisions and the mathematics, one at a time, that their tests must find (an hour of one
@@ -25,14 +27,16 @@ COMBINATIONS ?=
 SGLANG_VENV ?= .venv-sglang
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_PYTEST_ARGS ?=
+VERIFIERS_VENV ?= .venv-verifiers
+OPENENV_VENV ?= .venv-openenv
 CHAOS_ARGS ?= --minutes 120
 MODULES ?=
 JOBS ?= 1
-export VENV SGLANG_VENV MEGATRON_VENV
+export VENV SGLANG_VENV MEGATRON_VENV VERIFIERS_VENV OPENENV_VENV
 # Where it is set, every process that a test starts compiles all of streamrl again, and pytest rewrites every test file.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test pytest test-fast test-sglang test-megatron lint docs chaos mutants clean torch sglang-cpu
+.PHONY: up test pytest test-fast test-sglang test-megatron test-verifiers lint docs chaos mutants clean torch sglang-cpu verifiers
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -43,10 +47,10 @@ up: $(VENV)/.installed
 test: lint pytest
 
 pytest: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--without slow) $(if $(COMBINATIONS),,--without combination) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang" "$(SGLANG_PYTEST_ARGS)"
+	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--without slow) $(if $(COMBINATIONS),,--without combination) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang --ignore=tests/verifiers" "$(SGLANG_PYTEST_ARGS)"
 
 test-fast: $(VENV)/.installed-dev
-	@began=$$(date +%s); $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang; code=$$?; \
+	@began=$$(date +%s); $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
 	echo "test-fast: $$(($$(date +%s) - began)) s; left out: tests that start a process, slow ones, SGLang's, linters, types (make test)"; exit $$code
 
 test-sglang: $(VENV)/.installed-dev
@@ -56,6 +60,11 @@ sglang-cpu: $(SGLANG_VENV)/.installed
 
 test-megatron: $(MEGATRON_VENV)/.installed
 	OMP_NUM_THREADS=1 $(MEGATRON_VENV)/bin/python -m pytest tests/trainers/megatron $(PYTEST_ARGS) -o cache_dir=.pytest_cache/megatron $(MEGATRON_PYTEST_ARGS)
+
+verifiers: $(VERIFIERS_VENV)/.installed
+
+test-verifiers: $(VENV)/.installed-dev verifiers
+	STREAMRL_REQUIRE=verifiers,openenv $(VENV)/bin/python -m pytest tests/verifiers -o cache_dir=.pytest_cache/verifiers
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
@@ -75,7 +84,7 @@ mutants: $(VENV)/.installed-dev
 	nice $(VENV)/bin/python -m scripts.mutants $(MODULES) --jobs $(JOBS)
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(MEGATRON_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(MEGATRON_VENV) $(VERIFIERS_VENV) $(OPENENV_VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 # Set-up is done once and stamped; TORCH=... on the command line asks for it again.
 $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.sh $(if $(TORCH),torch)
@@ -83,6 +92,9 @@ $(VENV)/.installed: pyproject.toml requirements.lock scripts/install.sh $(if $(T
 
 $(SGLANG_VENV)/.installed: scripts/install.sh $(wildcard scripts/sglang_cpu/*.txt scripts/sglang_cpu/stubs/*.py)
 	scripts/install.sh sglang-cpu
+
+$(VERIFIERS_VENV)/.installed: scripts/install.sh $(wildcard scripts/verifiers/*.txt)
+	scripts/install.sh verifiers
 
 $(MEGATRON_VENV)/.installed: pyproject.toml requirements.lock scripts/install.sh
 	scripts/install.sh megatron

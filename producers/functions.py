@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.errors import ConfigError, EngineError, StreamRLError
 from streamrl.producers.blocking import BlockingEngine
@@ -113,8 +115,8 @@ def make_producer(
 ) -> Producer:
     """Build the producer that `reference` names.
 
-    `single_turn`, or user code: a function of (task, engine), async or plain; a class or an object with `async rollout(task, context)`.
-    `in_thread` runs plain functions.
+    `single_turn`; an environment of another library, `openenv:URL` or `skyrl_gym:NAME`; or user code: a function of (task, engine), async
+    or plain; a class or an object with `async rollout(task, context)`. `in_thread` runs plain functions.
 
     Raises:
         ConfigError: it cannot be found or is none of these.
@@ -123,6 +125,10 @@ def make_producer(
         return SingleTurn()
     if not any(mark in reference for mark in ".:"):
         raise ConfigError(f"{key} must be single_turn or name user code, got {reference!r}", hint="write it as file.py:name", key=key)
+    prefix, name = split(reference)
+    if prefix:
+        adapter = importlib.import_module(ADAPTERS[prefix[:-1]])
+        return FunctionProducer(adapter.producer(name), in_thread=in_thread)
     form = replace(PRODUCER, key=key)
     found: Any = resolve(reference, what=form.what, key=key, base=base)
     check_form(form, reference, found)

@@ -16,6 +16,7 @@ import msgspec
 
 from streamrl.bus.reading import read_key
 from streamrl.config.code import code_digests, rollout_code
+from streamrl.config.environments import VERIFIERS
 from streamrl.core.lengths import histogram
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.attempts import Attempts
@@ -96,6 +97,11 @@ class Front(Producer, Demand, Protocol):
 
 async def main(worker: Worker) -> None:
     """Serve the run's tasks with `producer.function`, and its warm-up, until the worker drains."""
+    if worker.config.producer.function.startswith(VERIFIERS):
+        from streamrl.producers.verifiers.worker import main as play  # which needs HTTP, and no engine
+
+        await play(worker)
+        return
     sources = (MAIN_SOURCE, WARMUP_SOURCE) if worker.config.warmup.max_steps else (MAIN_SOURCE,)
     await serve(worker, worker.config.producer.function, sources=sources)
 

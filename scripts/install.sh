@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv and install streamrl into it, editable.  Usage: scripts/install.sh [dev]
 # Or make .venv-sglang with SGLang for CPUs, for tests and trials without a GPU.  Usage: scripts/install.sh sglang-cpu
+# Or make .venv-verifiers and .venv-openenv, for tasksets of verifiers and for the tests of OpenEnv.  Usage: scripts/install.sh verifiers
 # Or make .venv-megatron with the newest megatron-core, on Python 3.12 or later, for its tests.  Usage: scripts/install.sh megatron
 #   PYTHON  interpreter to build the environment from (3.11 or later); default: the newest of python3, python3.13 ... python3.11
 #   TORCH   cpu | cuda | a requirement such as torch==2.12.1; default: cuda where nvidia-smi finds a GPU, else cpu
@@ -85,6 +86,21 @@ install_sglang_cpu() {
     touch "$venv/.installed"
 }
 
+# Environments of their own: the two want other versions of mcp, and both another openai than SGLang. The lists are whole, so that pip resolves
+# nothing, and compiles nothing either: most modules are never imported.
+install_verifiers() {
+    echo "installing verifiers 0.4.0 and OpenEnv 0.10.0, each on its own; this takes some minutes and 0.8 GB"
+    make_listed "${VERIFIERS_VENV:-.venv-verifiers}" scripts/verifiers/requirements.txt
+    make_listed "${OPENENV_VENV:-.venv-openenv}" scripts/verifiers/openenv.txt
+}
+
+make_listed() {
+    venv=$1
+    [ -x "$venv/bin/pip" ] || make_venv
+    pip install --no-deps --no-compile --requirement "$2"
+    touch "$venv/.installed"
+}
+
 # An environment of its own, because this megatron-core is not for Python 3.11; else it has what CI tests.
 install_megatron() {
     venv=${MEGATRON_VENV:-.venv-megatron}
@@ -115,6 +131,10 @@ find_newer_python() {
 # One command a line: behind && or in a condition the shell would go on after an error.
 if [ "${1:-}" = sglang-cpu ]; then
     install_sglang_cpu
+    exit
+fi
+if [ "${1:-}" = verifiers ]; then
+    install_verifiers
     exit
 fi
 if [ "${1:-}" = megatron ]; then

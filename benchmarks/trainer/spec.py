@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from benchmarks.shapes import SHAPES, Shape, num_elements, shape_of
-from streamrl.config.check import field
+from streamrl.config.check_files import field
 from streamrl.config.load import override
 from streamrl.config.tree import Config, DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, refuse
 from streamrl.errors import ConfigError

@@ -78,6 +78,7 @@ def sampling_of(given: Mapping[str, Any], base: Sampling, where: str = "") -> Sa
         raise refused(
             f"expected a temperature above 0, got {sampling.temperature:g}",
             hint="a greedy token has no log-prob to train on; leave temperature out for the task's own",
+            code="unsupported_value",  # by which clients know that they may leave it out
             param=where + "temperature",
         )
     for name in FIXED:

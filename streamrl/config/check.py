@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Any
-
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
-from streamrl.config.check_sampling import check_grammars, check_sampling
+from streamrl.config.check_sampling import check_sampling
+from streamrl.config.check_verifiers import check_verifiers
 from streamrl.config.hosts import is_loopback, servers
-from streamrl.config.metrics import check_sinks
-from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
-from streamrl.config.tree import BusConfig, Config, RunConfig, refuse
-from streamrl.errors import ConfigError
+from streamrl.config.tree import BusConfig, Config, refuse
 
 MIN_VOCAB_SIZE = 264
 """The special tokens and the 256 bytes, rounded up to a multiple of 8."""
-_LONGEST_NAME = 128
-"""Names become folders and subjects, which may be 255 bytes long with what stands around a name."""
 _MIN_SAMPLES_BYTES = 32 << 20
 
 
@@ -37,55 +29,10 @@ def check(config: Config) -> None:
     check_megatron(config)
     check_sglang(config)
     check_ray(config)
+    check_verifiers(config)
     _check_bus(config)
     _check_slo(config)
     check_gateway(config)
-
-
-def check_files(config: Config) -> None:
-    """Raise ConfigError for the first file, directory or sink's package that is named but not there, and see `check_new_name`."""
-    check_new_name(config.run)
-    check_sinks(config.metrics)
-    check_grammars(config, config.sampling, "sampling")
-    check_grammars(config, config.evaluation.sampling, "evaluation.sampling")
-    for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
-        text: str = field(config, key)
-        if key in DATASETS:
-            text = parse_dataset(text).path
-        elif key in FUNCTIONS:
-            text = text.rpartition(":")[0]
-            text = text if text.endswith(".py") else ""
-        if not text:
-            continue
-        # Of files for each role the operator's is looked for here, the others when the run starts.
-        path, kind = Path(text.replace("{role}", "operator") if key in FILES else text), "a directory" if key in DIRECTORIES else "a file"
-        found = path.is_dir() if key in DIRECTORIES else path.is_file()
-        if not found:
-            there = ("a directory" if path.is_dir() else "something else") if path.exists() else f"no such {kind.split()[1]}"
-            raise ConfigError(
-                f"expected {key} to name {kind}, got {there}: {path}",
-                hint="relative paths in the TOML file are relative to its folder, those of --set to the working directory",
-                key=key,
-                path=str(path),
-            )
-
-
-def check_new_name(run: RunConfig) -> None:
-    """Raise ConfigError for too long a name of a run that has no directory yet; those that earlier versions made may have longer ones."""
-    refuse(
-        len(run.name) > _LONGEST_NAME and not os.path.lexists(Path(run.dir) / run.name),
-        f"a run name may hold letters, digits, '_' and '-', at most {_LONGEST_NAME} of them, got {run.name!r}",
-        hint="choose a shorter one",
-        key="run.name",
-    )
-
-
-def field(config: Config, key: str) -> Any:
-    """The value of a dotted key, such as `tasks.batch_tasks`."""
-    value: Any = config
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _check_work(config: Config) -> None:

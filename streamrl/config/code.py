@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from streamrl.config.environments import split
 from streamrl.config.loss import is_function
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
@@ -31,7 +32,7 @@ def code_digests(named: Mapping[str, str]) -> dict[str, str]:
     """By key, the SHA-256 (hex) of a function's source: its file, and those beside it that it imports, and so on. Nothing is run.
 
     Args:
-        named: references by key, `file.py:name`, `pkg.mod:name` or `pkg.mod.name`.
+        named: references by key, `file.py:name`, `pkg.mod:name` or `pkg.mod.name`, also behind `skyrl_gym:`; or a taskset's file.
 
     Returns:
         Those whose source is found; one that is not is for `streamrl.config.plugins.resolve` to say.
@@ -51,7 +52,8 @@ def code_digests(named: Mapping[str, str]) -> dict[str, str]:
 
 
 def _source_of(reference: str) -> Path | None:
-    place = reference.partition(":")[0] if ":" in reference else reference.rpartition(".")[0]
+    _, reference = split(reference)
+    place = reference if reference.endswith(".py") else reference.partition(":")[0] if ":" in reference else reference.rpartition(".")[0]
     if place.endswith(".py"):
         path = Path(place).expanduser().absolute()
         return path if path.is_file() else None

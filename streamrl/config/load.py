@@ -15,7 +15,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from streamrl.config.check import check, check_files
+from streamrl.config.check import check
+from streamrl.config.check_files import check_files
 from streamrl.config.former import (
     ACTIVATIONS,
     CHECKPOINTING,

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from streamrl.config.environments import split
 from streamrl.errors import ConfigError
 
 DATASETS = ("data.train", "data.heldout")
 """`path` or `path@[a:b]`."""
 DIRECTORIES = ("model.path", "loss.kl.reference", "loss.critic.path", "loss.distillation.teacher")
 FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_file")
-EXECUTABLES = ("engine.sglang.python",)
+EXECUTABLES = ("engine.sglang.python", "producer.python")
 """A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""
 FUNCTIONS = ("producer.function", "reward.kind", "loss.advantage", "loss.policy", "loss.slime_loss")
 """`file.py:name` has a path; `pkg.mod:name`, `pkg.mod.name` and built-in names have none."""
@@ -69,9 +70,10 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             if "/" in text:
                 table[field] = os.path.abspath(base / Path(text).expanduser())
         elif key in FUNCTIONS:
-            file, name = _file_and_name(text)
+            prefix, named = split(text)
+            file, name = _file_and_name(named)
             if file:
-                table[field] = f"{_absolute(file, base)}:{name}"
+                table[field] = f"{prefix}{_absolute(file, base)}{name}"
         else:
             table[field] = _absolute(text, base)
     return resolved
@@ -79,14 +81,22 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 def without_folder(key: str, value: str) -> str:
     """What the key's value names, without where it lies: `file.py:name` of `folder/file.py:name`."""
-    file, name = _file_and_name(value) if key in FUNCTIONS else ("", "")
-    return f"{Path(file).name}:{name}" if file else value
+    prefix, named = split(value) if key in FUNCTIONS else ("", "")
+    file, name = _file_and_name(named)
+    return f"{prefix}{Path(file).name}{name}" if file else value
+
+
+def file_of(function: str) -> str:
+    """The file that a function's reference names; empty: none."""
+    return _file_and_name(split(function)[1])[0]
 
 
 def _file_and_name(function: str) -> tuple[str, str]:
-    """The file is empty where the function is not in a file that is named."""
+    """A file and `:name`, which a taskset has not; the file is empty where the function is not in one that is named."""
     file, colon, name = function.rpartition(":")
-    return (file, name) if colon and file.endswith(".py") else ("", function)
+    if not colon and function.endswith(".py"):
+        return function, ""
+    return (file, colon + name) if colon and file.endswith(".py") else ("", function)
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,10 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     """Rollout producers started with the run."""
 
     function: str = "single_turn"
-    """`single_turn`, or a custom producer as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`."""
+    """`single_turn`; a custom producer as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; or an environment of another library
+    (docs/verifiers.md): `openenv:http://host:port`, `skyrl_gym:name`, `verifiers:taskset`."""
+    python: str = ""
+    """Interpreter of the environment that has the packages of `verifiers:taskset`, which conflict with others."""
     workers: NonNegativeInt = 1
     """Producer processes."""
     concurrency: PositiveInt = 64

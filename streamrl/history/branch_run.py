@@ -10,7 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from streamrl.config.check import check_new_name
+from streamrl.config.check_files import check_new_name
 from streamrl.config.tree import RunConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.sample_blobs import replayed_routing

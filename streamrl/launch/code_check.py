@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import importlib
 import os
 import re
 import signal
@@ -22,11 +23,13 @@ from typing import BinaryIO
 import msgspec
 
 from streamrl.config.code import loss_code, rollout_code
+from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
-from streamrl.config.tree import Config
+from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.functions import PRODUCER, make_producer
+from streamrl.producers.verifiers.rows import rows_are_due
 from streamrl.rewards.factory import REWARD, make_reward
 from streamrl.runtime.kinds import environment, inherited
 from streamrl.runtime.service import describe_exit, die_with_parent
@@ -74,6 +77,7 @@ class Asked(msgspec.Struct, frozen=True):
     """References by key."""
     options: tuple[str, ...] = ()
     """Names in `reward.options`, which a reward is given as keyword arguments."""
+    producer: ProducerConfig = ProducerConfig()
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -88,7 +92,8 @@ class Said(msgspec.Struct, frozen=True):
 async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
     """Raise ConfigError unless everything that `config` names as code is there and takes what it will be given.
 
-    What other machines run is not looked at: all of it with `ray.address`, producers without `producer.workers`.
+    What other machines run is not looked at: all of it with `ray.address`, producers without `producer.workers`. Nor is a taskset
+    whose rows are read next.
 
     Args:
         config: with its secret options.
@@ -100,12 +105,13 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
         make_reward(config.reward)
     if config.ray.address:
         return
-    elsewhere = ("producer.function",) if config.producer.workers == 0 and not config.data.heldout else ()
+    not_here = config.producer.workers == 0 and not config.data.heldout
+    elsewhere = ("producer.function",) if not_here or await asyncio.to_thread(rows_are_due, config) else ()
     rollouts = {key: name for key, name in rollout_code(config).items() if key not in elsewhere}
     for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):
         if named:
             surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
-            await _ask(Asked(named, tuple(config.reward.options)), surroundings, limit_s)
+            await _ask(Asked(named, tuple(config.reward.options), config.producer), surroundings, limit_s)
 
 
 async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> None:
@@ -181,6 +187,10 @@ def main(arguments: Sequence[str]) -> None:
     try:
         for key, reference in asked.named.items():
             _say(answer, Said(key))
+            prefix, name = split(reference)
+            if prefix:
+                importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producer)
+                continue
             found = resolve(reference, what=FORMS[key].what, key=key)
             check_form(FORMS[key], reference, found, asked.options if key == REWARD.key else ())
         _say(answer, Said(key, done=True))

@@ -33,6 +33,7 @@ from streamrl.errors import ConfigError, LaunchError, StreamFull
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
 from streamrl.launch.code_check import check_code
+from streamrl.producers.verifiers.rows import write_rows
 from streamrl.runtime.run_record import renew_digests, write_or_check
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.control import RunRecord
@@ -46,7 +47,8 @@ _PORTS_S = 5.0
 async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
     """Build the model, read both datasets, and return the record that this configuration gives.
 
-    Every row is read here once, so that a broken one is reported before anything runs; rows that are left out are noted.
+    Every row is read here once, so that a broken one is reported before anything runs; rows that are left out are noted. Those of a taskset
+    of verifiers are written first.
 
     Raises:
         DataError: a row cannot be used; names the file and the line.
@@ -58,6 +60,7 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
     check_positions(config, model)
     check_experts(config, model)
     check_context(config, model)
+    await write_rows(config, model, note)
     tokenizer, size = load_tokenizer(model), vocab_size(model)
     check_vocabulary(config.sampling, size, "sampling")
     check_vocabulary(config.evaluation.sampling, size, "evaluation.sampling")

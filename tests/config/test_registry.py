@@ -12,7 +12,7 @@ import pytest
 
 from streamrl.algorithms import estimators, policy
 from streamrl.algorithms.sequences import Sequences
-from streamrl.config.check import field
+from streamrl.config.check_files import field
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.registry import ENGINES, ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, EngineName

@@ -23,9 +23,23 @@ SWITCH = "STREAMRL_REQUIRE"
 
 def sglang_python() -> str | None:
     """The interpreter of an environment with SGLang: SGLANG_PYTHON, or the one that `make sglang-cpu` makes."""
-    named = os.environ.get("SGLANG_PYTHON")
-    python = Path(named) if named else ROOT / ".venv-sglang" / "bin" / "python"
+    return _python_of("SGLANG_PYTHON", ".venv-sglang")
+
+
+def _python_of(variable: str, venv: str) -> str | None:
+    named = os.environ.get(variable)
+    python = Path(named) if named else ROOT / venv / "bin" / "python"
     return str(python) if python.exists() else None
+
+
+def verifiers_python() -> str | None:
+    """The interpreter of an environment with verifiers: VERIFIERS_PYTHON, or the one that `make verifiers` makes."""
+    return _python_of("VERIFIERS_PYTHON", ".venv-verifiers")
+
+
+def openenv_python() -> str | None:
+    """The interpreter of an environment with OpenEnv's server: OPENENV_PYTHON, or the one that `make verifiers` makes."""
+    return _python_of("OPENENV_PYTHON", ".venv-openenv")
 
 
 def _no_sglang() -> str:
@@ -106,6 +120,8 @@ REASONS: dict[str, Callable[[], str]] = {
     "ray": cache(lambda: _no_package("ray")),
     "chat templates": cache(_no_chat_templates),
     "trackio": cache(lambda: _no_package("trackio")),
+    "verifiers": lambda: "" if verifiers_python() else "no verifiers here: `make verifiers`, or name an interpreter in VERIFIERS_PYTHON",
+    "openenv": lambda: "" if openenv_python() else "no OpenEnv here: `make verifiers`, or name an interpreter in OPENENV_PYTHON",
     "gpu": lambda: _no_gpus(1),
     "two gpus": lambda: _no_gpus(2),
 }

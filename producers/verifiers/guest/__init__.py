@@ -1,0 +1,1 @@
+"""What runs in the environment with verifiers; it imports nothing of streamrl."""
