@@ -7,8 +7,10 @@ superuser it runs as a user that nobody else is.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
+from contextlib import suppress
 
 from streamrl.sandbox import kernel, landlock, seccomp
 from streamrl.sandbox.isolation import DEVICES, forever_without_rights, readable, spare_id
@@ -102,10 +104,13 @@ class Confined:
         return f"more than {limits.disk_bytes} bytes of files" if size > limits.disk_bytes else ""
 
     def clean(self) -> None:
-        # By programs that walk trees of any depth: a path of Python's ends at 4096 bytes.
-        for command in (["chmod", "-R", "u+rwx", self._home], ["rm", "-rf", self._home]):
-            process = os.posix_spawnp(command[0], command, os.environ, file_actions=_SILENT)
-            os.waitpid(process, 0)
+        kill_all()
+        try:
+            shutil.rmtree(self._home)
+        except (OSError, RecursionError):
+            # Shut by their owner, or deeper than a path of Python's reaches; these two walk trees by their descriptors.
+            for command in (["chmod", "-R", "u+rwx", self._home], ["rm", "-rf", self._home]):
+                os.waitpid(os.posix_spawnp(command[0], command, os.environ, file_actions=_SILENT), 0)
 
 
 def descendants(of: int) -> list[int]:
@@ -142,24 +147,26 @@ def _num_threads(user: int) -> int:
     return count
 
 
-def kill_all(of: int) -> None:
+def kill_all() -> None:
     """End every descendant of this process, which is their subreaper: stopped first, so that none forks while others are found."""
+    if not _has_children():
+        return
     for number in (signal.SIGSTOP, signal.SIGKILL):
         seen: set[int] = set()
-        while new := set(descendants(of)) - seen:
+        while new := set(descendants(os.getpid())) - seen:
             seen |= new
             for process in new:
-                try:
+                with suppress(ProcessLookupError):
                     os.kill(process, number)
-                except ProcessLookupError:
-                    continue
-    reap()
-
-
-def reap() -> None:
-    """Wait for every child of this process."""
-    try:
+    with suppress(ChildProcessError):
         while True:
             os.waitpid(-1, 0)
+
+
+def _has_children() -> bool:
+    """Whether there are any; the orphans of a subreaper are its own."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return
+        return False
+    return True

@@ -73,7 +73,7 @@ class Isolation(Protocol):
         ...
 
     def clean(self) -> None:
-        """All processes are gone: remove the directory."""
+        """The init has ended: end what may be left of the program's processes, then remove its directory."""
         ...
 
 

@@ -24,7 +24,6 @@ from math import ceil
 import msgspec
 
 from streamrl.sandbox import kernel
-from streamrl.sandbox.confined import kill_all
 from streamrl.sandbox.isolation import Isolation
 from streamrl.sandbox.limits import Reason
 from streamrl.sandbox.messages import Program, Report, receive, send
@@ -59,7 +58,6 @@ def supervise(caller: socket.socket, stdout: int, stderr: int, isolation: Isolat
     _, status = os.waitpid(init, 0)
     if os.waitstatus_to_exitcode(status):  # it has said nothing
         _say(caller, Report(-signal.SIGKILL, "killed", "the process that watched it was killed"))
-    kill_all(os.getpid())
     isolation.clean()
 
 
@@ -74,8 +72,6 @@ def _init(caller: socket.socket, stdout: int, stderr: int, isolation: Isolation,
         _say(caller, Report(failed=str(error)))
     else:
         report = _watch(child, began_s, caller, isolation, program)
-        if os.getpid() != 1:
-            kill_all(os.getpid())
         _say(caller, msgspec.structs.replace(report, missing=isolation.missing))
     os._exit(0)
 
