@@ -198,7 +198,7 @@ def _roll_out(
                 samples = await store_experts(publisher, samples, group.episodes)
             rollouts = await publisher.task(task, samples, group.failures, claim)
         lying = [episode for episode in group.episodes if episode.rollout in rollouts]
-        stored([len(segment.token_ids) for episode in lying for segment in episode.segments if segment.spans])
+        stored([length for episode in lying for length in episode.num_sampled])
         if streak is not None:
             streak.tell(group)
             if streak.hopeless:

@@ -63,6 +63,8 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     label: Any = None
     tools: Any = None
     metadata: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """The row's own variables of the chat template, over those of the configuration; not on the wire when unset."""
     num_rollouts: int = 1
     sampling: Sampling = Sampling()
     min_version: int = 0
