@@ -1,4 +1,4 @@
-"""Writes problems.jsonl: questions with one digit as their answer, and the same with the answer beside them, as rewriter and selector see it."""
+"""Writes problems.jsonl: questions with one digit as their answer, and the same with it beside them, as rewriter and selector see it."""
 
 from __future__ import annotations
 

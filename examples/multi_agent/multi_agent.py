@@ -1,4 +1,4 @@
-"""Three roles of one policy: solvers answer side by side, rewriters look at an answer each, a selector takes one. All of them are trained."""
+"""Three roles of one policy: solvers answer side by side, rewriters look at one answer each, a selector takes one. All are trained."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ async def agent(task, engine):
     rewriters = [engine.chat(f"{task.prompt}? {solution}") for solution in solutions]
     candidates = await answers(rewriters)
     selector = engine.chat(f"{task.prompt}? {' or '.join(candidates)}")
-    await selector.generate()
+    selected = (await selector.generate()).text
+    parts = graded(task.label, solutions, candidates, selected)
     # One rollout of seven token sequences: they share the reward of the last one, and count once in their group.
-    said = {"solutions": solutions, "candidates": candidates}
-    return [chat.episode() for chat in (*solvers, *rewriters)] + [selector.episode(metadata=said)]
+    last = selector.episode(reward=sum(parts.values()), reward_parts=parts)
+    return [*(chat.episode() for chat in (*solvers, *rewriters)), last]
 
 
 async def answers(chats):
@@ -22,11 +23,10 @@ async def answers(chats):
     return [turn.text for turn in await asyncio.gather(*[chat.generate() for chat in chats])]
 
 
-def score(task, episode):
-    solutions, candidates = episode.metadata["solutions"], episode.metadata["candidates"]
+def graded(label, solutions, candidates, selected):
     return {
-        "solved": 0.3 * solutions.count(task.label) / len(solutions),
-        "rewritten": 0.2 * candidates.count(task.label) / len(candidates),
-        "selected": 0.1 if episode.completion in candidates else 0.0,
-        "right": 0.4 if episode.completion == task.label else 0.0,
+        "solved": 0.3 * solutions.count(label) / len(solutions),
+        "rewritten": 0.2 * candidates.count(label) / len(candidates),
+        "selected": 0.1 if selected in candidates else 0.0,
+        "right": 0.4 if selected == label else 0.0,
     }

@@ -1,4 +1,4 @@
-"""A tool that looks things up: a query between search tags is answered by the passages that BM25 ranks highest, and then the model answers."""
+"""A tool that looks things up: a query between search tags gets the passages that BM25 ranks highest, and then the model answers."""
 
 from __future__ import annotations
 
