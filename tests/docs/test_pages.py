@@ -57,6 +57,7 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("algorithms.md", "python"): 1,
         ("gpu.md", "python"): 1,
         ("dead-letters.md", "python"): 1,
+        ("sandbox.md", "python"): 1,
         ("metrics.md", "json"): 1,
         ("metrics.md", "python"): 1,
         ("metrics.md", "sql"): 1,

@@ -31,7 +31,7 @@ def test_it_learns_to_write_programs(tmp_path: Path) -> None:
         ("sum(n)", "6"),
         ("x = max(n)\nprint(x)\nx + 1", "3\n4"),
         ("x = 1", ""),
-        ("summ(n)", "NameError: name 'summ' is not defined"),
+        ("total(n)", "NameError: name 'total' is not defined"),
         ("sum(n", "SyntaxError: '(' was never closed"),
         ("import sys; sys.exit(3)", ""),
         ("open('/etc/passwd')", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"),
