@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from streamrl.bus.protocol import Bus, Lease
 from streamrl.errors import BusError, EngineError, SchemaError
@@ -60,6 +61,22 @@ class Counts:
         self.num_redelivered = 0
 
 
+class Demand(Protocol):
+    """Who has use for tasks, where that is not whoever has a free slot: nothing is claimed for nobody."""
+
+    def wanted(self) -> int:
+        """How many tasks more there is use for now."""
+        ...
+
+    def claimed(self, task: int) -> None:
+        """A task has been claimed; `let_go` tells of its end."""
+        ...
+
+    def listen(self, changed: Callable[[], None], first_open: Callable[[], int]) -> None:
+        """Call `changed` whenever `wanted` may have risen; `first_open` is the task below which all have ended."""
+        ...
+
+
 class Claims:
     """Keeps up to `concurrency` tasks of `source` in flight and hands each to `work`.
 
@@ -68,6 +85,8 @@ class Claims:
 
     `let_go` gets a task's index and whether the task has ended, before it leaves the queue or is given back: also of tasks that had ended
     before they came, and of those whose work was cancelled for it.
+
+    With `demand` it claims no more than there is use for.
     """
 
     def __init__(
@@ -81,6 +100,7 @@ class Claims:
         ack_wait_s: float,
         grace_s: float = GRACE_S,
         let_go: Callable[[int, bool], Awaitable[None]] | None = None,
+        demand: Demand | None = None,
     ) -> None:
         self.source = source
         self.num_done = 0
@@ -97,6 +117,9 @@ class Claims:
         self._wake = asyncio.Event()
         self._first_open = 0
         """Tasks below it have ended."""
+        self._demand = demand
+        if demand is not None:
+            demand.listen(self._wake.set, lambda: self._first_open)
 
     def take_counts(self) -> Counts:
         """What has happened since the last call."""
@@ -122,12 +145,16 @@ class Claims:
             while not draining.is_set():
                 self._wake.clear()
                 free = self._concurrency - len(self._open)
-                if not free:
+                if self._demand is not None:
+                    free = min(free, self._demand.wanted())
+                if free <= 0:
                     await self._wake.wait()
                     continue
                 # Not cancelled by a drain: a lease that arrives after its claim was cut would lie idle for the whole ack wait.
                 for lease in await self._bus.claim(self.source, max=free, wait_s=_CLAIM_WAIT_S):
                     claim = _Claim(lease)
+                    if self._demand is not None:
+                        self._demand.claimed(lease.sequence - 1)
                     task = group.create_task(self._hold(claim))
                     self._open[task] = claim
                     task.add_done_callback(self._closed)

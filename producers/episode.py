@@ -108,6 +108,8 @@ class Episode(msgspec.Struct, kw_only=True):
     finished_s: float = 0.0
     scored_s: float = 0.0
     """Unix seconds at which its reward was known; set by the worker."""
+    is_answer: bool = False
+    """Whether it ends with its rollout's answer: then its reward is the rollout's, else that of the last episode is."""
 
     def __post_init__(self) -> None:
         problem = _problem(self)
@@ -181,7 +183,7 @@ def _temperature_problem(episode: Episode, segment: Segment) -> str:
 def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str, more: Mapping[str, Any] | None = None) -> list[Sample]:
     """Rows for the stream, sorted by rollout and, within one, in the order given.
 
-    Every rollout's samples get the reward of its last episode that has one, and the fields `more`.
+    Every rollout's samples get the reward of its answer (`is_answer`), else of its last episode that has one, and the fields `more`.
 
     Raises:
         SchemaError: an episode of a rollout that the task does not have, or a branch of none.
@@ -223,7 +225,7 @@ def _first(episode: Episode, count: int) -> list[int]:
 
 
 def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], told: dict[str, Any]) -> Sample:
-    rewarded = of_rollout[-1]
+    rewarded = next((e for e in of_rollout if e.is_answer), of_rollout[-1])
     if rewarded.reward is None:
         rewarded = next((e for e in reversed(of_rollout) if e.reward is not None), None)
     tokens: list[int] = []

@@ -13,6 +13,7 @@ from streamrl.producers.children.pool import Children, default_count
 from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.functions import is_user_code, make_producer
 from streamrl.producers.groups import GroupRunner
+from streamrl.producers.protocol import Producer
 from streamrl.rewards.factory import is_user_code as is_user_reward
 from streamrl.rewards.factory import make_reward
 from streamrl.schemas.control import ROLLOUT_ROLE
@@ -40,13 +41,16 @@ def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
     return pool
 
 
-def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str) -> GroupRunner:
-    """A runner for the producer that `function` names and the run's reward; raises ConfigError. The caller starts and closes it."""
+def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str, producer: Producer | None = None) -> GroupRunner:
+    """A runner for `producer`, or the one that `function` names, and the run's reward; raises ConfigError.
+
+    The caller starts and closes it.
+    """
     config = worker.config
     tokenizer, _ = policy_tokenizer(worker)
-    user_producer, user_reward = is_user_code(function), is_user_reward(config.reward)
+    user_producer, user_reward = producer is None and is_user_code(function), is_user_reward(config.reward)
     runner = GroupRunner(
-        producer=None if user_producer else make_producer(function, key=key),
+        producer=producer or (None if user_producer else make_producer(function, key=key)),
         reward=None if user_reward else make_reward(config.reward),
         engine=pool,
         tokenizer=tokenizer,

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -19,11 +19,11 @@ from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.attempts import Attempts
 from streamrl.producers.checkpoints import RolloutCheckpoints
 from streamrl.producers.children.jobs import Keeping
-from streamrl.producers.claims import Claims
+from streamrl.producers.claims import Claims, Demand
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
-from streamrl.producers.protocol import Claim, Failure
+from streamrl.producers.protocol import Claim, Failure, Producer
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
 from streamrl.producers.slots import FREE, Cut, phase, stored, taken
@@ -75,6 +75,22 @@ class Streak:
         self.hopeless |= self.length >= _LEAVES_AFTER and time.monotonic() - self._since_s >= _LEAVES_AFTER_S
 
 
+class Front(Producer, Demand, Protocol):
+    """A producer in this process that claims tasks for those who ask it for some (`streamrl.producers.gateway`)."""
+
+    async def left(self, task: int, ended: bool) -> None:
+        """A task has left this worker: it has ended, or is delivered again."""
+        ...
+
+    def doing(self) -> str:
+        """What people see of it."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What has happened since the last call."""
+        ...
+
+
 async def main(worker: Worker) -> None:
     """Serve the run's tasks with `producer.function`, and its warm-up, until the worker drains."""
     sources = (MAIN_SOURCE, WARMUP_SOURCE) if worker.config.warmup.max_steps else (MAIN_SOURCE,)
@@ -121,18 +137,34 @@ async def _leave_when_finished(worker: Worker) -> None:
         return
 
 
-async def serve(worker: Worker, function: str, *, sources: Sequence[str], streak: Streak | None = None) -> int:
-    """Claim and work on the tasks of `sources` until the worker drains; returns how many were finished. A hopeless `streak` drains it."""
-    clock = StateClock("setup", slots=worker.config.producer.concurrency)
-    worker.timed("producer", clock)
+async def serve(
+    worker: Worker, function: str, *, sources: Sequence[str], streak: Streak | None = None, front: Front | None = None, concurrency: int = 0
+) -> int:
+    """Claim and work on the tasks of `sources` until the worker drains; returns how many were finished.
+
+    Args:
+        worker: this one.
+        function: the producer.
+        sources: of tasks.
+        streak: a hopeless one drains the worker.
+        front: the producer instead of `function`. Its slots wait for agents, so their time is not told as a producer's.
+        concurrency: tasks in flight; 0: producer.concurrency.
+    """
+    concurrency = concurrency or worker.config.producer.concurrency
+    clock = StateClock("setup", slots=concurrency)
+    if front is None:
+        worker.timed("producer", clock)
     pool = make_pool(worker)
     cut = Cut()
     work = partial(_in_slot, clock, pool.found, cut)
-    runner = make_runner(worker, pool, function, key="producer.function")
+    runner = make_runner(worker, pool, function, key="producer.function", producer=front)
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
-    claims = [_claims(worker, source, runner, publisher, work, streak) for source in sources]
-    worker.detail = lambda: {"tasks": _in_hand(claims)}
-    report = partial(_report, worker, runner, claims, publisher, cut)
+    claims = [_claims(worker, source, runner, publisher, work, streak, front, concurrency) for source in sources]
+    besides = worker.detail
+    worker.detail = lambda: {**besides(), "tasks": _in_hand(claims)}
+    if front is not None:
+        worker.wait = lambda: pool.wait or front.doing()
+    report = partial(_report, worker, runner, claims, publisher, cut, front)
     keep_all()
     try:
         await runner.start()
@@ -152,7 +184,14 @@ async def serve(worker: Worker, function: str, *, sources: Sequence[str], streak
 
 
 def _claims(
-    worker: Worker, source: str, runner: GroupRunner, publisher: Publisher, in_slot: Callable[[Work], Work], streak: Streak | None
+    worker: Worker,
+    source: str,
+    runner: GroupRunner,
+    publisher: Publisher,
+    in_slot: Callable[[Work], Work],
+    streak: Streak | None,
+    front: Front | None,
+    concurrency: int,
 ) -> Claims:
     config = worker.config
     warmup = source == WARMUP_SOURCE
@@ -165,15 +204,18 @@ def _claims(
                 await one.forget(task)
             else:
                 one.drop(task)
+        if front is not None:
+            await front.left(task, ended)
 
     return Claims(
         worker.bus,
         publisher,
         source,
         work,
-        concurrency=_WARMUP_CONCURRENCY if warmup else config.producer.concurrency,
+        concurrency=_WARMUP_CONCURRENCY if warmup else concurrency,
         ack_wait_s=config.bus.ack_wait_s,
         let_go=None if warmup else let_go,
+        demand=None if warmup else front,
     )
 
 
@@ -247,7 +289,9 @@ async def _keep_reporting(worker: Worker, publisher: Publisher, report: Callable
             await worker.event("stalled" if stalled else "resumed", {"reason": "the sample stream is full"})
 
 
-async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims], publisher: Publisher, cut: Cut) -> None:
+async def _report(
+    worker: Worker, runner: GroupRunner, claims: Sequence[Claims], publisher: Publisher, cut: Cut, front: Front | None
+) -> None:
     """Publish what has happened since the last report, and what blocks in user code."""
     counts = [claim.take_counts() for claim in claims]
     published, hung_s = publisher.take_counts(), runner.hung_s()
@@ -265,6 +309,7 @@ async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims],
             "tokens/cut_total": cut_tokens,
             "bus/redelivered_total": sum(count.num_redelivered for count in counts),
             "bus/full_total": published.num_full,
+            **(front.take_metrics() if front is not None else {}),
         },
         {name: one for name, one in lengths.items() if one},
         tasks=_in_hand(claims),

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from streamrl.errors import SchemaError
+from streamrl.schemas.tasks import RolloutTask, on_the_wire
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -18,7 +19,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 def encode(record: Any) -> bytes:
     """One struct to MessagePack with named fields."""
-    return _encoder.encode(record)
+    return _encoder.encode(on_the_wire(record) if isinstance(record, RolloutTask) else record)
 
 
 def decode(data: bytes | memoryview, kind: type[T], *, where: str = "") -> T:

@@ -14,9 +14,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.errors import SchemaError
 from streamrl.schemas.columns import SCALARS, TURNS
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status
+from streamrl.schemas.tasks import FORMER_FIELDS, Sampling, turn_sampling
 
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -131,6 +133,8 @@ def optional_problem(b: SampleBatch) -> str:
         return problem
     if names & {"branch_parent", "branch_shared"} and (problem := _branches_problem(b)):
         return problem
+    if "sampling" in names and (problem := _sampling_problem(b)):
+        return problem
     for name in ("routed_experts", "images"):
         for ref in b.optional(name) or ():
             if ref is not None and not (
@@ -186,6 +190,19 @@ def _values_problem(turns: dict[str, list[Any]]) -> str:
             msgspec.json.decode(text, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError):
             return f"expected a JSON object as a turn's sampling, got {text[:80]!r}"
+    return ""
+
+
+def _sampling_problem(b: SampleBatch) -> str:
+    """Of what rows say of their sampling beyond the columns that every message has."""
+    for text in {text for text in b.optional("sampling") or () if text is not None}:
+        try:
+            said = msgspec.json.decode(text, type=dict[str, Any])
+            turn_sampling(Sampling(), said)
+        except (msgspec.MsgspecError, RecursionError, SchemaError) as error:
+            return f"expected what a row says of its sampling as JSON, got {text[:80]!r}: {str(error).partition(chr(10))[0]}"
+        if twice := said.keys() & set(FORMER_FIELDS):
+            return f"expected {sorted(twice)} in columns of their own, got {text[:80]!r}"
     return ""
 
 

@@ -21,6 +21,7 @@ import pyarrow as pa
 from streamrl.errors import SchemaError
 from streamrl.schemas.columns import OPTIONAL, SCALARS, TURNS, arrow_schema, schema_bytes
 from streamrl.schemas.samples import Sample, TurnSpan
+from streamrl.schemas.tasks import Sampling
 
 _END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 """Ends an Arrow IPC stream."""
@@ -204,7 +205,16 @@ def _optional_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     for name, kind in _SCALAR_TYPES.items():
         if name in said:
             columns[name] = _numbers(name, [value or None for value in said[name]], kind)
+    if any(later := _later(samples)):
+        columns["sampling"] = _array("sampling", later)
     return {name: columns[name] for name in OPTIONAL if name in columns}
+
+
+def _later(samples: Sequence[Sample]) -> list[str | None]:
+    """What each sample's sampling says beyond the columns that every message has, as JSON."""
+    first: Sampling = samples[0].sampling
+    said = _to_json(first.later() or None)
+    return [said if sample.sampling is first else _to_json(sample.sampling.later() or None) for sample in samples]
 
 
 def _turn_value(turn: TurnSpan, name: str) -> Any:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from streamrl.errors import SchemaError
 from streamrl.schemas.columns import OPTIONAL, SCALARS, TURNS, arrow_schema, canonical
 from streamrl.schemas.samples import BlobRef, Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan
-from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.tasks import Sampling, turn_sampling
 from streamrl.schemas.versions import Version
 
 _SAME = (
@@ -43,6 +43,15 @@ def _numpy_types() -> dict[str, np.dtype[Any]]:
 @cache
 def _scalar_types() -> dict[str, np.dtype[Any]]:
     return {name: np.dtype(OPTIONAL[name].to_pandas_dtype()) for name in SCALARS}
+
+
+_PLAIN = Sampling()
+
+
+class _Said(msgspec.Struct):
+    """Of what a turn says of its sampling."""
+
+    logit_bias: dict[int, float] | None = None
 
 
 class SampleBatch:
@@ -121,13 +130,48 @@ class SampleBatch:
             found[where] = True
         return found if found.any() else None
 
-    @cached_property
-    def temperatures(self) -> npt.NDArray[np.float32]:
-        """[T] temperature that each token was drawn at: its turn's, or else its row's."""
-        found = np.repeat(self.ints("temperature"), self.lengths)
+    def drawn_at(self, name: str) -> npt.NDArray[Any]:
+        """[T] what each token was drawn with: its turn's, or else its row's, of `temperature`, `top_p`, `min_p` (float32), `top_k` (int32)."""
+        found = np.repeat(self._min_ps() if name == "min_p" else self.ints(name), self.lengths)
         for where, text in self._turns_with("sampling"):
-            found[where] = msgspec.json.decode(text)["temperature"]
+            if name in (said := msgspec.json.decode(text)):
+                found[where] = said[name]
         return found
+
+    def _min_ps(self) -> npt.NDArray[np.float32]:
+        return np.array([later.min_p for later in self.later], np.float32) if self.later else np.zeros(self.num_rows, np.float32)
+
+    @cached_property
+    def later(self) -> list[Sampling]:
+        """[N] a Sampling of what each row says beyond the columns that every message has; none where no row says anything."""
+        texts = self.optional("sampling") or []
+        return [Sampling() if text is None else msgspec.json.decode(text, type=Sampling) for text in texts]
+
+    @cached_property
+    def logit_biases(self) -> tuple[npt.NDArray[np.int32], tuple[dict[int, float], ...]]:
+        """[T] which of the biases each token was drawn with, -1 where none; and the biases, each of at least one token."""
+        own = [later.logit_bias for later in self.later] or [{}] * self.num_rows
+        turns = [(where, said.logit_bias) for where, said in self._turns_said() if said.logit_bias is not None]
+        biases = tuple({tuple(sorted(bias.items())): bias for bias in (*own, *(bias for _, bias in turns)) if bias}.values())
+        places = np.array([biases.index(bias) if bias else -1 for bias in own], np.int32)
+        found = np.repeat(places, self.lengths)
+        for where, bias in turns:
+            found[where] = biases.index(bias) if bias else -1
+        return found, biases
+
+    @cached_property
+    def uncomputed(self) -> npt.NDArray[np.bool_]:
+        """[T] whether each token was drawn, by what its turn or its row says, from a distribution that no trainer computes."""
+        found = np.repeat([later.inexact for later in self.later] or np.zeros(self.num_rows, np.bool_), self.lengths)
+        rows = np.repeat(np.arange(self.num_rows), self.lengths)
+        for where, text in self._turns_with("sampling"):
+            row = self.later[rows[where.start]] if self.later else Sampling()
+            found[where] = turn_sampling(row, msgspec.json.decode(text)).inexact
+        return found
+
+    def _turns_said(self) -> Iterator[tuple[slice, _Said]]:
+        for where, text in self._turns_with("sampling"):
+            yield where, msgspec.json.decode(text, type=_Said)
 
     def ints(self, name: str) -> npt.NDArray[Any]:
         """[N] values of a flat numeric column that has no nulls."""
@@ -200,7 +244,8 @@ class SampleBatch:
     def _row(self, index: int, values: dict[str, Any]) -> Sample:
         start, end = self.offsets[index], self.offsets[index + 1]
         spans = zip(values["span_length"], values["span_epoch"], values["span_number"], strict=True)
-        sampling = Sampling(
+        sampling = msgspec.structs.replace(
+            self.later[index] if self.later else _PLAIN,
             max_new_tokens=values["max_new_tokens"],
             temperature=values["temperature"],
             top_p=values["top_p"],

@@ -30,9 +30,9 @@ class LogprobMode(StrEnum):
     """Which distribution the stored log-probs belong to."""
 
     SAMPLED = "sampled"
-    """The one really drawn from: after temperature, top-p and top-k."""
+    """The one really drawn from: after temperature, top-k, top-p and min-p."""
     TEMPERATURE = "temperature"
-    """After temperature only, before top-p and top-k (SGLang's default)."""
+    """Before top-k, top-p and min-p (SGLang's default)."""
     NONE = "none"
     """No sampler: demonstrations."""
 
@@ -69,7 +69,8 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Index of its first token in the sample."""
     length: int
     inexact: bool = False
-    """Whether the versions of its tokens are guesses: none counts as younger than it is."""
+    """Whether the versions of its tokens are guesses (none counts as younger than it is), or their distribution one that no trainer
+    computes (`Sampling.inexact`)."""
     finish_reason: str = ""
     engine: str = ""
     asked_s: float = 0.0
@@ -78,7 +79,7 @@ class TurnSpan(msgspec.Struct, frozen=True, kw_only=True):
     """At which the engine began to compute it."""
     finished_s: float = 0.0
     sampling: dict[str, Any] = {}
-    """What is drawn otherwise than the sample's `sampling` says, by the names of its fields and of others."""
+    """What is drawn otherwise than the sample's `sampling` says, by the names of its fields, as JSON has them (`turn_sampling`)."""
 
 
 class Branch(msgspec.Struct, frozen=True):

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from streamrl.errors import SchemaError
 
+MOST_STOPS = 32
+"""Stop strings of a request."""
+LONGEST_STOP = 256
+"""Characters of one."""
+MOST_BIASES = 4096
+"""Tokens of a logit bias."""
+LONGEST_GRAMMAR = 1 << 16
+"""Characters of a JSON schema or a regular expression."""
+FORMER_FIELDS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos")
+"""Fields of `Sampling` that are always on the wire; the others, which came later, only where they say something."""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn; the names are SGLang's. The log-probs kept with a sample are those of this distribution."""
+    """How tokens are drawn; the names are SGLang's, and so is the order in which logits are changed.
+
+    Penalties, then the grammar, then `logit_bias`, then the temperature; `top_k`, `top_p` and `min_p` each look at the whole distribution that
+    this gives, and what all of them leave is drawn from. The log-probs kept with a sample are those of this distribution. The trainer
+    computes it too, without penalties and grammars: such tokens are `inexact` (`tasks.inexact`).
+    """
 
     max_new_tokens: int = 64
     """Longest completion."""
@@ -24,16 +41,114 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end a completion, beside the model's own end."""
     ignore_eos: bool = False
     """Do not end at the model's own end."""
+    min_p: float = 0.0
+    """Draw from tokens that are at least this many times as likely as the likeliest one (arXiv 2407.01082); 0: all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a completion. Its text ends before the first of them, its tokens with the one that completed it."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the completion has already, in [-2, 2] (OpenAI's)."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time that the completion has it, in [-2, 2] (OpenAI's)."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that the completion has already are divided by it where above 0, else multiplied, in (0, 2] (arXiv 1909.05858; of
+    the completion alone, as SGLang has it)."""
+    logit_bias: dict[int, float] = {}
+    """By token id, added to its logit; in [-100, 100]."""
+    json_schema: str = ""
+    """JSON schema, as text, that the completion's text obeys; empty: any text."""
+    regex: str = ""
+    """Regular expression that the whole text of the completion matches; empty: any text."""
+
+    @property
+    def penalized(self) -> bool:
+        """Whether tokens that are there already are drawn otherwise."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def grammar(self) -> bool:
+        """Whether the text has to have a form."""
+        return bool(self.json_schema or self.regex)
+
+    @property
+    def inexact(self) -> bool:
+        """Whether it is a distribution that no trainer computes."""
+        return self.penalized or self.grammar
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise SchemaError(f"sampling.max_new_tokens must be >= 1, got {self.max_new_tokens}", key="sampling.max_new_tokens")
+            raise _wrong("max_new_tokens", ">= 1", self.max_new_tokens)
         if not self.temperature >= 0:
-            raise SchemaError(f"sampling.temperature must be >= 0, got {self.temperature}", key="sampling.temperature")
+            raise _wrong("temperature", ">= 0", self.temperature)
         if not 0 < self.top_p <= 1:
-            raise SchemaError(f"sampling.top_p must be in (0, 1], got {self.top_p}", key="sampling.top_p")
+            raise _wrong("top_p", "in (0, 1]", self.top_p)
         if self.top_k == 0 or self.top_k < -1:
-            raise SchemaError(f"sampling.top_k must be -1 or >= 1, got {self.top_k}", key="sampling.top_k")
+            raise _wrong("top_k", "-1 or >= 1", self.top_k)
+        if not 0 <= self.min_p <= 1:
+            raise _wrong("min_p", "in [0, 1]", self.min_p)
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise _wrong(name, "in [-2, 2]", getattr(self, name))
+        if not 0 < self.repetition_penalty <= 2:
+            raise _wrong("repetition_penalty", "in (0, 2]", self.repetition_penalty)
+        if self.stop or self.logit_bias or self.grammar:
+            _check_texts(self)
+
+    def changes(self, other: Sampling) -> dict[str, Any]:
+        """Fields in which this one differs from `other`, by name, in their order; tokens of a bias by their ids."""
+        changed = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) != getattr(other, name)}
+        if "logit_bias" in changed:
+            changed["logit_bias"] = dict(sorted(self.logit_bias.items()))
+        return changed
+
+    def later(self) -> dict[str, Any]:
+        """What it says beyond `FORMER_FIELDS`, by name; empty where that is nothing."""
+        return {name: value for name, value in self.changes(_NOTHING).items() if name not in FORMER_FIELDS}
+
+
+_NOTHING = Sampling()
+
+
+def turn_sampling(sampling: Sampling, said: Mapping[str, Any]) -> Sampling:
+    """How a turn was drawn, of the sampling of its sample and what `TurnSpan.sampling` says of it: fields by name, as JSON has them.
+
+    Raises:
+        SchemaError: another name, or a value that its field does not take.
+    """
+    if unknown := said.keys() - set(Sampling.__struct_fields__):
+        known = ", ".join(Sampling.__struct_fields__)
+        raise SchemaError(f"expected fields of sampling ({known}), got {sorted(unknown)}", hint="see docs/configuration.md", key="sampling")
+    try:
+        given = msgspec.convert(said, Sampling, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise SchemaError(f"expected the fields of sampling to have their types, got: {error}", key="sampling") from error
+    return msgspec.structs.replace(sampling, **{name: getattr(given, name) for name in said})
+
+
+def _wrong(name: str, expected: str, got: object) -> SchemaError:
+    return SchemaError(f"sampling.{name} must be {expected}, got {got}", key=f"sampling.{name}")
+
+
+def _check_texts(sampling: Sampling) -> None:
+    """Stop strings, biases and grammars: what takes longer to look at than a number."""
+    stop, bias = sampling.stop, sampling.logit_bias
+    if len(stop) > MOST_STOPS or not all(0 < len(text) <= LONGEST_STOP for text in stop):
+        expected = f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
+        raise _wrong("stop", expected, f"{len(stop)} of {[len(text) for text in stop[:MOST_STOPS]]}")
+    if len(bias) > MOST_BIASES:
+        raise _wrong("logit_bias", f"of at most {MOST_BIASES} tokens", len(bias))
+    for token, value in bias.items():
+        if not (token >= 0 and -100 <= value <= 100):
+            raise _wrong("logit_bias", "numbers in [-100, 100] by token ids of at least 0", f"{value} for {token}")
+    if sampling.json_schema and sampling.regex:
+        raise SchemaError("sampling has a json_schema and a regex, a text obeys one grammar", hint="leave one out", key="sampling.regex")
+    for name in ("json_schema", "regex"):
+        if len(getattr(sampling, name)) > LONGEST_GRAMMAR:
+            raise _wrong(name, f"of at most {LONGEST_GRAMMAR} characters", len(getattr(sampling, name)))
+    if sampling.json_schema:
+        try:
+            msgspec.json.decode(sampling.json_schema, type=dict[str, Any] | bool)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise _wrong("json_schema", "a JSON schema as text", f"{sampling.json_schema[:80]!r}: {error}") from error
 
 
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,3 +186,11 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest version number that may sample this task's first token; an engine holds the request back until it serves it."""
     seed: int = 0
     """Seed of the task; rollout k derives its own with `streamrl.core.seeds.rollout_seed`."""
+
+
+def on_the_wire(task: RolloutTask) -> dict[str, Any]:
+    """A task as it is encoded: later fields of its sampling are there only where they say something, so that others cost nothing."""
+    sampling = task.sampling
+    former = {name: getattr(sampling, name) for name in FORMER_FIELDS}
+    said = {name: value for name, value in msgspec.structs.asdict(task).items() if value is not msgspec.UNSET}
+    return said | {"sampling": former | sampling.later()}

@@ -7,6 +7,8 @@
 |           |                                                                  | blobs, queued tasks        |                              |
 | producer  | samples and their blobs, tombstones, rewards, checkpoints,       | events, samples' blobs     | claims tasks                 |
 |           | attempts, `stalled`                                              |                            |                              |
+| gateway   | as a producer, and the turns of open sessions                    | events, samples' blobs,    | claims tasks                 |
+|           |                                                                  | turns                      |                              |
 | engine    | presence of engines, pins, events `weights` and `engine`         | weights, blobs             |                              |
 | feeder    | tasks, events `stalled` and `resumed`                            | queued tasks               |                              |
 | evaluator | event `evaluation`, pins                                         | ledger, events             |                              |
@@ -27,11 +29,11 @@ from collections.abc import Sequence
 import msgspec
 
 from streamrl.bus.address import API, OPERATOR, ROLE_API, inbox
-from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, stream_name
+from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, stream_name, turn_bucket
 from streamrl.schemas.subjects import DEAD, EVENTS, LEDGER, METRICS, SAMPLES, TASKS, WEIGHTS
 
 READER = "reader"
-ROLES = ("trainer", "producer", "engine", "feeder", "evaluator", READER)
+ROLES = ("trainer", "producer", "gateway", "engine", "feeder", "evaluator", READER)
 """Roles whose rights are limited. A worker's role is its kind."""
 
 
@@ -72,10 +74,20 @@ def allowed(role: str, run: str) -> Rights:
     """What `role` may do in `run`; KeyError for a role that is not in ROLES."""
     tasks, samples = stream_name(run, TASKS), stream_name(run, SAMPLES)
     bucket = sample_bucket(run)
-    blobs, beside = blobs_name(run), blobs_name(bucket)
+    blobs, beside, turns = blobs_name(run), blobs_name(bucket), keys_name(turn_bucket(run))
     worker = [f"{run}.metrics.*", f"$KV.{run}.presence.workers.*"]
     stalls = [f"{run}.events.stalled", f"{run}.events.resumed"]
     of_tasks = [f"$KV.{run}.checkpoints.*.*", f"$KV.{run}.attempts.*"]  # the trainer's reaper removes them
+    produces = [
+        *worker,
+        *stalls,
+        *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards")),
+        *of_tasks,
+        f"$O.{bucket}.C.*",
+        f"$O.{bucket}.M.*",
+        f"{API}.CONSUMER.INFO.{tasks}.*",
+        f"$JS.ACK.{tasks}.>",
+    ]
     stores: dict[str, list[str]] = {
         "trainer": [
             *worker,
@@ -89,17 +101,10 @@ def allowed(role: str, run: str) -> Rights:
             f"{API}.STREAM.PURGE.{samples}",
             f"{API}.STREAM.PURGE.{blobs}",
             f"{API}.STREAM.PURGE.{beside}",
+            f"{API}.STREAM.PURGE.{turns}",
         ],
-        "producer": [
-            *worker,
-            *stalls,
-            *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards")),
-            *of_tasks,
-            f"$O.{bucket}.C.*",
-            f"$O.{bucket}.M.*",
-            f"{API}.CONSUMER.INFO.{tasks}.*",
-            f"$JS.ACK.{tasks}.>",
-        ],
+        "producer": produces,
+        "gateway": [*produces, f"{run}.events.notice", f"$KV.{turn_bucket(run)}.*.*.*", f"{API}.STREAM.PURGE.{turns}"],
         "engine": [
             *worker,
             f"{run}.events.weights",
@@ -114,6 +119,7 @@ def allowed(role: str, run: str) -> Rights:
     reads = {
         "trainer": (SAMPLES, LEDGER, WEIGHTS),
         "producer": (EVENTS,),
+        "gateway": (EVENTS,),
         "engine": (WEIGHTS,),
         "feeder": (),
         "evaluator": (LEDGER, EVENTS),
@@ -121,9 +127,10 @@ def allowed(role: str, run: str) -> Rights:
     }[role]
     followed = [keys_name(run), *(stream_name(run, stream) for stream in reads)]
     read = followed + ([blobs] if role in ("trainer", "engine", READER) else [])
-    read += [beside] if role in ("trainer", "producer", READER) else []
+    read += [beside] if role in ("trainer", "producer", "gateway", READER) else []
+    read += [turns] if role == "gateway" else []
     batches = [f"{API}.DIRECT.GET.{stream}" for stream in read]
-    if role == "producer":
+    if role in ("producer", "gateway"):
         batches.append(f"{API}.CONSUMER.MSG.NEXT.{tasks}.*")
     if role in ("feeder", "trainer"):  # the trainer ends tasks whose messages are gone, see streamrl.consumers.training.reaper
         batches.append(f"{API}.DIRECT.GET.{tasks}")

@@ -100,6 +100,14 @@ class KeyValue(Protocol):
         """Names of the live keys that begin with `prefix`, sorted."""
         ...
 
+    async def values(self, prefix: str) -> Mapping[str, bytes]:
+        """The live keys that begin with `prefix`, a folder (`5/`), with their present values."""
+        ...
+
+    async def remove(self, prefix: str) -> None:
+        """Remove the keys that begin with `prefix`, a folder, so that nothing of them stays. No error if there is none."""
+        ...
+
     async def size(self) -> int:
         """Bytes that the stored values take, those of all keys together; a server counts what it stores beside them too."""
         ...
@@ -152,6 +160,11 @@ class Bus(Protocol):
     @property
     def sample_blobs(self) -> Blobs:
         """What samples name (`streamrl.schemas.samples.BlobRef`): producers store them, before their samples."""
+        ...
+
+    @property
+    def turns(self) -> KeyValue:
+        """Journals of a gateway's open sessions: `streamrl.producers.gateway.journal`. Raises StreamFull."""
         ...
 
     async def publish(

@@ -138,6 +138,11 @@ def sample_bucket(run: str) -> str:
     return f"{run}+samples"
 
 
+def turn_bucket(run: str) -> str:
+    """Bucket of the journals of a gateway's open sessions, likewise."""
+    return f"{run}+turns"
+
+
 def stored_subject(stream: str, subject: str = ">") -> str:
     """Where the server repeats a message once it is stored, with its sequence; `stream` is its name on the server, `>` all subjects."""
     return f"$STORED.{stream}.{subject}"

@@ -36,6 +36,8 @@ class BusConfig(Section, frozen=True, kw_only=True):
     """Byte budget of the blobs: weights, drops, dead letters."""
     sample_blobs_bytes: PositiveInt = 4_000_000_000
     """Byte budget of the blobs that samples name: the experts of their tokens, with trainer.routing_replay."""
+    turns_bytes: PositiveInt = 1_000_000_000
+    """Byte budget of the turns of a gateway's open sessions; a call that finds no room waits for sessions to end, as a 503."""
     ack_wait_s: PositiveFloat = 30.0
     """A claimed task that is not kept alive for this long is delivered again; at least 1."""
     replicas: Replicas = 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.check_engine import check_sglang
+from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
@@ -36,6 +37,7 @@ def check(config: Config) -> None:
     check_ray(config)
     _check_bus(config)
     _check_slo(config)
+    check_gateway(config)
 
 
 def check_files(config: Config) -> None:

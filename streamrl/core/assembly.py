@@ -130,7 +130,7 @@ def assemble(
         loss_mask=loss_mask,
         sampler_logprobs=tokenwise(lambda message: message.logprobs),
         staleness=staleness,
-        temperature=np.ones(offsets[-1], np.float32) if warmup else tokenwise(lambda message: message.temperatures),
+        temperature=np.ones(offsets[-1], np.float32) if warmup else tokenwise(lambda message: message.drawn_at("temperature")),
         top_p=np.where(truncated, ints("top_p"), 1.0).astype(np.float32),
         top_k=np.where(truncated, ints("top_k"), -1).astype(np.int32),
         rewards=packed.rewards,

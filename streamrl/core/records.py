@@ -21,6 +21,7 @@ from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Status, Tombstone, is_turn_temperature
 from streamrl.schemas.subjects import kind_of
+from streamrl.schemas.tasks import Sampling, turn_sampling
 
 
 class Share(msgspec.Struct, frozen=True):
@@ -197,13 +198,24 @@ def judge(
 
 
 def _check_turns(batch: SampleBatch, where: str) -> None:
-    """Refuse turns that are drawn otherwise than their sample in anything but the temperature: no trainer knows of more."""
-    for text in {text for row in batch.optional("turn_sampling") or () for text in row or () if text is not None}:
-        match msgspec.json.decode(text):
-            case {"temperature": float() | int() as value, **others} if not others and is_turn_temperature(value):
-                pass
-            case _:
-                raise SchemaError(f"expected a turn to differ from its sample only in a temperature above 0 at {where}, got {text[:80]}")
+    """Refuse turns that no trainer could compute: greedy ones, and ones of penalties or a grammar that are not marked as inexact."""
+    texts = {text for row in batch.optional("turn_sampling") or () for text in row or () if text is not None}
+    for text in texts:
+        said = msgspec.json.decode(text)
+        try:
+            turn_sampling(Sampling(), said)
+        except SchemaError as error:
+            raise SchemaError(f"expected what a turn says of its sampling at {where}, got {text[:80]}: {error.message}") from error
+        if not is_turn_temperature(said.get("temperature", 1.0)):
+            raise SchemaError(f"expected a turn with a temperature above 0, and below 1e30, at {where}, got {text[:80]}")
+    if not texts and not batch.later:
+        return
+    try:
+        hidden = batch.uncomputed & batch.loss_mask.astype(bool)
+    except SchemaError as error:  # a turn's json_schema beside its row's regex
+        raise SchemaError(f"expected a turn's sampling to go with its row's at {where}: {error.message}") from error
+    if (hidden if batch.inexact is None else hidden & ~batch.inexact).any():
+        raise SchemaError(f"expected tokens drawn with penalties or a grammar to be of turns that are marked as inexact at {where}")
 
 
 def _others(kind: str, sequence: int, body: bytes | memoryview, where: str) -> Ended | Rewarded | Forked | Marked:

@@ -32,6 +32,7 @@ FREE_KEYS = (
     "data.heldout",
     "tasks.max_deliveries",
     "producer",
+    "gateway",
     "reward.timeout_s",
     "engine.workers",
     "engine.slots",

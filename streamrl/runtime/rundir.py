@@ -33,6 +33,8 @@ class RunDir:
         """Secrets, one file each, readable by the owner only: the bus for each role, and the token of the engines."""
         self.engine_token_path = self.credentials / "engine-token"
         """What engines ask of those who send them requests."""
+        self.gateway_key_path = self.credentials / "gateway-key"
+        """What gateways ask of those who start sessions; keys of sessions are made from it."""
         self.options_path = self.credentials / "options.json"
         """Options of user code that look like secrets; see `streamrl.config.secret_options`."""
         self.tls = self.path / "tls"
@@ -89,24 +91,19 @@ class RunDir:
 
     def engine_token(self) -> str:
         """The run's engine token; raises ConfigError when it is not there, or empty: that would let everybody in."""
-        try:
-            token = self.engine_token_path.read_text().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"expected the engines' token in {self.engine_token_path}: {error.strerror}",
-                hint="`streamrl up` makes it; copy it to hosts that run engines or producers",
-                path=str(self.engine_token_path),
-            ) from error
-        if not token:
-            raise ConfigError(
-                f"expected the engines' token in {self.engine_token_path}, got an empty file",
-                hint="delete it: `streamrl up` makes a new one",
-            )
-        return token
+        return _secret(self.engine_token_path, "the engines' token", "engines or producers")
+
+    def gateway_key(self) -> str:
+        """The key of the run's gateways; raises ConfigError likewise."""
+        return _secret(self.gateway_key_path, "the gateways' key", "gateways")
 
     def policy_dir(self, config: Config) -> Path:
         """Where the initial policy and its tokenizer are: the user's model, or the one that was built for the run."""
         return Path(config.model.path) if config.model.path else self.model_dir
+
+    def gateway_path(self, worker: str) -> Path:
+        """Where a gateway says which address it serves."""
+        return self.path / "gateways" / f"{worker}.json"
 
     def log_path(self, worker: str) -> Path:
         """Log file of one worker."""
@@ -127,13 +124,14 @@ class RunDir:
             raise unreadable(self, error) from error
 
     def create(self) -> None:
-        """Make the directories, closed to other users, and the engines' token; raises LaunchError where that is not possible."""
+        """Make the directories, closed to other users, and the keys of engines and gateways; raises LaunchError where that cannot be."""
         check_name("run name", self.name)
         try:
             for path in (self.path, self.logs, self.checkpoints, self.hf, self.bus_store, self.credentials):
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not self.engine_token_path.exists():
-                write_private(self.engine_token_path, secrets.token_urlsafe(32).encode() + b"\n")
+            for secret in (self.engine_token_path, self.gateway_key_path):
+                if not secret.exists():
+                    write_private(secret, secrets.token_urlsafe(32).encode() + b"\n")
         except OSError as error:
             raise LaunchError(
                 f"the run directory {self.path} cannot be made: {error.strerror}",
@@ -210,6 +208,20 @@ class RunDir:
         known = [run.name for run in known_runs(base)]
         hint = f"known runs in {base}: {', '.join(known)}" if known else f"there are no runs in {base} yet; `streamrl up` starts one"
         raise ConfigError(f"expected the name or directory of a run, got {text!r}", hint=hint, run=text)
+
+
+def _secret(path: Path, what: str, whose: str) -> str:
+    try:
+        found = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"expected {what} in {path}: {error.strerror}",
+            hint=f"`streamrl up` makes it; copy it to hosts that run {whose}",
+            path=str(path),
+        ) from error
+    if not found:
+        raise ConfigError(f"expected {what} in {path}, got an empty file", hint="delete it: `streamrl up` makes a new one")
+    return found
 
 
 def unreadable(run: RunDir, error: OSError) -> ConfigError:

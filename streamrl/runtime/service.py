@@ -28,7 +28,7 @@ class Exit(IntEnum):
 
 SHUTDOWN_ORDER: tuple[tuple[str, ...], ...] = (
     ("trainer",),
-    ("producer",),
+    ("producer", "gateway"),
     ("evaluator",),
     ("engine",),
     ("feeder",),

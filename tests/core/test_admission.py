@@ -15,6 +15,7 @@ from streamrl.core.records import Poison, Rollouts, Share, judge
 from streamrl.core.state import initial_state
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample, Status, TurnSpan, VersionSpan
+from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.core.stream import Stream, config, tasks_of, view
 from tests.schemas.rows import sample
@@ -62,7 +63,11 @@ def test_guesses_about_tokens_that_are_not_trained_say_nothing() -> None:
     assert judged(sample(0, turns=turns, loss_mask=masked)).rollouts[0].shares == ()
 
 
-UNKNOWN = [{"top_p": 0.5}, {"temperature": 0.5, "min_p": 0.1}, *({"temperature": t} for t in (0, -1.0, 1e-40, 1e300, 10**400, True, "0.5"))]
+UNKNOWN = [
+    *({"temperature": t} for t in (0, -1.0, 1e-40, 1e300, 10**400, True, "0.5")),
+    *({"top_p": 0.0}, {"min_p": 2}, {"stop": [3]}, {"logit_bias": {"a": 1.0}}, {"temperature": 0.5, "min_q": 0.1}),
+    *({"presence_penalty": 0.5}, {"regex": "a"}),  # whose distributions no trainer computes, and which are not marked as inexact
+]
 
 
 @pytest.mark.parametrize("sampling", UNKNOWN, ids=str)
@@ -76,7 +81,29 @@ def test_a_temperature_by_turn_is_taken() -> None:
     turns = (TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, sampling={"temperature": 0.5}))
     record, batch = judge("run.samples.main", 1, encode_samples([sample(0), sample(1, turns=turns)]), "3")
     assert isinstance(record, Rollouts) and batch is not None
-    assert batch.temperatures.tolist() == [1, 1, 1, 1, 1, 1, 1, 0.5] and batch.temperatures.dtype == np.float32
+    assert batch.drawn_at("temperature").tolist() == [1, 1, 1, 1, 1, 1, 1, 0.5] and batch.drawn_at("temperature").dtype == np.float32
+
+
+def test_what_else_a_turn_is_drawn_with_is_its_own() -> None:
+    own = {"top_p": 0.5, "min_p": 0.25, "top_k": 3, "logit_bias": {"7": -1.0}, "stop": ["a"]}
+    turns = (TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, sampling=own))
+    rows = [sample(0, sampling=Sampling(min_p=0.5, logit_bias={6: 2.0})), sample(1, turns=turns)]
+    record, batch = judge("run.samples.main", 1, encode_samples(rows), "3")
+    assert isinstance(record, Rollouts) and batch is not None
+    assert batch.drawn_at("min_p").tolist() == [0.5] * 4 + [0, 0, 0, 0.25] and batch.drawn_at("min_p").dtype == np.float32
+    assert batch.drawn_at("top_p").tolist() == [1] * 7 + [0.5] and batch.drawn_at("top_k").tolist() == [-1] * 7 + [3]
+    places, biases = batch.logit_biases
+    assert places.tolist() == [0] * 4 + [-1, -1, -1, 1] and biases == ({6: 2.0}, {7: -1.0})
+
+
+def test_a_penalty_or_a_grammar_is_marked_as_inexact_or_refused() -> None:
+    drawn, marked = Sampling(regex="a"), (TurnSpan(start=2, length=2, inexact=True),)
+    exact = (TurnSpan(start=2, length=2, sampling={"regex": ""}),)
+    assert isinstance(judge("run.samples.main", 1, encode_samples([sample(0, sampling=drawn)]), "3")[0], Poison)
+    assert judged(sample(0, sampling=drawn, turns=marked)).rollouts[0].inexact
+    assert not judged(sample(0, sampling=drawn, turns=exact)).rollouts[0].inexact
+    both = (TurnSpan(start=2, length=2, inexact=True, sampling={"json_schema": "{}"}),)
+    assert isinstance(judge("run.samples.main", 1, encode_samples([sample(0, sampling=drawn, turns=both)]), "3")[0], Poison)
 
 
 def test_a_sample_beyond_the_longest_sequence_is_a_dead_letter() -> None:

@@ -85,6 +85,28 @@ def claimed_samples() -> list[Sample]:
     return [replace(full, issued_s=10.5, deliveries=3, began_s=12.625), *others]
 
 
+SAMPLING = Sampling(
+    max_new_tokens=9,
+    min_p=0.05,
+    stop=("\n", "ü"),
+    presence_penalty=0.5,
+    frequency_penalty=-0.25,
+    repetition_penalty=1.25,
+    logit_bias={7: 1.5, 5: -100.0},
+    json_schema='{"type":"object"}',
+)
+"""Everything that was added to `Sampling` later and goes together."""
+
+
+def sampled_samples() -> list[Sample]:
+    """The column that was added to `samples/2` for later fields of `Sampling`, and a turn that was drawn otherwise than its sample."""
+    full, *others = claimed_samples()
+    first, second = full.turns
+    own = {"json_schema": "", "regex": "[0-9]+", "logit_bias": {"6": 2.0}}
+    turns = (replace(first, sampling=own), replace(second, inexact=True))
+    return [replace(full, sampling=replace(SAMPLING, temperature=0.5), turns=turns), *others]
+
+
 def former_samples() -> list[Sample]:
     """A rollout with every column filled, sampled by two versions around a tool's answer, and one with as little as there can be."""
     full = Sample(
@@ -172,6 +194,7 @@ def records() -> dict[str, Any]:
             min_version=15,
             seed=123456789,
         ),
+        "task-sampling": RolloutTask(run="golden", index=41, source="main", prompt_ids=(5, 6), sampling=SAMPLING),
         "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
         "tombstone-claimed": Tombstone(
             task=41, reason="timeout", group_size=3, source="main", producer="producer-1", issued_s=10.5, claimed_s=11.5, deliveries=3
@@ -389,6 +412,7 @@ def records() -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     files = {name: encode(record) for name, record in records().items()}
     files |= {"samples-2": encode_samples(samples()), "samples-2-claimed": encode_samples(claimed_samples())}
+    files["samples-2-sampling"] = encode_samples(sampled_samples())
     for name, data in files.items():
         path = FOLDER / f"{name}.bin"
         if not path.exists() or arguments == ["--force", name]:

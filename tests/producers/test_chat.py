@@ -337,7 +337,7 @@ async def test_a_turn_has_a_temperature_of_its_own(engine: TableEngine, tokenize
             await chat.generate(temperature=wrong)
     [row] = samples_of(task, [chat.episode()], producer="p")
     assert [turn.sampling for turn in row.turns] == [{}, {"temperature": 0.5}]
-    temperatures = decode_samples(encode_samples([row])).temperatures
+    temperatures = decode_samples(encode_samples([row])).drawn_at("temperature")
     assert temperatures[row.loss_mask == 1].tolist() == [1.0] * len(first.token_ids) + [0.5] * len(second.token_ids)
     chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
     await chat.generate(temperature=1)

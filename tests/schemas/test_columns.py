@@ -71,7 +71,12 @@ def a_sample(draw: st.DrawFn, group_size: int, rollout: int, index: int, num_sam
         status=draw(st.sampled_from(Status)),
         finish_reason=draw(TEXT),
         sampling=Sampling(
-            max_new_tokens=draw(st.integers(1, 99)), temperature=draw(st.sampled_from([0.5, 1.0])), top_k=draw(st.sampled_from([-1, 5]))
+            max_new_tokens=draw(st.integers(1, 99)),
+            temperature=draw(st.sampled_from([0.5, 1.0])),
+            top_k=draw(st.sampled_from([-1, 5])),
+            min_p=draw(st.sampled_from([0.0, 0.05])),
+            stop=draw(st.just(()) | st.just(("a", "\U0001f600"))),
+            logit_bias=draw(st.just({}) | st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=3)),
         ),
         seed=draw(st.integers(0, 2**63 - 1)),
         label=draw(JSON),
@@ -102,7 +107,7 @@ def more(draw: st.DrawFn, length: int, trained: np.ndarray) -> dict[str, Any]:
             asked_s=draw(SECONDS),
             began_s=draw(SECONDS),
             finished_s=draw(SECONDS),
-            sampling=draw(st.just({}) | st.just({"temperature": 0.5, "stop": ["a"]})),
+            sampling=draw(st.just({}) | st.just({"temperature": 0.5, "stop": ["a"], "logit_bias": {"3": 1.0}})),
         )
         turns += [turn] * draw(st.integers(0, 1))
     inside = sum(int(trained[turn.start : turn.start + turn.length].sum()) for turn in turns)

@@ -8,7 +8,17 @@ from typing import Any
 
 from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.jetstream.wire import ConsumerReply, Simple, StreamInfoReply, decode, error_of
-from streamrl.bus.topology import MEBIBYTE, StreamSpec, Topology, blobs_name, keys_name, sample_bucket, stored_subject, stream_name
+from streamrl.bus.topology import (
+    MEBIBYTE,
+    StreamSpec,
+    Topology,
+    blobs_name,
+    keys_name,
+    sample_bucket,
+    stored_subject,
+    stream_name,
+    turn_bucket,
+)
 from streamrl.config.tree import BusConfig
 from streamrl.errors import NotFound
 from streamrl.schemas.subjects import MAIN_SOURCE, TASKS, WARMUP_SOURCE
@@ -57,20 +67,17 @@ def all_configs(topology: Topology, config: BusConfig) -> list[dict[str, Any]]:
         "allow_rollup_hdrs": False,
         "duplicate_window": 120 * _NANOSECONDS,
     }
-    keys = plain | {
-        "name": keys_name(run),
-        "subjects": [f"$KV.{run}.>"],
-        "max_bytes": KEYS_BYTES,
-        "max_msgs_per_subject": 1,
-        "allow_msg_ttl": True,
-        **_repeated(keys_name(run)),
-    }
+    keyed: dict[str, Any] = {"max_msgs_per_subject": 1, "allow_msg_ttl": True}
+    keys = plain | keyed | {"name": keys_name(run), "subjects": [f"$KV.{run}.>"], "max_bytes": KEYS_BYTES, **_repeated(keys_name(run))}
+    # Nobody follows it: its entries are read when their task comes again, and never repeated to readers.
+    bucket = turn_bucket(run)
+    turns = plain | keyed | {"name": keys_name(bucket), "subjects": [f"$KV.{bucket}.>"], "max_bytes": config.turns_bytes}
     budgets = {run: config.blobs_bytes, sample_bucket(run): config.sample_blobs_bytes}
     blobs = [
         plain | {"name": blobs_name(bucket), "subjects": [f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"], "max_bytes": size}
         for bucket, size in budgets.items()
     ]
-    return [*(stream_config(topology, spec, config.replicas) for spec in topology.streams.values()), keys, *blobs]
+    return [*(stream_config(topology, spec, config.replicas) for spec in topology.streams.values()), keys, turns, *blobs]
 
 
 async def info(connection: Connection, name: str, request: dict[str, Any] | None = None) -> StreamInfoReply:

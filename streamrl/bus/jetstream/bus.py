@@ -27,7 +27,7 @@ from streamrl.bus.jetstream.wire import (
     unix_seconds,
 )
 from streamrl.bus.protocol import Message, Receipt, StreamState
-from streamrl.bus.topology import Topology, check_headers, sample_bucket, stream_name
+from streamrl.bus.topology import Topology, check_headers, sample_bucket, stream_name, turn_bucket
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusError, Conflict, LogTruncated, NotFound
 from streamrl.schemas import subjects
@@ -47,6 +47,7 @@ class JetStreamBus:
         self._keys = JetStreamKeys(connection, self._outbox, topology.run)
         self._blobs = JetStreamBlobs(connection, self._outbox, topology.run)
         self._sample_blobs = JetStreamBlobs(connection, self._outbox, sample_bucket(topology.run), tidy=False)
+        self._turns = JetStreamKeys(connection, self._outbox, turn_bucket(topology.run))
 
     @classmethod
     async def open(
@@ -85,6 +86,10 @@ class JetStreamBus:
     @property
     def sample_blobs(self) -> JetStreamBlobs:
         return self._sample_blobs
+
+    @property
+    def turns(self) -> JetStreamKeys:
+        return self._turns
 
     @property
     def connected(self) -> bool:

@@ -39,13 +39,13 @@ AGAIN_S = 0.5
 
 
 class JetStreamKeys:
-    """Key-value store of one run; see `streamrl.bus.protocol.KeyValue`."""
+    """One bucket of keys; see `streamrl.bus.protocol.KeyValue`."""
 
-    def __init__(self, connection: Connection, outbox: Outbox, run: str) -> None:
+    def __init__(self, connection: Connection, outbox: Outbox, bucket: str) -> None:
         self._connection = connection
         self._outbox = outbox
-        self._stream = keys_name(run)
-        self._root = f"$KV.{run}."
+        self._stream = keys_name(bucket)
+        self._root = f"$KV.{bucket}."
 
     async def get(self, key: str) -> KeyEntry | None:
         stored = await self._stored(key)
@@ -60,16 +60,26 @@ class JetStreamKeys:
             await self._store(key, b"", {OPERATION: "DEL"}, None)
 
     async def keys(self, prefix: str = "") -> Sequence[str]:
+        return sorted(key for key, message in (await self._all(prefix)).items() if not _gone(message.headers))
+
+    async def values(self, prefix: str) -> Mapping[str, bytes]:
+        return {key: bytes(message.data) for key, message in sorted((await self._all(prefix)).items()) if not _gone(message.headers)}
+
+    async def remove(self, prefix: str) -> None:
+        await admin.purge(self._connection, self._stream, {"filter": self._selection(prefix)})
+
+    async def _all(self, prefix: str) -> dict[str, Stored]:
+        """The newest message of each key that begins with `prefix`."""
         session = await opened(self._connection, self._stream, after=0, subject=self._selection(prefix), follow=False)
-        found: dict[str, bool] = {}
+        found: dict[str, Stored] = {}
         try:
             while (message := await session.next()) is not None:
-                found[self._key(message.subject)] = not _gone(message.headers)
+                found[self._key(message.subject)] = message
         except Interrupted:
-            return await self.keys(prefix)
+            return await self._all(prefix)
         finally:
             await session.close()
-        return sorted(key for key, live in found.items() if live and key.startswith(prefix))
+        return {key: message for key, message in found.items() if key.startswith(prefix)}
 
     async def size(self) -> int:
         return (await admin.info(self._connection, self._stream)).state.bytes

@@ -31,6 +31,7 @@ class MemoryBus:
         self._keys = MemoryKeys()
         self._blobs = MemoryBlobs(run, chosen.blobs_bytes)
         self._sample_blobs = MemoryBlobs(sample_bucket(run), chosen.sample_blobs_bytes, "bus.sample_blobs_bytes")
+        self._turns = MemoryKeys(chosen.turns_bytes)
 
     @property
     def kv(self) -> MemoryKeys:
@@ -43,6 +44,10 @@ class MemoryBus:
     @property
     def sample_blobs(self) -> MemoryBlobs:
         return self._sample_blobs
+
+    @property
+    def turns(self) -> MemoryKeys:
+        return self._turns
 
     async def publish(
         self,

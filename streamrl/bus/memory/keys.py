@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from streamrl.bus.protocol import KeyEntry
 from streamrl.bus.topology import check_key, check_ttl
-from streamrl.errors import Conflict
+from streamrl.errors import Conflict, StreamFull
 
 
 class MemoryKeys:
-    """See `streamrl.bus.protocol.KeyValue`."""
+    """See `streamrl.bus.protocol.KeyValue`.
 
-    def __init__(self) -> None:
+    Args:
+        max_bytes: of all values; a store that would exceed it raises StreamFull. -1: no limit.
+    """
+
+    def __init__(self, max_bytes: int = -1) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._entries: dict[str, KeyEntry] = {}
         self._expiries: dict[str, asyncio.TimerHandle] = {}
         self._revision = 0
@@ -33,6 +39,9 @@ class MemoryKeys:
                 expected=expect,
                 actual=actual,
             )
+        grown = self._bytes + len(value) - len((present and present.value) or b"")
+        if 0 <= self._max_bytes < grown:
+            raise StreamFull(f"put key {key}: expected {len(value)} bytes to fit {self._max_bytes}, of which {self._bytes} are used")
         self._change(key, bytes(value))
         if lifetime is not None:
             self._expiries[key] = asyncio.get_running_loop().call_later(lifetime, self._change, key, None)
@@ -44,6 +53,15 @@ class MemoryKeys:
 
     async def keys(self, prefix: str = "") -> Sequence[str]:
         return sorted(key for key in self._entries if key.startswith(prefix))
+
+    async def values(self, prefix: str) -> Mapping[str, bytes]:
+        check_key(prefix.removesuffix("/"))
+        return {key: entry.value or b"" for key, entry in sorted(self._entries.items()) if key.startswith(prefix)}
+
+    async def remove(self, prefix: str) -> None:
+        check_key(prefix.removesuffix("/"))
+        for key in [key for key in self._entries if key.startswith(prefix)]:
+            self._change(key, None)
 
     async def size(self) -> int:
         return sum(len(entry.value or b"") for entry in self._entries.values())
@@ -72,6 +90,8 @@ class MemoryKeys:
         if expiry is not None:
             expiry.cancel()
         self._revision += 1
+        before = self._entries.get(key)
+        self._bytes += len(value or b"") - len((before and before.value) or b"")
         entry = KeyEntry(key, value, self._revision)
         if value is None:
             self._entries.pop(key, None)

@@ -1,0 +1,121 @@
+"""What the APIs of the gateway share: a call that has found its session, and an answer before it is put into an API's form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.data.tool_calls import ParsedTurn
+from streamrl.producers.gateway.errors import ApiError, refused
+from streamrl.producers.gateway.messages import digest_of
+from streamrl.producers.gateway.placing import Place
+from streamrl.producers.gateway.session import Ask, Session
+from streamrl.producers.gateway.tree import Node, Tree
+
+HARMLESS = frozenset(
+    {
+        *("user", "metadata", "store", "stream", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "return_token_ids", "return_tokens_as_token_ids", "cache_salt", "priority", "request_id"),
+        *("logprobs", "top_logprobs", "parallel_tool_calls", "routed_experts_prompt_start"),
+    }
+)
+"""Fields that change no token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A request to a session."""
+
+    session: Session
+    body: Mapping[str, Any]
+    key: str = ""
+    """Its `Idempotency-Key`."""
+    model: str
+    """As the request calls it."""
+
+    def fields(self, *handled: str) -> dict[str, Any]:
+        """What is left of the body for its sampling, without what is `handled` elsewhere and what changes no token."""
+        return {name: value for name, value in self.body.items() if name not in HARMLESS and name not in handled}
+
+    def flag(self, name: str) -> bool:
+        """A field that is true or false; raises ApiError."""
+        value = self.body.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise refused(f"expected true or false, got {value!r:.80}", param=name)
+        return bool(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A stored turn, as a call is answered with it."""
+
+    identity: str
+    created_s: int
+    model: str
+    says: ParsedTurn
+    text: str
+    prompt_ids: list[int]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    tokens: list[str]
+    """Text of each token."""
+
+    def usage(self) -> dict[str, int]:
+        """As all of OpenAI's APIs have it."""
+        prompt, completion = len(self.prompt_ids), len(self.token_ids)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def token_words(self, *, as_ids: bool) -> list[str]:
+        """What each token is called in log-probs."""
+        return [f"token_id:{token}" for token in self.token_ids] if as_ids else self.tokens
+
+
+def ask(call: Call, kind: str, what: Any, place: Any, fields: Mapping[str, Any], *, where: str = "", tools: Any = None) -> Ask:
+    """The call as its session takes it; `what` is the content that it asks about, of which `kind` says the form."""
+    fields = dict(fields)
+    seed = fields.pop("seed", None)
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise refused(f"expected a seed as a whole number, got {seed!r:.80}", param=where + "seed")
+    placed: Any = place
+
+    def checked(tree: Tree) -> Place:
+        found: Place = placed(tree)
+        return found
+
+    request = digest_of([kind, what, fields, tools, seed])
+    return Ask(place=checked, fields=fields, where=where, request=request, key=call.key, seed=seed, tools=tools)
+
+
+async def answered(call: Call, asked: Ask, prefix: str) -> Answer:
+    """Make the call; returns once its turn is stored."""
+    session = call.session
+    node = await session.call(asked)
+    return answer_of(session, node, asked.tools, call.model, prefix)
+
+
+def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str) -> Answer:
+    """A turn as an answer; the same again for the same turn."""
+    turn = node.turn
+    if turn is None:
+        raise ApiError(500, "expected a turn, got a prompt")
+    rendering = session.rules.rendering
+    ids = node.token_ids()
+    token_ids = turn.tokens.token_ids
+    prompt_ids = ids[: len(ids) - len(token_ids)]
+    identity = f"{session.name}.{node.number}"
+    decode = rendering.tokenizer.decode
+    return Answer(
+        identity=f"{prefix}-{identity}",
+        created_s=int(turn.made_s or time.time()),
+        model=model,
+        says=rendering.parsed(turn.tokens, tools or session.context.task.tools, prompt_ids, f"call_{identity}_"),
+        text=rendering.text(turn.tokens),
+        prompt_ids=prompt_ids,
+        token_ids=token_ids,
+        logprobs=turn.tokens.token_logprobs,
+        finish_reason=turn.tokens.finish_reason,
+        tokens=[decode((token,)) for token in token_ids],
+    )
