@@ -19,8 +19,9 @@ def of_example(name: str) -> Any:
 
 @pytest.mark.nats
 def test_it_learns_to_write_programs(tmp_path: Path) -> None:
-    summary = run_example(NAME, tmp_path, "run.steps=10")
-    assert summary["steps"] == 10
+    summary = run_example(NAME, tmp_path, "run.steps=24", "tasks.num_rollouts=4")
+    assert summary["steps"] == 24
+    print(summary)
     assert summary["reward_last"] > 0.3 and summary["heldout_last"] > 0.3
 
 

@@ -20,7 +20,7 @@ def of_example(name: str) -> Any:
 def test_it_learns_to_search(tmp_path: Path) -> None:
     summary = run_example(NAME, tmp_path, "run.steps=40")
     assert summary["steps"] == 40
-    assert summary["reward_last"] > summary["reward_first"] + 0.05
+    assert summary["reward_last"] > summary["reward_first"] + 0.1
 
 
 def test_every_question_is_answered_by_the_best_passage() -> None:
