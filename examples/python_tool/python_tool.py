@@ -6,7 +6,7 @@ import re
 
 from streamrl.sandbox import Limits, run_python
 
-LIMITS = Limits(seconds=5, cpu_seconds=2, memory_bytes=256 << 20, processes=4, output_bytes=10_000)
+LIMITS = Limits(seconds=10, cpu_seconds=2, memory_bytes=256 << 20, processes=4, output_bytes=10_000)
 # As a notebook does: the program runs, and the value of its last line is printed if it has one.
 NOTEBOOK = """
 import ast
