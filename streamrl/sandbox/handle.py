@@ -8,8 +8,12 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
+import msgspec
+
+import streamrl
 from streamrl.errors import LaunchError
 from streamrl.sandbox.messages import Chosen, receive
 
@@ -17,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["namespaces", "landlock", "limits"]
 HINT = "docs/sandbox.md says what a host has to allow"
+_OWN_PATHS = tuple(dict.fromkeys(str(Path(str(package.__file__)).absolute().parents[1]) for package in (streamrl, msgspec)))
+"""Of what the server imports; not the rest of `sys.path`, where a user's file may be called like a module of Python."""
 _START_S = 90.0
 _END_S = 10.0
 
@@ -41,9 +47,9 @@ class Server:
         self._control.settimeout(_START_S)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "streamrl.sandbox.server", str(theirs.fileno()), *([isolation] if isolation else [])],
+                [sys.executable, "-P", "-m", "streamrl.sandbox.server", str(theirs.fileno()), *([isolation] if isolation else [])],
                 # Nothing of this process that a program should not find out, were it to break out of its isolation.
-                env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path if path)},
+                env={"PATH": os.defpath, "PYTHONPATH": os.pathsep.join(_OWN_PATHS)},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -113,8 +113,7 @@ class Sandbox:
         return self._ready().chosen
 
     def close(self) -> None:
-        """End the server, and take no more programs. Those that run go on until whoever waits for them is cancelled."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the server; another program starts it again. Those that run go on until whoever waits for them is cancelled."""
         with self._lock:
             if self._server is not None:
                 self._server.close()

@@ -300,7 +300,7 @@ async def test_ways_to_end(attacker: Attacker, code: str, exit_code: int, reason
 
 
 async def test_a_caller_that_is_cancelled_leaves_nothing(attacker: Attacker) -> None:
-    task = asyncio.ensure_future(attacker.run("import os, time; os.fork(); time.sleep(600)"))
+    task = asyncio.ensure_future(attacker.run("import os, time; os.fork(); time.sleep(600)", seconds=600.0))
     while len(attacker.processes()) < 2:
         await asyncio.sleep(0.02)
     task.cancel()
@@ -329,7 +329,7 @@ def test_a_caller_that_is_killed_leaves_nothing(attacker: Attacker) -> None:
 
 async def test_its_watcher_killed_from_outside(attacker: Attacker) -> None:
     """As the kernel does that is out of memory."""
-    task = asyncio.ensure_future(attacker.run("import os, time; os.fork(); time.sleep(600)"))
+    task = asyncio.ensure_future(attacker.run("import os, time; os.fork(); time.sleep(600)", seconds=600.0))
     while len(attacker.processes()) < 2:
         await asyncio.sleep(0.02)
     os.kill(psutil.Process(min(attacker.processes())).ppid(), 9)
