@@ -23,6 +23,7 @@ from streamrl.doctor.run_checks import check_bus, check_config
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
+from streamrl.sandbox import Sandbox
 
 _MIN_PYTHON = (3, 11)
 _RELEASED_S = 1_760_000_000.0
@@ -44,6 +45,7 @@ def examine(runs_dir: str | Path = "runs") -> list[Check]:
         check_disk(Path(runs_dir)),
         check_shm(),
         check_clock(),
+        check_sandbox(),
     ]
 
 
@@ -157,3 +159,18 @@ def check_clock() -> Check:
     if now_s < _RELEASED_S:
         return Check("clock", "warn", found, "the clock is wrong: set it, for example with NTP")
     return Check("clock", "ok", found)
+
+
+def check_sandbox() -> Check:
+    """How code that a model has written is kept apart from this host; a program is run to find out."""
+    sandbox = Sandbox()
+    try:
+        chosen = sandbox.check()
+    except LaunchError as error:
+        return Check("sandbox", "warn", error.message, f"runs whose tools or rewards execute code cannot be made here: {error.hint}")
+    finally:
+        sandbox.close()
+    if chosen.isolation == "namespaces" and not chosen.missing:
+        return Check("sandbox", "ok", "programs have namespaces of their own")
+    found = "; ".join((f"kept apart by {chosen.isolation}", *chosen.missing, *chosen.why))
+    return Check("sandbox", "warn", found, "it is for tools and rewards that execute a model's code; docs/sandbox.md says what to allow")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from streamrl.doctor import machine as doctor
 from streamrl.doctor import run_checks
 from streamrl.doctor.findings import Check, print_checks, summary
 from streamrl.doctor.limits import check_cores, check_disk, check_files, check_memory, check_shm
-from streamrl.doctor.machine import check_nats_server, check_python, examine
+from streamrl.doctor.machine import check_nats_server, check_python, check_sandbox, examine
 from streamrl.doctor.run_checks import (
     check_budgets,
     check_bus,
@@ -37,13 +38,14 @@ from streamrl.doctor.run_checks import (
 from streamrl.errors import LaunchError
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
+from streamrl.sandbox import Sandbox
 
 
 @pytest.mark.process
 def test_this_machine_can_run_streamrl(tmp_path: Path) -> None:
     checks = examine(tmp_path)
     assert [check.name for check in checks if check.state == "fail"] == []
-    names = {"python", "torch", "gpus", "cores", "memory", "files", "nats-server", "ports", "disk", "shm", "clock"}
+    names = {"python", "torch", "gpus", "cores", "memory", "files", "nats-server", "ports", "disk", "shm", "clock", "sandbox"}
     assert names <= {check.name for check in checks}
     assert "nats-server: v" in next(check.found for check in checks if check.name == "nats-server")
     assert [check.name for check in checks if check.state != "ok" and not check.hint] == []
@@ -100,6 +102,20 @@ def test_no_shared_memory_is_a_warning_with_another_transport(tmp_path: Path) ->
     check = check_shm(tmp_path / "none")
     assert check.state == "warn"
     assert 'weights.transport = "bus"' in check.hint
+
+
+@pytest.mark.process
+@pytest.mark.needs("landlock")
+def test_a_host_that_allows_no_namespaces_is_warned_of_what_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.doctor.machine.Sandbox", lambda: Sandbox(isolation="landlock"))
+    check = check_sandbox()
+    assert check.state == "warn" and "kept apart by landlock; number and size of its files are only looked at" in check.found
+
+
+def test_a_system_without_a_sandbox_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    check = check_sandbox()
+    assert check.state == "warn" and "expected Linux" in check.found and "cannot be made here" in check.hint
 
 
 def test_a_container_that_may_use_half_a_processor_is_warned(tmp_path: Path) -> None:

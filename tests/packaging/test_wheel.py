@@ -57,7 +57,7 @@ def test_an_example_is_copied_out_of_the_wheel_once(wheel, tmp_path):
             check=False,
         )
 
-    for name in ("quickstart", "calculator_tool", "gsm8k", "presets"):
+    for name in ("quickstart", "calculator_tool", "gsm8k", "presets", "python_tool", "search", "multi_agent", "openai_agent"):
         done = init(f"mine/{name}", "--example", name)
         assert done.returncode == 0, done.stderr
         expected = {path.name: path.read_bytes() for path in (ROOT / "examples" / name).iterdir() if path.is_file()}

@@ -17,6 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.errors import LaunchError
+from streamrl.sandbox import Sandbox
+from streamrl.sandbox.handle import Kind
+
 ROOT = Path(__file__).resolve().parents[2]
 SWITCH = "STREAMRL_REQUIRE"
 
@@ -111,6 +115,18 @@ def _no_gpus(least: int) -> str:
     return "" if torch.cuda.device_count() >= least else f"{least} CUDA device{'s' if least > 1 else ''}, got {torch.cuda.device_count()}"
 
 
+def _no_isolation(kind: Kind) -> str:
+    """Whether programs can be kept apart in this way: one is run."""
+    sandbox = Sandbox(isolation=kind)
+    try:
+        sandbox.check()
+    except LaunchError as error:
+        return error.message
+    finally:
+        sandbox.close()
+    return ""
+
+
 REASONS: dict[str, Callable[[], str]] = {
     "sglang": cache(_no_sglang),
     "hosts": cache(_no_hosts),
@@ -119,6 +135,8 @@ REASONS: dict[str, Callable[[], str]] = {
     "zmq": cache(lambda: _no_package("zmq")),
     "ray": cache(lambda: _no_package("ray")),
     "chat templates": cache(_no_chat_templates),
+    "namespaces": cache(lambda: _no_isolation("namespaces")),
+    "landlock": cache(lambda: _no_isolation("landlock")),
     "trackio": cache(lambda: _no_package("trackio")),
     "verifiers": lambda: "" if verifiers_python() else "no verifiers here: `make verifiers`, or name an interpreter in VERIFIERS_PYTHON",
     "openenv": lambda: "" if openenv_python() else "no OpenEnv here: `make verifiers`, or name an interpreter in OPENENV_PYTHON",
