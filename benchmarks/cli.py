@@ -189,6 +189,7 @@ def _add_trainer(kinds: Any) -> None:
     flag("--compile", dest="compiled", default="auto", choices=("auto", "on", "off"), help=compiled)
     kept = "layers of the plain loop that keep their activations (default: as many as memory should hold)"
     flag("--kept-layers", type=int, default=-1, help=kept)
+    flag("--model", dest="model_dir", default="", metavar="DIR", help="keep the model there, or take the one that an earlier run kept")
     _add_common(trainer, rounds=2, out="bench-trainer", run=_trainer)
 
 

@@ -14,7 +14,7 @@ from benchmarks.processes import child
 from benchmarks.raw import Fact, Record, Round, header, write_measured
 from benchmarks.report import turn
 from benchmarks.trainer.spec import MODEL, TrainerSpec, about_cell, cell_name, our_config, resolved
-from streamrl.errors import LaunchError
+from streamrl.errors import ConfigError, LaunchError
 from streamrl.runtime.kinds import environment
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,7 @@ def measure(spec: TrainerSpec, out: Path, command: str) -> None:
 
 
 def _records(spec: TrainerSpec, directory: Path) -> Iterator[Record]:
-    for record in ran(MODEL, 0, spec, directory):
-        raise LaunchError(f"expected a model, got {record}")
+    directory = _with_model(spec, directory)
     left = {who: {about_cell(who, cell_name(spec.shape, mean)): mean for mean in spec.answers} for who in spec.contenders}
     untried = {about: who for who, cells in left.items() for about in cells}
     failed: dict[str, str] = {}
@@ -57,6 +56,21 @@ def _records(spec: TrainerSpec, directory: Path) -> Iterator[Record]:
                 yield record
     for about, contender in untried.items():
         yield Fact("left out", about, f"not tried, because {failed[contender]} failed before it")
+
+
+def _with_model(spec: TrainerSpec, scratch: Path) -> Path:
+    """A directory with the model; raises ConfigError where the one that was kept is another, and LaunchError where none can be made."""
+    directory = Path(spec.model_dir).absolute() if spec.model_dir else scratch
+    made, wanted = directory / "made", f"{spec.shape} {spec.seed}"
+    if made.exists():
+        if (got := made.read_text()) != wanted:
+            raise ConfigError(f"--model: expected {wanted} in {directory}, got {got}", hint="choose another directory", got=got)
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    for record in ran(MODEL, 0, spec, directory):
+        raise LaunchError(f"expected a model, got {record}")
+    made.write_text(wanted)
+    return directory
 
 
 def ran(name: str, number: int, spec: TrainerSpec, directory: Path) -> Iterator[Record]:

@@ -13,7 +13,7 @@ from streamrl.trainers.flops import CONVENTION
 
 WANTED_MFU = {("0.6B", 1): 0.32, ("4B", 1): 0.45, ("8B", 2): 0.42}
 """Least utilisation by shape and GPUs."""
-WANTED_LAYERS_MFU = {("30B-A3B-6", 1): 0.25}
+WANTED_LAYERS_MFU = {("30B-A3B-6", 1): 0.25, ("30B-A3B-6", 2): 0.20}
 """The same of the layers, without the head: a cut model has a head that is too large for it."""
 PARTS = ("prepare", "forward", "head", "backward", "ranks", "optimizer", "digest")
 _TITLES = {Contender.OURS: "streamrl", Contender.PLAIN: "plain loop", Contender.TRL: "TRL"}

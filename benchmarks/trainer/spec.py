@@ -73,6 +73,8 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
     kept_layers: int = -1
     """Layers of the plain loop that keep their activations; -1: as many as the memory that is there should hold."""
     seed: int = 0
+    model_dir: str = ""
+    """Where the model is kept for other runs of the same shape; empty: it goes with this one."""
 
     def __post_init__(self) -> None:
         counts = {

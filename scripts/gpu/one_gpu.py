@@ -49,12 +49,13 @@ def write_model(name: str, directory: Path) -> None:
 
 
 def watch_memory(path: Path) -> None:
-    """Ask nvidia-smi twice a second; write the peaks when told to end."""
+    """Ask nvidia-smi twice a second; write the peaks when told to end: of each GPU and the fullest, and by worker on all GPUs together."""
     peaks: dict[str, int] = {}
     ended: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     while not ended:
-        used = {"all": _smi("--query-gpu=memory.used", "-i", "0")}
+        of_gpus = [int(line) for line in _lines("--query-gpu=memory.used") if line.isdigit()]
+        used = {"all": max(of_gpus, default=0), **{f"gpu {number}": mib for number, mib in enumerate(of_gpus)}}
         for line in _lines("--query-compute-apps=pid,used_memory"):
             pid, _, mib = (part.strip() for part in line.partition(","))
             name = _name(pid)
@@ -70,11 +71,6 @@ def _name(pid: str) -> str:
     except OSError:
         return "unknown"
     return next((name for part, name in NAMES.items() if part in command), "unknown")
-
-
-def _smi(*query: str) -> int:
-    found = _lines(*query)
-    return int(found[0]) if found and found[0].isdigit() else 0
 
 
 def _lines(*query: str) -> list[str]:

@@ -49,7 +49,7 @@ class TokenValues(msgspec.Struct, frozen=True, eq=False):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What one batch did. `metrics` are already reduced over ranks and micro-batches.
 
-    Two are equal that came to the same digits, whatever their times.
+    Two are equal that came to the same digits, whatever their times and notices, which tell of the memory that was free.
     """
 
     digest: str
@@ -78,7 +78,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StepResult):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in self.__struct_fields__ if name != "times")
+        return all(getattr(self, name) == getattr(other, name) for name in self.__struct_fields__ if name not in ("times", "notices"))
 
     __ne__ = object.__ne__
     """The opposite; msgspec's own goes by identity."""

@@ -244,6 +244,22 @@ def test_a_process_that_dies_is_left_out_with_its_exit_code(tmp_path: Path, monk
         list(running.ran("model", 0, SMALL, tmp_path))
 
 
+def test_a_model_is_kept_for_other_runs_of_the_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ran(name: str, *_: Any) -> list[Round]:
+        asked.append(name)
+        return [Round(cell="tiny, 16", contender=name, round=0, values={"step_s": 1.0})] if name != "model" else []
+
+    monkeypatch.setattr(running, "ran", ran)
+    spec = msgspec.structs.replace(SMALL, contenders=(Contender.PLAIN,), model_dir=str(tmp_path / "models"))
+    for _ in range(2):
+        assert len(list(running._records(spec, tmp_path))) == 1
+    assert asked == ["model", "plain", "plain"]
+    with raises(ConfigError, got="tiny 0"):
+        list(running._records(msgspec.structs.replace(spec, shape="tiny-moe"), tmp_path))
+
+
 FAILS = """
 import json, os, sys
 name, spec, how, worst = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3], int(sys.argv[4])

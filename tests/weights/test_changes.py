@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -138,20 +139,27 @@ def test_one_part_is_compared_at_a_time(pool: ThreadPoolExecutor, monkeypatch: p
     model, before = Model(CPU, slots=2), Before(pool)
     before.replace(Version(0, 1), content := Content(model.shards(on_host=False)), ranges_of(content))
     del content
-    inside, most, bits = 0, 0, snapshot._bits
+    inside, most, bits, count = 0, 0, snapshot._bits, snapshot._count
+    flags: list[weakref.ref[torch.Tensor]] = []
+
+    def counted(found: torch.Tensor) -> int:
+        flags.append(weakref.ref(found))
+        return count(found)
 
     def slow(*args: Any) -> torch.Tensor:
         nonlocal inside, most
         inside += 1
+        assert all(one() is None for one in flags), "the comparison before still holds its room"
         most = max(most, inside)
         time.sleep(0.01)
         inside -= 1
         return bits(*args)
 
     monkeypatch.setattr(snapshot, "_bits", slow)
+    monkeypatch.setattr(snapshot, "_count", counted)
     model.step()
     before.replace(Version(0, 2), content := Content(model.shards(on_host=False)), ranges_of(content))
-    assert most == 1
+    assert most == 1 and len(flags) > 1
 
 
 async def test_a_follower_gets_every_version_from_the_changes(memory_bus) -> None:

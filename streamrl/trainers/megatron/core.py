@@ -192,11 +192,17 @@ class Decoder:
 
     def run_again(self, layer: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """What `layer` makes of its input, once more in the backward pass."""
-        attend = self._rows.attend
+        attend, module = self._rows.attend, getattr(layer, "__self__", None)
 
         def run(*given: Any, **named: Any) -> Any:
             self._rows.attend = attend  # of several stages another micro-batch may have been run meanwhile
-            return layer(*given, **named)
+            try:
+                return layer(*given, **named)
+            finally:
+                # A layer that is run once more ends as soon as all is there that its backward pass needs: before megatron-core 0.19 lets go
+                # of this, which holds what its attention has computed.
+                if getattr(module, "mlp_norm_manager", None) is not None:
+                    setattr(module, "mlp_norm_manager", None)  # noqa: B010
 
         return checkpoint(run, *given, **CHECKPOINT, **named)
 

@@ -7,6 +7,7 @@ They end when rank 0 dismisses them or dies.
 from __future__ import annotations
 
 import gc
+import logging
 import signal
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from streamrl.errors import StreamRLError, TrainingError
 from streamrl.telemetry.logs import configure_logging
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
+
+logger = logging.getLogger(__name__)
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.05
@@ -121,6 +124,10 @@ def main() -> int:
         if group is None:
             raise TrainingError(f"rank {rank} found no rank 0 at {place.host}:{place.port}", hint="has it ended?")
         follow(make_trainer(config, Path(start.model_dir)), group)
+        if cuda:
+            import torch
+
+            logger.info("event=rank_ended rank=%d peak_gib=%.1f", rank, torch.cuda.max_memory_allocated() / (1 << 30))
         group.close()
     except StreamRLError as error:
         print(f"rank {start.rank}: error: {error}", file=sys.stderr, flush=True)

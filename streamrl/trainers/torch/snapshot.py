@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -148,14 +149,11 @@ class SnapshotBytes(msgspec.Struct, eq=False, gc=False):
         if not isinstance(before, SnapshotBytes) or (before.place, before.snapshot.layout) != (self.place, self.snapshot.layout):
             return None
         with self.snapshot.comparing():
-            old, new = (_bits(one, itemsize, first, count) for one in (before, self))
-            differ = old != new
-            # Counted before they are listed: the positions of all would take eight times the room of the flags.
-            if _count(differ) * MUCH > count:
-                return None
-            positions = differ.nonzero().view(-1)
-            found = [positions.to(torch.int32), old[positions], new[positions]]
-            index, *values = [one.cpu().numpy() for one in found]
+            # What that takes of the device is free before another thread is let in.
+            found = _changed(*(_bits(one, itemsize, first, count) for one in (before, self)))
+        if found is None:
+            return None
+        index, *values = found
         old_bits, new_bits = (one.view(f"<u{itemsize}") for one in values)
         return Changed(index.astype(np.int64), old_bits, new_bits)
 
@@ -174,6 +172,16 @@ class SnapshotBytes(msgspec.Struct, eq=False, gc=False):
 def _bits(one: SnapshotBytes, itemsize: int, first: int, count: int) -> Tensor:
     start = one.start + first * itemsize
     return one.snapshot.memory()[start : start + count * itemsize].view(_BITS[itemsize])
+
+
+def _changed(old: Tensor, new: Tensor) -> list[npt.NDArray[Any]] | None:
+    """Positions, old and new bits of what differs, on the host; None where that is more than one in `MUCH`."""
+    differ = old != new
+    # Counted before they are listed: the positions of all would take eight times the room of the flags.
+    if _count(differ) * MUCH > len(old):
+        return None
+    positions = differ.nonzero().view(-1)
+    return [one.cpu().numpy() for one in (positions.to(torch.int32), old[positions], new[positions])]
 
 
 def _count(flags: Tensor) -> int:

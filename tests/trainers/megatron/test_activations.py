@@ -12,6 +12,7 @@ import torch
 from streamrl.config.loss import ExpertsConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.errors import ConfigError
+from streamrl.trainers.megatron.core import Decoder, Rows
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
 from tests.support.meshes import batch
@@ -55,6 +56,25 @@ def test_fewer_activations_are_kept(make_model: Callable[..., Path], monkeypatch
             trainer.step(batch(0))
         saved.append(total)
     assert saved[0] > saved[1] > saved[2]
+
+
+class Holding(torch.nn.Module):
+    """What a layer of megatron-core 0.19 does with the input of its MLP's norm, whose graph holds what attention computed."""
+
+    mlp_norm_manager: Any = None
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        self.mlp_norm_manager = (states.sin(),)
+        found = self.mlp_norm_manager[0].exp()  # the last that the backward pass needs: run once more, it ends here
+        self.mlp_norm_manager = None
+        return found
+
+
+def test_a_layer_that_is_run_again_holds_nothing_behind_its_backward_pass() -> None:
+    decoder, layer = Decoder.__new__(Decoder), Holding()
+    decoder._rows = Rows()
+    decoder.run_again(layer.forward, torch.ones(3, requires_grad=True)).sum().backward()
+    assert layer.mlp_norm_manager is None
 
 
 def test_more_layers_than_a_rank_has_are_refused(make_model: Callable[..., Path]) -> None:
