@@ -71,10 +71,20 @@ class Holding(torch.nn.Module):
 
 
 def test_a_layer_that_is_run_again_holds_nothing_behind_its_backward_pass() -> None:
-    decoder, layer = Decoder.__new__(Decoder), Holding()
+    decoder: Any = Decoder.__new__(Decoder)
+    layer = Holding()
     decoder._rows = Rows()
     decoder.run_again(layer.forward, torch.ones(3, requires_grad=True)).sum().backward()
     assert layer.mlp_norm_manager is None
+
+
+def test_no_layer_holds_anything_between_two_steps(make_model: Callable[..., Path]) -> None:
+    """Of the megatron-core that is installed."""
+    with open_trainer(config(0, {}), make_model()) as opened:
+        trainer: Any = opened
+        trainer.step(batch(0))
+        layers = trainer._policy._decoder.layers
+        assert layers and all(getattr(layer, "mlp_norm_manager", None) is None for layer in layers)
 
 
 def test_more_layers_than_a_rank_has_are_refused(make_model: Callable[..., Path]) -> None:
