@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any, cast
@@ -21,6 +20,7 @@ _START = frozenset({"task_id", "wait_s", "api_key"})
 _REWARD = frozenset({"reward", "parts", "revision", "interaction_id"})
 _END = frozenset({"failed"})
 MAX_PARTS = 256
+MAX_REWARD = 1e30
 MAX_DETAIL = 1000
 _MAX_REVISION = (1 << 53) - 1
 
@@ -121,7 +121,8 @@ def _only(body: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 def _number(value: Any, param: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > 1e30:
+    # Compared before anything else: a whole number may be too large for any float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
         raise refused(f"expected a finite number, got {value!r:.80}", param=param)
     return float(value)
 

@@ -73,6 +73,7 @@ async def main(worker: Worker) -> None:
         models=tuple(dict.fromkeys((POLICY, worker.config.run.name))),
         max_len=worker.config.model.max_len,
         max_body_bytes=config.max_body_bytes,
+        max_calls=config.max_calls,
         wait_s=config.wait_s,
     )
     rate = _Rate(server)
