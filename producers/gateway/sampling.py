@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from streamrl.errors import SchemaError
 from streamrl.producers.gateway.errors import ApiError, refused
 from streamrl.schemas.tasks import Sampling
 
+_FIELD = re.compile(r"\$\.([a-z_]+)")
 NAMES: Mapping[str, str] = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -61,8 +63,14 @@ def sampling_of(given: Mapping[str, Any], base: Sampling, where: str = "") -> Sa
     try:
         # Checked by type too: JSON has given these.
         sampling = msgspec.convert({**msgspec.to_builtins(base), **said}, Sampling, str_keys=True)
-    except (msgspec.ValidationError, SchemaError) as error:
-        raise refused(f"expected values that tokens can be drawn by: {error}", param=where + next(iter(given), "")) from error
+    except msgspec.ValidationError as error:
+        found = _FIELD.search(str(error))
+        raise refused(
+            f"expected values that tokens can be drawn by: {error}", param=where + _asked(given, found[1] if found else "")
+        ) from error
+    except SchemaError as error:
+        field = str(error.values.get("key", "")).rpartition(".")[2]
+        raise refused(f"expected values that tokens can be drawn by: {error.message}", param=where + _asked(given, field)) from error
     if not 0 < sampling.temperature < 1e6:
         raise refused(
             f"expected a temperature above 0, got {sampling.temperature:g}",
@@ -77,6 +85,11 @@ def sampling_of(given: Mapping[str, Any], base: Sampling, where: str = "") -> Sa
                 param=where + name,
             )
     return sampling
+
+
+def _asked(given: Mapping[str, Any], field: str) -> str:
+    """What the request calls a field of `Sampling`."""
+    return next((name for name, value in given.items() if value is not None and NAMES.get(name) == field), field)
 
 
 def within(sampling: Sampling, room: int) -> Sampling:

@@ -169,8 +169,9 @@ class Session:
                 f"expected at most {self._bounds.max_calls} calls of a session at a time, got one more", AGAIN_S, status=429, code="busy"
             )
         # What is wrong with the call itself is said before anything is asked.
+        sampling = sampling_of(ask.fields, self.context.task.sampling, ask.where)
         place = ask.place(self.tree)
-        sampling = self._sampling(ask, place)
+        sampling = self._within(sampling, place)
         number, self._num_calls = self._num_calls, self._num_calls + 1
         making = asyncio.create_task(self._make(ask, place, sampling, number), name=f"call {self.name}")
         self._making[ask.known_by] = (ask.request, making)
@@ -184,8 +185,7 @@ class Session:
             task.exception()  # its asker may have gone
         self._touched()
 
-    def _sampling(self, ask: Ask, place: Place) -> Sampling:
-        sampling = sampling_of(ask.fields, self.context.task.sampling, ask.where)
+    def _within(self, sampling: Sampling, place: Place) -> Sampling:
         length = len(place.kept) + len(place.context)
         room = self.context.max_len - length if self.context.max_len else sampling.max_new_tokens
         if room < 1:

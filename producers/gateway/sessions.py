@@ -101,7 +101,8 @@ class Sessions:
         self._lost: dict[int, float] = {}
         """When a task was last asked for that is not here."""
         self._arrived = asyncio.Condition()
-        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._ended: OrderedDict[int, tuple[str | None, ...]] = OrderedDict()
+        """Why each session of a task that has left has ended: by its agent (empty), for a reason, or not here (None)."""
         self._changed: Callable[[], None] = lambda: None
         self._first_open: Callable[[], int] = lambda: 0
         self._closed = False
@@ -142,7 +143,7 @@ class Sessions:
         """A task has left this gateway, because it has ended or to be delivered again."""
         self._coming.discard(task)
         if ended:
-            self._ended[task] = None
+            self._ended.setdefault(task, ())
             if len(self._ended) > _ENDED_KEPT:
                 self._ended.popitem(last=False)
             await self._journal.forget(task)
@@ -156,6 +157,7 @@ class Sessions:
             if all(session.started is None for session in granted.sessions):
                 raise EngineError(f"nobody has started a session of task {task.index}", hint="it goes back to the queue")
             given = [item for session in granted.sessions for item in self._outcome(session)]
+            self._ended[task.index] = tuple(one.ended.reason if one.ended is not None else None for one in granted.sessions)
         finally:
             self._tasks.pop(task.index, None)
             for session in granted.sessions:
@@ -289,6 +291,11 @@ class Sessions:
         session = self.at_hand(key)
         assert session is not None
         return session
+
+    def has_ended(self, key: SessionKey) -> bool:
+        """Whether its agent is known to have ended a session whose task is done."""
+        reasons = self._ended.get(key.task, ())
+        return key.task not in self._tasks and key.rollout < len(reasons) and reasons[key.rollout] == ""
 
     def at_hand(self, key: SessionKey) -> Session | None:
         """The session of a key, if its task is here; raises ApiError for a key of no session."""

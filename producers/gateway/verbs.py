@@ -105,6 +105,8 @@ class Verbs:
         if failed is not None and not isinstance(failed, str):
             raise refused(f"expected a reason as text, got {failed!r:.80}", param="failed")
         detail = (failed or "")[:MAX_DETAIL]
+        if self._sessions.has_ended(key):
+            return {"message": "success", "session_id": f"{key.task}.{key.rollout}"}
         session = await self._sessions.find(key, wait_s)
         if session.ended is not None and session.ended.reason and not failed:
             raise ApiError(410, f"the session has ended: {session.ended.reason}, {session.ended.detail}", code="session_ended")
