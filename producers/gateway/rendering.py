@@ -12,6 +12,7 @@ from streamrl.data.tool_calls import NONE, ParsedTurn, ToolCall, tool_call_forma
 from streamrl.data.tool_calls.formats import HasTemplate
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
+from streamrl.producers.gateway.content import ContentTokenizer
 from streamrl.producers.gateway.entries import Tokens
 from streamrl.producers.gateway.errors import refused
 from streamrl.producers.gateway.messages import ASSISTANT, Message
@@ -26,12 +27,15 @@ class Rendering:
     Args:
         tokenizer: of the policy.
         chat_template: whether prompts are chat messages (`data.chat_template`).
+        max_len: longest sequence in tokens; 0: any.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, chat_template: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, chat_template: bool, max_len: int) -> None:
         self.tokenizer = tokenizer
+        self.content = ContentTokenizer(tokenizer, max_len)
+        """The same for what agents have written."""
         self.chat_template = chat_template
-        self._format = ChatFormat(tokenizer, chat_template=chat_template)
+        self._format = ChatFormat(self.content, chat_template=chat_template)
         self._calls = tool_call_format(cast("HasTemplate", tokenizer)) if chat_template else NONE
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
@@ -55,9 +59,10 @@ class Rendering:
             for is_turn, some in groupby(messages, key=lambda message: message.role == ASSISTANT):
                 for message in some:
                     if is_turn:
-                        found += self.tokenizer.encode(self._written(message, tools))
+                        found += self.content.encode(self._written(message, tools))
                     else:
                         found += self._format.reply(message.role, message.content, last_token=found[-1] if found else last_token)
+                    self.content.check(len(found))
         except (ConfigError, SchemaError) as error:
             raise refused(error.message, hint=error.hint, param="messages") from error
         return found
@@ -67,7 +72,7 @@ class Rendering:
         if not self.chat_template:
             return message.content
         opening = [{"role": "user", "content": "."}]
-        render = self.tokenizer.apply_chat_template
+        render = self.content.apply_chat_template
         before = render(opening, tools=tools, add_generation_prompt=True)
         closing = render([*opening, {"role": ASSISTANT, "content": _STAND_IN}], tools=tools, add_generation_prompt=False)
         whole = render([*opening, message.for_template()], tools=tools, add_generation_prompt=False)

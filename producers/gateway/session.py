@@ -24,7 +24,7 @@ from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import BusError, Conflict, EngineError, EngineUnavailable, SchemaError, StreamFull
 from streamrl.producers.completions import Completion, complete
 from streamrl.producers.gateway.entries import Ended, Entry, Rewarded, Started, Tokens, Turn, packed_ids
-from streamrl.producers.gateway.errors import ApiError, gone, later, refused
+from streamrl.producers.gateway.errors import ApiError, gone, later, refused, too_long
 from streamrl.producers.gateway.journal import Journal
 from streamrl.producers.gateway.messages import said
 from streamrl.producers.gateway.placing import Place, Rules
@@ -336,9 +336,3 @@ def _check_same(ask: Ask, request: bytes) -> None:
             hint="use a new Idempotency-Key for a new call",
             code="idempotency_key_reused",
         )
-
-
-def too_long(length: int, max_len: int) -> ApiError:
-    """The refusal of a prompt that leaves no room for an answer."""
-    most = f"at most {max_len - 1} tokens (model.max_len = {max_len}, of which an answer needs one)" if max_len else "fewer tokens"
-    return refused(f"expected a prompt of {most}, got {length}", hint="shorten the conversation", code="context_length_exceeded")

@@ -172,7 +172,7 @@ class Sessions:
             raise SchemaError(f"expected a prompt that a gateway can hand out: {error.message}") from error
         except BusError as error:
             raise EngineError(f"the sessions of task {task.index} cannot be read: {error.message}") from error
-        rules = Rules(task, Rendering(context.tokenizer, chat_template=context.chat_template), self._own_prompts)
+        rules = Rules(task, Rendering(context.tokenizer, chat_template=context.chat_template, max_len=context.max_len), self._own_prompts)
         sessions: list[Session] = []
         granted = Granted(task, sessions)
 

@@ -184,14 +184,15 @@ async def test_who_says_nothing_is_closed_and_keeps_nobody_out(loop: Loop, monke
             with contextlib.suppress(ConnectionError):
                 writer.write(begun)
                 while not answer.done():
-                    writer.write(b"x")
+                    writer.write(more)
                     await writer.drain()
                     await asyncio.sleep(0.05)
-            return await answer
+                return await answer
+            return b""
 
         async with asyncio.timeout(30):
             nothing, of_head, of_body = await asyncio.gather(
-                trickle(b"", b""), trickle(head(CHAT, key)[:-2] + b"X-More: "), trickle(head(CHAT, key, "Content-Length: 100000"))
+                trickle(b"", b""), trickle(head(CHAT, key)[:-2] + b"X-More: "), trickle(head(CHAT, key, "Content-Length: 1000"), b"")
             )
         assert nothing == of_head == b"", "aiohttp closes it without a word"
         assert status(of_body) == 408
