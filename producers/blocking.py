@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
-from streamrl.producers.chat import Chat, RolloutEngine
-from streamrl.producers.chat_saves import Turn
+from streamrl.producers.chat import Chat
+from streamrl.producers.rollout_engine import RolloutEngine
+from streamrl.producers.tool_runs import Tool, ToolResult
+from streamrl.producers.turns import Turn
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 T = TypeVar("T")
@@ -38,9 +40,17 @@ class BlockingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def chat(self, prompt: RolloutTask | str | Sequence[Any], *, sampling: Sampling | None = None) -> BlockingChat:
+    def chat(
+        self,
+        prompt: RolloutTask | str | Sequence[Any],
+        *,
+        sampling: Sampling | None = None,
+        tools: Any = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> BlockingChat:
         """As `RolloutEngine.chat`."""
-        return BlockingChat(self._engine.chat(prompt, sampling=sampling), self._loop)
+        chat = self._engine.chat(prompt, sampling=sampling, tools=tools, template_kwargs=template_kwargs)
+        return BlockingChat(chat, self._loop)
 
     def checkpoint(self, data: bytes) -> None:
         """As `Context.checkpoint`."""
@@ -48,7 +58,7 @@ class BlockingEngine:
 
 
 class BlockingChat:
-    """A `Chat` whose `generate` and `save` return when they are done; everything else is the chat's own."""
+    """A `Chat` whose `generate`, `save` and `call_tools` return when they are done; everything else is the chat's own."""
 
     def __init__(self, chat: Chat, loop: asyncio.AbstractEventLoop) -> None:
         self._chat = chat
@@ -64,6 +74,21 @@ class BlockingChat:
     def save(self, state: Any = None) -> None:
         """As `Chat.save`."""
         _wait(self._chat.save(state), self._loop)
+
+    def call_tools(
+        self, tools: Mapping[str, Tool], *, timeout_s: float = 10.0, retries: int = 0, fail: bool = False, max_chars: int = 20_000
+    ) -> list[ToolResult]:
+        """As `Chat.call_tools`."""
+        work = self._chat.call_tools(tools, timeout_s=timeout_s, retries=retries, fail=fail, max_chars=max_chars)
+        return _wait(work, self._loop)
+
+    def branch(self, *, keep: int | None = None) -> BlockingChat:
+        """As `Chat.branch`."""
+        return BlockingChat(self._chat.branch(keep=keep), self._loop)
+
+    def compact(self, summary: str, *, keep: int = 0) -> BlockingChat:
+        """As `Chat.compact`."""
+        return BlockingChat(self._chat.compact(summary, keep=keep), self._loop)
 
 
 def _wait(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:

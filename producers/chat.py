@@ -17,106 +17,89 @@ A long episode outlives its producer with `await chat.save()` right after a turn
     chat = engine.chat(task)
     turn = chat.turns[-1] if chat.turns else await chat.generate()
 ```
+
+A model that calls tools is answered by `while await chat.call_tools({"search": search}): await chat.generate()`. A chat may leave another
+one: `chat.branch()` goes on from the same tokens, `chat.compact(summary)` from the beginning and a summary.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
 
 from streamrl.core.seeds import rollout_seed
+from streamrl.data.tool_calls import NONE, ToolCall, tool_call_format
 from streamrl.engines.protocol import GenerateRequest
-from streamrl.errors import EngineError, SchemaError
-from streamrl.producers.chat_format import ChatFormat
-from streamrl.producers.chat_saves import ChatSaves, SavedChat, Turn
+from streamrl.errors import EngineError, SchemaError, ToolError
+from streamrl.producers.branches import Lineage
+from streamrl.producers.chat_format import ChatFormat, Message
+from streamrl.producers.chat_saves import ChatSaves, SavedChat
 from streamrl.producers.completions import complete
 from streamrl.producers.episode import STATUS, Episode, Segment, bare
 from streamrl.producers.protocol import Context
+from streamrl.producers.tool_runs import Tool, ToolResult, result_message, run_calls
+from streamrl.producers.turns import Turn
 from streamrl.schemas.samples import LogprobMode, Status, is_turn_temperature
-from streamrl.schemas.tasks import RolloutTask, Sampling
+from streamrl.schemas.tasks import Sampling
 
 _CHATS = 1 << 20
 """Chats and turns below this number have seeds of their own."""
 
 
-class RolloutEngine:
-    """The engine as one rollout sees it. Not shared between rollouts."""
+class Style(NamedTuple):
+    """What a chat and its branches have in common."""
 
-    def __init__(self, context: Context, format: ChatFormat) -> None:
-        self.context = context
-        """Everything else: seed, options, rollout_index, the raw engine (`context.engine.generate`)."""
-        self._format = format
-        self._num_chats = 0
-        self._saves = ChatSaves(context)
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """`producer.options` of the configuration."""
-        return self.context.options
-
-    @property
-    def log(self) -> logging.Logger | logging.LoggerAdapter[Any]:
-        """Logs with the task's index and the rollout's."""
-        return self.context.log
-
-    def chat(self, prompt: RolloutTask | str | Sequence[Any], *, sampling: Sampling | None = None) -> Chat:
-        """Begin a token sequence, or go on with the one that was saved in its place when an earlier producer of the task died.
-
-        Chats are told apart by their order within the rollout, and by their prompt.
-
-        Args:
-            prompt: the task (its prompt's tokens); or a text, chat messages or token ids, for a sub-agent of this rollout.
-            sampling: how this chat's tokens are drawn; None: as the task says.
-
-        Raises:
-            SchemaError: an empty prompt.
-        """
-        number, self._num_chats = self._num_chats, self._num_chats + 1
-        prompt_ids = tuple(self._prompt_ids(prompt))
-        return Chat(self.context, self._format, prompt_ids, sampling or self.context.task.sampling, number, self._saves)
-
-    def _prompt_ids(self, prompt: RolloutTask | str | Sequence[Any]) -> Sequence[int]:
-        if isinstance(prompt, RolloutTask):
-            return prompt.prompt_ids
-        if isinstance(prompt, str):
-            return self._format.text_prompt(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            return self._format.prompt(prompt)
-        return prompt
+    context: Context
+    format: ChatFormat
+    sampling: Sampling
+    tools: Any
+    template_kwargs: Mapping[str, Any]
+    saves: ChatSaves
+    next_number: Callable[[], int]
 
 
 class Chat:
     """One token sequence under construction: prompt, then turns of the model and messages of the environment."""
 
     def __init__(
-        self, context: Context, format: ChatFormat, prompt_ids: tuple[int, ...], sampling: Sampling, number: int, saves: ChatSaves
+        self,
+        style: Style,
+        segments: list[Segment],
+        lineage: Lineage,
+        *,
+        turns: Sequence[Turn] = (),
+        opening: Sequence[Message] | None = None,
+        parent: Chat | None = None,
     ) -> None:
-        if not prompt_ids:
+        if not segments[0].token_ids:
             raise SchemaError("a chat needs a prompt of at least one token, got none", hint="pass engine.chat the task")
-        self._context = context
-        self._format = format
-        self._sampling = sampling
-        self._number = number
-        self._saves = saves
-        self._segments = [Segment(prompt_ids)]
-        self._num_tokens = len(prompt_ids)
+        self._style = style
+        self._context = style.context
+        self._format = style.format
+        self._sampling = style.sampling
+        self._calls = tool_call_format(style.context.tokenizer, style.context.tool_calls)
+        self._lineage = lineage
+        self._opening = opening
+        self._segments = segments
+        self._num_tokens = sum(len(segment.token_ids) for segment in segments)
         """In all segments; counted along, for a chat may have thousands."""
-        self._turns: list[Turn] = []
-        self._finish_reason = ""
-        self._mode = LogprobMode.SAMPLED
-        self._engine = ""
+        self._turns = list(turns)
+        self._finish_reason = turns[-1].finish_reason if turns else ""
+        self._mode = LogprobMode.SAMPLED if parent is None else parent._mode
+        self._engine = "" if parent is None else parent._engine
         self._full = False
         """The longest sequence has been reached: whatever would come now is left out."""
         self._started_s = time.time()
         self.state: Any = None
         """What the last `save` was given; also in the process that goes on from it."""
-        saved = saves.get(number, prompt_ids)
+        saved = style.saves.get(lineage[-1][0], lineage, segments if parent is None else parent._segments)
+        self._resumed = saved is not None
         if saved is not None:
             self._restore(saved)
 
@@ -164,7 +147,7 @@ class Chat:
             policy=context.task.policy,
             seeds=(self._seed(),),
             min_version=context.task.min_version,
-            session=f"{context.task.index}.{context.rollout_index}.{self._number}",
+            session=f"{context.task.index}.{context.rollout_index}.{self._lineage[0][0]}",
         )
         [completion] = await complete(context.engine, request)
         if not completion.token_ids:  # the engine's longest sequence is shorter
@@ -174,6 +157,7 @@ class Chat:
                 f"expected log-probs of mode {self._mode} in every turn, got {completion.logprob_mode} from {completion.engine}"
             )
         turn = Turn(completion.text(context.tokenizer), tuple(completion.token_ids), completion.finish_reason)
+        turn = self._parsed(turn, self._segments[-1])
         self._add(completion.segment)
         self._turns.append(turn)
         self._finish_reason, self._mode, self._engine = completion.finish_reason, completion.logprob_mode, completion.engine
@@ -202,22 +186,25 @@ class Chat:
         self.state = state
         saved = SavedChat(
             segments=bare(self._segments),
-            turns=tuple(self._turns),
+            turns=tuple(turn.bare() for turn in self._turns),
             finish_reason=self._finish_reason,
             mode=self._mode,
             engine=self._engine,
             started_s=self._started_s,
+            lineage=self._lineage,
             state=state,
         )
-        await self._saves.put(self._number, saved)
+        await self._style.saves.put(self._lineage[-1][0], saved)
 
     def _restore(self, saved: SavedChat) -> None:
         self._segments = [msgspec.structs.replace(s, token_ids=tuple(s.token_ids), logprobs=tuple(s.logprobs)) for s in saved.segments]
         self._num_tokens = sum(len(segment.token_ids) for segment in self._segments)
-        self._turns = list(saved.turns)
+        before = [segment for segment, after in pairwise(self._segments) if after.is_model]
+        self._turns = [self._parsed(turn, segment) for turn, segment in zip(saved.turns, before, strict=False)]
+        self._lineage = saved.lineage or self._lineage
         self._finish_reason, self._mode, self._engine = saved.finish_reason, saved.mode, saved.engine
         self._started_s, self.state = saved.started_s, saved.state
-        self._context.log.info("event=chat_resumed chat=%d turns=%d tokens=%d", self._number, len(self._turns), self._num_tokens)
+        self._context.log.info("event=chat_resumed chat=%d turns=%d tokens=%d", self._lineage[-1][0], len(self._turns), self._num_tokens)
 
     def _room(self, max_new_tokens: int | None) -> Sampling | None:
         wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -233,26 +220,136 @@ class Chat:
 
     def _seed(self) -> int:
         # The first turn of the first chat has the rollout's own seed, so one turn here equals the built-in producer.
-        request = self._number * _CHATS + len(self._turns)
+        request = self._lineage[-1][0] * _CHATS + len(self._turns)
         return rollout_seed(self._context.seed, request) if request else self._context.seed
 
-    def tool(self, text: str) -> None:
+    def tool(self, text: str, *, call: ToolCall | None = None, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Append a tool's result and open the model's next turn; masked in training.
 
         One that does not fit the longest sequence is left out and truncates the chat: see `is_full`.
+
+        Args:
+            text: the result.
+            call: that it answers, for templates that name the tool.
+            template_kwargs: for the turn that follows, over the chat's own.
         """
-        self._reply("tool", text)
+        self.reply([result_message(text, call)], template_kwargs=template_kwargs)
 
-    def user(self, text: str) -> None:
+    def tools(self, texts: Sequence[str], *, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Append the results of all calls of the last turn, in their order; otherwise as `tool`.
+
+        Raises:
+            SchemaError: more or fewer results than the turn has calls.
+        """
+        calls = self._turns[-1].tool_calls if self._turns else ()
+        if not self._full and (isinstance(texts, str) or len(texts) != len(calls)):
+            raise SchemaError(f"expected a text for each of {len(calls)} calls of the last turn, got {len(texts)}")
+        self.reply([result_message(text, call) for text, call in zip(texts, calls, strict=False)], template_kwargs=template_kwargs)
+
+    def user(self, text: str, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
         """Append a user message and open the model's next turn; otherwise as `tool`."""
-        self._reply("user", text)
+        self.reply([{"role": "user", "content": text}], template_kwargs=template_kwargs)
 
-    def _reply(self, role: str, text: str) -> None:
+    def reply(self, messages: Sequence[Message], *, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Append messages with `role` (`tool`, `user`, `system`) and `content`, and open the model's next turn; otherwise as `tool`.
+
+        Raises:
+            SchemaError: no turn was generated since the last message, or the chat template cannot append them.
+        """
         if self._full:
             return
         if not self._segments[-1].is_model:
+            role = messages[0].get("role") if messages else ""
             raise SchemaError(f"a {role} message follows a turn of the model, but none was generated since the last message")
-        self.append(self._format.reply(role, text, last_token=self._segments[-1].token_ids[-1]))
+        given = {**self._style.template_kwargs, **(template_kwargs or {})}
+        last = self._segments[-1].token_ids[-1]
+        self.append(self._format.replies(messages, last_token=last, tools=self._style.tools, template_kwargs=given))
+
+    async def call_tools(
+        self, tools: Mapping[str, Tool], *, timeout_s: float = 10.0, retries: int = 0, fail: bool = False, max_chars: int = 20_000
+    ) -> list[ToolResult]:
+        """Run the tools that the last turn has called, all at the same time, and append their results; otherwise as `tool`.
+
+        A tool that raises (`sys.exit` too) or hangs, is not known or was given wrong arguments, and a call that is malformed, are answered
+        with the error's text. `EngineError` passes.
+
+        Args:
+            tools: functions by name, called with the arguments by keyword: `async def`, or `def`, which run in threads. What they give is
+                the result: a text, or what JSON can say.
+            timeout_s: of one try; less than `producer.idle_timeout_s`. An `async` tool is then cancelled; a plain one is not waited for.
+            retries: further tries of a tool that raised or hung.
+            fail: let a tool that gave nothing fail the rollout instead.
+            max_chars: of a result; the rest is cut, and the model is told.
+
+        Returns:
+            What became of each call; empty: the last turn has none, was answered already, or the chat is full. So an agent is
+            `while await chat.call_tools(tools): await chat.generate()`.
+
+        Raises:
+            ToolError: with `fail`; or too many calls hang in this process.
+            SchemaError: it is not known how this model writes calls.
+        """
+        if self._calls is NONE:
+            raise SchemaError(
+                "the chat template does not show how the model writes calls of tools", hint='name it: data.tool_calls = "hermes"'
+            )
+        if self._full or not self._turns or not self._segments[-1].is_model:
+            return []
+        results = await run_calls(self._turns[-1], tools, timeout_s=timeout_s, retries=retries, max_chars=max_chars, log=self._context.log)
+        failed = next((result for result in results if result.error), None)
+        if fail and failed is not None:
+            raise ToolError(f"the tool {failed.call.name if failed.call else 'that was called'} gave nothing: {failed.error}")
+        if results:
+            self.reply([result_message(result.text, result.call) for result in results])
+        return results
+
+    def branch(self, *, keep: int | None = None) -> Chat:
+        """A chat of its own that goes on from this one's tokens.
+
+        What they share is trained once: in this chat, whose episode is returned before the branch's, or in the branch if this one has none.
+
+        Args:
+            keep: so many turns of the model stay, up to the end of the last one; 0: the prompt; None: all there is.
+
+        Raises:
+            SchemaError: there are not so many turns.
+        """
+        if keep is not None and not 0 <= keep <= len(self._turns):
+            raise SchemaError(f"expected to keep 0 to {len(self._turns)} turns of the chat, got {keep}")
+        ends = [place + 1 for place, segment in enumerate(self._segments) if segment.is_model]
+        segments = self._segments[: len(self._segments) if keep is None else ends[keep - 1] if keep else 1]
+        turns = self._turns if keep is None else self._turns[:keep]
+        return self._left(segments, sum(len(segment.token_ids) for segment in segments), turns, self._opening)
+
+    def compact(self, summary: str, *, keep: int = 0) -> Chat:
+        """A chat of its own in which a summary, as a user message, stands for all but the first turns of this one.
+
+        Args:
+            summary: what the model is to know of what is left out.
+            keep: so many turns of the model stay as they are. 0: the summary follows the prompt, which must have been messages or a text.
+
+        Raises:
+            SchemaError: there are not so many turns, or the prompt was token ids.
+        """
+        if keep:
+            chat = self.branch(keep=keep)
+            if not chat._resumed:
+                chat.user(summary)
+            return chat
+        if self._opening is None:
+            raise SchemaError("a chat that began with token ids has no messages to put a summary behind", hint="keep a turn: keep=1")
+        messages = [*self._opening, {"role": "user", "content": summary}]
+        prompt_ids = self._format.opening(messages, self._style.tools, self._style.template_kwargs)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._segments[0].token_ids, prompt_ids, strict=False)))
+        return self._left([Segment(tuple(prompt_ids))], shared, (), messages)
+
+    def _left(self, segments: list[Segment], shared: int, turns: Sequence[Turn], opening: Sequence[Message] | None) -> Chat:
+        number = self._style.next_number()
+        lineage = (*self._lineage, (number, shared)) if shared else ((number, 0),)
+        return Chat(self._style, list(segments), lineage, turns=turns, opening=opening, parent=self)
+
+    def _parsed(self, turn: Turn, before: Segment) -> Turn:
+        return turn.parsed(self._calls, self._style.tools, thinking=self._format.opens_thought(before.token_ids))
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Append tokens of the environment as they are; otherwise as `tool`."""
@@ -293,6 +390,7 @@ class Chat:
             reward=reward,
             reward_parts=dict(reward_parts or {}),
             metadata=dict(metadata or {}),
+            lineage=self._lineage,
             started_s=self._started_s,
             finished_s=time.time(),
         )

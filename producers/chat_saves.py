@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from streamrl.errors import SchemaError
+from streamrl.producers.branches import Lineage
 from streamrl.producers.episode import Segment
 from streamrl.producers.protocol import Context
+from streamrl.producers.turns import Turn
 from streamrl.schemas.samples import LogprobMode
 
 MAX_BYTES = 64 << 20
 """Of the chats of a rollout before they are compressed. What is stored is bounded too, but 1 MiB may unpack to a thousand times that."""
 _MARK = b"streamrl-chats-1\n"
 """Begins a checkpoint of chats; user code that stores its own bytes has another beginning."""
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """One completion of the model within a chat."""
-
-    text: str
-    """Decoded, without the stop token."""
-    token_ids: tuple[int, ...]
-    """As sampled; a stop token is the last."""
-    finish_reason: str
-    """`stop` or `length`."""
 
 
 class SavedChat(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +30,8 @@ class SavedChat(msgspec.Struct, frozen=True, kw_only=True):
     mode: LogprobMode
     engine: str
     started_s: float
+    lineage: Lineage = ()
+    """Empty in what earlier versions stored, where no chat could leave another."""
     state: Any = None
     """The producer's own."""
 
@@ -49,10 +43,22 @@ class ChatSaves:
         self._context = context
         self._chats = {} if context.resume is None else chats_in(context.resume)
 
-    def get(self, number: int, prompt_ids: tuple[int, ...]) -> SavedChat | None:
-        """What was stored of chat `number`, if it began with this prompt."""
+    def get(self, number: int, lineage: Lineage, begun: Sequence[Segment]) -> SavedChat | None:
+        """What was stored of chat `number`, if it began with this prompt, or as a branch of the same chat with tokens that this one has.
+
+        Args:
+            number: of the chat within its rollout.
+            lineage: of the chat.
+            begun: its prompt; of a branch, all that its parent has now.
+        """
         saved = self._chats.get(number)
-        if saved is None or tuple(saved.segments[0].token_ids) == prompt_ids:
+        if saved is None:
+            return None
+        of_branch = len(saved.lineage) > 1
+        shared = saved.lineage[-1][1] if of_branch else len(saved.segments[0].token_ids)
+        begins = _tokens(begun) if of_branch else tuple(begun[0].token_ids)
+        same_place = [chat for chat, _ in saved.lineage[:-1]] == [chat for chat, _ in lineage[:-1]]
+        if same_place and (of_branch or shared == len(begins)) and _tokens(saved.segments)[:shared] == begins[:shared]:
             return saved
         self._context.log.warning("event=saved_chat_unused chat=%d reason=another_prompt", number)
         return None
@@ -71,6 +77,10 @@ class ChatSaves:
                 f"expected chats of at most {MAX_BYTES} bytes to save, got {len(body)}", hint="keep less in chat.save's state"
             )
         await self._context.checkpoint(_MARK + zlib.compress(body, 1))
+
+
+def _tokens(segments: Sequence[Segment]) -> tuple[int, ...]:
+    return tuple(token for segment in segments for token in segment.token_ids)
 
 
 def chats_in(data: bytes) -> dict[int, SavedChat]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, islice
 from typing import Any
 
 import msgspec
@@ -99,12 +100,14 @@ class Episode(msgspec.Struct, kw_only=True):
     reward_parts: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     """Kept with the sample, beside the task's own."""
+    branch: Branch | None = None
+    """Where it has left an episode that its rollout gives before it: what both begin with is trained there only."""
+    lineage: tuple[tuple[int, int], ...] = ()
+    """How its chat left others (`streamrl.producers.branches`), from which `branch` is known once all episodes of the rollout are."""
     started_s: float = 0.0
     finished_s: float = 0.0
     scored_s: float = 0.0
     """Unix seconds at which its reward was known; set by the worker."""
-    branch: Branch | None = None
-    """Where it has left an earlier episode of its rollout, whose tokens it repeats without training them."""
     is_answer: bool = False
     """Whether it ends with its rollout's answer: then its reward is the rollout's, else that of the last episode is."""
 
@@ -117,6 +120,14 @@ class Episode(msgspec.Struct, kw_only=True):
     def completion(self) -> str:
         """Text of the last turn."""
         return self.turns[-1] if self.turns else ""
+
+    @property
+    def num_sampled(self) -> tuple[int, ...]:
+        """Tokens of each of the model's turns, without those that a branch shares."""
+        shared = 0 if self.branch is None else self.branch.num_shared
+        ends = accumulate(len(segment.token_ids) for segment in self.segments)
+        turns = ((len(segment.token_ids), end) for segment, end in zip(self.segments, ends, strict=True) if segment.is_model)
+        return tuple(min(length, end - shared) for length, end in turns if end > shared)
 
     @property
     def num_tokens(self) -> int:
@@ -175,19 +186,42 @@ def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str,
     Every rollout's samples get the reward of its answer (`is_answer`), else of its last episode that has one, and the fields `more`.
 
     Raises:
-        SchemaError: an episode of a rollout that the task does not have.
+        SchemaError: an episode of a rollout that the task does not have, or a branch of none.
     """
     by_rollout: dict[int, list[Episode]] = {}
     for episode in episodes:
         if not 0 <= episode.rollout < task.num_rollouts:
             raise SchemaError(f"task {task.index} has rollouts 0 to {task.num_rollouts - 1}, got an episode of rollout {episode.rollout}")
         by_rollout.setdefault(episode.rollout, []).append(episode)
+    for of_rollout in by_rollout.values():
+        if problem := branch_problem(of_rollout):
+            raise SchemaError(problem)
     told = {"producer": producer, **more} if more else {"producer": producer}
     return [
         _sample(task, episode, index, of_rollout, told)
         for _, of_rollout in sorted(by_rollout.items())
         for index, episode in enumerate(of_rollout)
     ]
+
+
+def branch_problem(of_rollout: Sequence[Episode]) -> str:
+    """What is wrong with the branches among the episodes of a rollout, in their order; empty: nothing."""
+    for index, episode in enumerate(of_rollout):
+        if episode.branch is None:
+            continue
+        parent, shared = episode.branch.parent, episode.branch.num_shared
+        place = f"episode {index} of rollout {episode.rollout} is a branch"
+        if not 0 <= parent < index:
+            return f"{place}: expected its parent among the {index} episodes before it, got {parent}"
+        if not 0 < shared < episode.num_tokens or _first(episode, shared) != _first(of_rollout[parent], shared):
+            return f"{place}: expected it to begin with {shared} tokens of episode {parent} and to go on"
+        if not sum(episode.num_sampled):
+            return f"{place}: no token behind the {shared} that it shares was sampled, so there is nothing to train on"
+    return ""
+
+
+def _first(episode: Episode, count: int) -> list[int]:
+    return list(islice(chain.from_iterable(segment.token_ids for segment in episode.segments), count))
 
 
 def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], told: dict[str, Any]) -> Sample:
@@ -213,6 +247,10 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
             mask += [0] * length
             spans.append(VersionSpan(length, None))
         tokens += segment.token_ids
+    if episode.branch is not None:
+        shared = episode.branch.num_shared
+        mask[:shared] = [0] * shared
+        turns = [(start, turn) for start, turn in turns if start + len(turn.token_ids) > shared]
     return Sample(
         run=task.run,
         policy=task.policy,

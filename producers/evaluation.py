@@ -285,6 +285,7 @@ def _task(worker: Worker, index: int, problem: Problem, number: int) -> RolloutT
         label=problem.label,
         tools=problem.tools,
         metadata=problem.metadata,
+        chat_template_kwargs=problem.chat_template_kwargs,
         num_rollouts=1,
         sampling=msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
         min_version=number,

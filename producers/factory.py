@@ -57,6 +57,8 @@ def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str, pr
         options=config.producer.options,
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
+        template_kwargs=config.data.chat_template_kwargs,
+        tool_calls=config.data.tool_calls,
         children=_children(worker, function if user_producer else "", key) if user_producer or user_reward else None,
         max_deaths=config.tasks.max_deliveries,
     )
@@ -75,6 +77,8 @@ def _children(worker: Worker, function: str, key: str) -> Children:
         model_dir=str(worker.run_dir.policy_dir(config)),
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
+        template_kwargs=config.data.chat_template_kwargs,
+        tool_calls=config.data.tool_calls,
         memory_bytes=config.producer.child_memory_bytes,
     )
     limits = Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)

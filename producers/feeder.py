@@ -73,6 +73,7 @@ def _task(grant: Grant, index: int, base: int, problems: Problems, config: Confi
         label=problem.label,
         tools=problem.tools,
         metadata=problem.metadata,
+        chat_template_kwargs=problem.chat_template_kwargs,
         num_rollouts=1 if warmup else config.tasks.num_rollouts,
         sampling=config.sampling,
         min_version=0 if warmup else min_version(grant, index, config),

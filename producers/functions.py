@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.errors import ConfigError, EngineError, StreamRLError
 from streamrl.producers.blocking import BlockingEngine
-from streamrl.producers.chat import RolloutEngine
+from streamrl.producers.branches import branched
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode
 from streamrl.producers.protocol import Context, Failure, Producer
+from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.schemas.tasks import RolloutTask
 
@@ -72,7 +73,7 @@ class FunctionProducer:
                 given = await self._in_thread(lambda: self._function(task, blocking))
             else:
                 given = await self._function(task, engine)
-            episodes = _episodes(given)
+            episodes = branched(_episodes(given))
         except EngineError:
             raise
         except Exception as error:  # written policy: an error in user code ends its rollout as a tombstone, never the worker

@@ -13,7 +13,7 @@ from streamrl.engines.protocol import Engine
 from streamrl.errors import EngineError, SchemaError, StreamRLError
 from streamrl.producers.children.jobs import NOTHING, Job, Keeping, job
 from streamrl.producers.children.pool import Children
-from streamrl.producers.episode import Episode
+from streamrl.producers.episode import Episode, branch_problem
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
 from streamrl.producers.slots import asked, phase
 from streamrl.rewards.protocol import Reward, RewardValue
@@ -43,6 +43,8 @@ class GroupRunner:
         options: `producer.options`.
         max_len: longest sequence in tokens.
         chat_template: whether prompts are chat messages.
+        template_kwargs: variables of the chat template.
+        tool_calls: how the model writes calls of tools.
         children: run user code; None: there is none. Closed with the runner.
         max_deaths: children that one task may kill, alone in them (`tasks.max_deliveries`).
     """
@@ -57,6 +59,8 @@ class GroupRunner:
         options: Mapping[str, Any],
         max_len: int,
         chat_template: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tool_calls: str = "auto",
         children: Children | None = None,
         max_deaths: int = 1,
     ) -> None:
@@ -67,6 +71,8 @@ class GroupRunner:
         self._options = options
         self._max_len = max_len
         self._chat_template = chat_template
+        self._template_kwargs = template_kwargs or {}
+        self._tool_calls = tool_calls
         self._children = children
         self._max_deaths = max_deaths
 
@@ -122,6 +128,8 @@ class GroupRunner:
             log=logger,
             max_len=self._max_len,
             chat_template=self._chat_template,
+            template_kwargs=self._template_kwargs,
+            tool_calls=self._tool_calls,
             resumes=keeping.resumes,
             store=keeping.store,
         )
@@ -187,7 +195,10 @@ def _settle(task: RolloutTask, given: Sequence[Episode | Failure]) -> tuple[list
     for rollout in range(task.num_rollouts):
         if rollout not in known:
             failures[rollout] = Failure(rollout, "failed", "the producer gave neither an episode nor a failure for it")
-    return sorted(episodes, key=lambda episode: episode.rollout), failures
+        elif problem := branch_problem([episode for episode in episodes if episode.rollout == rollout]):
+            failures[rollout] = Failure(rollout, "failed", problem)
+    kept = (episode for episode in episodes if episode.rollout not in failures)
+    return sorted(kept, key=lambda episode: episode.rollout), failures
 
 
 def _all_failed(task: RolloutTask, failure: Failure) -> tuple[Failure, ...]:

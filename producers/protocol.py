@@ -23,7 +23,24 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
+    @property
+    def chat_template(self) -> str:
+        """Its source (Jinja), or empty."""
+        ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a completion."""
+        ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """Messages as text, special tokens written out."""
         ...
 
@@ -68,6 +85,10 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """Longest sequence in tokens, prompt included; 0: not known."""
     chat_template: bool = True
     """Whether prompts are chat messages; otherwise text is appended as it is."""
+    template_kwargs: Mapping[str, Any] = {}
+    """Variables of the chat template: `data.chat_template_kwargs`."""
+    tool_calls: str = "auto"
+    """`data.tool_calls`."""
     resumes: Mapping[int, bytes] = {}
     """By rollout: what an earlier producer of this task stored with `checkpoint` before it died."""
     store: Callable[[int, bytes], Awaitable[None]] | None = None

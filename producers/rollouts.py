@@ -82,6 +82,14 @@ class Front(Producer, Demand, Protocol):
         """A task has left this worker: it has ended, or is delivered again."""
         ...
 
+    def doing(self) -> str:
+        """What people see of it."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """What has happened since the last call."""
+        ...
+
 
 async def main(worker: Worker) -> None:
     """Serve the run's tasks with `producer.function`, and its warm-up, until the worker drains."""
@@ -154,7 +162,9 @@ async def serve(
     claims = [_claims(worker, source, runner, publisher, work, streak, front, concurrency) for source in sources]
     besides = worker.detail
     worker.detail = lambda: {**besides(), "tasks": _in_hand(claims)}
-    report = partial(_report, worker, runner, claims, publisher, cut)
+    if front is not None:
+        worker.wait = lambda: pool.wait or front.doing()
+    report = partial(_report, worker, runner, claims, publisher, cut, front)
     keep_all()
     try:
         await runner.start()
@@ -205,7 +215,7 @@ def _claims(
         concurrency=_WARMUP_CONCURRENCY if warmup else concurrency,
         ack_wait_s=config.bus.ack_wait_s,
         let_go=None if warmup else let_go,
-        demand=front,
+        demand=None if warmup else front,
     )
 
 
@@ -230,7 +240,7 @@ def _roll_out(
                 samples = await store_experts(publisher, samples, group.episodes)
             rollouts = await publisher.task(task, samples, group.failures, claim)
         lying = [episode for episode in group.episodes if episode.rollout in rollouts]
-        stored([len(segment.token_ids) for episode in lying for segment in episode.segments if segment.spans])
+        stored([length for episode in lying for length in episode.num_sampled])
         if streak is not None:
             streak.tell(group)
             if streak.hopeless:
@@ -279,7 +289,9 @@ async def _keep_reporting(worker: Worker, publisher: Publisher, report: Callable
             await worker.event("stalled" if stalled else "resumed", {"reason": "the sample stream is full"})
 
 
-async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims], publisher: Publisher, cut: Cut) -> None:
+async def _report(
+    worker: Worker, runner: GroupRunner, claims: Sequence[Claims], publisher: Publisher, cut: Cut, front: Front | None
+) -> None:
     """Publish what has happened since the last report, and what blocks in user code."""
     counts = [claim.take_counts() for claim in claims]
     published, hung_s = publisher.take_counts(), runner.hung_s()
@@ -297,6 +309,7 @@ async def _report(worker: Worker, runner: GroupRunner, claims: Sequence[Claims],
             "tokens/cut_total": cut_tokens,
             "bus/redelivered_total": sum(count.num_redelivered for count in counts),
             "bus/full_total": published.num_full,
+            **(front.take_metrics() if front is not None else {}),
         },
         {name: one for name, one in lengths.items() if one},
         tasks=_in_hand(claims),

@@ -178,6 +178,8 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     label: Any = None
     tools: Any = None
     metadata: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """The row's own variables of the chat template, over those of the configuration; not on the wire when unset."""
     num_rollouts: int = 1
     sampling: Sampling = Sampling()
     min_version: int = 0
@@ -190,4 +192,5 @@ def on_the_wire(task: RolloutTask) -> dict[str, Any]:
     """A task as it is encoded: later fields of its sampling are there only where they say something, so that others cost nothing."""
     sampling = task.sampling
     former = {name: getattr(sampling, name) for name in FORMER_FIELDS}
-    return msgspec.structs.asdict(task) | {"sampling": former | sampling.later()}
+    said = {name: value for name, value in msgspec.structs.asdict(task).items() if value is not msgspec.UNSET}
+    return said | {"sampling": former | sampling.later()}

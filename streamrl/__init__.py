@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from streamrl.config.load import load as load_config
     from streamrl.config.tree import Config
     from streamrl.errors import StreamRLError
-    from streamrl.producers.chat import Chat, RolloutEngine
+    from streamrl.producers.chat import Chat
     from streamrl.producers.episode import Episode
     from streamrl.producers.protocol import Context, Failure, Producer
+    from streamrl.producers.rollout_engine import RolloutEngine
     from streamrl.rewards.protocol import Reward, RewardValue
     from streamrl.schemas.tasks import RolloutTask, Sampling
     from streamrl.schemas.versions import Version
@@ -49,7 +50,7 @@ _HOMES = {
     "Producer": "producers.protocol",
     "Reward": "rewards.protocol",
     "RewardValue": "rewards.protocol",
-    "RolloutEngine": "producers.chat",
+    "RolloutEngine": "producers.rollout_engine",
     "RolloutTask": "schemas.tasks",
     "Sampling": "schemas.tasks",
     "StreamRLError": "errors",

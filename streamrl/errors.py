@@ -119,6 +119,10 @@ class EngineError(StreamRLError):
     """An engine refused or failed a request."""
 
 
+class ToolError(StreamRLError):
+    """A tool that a model has called failed, where that is to end the rollout."""
+
+
 class EngineUnavailable(EngineError):
     """An engine cannot be asked at present: it is gone, stopped, or fails whatever it is asked. Another engine can do the same request."""
 

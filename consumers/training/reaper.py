@@ -185,6 +185,7 @@ class Reaper:
         """Nobody goes on from what is stored of it. First, so that whoever is cut short here looks at the task again."""
         try:
             await remove_task_keys(self._bus.kv, task)
+            await self._bus.turns.remove(f"{task}/")
         except BusError as error:  # a credit is worth more than the room of some keys
             logger.warning("event=task_keys_left_behind task=%d error=%s", task, error.message)
 

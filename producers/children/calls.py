@@ -260,6 +260,7 @@ class Call:
             reward=returned.reward,
             reward_parts=returned.reward_parts,
             metadata=msgspec.json.decode(returned.metadata, type=dict) if returned.metadata else {},
+            branch=returned.branch,
             started_s=returned.started_s,
             finished_s=returned.finished_s,
         )

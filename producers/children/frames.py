@@ -17,7 +17,7 @@ from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.protocol import Failure
-from streamrl.schemas.samples import Status
+from streamrl.schemas.samples import Branch, Status
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 MAX_BYTES = 32 << 20
@@ -45,6 +45,8 @@ class Hello(Told, frozen=True, kw_only=True):
     """Where the policy's tokenizer is."""
     max_len: int
     chat_template: bool
+    template_kwargs: dict[str, Any] = {}
+    tool_calls: str = "auto"
     memory_bytes: int
     """Most memory the child may have for data; 0: no limit."""
 
@@ -209,6 +211,7 @@ class Returned(msgspec.Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float]
     metadata: bytes
     """JSON, as it will be stored."""
+    branch: Branch | None = None
     started_s: float
     finished_s: float
 

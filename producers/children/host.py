@@ -105,6 +105,8 @@ class Host:
             log=logger,
             max_len=self._hello.max_len,
             chat_template=self._hello.chat_template,
+            template_kwargs=self._hello.template_kwargs,
+            tool_calls=self._hello.tool_calls,
             resumes=begin.resumes,
             store=asking.store,
         )

@@ -66,6 +66,7 @@ def returned(episode: Episode, sampled: Sampled) -> Returned:
         reward=None if episode.reward is None else number(episode.reward, "reward"),
         reward_parts={str(name): number(value, f"part {name!r}") for name, value in episode.reward_parts.items()},
         metadata=metadata,
+        branch=episode.branch,
         started_s=episode.started_s,
         finished_s=episode.finished_s,
     )

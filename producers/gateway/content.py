@@ -50,10 +50,29 @@ class ContentTokenizer:
         self._hidden = re.compile("|".join(map(re.escape, self._veiled)))
         self._shown = re.compile(f"{_MARK}(.)", re.DOTALL)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
+    @property
+    def chat_template(self) -> str:
+        """The tokenizer's."""
+        return self._tokenizer.chat_template
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokenizer's."""
+        return self._tokenizer.stop_ids
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """As the tokenizer does, with content veiled."""
         veiled = [{name: value if name == "role" else self._veil(value) for name, value in message.items()} for message in messages]
-        return self._tokenizer.apply_chat_template(veiled, tools=self._veil(tools), add_generation_prompt=add_generation_prompt)
+        return self._tokenizer.apply_chat_template(
+            veiled, tools=self._veil(tools), add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
+        )
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that was rendered here, or of any other; raises ApiError where there are more than the model can read."""

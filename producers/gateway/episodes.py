@@ -8,7 +8,6 @@ from streamrl.producers.episode import STATUS, Episode, Segment
 from streamrl.producers.gateway.session import Session
 from streamrl.producers.gateway.tree import Strand
 from streamrl.schemas.samples import Branch
-from streamrl.schemas.tasks import Sampling
 
 
 def episodes_of(session: Session) -> tuple[list[Episode], int]:
@@ -18,18 +17,17 @@ def episodes_of(session: Session) -> tuple[list[Episode], int]:
 
 
 def _episode(session: Session, strand: Strand) -> Episode:
-    context, own = session.context, strand.nodes[-strand.num_own :]
-    turns = [node.turn for node in own if node.turn is not None]
+    context = session.context
+    turns = [node.turn for node in strand.nodes[-strand.num_own :] if node.turn is not None]
     last = turns[-1].tokens
-    shared: list[int] = [token for node in strand.nodes[: -strand.num_own] for token in node.own_ids]
     text = session.rules.rendering.text
     reward = session.reward
     return Episode(
-        segments=(Segment(tuple(shared)), *_segments(strand)),
+        segments=tuple(_segments(strand)),
         finish_reason=last.finish_reason,
         status=STATUS[last.finish_reason],
         turns=tuple(text(node.turn.tokens) for node in strand.nodes if node.turn is not None),
-        sampling=_sampling(context.task.sampling),
+        sampling=context.task.sampling,
         logprob_mode=last.mode,
         seed=context.seed,
         engine=last.engine,
@@ -44,14 +42,11 @@ def _episode(session: Session, strand: Strand) -> Episode:
 
 
 def _segments(strand: Strand) -> Sequence[Segment]:
+    """Of the whole path: what it shares with its parent is masked by its branch."""
     found: list[Segment] = []
-    for node in strand.nodes[-strand.num_own :]:
+    for node in strand.nodes:
         if node.context:
             found.append(Segment(node.context))
         if node.turn is not None:
             found.append(node.turn.tokens.segment(node.turn.sampling.temperature))
     return found
-
-
-def _sampling(base: Sampling) -> Sampling:
-    return base

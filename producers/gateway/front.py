@@ -104,15 +104,16 @@ def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str)
     rendering = session.rules.rendering
     ids = node.token_ids()
     token_ids = turn.tokens.token_ids
+    prompt_ids = ids[: len(ids) - len(token_ids)]
     identity = f"{session.name}.{node.number}"
     decode = rendering.tokenizer.decode
     return Answer(
         identity=f"{prefix}-{identity}",
         created_s=int(turn.made_s or time.time()),
         model=model,
-        says=rendering.parsed(turn.tokens, tools, f"call_{identity}_"),
+        says=rendering.parsed(turn.tokens, tools or session.context.task.tools, prompt_ids, f"call_{identity}_"),
         text=rendering.text(turn.tokens),
-        prompt_ids=ids[: len(ids) - len(token_ids)],
+        prompt_ids=prompt_ids,
         token_ids=token_ids,
         logprobs=turn.tokens.token_logprobs,
         finish_reason=turn.tokens.finish_reason,

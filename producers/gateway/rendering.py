@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import msgspec
 
 from streamrl.data.tool_calls import NONE, ParsedTurn, ToolCall, tool_call_format
-from streamrl.data.tool_calls.formats import HasTemplate
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.gateway.content import ContentTokenizer
 from streamrl.producers.gateway.entries import Tokens
 from streamrl.producers.gateway.errors import refused
 from streamrl.producers.gateway.messages import ASSISTANT, Message
-from streamrl.producers.protocol import Tokenizer
+from streamrl.producers.protocol import Context
 
+T = TypeVar("T")
 _STAND_IN = "0123456789"
 
 
 class Rendering:
-    """One tokenizer's.
+    """Of one task: its row may have variables of the template of its own.
 
     Args:
-        tokenizer: of the policy.
-        chat_template: whether prompts are chat messages (`data.chat_template`).
-        max_len: longest sequence in tokens; 0: any.
+        context: of the task.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, chat_template: bool, max_len: int) -> None:
-        self.tokenizer = tokenizer
-        self.content = ContentTokenizer(tokenizer, max_len)
+    def __init__(self, context: Context) -> None:
+        self.tokenizer = context.tokenizer
+        self.chat_template = context.chat_template
+        self.content = ContentTokenizer(context.tokenizer, context.max_len)
         """The same for what agents have written."""
-        self.chat_template = chat_template
-        self._format = ChatFormat(self.content, chat_template=chat_template)
-        self._calls = tool_call_format(cast("HasTemplate", tokenizer)) if chat_template else NONE
+        self._format = ChatFormat(self.content, chat_template=context.chat_template)
+        self._calls = tool_call_format(context.tokenizer, context.tool_calls) if context.chat_template else NONE
+        self._given = {**context.template_kwargs, **(context.task.chat_template_kwargs or {})}
 
     def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """A conversation up to where the model begins to write; raises ApiError when the template refuses it."""
         try:
-            return self._format.prompt([message.for_template() for message in messages], tools)
+            return self._in_either_form(lambda as_text: self._opening(messages, tools, as_text))
         except (ConfigError, SchemaError) as error:
             raise refused(error.message, hint=error.hint, param="messages") from error
+
+    def _opening(self, messages: Sequence[Message], tools: Any, as_text: bool) -> list[int]:
+        return self._format.opening([message.for_template(as_text=as_text) for message in messages], tools, self._given)
+
+    def _in_either_form(self, render: Callable[[bool], T]) -> T:
+        """Some templates want the arguments of calls as tables, some as text."""
+        try:
+            return render(False)
+        except ConfigError:
+            return render(True)
 
     def replies(self, messages: Sequence[Message], tools: Any, *, last_token: int) -> list[int]:
         """From the end of a model's turn, over these messages, to where it begins to write again.
@@ -57,25 +67,28 @@ class Rendering:
         found: list[int] = []
         try:
             for is_turn, some in groupby(messages, key=lambda message: message.role == ASSISTANT):
-                for message in some:
-                    if is_turn:
-                        found += self.content.encode(self._written(message, tools))
-                    else:
-                        found += self._format.reply(message.role, message.content, last_token=found[-1] if found else last_token)
-                    self.content.check(len(found))
+                if is_turn:
+                    for message in some:
+                        found += self._written(message, tools)
+                        self.content.check(len(found))
+                else:
+                    env, last = [message.for_template() for message in some], found[-1] if found else last_token
+                    found += self._format.replies(env, last_token=last, tools=tools, template_kwargs=self._given)
         except (ConfigError, SchemaError) as error:
             raise refused(error.message, hint=error.hint, param="messages") from error
         return found
 
-    def _written(self, message: Message, tools: Any) -> str:
+    def _written(self, message: Message, tools: Any) -> list[int]:
         """A turn of the assistant as the model would have written it, up to what closes it."""
-        if not self.chat_template:
-            return message.content
+        text = self._in_either_form(lambda as_text: self._turn(message, tools, as_text)) if self.chat_template else message.content
+        return self.content.encode(text)
+
+    def _turn(self, message: Message, tools: Any, as_text: bool) -> str:
         opening = [{"role": "user", "content": "."}]
-        render = self.content.apply_chat_template
-        before = render(opening, tools=tools, add_generation_prompt=True)
-        closing = render([*opening, {"role": ASSISTANT, "content": _STAND_IN}], tools=tools, add_generation_prompt=False)
-        whole = render([*opening, message.for_template()], tools=tools, add_generation_prompt=False)
+        render = partial(self.content.apply_chat_template, tools=tools, template_kwargs=self._given)
+        before = render(opening, add_generation_prompt=True)
+        closing = render([*opening, {"role": ASSISTANT, "content": _STAND_IN}], add_generation_prompt=False)
+        whole = render([*opening, message.for_template(as_text=as_text)], add_generation_prompt=False)
         end = closing.partition(_STAND_IN)[2]
         if not whole.startswith(before) or not whole.endswith(end):
             raise SchemaError(
@@ -89,8 +102,9 @@ class Rendering:
         ids = tokens.token_ids
         return self.tokenizer.decode(ids[:-1] if tokens.finish_reason == "stop" else ids)
 
-    def parsed(self, tokens: Tokens, tools: Any, call_ids: str) -> ParsedTurn:
-        """What a turn says; its calls have the ids `<call_ids><number>`."""
-        found = self._calls.parse(self.text(tokens), tools)
+    def parsed(self, tokens: Tokens, tools: Any, prompt_ids: Sequence[int], call_ids: str = "") -> ParsedTurn:
+        """What a turn says after a prompt; its calls have the ids `<call_ids><number>`."""
+        thinking = self._format.opens_thought(prompt_ids) if self.chat_template else False
+        found = self._calls.parse(self.text(tokens), tools, thinking=thinking or None)
         calls = tuple(ToolCall(call.name, call.arguments, f"{call_ids}{number}") for number, call in enumerate(found.tool_calls))
         return msgspec.structs.replace(found, tool_calls=calls) if calls else found

@@ -84,9 +84,6 @@ class GatewayServer:
         self._connections: Connections | None = None
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
-        self.num_calls = 0
-        """Answered so far."""
-        self.num_refused = 0
         self.address = ""
         """`http://host:port`."""
         self.port = 0
@@ -176,7 +173,7 @@ class GatewayServer:
         except Exception as error:  # the one place of a request that catches everything
             logger.error("event=gateway_failed path=%s error=%r", _path(request), error, exc_info=error)
             refusal = ApiError(500, f"the gateway has failed: {type(error).__name__}", code="internal_error")
-        self.num_refused += 1
+        self._sessions.calls.num_refused += 1
         headers = {"Retry-After": f"{max(1, round(refusal.retry_after_s))}"} if refusal.retry_after_s else {}
         logger.debug("event=call_refused path=%s status=%d code=%s", _path(request), refusal.status, refusal.code)
         return web.Response(
@@ -198,7 +195,7 @@ class GatewayServer:
                 )
             session = await self._sessions.find(key, self._wait_s)
             response = await api(Call(session=session, body=body, key=_idempotency(request), model=model), request)
-            self.num_calls += 1
+            self._sessions.calls.num_answered += 1
             return response
 
         return handle

@@ -46,12 +46,28 @@ class Counts:
 
     def __init__(self) -> None:
         self.num_started = 0
-        self.num_ended = 0
         self.num_timeouts = 0
         self.num_abandoned = 0
         """Turns that are not trained."""
-        self.num_refused = 0
-        """Agents that waited in vain for a session."""
+
+
+class Calls:
+    """Requests that were answered and refused, and how many a second."""
+
+    def __init__(self) -> None:
+        self.num_answered = self.num_refused = 0
+        self.per_s = 0.0
+        self._taken = (0, 0)
+        self._since_s = time.monotonic()
+
+    def take(self) -> tuple[int, int]:
+        """Answered and refused since the last call."""
+        now_s, (answered, refused) = time.monotonic(), self._taken
+        self._taken = (self.num_answered, self.num_refused)
+        found = self.num_answered - answered, self.num_refused - refused
+        self.per_s = found[0] / max(1e-3, now_s - self._since_s)
+        self._since_s = now_s
+        return found
 
 
 class Granted:
@@ -107,11 +123,26 @@ class Sessions:
         self._first_open: Callable[[], int] = lambda: 0
         self._closed = False
         self._counts = Counts()
+        self.calls = Calls()
+        """Told by the server."""
 
-    def take_counts(self) -> Counts:
+    def doing(self) -> str:
+        """What people see of it."""
+        return f"serves sessions: {self.num_open} open, {self.num_waiting} agents wait, {self.calls.per_s:.1f} calls/s"
+
+    def take_metrics(self) -> dict[str, float]:
         """What has happened since the last call."""
         counts, self._counts = self._counts, Counts()
-        return counts
+        calls, refused = self.calls.take()
+        return {
+            "gateway/open_sessions": self.num_open,
+            "gateway/waiting_agents": self.num_waiting,
+            "gateway/started_total": counts.num_started,
+            "gateway/timeouts_total": counts.num_timeouts,
+            "gateway/abandoned_total": counts.num_abandoned,
+            "gateway/calls_total": calls,
+            "gateway/refused_total": refused,
+        }
 
     @property
     def num_open(self) -> int:
@@ -172,7 +203,7 @@ class Sessions:
             raise SchemaError(f"expected a prompt that a gateway can hand out: {error.message}") from error
         except BusError as error:
             raise EngineError(f"the sessions of task {task.index} cannot be read: {error.message}") from error
-        rules = Rules(task, Rendering(context.tokenizer, chat_template=context.chat_template, max_len=context.max_len), self._own_prompts)
+        rules = Rules(task, Rendering(context), self._own_prompts)
         sessions: list[Session] = []
         granted = Granted(task, sessions)
 
@@ -238,7 +269,6 @@ class Sessions:
                 self._hand_out()
             if isinstance(error, asyncio.CancelledError):
                 raise
-            self._counts.num_refused += 1
             raise later(
                 "there is no task to be had now: all that the run has issued are taken", AGAIN_S, status=429, code="no_task"
             ) from None
@@ -343,7 +373,3 @@ class Sessions:
                     self._counts.num_timeouts += 1
                 except ApiError as error:
                     logger.warning("event=session_not_ended session=%s error=%s", session.name, error.message)
-
-    def ended(self) -> None:
-        """An agent has ended its session."""
-        self._counts.num_ended += 1

@@ -112,7 +112,6 @@ class Verbs:
             raise ApiError(410, f"the session has ended: {session.ended.reason}, {session.ended.detail}", code="session_ended")
         if session.ended is None:
             await session.end(Ended(reason="failed" if failed is not None else "", detail=detail))
-            self._sessions.ended()
         return {"message": "success", "session_id": session.name}
 
 

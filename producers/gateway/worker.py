@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import os
-import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,7 +24,7 @@ from streamrl.producers.gateway.verbs import Verbs
 from streamrl.producers.late import LateRewards
 from streamrl.producers.rollouts import serve
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.subjects import MAIN_SOURCE
+from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLICY = "policy"
-_REPORT_EVERY_S = 2.0
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +41,13 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
     address: str
 
 
-async def main(worker: Worker) -> None:
+async def main(worker: Worker, *, port: int | None = None, listens: Callable[[str], None] = lambda address: None) -> None:
     """Serve agents until the worker drains.
+
+    Args:
+        worker: this one.
+        port: to listen on; None: as `gateway.port` says.
+        listens: told the address.
 
     Raises:
         LaunchError: its address is taken.
@@ -76,37 +81,36 @@ async def main(worker: Worker) -> None:
         max_calls=config.max_calls,
         wait_s=config.wait_s,
     )
-    rate = _Rate(server)
     worker.detail = lambda: {
         "address": server.address,
         "sessions": sessions.num_open,
         "waiting": sessions.num_waiting,
-        "calls_per_s": round(rate.value, 1),
+        "calls_per_s": round(sessions.calls.per_s, 1),
     }
-    await _listen(worker, server)
-    background = [asyncio.create_task(sessions.look()), asyncio.create_task(rate.run())]
-    closing = asyncio.create_task(_close_when_draining(worker, sessions))
+    await _listen(worker, server, port)
+    listens(server.address)
+    background = [asyncio.create_task(sessions.look()), asyncio.create_task(_close_when_draining(worker, sessions))]
     try:
         await serve(
             worker,
             "single_turn",
-            sources=(MAIN_SOURCE,),
+            sources=(MAIN_SOURCE, WARMUP_SOURCE) if worker.config.warmup.max_steps else (MAIN_SOURCE,),
             front=sessions,
             concurrency=max(1, math.ceil(config.max_sessions / worker.config.tasks.num_rollouts)),
         )
     finally:
-        for task in (*background, closing):
+        for task in background:
             task.cancel()
-        await asyncio.gather(*background, closing, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
         sessions.close()
         await server.stop()
 
 
-async def _listen(worker: Worker, server: GatewayServer) -> None:
-    """At the configured port, else at the one that it had before, so that agents find it again; else at any."""
+async def _listen(worker: Worker, server: GatewayServer, port: int | None) -> None:
+    """At the port that is named, else at the one that it had before, so that agents find it again; else at any."""
     config, path = worker.config.gateway, worker.run_dir.gateway_path(worker.name)
-    if config.port:
-        await server.start(config.host, config.port + worker.index)
+    if port or (port is None and config.port):
+        await server.start(config.host, port or config.port + worker.index)
     else:
         try:
             await server.start(config.host, _port_before(path))
@@ -120,15 +124,15 @@ async def _listen(worker: Worker, server: GatewayServer) -> None:
     logger.info("event=gateway_listening address=%s", server.address)
 
 
-def _port_before(path: object) -> int:
+def _port_before(path: Path) -> int:
     found = _address(path)
-    return int(found.address.rpartition(":")[2]) if found is not None else 0
+    port = found.address.rpartition(":")[2] if found is not None else ""
+    return int(port) if port.isascii() and port.isdigit() and int(port) < 65536 else 0
 
 
-def _address(path: object) -> Address | None:
+def _address(path: Path) -> Address | None:
     try:
-        with open(str(path), "rb") as file:
-            return msgspec.json.decode(file.read(), type=Address)
+        return msgspec.json.decode(path.read_bytes(), type=Address)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -142,17 +146,3 @@ def addresses(run: RunDir) -> dict[str, str]:
 async def _close_when_draining(worker: Worker, sessions: Sessions) -> None:
     await worker.draining.wait()
     sessions.close()
-
-
-class _Rate:
-    """Calls answered in a second, over the last report."""
-
-    def __init__(self, server: GatewayServer) -> None:
-        self._server = server
-        self.value = 0.0
-
-    async def run(self) -> None:
-        while True:
-            before, since_s = self._server.num_calls, time.monotonic()
-            await asyncio.sleep(_REPORT_EVERY_S)
-            self.value = (self._server.num_calls - before) / (time.monotonic() - since_s)

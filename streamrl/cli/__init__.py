@@ -16,6 +16,7 @@ from streamrl.cli import (
     dead,
     export,
     files,
+    gateway,
     inspect,
     logs,
     metrics,
@@ -77,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     page.add_verbs(verbs)
     top.add_verbs(verbs)
     workers.add_verbs(verbs)
+    gateway.add_verbs(verbs)
     checks.add_verbs(verbs)
     records.add_verbs(verbs)
     export.add_verbs(verbs)

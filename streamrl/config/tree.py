@@ -92,6 +92,14 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Field with tool definitions for the chat template; empty: none."""
     chat_template: bool = True
     """Apply the tokenizer's chat template (a string prompt becomes one user message)."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as `enable_thinking = false`; one that it does not read is refused. They decide how
+    prompts and every later turn begin."""
+    chat_template_kwargs_key: str = ""
+    """Field with a table of such variables for one row, which go before `data.chat_template_kwargs`; empty: none."""
+    tool_calls: Literal["auto", "hermes", "qwen3_coder", "llama3", "deepseek", "none"] = "auto"
+    """How the model writes calls of tools: Hermes and Qwen3, Qwen3-Coder and Qwen3.5, Llama 3, DeepSeek; auto: read from the chat
+    template."""
     max_prompt_tokens: PositiveInt = 128
     """Longer prompts are left out, and counted."""
     shuffle: bool = True

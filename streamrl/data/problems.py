@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -31,6 +31,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     label: Any = None
     tools: Any = None
     metadata: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """The row's own, where it has some."""
 
 
 class Problems(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +53,11 @@ def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Proble
     """Read, check and encode the rows of `path` (with an optional `@[a:b]`), leaving out prompts beyond `max_prompt_tokens`.
 
     Raises DataError that names file and line of the first bad row, and counts them: no such file, malformed line, a prompt or label that
-    is missing, a value of a wrong type, a prompt without a token, no problem left.
+    is missing, a value of a wrong type, a prompt without a token, no problem left. Raises ConfigError for variables that the chat template
+    does not read.
     """
+    if config.chat_template:
+        tokenizer.check_template_kwargs(config.chat_template_kwargs)
     rows = open_rows(path)
     problems: list[Problem] = []
     num_too_long = 0
@@ -93,19 +98,25 @@ def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Proble
     return Problems(problems=tuple(problems), digest=digest(rows), num_too_long=num_too_long)
 
 
-def prompt_text(prompt: Any, config: DataConfig, tokenizer: Tokenizer, *, tools: Any = None) -> str:
-    """The text a prompt is encoded from: through the chat template (a string is one user message), or the string as it is."""
+def prompt_text(
+    prompt: Any, config: DataConfig, tokenizer: Tokenizer, *, tools: Any = None, template_kwargs: Mapping[str, Any] | None = None
+) -> str:
+    """The text a prompt is encoded from: through the chat template (a string is one user message), or the string as it is.
+
+    `template_kwargs` are the row's own, over those of `config`.
+    """
     if not config.chat_template:
         if not isinstance(prompt, str):
             raise ConfigError("expected a string prompt, got chat messages", hint="set data.chat_template = true", key="data.chat_template")
         return prompt
     messages: Sequence[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True)
+    given = {**config.chat_template_kwargs, **(template_kwargs or {})}
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, template_kwargs=given)
 
 
 def _text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, path: str) -> str:
     try:
-        return prompt_text(problem.prompt, config, tokenizer, tools=problem.tools)
+        return prompt_text(problem.prompt, config, tokenizer, tools=problem.tools, template_kwargs=problem.chat_template_kwargs or None)
     except ConfigError as error:
         values = error.values | {"path": path, "line": problem.line}
         raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
@@ -125,7 +136,21 @@ def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
     if not isinstance(metadata, dict):
         raise _wrong(rows, index, "a table", config, "metadata_key")
     tools = row.get(config.tools_key) if config.tools_key else None
-    return Problem(row=index, line=rows.line(index), prompt_ids=(), prompt=prompt, label=label, tools=tools, metadata=metadata)
+    given = (row.get(config.chat_template_kwargs_key) if config.chat_template_kwargs_key else None) or {}
+    if not isinstance(given, dict):
+        raise _wrong(rows, index, "a table", config, "chat_template_kwargs_key")
+    # Parquet gives each row all fields of the table.
+    given = {name: value for name, value in given.items() if value is not None}
+    return Problem(
+        row=index,
+        line=rows.line(index),
+        prompt_ids=(),
+        prompt=prompt,
+        label=label,
+        tools=tools,
+        metadata=metadata,
+        chat_template_kwargs=given or msgspec.UNSET,
+    )
 
 
 def _wrong(rows: Rows, index: int, expected: str, config: DataConfig, option: str) -> DataError:

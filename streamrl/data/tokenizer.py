@@ -13,12 +13,15 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 
 from streamrl.errors import ConfigError
 
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+_OWN = ("messages", "tools", "add_generation_prompt", *_SPECIAL)
+"""What a template is given by name besides the variables of the caller."""
 
 
 class Tokenizer:
@@ -41,6 +44,7 @@ class Tokenizer:
         self.chat_template = template
         """Its source (Jinja), or empty."""
         self._template = _compile(template, where) if template else None
+        self._variables = _variables(self._template, template)
         self.eos_id = self._id_of("eos_token")
         self.pad_id = self._id_of("pad_token")
         own = () if self.eos_id is None else (self.eos_id,)
@@ -69,8 +73,25 @@ class Tokenizer:
         """Text of token ids; ids without a token give nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True) -> str:
-        """Messages as text, special tokens written out; raises ConfigError when there is no template or it refuses the messages."""
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Messages as text, special tokens written out.
+
+        Args:
+            messages: with `role` and `content`.
+            tools: definitions for templates that show them.
+            add_generation_prompt: whether the text ends where the model begins to write.
+            template_kwargs: further variables of the template, such as `enable_thinking`.
+
+        Raises:
+            ConfigError: there is no template, it refuses the messages, or it reads no such variable.
+        """
         if self._template is None:
             raise ConfigError(
                 f"expected a chat template in {self._where}, got none",
@@ -78,8 +99,13 @@ class Tokenizer:
                 path=self._where,
                 missing="chat_template",
             )
+        given = template_kwargs or {}
+        if given:
+            self.check_template_kwargs(given)
         try:
-            return self._template.render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.special)
+            return self._template.render(
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.special, **given
+            )
         except (jinja2.TemplateError, TypeError) as error:  # TypeError: a template that adds to a missing content
             raise ConfigError(
                 f"the chat template in {self._where} refuses these messages: {error}",
@@ -87,6 +113,18 @@ class Tokenizer:
                 path=self._where,
                 refused=str(error),
             ) from error
+
+    def check_template_kwargs(self, given: Mapping[str, Any]) -> None:
+        """Raise ConfigError for a variable that the chat template does not read: Jinja itself would pass it over."""
+        known = self._variables.difference(_OWN)
+        if unknown := sorted(set(given) - known):
+            raise ConfigError(
+                f"expected variables that the chat template in {self._where} reads ({', '.join(sorted(known)) or 'it reads none'}), "
+                f"got {', '.join(unknown)}",
+                hint="check data.chat_template_kwargs",
+                key="data.chat_template_kwargs",
+                got=unknown,
+            )
 
     def _id_of(self, name: str) -> int | None:
         return self._backend.token_to_id(self.special[name]) if name in self.special else None
@@ -175,3 +213,11 @@ def _compile(template: str, where: str) -> jinja2.Template:
             path=where,
             line=error.lineno,
         ) from error
+
+
+def _variables(template: jinja2.Template | None, source: str) -> frozenset[str]:
+    """Names that a template looks for in what it is given."""
+    if template is None:
+        return frozenset()
+    found = jinja2.meta.find_undeclared_variables(template.environment.parse(source))
+    return frozenset(found - template.environment.globals.keys())

@@ -38,7 +38,7 @@ _KILL_S = 5.0
 _ASK_S = 5.0
 _LOST = 1
 """Exit code of a worker whose actor, or whose node, is gone."""
-_FROM_THE_DATA = ("feeder", "evaluator")
+_HERE = ("feeder", "evaluator", "gateway")
 
 
 class RayProcess:
@@ -221,7 +221,7 @@ class RayLauncher:
             others = self.config.ray.others
             ask = {"CPU": others.cpus, "GPU": max(0.0, others.gpus), **others.resources}
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            strategy = here if others.strategy == "PACK" or kind in _FROM_THE_DATA else "SPREAD"
+            strategy = here if others.strategy == "PACK" or kind in _HERE else "SPREAD"
         named = {name: amount for name, amount in ask.items() if name not in ("CPU", "GPU")}
         cpus, gpus = ask.get("CPU", 0.0), ask.get("GPU", 0.0)
         return {**environment, "num_cpus": cpus, "num_gpus": gpus, "resources": named, "scheduling_strategy": strategy}, gpus > 0
@@ -231,6 +231,8 @@ class RayLauncher:
         paths = (self._run.engine_token_path, self._run.bus_path_of(kind))
         if kind in USER_CODE and self._run.options_path.is_file():
             paths = (*paths, self._run.options_path)
+        if kind == "gateway":
+            paths = (*paths, self._run.gateway_key_path)
         return {str(path.relative_to(self._run.path)): path.read_bytes() for path in paths}
 
 

@@ -52,7 +52,8 @@ async def run_bus_server(config: Config, run: RunDir, note: Callable[[str], None
         ConfigError: a secrets file cannot be read.
     """
     if config.bus.url:
-        known = logins(config.bus)
+        # A cluster that was set up before there were gateways has no login for them.
+        known = logins(config.bus, optional=() if config.gateway.workers else ("gateway",))
         write_cluster(run, known)
         yield BusServer(known[OPERATOR])
         return

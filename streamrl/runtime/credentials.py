@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from streamrl.bus.address import BusAddress
@@ -17,6 +17,7 @@ from streamrl.bus.permissions import OPERATOR, ROLES, User, role_users
 from streamrl.bus.server import NatsServer
 from streamrl.config.hosts import WILDCARDS, is_loopback
 from streamrl.config.tree import BusConfig
+from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
 
 _PASSWORD_BYTES = 24
@@ -43,9 +44,20 @@ def write_credentials(run: RunDir, server: NatsServer, users: list[User]) -> Non
         server.address_of(user).save(run.bus_path if user.role == OPERATOR else run.role_path(user.role))
 
 
-def logins(config: BusConfig) -> dict[str, BusAddress]:
-    """The logins of an existing cluster by role; only the operator's where all workers share one. Raises ConfigError."""
-    return {role: BusAddress.from_config(config, role) for role in ((OPERATOR, *ROLES) if config.by_role else (OPERATOR,))}
+def logins(config: BusConfig, *, optional: Collection[str] = ()) -> dict[str, BusAddress]:
+    """The logins of an existing cluster by role; only the operator's where all workers share one.
+
+    Raises:
+        ConfigError: one cannot be read, of a role that is not `optional`.
+    """
+    found: dict[str, BusAddress] = {}
+    for role in (OPERATOR, *ROLES) if config.by_role else (OPERATOR,):
+        try:
+            found[role] = BusAddress.from_config(config, role)
+        except ConfigError:
+            if role not in optional:
+                raise
+    return found
 
 
 def write_cluster(run: RunDir, logins: Mapping[str, BusAddress]) -> None:

@@ -4,41 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
 from types import MappingProxyType
 
-import msgspec
 from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
 from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
-
-
-class Reduction(StrEnum):
-    """How several values of one metric become one."""
-
-    MEAN = "mean"
-    """Arithmetic mean."""
-    SUM = "sum"
-    """Amounts since the previous report add up."""
-    MAX = "max"
-    """The largest."""
-    LAST = "last"
-    """The newest."""
-
-
-class Metric(msgspec.Struct, frozen=True):
-    """One declared metric."""
-
-    name: str
-    reduction: Reduction
-    unit: str
-    meaning: str
-    when: str = ""
-    """The condition under which it exists, where that is not every run."""
-    stays: str = ""
-    """Why it may keep one value over a whole run; empty: it moves."""
-
+from streamrl.telemetry.metric import Metric, Reduction
 
 _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
@@ -144,6 +116,19 @@ def _of_states() -> Iterator[Metric]:
             if state == DOWN:
                 yield Metric(seconds(kind, state), _SUM, unit, f"time of a worker that {meaning}", when="a worker was away")
             yield Metric(share(kind, state), _LAST, "fraction", f"part of the window of {who}: {meaning}")
+
+
+def _of_gateways() -> Iterator[Metric]:
+    for name, reduction, unit, meaning in (
+        ("gateway/open_sessions", _MEAN, "sessions", "sessions that agents have"),
+        ("gateway/waiting_agents", _MEAN, "agents", "agents that wait for a session"),
+        ("gateway/started_total", _SUM, "sessions", "sessions given to agents"),
+        ("gateway/timeouts_total", _SUM, "sessions", "sessions that ended over a limit, those that nobody started included"),
+        ("gateway/calls_total", _SUM, "calls", "calls answered"),
+        ("gateway/refused_total", _SUM, "calls", "requests refused"),
+        ("gateway/abandoned_total", _SUM, "turns", "turns that are not trained: not gone on with, and not the newest answer"),
+    ):
+        yield Metric(name, reduction, unit, meaning, when="the run has gateways")
 
 
 AGE_PARTS = {
@@ -371,6 +356,7 @@ _DECLARED = (
     Metric("producer/in_flight_tasks", _MEAN, "tasks", "tasks being rolled out"),
     Metric("producer/hung_tasks", _MEAN, "tasks", "tasks whose code has had a third of its time limit without asking an engine"),
     Metric("producer/hung_s", _MAX, "s", "the longest of these times"),
+    *_of_gateways(),
     Metric("feeder/issued_total", _SUM, "tasks", "tasks issued"),
     # The message bus.
     Metric("bus/redelivered_total", _SUM, "messages", "tasks delivered more than once"),

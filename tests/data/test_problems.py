@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
+from streamrl.config.load import load
 from streamrl.config.tree import DataConfig
 from streamrl.data.problems import load_problems
-from streamrl.errors import DataError
+from streamrl.errors import ConfigError, DataError
+from tests.support.chat_templates import family
 from tests.support.errors import raises
 
 
@@ -112,3 +115,30 @@ def test_an_empty_prompt_is_named(write, tokenizer, chat_template):
     path = write({"prompt": "1", "label": "2"}, {"prompt": "", "label": "2"})
     with raises(DataError, path=path, line=2, key="data.prompt_key", bad=1):
         load_problems(path, DataConfig(chat_template=chat_template), tokenizer)
+
+
+def test_variables_of_the_template_for_the_run_and_for_a_row(write):
+    path = write({"prompt": "2+3?", "label": "5"}, {"prompt": "2+3?", "label": "5", "how": {"enable_thinking": True, "date": None}})
+    config = DataConfig(chat_template_kwargs={"enable_thinking": False}, chat_template_kwargs_key="how")
+    off, on = load_problems(path, config, family("qwen3"))
+    assert family("qwen3").decode(off.prompt_ids).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert family("qwen3").decode(on.prompt_ids).endswith("assistant\n")
+    assert (off.chat_template_kwargs, on.chat_template_kwargs) == (msgspec.UNSET, {"enable_thinking": True})
+
+
+def test_variables_that_the_template_does_not_read_are_refused(write):
+    path = write({"prompt": "2+3?", "label": "5"}, {"prompt": "2+3?", "label": "5", "how": {"thinking": True}})
+    with raises(ConfigError, key="data.chat_template_kwargs", got=["enable_thinkng"]):
+        load_problems(path, DataConfig(chat_template_kwargs={"enable_thinkng": False}), family("qwen3"))
+    with raises(DataError, line=2, got=["thinking"]):
+        load_problems(path, DataConfig(chat_template_kwargs_key="how"), family("qwen3"))
+    with raises(DataError, line=1, key="data.chat_template_kwargs_key"):
+        load_problems(path, DataConfig(chat_template_kwargs_key="label"), family("qwen3"))
+
+
+def test_variables_without_a_template_are_refused(tmp_path, write):
+    write({"prompt": "2+3?", "label": "5"})
+    for line in ("chat_template_kwargs = {enable_thinking = false}", 'chat_template_kwargs_key = "how"'):
+        (tmp_path / "my.toml").write_text(f'[data]\ntrain = "rows.jsonl"\nchat_template = false\n{line}\n')
+        with raises(ConfigError, key=f"data.{line.split(' ')[0]}"):
+            load(tmp_path / "my.toml")

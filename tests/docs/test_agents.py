@@ -15,8 +15,9 @@ from streamrl.config.load import load
 from streamrl.config.tree import OptimizerConfig
 from streamrl.data.model import ensure_model
 from streamrl.launch.prepare import prepare
-from streamrl.producers.chat import Chat, RolloutEngine
+from streamrl.producers.chat import Chat
 from streamrl.producers.chat_saves import Turn
+from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.ledger import LedgerEntry

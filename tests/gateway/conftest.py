@@ -24,7 +24,7 @@ from tests.producers.policies import make_model, script
 from tests.support.processes import until
 
 __all__ = ["on_both_buses"]
-PROMPT = [{"role": "user", "content": "3+4"}]
+PROMPT: Any = [{"role": "user", "content": "3+4"}]
 
 
 @pytest.fixture

@@ -56,6 +56,8 @@ class Counting:
     """A tokenizer that counts the characters that it is asked for."""
 
     special_texts: tuple[str, ...] = ("<|end|>",)
+    chat_template = ""
+    stop_ids = ()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

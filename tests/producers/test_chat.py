@@ -13,11 +13,11 @@ from streamrl.engines.extras import INEXACT
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, SchemaError
-from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.protocol import Context, Failure
+from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples

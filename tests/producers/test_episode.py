@@ -10,7 +10,7 @@ from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.samples import Status, VersionSpan
+from streamrl.schemas.samples import Branch, Status, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 
@@ -102,3 +102,44 @@ def test_status_is_kept() -> None:
     broken = Episode(segments=(PROMPT, TURN), finish_reason="stop", status=Status.FAILED)
     [sample] = samples_of(task(1), [broken], producer="p")
     assert sample.status is Status.FAILED
+
+
+OTHER = Segment((11, 12), (-0.4, -0.6), (VersionSpan(2, Version(1, 8)),))
+
+
+def branched(segments: tuple[Segment, ...], parent: int, num_shared: int, *, rollout: int = 0) -> Episode:
+    return replace(episode(*segments, rollout=rollout), branch=Branch(parent, num_shared))
+
+
+def test_what_a_branch_shares_is_trained_in_its_parent_only() -> None:
+    root = episode(PROMPT, TURN, TOOL, LAST)
+    compacted = branched((PROMPT, Segment((20, 21)), OTHER), 0, 2)
+    forked = branched((PROMPT, TURN, TOOL, OTHER), 0, 7)
+    within = branched((PROMPT, Segment((3, 4), (-0.1, -0.2), (*TURN.spans[:1], VersionSpan(1, Version(0, 7)))), OTHER), 2, 4)
+    made = samples_of(task(1), [root, compacted, forked, within], producer="p")
+    rows = decode_samples(encode_samples(made)).rows()
+    assert [row.branch for row in rows] == [None, Branch(0, 2), Branch(0, 7), Branch(2, 4)]
+    assert [row.loss_mask.tolist() for row in rows] == [
+        [0, 0, 1, 1, 1, 0, 0, 1],
+        [0, 0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 1, 1],
+    ]
+    assert [each.num_sampled for each in (root, compacted, forked, within)] == [(3, 1), (2,), (2,), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("segments", "parent", "num_shared", "complaint"),
+    [
+        ((PROMPT, OTHER), 1, 2, "among the 1 episodes"),
+        ((PROMPT, OTHER), -1, 2, "among the 1 episodes"),
+        ((PROMPT, OTHER), 0, 3, "begin with 3 tokens"),
+        ((PROMPT, OTHER), 0, 0, "begin with 0 tokens"),
+        ((PROMPT, TURN), 0, 5, "begin with 5 tokens"),
+        ((PROMPT, TURN, TOOL), 0, 5, "nothing to train on"),
+        ((PROMPT, TURN, OTHER), 0, 2**40, "begin with"),
+    ],
+)
+def test_a_branch_of_nothing_is_refused(segments: tuple[Segment, ...], parent: int, num_shared: int, complaint: str) -> None:
+    with pytest.raises(SchemaError, match=complaint):
+        samples_of(task(1), [episode(), branched(segments, parent, num_shared)], producer="p")

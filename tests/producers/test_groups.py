@@ -14,13 +14,13 @@ from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError
-from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import Episode
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Context, Failure
 from streamrl.producers.repeats import REFUSALS
+from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.rewards.built_in import ExactMatch
 from streamrl.rewards.functions import FunctionReward

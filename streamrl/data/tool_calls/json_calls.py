@@ -87,15 +87,18 @@ def bare(text: str) -> Iterator[Piece]:
     yield Piece(before)
     decoder = json.JSONDecoder()
     place, start = 0, _end_of(_BLANK, rest, 0)
+    if start == len(rest):
+        yield Piece(tag + rest, problem=f"expected JSON after {_TAG}" if tag else "")
     while start < len(rest):
         # What follows a call may be content, as may a text that only looks like JSON.
         is_call = bool(tag and not place) or _BARE.match(rest, start) is not None
-        problem = ""
+        calls: tuple[ToolCall, ...] = ()
+        end, problem = start, ""
         try:
             _, end = decoder.raw_decode(rest, start)
             calls = calls_in(decoded(rest[start:end])) if is_call else ()
         except (Broken, ValueError, RecursionError) as error:
-            calls, problem = (), _said(error)
+            problem = _said(error)
         if not calls:
             yield Piece(("" if place else tag) + rest[place:], problem=problem if is_call else "")
             return

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.data.tool_calls import MAX_CALLS, ParsedTurn, ToolCall, ToolCallFormat, tool_call_format
@@ -33,8 +32,12 @@ TOOLS = [
 ]
 
 
+class Template(msgspec.Struct):
+    chat_template: str
+
+
 def form(name: str = "auto", template: str = "") -> ToolCallFormat:
-    return tool_call_format(SimpleNamespace(chat_template=template), name)
+    return tool_call_format(Template(template), name)
 
 
 def written(name: str, call: ToolCall) -> str:
@@ -154,12 +157,15 @@ def test_long_texts_written_by_an_enemy(name: str) -> None:
             msgspec.json.encode(turn)
 
 
-MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=x>", "</parameter>"]
-MARKS += ["<|python_tag|>", "```json", ";", "{", "}", "[", "]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"]
-MARKS += ["<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"]
+MARKS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=x>", "</parameter>"),
+    *("<|python_tag|>", "```json", ";", "{", "}", "[", "]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+]
 marks = st.sampled_from([*MARKS, "\n", '"', '{"name": "f", "arguments": {}}', '{"name": "f", "parameters": {}}'])
 
 
+@settings(max_examples=300, deadline=None)
 @given(st.lists(marks | st.text(max_size=5), max_size=20).map("".join), st.sampled_from(FORMS), st.sampled_from([None, True, False]))
 def test_any_text_is_read(text: str, name: str, thinking: bool | None) -> None:
     turn = form(name).parse(text, TOOLS, thinking=thinking)
@@ -181,6 +187,7 @@ calls = st.builds(ToolCall, names, st.dictionaries(texts, values, max_size=4))
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3", "deepseek"])
+@settings(max_examples=40, deadline=None)
 @given(st.lists(calls, min_size=1, max_size=4))
 def test_what_was_written_is_read_again(name: str, wanted: list[ToolCall]) -> None:
     turn = form(name).parse(turn_of(name, "", wanted))
@@ -190,6 +197,7 @@ def test_what_was_written_is_read_again(name: str, wanted: list[ToolCall]) -> No
 plain = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=20)
 
 
+@settings(max_examples=40, deadline=None)
 @given(names, st.dictionaries(names, plain, max_size=4))
 def test_texts_as_parameters_are_read_again(name: str, arguments: dict[str, Any]) -> None:
     call = ToolCall(name, arguments)
