@@ -17,6 +17,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from streamrl.errors import BusError, EngineError, SchemaError
 from streamrl.producers.episode import Episode
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = "timeout"
 LOOK_EVERY_S = 0.25
+_LOOKS_A_SWEEP = 240
 _LOST_S = 10.0
 """So long after a call for a session that is not here there is use for its task."""
 _ENDED_KEPT = 65_536
@@ -344,9 +346,11 @@ class Sessions:
             self._waiting.popleft().set_exception(TimeoutError())
 
     async def look(self) -> None:
-        """End what is over its limits, again and again."""
-        while True:
+        """End what is over its limits, again and again; and now and then remove what a gateway that died has left of ended tasks."""
+        for number in count(1):
             await asyncio.sleep(LOOK_EVERY_S)
+            if number % _LOOKS_A_SWEEP == 0:
+                await self._journal.sweep(self._first_open())
             for granted in list(self._tasks.values()):
                 await self._expire(granted)
 

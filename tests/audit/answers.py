@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -52,7 +52,8 @@ class Sessions:
     """What the stream has of each rollout: how often it ends there, and its samples."""
 
     rows: dict[Place, list[Row]] = field(default_factory=dict)
-    stones: dict[Place, set[str]] = field(default_factory=lambda: defaultdict(set))
+    stones: dict[Place, set[tuple[str, str]]] = field(default_factory=lambda: defaultdict(set))
+    """Reasons and details."""
     problems: list[str] = field(default_factory=list)
 
 
@@ -64,7 +65,7 @@ def read_sessions(messages: Iterable[Stored], producer: str = "gateway-") -> Ses
         if kind == "tombstones":
             stone = unpack(stored.body)
             for rollout in range(stone.get("group_size", 1)) if stone.get("rollout") is None else (stone["rollout"],):
-                found.stones[stone["task"], rollout].add(stone["reason"])
+                found.stones[stone["task"], rollout].add((stone["reason"], stone.get("detail", "")))
         elif kind == "samples":
             for place, rows in _rows(stored, producer).items():
                 if found.rows.setdefault(place, rows) != rows:
@@ -87,7 +88,9 @@ def _rows(stored: Stored, producer: str) -> dict[Place, list[Row]]:
     return found
 
 
-def check(sessions: Sessions, answers: Sequence[Answer], ended: Iterable[Place], made: Sequence[Answer] = ()) -> list[str]:
+def check(
+    sessions: Sessions, answers: Sequence[Answer], ended: Iterable[Place], made: Sequence[Answer] = (), *, queued: Collection[int] = ()
+) -> list[str]:
     """Problems as sentences.
 
     Args:
@@ -95,19 +98,23 @@ def check(sessions: Sessions, answers: Sequence[Answer], ended: Iterable[Place],
         answers: all that agents got, in the order in which each of them did.
         ended: sessions whose end an agent was told.
         made: what the engines gave; none: it is not known.
+        queued: tasks that are still to be done.
     """
     problems = list(sessions.problems)
     of: dict[Place, list[Answer]] = defaultdict(list)
     for answer in answers:
         of[answer.task, answer.rollout].append(answer)
     for place in ended:
-        if place in sessions.stones and place not in sessions.rows:
-            problems.append(f"{_name(place)} was ended by its agent, and ends on the stream as {sorted(sessions.stones[place])}")
-        elif place not in sessions.rows:
-            problems.append(f"{_name(place)} was ended by its agent, and is not on the stream")
+        stones = sessions.stones.get(place, set())
+        if place in sessions.rows or place[0] in queued or any(detail.startswith("reward: ") for _, detail in stones):
+            continue  # the last: the run's own reward has failed it
+        problems.append(
+            f"{_name(place)} was ended by its agent, and " + (f"ends as {sorted(stones)}" if stones else "is not on the stream")
+        )
     for place, rows in sessions.rows.items():
         problems += _session(place, rows, of.pop(place, []))
-    problems += [f"{_name(place)} has answers, and neither samples nor a tombstone" for place in of if place not in sessions.stones]
+    lost = [place for place in of if place not in sessions.stones and place[0] not in queued]
+    problems += [f"{_name(place)} has answers, and neither samples nor a tombstone" for place in lost]
     known: dict[tuple[int, ...], list[Answer]] = defaultdict(list)
     for one in made:
         known[one.whole].append(one)

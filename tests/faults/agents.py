@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -35,9 +36,22 @@ class Over(Exception):
 
 
 class Agent:
-    """One agent. `write` keeps a line; what it returns from is on the disk, or wherever it is kept."""
+    """One agent.
 
-    def __init__(self, run: RunDir, write: Write, http: aiohttp.ClientSession, rng: random.Random) -> None:
+    Args:
+        run: its directory.
+        write: keeps a line.
+        http: of its calls.
+        rng: decides what it does.
+        host: where the gateways are reached, at their ports; empty: where they say that they are.
+        rewards: in so many of its sessions it says itself what they are worth, some time too late.
+    """
+
+    def __init__(
+        self, run: RunDir, write: Write, http: aiohttp.ClientSession, rng: random.Random, *, host: str = "", rewards: float = 0.7
+    ) -> None:
+        self._host = host
+        self._rewards = rewards
         self._run = run
         self._write = write
         self._http = http
@@ -62,11 +76,11 @@ class Agent:
             await self._turn(told, await self._turn(told, compacted))
         await self._turn(told, messages)
         reward = {"reward": float(told["rollout"] % 3)}
-        when = self._rng.random()
-        if when < 0.5:
+        rewards, late = self._rng.random() < self._rewards, self._rng.random() < 0.3
+        if rewards and not late:
             await self._post("/rl/set_reward", reward, told["api_key"])
         await self._post("/rl/end_session", {}, told["api_key"])
-        if when > 0.8:  # late
+        if rewards and late:
             await self._post("/rl/set_reward", reward, told["api_key"])
 
     async def _turn(self, told: dict[str, Any], messages: list[Any]) -> list[Any]:
@@ -78,11 +92,14 @@ class Agent:
         self._write({"told": [*place, answer["prompt_token_ids"], choice["token_ids"], logprobs], "id": answer["id"]})
         return [*messages, choice["message"], {"role": "user", "content": "2"}]
 
+    def _reached(self, url: str) -> str:
+        return f"http://{self._host}:{urlsplit(url).port}" if self._host else url
+
     async def _post(self, path: str, body: dict[str, Any], key: str, again: str = "") -> Any:
         """The answer, asked for again until there is one; raises Over."""
         headers = {"Authorization": f"Bearer {key}"} | ({"Idempotency-Key": again} if again else {})
         while True:
-            urls = list(addresses(self._run).values())
+            urls = [self._reached(url) for url in addresses(self._run).values()]
             try:
                 if urls:
                     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
@@ -128,7 +145,7 @@ def read_told(*files: Path) -> Told:
     return Told(lines)
 
 
-async def work(run: RunDir, out: Path, agents: int, seed: int) -> None:
+async def work(run: RunDir, out: Path, agents: int, seed: int, host: str, rewards: float) -> None:
     """So many agents in this process."""
     with out.open("ab", buffering=0) as file:
 
@@ -137,7 +154,7 @@ async def work(run: RunDir, out: Path, agents: int, seed: int) -> None:
 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http, asyncio.TaskGroup() as group:
             for number in range(agents):
-                group.create_task(Agent(run, write, http, random.Random(seed + number)).work())
+                group.create_task(Agent(run, write, http, random.Random(seed + number), host=host, rewards=rewards).work())
 
 
 def main() -> None:
@@ -147,8 +164,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--agents", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--host", default="")
+    parser.add_argument("--rewards", type=float, default=0.7)
     given = parser.parse_args()
-    asyncio.run(work(RunDir(given.run), given.out, given.agents, given.seed))
+    asyncio.run(work(RunDir(given.run), given.out, given.agents, given.seed, given.host, given.rewards))
 
 
 if __name__ == "__main__":
