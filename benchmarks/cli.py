@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.bus.plan import BusOptions, Transport
 from benchmarks.engine.spec import Spec
+from benchmarks.gateway.spec import GatewaySpec
 from benchmarks.hung.spec import HungSpec
 from benchmarks.loop.ways import LoopSpec, Way
 from benchmarks.names import names, numbers
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     _add_engine(kinds)
     _add_loop(kinds)
     _add_hung(kinds)
+    _add_gateway(kinds)
     _add_trainer(kinds)
     return bench
 
@@ -145,6 +147,23 @@ def _hung(given: argparse.Namespace) -> int:
     from benchmarks.hung.report import report_of
 
     return _run(given, "hung", HungSpec, measure, report_of)
+
+
+def _add_gateway(kinds: Any) -> None:
+    gateway = kinds.add_parser("gateway", help="milliseconds that a gateway adds to an engine's call, with many sessions open")
+    flag = gateway.add_argument
+    flag("--sessions", type=int, default=1000, help="open meanwhile (default 1000)")
+    flag("--rate", type=float, default=100.0, metavar="CALLS", help="a second, whether those before are answered or not (default 100)")
+    flag("--seconds", type=float, default=10.0, help="of each half of a round (default 10)")
+    flag("--tokens", type=int, default=8, help="of an answer (default 8)")
+    _add_common(gateway, rounds=5, out="bench-gateway", run=_gateway)
+
+
+def _gateway(given: argparse.Namespace) -> int:
+    from benchmarks.gateway.measure import measure
+    from benchmarks.gateway.report import report_of
+
+    return _run(given, "gateway", GatewaySpec, measure, report_of)
 
 
 def _add_trainer(kinds: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import openai
 import pytest
@@ -131,3 +132,14 @@ async def test_errors_are_the_sdks_own(loop: Loop) -> None:
             with pytest.raises(openai.BadRequestError) as several:
                 await sdk.chat.completions.create(model="policy", messages=PROMPT, n=2)
             assert several.value.param == "n"
+
+
+async def test_the_agent_of_the_documentation_works(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    async with gateway(loop) as gate:
+        await loop.issue(1, num_rollouts=1)
+        monkeypatch.setenv("GATEWAY_KEY", gate.key)
+        await asyncio.to_thread(exec, code.replace("http://127.0.0.1:8900", gate.url), {})
+        [sample] = samples_in(await loop.records(1))
+    assert (sample.reward, shown(loop, sample)) == (1.0, "7<|end|>")
