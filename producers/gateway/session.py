@@ -36,6 +36,8 @@ from streamrl.schemas.tasks import Sampling
 
 logger = logging.getLogger(__name__)
 
+ENTRY_BYTES = 512
+"""What a turn takes beside its tokens."""
 AGAIN_S = 2.0
 """`Retry-After` of what is refused for now."""
 
@@ -72,6 +74,8 @@ class Bounds:
     """At the same time."""
     call_s: float
     """That a call is waited for."""
+    max_bytes: int
+    """Of its turns."""
 
 
 class Session:
@@ -106,6 +110,8 @@ class Session:
         self._touched = touched
         self._num_entries = 0
         self._num_calls = 0
+        self._num_rewards = 0
+        self._num_bytes = 0
         self._answers: dict[bytes | str, Node] = {}
         self._making: dict[bytes | str, tuple[bytes, asyncio.Task[Node]]] = {}
         self._writing = asyncio.Lock()
@@ -167,6 +173,11 @@ class Session:
         if len(self._making) >= self._bounds.max_calls:
             raise later(
                 f"expected at most {self._bounds.max_calls} calls of a session at a time, got one more", AGAIN_S, status=429, code="busy"
+            )
+        if self._num_bytes > self._bounds.max_bytes:
+            raise refused(
+                f"expected at most {self._bounds.max_bytes} bytes of turns in a session (a part of bus.turns_bytes), got more",
+                code="too_many_turns",
             )
         # What is wrong with the call itself is said before anything is asked.
         sampling = sampling_of(ask.fields, self.context.task.sampling, ask.where)
@@ -254,6 +265,8 @@ class Session:
         """What the rollout is worth."""
         self._check_open()
         self._moves()
+        if self._num_rewards >= self._bounds.max_turns:
+            raise refused(f"expected at most {self._bounds.max_turns} rewards of a session, got one more", code="too_many_rewards")
         if reward != self.reward:
             await self._store(reward)
 
@@ -318,12 +331,14 @@ class Session:
         self._num_entries += 1
         if isinstance(entry, Turn):
             node = self.tree.add(entry)
+            self._num_bytes += len(entry.context) + len(entry.tokens.ids) + len(entry.tokens.logprobs) + ENTRY_BYTES
             self._answers[entry.key or entry.request] = node
             self._num_calls = max(self._num_calls, entry.seed + 1)
         elif isinstance(entry, Started):
             self.started = entry
         elif isinstance(entry, Rewarded):
             self.reward = entry
+            self._num_rewards += 1
         else:
             self.ended = entry
 

@@ -19,17 +19,15 @@ FAULTS = [
     Fault(AGENT, "SIGSTOP"),
     Fault(GATEWAY, "SIGSTOP", "turn", "within"),
     Fault(AGENT, "cut"),
-    Fault(GATEWAY, "kill -9", "turn", "after"),
     Fault(GATEWAY, "cut", "gateway's samples", "after"),
     Fault(AGENT, "kill -9"),
-    Fault(GATEWAY, "HTTP cut"),
 ]
 """A gateway that is stopped outlives its claims, which are its own for one second: its sessions go on at its successor."""
 
 
 async def test_every_fault(tmp_path: Path) -> None:
     rng = random.Random(6)
-    async with disturbed(tmp_path, AGENTS, steps=90, stop_s=1.5, away_s=0.5, attach=False) as run:
+    async with disturbed(tmp_path, AGENTS, steps=70, stop_s=1.5, away_s=0.5, attach=False) as run:
         struck = [await run.strike(fault, rng) for fault in FAULTS]
         await run.finish()
         assert run.crew is not None

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.producers.gateway import guards, server
+from streamrl.producers.gateway import guards, server, session, verbs
 from tests.gateway.conftest import PROMPT, Gateway, gateway, shown
 from tests.gateway.raw import chunked, connected, head, status, told
 from tests.producers.conftest import Loop, samples_in, tombstones_in
@@ -269,3 +269,61 @@ async def test_heads_and_paths_that_play_tricks(loop: Loop, caplog: pytest.LogCa
     leaked = [line[:200] for line in written if key in line or gate.key in line]
     assert leaked == []
     assert "event=gateway_failed" not in caplog.text
+
+
+async def test_a_million_of_anything_is_one_sessions_own_trouble(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Branches, rewards, calls at a time, bytes: what is refused is refused to that session, and others do not notice."""
+    async with gateway(loop, max_turns=40, max_calls=8) as gate:
+        await loop.issue(1, num_rollouts=2)
+        key, other = [(await gate.start())["api_key"] for _ in range(2)]
+        codes = set()
+        for number in range(60):
+            body = {**CALL, "messages": [*PROMPT, {"role": "user", "content": str(number)}]}
+            codes.add((got := await gate.post(CHAT, body, key))[0])
+        assert codes == {200, 400} and got[1]["error"]["code"] == "too_many_turns"
+        codes = set()
+        for number in range(60):
+            codes.add((got := await gate.post("/rl/set_reward", {"reward": number}, key))[0])
+        assert codes == {200, 400} and got[1]["error"]["code"] == "too_many_rewards"
+        # As many at a time as it may have, which bring no body: the next is told so, and who is another is not.
+        waiting = []
+        for _ in range(8):
+            _, writer = await connected(gate.url)
+            writer.write(head(CHAT, key, "Content-Length: 1000"))
+            await writer.drain()
+            waiting.append(writer)
+        while (got := await gate.post(CHAT, CALL, key))[0] != 429:
+            await asyncio.sleep(0.01)
+        assert got[1]["error"]["code"] == "busy"
+        assert (await gate.chat(other, PROMPT))["id"] == "chatcmpl-0.1.0"
+        for writer in waiting:
+            writer.close()
+        while (await gate.post("/rl/set_reward", {}, key))[0] == 429:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(session, "ENTRY_BYTES", 1 << 28)
+        await gate.chat(other, [*PROMPT, {"role": "user", "content": "1"}])
+        status_of, refusal = await gate.post(CHAT, {**CALL, "messages": [*PROMPT, {"role": "user", "content": "2"}]}, other)
+        assert (status_of, refusal["error"]["code"]) == (400, "too_many_turns")
+        await gate.end(other, reward=0.5)
+        monkeypatch.setattr(verbs, "MAX_LATE", 2)
+        await gate.post("/rl/end_session", {}, key)
+        await loop.records(1)
+        late = [(await gate.post("/rl/set_reward", {"reward": 1.0}, key))[0] for _ in range(4)]
+        samples = samples_in(await loop.records(1))
+        assert late == [200, 200, 400, 400]
+        assert {(s.rollout, s.reward) for s in samples} == {(0, 39.0), (1, 0.5)}
+
+
+async def test_keys_of_sessions_elsewhere_do_not_empty_the_queue(loop: Loop) -> None:
+    async with gateway(loop) as first, gateway(loop, engine=False, index=1, wait_s=4.0) as second:
+        await loop.issue(12, num_rollouts=1)
+        key = (await first.start())["api_key"]
+        asking = [asyncio.create_task(second.post(CHAT, CALL, key)) for _ in range(4)]
+        most = 0
+        while not all(each.done() for each in asking):
+            most = max(most, len(second.worker.detail()["tasks"]))
+            await asyncio.sleep(0.02)
+        assert most == 1
+        assert {(await each)[1]["error"]["code"] for each in asking} == {"session_away"}
+        assert (await first.chat(key, PROMPT))["id"] == "chatcmpl-0.0.0"
+        assert [(await first.start())["task"] for _ in range(8)]
