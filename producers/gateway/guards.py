@@ -22,6 +22,8 @@ SILENCE_S = 75.0
 """A connection is closed that brings no whole head of a request for so long."""
 BODY_S = 60.0
 """Longest that a body may take to come, and an answer to be taken."""
+LINGER_S = 2.0
+"""For so long the rest of a body is taken, and thrown away, whose request is answered already."""
 _OTHER_FILES = 512
 """Open files that are left for all but connections."""
 

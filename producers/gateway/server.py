@@ -28,7 +28,7 @@ from streamrl.producers.gateway.completions import completions
 from streamrl.producers.gateway.errors import ApiError, later, refused
 from streamrl.producers.gateway.front import Call
 from streamrl.producers.gateway.generate import generate
-from streamrl.producers.gateway.guards import BODY_S, SILENCE_S, VALUE_BYTES, Connections, Held, InHand
+from streamrl.producers.gateway.guards import BODY_S, LINGER_S, SILENCE_S, VALUE_BYTES, Connections, Held, InHand
 from streamrl.producers.gateway.keys import Keys, SessionKey
 from streamrl.producers.gateway.session import AGAIN_S
 from streamrl.producers.gateway.sessions import Sessions
@@ -110,6 +110,7 @@ class GatewayServer:
             handler_cancellation=False,
             auto_decompress=False,
             keepalive_timeout=SILENCE_S,
+            lingering_time=LINGER_S,
             shutdown_timeout=SHUTDOWN_S,
         )
         await self._runner.setup()

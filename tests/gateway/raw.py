@@ -30,22 +30,29 @@ def chunked(pieces: Iterable[bytes]) -> Iterable[bytes]:
 async def told(url: str, sent: bytes, pieces: Iterable[bytes] = (), *, within_s: float = 30.0) -> bytes:
     """What the server says to a request, up to where it closes; it may say it, and close, before it has all of the request."""
     reader, writer = await connected(url)
-    answer = asyncio.create_task(reader.read())
+    found = bytearray()
+    answer = asyncio.create_task(_all(reader, found))
     try:
         writer.write(sent)
         with contextlib.suppress(ConnectionError):
             for piece in pieces:
                 writer.write(piece)
                 await writer.drain()
-                if answer.done():
+                if found or answer.done():
                     break
         async with asyncio.timeout(within_s):
-            return await answer
-    except ConnectionError:
-        return b""
+            await answer
+        return bytes(found)
     finally:
         answer.cancel()
         writer.close()
+
+
+async def _all(reader: asyncio.StreamReader, found: bytearray) -> None:
+    """What comes until the connection is closed, or breaks because of what was sent into it afterwards."""
+    with contextlib.suppress(ConnectionError):
+        while piece := await reader.read(1 << 16):
+            found += piece
 
 
 def status(answer: bytes) -> int:
