@@ -389,7 +389,7 @@ async def disturbed(
             await found.begin()
             if crew is not None:
                 await crew.begin()
-            if attach:
+            if attach and crew is None:  # an attached producer would roll out itself what a gateway that died gives back
                 await found.attach()
             yield found
         finally:

@@ -27,7 +27,7 @@ FAULTS = [
 
 async def test_every_fault(tmp_path: Path) -> None:
     rng = random.Random(6)
-    async with disturbed(tmp_path, AGENTS, steps=70, stop_s=1.5, away_s=0.5, attach=False) as run:
+    async with disturbed(tmp_path, AGENTS, steps=70, stop_s=1.5, away_s=0.5) as run:
         struck = [await run.strike(fault, rng) for fault in FAULTS]
         await run.finish()
         assert run.crew is not None
