@@ -69,7 +69,11 @@ class Demand(Protocol):
         ...
 
     def claimed(self, task: int) -> None:
-        """A task has been claimed; `let_go` tells of its end."""
+        """A task has been claimed."""
+        ...
+
+    async def left(self, task: int, ended: bool) -> None:
+        """A task has left this worker: it has ended and is off the queue, or is delivered again."""
         ...
 
     def listen(self, changed: Callable[[], None], first_open: Callable[[], int]) -> None:
@@ -249,6 +253,9 @@ class Claims:
         if self._let_go is not None:
             await self._let_go(lease.sequence - 1, ended)
         await (lease.done() if ended else lease.retry(delay_s))
+        if self._demand is not None:
+            # After: what is left of a task that has ended must not be gone while it can still be delivered again.
+            await self._demand.left(lease.sequence - 1, ended)
 
     async def _readable(self, lease: Lease) -> RolloutTask | None:
         """The task, or None after a tombstone was stored in its place."""

@@ -141,13 +141,17 @@ class GroupRunner:
         if any(episode.rollout not in rewarded for episode in episodes):
             with phase("reward"):
                 values = await self._values(task, job, episodes)
+            # A producer's own reward stands, whatever the run's would have said.
             if isinstance(values, Failure):
-                return Group((), tuple({**{failure.rollout: failure for failure in _all_failed(task, values)}, **failures}.values()))
+                failures |= {one.rollout: one for one in _all_failed(task, values) if one.rollout not in {*rewarded, *failures}}
+                values = [None] * len(episodes)
             for episode, value in zip(episodes, values, strict=True):
+                if episode.rollout in rewarded:
+                    continue
                 if isinstance(value, Exception):
                     text = value.message if isinstance(value, StreamRLError) else f"{type(value).__name__}: {value}"
                     failures[episode.rollout] = Failure(episode.rollout, "failed", f"reward: {text}")
-                elif value is not None and episode.rollout not in rewarded:
+                elif value is not None:
                     episode.reward, episode.reward_parts = value.value, value.parts
         now_s = time.time()
         for episode in episodes:

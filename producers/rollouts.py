@@ -82,10 +82,6 @@ class Streak:
 class Front(Producer, Demand, Protocol):
     """A producer in this process that claims tasks for those who ask it for some (`streamrl.producers.gateway`)."""
 
-    async def left(self, task: int, ended: bool) -> None:
-        """A task has left this worker: it has ended, or is delivered again."""
-        ...
-
     def doing(self) -> str:
         """What people see of it."""
         ...
@@ -229,8 +225,6 @@ def _claims(
                 await one.forget(task)
             else:
                 one.drop(task)
-        if front is not None:
-            await front.left(task, ended)
 
     return Claims(
         worker.bus,

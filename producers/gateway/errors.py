@@ -65,3 +65,9 @@ def later(message: str, seconds: float, *, hint: str = "", code: str = "", statu
 def gone(message: str, *, hint: str = "", code: str = "session_ended") -> ApiError:
     """410: nothing will be answered any more, which SDKs do not repeat."""
     return ApiError(410, message, hint=hint, code=code)
+
+
+def too_long(length: int, max_len: int) -> ApiError:
+    """The refusal of a prompt that leaves no room for an answer."""
+    most = f"at most {max_len - 1} tokens (model.max_len = {max_len}, of which an answer needs one)" if max_len else "fewer tokens"
+    return refused(f"expected a prompt of {most}, got {length}", hint="shorten the conversation", code="context_length_exceeded")

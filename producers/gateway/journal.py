@@ -94,6 +94,18 @@ class Journal:
                 self._behind.add(ended)
                 return
 
+    async def sweep(self, first_open: int) -> None:
+        """Remove what there is of the tasks below this one, which have ended."""
+        if not first_open:
+            return
+        try:
+            tasks = {int(key.partition("/")[0]) for key in await self._keys.keys()}
+        except BusError as error:
+            logger.warning("event=turns_left_behind error=%s", error.message)
+            return
+        for task in sorted(task for task in tasks if task < first_open):
+            await self.forget(task)
+
 
 def _in_order(task: int, rollout: int, entries: dict[int, Entry]) -> list[Entry]:
     if sorted(entries) != list(range(len(entries))):

@@ -108,7 +108,7 @@ def by_text(text: str, rules: Rules, *, param: str) -> Callable[[Tree], Place]:
         node, end = tree.deepest(fits_text(text, shown))
         if node is None and not rules.own_prompts:
             raise _not_granted("text that begins with the task's prompt", param)
-        context = rendering.tokenizer.encode(text[end:])
+        context = rendering.content.encode(text[end:])
         ids = (node.token_ids() if node is not None else []) + context
         if not ids:
             raise refused("expected a prompt of at least one token, got none", param=param)

@@ -13,6 +13,7 @@ from streamrl.data.tool_calls import NONE, ParsedTurn, ToolCall, tool_call_forma
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.completions import text_of
+from streamrl.producers.gateway.content import ContentTokenizer
 from streamrl.producers.gateway.entries import Tokens
 from streamrl.producers.gateway.errors import refused
 from streamrl.producers.gateway.messages import ASSISTANT, Message
@@ -33,7 +34,9 @@ class Rendering:
     def __init__(self, context: Context) -> None:
         self.tokenizer = context.tokenizer
         self.chat_template = context.chat_template
-        self._format = ChatFormat(context.tokenizer, chat_template=context.chat_template)
+        self.content = ContentTokenizer(context.tokenizer, context.max_len)
+        """The same for what agents have written."""
+        self._format = ChatFormat(self.content, chat_template=context.chat_template)
         self._calls = tool_call_format(context.tokenizer, context.tool_calls) if context.chat_template else NONE
         self._given = {**context.template_kwargs, **(context.task.chat_template_kwargs or {})}
 
@@ -67,7 +70,9 @@ class Rendering:
         try:
             for is_turn, some in groupby(messages, key=lambda message: message.role == ASSISTANT):
                 if is_turn:
-                    found += [token for message in some for token in self._written(message, tools)]
+                    for message in some:
+                        found += self._written(message, tools)
+                        self.content.check(len(found))
                 else:
                     env, last = [message.for_template() for message in some], found[-1] if found else last_token
                     found += self._format.replies(env, last_token=last, tools=tools, template_kwargs=self._given)
@@ -78,11 +83,11 @@ class Rendering:
     def _written(self, message: Message, tools: Any) -> list[int]:
         """A turn of the assistant as the model would have written it, up to what closes it."""
         text = self._in_either_form(lambda as_text: self._turn(message, tools, as_text)) if self.chat_template else message.content
-        return self.tokenizer.encode(text)
+        return self.content.encode(text)
 
     def _turn(self, message: Message, tools: Any, as_text: bool) -> str:
         opening = [{"role": "user", "content": "."}]
-        render = partial(self.tokenizer.apply_chat_template, tools=tools, template_kwargs=self._given)
+        render = partial(self.content.apply_chat_template, tools=tools, template_kwargs=self._given)
         before = render(opening, add_generation_prompt=True)
         closing = render([*opening, {"role": ASSISTANT, "content": _STAND_IN}], add_generation_prompt=False)
         whole = render([*opening, message.for_template(as_text=as_text)], add_generation_prompt=False)

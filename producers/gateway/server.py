@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import msgspec
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from streamrl.config.hosts import bracketed
 from streamrl.errors import BusError, LaunchError, StreamRLError
@@ -29,6 +30,7 @@ from streamrl.producers.gateway.completions import completions
 from streamrl.producers.gateway.errors import ApiError, later, refused
 from streamrl.producers.gateway.front import Call
 from streamrl.producers.gateway.generate import generate
+from streamrl.producers.gateway.guards import BODY_S, LINGER_S, SILENCE_S, VALUE_BYTES, Connections, Held, InHand
 from streamrl.producers.gateway.keys import Keys, SessionKey
 from streamrl.producers.gateway.responses import responses
 from streamrl.producers.gateway.session import AGAIN_S
@@ -47,8 +49,6 @@ APIS: Mapping[str, Api] = {
 }
 """By path below `/v1`."""
 SHUTDOWN_S = 2.0
-BODY_S = 60.0
-"""Longest that a body may take to come."""
 MAX_KEY = 256
 """Characters of an `Idempotency-Key`."""
 
@@ -63,11 +63,21 @@ class GatewayServer:
         models: what the policy may be called, the first as it is told.
         max_len: longest sequence in tokens.
         max_body_bytes: of a request.
+        max_calls: requests of one session that are in hand at a time.
         wait_s: longest that a call waits for its session to come back.
     """
 
     def __init__(
-        self, sessions: Sessions, verbs: Verbs, keys: Keys, *, models: tuple[str, ...], max_len: int, max_body_bytes: int, wait_s: float
+        self,
+        sessions: Sessions,
+        verbs: Verbs,
+        keys: Keys,
+        *,
+        models: tuple[str, ...],
+        max_len: int,
+        max_body_bytes: int,
+        max_calls: int,
+        wait_s: float,
     ) -> None:
         self._sessions = sessions
         self._verbs = verbs
@@ -75,8 +85,13 @@ class GatewayServer:
         self._models = models
         self._max_len = max_len
         self._max_body_bytes = max_body_bytes
+        self._in_hand = InHand(max_body_bytes=max_body_bytes, max_requests=max_calls)
+        self._held: dict[RequestHandler, Held] = {}
+        """What the request of each connection has in hand."""
         self._wait_s = wait_s
+        self._connections: Connections | None = None
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
         self.address = ""
         """`http://host:port`."""
         self.port = 0
@@ -95,25 +110,58 @@ class GatewayServer:
                     app.router.add_post(f"{prefix}{version}/{path}", self._calls(api))
         app.router.add_post("/rl/start_session", self._start)
         # Its client's going away does not cancel a call: see `streamrl.producers.gateway.session`.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=False, shutdown_timeout=SHUTDOWN_S)
+        # What is packed is not unpacked: a kilobyte may become a gigabyte.
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=logging.Logger("unsaid", logging.CRITICAL),  # aiohttp writes down lines that it cannot read, with keys in them
+            handler_cancellation=False,
+            auto_decompress=False,
+            keepalive_timeout=SILENCE_S,
+            lingering_time=LINGER_S,
+            shutdown_timeout=SHUTDOWN_S,
+        )
         await self._runner.setup()
+        assert self._runner.server is not None
+        self._connections = Connections(self._runner.server)
         try:
-            await web.TCPSite(self._runner, host, port, backlog=1024).start()
+            self._listening = await asyncio.get_running_loop().create_server(self._connections, host, port, backlog=1024)
         except OSError as error:
             await self._runner.cleanup()
             raise LaunchError(
                 f"expected to listen on {host}:{port}, got: {error}", hint="set gateway.port to 0 for any free port, or to another one"
             ) from error
-        self.port = self._runner.addresses[0][1]
+        self.port = self._listening.sockets[0].getsockname()[1]
         self.address = f"http://{bracketed(host)}:{self.port}"
 
     async def stop(self) -> None:
         """Stop listening."""
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer within bounds: what it takes is in hand until the client has the answer."""
+        assert self._connections is not None
+        self._connections.begin(request)
+        try:
+            response = await self._told(request, handler)
+            with contextlib.suppress(ConnectionError):  # it has gone
+                async with asyncio.timeout(BODY_S):
+                    await response.prepare(request)
+                    await response.write_eof()
+            return response
+        except TimeoutError:
+            request.protocol.force_close()
+            raise
+        finally:
+            self._connections.end(request)
+            if (held := self._held.pop(request.protocol, None)) is not None:
+                held.let_go()
+
+    async def _told(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Whatever goes wrong is told in the API's form."""
         try:
             return await handler(request)
@@ -123,6 +171,8 @@ class GatewayServer:
             refusal = self._too_large()
         except web.HTTPException as error:
             refusal = ApiError(error.status, f"expected one of the gateway's paths, got {request.method} {request.path:.200}")
+        except (web.RequestPayloadError, ConnectionError) as error:
+            refusal = refused(f"expected the whole request, its client has gone: {type(error).__name__}")
         except RecursionError:
             refusal = refused("expected JSON of some levels, got more")
         except BusError as error:
@@ -140,7 +190,8 @@ class GatewayServer:
 
     def _calls(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
-            key, body = self._session_key(request), await self._body(request)
+            key = self._session_key(request)
+            body = await self._body(request, key)
             model = body.get("model")
             if not isinstance(model, str) or model not in self._models:
                 raise ApiError(
@@ -163,15 +214,15 @@ class GatewayServer:
         if not any(self._keys.opens(given) for given in _given(request)):
             raise _wrong_key("the gateway's own key, which is in credentials/gateway-key of the run")
         base = f"{request.scheme}://{request.host}"
-        return _json(await self._verbs.start(await self._body(request, empty=True), _idempotency(request), base))
+        return _json(await self._verbs.start(await self._body(request, None, empty=True), _idempotency(request), base))
 
     async def _set_reward(self, request: web.Request) -> web.StreamResponse:
         key = self._session_key(request)
-        return _json(await self._verbs.set_reward(key, await self._body(request)))
+        return _json(await self._verbs.set_reward(key, await self._body(request, key)))
 
     async def _end(self, request: web.Request) -> web.StreamResponse:
         key = self._session_key(request)
-        return _json(await self._verbs.end(key, await self._body(request, empty=True), self._wait_s))
+        return _json(await self._verbs.end(key, await self._body(request, key, empty=True), self._wait_s))
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         if not any(self._keys.opens(given) for given in _given(request)):
@@ -185,16 +236,17 @@ class GatewayServer:
                 return key
         raise _wrong_key("a session's key, as /rl/start_session gives it, in the header Authorization or the path /sessions/KEY/v1")
 
-    async def _body(self, request: web.Request, *, empty: bool = False) -> dict[str, Any]:
-        if (request.content_length or 0) > self._max_body_bytes:
-            raise self._too_large()  # before it is read
+    async def _body(self, request: web.Request, who: SessionKey | None, *, empty: bool = False) -> dict[str, Any]:
+        """The table that a request brings; `who` asks, None: who has the gateway's own key."""
+        held = self._held[request.protocol] = self._in_hand.take(None if who is None else (who.task, who.rollout))
         try:
             async with asyncio.timeout(BODY_S):
-                data = await request.read()
+                data = await self._read(request, held)
         except TimeoutError as error:
             raise ApiError(408, f"expected the whole body within {BODY_S:g} s") from error
         if empty and not data.strip():
             return {}
+        held.add(VALUE_BYTES * sum(map(data.count, (b",", b"[", b"{"))))
         try:
             body = msgspec.json.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -202,6 +254,21 @@ class GatewayServer:
         if not isinstance(body, dict):
             raise refused("expected a JSON object", code="invalid_json")
         return cast("dict[str, Any]", body)
+
+    async def _read(self, request: web.Request, held: Held) -> bytes:
+        if request.headers.get("Content-Encoding", "identity").strip().lower() != "identity":
+            raise ApiError(
+                415, "expected a body as it is, got one that is packed", hint="send no Content-Encoding", param="Content-Encoding"
+            )
+        if (request.content_length or 0) > self._max_body_bytes:
+            raise self._too_large()  # before it is read
+        data = bytearray()
+        async for piece in request.content.iter_any():
+            held.add(len(piece))
+            data += piece
+            if len(data) > self._max_body_bytes:
+                raise self._too_large()
+        return bytes(data)
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -24,7 +24,7 @@ from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import BusError, Conflict, EngineError, EngineUnavailable, SchemaError, StreamFull
 from streamrl.producers.completions import Completion, complete
 from streamrl.producers.gateway.entries import Ended, Entry, Rewarded, Started, Tokens, Turn, packed_ids
-from streamrl.producers.gateway.errors import ApiError, gone, later, refused
+from streamrl.producers.gateway.errors import ApiError, gone, later, refused, too_long
 from streamrl.producers.gateway.journal import Journal
 from streamrl.producers.gateway.messages import said
 from streamrl.producers.gateway.placing import Place, Rules
@@ -36,7 +36,10 @@ from streamrl.schemas.tasks import Sampling
 
 logger = logging.getLogger(__name__)
 
+ENTRY_BYTES = 512
+"""What a turn takes beside its tokens."""
 LARGE = 1 << 17
+"""Bytes of a request whose text is tokenised beside the loop."""
 AGAIN_S = 2.0
 """`Retry-After` of what is refused for now."""
 
@@ -75,6 +78,8 @@ class Bounds:
     """At the same time."""
     call_s: float
     """That a call is waited for."""
+    max_bytes: int
+    """Of its turns."""
 
 
 class Session:
@@ -109,6 +114,8 @@ class Session:
         self._touched = touched
         self._num_entries = 0
         self._num_calls = 0
+        self._num_rewards = 0
+        self._num_bytes = 0
         self._answers: dict[bytes | str, Node] = {}
         self._making: dict[bytes | str, tuple[bytes, asyncio.Task[Node]]] = {}
         self._writing = asyncio.Lock()
@@ -174,6 +181,11 @@ class Session:
         if len(self._making) >= self._bounds.max_calls:
             raise later(
                 f"expected at most {self._bounds.max_calls} calls of a session at a time, got one more", AGAIN_S, status=429, code="busy"
+            )
+        if self._num_bytes > self._bounds.max_bytes:
+            raise refused(
+                f"expected at most {self._bounds.max_bytes} bytes of turns in a session (a part of bus.turns_bytes), got more",
+                code="too_many_turns",
             )
         making = asyncio.create_task(self._make(ask), name=f"call {self.name}")
         self._making[ask.known_by] = (ask.request, making)
@@ -262,6 +274,8 @@ class Session:
         """What the rollout is worth."""
         self._check_open()
         self._moves()
+        if self._num_rewards >= self._bounds.max_turns:
+            raise refused(f"expected at most {self._bounds.max_turns} rewards of a session, got one more", code="too_many_rewards")
         if reward != self.reward:
             await self._store(reward)
 
@@ -353,12 +367,14 @@ class Session:
         self._num_entries += 1
         if isinstance(entry, Turn):
             node = self.tree.add(entry)
+            self._num_bytes += len(entry.context) + len(entry.tokens.ids) + len(entry.tokens.logprobs) + ENTRY_BYTES
             self._answers[entry.key or entry.request] = node
             self._num_calls = max(self._num_calls, entry.seed + 1)
         elif isinstance(entry, Started):
             self.started = entry
         elif isinstance(entry, Rewarded):
             self.reward = entry
+            self._num_rewards += 1
         else:
             self.ended = entry
 
@@ -371,9 +387,3 @@ def _check_same(ask: Ask, request: bytes) -> None:
             hint="use a new Idempotency-Key for a new call",
             code="idempotency_key_reused",
         )
-
-
-def too_long(length: int, max_len: int) -> ApiError:
-    """The refusal of a prompt that leaves no room for an answer."""
-    most = f"at most {max_len - 1} tokens (model.max_len = {max_len}, of which an answer needs one)" if max_len else "fewer tokens"
-    return refused(f"expected a prompt of {most}, got {length}", hint="shorten the conversation", code="context_length_exceeded")

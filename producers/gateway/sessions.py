@@ -17,6 +17,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from streamrl.errors import BusError, EngineError, SchemaError
 from streamrl.producers.episode import Episode
@@ -35,8 +36,11 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = "timeout"
 LOOK_EVERY_S = 0.25
+_LOOKS_A_SWEEP = 240
 _LOST_S = 10.0
 """So long after a call for a session that is not here there is use for its task."""
+_UNASKED_S = 2.0
+"""Longest that a task is kept which came instead of a lost one."""
 _ENDED_KEPT = 65_536
 """Tasks that have ended here and are remembered, so that a late call is told so."""
 
@@ -84,6 +88,11 @@ class Granted:
     def free(self) -> list[Session]:
         """Those that nobody has."""
         return [one for one in self.sessions if one.started is None and one.ended is None and not one.reserved]
+
+    @property
+    def is_unasked(self) -> bool:
+        """Whether nobody has started any, nor is about to."""
+        return len(self.free) == len(self.sessions)
 
     @property
     def num_open(self) -> int:
@@ -176,7 +185,9 @@ class Sessions:
         self._lost = {task: last_s for task, last_s in self._lost.items() if now_s - last_s < _LOST_S and task not in self._tasks}
         free = sum(len(granted.free) for granted in self._tasks.values())
         tasks = math.ceil(max(0, len(self._waiting) - free) / self._num_rollouts)
-        return max(0, tasks + len(self._lost) - len(self._coming))
+        # A queue gives what it has: what came instead of a lost task is given back before another is asked for, or all would come.
+        unasked = sum(granted.is_unasked for granted in self._tasks.values())
+        return max(0, tasks + max(0, len(self._lost) - unasked) - len(self._coming))
 
     def claimed(self, task: int) -> None:
         """See `Demand`."""
@@ -358,9 +369,11 @@ class Sessions:
             self._waiting.popleft().set_exception(TimeoutError())
 
     async def look(self) -> None:
-        """End what is over its limits, again and again."""
-        while True:
+        """End what is over its limits, again and again; and now and then remove what a gateway that died has left of ended tasks."""
+        for number in count(1):
             await asyncio.sleep(LOOK_EVERY_S)
+            if number % _LOOKS_A_SWEEP == 0:
+                await self._journal.sweep(self._first_open())
             for granted in list(self._tasks.values()):
                 await self._expire(granted)
 
@@ -372,8 +385,9 @@ class Sessions:
             if session.ended is not None or session.busy or session.reserved:
                 continue
             if session.started is None:
-                over = now_s - granted.idle_since_s > self._idle_s
-                if over and len(granted.free) == len(granted.sessions):
+                instead = self._lost and not self._waiting and granted.is_unasked
+                over = now_s - granted.idle_since_s > (min(_UNASKED_S, self._idle_s) if instead else self._idle_s)
+                if over and granted.is_unasked:
                     granted.finished.set()  # given back
                     return
                 why = "nobody has started a session for it"

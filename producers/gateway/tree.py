@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from streamrl.errors import SchemaError
-from streamrl.producers.gateway.entries import OWN_PROMPT, TASK_PROMPT, Turn, unpacked_ids
+from streamrl.producers.gateway.entries import OWN_PROMPT, TASK_PROMPT, Turn, packed_ids, unpacked_ids
 
 
 class Node:
@@ -42,9 +42,14 @@ class Node:
         self.turn = turn
         self.family = family
         self.children: list[Node] = []
-        self.context = context
+        self._context = packed_ids(context)
         self.end = (parent.end if parent is not None else 0) + len(context) + (len(turn.tokens.ids) // 4 if turn is not None else 0)
         """Tokens from the beginning of the prompt through its last one."""
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Tokens of what came before the turn."""
+        return unpacked_ids(self._context)
 
     @property
     def own_ids(self) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -20,6 +21,10 @@ _START = frozenset({"task_id", "wait_s", "api_key"})
 _REWARD = frozenset({"reward", "parts", "revision", "interaction_id"})
 _END = frozenset({"failed"})
 MAX_PARTS = 256
+MAX_LATE = 64
+_LATE_KEPT = 65_536
+"""Sessions whose late rewards are counted."""
+MAX_REWARD = 1e30
 MAX_DETAIL = 1000
 _MAX_REVISION = (1 << 53) - 1
 
@@ -47,6 +52,8 @@ class Verbs:
         self._model = model
         self._show_label = show_label
         self._max_len = max_len
+        self._num_late: OrderedDict[tuple[int, int], int] = OrderedDict()
+        """Late rewards by session."""
 
     async def start(self, body: Mapping[str, Any], request: str, base_url: str) -> dict[str, Any]:
         """A session for who asks, with all that it needs: its key, the prompt, how tokens are drawn."""
@@ -94,8 +101,19 @@ class Verbs:
             revision = int(time.time() * 1000)  # above every earlier one, whichever gateway is asked
         if type(revision) is not int or not 1 <= revision <= _MAX_REVISION:
             raise refused(f"expected a revision from 1 to 2^53 - 1, got {revision!r:.80}", param="revision")
+        self._count_late(key)
         await self._late.publish(key.task, key.rollout, reward, revision=revision, parts=parts)
         return {"message": "success", "session_id": f"{key.task}.{key.rollout}", "late": True, "revision": revision}
+
+    def _count_late(self, key: SessionKey) -> None:
+        """Each late reward is a record on the stream of samples, which has room for samples."""
+        place = key.task, key.rollout
+        count = self._num_late.pop(place, 0) + 1
+        self._num_late[place] = min(count, MAX_LATE)
+        if len(self._num_late) > _LATE_KEPT:
+            self._num_late.popitem(last=False)
+        if count > MAX_LATE:
+            raise refused(f"expected at most {MAX_LATE} late rewards of a session, got one more", code="too_many_rewards")
 
     async def end(self, key: SessionKey, body: Mapping[str, Any], wait_s: float) -> dict[str, Any]:
         """End a session; what it has made is the rollout, or with `failed` nothing is."""
@@ -121,7 +139,8 @@ def _only(body: Mapping[str, Any], known: frozenset[str]) -> None:
 
 
 def _number(value: Any, param: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e30 < value < 1e30:
+    # Compared before anything else: a whole number may be too large for any float.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
         raise refused(f"expected a finite number, got {value!r:.80}", param=param)
     return float(value)
 

@@ -17,6 +17,7 @@ from streamrl.config.files import write_private
 from streamrl.config.hosts import is_loopback
 from streamrl.errors import LaunchError
 from streamrl.producers.factory import policy_tokenizer
+from streamrl.producers.gateway.guards import SHARE
 from streamrl.producers.gateway.journal import Journal
 from streamrl.producers.gateway.keys import Keys
 from streamrl.producers.gateway.server import GatewayServer
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLICY = "policy"
+MIN_TURNS_BYTES = 1 << 20
+"""So much room in the store of turns one session may have, however small it is."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +61,12 @@ async def main(worker: Worker, *, port: int | None = None, listens: Callable[[st
     config = worker.config.gateway
     sessions = Sessions(
         Journal(worker.bus.turns),
-        Bounds(max_turns=config.max_turns, max_calls=config.max_calls, call_s=config.call_timeout_s),
+        Bounds(
+            max_turns=config.max_turns,
+            max_calls=config.max_calls,
+            call_s=config.call_timeout_s,
+            max_bytes=worker.config.bus.turns_bytes // SHARE,
+        ),
         idle_s=config.idle_timeout_s,
         total_s=worker.config.producer.rollout_timeout_s,
         own_prompts=config.prompts == "any",
@@ -82,6 +90,7 @@ async def main(worker: Worker, *, port: int | None = None, listens: Callable[[st
         models=tuple(dict.fromkeys((POLICY, worker.config.run.name))),
         max_len=worker.config.model.max_len,
         max_body_bytes=config.max_body_bytes,
+        max_calls=config.max_calls,
         wait_s=config.wait_s,
     )
     worker.detail = lambda: {

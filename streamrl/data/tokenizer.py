@@ -58,6 +58,11 @@ class Tokenizer:
         """Number of ids this tokenizer can give; a model's embedding may be longer."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def special_texts(self) -> list[str]:
+        """How its special tokens are written."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text, special tokens written out in it included; nothing is added unless asked for (such as a leading bos)."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids

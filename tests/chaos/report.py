@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine, read
-from tests.faults.faults import KINDS, PARTS, RANK_1, WHOLE
+from tests.faults.faults import AGENT, GATEWAY, KINDS, PARTS, RANK_1, WHOLE
 from tests.faults.misdeeds import ENDS
 from tests.faults.shapes import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- {part}: begin (written by tests/chaos/report.py) -->", "<!-- {part}: end -->"
+EVERYBODY = (*PARTS, RANK_1, GATEWAY, AGENT, WHOLE)
 USER_CODE = "user code"
 MISDEEDS = {
     "user code that hangs": frozenset({"timeout"}),
@@ -70,7 +71,7 @@ def progress(strikes: Sequence[Strike]) -> list[str]:
     numbers = " | ".join(("n", "median [s]", "p95 [s]", "max [s]"))
     rows = [f"| killed | default settings: {numbers} | short limits: {numbers} |", "|---" * 9 + "|"]
     damages = sorted({strike.killed for strike in strikes if strike.line.fault == "damage"})
-    names = (*PARTS, RANK_1, WHOLE, *(name for name in damages if "(" not in name), *MISDEEDS)
+    names = (*EVERYBODY, *(name for name in damages if "(" not in name), *MISDEEDS)
     for name in names:
         found = [strike for strike in strikes if strike.killed == name]
         if found:
@@ -169,7 +170,11 @@ def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
     parts += ["", "Seconds until the next batch is in the ledger:", "", *progress(strikes)]
     parts += ["", "Undisturbed runs, and how soon those who come back take part again:", "", *speeds(strikes, speed_lines)]
     summary, parts = "\n".join(parts), []
-    parts += ["### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, (*PARTS, RANK_1, WHOLE))]
+    parts += [
+        "### At random moments",
+        "",
+        *table(aimless, "part", lambda strike: strike.line.part, (*PARTS, RANK_1, GATEWAY, AGENT, WHOLE)),
+    ]
     by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
     parts += [
         "",

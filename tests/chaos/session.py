@@ -23,13 +23,14 @@ import msgspec
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine
 from tests.faults.disturbed import ON_ITS_WAY_S, Disturbed, disturbed
-from tests.faults.faults import KINDS, PARTS, RANK_1, WHOLE, Fault, endless
+from tests.faults.faults import AGENT, GATEWAY, KINDS, PARTS, RANK_1, WHOLE, Fault, endless
 from tests.faults.measures import speed
 from tests.faults.misdeeds import told
-from tests.faults.shapes import DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, RANKS, STREAM, Shape
+from tests.faults.shapes import AGENTS, DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, RANKS, STREAM, Shape
 from tests.faults.verdict import judge
 
-SHAPES = {shape.name: shape for shape in (STREAM, LOCKSTEP, DAMAGED, QUICKSTART, RANKS, MISDEEDS, DEFAULTS)}
+SHAPES = {shape.name: shape for shape in (STREAM, LOCKSTEP, AGENTS, DAMAGED, QUICKSTART, RANKS, MISDEEDS, DEFAULTS)}
+EVERYBODY = (*PARTS, RANK_1, GATEWAY, AGENT, WHOLE)
 STEPS_PER_FAULT = 10
 """More than are trained before the last strike: the run must not end before it."""
 LAST_STEPS = 30
@@ -106,7 +107,7 @@ class Session:
                     problems += await self._strike(run, fault, number, shape)
                 await run.finish()
                 self._write_misdeeds(run, place, number, shape)
-                verdict = await judge(run.run, shape, run.made)
+                verdict = await judge(run.run, shape, run.made, None if run.crew is None else run.crew.told())
             counts = verdict.counts
             problems += verdict.problems
             if shape.deterministic and verdict.digests != self._calm:
@@ -174,7 +175,7 @@ def main() -> int:
     parser.add_argument("--stop-s", type=float, default=30.0, help="how long SIGSTOP lasts")
     parser.add_argument("--away-s", type=float, default=5.0, help="how long a cut connection cannot come back")
     parser.add_argument("--shapes", default=",".join(SHAPES), help="kinds of run, in turn")
-    parser.add_argument("--parts", nargs="+", choices=(*PARTS, RANK_1, WHOLE), default=(*PARTS, RANK_1, WHOLE), help="who is struck")
+    parser.add_argument("--parts", nargs="+", choices=EVERYBODY, default=EVERYBODY, help="who is struck")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="faults to draw from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/chaos"), help="folder for the log, and for runs that were not judged right")

@@ -366,6 +366,26 @@ async def test_a_watch_of_one_key_gives_nothing_of_others(bus: Bus) -> None:
             bus.kv.watch_key(key)
 
 
+async def test_turns_are_stored_once_under_a_number_and_removed_by_task(make_bus: MakeBus) -> None:
+    bus = await make_bus(BusConfig(turns_bytes=200_000, patience_s=10))
+    for key in ("5/0/0", "5/0/1", "5/1/0", "50/0/0"):
+        await bus.turns.put(key, key.encode(), expect=0, ttl_s=600.0)
+    with pytest.raises(Conflict):
+        await bus.turns.put("5/0/1", b"another's", expect=0, ttl_s=600.0)
+    assert await bus.turns.values("5/") == {key: key.encode() for key in ("5/0/0", "5/0/1", "5/1/0")}
+    assert await bus.kv.keys("5/") == [], "they are in a store of their own"
+    await bus.turns.remove("5/")
+    assert await bus.turns.values("5/") == {} and await bus.turns.keys() == ["50/0/0"]
+    number = 0
+    with pytest.raises(StreamFull):
+        for number in range(1, 100):
+            await bus.turns.put(f"50/0/{number}", bytes(10_000), expect=0, ttl_s=600.0)
+    await bus.kv.put("granted", b"1")  # the run's own keys have their room
+    assert len(await bus.turns.values("50/")) == number, "what was there is there"
+    await bus.turns.remove("50/")
+    await bus.turns.put("51/0/0", bytes(10_000), expect=0, ttl_s=600.0)
+
+
 @pytest.mark.parametrize("size", [0, 1, 10_000_000])
 async def test_blobs_come_back_as_they_were(bus: Bus, size: int) -> None:
     data = os.urandom(size)

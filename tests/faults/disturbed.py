@@ -7,7 +7,6 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
@@ -20,15 +19,16 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
+from tests.faults.commands import command
+from tests.faults.crew import Crew
 from tests.faults.damage import DAMAGES
-from tests.faults.faults import CHECKPOINT, MESSAGES, RANK_1, REQUESTS, WHOLE, Fault
+from tests.faults.faults import AGENT, CHECKPOINT, MESSAGES, RANK_1, REQUESTS, TURNS, WHOLE, Fault
 from tests.faults.measures import first_answer, first_record
 from tests.faults.shapes import NAME, Shape, open_gate, write_files
 from tests.faults.wire import SERVER, Wire, open_wire
 from tests.support.memory import freed_after_test
 from tests.support.processes import alive, descendants, send, server_pid, worker_pid
 
-ROOT = Path(__file__).parents[2]
 AIM_S = 10.0
 CATCH_S = 20.0
 RECOVER_S = 120.0
@@ -75,7 +75,9 @@ class Disturbed:
         steps: int,
         stop_s: float,
         away_s: float,
+        crew: Crew | None = None,
     ) -> None:
+        self.crew = crew
         self.run = RunDir(place / "runs" / NAME)
         self._place = place
         self._shape = shape
@@ -127,7 +129,9 @@ class Disturbed:
 
     async def begin(self) -> None:
         """Wait for the first workers, and follow the ledger from then on, past the wire."""
-        await self.until(lambda: self.run.exists and worker_pid(self.run, "producer"), "the first workers", within_s=START_S)
+        await self.until(
+            lambda: self.run.exists and worker_pid(self.run, "gateway" if self.crew else "producer"), "the first workers", within_s=START_S
+        )
         self._watcher = asyncio.create_task(self._watch())
 
     async def _connect(self) -> Bus:
@@ -168,6 +172,8 @@ class Disturbed:
             return self.up.pid if self.up.returncode is None else None
         if part == "attached producer":
             return None if self._attached is None or self._attached.returncode is not None else self._attached.pid
+        if part == AGENT:
+            return None if self.crew is None else self.crew.pid
         if part == RANK_1:
             return worker_pid(self.run, "trainer", 1)
         return server_pid(self.run) if part == "nats-server" else worker_pid(self.run, part)
@@ -240,7 +246,7 @@ class Disturbed:
             return True
         if fault.aim == CHECKPOINT:
             return await self._catch_checkpoint()
-        sender, pattern = (MESSAGES | REQUESTS)[fault.aim]
+        sender, pattern = (MESSAGES | REQUESTS | TURNS)[fault.aim]
         await self.until(lambda: self.pid(sender), f"a {sender}")
         wire = self._http if fault.aim in REQUESTS else self._wire
         ambush = wire.ambush(self.pid(sender) or 0, pattern, fault.where)
@@ -307,6 +313,8 @@ class Disturbed:
                     after, began_s = (await bus.state(SAMPLES)).last, time.time()
                     await self.attach()
                     self._attach_s = asyncio.create_task(first_record(bus, after, began_s))
+                elif fault.part == AGENT and self.crew is not None:
+                    await self.crew.begin()
                 else:
                     await self.until(lambda: self.pid(fault.part) not in (None, pid), f"the successor of the {fault.part}")
             case "SIGSTOP":
@@ -314,6 +322,8 @@ class Disturbed:
                 self._release()
                 await asyncio.sleep(self._stop_s)
                 send(pid, signal.SIGCONT)
+            case "cut" if fault.part == AGENT and self.crew is not None:
+                await self.crew.wire.cut(pid, self._away_s)
             case "cut":
                 cut = asyncio.create_task(self._wire.cut(None if fault.part == "nats-server" else pid, self._away_s))
                 await asyncio.sleep(0)
@@ -354,6 +364,8 @@ class Disturbed:
     async def end(self) -> None:
         """Kill what still runs; workers and server die with `up`."""
         await self._look_away()
+        if self.crew is not None:
+            await self.crew.end()
         for process in self._started:
             if process.returncode is None:
                 process.kill()
@@ -362,28 +374,22 @@ class Disturbed:
             freed_after_test(self.run.load_config(), self.run)
 
 
-async def command(place: Path, *words: str) -> asyncio.subprocess.Process:
-    """Start `python -m streamrl WORDS` in `place`; its output goes to `out` there."""
-    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    with (place / "out").open("ab") as out:
-        return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "streamrl", *words, cwd=place, env=surroundings, stdout=out, stderr=out
-        )
-
-
 @contextlib.asynccontextmanager
 async def disturbed(
     place: Path, shape: Shape, *, steps: int, stop_s: float, away_s: float, attach: bool = True
 ) -> AsyncGenerator[Disturbed]:
     """A run that is up, with an attached producer. Judge it before this ends: its address leads over the wire."""
     write_files(place, shape)
-    async with open_wire() as wire, open_wire() as http:
-        words = ("up", f"{NAME}.toml", "--json", *shape.arguments(steps, wire.port, http.port))
+    async with open_wire() as wire, open_wire() as http, open_wire() as calls:
+        words = ("up", f"{NAME}.toml", "--json", *shape.arguments(steps, wire.port, http.port, calls.port))
         up = await command(place, *words)
-        found = Disturbed(place, shape, (wire, http), up, words, steps=steps, stop_s=stop_s, away_s=away_s)
+        crew = Crew(place, calls) if shape.agents else None
+        found = Disturbed(place, shape, (wire, http), up, words, steps=steps, stop_s=stop_s, away_s=away_s, crew=crew)
         try:
             await found.begin()
-            if attach:
+            if crew is not None:
+                await crew.begin()
+            if attach and crew is None:  # an attached producer would roll out itself what a gateway that died gives back
                 await found.attach()
             yield found
         finally:

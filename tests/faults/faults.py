@@ -16,6 +16,8 @@ from tests.faults.wire import Where
 PARTS = ("trainer", "engine", "producer", "attached producer", "feeder", "nats-server")
 RANK_1 = "trainer's rank 1"
 """Of a run whose trainer has two ranks; `trainer` is rank 0."""
+GATEWAY, AGENT = "gateway", "agent"
+"""Of a run whose tasks go to agents too. A `cut` of the agent's is from the gateway."""
 WHOLE = "whole run"
 """Supervisor, workers, the children that run user code and the nats-server at once; then `streamrl up` again."""
 Kind = Literal["kill -9", "SIGSTOP", "cut", "HTTP cut", "damage"]
@@ -42,6 +44,11 @@ _FRAME = b"\x82\xfe"
 """How a client's WebSocket frame of more than 125 bytes begins: on a channel, one with requests."""
 REQUESTS: dict[str, tuple[str, bytes]] = {"request": ("producer", _FRAME), "attached request": ("attached producer", _FRAME)}
 """Aims on the wire to the engine. `after`: the engine has the request, and nothing of its answer gets through."""
+TURNS: dict[str, tuple[str, bytes]] = {
+    "turn": (GATEWAY, f"PUB $KV.{NAME}+turns.".encode()),
+    "gateway's samples": (GATEWAY, f"PUB {NAME}.samples.".encode()),
+}
+"""Aims on the gateway's wire: a session's journal, and what comes of it in the end."""
 WHERE: tuple[Where, ...] = ("before", "within", "after")
 
 
@@ -107,6 +114,16 @@ def ranks(rng: random.Random) -> list[Fault]:
     return found
 
 
+def of_agents(rng: random.Random) -> list[Fault]:
+    """Gateway and agents at random moments, and the gateway and who it stores with inside writes."""
+    found = [Fault(part, kind) for part, kinds in ((GATEWAY, KINDS[:4]), (AGENT, KINDS[:3])) for kind in kinds]
+    where = itertools.cycle(rng.sample(WHERE, 3))
+    found += [Fault(GATEWAY, kind, aim, next(where)) for aim, kind in itertools.product(TURNS, KINDS[:3])]
+    found += [Fault("nats-server", "kill -9", "turn", "within"), Fault("engine", "kill -9"), Fault(WHOLE, "kill -9")]
+    rng.shuffle(found)
+    return found
+
+
 def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
     """The whole matrix and all aims, again and again in new orders; of a shape that may lose something the falls alone.
 
@@ -117,6 +134,8 @@ def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
             yield from falls(rng, shape)
         elif shape.ranks > 1:
             yield from ranks(rng)
+        elif shape.agents:
+            yield from of_agents(rng)
         elif shape.misdeed_every:
             kills = [Fault(part, "kill -9") for part in (*PARTS, WHOLE)]
             kills.append(Fault(WHOLE, "damage", damage=rng.choice(list(CHECKPOINTS))))

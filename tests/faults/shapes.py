@@ -79,12 +79,14 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """User code that misbehaves in one task of so many (`tests.faults.misdeeds`); no gate holds its tasks. 0: none."""
     ranks: int = 1
     """Ranks of the trainer, into which its model is cut."""
+    agents: bool = False
+    """Whether agents make some of its samples over a gateway."""
     tasks_before: int = 0
     """Tasks of the warm-up, which no gate holds: what is handed out is counted from here."""
 
-    def arguments(self, steps: int, port: int, engine_port: int) -> list[str]:
+    def arguments(self, steps: int, port: int, engine_port: int, gateway_port: int) -> list[str]:
         """The `--set` options of `streamrl up`."""
-        ports = {"bus.port": port, "engine.port": engine_port}
+        ports = {"bus.port": port, "engine.port": engine_port} | ({"gateway.port": gateway_port} if self.agents else {})
         ranks = {"trainer.ranks": self.ranks, "trainer.shards": self.ranks} if self.ranks > 1 else {}
         values = {"run.steps": steps, **ports, "tasks.batch_tasks": self.batch_tasks, **ranks, **self.overrides}
         return [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value).strip(chr(34))}")]
@@ -101,6 +103,21 @@ TABLE: dict[str, object] = {
 }
 STREAM = Shape(name="stream", batch_tasks=3, overrides={**TABLE, **LIMITS, "tasks.max_staleness": 2})
 LOCKSTEP = Shape(name="lockstep", batch_tasks=3, overrides={**TABLE, **LIMITS, "tasks.max_staleness": 0}, deterministic=True)
+AGENTS = Shape(
+    name="agents",
+    batch_tasks=3,
+    overrides={
+        **STREAM.overrides,
+        "model.max_len": 64,
+        "gateway.workers": 1,
+        "gateway.wait_s": 5.0,
+        "gateway.idle_timeout_s": 4.0,
+        "trainer.checkpoint_every": 1000,
+        "producer.workers": 0,  # one would roll out itself what a gateway that died gives back
+    },
+    agents=True,
+)
+"""All tasks go to agents. Nothing is trimmed before it is looked at; a session whose agent was killed idles for seconds."""
 DAMAGED = Shape(name="damaged", batch_tasks=3, overrides={**STREAM.overrides, "trainer.keep_checkpoints": 1000}, losses=True)
 _PACED: dict[str, object] = {
     **TABLE,

@@ -13,7 +13,7 @@ import msgspec
 import pyarrow as pa
 from msgspec import UNSET
 
-from streamrl.bus import connect
+from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
 from streamrl.runtime.rundir import RunDir
@@ -21,8 +21,11 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import SAMPLES, WEIGHTS, kind_of
 from streamrl.schemas.weights import Manifest
+from tests.audit.answers import check, read_sessions
 from tests.audit.audit import audit
-from tests.faults.disturbed import ROOT
+from tests.audit.raw import read_run
+from tests.faults.agents import Told
+from tests.faults.commands import ROOT
 from tests.faults.misdeeds import told, wrong_ends
 from tests.faults.shapes import NAME, Shape
 from tests.loop.harness import read_ledger
@@ -46,13 +49,14 @@ FOLLOWS = (
 """What the audit says where the end of a stream was torn off: that something was lost, each time in the run's own words."""
 
 
-async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[str]] | None = None) -> Verdict:
+async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[str]] | None = None, agents: Told | None = None) -> Verdict:
     """Audit and replay a run that is not up.
 
     Args:
         run: its directory.
         shape: whether something may be lost, and whether its user code misbehaves; None: neither.
         made: digests that were seen while it was up, by version: what was lost later counts too.
+        agents: what its agents were told.
     """
     losses = shape is not None and shape.losses
     server = NatsServer(run.bus_store)
@@ -60,6 +64,7 @@ async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[
     try:
         address = server.address
         report = await audit(address.url, address.user, address.password, NAME, complete=True, directory=run.path)
+        wrong = [] if agents is None else await _agents(address, agents)
         bus = await connect(address, NAME, run.load_config().bus)
         entries = await read_ledger(bus, NAME)
         manifests = await _manifests(bus)
@@ -71,6 +76,7 @@ async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[
     gaps = [entry for entry in entries if entry.gap is not UNSET]
     versions = [entry for entry in entries if entry.gap is UNSET]
     problems = [f"audit: {problem}" for problem in report.problems if not (losses and any(f.match(problem) for f in FOLLOWS))]
+    problems += [f"agents: {problem}" for problem in wrong]
     # Rows above the version that was gone on from were trained anew; those up to it stay without an entry, which is one more word.
     holes = any(first <= g.version.number for g in gaps if g.gap is not UNSET for first, _ in g.gap.missing)
     problems += await replay(place, named=len(gaps) + holes)
@@ -85,6 +91,13 @@ async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[
     problems += [f"version {version} was given to {len(known)} sets of parameters" for version, known in digests.items() if len(known) > 1]
     counts = {**report.counts, "gaps": len(gaps), "samples": sum(entry.num_samples for entry in versions)}
     return Verdict(problems, counts, {str(entry.version): entry.digest for entry in versions})
+
+
+async def _agents(address: BusAddress, told: Told) -> list[str]:
+    raw = await read_run(address.url, address.user, address.password, NAME)
+    queued = {message.sequence - 1 for message in raw.tasks.messages}
+    found = check(read_sessions(raw.samples.messages), told.answers, told.ended, queued=queued)
+    return [*found, *(f"an answer that no fault explains: {one}" for one in told.wrong)]
 
 
 async def _manifests(bus: Bus) -> list[Manifest]:

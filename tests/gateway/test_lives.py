@@ -31,7 +31,8 @@ async def cancelled(loop: Loop, **config: Any) -> AsyncIterator[Gateway]:
         yield gate
     finally:
         for task in asyncio.all_tasks():
-            if task is not asyncio.current_task() and "main" in repr(task.get_coro()):
+            frame = getattr(task.get_coro(), "cr_frame", None)
+            if frame is not None and frame.f_code.co_name == "main" and frame.f_locals.get("worker") is gate.worker:
                 task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await stopped.aclose()

@@ -73,11 +73,12 @@ class Wrapped:
 
 class FusedBus(Wrapped):
     """Spots: `publish <kind>`, `read <stream>` (each message), `fetch`, `state` (`fetch tasks`, `state tasks`), `trim`, `claim`, `done`,
-    `put <key>`, `get <key>`, and `put`, `get`, `delete` of a `blob` or a `sample blob`."""
+    `put <key>`, `get <key>`, `put turn`, `read turns`, `remove turns`, and `put`, `get`, `delete` of a `blob` or a `sample blob`."""
 
     def __init__(self, bus: Bus, fuse: Fuse) -> None:
         super().__init__(bus, fuse)
         self.kv = FusedKeys(bus.kv, fuse)
+        self.turns = FusedTurns(bus.turns, fuse)
         self.blobs = FusedBlobs(bus.blobs, fuse)
         self.sample_blobs = FusedBlobs(bus.sample_blobs, fuse, "sample blob")
 
@@ -130,6 +131,19 @@ class FusedKeys(Wrapped):
 
     async def get(self, key: str) -> Any:
         return await self._awaited(f"get {key.split('/')[0]}", lambda: self._inner.get(key))
+
+
+class FusedTurns(Wrapped):
+    """The journals of sessions."""
+
+    async def put(self, key: str, value: bytes, **options: Any) -> int:
+        return await self._awaited("put turn", lambda: self._inner.put(key, value, **options))
+
+    async def values(self, prefix: str) -> Any:
+        return await self._awaited("read turns", lambda: self._inner.values(prefix))
+
+    async def remove(self, prefix: str) -> None:
+        await self._awaited("remove turns", lambda: self._inner.remove(prefix))
 
 
 class FusedBlobs(Wrapped):

@@ -22,6 +22,7 @@ from tests.kill.process import Request, end
 MODULES = (
     "streamrl.consumers.training.worker",
     "streamrl.producers.rollouts",
+    "streamrl.producers.gateway.worker",
     "streamrl.producers.feeder",
     "streamrl.trainers.table.trainer",
 )

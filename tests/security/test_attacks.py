@@ -18,7 +18,7 @@ from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.permissions import OPERATOR, ROLE_API, ROLES, allowed
 from streamrl.bus.reading import stretch
-from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject
+from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, turn_bucket
 from streamrl.schemas.subjects import Subjects
 from tests.security.conftest import RUN, As
 
@@ -29,6 +29,7 @@ STREAMS = [f"{RUN}-{name}" for name in ("tasks", "samples", "ledger", "weights",
     keys_name(RUN),
     blobs_name(RUN),
     blobs_name(sample_bucket(RUN)),
+    keys_name(turn_bucket(RUN)),
 ]
 APIS = (API, ROLE_API)
 OWN_KEY = f"$KV.{RUN}.presence.workers.own"
@@ -58,6 +59,7 @@ async def furnish(operator: JetStreamBus) -> None:
         "checkpoints/1/0",
     ):
         await operator.kv.put(key, b"there")
+    await operator.turns.put("1/0/0", b"there")
     await operator.blobs.put("old", b"bytes")
     await operator.sample_blobs.put("old", b"bytes")
 
@@ -106,7 +108,7 @@ def targets() -> list[str]:
         f"$KV.{RUN}.{key}"
         for key in ("granted", "latest.main", "fences.main", "positions.main", "run", "presence.engines.x", "pins.policy.0-4.h")
     ]
-    harmful += [f"$O.{RUN}.M.x", f"$O.{RUN}.C.x"]
+    harmful += [f"$O.{RUN}.M.x", f"$O.{RUN}.C.x", f"$KV.{turn_bucket(RUN)}.1.0.0", f"$KV.{turn_bucket(RUN)}.1.0.1"]
     harmful += [
         TO.tasks("main"),
         TO.samples("main"),

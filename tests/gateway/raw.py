@@ -1,0 +1,60 @@
+"""HTTP by hand: bytes as nobody's client would send them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+
+async def connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to a server."""
+    parts = urlsplit(url)
+    return await asyncio.open_connection(parts.hostname, parts.port)
+
+
+def head(path: str, key: str = "", *lines: str, method: str = "POST") -> bytes:
+    """A request up to its body."""
+    given = [f"{method} {path} HTTP/1.1", "Host: gateway", "Connection: close", *([f"Authorization: Bearer {key}"] if key else []), *lines]
+    return "\r\n".join([*given, "", ""]).encode("latin-1")
+
+
+def chunked(pieces: Iterable[bytes]) -> Iterable[bytes]:
+    """Pieces of a body whose length nobody says."""
+    for piece in pieces:
+        yield b"%x\r\n%b\r\n" % (len(piece), piece)
+    yield b"0\r\n\r\n"
+
+
+async def told(url: str, sent: bytes, pieces: Iterable[bytes] = (), *, within_s: float = 30.0) -> bytes:
+    """What the server says to a request, up to where it closes; it may say it, and close, before it has all of the request."""
+    reader, writer = await connected(url)
+    found = bytearray()
+    answer = asyncio.create_task(_all(reader, found))
+    try:
+        writer.write(sent)
+        with contextlib.suppress(ConnectionError):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                if found or answer.done():
+                    break
+        async with asyncio.timeout(within_s):
+            await answer
+        return bytes(found)
+    finally:
+        answer.cancel()
+        writer.close()
+
+
+async def _all(reader: asyncio.StreamReader, found: bytearray) -> None:
+    """What comes until the connection is closed, or breaks because of what was sent into it afterwards."""
+    with contextlib.suppress(ConnectionError):
+        while piece := await reader.read(1 << 16):
+            found += piece
+
+
+def status(answer: bytes) -> int:
+    """Of the first answer; 0: there is none."""
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else 0
