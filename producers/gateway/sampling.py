@@ -20,6 +20,7 @@ NAMES: Mapping[str, str] = {
     **{name: name for name in Sampling.__struct_fields__ if name != "max_new_tokens"},
 }
 """Field of `Sampling` by field of a request."""
+MAX_TOKEN = 2**31 - 1
 FREE = frozenset({"max_new_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos"})
 """What each call may choose. Of all else the trainer knows one value a sample: a call may say again what its task has."""
 FIXED = tuple(name for name in Sampling.__struct_fields__ if name not in FREE)
@@ -71,6 +72,8 @@ def sampling_of(given: Mapping[str, Any], base: Sampling, where: str = "") -> Sa
     except SchemaError as error:
         field = str(error.values.get("key", "")).rpartition(".")[2]
         raise refused(f"expected values that tokens can be drawn by: {error.message}", param=where + _asked(given, field)) from error
+    if not all(0 <= token <= MAX_TOKEN for token in sampling.stop_token_ids):
+        raise refused(f"expected ids of tokens, from 0 to {MAX_TOKEN}", param=where + "stop_token_ids")
     if not 0 < sampling.temperature < 1e6:
         raise refused(
             f"expected a temperature above 0, got {sampling.temperature:g}",

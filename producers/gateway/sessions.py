@@ -185,6 +185,8 @@ class Sessions:
         granted = await self._grant(task, context)
         try:
             await granted.finished.wait()
+            if any(session.moved for session in granted.sessions):
+                raise EngineError(f"sessions of task {task.index} go on at another gateway", hint="this one was away for too long")
             if all(session.started is None for session in granted.sessions):
                 raise EngineError(f"nobody has started a session of task {task.index}", hint="it goes back to the queue")
             given = [item for session in granted.sessions for item in self._outcome(session)]
@@ -208,7 +210,7 @@ class Sessions:
         granted = Granted(task, sessions)
 
         def touched() -> None:
-            if all(session.ended is not None for session in sessions):
+            if all(session.ended is not None for session in sessions) or any(session.moved for session in sessions):
                 granted.finished.set()
 
         for rollout in range(task.num_rollouts):

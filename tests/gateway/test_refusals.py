@@ -41,6 +41,8 @@ WRONG_BODIES: list[tuple[Any, int, str]] = [
     ({**CHAT, "temperature": 0}, 400, "temperature"),
     ({**CHAT, "temperature": 1e300}, 400, "temperature"),
     ({**CHAT, "temperature": "hot"}, 400, "temperature"),
+    ({**CHAT, "temperature": 10**400}, 400, "temperature"),
+    ({**CHAT, "stop_token_ids": [10**400]}, 400, "stop_token_ids"),
     ({**CHAT, "top_p": 0.5}, 400, "top_p"),
     ({**CHAT, "top_k": 0}, 400, "top_k"),
     ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
@@ -83,6 +85,7 @@ async def test_calls_that_cannot_be_answered_name_what_is_wrong(loop: Loop) -> N
             ("/rl/set_reward", {}, "reward"),
             ("/rl/set_reward", {"reward": "1"}, "reward"),
             ("/rl/set_reward", {"reward": True}, "reward"),
+            ("/rl/set_reward", {"reward": 10**400}, "reward"),
             ("/rl/set_reward", {"reward": 1, "parts": {"a": "b"}}, "parts.a"),
             ("/rl/set_reward", {"reward": 1, "interaction_id": "x"}, "interaction_id"),
             ("/rl/set_reward", {"reward": 1, "why": "x"}, "why"),
@@ -90,7 +93,8 @@ async def test_calls_that_cannot_be_answered_name_what_is_wrong(loop: Loop) -> N
         ):
             status, answer = await gate.post(path, body, key)
             assert (status, answer["error"]["param"]) == (400, param), (path, body, answer)
-        assert (await gate.post("/rl/set_reward", b'{"reward": 1e999}', key))[0] == 400
+        for number in (b"1e999", b"NaN", b"-1e31"):
+            assert (await gate.post("/rl/set_reward", b'{"reward": ' + number + b"}", key))[0] == 400
         status, answer = await gate.post("/v1/embeddings", CHAT, key)
         assert status == 404 and answer["error"]["type"] == "not_found_error"
         status, answer = await gate.post("/v1/chat/completions", b"x" * 70_000, key)

@@ -22,7 +22,8 @@ from tests.support.errors import raises
 pytestmark = pytest.mark.nats
 
 TO = Subjects(RUN)
-WORKERS = {"trainer", "producer", "engine", "feeder", "evaluator"}
+PRODUCES = {"producer", "gateway"}
+WORKERS = {"trainer", "producer", "gateway", "engine", "feeder", "evaluator"}
 Operation = Callable[[JetStreamBus], Awaitable[object]]
 
 
@@ -69,9 +70,9 @@ def ask(subject: str, body: object = b"") -> Operation:
 
 
 STORES: dict[str, tuple[Operation, set[str]]] = {
-    "samples": (publish(TO.samples("main")), {"producer"}),
-    "tombstones": (publish(TO.tombstones("main")), {"producer", "trainer"}),
-    "rewards": (publish(TO.rewards), {"producer"}),
+    "samples": (publish(TO.samples("main")), PRODUCES),
+    "tombstones": (publish(TO.tombstones("main")), {*PRODUCES, "trainer"}),
+    "rewards": (publish(TO.rewards), PRODUCES),
     "marks": (publish(TO.marks), {"trainer"}),
     "tasks": (publish(TO.tasks("main")), {"feeder"}),
     "ledger": (publish(TO.ledger("main")), {"trainer"}),
@@ -82,19 +83,21 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "evaluation": (publish(TO.events("evaluation")), {"evaluator", "trainer"}),
     "weights taken": (publish(TO.events("weights")), {"engine", "trainer"}),
     "engine started": (publish(TO.events("engine")), {"engine", "trainer"}),
-    "stalled": (publish(TO.events("stalled")), {"producer", "feeder", "trainer"}),
+    "stalled": (publish(TO.events("stalled")), {*PRODUCES, "feeder", "trainer"}),
     "blob": (lambda bus: bus.blobs.put("new", b"x"), {"trainer"}),
-    "blob of a sample": (lambda bus: bus.sample_blobs.put("new", b"x"), {"producer"}),
+    "blob of a sample": (lambda bus: bus.sample_blobs.put("new", b"x"), PRODUCES),
     "grant": (put("granted"), {"trainer"}),
     "checkpoint": (put("latest/main"), {"trainer"}),
     "position": (put("positions/main"), {"trainer"}),
     "fence": (put("fences/main"), {"trainer"}),
-    "checkpoint of a rollout": (put("checkpoints/7/0"), {"producer", "trainer"}),
-    "attempts of a task": (put("attempts/7"), {"producer", "trainer"}),
+    "checkpoint of a rollout": (put("checkpoints/7/0"), {*PRODUCES, "trainer"}),
+    "attempts of a task": (put("attempts/7"), {*PRODUCES, "trainer"}),
     "run record": (put("run"), set()),
     "totals": (put("totals"), set()),
     "presence of an engine": (put("presence/engines/x"), {"engine"}),
     "presence of a worker": (put("presence/workers/x"), WORKERS),
+    "a turn of a session": (lambda bus: bus.turns.put("8/0/0", b"x"), {"gateway"}),
+    "notice": (publish(TO.events("notice")), {"gateway", "trainer"}),
     "pin": (lambda bus: Pins(bus.kv, "policy").hold(Version(0, 3), "holder", role="evaluation"), {"engine", "evaluator"}),
 }
 READS: dict[str, tuple[Operation, set[str]]] = {
@@ -103,11 +106,13 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "ledger": (read("ledger"), {"trainer", "evaluator", "reader"}),
     "the ledger's end": (lambda bus: bus.last(TO.ledger("main")), {"trainer", "evaluator", "reader"}),
     "weights": (read("weights"), {"trainer", "engine", "reader"}),
-    "events": (read("events"), {"producer", "evaluator", "reader"}),
+    "events": (read("events"), {*PRODUCES, "evaluator", "reader"}),
     "metrics": (read("metrics"), {"reader"}),
     "dead letters": (read("dead"), {"reader"}),
     "a blob": (lambda bus: bus.blobs.get("old"), {"trainer", "engine", "reader"}),
-    "a blob of a sample": (lambda bus: bus.sample_blobs.get("old"), {"trainer", "producer", "reader"}),
+    "a blob of a sample": (lambda bus: bus.sample_blobs.get("old"), {"trainer", *PRODUCES, "reader"}),
+    "turns of sessions": (lambda bus: bus.turns.values("7/"), {"gateway"}),
+    "a turn of a session": (lambda bus: bus.turns.get("7/0/0"), {"gateway"}),
     "keys": (lambda bus: bus.kv.keys("presence/"), {*WORKERS, "reader"}),
     "a key": (lambda bus: bus.kv.get("granted"), {*WORKERS, "reader"}),
     "watched keys": (lambda bus: first_key(bus, "g"), {*WORKERS, "reader"}),
@@ -118,7 +123,8 @@ READS: dict[str, tuple[Operation, set[str]]] = {
 }
 CHANGES: dict[str, tuple[Operation, set[str]]] = {
     "release a pin": (lambda bus: Pins(bus.kv, "policy").release(Version(0, 4), "holder"), {"engine", "evaluator"}),
-    "claim a task": (claimed, {"producer"}),
+    "claim a task": (claimed, PRODUCES),
+    "remove the turns of a task": (lambda bus: bus.turns.remove("7/"), {"gateway", "trainer"}),
     "trim samples": (lambda bus: admin.purge(bus._connection, f"{RUN}-samples", {"seq": 1}), {"trainer"}),
     "trim the ledger": (lambda bus: admin.purge(bus._connection, f"{RUN}-ledger", {"seq": 1}), set()),
     "empty the queue": (lambda bus: admin.purge(bus._connection, f"{RUN}-tasks", {"seq": 1}), set()),
@@ -158,6 +164,7 @@ async def furnish(operator: JetStreamBus) -> None:
     await Pins(operator.kv, "policy").hold(Version(0, 4), "holder")
     await operator.blobs.put("old", b"bytes")
     await operator.sample_blobs.put("old", b"bytes")
+    await operator.turns.put("7/0/0", b"turn")
 
 
 @pytest.mark.parametrize("role", ROLES)
