@@ -135,10 +135,11 @@ def _wrong(name: str, expected: str, got: object) -> SchemaError:
 
 def _check_texts(sampling: Sampling) -> None:
     """Stop strings, biases and grammars: what takes longer to look at than a number."""
-    if not isinstance(sampling.stop, tuple):  # as code of users may have it: types are checked where a message is read
-        texts = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
-        msgspec.structs.force_setattr(sampling, "stop", texts)
-    stop, bias = sampling.stop, sampling.logit_bias
+    stop: Any = sampling.stop  # of any type in code of users: types are checked where a message is read
+    bias: dict[Any, float] = sampling.logit_bias
+    if not isinstance(stop, tuple):
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        msgspec.structs.force_setattr(sampling, "stop", stop)
     if not all(isinstance(text, str) for text in stop):
         raise _wrong("stop", "texts", stop)
     if not all(isinstance(token, int) for token in bias):
