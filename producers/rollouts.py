@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from streamrl.bus.reading import read_key
+from streamrl.config.code import code_digests, rollout_code
 from streamrl.config.environments import VERIFIERS
 from streamrl.core.lengths import histogram
 from streamrl.errors import ConfigError, SchemaError
@@ -31,7 +33,8 @@ from streamrl.producers.slots import FREE, Cut, phase, stored, taken
 from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import farewell
 from streamrl.schemas import encoding
-from streamrl.schemas.subjects import EVENTS, MAIN_SOURCE, WARMUP_SOURCE
+from streamrl.schemas.control import RunRecord
+from streamrl.schemas.subjects import EVENTS, KEY_RUN, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.telemetry.clock import StateClock
 
@@ -133,6 +136,22 @@ async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) ->
     finally:
         leaver.cancel()
         await asyncio.gather(leaver, return_exceptions=True)
+
+
+async def check_reward(worker: Worker) -> None:
+    """Raise ConfigError where this host's code of the reward is not what the run was last started with."""
+    mine = {key: name for key, name in rollout_code(worker.config).items() if key == "reward.kind"}
+    record = await read_key(worker.bus.kv, KEY_RUN, RunRecord)
+    if not mine or record is None or not record.code:
+        return
+    wanted, found = record.code.get("reward.kind"), code_digests(mine).get("reward.kind")
+    if wanted is not None and wanted != found:
+        raise ConfigError(
+            f"expected the reward that run {record.run} was started with (digest {wanted[:16]}), "
+            f"got {mine['reward.kind']} (digest {(found or 'none')[:16]})",
+            hint="copy the run's file, and those beside it that it imports",
+            key="reward.kind",
+        )
 
 
 async def _leave_when_finished(worker: Worker) -> None:

@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
 sglang_version=0.5.23
 megatron_version=0.19.2 # requirements.lock has the newest for Python 3.11
+trl_version=1.16.0
 cpu_torch=2.13.0
 cpu_index=https://download.pytorch.org/whl/cpu
 
@@ -148,4 +149,6 @@ fi
 if needs_torch; then install_torch; fi
 echo "installing streamrl${1:+ with the extra '$1'}; this takes a minute or two"
 pip install --editable ".${1:+[$1]}" --constraint requirements.lock
+# For its copies of models' chat templates alone, which tests read as files: without what it needs to be imported.
+if [ "${1:-}" = dev ]; then pip install --no-deps "trl==$trl_version"; fi
 touch "$venv/.installed${1:+-$1}"

@@ -12,10 +12,10 @@ from streamrl.producers.gateway.chat_completions import token_places
 from streamrl.producers.gateway.errors import refused
 from streamrl.producers.gateway.front import Answer, Call, answered, ask
 from streamrl.producers.gateway.placing import by_text, by_tokens
+from streamrl.producers.gateway.sampling import MAX_TOKEN
 from streamrl.producers.gateway.sse import pieces, stream
 
 _HANDLED = ("model", "prompt", "logprobs", "echo", "suffix")
-MAX_TOKEN = 2**31 - 1
 
 
 async def completions(call: Call, request: web.Request) -> web.StreamResponse:

@@ -34,6 +34,8 @@ class Call:
     """Its `Idempotency-Key`."""
     model: str
     """As the request calls it."""
+    size: int = 0
+    """Bytes of the request."""
 
     def fields(self, *handled: str) -> dict[str, Any]:
         """What is left of the body for its sampling, without what is `handled` elsewhere and what changes no token."""
@@ -86,7 +88,7 @@ def ask(call: Call, kind: str, what: Any, place: Any, fields: Mapping[str, Any],
         return found
 
     request = digest_of([kind, what, fields, tools, seed])
-    return Ask(place=checked, fields=fields, where=where, request=request, key=call.key, seed=seed, tools=tools)
+    return Ask(place=checked, fields=fields, where=where, request=request, key=call.key, seed=seed, tools=tools, size=call.size)
 
 
 async def answered(call: Call, asked: Ask, prefix: str) -> Answer:
@@ -111,8 +113,8 @@ def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str)
         identity=f"{prefix}-{identity}",
         created_s=int(turn.made_s or time.time()),
         model=model,
-        says=rendering.parsed(turn.tokens, tools or session.context.task.tools, prompt_ids, f"call_{identity}_"),
-        text=rendering.text(turn.tokens),
+        says=rendering.parsed(turn.tokens, turn.sampling, tools or session.context.task.tools, prompt_ids, f"call_{identity}_"),
+        text=rendering.text(turn.tokens, turn.sampling),
         prompt_ids=prompt_ids,
         token_ids=token_ids,
         logprobs=turn.tokens.token_logprobs,

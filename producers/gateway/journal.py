@@ -60,6 +60,11 @@ class Journal:
             if there is None or there.value != body:
                 raise
 
+    async def has(self, task: int, rollout: int, number: int, entry: Entry) -> bool:
+        """Whether entry `number` is this one; raises BusError."""
+        there = await self._keys.get(f"{task}/{rollout}/{number}")
+        return there is not None and there.value == self._encoder.encode(entry)
+
     async def load(self, task: int) -> dict[int, list[Entry]]:
         """What is there of a task, by rollout, in order.
 

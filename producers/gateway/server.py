@@ -144,7 +144,9 @@ class GatewayServer:
                     param="model",
                 )
             session = await self._sessions.find(key, self._wait_s)
-            response = await api(Call(session=session, body=body, key=_idempotency(request), model=model), request)
+            response = await api(
+                Call(session=session, body=body, key=_idempotency(request), model=model, size=request.content_length or 0), request
+            )
             self._sessions.calls.num_answered += 1
             return response
 

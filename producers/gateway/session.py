@@ -36,6 +36,7 @@ from streamrl.schemas.tasks import Sampling
 
 logger = logging.getLogger(__name__)
 
+LARGE = 1 << 17
 AGAIN_S = 2.0
 """`Retry-After` of what is refused for now."""
 
@@ -56,6 +57,8 @@ class Ask:
     seed: int | None = None
     """The agent's own, which is mixed into the rollout's."""
     tools: Any = None
+    size: int = 0
+    """Bytes of its request."""
 
     @property
     def known_by(self) -> bytes | str:
@@ -110,6 +113,10 @@ class Session:
         self._making: dict[bytes | str, tuple[bytes, asyncio.Task[Node]]] = {}
         self._writing = asyncio.Lock()
         self._closed: ApiError | None = None
+        self._doubtful: Entry | None = None
+        """Of which it is not known whether it was stored, under the next number."""
+        self.moved = False
+        """Whether another gateway has gone on with it."""
         for entry in entries:
             self._take(entry)
 
@@ -168,12 +175,7 @@ class Session:
             raise later(
                 f"expected at most {self._bounds.max_calls} calls of a session at a time, got one more", AGAIN_S, status=429, code="busy"
             )
-        # What is wrong with the call itself is said before anything is asked.
-        sampling = sampling_of(ask.fields, self.context.task.sampling, ask.where)
-        place = ask.place(self.tree)
-        sampling = self._within(sampling, place)
-        number, self._num_calls = self._num_calls, self._num_calls + 1
-        making = asyncio.create_task(self._make(ask, place, sampling, number), name=f"call {self.name}")
+        making = asyncio.create_task(self._make(ask), name=f"call {self.name}")
         self._making[ask.known_by] = (ask.request, making)
         making.add_done_callback(lambda task: self._made(ask, task))
         return making
@@ -192,14 +194,20 @@ class Session:
             raise too_long(length, self.context.max_len)
         return within(sampling, room)
 
-    async def _make(self, ask: Ask, place: Place, sampling: Sampling, number: int) -> Node:
+    async def _make(self, ask: Ask) -> Node:
+        # What is wrong with the call itself is said before anything is asked.
+        sampling = sampling_of(ask.fields, self.context.task.sampling, self.rules.drawable, ask.where)
+        # A large text takes the tokenizer seconds, in which the loop has leases to keep. The tree only grows.
+        place = await asyncio.to_thread(ask.place, self.tree) if ask.size > LARGE else ask.place(self.tree)
+        sampling = self._within(sampling, place)
+        number, self._num_calls = self._num_calls, self._num_calls + 1
         made = await self._complete(place, sampling, self._seed(number, ask.seed))
         if not made.token_ids:
             raise too_long(len(place.prompt_ids), 0)
         if self.tree.turns and made.logprob_mode != self._mode:
             raise later(f"expected log-probs of mode {self._mode} in every turn, got {made.logprob_mode} from {made.engine}", AGAIN_S)
         tokens = Tokens.of(made)
-        says = self.rules.rendering.parsed(tokens, ask.tools or self.context.task.tools, place.prompt_ids)
+        says = self.rules.rendering.parsed(tokens, sampling, ask.tools or self.context.task.tools, place.prompt_ids)
         turn = Turn(
             parent=place.parent,
             heard=place.heard,
@@ -293,14 +301,31 @@ class Session:
         self.active_s = now_s
 
     async def _store(self, entry: Entry) -> None:
-        """Store an entry and take it; raises ApiError when it is not stored, and then it was not made."""
+        """Store an entry and take it; raises ApiError when it is not stored, and then it was not made.
+
+        One that is being stored is waited for by the next, also where its caller was cut short.
+        """
+        await asyncio.shield(asyncio.create_task(self._write(entry)))
+
+    async def _write(self, entry: Entry) -> None:
         async with self._writing:
             try:
+                await self._settle()
+                if self.ended is not None:
+                    if isinstance(entry, Ended):
+                        return
+                    raise gone("the session has ended")
+                self._doubtful = entry
                 await self._journal.append(self.context.task.index, self.context.rollout_index, self._num_entries, entry)
+                self._doubtful = None
             except Conflict as error:
+                self._doubtful = None
+                self.moved = True
                 self.close(later("the session goes on at another gateway, which has its task now", AGAIN_S, code="session_moved"))
+                self._touched()
                 raise self._closed or later(error.message, AGAIN_S) from error
             except StreamFull as error:
+                self._doubtful = None
                 raise later(
                     f"the turns of open sessions fill their store: {error.message}",
                     AGAIN_S,
@@ -308,11 +333,21 @@ class Session:
                     code="store_full",
                 ) from error
             except SchemaError as error:
+                self._doubtful = None
                 raise refused(error.message, code="turn_too_large") from error
             except BusError as error:
                 raise later(f"the run's bus is away: {error.message}", AGAIN_S, code="bus_unavailable") from error
             self._take(entry)
         self._touched()
+
+    async def _settle(self) -> None:
+        """Find out whether an entry was stored to whose storing there was no answer; raises BusError."""
+        if self._doubtful is None:
+            return
+        place = self.context.task.index, self.context.rollout_index, self._num_entries
+        if await self._journal.has(*place, self._doubtful):
+            self._take(self._doubtful)
+        self._doubtful = None
 
     def _take(self, entry: Entry) -> None:
         self._num_entries += 1

@@ -1,9 +1,10 @@
-"""`worker` and `attach`: single processes of a run."""
+"""`worker`, `attach` and `credentials`: single processes of a run, and what one needs elsewhere."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.config.code import check_trust, engine_code, loss_code, rollout_code
@@ -12,6 +13,7 @@ from streamrl.runtime.kinds import MAINS, USER_CODE
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
 
 if TYPE_CHECKING:
+    from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import Worker
 
 
@@ -27,12 +29,25 @@ def add_verbs(verbs: Any) -> None:
 
     attach = verbs.add_parser("attach", help="join a running run with your own producer; Ctrl-C leaves again")
     attach.add_argument("function", metavar="FILE.py:NAME", help="function of (task, engine) that returns an episode, or single_turn")
-    attach.add_argument("--run", required=True, help="name or directory of the run")
+    attach.add_argument("--run", help="name or directory of the run")
+    attach.add_argument(
+        "--credentials", type=Path, metavar="FILE", help="in place of --run, on another host: what `streamrl credentials` wrote"
+    )
+    attach.add_argument("--bus", default="", metavar="URL", help="with --credentials: where the bus is from here, such as a tunnel's end")
+    attach.add_argument(
+        "--reward", default="", metavar="FILE.py:NAME", help="with --credentials: the run's own reward, where that is user code"
+    )
     attach.add_argument("--source", default="main", help="task source to claim from")
     attach.add_argument("--concurrency", type=int, help="tasks in flight; producer.concurrency if left out")
     attach.add_argument("--dir", default="runs", help="directory that holds the runs")
     _trust(attach)
     attach.set_defaults(run_verb=run_attach)
+
+    credentials = verbs.add_parser("credentials", help="write a file with which a producer of another host can attach to a run")
+    credentials.add_argument("run", metavar="RUN", help="name or directory of the run")
+    credentials.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to; readable by you only")
+    credentials.add_argument("--dir", default="runs", help="directory that holds the runs")
+    credentials.set_defaults(run_verb=run_credentials)
 
 
 def _trust(verb: argparse.ArgumentParser) -> None:
@@ -70,16 +85,18 @@ def run_attach(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from streamrl.config.load import override
-    from streamrl.producers.rollouts import attach
+    from streamrl.producers.rollouts import attach, check_reward
     from streamrl.runtime.run_bus import check_up, until_down
-    from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
 
     async def main(worker: Worker) -> None:
+        if elsewhere:
+            await check_reward(worker)
         if arguments.concurrency is not None:
             worker.config = override(worker.config, [f"producer.concurrency={arguments.concurrency}"])
         working = asyncio.create_task(attach(worker, arguments.function, source=arguments.source))
-        down = asyncio.create_task(until_down(run))
+        # Of another host's run nothing but its end is known; while its bus is away, so are tasks.
+        down = asyncio.create_task(asyncio.Event().wait() if elsewhere else until_down(run))
         await asyncio.wait((working, down), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             # Its lease lapses on the bus's store; a run that comes up again delivers the tasks to others.
@@ -90,7 +107,8 @@ def run_attach(arguments: argparse.Namespace) -> int:
         down.cancel()
         print(f"{worker.name} has left run {worker.run_dir.name} after {working.result()} tasks")
 
-    run = RunDir.find(arguments.run, base=arguments.dir)
+    elsewhere = arguments.credentials is not None
+    run = _attached_run(arguments)
     if arguments.source not in (MAIN_SOURCE, WARMUP_SOURCE):
         raise ConfigError(
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
@@ -101,5 +119,38 @@ def run_attach(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"expected --concurrency of at least 1, got {arguments.concurrency}", hint="leave it out for producer.concurrency"
         )
-    check_up(run)
+    if not elsewhere:
+        check_up(run)
     return run_worker("producer", run, main=main)
+
+
+def _attached_run(arguments: argparse.Namespace) -> RunDir:
+    from streamrl.runtime.attach_file import unpack_attach_file
+    from streamrl.runtime.rundir import RunDir
+
+    if (arguments.run is None) == (arguments.credentials is None):
+        raise ConfigError(
+            "expected one of --run and --credentials", hint="--run for a run of this host, --credentials FILE for one elsewhere"
+        )
+    if arguments.run is not None:
+        if arguments.bus or arguments.reward:
+            raise ConfigError("--bus and --reward go with --credentials", hint="a run directory says both")
+        return RunDir.find(arguments.run, base=arguments.dir)
+    return unpack_attach_file(arguments.credentials, Path(arguments.dir), bus_url=arguments.bus, reward=arguments.reward)
+
+
+def run_credentials(arguments: argparse.Namespace) -> int:
+    """Write what a producer of another host needs to attach."""
+    from streamrl.config.hosts import is_loopback
+    from streamrl.runtime.attach_file import write_attach_file
+    from streamrl.runtime.rundir import RunDir
+
+    run = RunDir.find(arguments.run, base=arguments.dir)
+    write_attach_file(run, arguments.out)
+    print(f"written: {arguments.out}; whoever has it can store samples in run {run.name}, and ask its engines")
+    config = run.load_config()
+    if not config.bus.url and is_loopback(config.bus.host):
+        print("its bus listens on this host only: bus.host is where others reach it, or bring them here with a tunnel and --bus")
+    if is_loopback(config.engine.host) and not config.engine.advertise:
+        print("its engines too: engine.host is where others reach them")
+    return 0

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from streamrl.config.check_sampling import check_grammars
 from streamrl.config.environments import VERIFIERS
 from streamrl.config.metrics import check_sinks
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, file_of, parse_dataset
@@ -20,6 +21,8 @@ def check_files(config: Config) -> None:
     """Raise ConfigError for the first file, directory or sink's package that is named but not there, and see `check_new_name`."""
     check_new_name(config.run)
     check_sinks(config.metrics)
+    check_grammars(config, config.sampling, "sampling")
+    check_grammars(config, config.evaluation.sampling, "evaluation.sampling")
     for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
         text: str = field(config, key)
         if key in DATASETS:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import filecmp
 import json
+from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
@@ -113,3 +114,11 @@ def test_missing_or_broken_files(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("{")
     with raises(ConfigError, path=str(tmp_path / "tokenizer_config.json")):
         load_tokenizer(tmp_path)
+
+
+def test_what_templates_of_the_hub_use_besides(tmp_path: Path) -> None:
+    """A tag for trainers of whole conversations, and the filter's options."""
+    write_tokenizer(tmp_path)
+    template = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ tools | tojson(ensure_ascii=False, separators=(',', ':')) }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert load_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}], tools={"a": "\u00e9"}) == 'hi{"a":"\u00e9"}'

@@ -16,8 +16,8 @@ from streamrl.config.tree import OptimizerConfig
 from streamrl.data.model import ensure_model
 from streamrl.launch.prepare import prepare
 from streamrl.producers.chat import Chat
-from streamrl.producers.chat_saves import Turn
 from streamrl.producers.rollout_engine import RolloutEngine
+from streamrl.producers.turns import Turn
 from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.ledger import LedgerEntry
@@ -26,6 +26,8 @@ from streamrl.schemas.subjects import kind_of
 from tests.docs.blocks import blocks
 from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.chat_templates import family
+from tests.support.scripted import rollout_engine
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 pytestmark = pytest.mark.process
@@ -80,9 +82,10 @@ async def ran(place: Path, **sections: Any) -> tuple[list[Sample], list[LedgerEn
 
 
 def test_the_page_has_no_other_blocks() -> None:
-    assert [block.language for block in blocks(PAGE) if block not in CODE] == ["toml"]
+    assert [block.language for block in blocks(PAGE) if block not in CODE] == ["toml", "bash"]
     names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(block.text for block in CODE), flags=re.MULTILINE)
-    assert names == ["agent", "plain", "two_chats", "patient", "score", "graded", "Shortest"], "each has a test below"
+    agents = ["agent", "plain", "two_chats", "search", "clock", "tool_user", "explorer", "patient"]
+    assert names == [*agents, "score", "graded", "Shortest"], "each has a test below"
 
 
 async def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
@@ -111,6 +114,26 @@ async def test_two_chats_share_a_reward_and_have_temperatures_of_their_own(tmp_p
         assert last.metadata["turns"] == 2
 
 
+async def test_branches_of_the_page_train_each_token_once(tmp_path: Path) -> None:
+    samples = await trained(tmp_path, producer={"function": "explorer"})
+    branches = [sample for sample in samples if sample.branch is not None]
+    assert len(branches) == len(samples) * 2 // 3
+    for sample in branches:
+        assert sample.branch is not None and not any(sample.loss_mask[: sample.branch.num_shared])
+
+
+async def test_tools_of_the_page() -> None:
+    """The digit model cannot write a call, so a script does."""
+    space: dict[str, Any] = {}
+    exec("\n".join(block.text for block in CODE), space)
+    calls = '<tool_call>{"name": "search", "arguments": {"query": "x"}}</tool_call><tool_call>{"name": "clock"}</tool_call>'
+    engine = rollout_engine(family("qwen3"), [calls, '<tool_call>{"name": "look"}</tool_call>', "Done."])
+    episode = await space["tool_user"](engine.context.task, engine)
+    said = family("qwen3").decode([token for segment in episode.segments for token in segment.token_ids])
+    assert "<tool_response>\n3 pages about x\n</tool_response>" in said and '{"time":' in said
+    assert "Error: there is no tool 'look'; there are: clock, search" in said and episode.completion == "Done."
+
+
 async def test_an_agent_that_saves(tmp_path: Path) -> None:
     samples = await trained(tmp_path, producer={"function": "patient"})
     assert samples and {sample.reward for sample in samples} == {1.0}
@@ -129,7 +152,7 @@ async def test_turns_are_trained_at_the_temperature_they_were_drawn_at(tmp_path:
     assert len(distances) == 2 and max(distances) < 1e-5, "in lockstep trainer and sampler have the same weights"
 
 
-@pytest.mark.parametrize("name", ["agent", "plain", "two_chats", "patient"])
+@pytest.mark.parametrize("name", ["agent", "plain", "two_chats", "explorer", "patient"])
 async def test_an_agent_whose_chat_is_full_ends(tmp_path: Path, name: str) -> None:
     samples = await trained(tmp_path, producer={"function": name}, model={"max_len": 14})
     assert samples and all(len(sample.tokens) <= 14 for sample in samples)

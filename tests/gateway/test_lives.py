@@ -135,6 +135,8 @@ async def test_two_gateways_that_hold_a_task_do_not_both_go_on(loop: Loop) -> No
         await loop.bus.turns.put("0/0/2", taken)
         status, refusal = await first.post("/v1/chat/completions", {"model": "policy", "messages": more(answer, "5")}, key)
         assert (status, refusal["error"]["code"]) == (503, "session_moved")
+        # It gives the task back, so that whoever gets it goes on from what is stored.
+        await until(lambda: first.worker.detail()["tasks"] == [])
 
 
 async def test_what_idles_ends_as_timeout_and_what_nobody_started_goes_back(loop: Loop) -> None:
@@ -225,6 +227,49 @@ async def test_no_answer_leaves_that_is_not_stored(loop: Loop, monkeypatch: pyte
         await gate.end(key, reward=1.0)
         [sample] = samples_in(await loop.records(1))
     assert shown(loop, sample) == "7<|end|>"
+
+
+async def test_an_entry_without_an_answer_is_looked_for(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(loop.bus, MemoryBus)
+    async with gateway(loop) as gate:
+        await loop.issue(1, num_rollouts=1)
+        key = (await gate.start())["api_key"]
+        put = loop.bus.turns.put
+
+        async def unheard(*args: Any, **kwargs: Any) -> int:
+            await put(*args, **kwargs)
+            raise BusUnavailable("its answer got lost")
+
+        monkeypatch.setattr(loop.bus.turns, "put", unheard)
+        status, answer = await gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key)
+        assert (status, answer["error"]["code"]) == (503, "bus_unavailable")
+        monkeypatch.setattr(loop.bus.turns, "put", put)
+        await gate.end(key, reward=1.0)  # behind the turn that is there
+        assert len(samples_in(await loop.records(1))) == 1
+
+
+async def test_a_call_that_the_end_of_its_session_cuts_is_stored_before_it_or_not_at_all(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(loop.bus, MemoryBus)
+    async with gateway(loop) as gate:
+        await loop.issue(1, num_rollouts=1)
+        key = (await gate.start())["api_key"]
+        put, reached, goes_on = loop.bus.turns.put, asyncio.Event(), asyncio.Event()
+
+        async def slow(*args: Any, **kwargs: Any) -> int:
+            reached.set()
+            await goes_on.wait()
+            return await put(*args, **kwargs)
+
+        monkeypatch.setattr(loop.bus.turns, "put", slow)
+        call = asyncio.create_task(gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key))
+        await reached.wait()
+        ends = [asyncio.create_task(gate.post("/rl/end_session", {}, key)) for _ in range(3)]
+        assert (await call)[0] == 410
+        goes_on.set()
+        assert [(await one)[0] for one in ends] == [200] * 3
+        assert len(samples_in(await loop.records(1))) == 1
 
 
 async def test_a_full_store_of_turns_is_a_503_and_sessions_that_end_make_room(loop: Loop) -> None:

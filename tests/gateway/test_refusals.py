@@ -41,14 +41,20 @@ WRONG_BODIES: list[tuple[Any, int, str]] = [
     ({**CHAT, "temperature": 0}, 400, "temperature"),
     ({**CHAT, "temperature": 1e300}, 400, "temperature"),
     ({**CHAT, "temperature": "hot"}, 400, "temperature"),
-    ({**CHAT, "top_p": 0.5}, 400, "top_p"),
+    ({**CHAT, "temperature": 10**400}, 400, "temperature"),
+    ({**CHAT, "stop_token_ids": [10**400]}, 400, "stop_token_ids"),
+    ({**CHAT, "top_p": 1.5}, 400, "top_p"),
+    ({**CHAT, "logit_bias": {"5000": 10}}, 400, "logit_bias"),
+    ({**CHAT, "logit_bias": {"x": 10}}, 400, "logit_bias"),
     ({**CHAT, "top_k": 0}, 400, "top_k"),
     ({**CHAT, "max_tokens": 0}, 400, "max_tokens"),
     ({**CHAT, "seed": "x"}, 400, "seed"),
     ({**CHAT, "reasoning_effort": "high"}, 400, "reasoning_effort"),
     ({**CHAT, "chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs"),
-    ({**CHAT, "logit_bias": {"5": 10}}, 400, "logit_bias"),
-    ({**CHAT, "presence_penalty": 1}, 400, "presence_penalty"),
+    ({**CHAT, "logit_bias": {"5": 1000}}, 400, "logit_bias"),
+    ({**CHAT, "presence_penalty": 3}, 400, "presence_penalty"),
+    ({**CHAT, "regex": "[0-9]"}, 400, "regex"),
+    ({**CHAT, "stop": [""]}, 400, "stop"),
     ({**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, 400, "json_schema"),
     ({**CHAT, "response_format": {"type": "grammar"}}, 400, "response_format"),
     ({**CHAT, "tools": [{"type": "retrieval"}]}, 400, "tools[0]"),
@@ -83,6 +89,7 @@ async def test_calls_that_cannot_be_answered_name_what_is_wrong(loop: Loop) -> N
             ("/rl/set_reward", {}, "reward"),
             ("/rl/set_reward", {"reward": "1"}, "reward"),
             ("/rl/set_reward", {"reward": True}, "reward"),
+            ("/rl/set_reward", {"reward": 10**400}, "reward"),
             ("/rl/set_reward", {"reward": 1, "parts": {"a": "b"}}, "parts.a"),
             ("/rl/set_reward", {"reward": 1, "interaction_id": "x"}, "interaction_id"),
             ("/rl/set_reward", {"reward": 1, "why": "x"}, "why"),
@@ -90,7 +97,8 @@ async def test_calls_that_cannot_be_answered_name_what_is_wrong(loop: Loop) -> N
         ):
             status, answer = await gate.post(path, body, key)
             assert (status, answer["error"]["param"]) == (400, param), (path, body, answer)
-        assert (await gate.post("/rl/set_reward", b'{"reward": 1e999}', key))[0] == 400
+        for number in (b"1e999", b"NaN", b"-1e31"):
+            assert (await gate.post("/rl/set_reward", b'{"reward": ' + number + b"}", key))[0] == 400
         status, answer = await gate.post("/v1/embeddings", CHAT, key)
         assert status == 404 and answer["error"]["type"] == "not_found_error"
         status, answer = await gate.post("/v1/chat/completions", b"x" * 70_000, key)

@@ -77,6 +77,17 @@ def _no_package(*names: str) -> str:
     return f"no Python package {' and '.join(missing)}: the extra `dev` has it" if missing else ""
 
 
+def chat_templates() -> Path | None:
+    """The folder of models' own chat templates that the package trl has; it is not imported."""
+    found = importlib.util.find_spec("trl")
+    folders = [Path(place) / "chat_templates" for place in (found.submodule_search_locations or [])] if found else []
+    return next((folder for folder in folders if folder.is_dir()), None)
+
+
+def _no_chat_templates() -> str:
+    return "" if chat_templates() else "no package trl with models' chat templates: `make test` installs it"
+
+
 def _no_redis() -> str:
     server = "" if shutil.which("redis-server") else "no redis-server on PATH: apt install redis-server"
     return server or _no_package("redis", "orjson")
@@ -107,6 +118,7 @@ REASONS: dict[str, Callable[[], str]] = {
     "browser": cache(_no_browser),
     "zmq": cache(lambda: _no_package("zmq")),
     "ray": cache(lambda: _no_package("ray")),
+    "chat templates": cache(_no_chat_templates),
     "trackio": cache(lambda: _no_package("trackio")),
     "verifiers": lambda: "" if verifiers_python() else "no verifiers here: `make verifiers`, or name an interpreter in VERIFIERS_PYTHON",
     "openenv": lambda: "" if openenv_python() else "no OpenEnv here: `make verifiers`, or name an interpreter in OPENENV_PYTHON",
