@@ -6,7 +6,7 @@ import asyncio
 
 from streamrl.config.tree import ProducerConfig
 from streamrl.errors import ConfigError, LaunchError
-from streamrl.producers.verifiers.guests import INSTALL, Spec, guest, wrong
+from streamrl.producers.verifiers.guests import INSTALL, LAST_WORDS_S, Spec, guest, wrong
 
 
 def check(name: str, section: ProducerConfig) -> None:
@@ -22,7 +22,7 @@ async def _check(name: str, section: ProducerConfig) -> None:
                 raise wrong(said, name)
             if said.done:
                 return
-        code = await running.end()
+        code = await running.end(patience_s=LAST_WORDS_S)
     raise ConfigError(
         f"expected producer.python = {section.python!r} to run verifiers, its process ended with exit code {code}",
         hint=INSTALL,

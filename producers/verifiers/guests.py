@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from streamrl.errors import ConfigError, LaunchError
 INSTALL = "make verifiers makes .venv-verifiers, whose bin/python it may be; in another environment: pip install 'verifiers>=0.4,<0.5'"
 _HOME = Path(__file__).with_name("guest")
 _LINE_BYTES = 64 << 20
-_LAST_WORDS_S = 1.0
+LAST_WORDS_S = 2.0
+"""In which one that has closed its output ends."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,29 +85,27 @@ class Guest:
             except msgspec.MsgspecError as error:
                 raise LaunchError(f"expected a guest to say lines of JSON, got {line[:200]!r}") from error
 
-    async def end(self) -> int:
-        """End it at once; returns its exit code, which is its own where it has ended by itself."""
+    async def end(self, *, patience_s: float = 0.0) -> int:
+        """End it, unless it ends by itself within `patience_s`; returns its exit code."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), 0.01 if self._process.returncode is None else None)
+            await asyncio.wait_for(self._process.wait(), patience_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         return await self._process.wait()
 
 
 @asynccontextmanager
-async def guest(python: str, spec: Spec, surroundings: Mapping[str, str] | None = None) -> AsyncGenerator[Guest]:
+async def guest(python: str, spec: Spec) -> AsyncGenerator[Guest]:
     """A guest that runs while open.
 
     Args:
         python: interpreter of the environment with verifiers.
         spec: what it does.
-        surroundings: its environment; None: that of this process.
 
     Raises:
         ConfigError: there is no such interpreter.
     """
-    inherited = dict(os.environ if surroundings is None else surroundings)
-    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_HOME), inherited.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(filter(None, (str(_HOME), os.environ.get("PYTHONPATH", ""))))
     try:
         process = await asyncio.create_subprocess_exec(
             python,
@@ -114,7 +113,7 @@ async def guest(python: str, spec: Spec, surroundings: Mapping[str, str] | None 
             "streamrl_guest",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=inherited,
+            env={**os.environ, "PYTHONPATH": path},
             limit=_LINE_BYTES,
             start_new_session=True,
         )

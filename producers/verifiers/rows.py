@@ -15,7 +15,7 @@ from streamrl.config.paths import parse_dataset
 from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError
-from streamrl.producers.verifiers.guests import Spec, guest, wrong
+from streamrl.producers.verifiers.guests import LAST_WORDS_S, Spec, guest, wrong
 
 
 def rows_are_due(config: Config) -> bool:
@@ -51,7 +51,7 @@ async def _read(taskset: str, config: Config, model: Path) -> list[dict[str, Any
             if said.row:
                 found.append(said.row)
         else:
-            code = await running.end()
+            code = await running.end(patience_s=LAST_WORDS_S)
             raise ConfigError(
                 f"expected the rows of verifiers:{taskset}, its process ended with exit code {code}",
                 hint="the lines above are its own",

@@ -21,7 +21,7 @@ from streamrl.config.environments import split
 from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
 from streamrl.producers.gateway.worker import POLICY, addresses
-from streamrl.producers.verifiers.guests import Guest, Said, Spec, guest, wrong
+from streamrl.producers.verifiers.guests import LAST_WORDS_S, Guest, Said, Spec, guest, wrong
 from streamrl.runtime.retries import pause_s
 from streamrl.runtime.service import describe_exit
 
@@ -188,7 +188,7 @@ async def _watch(
         if draining.done():
             return ""
         hearing.result()
-        return f"ended with {describe_exit(await running.end())}"
+        return f"ended with {describe_exit(await running.end(patience_s=LAST_WORDS_S))}"
     finally:
         hearing.cancel()
         await asyncio.gather(hearing, return_exceptions=True)

@@ -25,10 +25,10 @@ def streamrl(folder: Path, *arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def up(folder: Path, python: str, *settings: str) -> dict[str, float]:
-    """The summary of a run of the example."""
+def up(folder: Path, python: str, *settings: str, config: Path = EXAMPLE) -> dict[str, float]:
+    """The summary of a run of the example, or of another one of its name."""
     fixed = (f"data.train={folder / 'tasks.jsonl'}", f"producer.python={python}", "run.until_reward=0")
-    streamrl(folder, "up", str(EXAMPLE), *(word for text in (*fixed, *settings) for word in ("--set", text)))
+    streamrl(folder, "up", str(config), *(word for text in (*fixed, *settings) for word in ("--set", text)))
     return json.loads((RunDir(folder / "runs" / "bandit").path / "summary.json").read_text())
 
 
@@ -44,17 +44,19 @@ def test_the_example_learns_and_is_replayed(tmp_path: Path, python: str) -> None
 
 
 def test_a_game_of_textarena_is_played_and_trained_on(tmp_path: Path, python: str) -> None:
-    options = "{select = {limit = 4}, player = {max_turns = 2}}"
+    text, _, rest = EXAMPLE.read_text().partition("[producer.options]")
+    config = tmp_path / "guessing.toml"
+    config.write_text(f"{text}[producer.options]\nselect = {{limit = 4}}\nplayer = {{max_turns = 2}}\n\n{rest[rest.index('[gateway]') :]}")
     summary = up(
         tmp_path,
         python,
         f"producer.function=verifiers:{Path(__file__).with_name('guessing.py')}",
-        f"producer.options={options}",
         "data.max_prompt_tokens=1000",
         "model.max_len=2048",
         "run.steps=2",
         "tasks.batch_tasks=4",
         "tasks.num_rollouts=2",
+        config=config,
     )
     assert summary["steps"] == 2 and summary["tokens_trained"] > 0, summary
     rows = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
