@@ -21,7 +21,7 @@ from streamrl.config.environments import check_options
 from streamrl.config.tree import ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.episode import Episode
-from streamrl.producers.opening import opened
+from streamrl.producers.opening import opened, shown
 from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.schemas.tasks import RolloutTask
 
@@ -32,8 +32,8 @@ _MAX_BYTES = 100 << 20
 _CONNECT_S = 10.0
 _FULL = "CAPACITY_REACHED"
 _FULL_PAUSE_S = 0.5
-_REFUSED = {"VALIDATION_ERROR", "INVALID_JSON", "EXECUTION_ERROR"}
-"""Errors that an action of the model's can cause; it is told, and goes on."""
+_REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
+"""An action of the model's that is none: it is told, and goes on. All other errors are the environment's."""
 
 
 class Refused(Exception):
@@ -57,12 +57,11 @@ def producer(url: str) -> Callable[[RolloutTask, RolloutEngine], Awaitable[Episo
 def check(url: str, section: ProducerConfig) -> None:
     """Raise ConfigError unless `url` is one, the options are known, and a server answers there."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"expected openenv:http://host:port, got openenv:{url}", hint="name the address of a running server", key="producer.function"
-        )
+        hint = "name the address of a running server"
+        raise ConfigError(f"expected openenv:http://host:port, got openenv:{url}", hint=hint, key="producer.function")
     check_options(section.options, _OPTIONS)
     try:
-        asyncio.run(_schema_at(url.rstrip("/")))
+        asyncio.run(_schema(url.rstrip("/")))
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
         raise ConfigError(
             f"expected an OpenEnv server at {url}, got: {type(error).__name__}: {error}",
@@ -71,29 +70,24 @@ def check(url: str, section: ProducerConfig) -> None:
         ) from error
 
 
-async def _schema_at(url: str) -> Mapping[str, Any]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_CONNECT_S)) as http:
-        return await _schema(http, url)
-
-
-async def _schema(http: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
+async def _schema(url: str) -> Mapping[str, Any]:
     """JSON schema of the actions that the server takes."""
-    async with http.get(f"{url}/schema", raise_for_status=True) as response:
+    timeout = aiohttp.ClientTimeout(total=_CONNECT_S)
+    async with aiohttp.ClientSession(timeout=timeout) as http, http.get(f"{url}/schema", raise_for_status=True) as response:
         return (await response.json())["action"]
 
 
 async def _episode(http: aiohttp.ClientSession, url: str, task: RolloutTask, engine: RolloutEngine) -> Episode:
     options = engine.options
-    field = options.get("action") or _only_field(await _schema(http, url))
+    field = options.get("action") or _only_field(await _schema(url))
     reset = {**options.get("reset", {}), **task.metadata.get("reset", {})}
-    seen: dict[str, Any]
     socket, seen = await _begin(http, url, reset)
     async with socket:
-        chat = engine.chat(opened(task, _shown(seen, options), chat_template=engine.context.chat_template))
+        chat = engine.chat(opened(task, shown(seen, options), chat_template=engine.context.chat_template))
         rewards: list[float] = []
         for number in range(options.get("max_turns", _MAX_TURNS)):
             if number:
-                chat.user(_shown(seen, options))
+                chat.user(shown(seen, options))
             turn = await chat.generate()
             if not turn.token_ids:  # the longest sequence is reached
                 break
@@ -102,7 +96,7 @@ async def _episode(http: aiohttp.ClientSession, url: str, task: RolloutTask, eng
             except Refused as error:
                 if error.code not in _REFUSED:
                     raise
-                seen = {"observation": {"error": error.text}}
+                seen = {"refused": error.text}
             if seen.get("reward") is not None:
                 rewards.append(float(seen["reward"]))
             if seen.get("done"):
@@ -113,7 +107,7 @@ async def _episode(http: aiohttp.ClientSession, url: str, task: RolloutTask, eng
     return chat.episode(reward=sum(rewards), metadata={"openenv": {"steps": len(chat.turns), "done": bool(seen.get("done"))}})
 
 
-async def _begin(http: aiohttp.ClientSession, url: str, reset: Mapping[str, Any]) -> tuple[aiohttp.ClientWebSocketResponse, dict[str, Any]]:
+async def _begin(http: aiohttp.ClientSession, url: str, reset: Mapping[str, Any]) -> tuple[aiohttp.ClientWebSocketResponse, Any]:
     """A session and what it shows first; waits for a seat where the server has none, as long as the rollout may take."""
     while True:
         socket = await http.ws_connect(f"{url}/ws", max_msg_size=_MAX_BYTES, heartbeat=20.0)
@@ -154,16 +148,3 @@ def _action(text: str, field: str) -> dict[str, Any]:
     if not isinstance(action, dict):
         raise Refused("INVALID_JSON", f"expected an action as a JSON object, got {text[:100]!r}")
     return action
-
-
-def _shown(seen: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """An observation as text: the field that is chosen, its one text, or all of it as JSON."""
-    observation = seen.get("observation") or {}
-    if "error" in observation and len(observation) == 1:
-        return f"error: {observation['error']}"
-    if name := options.get("observation"):
-        if name not in observation:
-            raise ValueError(f"expected a field {name!r} in the observation (producer.options.observation), got {', '.join(observation)}")
-        return str(observation[name])
-    texts = [value for value in observation.values() if isinstance(value, str)]
-    return texts[0] if len(observation) == 1 and texts else json.dumps(observation, ensure_ascii=False)

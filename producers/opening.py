@@ -1,7 +1,8 @@
-"""A chat's beginning where an environment has something to say first: the row's prompt, and what it shows."""
+"""What an environment shows, as text, and a chat's beginning where it has something to say first."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,3 +19,16 @@ def opened(task: RolloutTask, shown: str, *, chat_template: bool) -> RolloutTask
     if messages[-1].get("role") != "user":
         return [*messages, {"role": "user", "content": shown}]
     return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{shown}"}]
+
+
+def shown(seen: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """An observation of OpenEnv's as text: the field that is chosen, its one text, or all of it as JSON; or why an action was refused."""
+    observation = seen.get("observation") or {}
+    if "refused" in seen:
+        return f"error: {seen['refused']}"
+    if name := options.get("observation"):
+        if name not in observation:
+            raise ValueError(f"expected a field {name!r} in the observation (producer.options.observation), got {', '.join(observation)}")
+        return str(observation[name])
+    only = next(iter(observation.values())) if len(observation) == 1 else None
+    return only if isinstance(only, str) else json.dumps(observation, ensure_ascii=False)

@@ -128,10 +128,15 @@ async def test_an_environment_without_a_reward_or_an_answer_gives_none(
             await rolling
 
 
-async def test_an_environment_that_refuses_an_action_tells_the_model(engine: TableEngine, tokenizer: Tokenizer, server: str) -> None:
-    [item] = await roll_out(engine, tokenizer, server, mode="crashes", max_turns=2)
+async def test_an_action_that_is_none_is_answered_to_the_model(engine: TableEngine, tokenizer: Tokenizer, server: str) -> None:
+    [item] = await roll_out(engine, tokenizer, server, max_turns=2, action="no_such_field")
     assert isinstance(item, Episode), item
-    assert "error:" in tokenizer.decode([token for segment in item.segments for token in segment.token_ids])
+    assert "<|user|>error: " in tokenizer.decode([token for segment in item.segments for token in segment.token_ids])
+
+
+async def test_an_environment_that_crashes_fails_the_rollout(engine: TableEngine, tokenizer: Tokenizer, server: str) -> None:
+    [failure] = await roll_out(engine, tokenizer, server, mode="crashes")
+    assert isinstance(failure, Failure) and failure.reason == "failed" and "EXECUTION_ERROR" in failure.detail
 
 
 async def test_a_server_that_dies_fails_the_rollout(engine: TableEngine, tokenizer: Tokenizer, server: str) -> None:
