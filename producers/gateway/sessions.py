@@ -29,7 +29,7 @@ from streamrl.producers.gateway.placing import Rules, prompt_messages
 from streamrl.producers.gateway.rendering import Rendering
 from streamrl.producers.gateway.session import AGAIN_S, Bounds, Session
 from streamrl.producers.protocol import Context, Failure
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RolloutTask, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -100,15 +100,27 @@ class Sessions:
         idle_s: longest that an agent may not call.
         total_s: longest that it may have in all, its calls left out.
         own_prompts: whether calls may begin with other prompts than the task's.
+        drawable: raises ConfigError for sampling that the run cannot do.
         num_rollouts: of a task.
     """
 
-    def __init__(self, journal: Journal, bounds: Bounds, *, idle_s: float, total_s: float, own_prompts: bool, num_rollouts: int) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        bounds: Bounds,
+        *,
+        idle_s: float,
+        total_s: float,
+        own_prompts: bool,
+        drawable: Callable[[Sampling], None],
+        num_rollouts: int,
+    ) -> None:
         self._journal = journal
         self._bounds = bounds
         self._idle_s = idle_s
         self._total_s = total_s
         self._own_prompts = own_prompts
+        self._drawable = drawable
         self._num_rollouts = num_rollouts
         self._tasks: dict[int, Granted] = {}
         self._coming: set[int] = set()
@@ -205,7 +217,7 @@ class Sessions:
             raise SchemaError(f"expected a prompt that a gateway can hand out: {error.message}") from error
         except BusError as error:
             raise EngineError(f"the sessions of task {task.index} cannot be read: {error.message}") from error
-        rules = Rules(task, Rendering(context), self._own_prompts)
+        rules = Rules(task, Rendering(context), self._own_prompts, self._drawable)
         sessions: list[Session] = []
         granted = Granted(task, sessions)
 
