@@ -36,14 +36,14 @@ import msgspec
 from streamrl.core.seeds import rollout_seed
 from streamrl.data.tool_calls import NONE, ToolCall, tool_call_format
 from streamrl.engines.protocol import GenerateRequest
-from streamrl.errors import EngineError, SchemaError, ToolError
+from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.branches import Lineage
 from streamrl.producers.chat_format import ChatFormat, Message
 from streamrl.producers.chat_saves import ChatSaves, SavedChat
 from streamrl.producers.completions import complete
 from streamrl.producers.episode import STATUS, Episode, Segment, bare
 from streamrl.producers.protocol import Context
-from streamrl.producers.tool_runs import Tool, ToolResult, result_message, run_calls
+from streamrl.producers.tool_runs import Tool, ToolResult, fail_on, result_message, run_calls
 from streamrl.producers.turns import Turn, check_temperature
 from streamrl.schemas.samples import LogprobMode, Status
 from streamrl.schemas.tasks import Sampling, turn_sampling
@@ -297,9 +297,8 @@ class Chat:
         if self._full or not self._turns or not self._segments[-1].is_model:
             return []
         results = await run_calls(self._turns[-1], tools, timeout_s=timeout_s, retries=retries, max_chars=max_chars, log=self._context.log)
-        failed = next((result for result in results if result.error), None)
-        if fail and failed is not None:
-            raise ToolError(f"the tool {failed.call.name if failed.call else 'that was called'} gave nothing: {failed.error}")
+        if fail:
+            fail_on(results)
         if results:
             self.reply([result_message(result.text, result.call) for result in results])
         return results

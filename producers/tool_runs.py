@@ -12,7 +12,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -74,6 +74,14 @@ async def run_calls(turn: Turn, tools: Mapping[str, Tool], *, timeout_s: float, 
         raise errors.exceptions[0] from None
     broken = [(each.problem, f"Error: this call cannot be read: {each.problem}") for each in turn.malformed]
     return [*(task.result() for task in running), *(ToolResult(call=None, text=text, error=problem) for problem, text in broken)]
+
+
+def fail_on(results: Sequence[ToolResult]) -> None:
+    """Raise ToolError for the first that gave nothing."""
+    for result in results:
+        if result.error:
+            name = "that was called" if result.call is None else result.call.name
+            raise ToolError(f"the tool {name} gave nothing: {result.error}", hint="without fail=True the model is told, and may go on")
 
 
 def result_message(text: str, call: ToolCall | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ StreamRLError
 ├── EngineError            generation failed or was refused
 │   └── EngineUnavailable  the engine cannot be asked; another one can
 │       └── EngineDied     its server has ended, or holds mixed weights: a new one is needed
+├── ToolError              a tool that a model has called ends its rollout
 ├── WeightSyncError        a manifest or its bytes cannot be taken
 ├── TrainingError          a step cannot be taken
 │   ├── BatchDiffers       the stream gave another batch than the ledger has

@@ -125,6 +125,12 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         "If it repeats, read the whole of the server's log.",
         (provoked.server_that_ends,),
     ),
+    errors.ToolError: Entry(
+        "A tool that a model has called gave nothing, where the agent wants that to fail the rollout (`chat.call_tools(fail=True)`), or "
+        "too many calls of plain functions hang in a process. The rollout ends as a tombstone.",
+        "Read what the tool said. Without `fail` the model is told instead.",
+        (provoked.tool_that_fails,),
+    ),
     errors.WeightSyncError: Entry(
         "A manifest or its bytes cannot be taken: another model, another digest, a publisher that is gone. The engine goes on serving "
         "what it has, and tries again or takes the next version.",

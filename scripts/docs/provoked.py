@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import socket
 import sys
 from collections.abc import Coroutine
@@ -29,11 +30,14 @@ from streamrl.data.characters import write_tokenizer
 from streamrl.data.model import ensure_model
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
+from streamrl.data.tool_calls import ToolCall
 from streamrl.engines.batching.buffers import TensorLayout, WeightBuffers
 from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.requests import check_request
 from streamrl.engines.sglang.server import SglangServer
+from streamrl.producers.tool_runs import fail_on, run_calls
+from streamrl.producers.turns import Turn
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.decoding import decode_samples
@@ -152,6 +156,17 @@ async def gone_engine() -> None:
             await engine.info()
         finally:
             await engine.close()
+
+
+async def tool_that_fails() -> None:
+    """A tool that raises, in a rollout that is to fail then."""
+
+    def search(query: str) -> str:
+        raise OSError("the index is away")
+
+    turn = Turn("", (), "stop", tool_calls=(ToolCall("search", {"query": "x"}),))
+    results = await run_calls(turn, {"search": search}, timeout_s=5.0, retries=0, max_chars=100, log=logging.getLogger("docs"))
+    fail_on(results)
 
 
 def server_that_ends() -> Coroutine[None, None, None]:

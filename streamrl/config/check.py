@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
@@ -20,7 +21,7 @@ _MIN_SAMPLES_BYTES = 32 << 20
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule across sections that does not hold. Looks at no file."""
     _check_work(config)
-    _check_chat(config)
+    check_data(config)
     check_sampling(config)
     _check_schedule(config)
     _check_debug(config)
@@ -132,16 +133,6 @@ def _check_ranks(config: Config) -> None:
         hint="set trainer.context = 1, or name a function in loss.policy, which gets log-probs of whole samples",
         key="trainer.context",
     )
-
-
-def _check_chat(config: Config) -> None:
-    for key in ("chat_template_kwargs", "chat_template_kwargs_key"):
-        refuse(
-            bool(getattr(config.data, key)) and not config.data.chat_template,
-            f"data.{key} is for chat templates, got it with data.chat_template = false",
-            hint="leave it out, or use the chat template",
-            key=f"data.{key}",
-        )
 
 
 def _check_schedule(config: Config) -> None:
