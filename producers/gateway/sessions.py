@@ -81,6 +81,8 @@ class Granted:
         self.task = task
         self.sessions = sessions
         self.finished = asyncio.Event()
+        self.is_over = asyncio.Event()
+        """Whether this delivery of its task has come to its end."""
         self.idle_since_s = time.monotonic()
         """Since when no session of it is open."""
 
@@ -216,11 +218,15 @@ class Sessions:
             self._ended[task.index] = tuple(one.ended.reason if one.ended is not None else None for one in granted.sessions)
         finally:
             self._tasks.pop(task.index, None)
+            granted.is_over.set()
             for session in granted.sessions:
                 session.close(later("the session's task is no longer at this gateway", AGAIN_S, code="session_moved"))
         return given
 
     async def _grant(self, task: RolloutTask, context: Context) -> Granted:
+        while (held := self._tasks.get(task.index)) is not None:  # it was stopped for longer than its lease
+            self._coming.discard(task.index)
+            await held.is_over.wait()
         try:
             prompt_messages(task)
             entries = await self._journal.load(task.index)
@@ -228,6 +234,8 @@ class Sessions:
             raise SchemaError(f"expected a prompt that a gateway can hand out: {error.message}") from error
         except BusError as error:
             raise EngineError(f"the sessions of task {task.index} cannot be read: {error.message}") from error
+        if not entries and task.index in self._ended:
+            raise EngineError(f"task {task.index} has ended here", hint="this delivery of it was on its way meanwhile")
         rules = Rules(task, Rendering(context), self._own_prompts, self._drawable)
         sessions: list[Session] = []
         granted = Granted(task, sessions)

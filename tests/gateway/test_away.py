@@ -12,11 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus import connect
+from streamrl.bus.memory.queue import MemoryLease
 from streamrl.bus.server import NatsServer
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import BusError
 from streamrl.schemas.codec import encode
+from streamrl.schemas.subjects import SAMPLES
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 from tests.gateway.conftest import PROMPT, Gateway, gateway
@@ -163,3 +165,30 @@ async def test_of_two_gateways_that_serve_one_is_killed(loop: Loop) -> None:
         await until(lambda: not second.worker.detail()["tasks"])
     assert sorted((s.task, s.producer) for s in samples) == [(task, "gateway-1") for task in range(6)]
     assert all(sample.loss_mask.sum() == 4 for sample in samples)
+
+
+async def test_a_task_that_comes_a_second_time_to_the_same_gateway_is_not_begun_again(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a stop that was longer than the lease: the second delivery waits for what becomes of the first."""
+
+    async def lapses(lease: MemoryLease) -> None:
+        return
+
+    async with gateway(loop) as gate:
+        await loop.issue(1, num_rollouts=2)
+        keys = [(await gate.start())["api_key"] for _ in range(2)]
+        first = await gate.chat(keys[0], PROMPT)
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryLease, "keep", lapses)
+            status, _ = await gate.post("/rl/start_session", {"wait_s": 2.5}, gate.key)
+            assert status == 429
+        assert gate.worker.detail()["tasks"] == [0, 0]
+        await gate.chat(keys[0], more(first, "5"))
+        await gate.chat(keys[1], PROMPT)
+        for key in keys:
+            await gate.end(key, reward=1.0)
+        await until(lambda: not gate.worker.detail()["tasks"])
+        await loop.queue_is_empty()
+        samples = samples_in(await loop.records(1))
+        assert (await loop.bus.state(SAMPLES)).last == 1
+        assert (await gate.post(CHAT, CALL, keys[0]))[0] == 410 and await loop.bus.turns.keys() == []
+    assert [(s.rollout, int(s.loss_mask.sum())) for s in samples] == [(0, 4), (1, 2)]
