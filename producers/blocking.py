@@ -67,9 +67,11 @@ class BlockingChat:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chat, name)
 
-    def generate(self, *, max_new_tokens: int | None = None, temperature: float | None = None) -> Turn:
+    def generate(
+        self, *, max_new_tokens: int | None = None, temperature: float | None = None, sampling: Mapping[str, Any] | None = None
+    ) -> Turn:
         """As `Chat.generate`."""
-        return _wait(self._chat.generate(max_new_tokens=max_new_tokens, temperature=temperature), self._loop)
+        return _wait(self._chat.generate(max_new_tokens=max_new_tokens, temperature=temperature, sampling=sampling), self._loop)
 
     def save(self, state: Any = None) -> None:
         """As `Chat.save`."""

@@ -46,7 +46,7 @@ from streamrl.producers.protocol import Context
 from streamrl.producers.tool_runs import Tool, ToolResult, result_message, run_calls
 from streamrl.producers.turns import Turn
 from streamrl.schemas.samples import LogprobMode, Status, is_turn_temperature
-from streamrl.schemas.tasks import Sampling
+from streamrl.schemas.tasks import Sampling, turn_sampling
 
 _CHATS = 1 << 20
 """Chats and turns below this number have seeds of their own."""
@@ -113,7 +113,9 @@ class Chat:
         """All tokens so far."""
         return tuple(token for segment in self._segments for token in segment.token_ids)
 
-    async def generate(self, *, max_new_tokens: int | None = None, temperature: float | None = None) -> Turn:
+    async def generate(
+        self, *, max_new_tokens: int | None = None, temperature: float | None = None, sampling: Mapping[str, Any] | None = None
+    ) -> Turn:
         """Let the model write its next turn and append its tokens.
 
         A turn is cut at `max_new_tokens` or where the model's longest sequence ends; where no room is left at all it is empty, with
@@ -122,28 +124,30 @@ class Chat:
         Args:
             max_new_tokens: of this turn; None: the chat's.
             temperature: that this turn's tokens are drawn and trained at, above 0; None: the chat's.
+            sampling: other fields of `Sampling` for this turn by name, such as `{"stop": ["</answer>"], "min_p": 0.05}`; what it does
+                not name is the chat's.
 
         Raises:
             EngineError: the engine refused or went away. Let it pass: the rollout is then repeated.
-            SchemaError: a temperature that is not above 0.
+            SchemaError: a temperature that is not above 0, or a field that there is not, or that does not take its value.
         """
+        said = dict(sampling or {}) | ({} if temperature is None else {"temperature": temperature})
+        temperature = said.get("temperature")
         if temperature is not None and not is_turn_temperature(temperature):
             raise SchemaError(
                 f"expected a temperature above 0, and below 1e30, for a turn, got {temperature}",
                 hint="a greedy token has no log-prob to train on; leave temperature out for the chat's own",
             )
-        sampling = self._room(max_new_tokens)
-        if sampling is None:
+        drawn = self._drawn(said, max_new_tokens)
+        if drawn is None:
             # A loop that asks again and again must leave room for its own end.
             await asyncio.sleep(0)
             return self._end_full()
-        if temperature is not None:
-            sampling = msgspec.structs.replace(sampling, temperature=float(temperature))
         context = self._context
         request = GenerateRequest(
             request_id=f"{context.task.index}.{context.rollout_index}-{uuid4().hex}",
             prompt_ids=self.token_ids,
-            sampling=sampling,
+            sampling=drawn,
             policy=context.task.policy,
             seeds=(self._seed(),),
             min_version=context.task.min_version,
@@ -206,13 +210,15 @@ class Chat:
         self._started_s, self.state = saved.started_s, saved.state
         self._context.log.info("event=chat_resumed chat=%d turns=%d tokens=%d", self._lineage[-1][0], len(self._turns), self._num_tokens)
 
-    def _room(self, max_new_tokens: int | None) -> Sampling | None:
-        wanted = self._sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+    def _drawn(self, said: Mapping[str, Any], max_new_tokens: int | None) -> Sampling | None:
+        """How a turn is drawn; None where there is no room for it."""
+        sampling = turn_sampling(self._sampling, said) if said else self._sampling
+        wanted = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if self._context.max_len:
             wanted = min(wanted, self._context.max_len - self._num_tokens)
         if wanted < 1 or self._full:
             return None
-        return msgspec.structs.replace(self._sampling, max_new_tokens=wanted)
+        return msgspec.structs.replace(sampling, max_new_tokens=wanted)
 
     def _add(self, segment: Segment) -> None:
         self._segments.append(segment)

@@ -14,6 +14,7 @@ from streamrl.errors import EngineError
 from streamrl.producers.episode import Origin, Segment
 from streamrl.producers.protocol import Tokenizer
 from streamrl.schemas.samples import LogprobMode
+from streamrl.schemas.tasks import Sampling
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -30,9 +31,18 @@ class Completion(msgspec.Struct, frozen=True):
         return self.segment.token_ids
 
     def text(self, tokenizer: Tokenizer) -> str:
-        """The tokens decoded, without the stop token."""
-        ids = self.segment.token_ids
-        return tokenizer.decode(ids[:-1] if self.finish_reason == "stop" else ids)
+        """The tokens decoded, without the stop token, up to the first stop string."""
+        return text_of(self.segment, self.finish_reason, tokenizer)
+
+
+def text_of(segment: Segment, finish_reason: str, tokenizer: Tokenizer) -> str:
+    """Text of a turn: its tokens decoded, without the stop token, up to the first of its stop strings."""
+    ids, stops = segment.token_ids, () if segment.sampling is None else segment.sampling.stop
+    if stops and finish_reason == "stop":
+        text = tokenizer.decode(ids)
+        if places := [at for stop in stops if (at := text.find(stop)) >= 0]:
+            return text[: min(places)]
+    return tokenizer.decode(ids[:-1] if finish_reason == "stop" else ids)
 
 
 async def complete(engine: Engine, request: GenerateRequest) -> list[Completion]:
@@ -64,7 +74,7 @@ async def finished(engine: Engine, request: GenerateRequest) -> tuple[dict[int, 
     for index, parts in enumerate(chunks):
         end = parts[-1].finish_reason if parts else None
         if end not in (None, "abort"):
-            found[index] = _join(parts, request.sampling.temperature, asked_s, ended_s[index])
+            found[index] = _join(parts, request.sampling, asked_s, ended_s[index])
         elif error is None:
             error = EngineError(
                 f"expected completion {index} of request {request.request_id} to end with stop or length, got {end or 'no end'}",
@@ -74,21 +84,22 @@ async def finished(engine: Engine, request: GenerateRequest) -> tuple[dict[int, 
     return found, error
 
 
-def _join(parts: Sequence[Chunk], temperature: float, asked_s: float, finished_s: float) -> Completion:
+def _join(parts: Sequence[Chunk], sampling: Sampling, asked_s: float, finished_s: float) -> Completion:
     last = parts[-1]
     inexact = bool(last.extras.get(INEXACT))
     origin = Origin(last.engine, last.finish_reason or "", asked_s, last.extras.get(BEGAN, 0.0), finished_s)
     experts = last.extras.get(EXPERTS)
     if len(parts) == 1:
-        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, temperature, origin, experts)
+        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, sampling.temperature, origin, experts, sampling)
     else:
         segment = Segment(
             tuple(token for part in parts for token in part.token_ids),
             tuple(logprob for part in parts for logprob in part.logprobs),
             tuple(span for part in parts for span in part.spans),
             inexact,
-            temperature,
+            sampling.temperature,
             origin,
             experts,
+            sampling,
         )
     return Completion(segment, last.finish_reason or "", last.logprob_mode, last.engine)

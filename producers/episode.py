@@ -53,12 +53,14 @@ class Segment(msgspec.Struct, frozen=True):
     spans: tuple[VersionSpan, ...] = ()
     """Versions that sampled the tokens, covering them in order."""
     inexact: bool = False
-    """Whether these versions are guesses."""
+    """Whether these versions are guesses. Tokens drawn with penalties or a grammar count as inexact too, whatever this says."""
     temperature: float | None = None
     """At which the tokens were drawn; None: the episode's."""
     origin: Origin | None = None
     experts: RoutedExperts | None = None
     """Of the call that gave them, where its engine says so: of all tokens up to the last one of these, which is left out."""
+    sampling: Sampling | None = None
+    """How the tokens were drawn; None: as the episode says, but for `temperature`."""
 
     @property
     def is_model(self) -> bool:
@@ -175,9 +177,10 @@ def _segment_problem(segment: Segment) -> str:
 
 def _temperature_problem(episode: Episode, segment: Segment) -> str:
     """One turn that no trainer takes would cost its whole group."""
-    if not _own_temperature(episode, segment) or not segment.is_model or is_turn_temperature(segment.temperature or 0.0):
+    temperature = segment.temperature if segment.sampling is None else segment.sampling.temperature
+    if not segment.is_model or temperature in (None, episode.sampling.temperature) or is_turn_temperature(temperature or 0.0):
         return ""
-    return f"a turn's temperature must be above 0 and finite, or None for the episode's own, got {segment.temperature}"
+    return f"a turn's temperature must be above 0 and finite, or None for the episode's own, got {temperature}"
 
 
 def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str, more: Mapping[str, Any] | None = None) -> list[Sample]:
@@ -316,7 +319,7 @@ def bare(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 def _told_by(episode: Episode, turns: Sequence[tuple[int, Segment]]) -> bool:
     """Whether the episode itself says all that is known of its turns: they are one, made as it says, which took all its time."""
     for _, turn in turns:
-        if turn.inexact or _own_temperature(episode, turn):
+        if _is_inexact(episode, turn) or _own_sampling(episode, turn):
             return False
         made = turn.origin
         if made is None or not made.asked_s:
@@ -327,11 +330,29 @@ def _told_by(episode: Episode, turns: Sequence[tuple[int, Segment]]) -> bool:
     return True
 
 
-def _own_temperature(episode: Episode, turn: Segment) -> bool:
-    return turn.temperature is not None and turn.temperature != episode.sampling.temperature
+def drawn(episode: Episode, turn: Segment) -> Sampling:
+    """How the tokens of a turn were drawn."""
+    if turn.sampling is not None:
+        return turn.sampling
+    if turn.temperature is None or turn.temperature == episode.sampling.temperature:
+        return episode.sampling
+    return msgspec.structs.replace(episode.sampling, temperature=turn.temperature)
+
+
+def _is_inexact(episode: Episode, turn: Segment) -> bool:
+    return turn.inexact or drawn(episode, turn).inexact
+
+
+def _own_sampling(episode: Episode, turn: Segment) -> dict[str, Any]:
+    """What a turn was drawn otherwise with than its episode says, as JSON has it. How long it might have become is no such thing."""
+    sampling = drawn(episode, turn)
+    if sampling is episode.sampling:
+        return {}
+    changes = sampling.changes(msgspec.structs.replace(episode.sampling, max_new_tokens=sampling.max_new_tokens))
+    return msgspec.to_builtins(changes, str_keys=True)
 
 
 def _turn(episode: Episode, start: int, turn: Segment) -> TurnSpan:
-    sampling = {"temperature": turn.temperature} if _own_temperature(episode, turn) else {}
     made = {} if turn.origin is None else msgspec.structs.asdict(turn.origin)
-    return TurnSpan(start=start, length=len(turn.token_ids), inexact=turn.inexact, sampling=sampling, **made)
+    sampling, inexact = _own_sampling(episode, turn), _is_inexact(episode, turn)
+    return TurnSpan(start=start, length=len(turn.token_ids), inexact=inexact, sampling=sampling, **made)

@@ -34,7 +34,7 @@ from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE
 from streamrl.schemas.events import NUMERICS_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RolloutTask, turn_sampling
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.clock import StateClock
 from streamrl.weights.pins import Pins
@@ -273,7 +273,7 @@ async def evaluate(
 
 def _task(worker: Worker, index: int, problem: Problem, number: int) -> RolloutTask:
     config = worker.config
-    sampling = config.evaluation.sampling
+    sampling = turn_sampling(config.evaluation.sampling, problem.sampling)
     room = max(1, config.model.max_len - len(problem.prompt_ids))
     return RolloutTask(
         run=config.run.name,

@@ -28,7 +28,7 @@ from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant, RunRecord
 from streamrl.schemas.subjects import KEY_GRANTED, KEY_RUN, MAIN_SOURCE, TASKS, WARMUP_SOURCE, Subjects
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RolloutTask, turn_sampling
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -75,7 +75,7 @@ def _task(grant: Grant, index: int, base: int, problems: Problems, config: Confi
         metadata=problem.metadata,
         chat_template_kwargs=problem.chat_template_kwargs,
         num_rollouts=1 if warmup else config.tasks.num_rollouts,
-        sampling=config.sampling,
+        sampling=turn_sampling(config.sampling, problem.sampling) if problem.sampling else config.sampling,
         min_version=0 if warmup else min_version(grant, index, config),
         seed=task_seed(base, index),
     )

@@ -131,7 +131,7 @@ class SampleBatch:
         return found if found.any() else None
 
     def drawn_at(self, name: str) -> npt.NDArray[Any]:
-        """[T] what each token was drawn with: its turn's, or else its row's, of `temperature`, `top_p`, `min_p` (float32), `top_k` (int32)."""
+        """[T] of each token its turn's value, or else its row's: of `temperature`, `top_p`, `min_p` (float32) or `top_k` (int32)."""
         found = np.repeat(self._min_ps() if name == "min_p" else self.ints(name), self.lengths)
         for where, text in self._turns_with("sampling"):
             if name in (said := msgspec.json.decode(text)):

@@ -24,9 +24,9 @@ FORMER_FIELDS = ("max_new_tokens", "temperature", "top_p", "top_k", "stop_token_
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn; the names are SGLang's, and so is the order in which logits are changed.
 
-    Penalties, then the grammar, then `logit_bias`, then the temperature; `top_k`, `top_p` and `min_p` each look at the whole distribution that
-    this gives, and what all of them leave is drawn from. The log-probs kept with a sample are those of this distribution. The trainer
-    computes it too, without penalties and grammars: such tokens are `inexact` (`tasks.inexact`).
+    Penalties, then the grammar, then `logit_bias`, then the temperature; `top_k`, `top_p` and `min_p` each look at the whole distribution
+    that this gives, and what all of them leave is drawn from. The log-probs kept with a sample are those of this distribution. The
+    trainer computes it too, but for penalties and grammars: such tokens are inexact (`tasks.inexact`).
     """
 
     max_new_tokens: int = 64
@@ -93,6 +93,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         if self.stop or self.logit_bias or self.grammar:
             _check_texts(self)
 
+    def __hash__(self) -> int:
+        # A table has none, and what a table holds may stand in any order.
+        plain = [getattr(self, name) for name in self.__struct_fields__ if name != "logit_bias"]
+        return hash((*plain, frozenset(self.logit_bias.items())))
+
     def changes(self, other: Sampling) -> dict[str, Any]:
         """Fields in which this one differs from `other`, by name, in their order; tokens of a bias by their ids."""
         changed = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) != getattr(other, name)}
@@ -130,7 +135,14 @@ def _wrong(name: str, expected: str, got: object) -> SchemaError:
 
 def _check_texts(sampling: Sampling) -> None:
     """Stop strings, biases and grammars: what takes longer to look at than a number."""
+    if not isinstance(sampling.stop, tuple):  # as code of users may have it: types are checked where a message is read
+        texts = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
+        msgspec.structs.force_setattr(sampling, "stop", texts)
     stop, bias = sampling.stop, sampling.logit_bias
+    if not all(isinstance(text, str) for text in stop):
+        raise _wrong("stop", "texts", stop)
+    if not all(isinstance(token, int) for token in bias):
+        raise _wrong("logit_bias", "by token ids, which are integers", list(bias)[:4])
     if len(stop) > MOST_STOPS or not all(0 < len(text) <= LONGEST_STOP for text in stop):
         expected = f"at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters"
         raise _wrong("stop", expected, f"{len(stop)} of {[len(text) for text in stop[:MOST_STOPS]]}")
@@ -141,6 +153,9 @@ def _check_texts(sampling: Sampling) -> None:
             raise _wrong("logit_bias", "numbers in [-100, 100] by token ids of at least 0", f"{value} for {token}")
     if sampling.json_schema and sampling.regex:
         raise SchemaError("sampling has a json_schema and a regex, a text obeys one grammar", hint="leave one out", key="sampling.regex")
+    if sampling.grammar and sampling.ignore_eos:
+        said = "sampling has ignore_eos and a grammar, which is ended by the model's own end"
+        raise SchemaError(said, hint="leave one out", key="sampling.ignore_eos")
     for name in ("json_schema", "regex"):
         if len(getattr(sampling, name)) > LONGEST_GRAMMAR:
             raise _wrong(name, f"of at most {LONGEST_GRAMMAR} characters", len(getattr(sampling, name)))

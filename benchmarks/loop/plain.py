@@ -179,7 +179,7 @@ def pack(groups: Sequence[Rollouts], config: Config, number: int) -> TrainBatch:
     def aged(group: Rollouts, rollout: int) -> list[int]:
         return [number - version for length, version in group.versions[rollout] for _ in range(length)]
 
-    num, sampling = len(rows), config.sampling
+    num, sampling = sum(lengths), config.sampling
     return TrainBatch(
         kind="rl",
         version=Version(0, number),
@@ -189,7 +189,7 @@ def pack(groups: Sequence[Rollouts], config: Config, number: int) -> TrainBatch:
         loss_mask=joined(np.bool_, lambda group: (False,) * len(group.prompt), lambda group, rollout: (True,) * len(group.tokens[rollout])),
         sampler_logprobs=joined(np.float32, lambda group: (0.0,) * len(group.prompt), lambda group, rollout: group.logprobs[rollout]),
         staleness=joined(np.int32, lambda group: (0,) * len(group.prompt), aged),
-        temperature=np.full(sum(lengths), sampling.temperature, np.float32),
+        temperature=np.full(num, sampling.temperature, np.float32),
         top_p=np.full(num, sampling.top_p, np.float32),
         top_k=np.full(num, sampling.top_k, np.int32),
         rewards=np.array([group.rewards[rollout] for group, rollout in rows]),

@@ -35,6 +35,7 @@ class Recorded:
         self.spans = list(segment.spans)
         self.inexact = segment.inexact
         self.temperature = segment.temperature
+        self.sampling = segment.sampling
         self.origin = segment.origin
         self.experts: RoutedExperts | None = None
         self.mode = LogprobMode.SAMPLED
@@ -68,7 +69,7 @@ class Recorded:
         experts = None
         if routed and self.experts is not None:
             experts = self.experts.first(self.experts.shape[0] - (len(self.token_ids) - stop))
-        return Segment(*kept, self.inexact, self.temperature, self.origin, experts)
+        return Segment(*kept, self.inexact, self.temperature, self.origin, experts, self.sampling)
 
 
 def _without_experts(chunk: Chunk) -> Chunk:
@@ -196,7 +197,8 @@ class Call:
                 raise EngineError("a reward has no engine to ask", hint="ask engines in the producer")
             if any(turn in self.turns for turn in turns):
                 raise EngineError(f"turns {turns} have been asked for before")
-            asked = Segment((), temperature=frame.request.sampling.temperature, origin=Origin(asked_s=time.time()))
+            sampling = frame.request.sampling
+            asked = Segment((), temperature=sampling.temperature, origin=Origin(asked_s=time.time()), sampling=sampling)
             self.turns.update((turn, Recorded(asked)) for turn in turns)
             async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:

@@ -25,6 +25,7 @@ class Heard:
         self.logprobs = list(segment.logprobs)
         self.spans = list(segment.spans)
         self.temperature = segment.temperature
+        self.sampling = segment.sampling
 
 
 class Asking:
@@ -84,7 +85,7 @@ class Asking:
             raise asyncio.CancelledError
         turn = len(self.turns)
         arrived = self._requests[turn] = asyncio.Queue()
-        self.turns += [Heard(Segment((), temperature=request.sampling.temperature)) for _ in request.seeds]
+        self.turns += [Heard(Segment((), temperature=request.sampling.temperature, sampling=request.sampling)) for _ in request.seeds]
         ended = False
         try:
             self._send(frames.Ask(self.call, turn, request))

@@ -10,6 +10,8 @@ from collections.abc import Hashable, Sequence
 from functools import cached_property
 from itertools import zip_longest
 
+import msgspec
+
 from streamrl.errors import SchemaError
 from streamrl.producers.children.remote import Heard
 from streamrl.producers.episode import Segment
@@ -17,8 +19,8 @@ from streamrl.schemas.samples import VersionSpan
 
 Part = tuple[int, int, int]
 """(turn, start, stop)"""
-Drawn = tuple[tuple[VersionSpan, ...], float | None]
-"""Versions of a turn's tokens, and their temperature."""
+Drawn = tuple[tuple[VersionSpan, ...], float | None, bytes]
+"""Versions of a turn's tokens, their temperature, and all of their sampling as JSON."""
 
 
 class Sampled:
@@ -35,8 +37,8 @@ class Sampled:
         """
         tokens = _tokens([int(token) for token in segment.token_ids], [float(value) for value in segment.logprobs])
         if (same := self._whole.get(tokens)) is not None:
-            # Of turns with equal tokens the one with equal versions and temperature first.
-            return ((same.get((tuple(segment.spans), segment.temperature), next(iter(same.values()))), 0, len(tokens)),)
+            # Of turns with equal tokens the one with equal versions and sampling first.
+            return ((same.get(_drawn(segment, segment.temperature), next(iter(same.values()))), 0, len(tokens)),)
         parts: list[Part] = []
         place = 0
         while place < len(tokens):
@@ -52,12 +54,12 @@ class Sampled:
 
     @cached_property
     def _whole(self) -> dict[tuple[Hashable, ...], dict[Drawn, int]]:
-        """By tokens, then by how they were drawn: the first such turn. A segment made by hand may not say its temperature."""
+        """By tokens, then by how they were drawn: the first such turn. A segment made by hand may not say its sampling."""
         found: dict[tuple[Hashable, ...], dict[Drawn, int]] = {}
         for number, turn in enumerate(self._turns):
             same = found.setdefault(_tokens(turn.token_ids, turn.logprobs), {})
-            for temperature in (turn.temperature, None):
-                same.setdefault((tuple(turn.spans), temperature), number)
+            for how in (_drawn(turn, turn.temperature), _drawn(turn, turn.temperature, said=False), _drawn(turn, None, said=False)):
+                same.setdefault(how, number)
         return found
 
     @cached_property
@@ -115,6 +117,10 @@ class _Automaton:
             length += 1
         turn, last = self._ends[state]
         return turn, last - length + 1, length
+
+
+def _drawn(turn: Heard | Segment, temperature: float | None, *, said: bool = True) -> Drawn:
+    return tuple(turn.spans), temperature, msgspec.json.encode(turn.sampling) if said and turn.sampling is not None else b""
 
 
 def _tokens(token_ids: Sequence[int], logprobs: Sequence[float]) -> tuple[Hashable, ...]:

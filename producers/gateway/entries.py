@@ -48,9 +48,10 @@ class Tokens(msgspec.Struct, frozen=True):
         packed = packed_ids(of.token_ids), array("d", of.logprobs).tobytes()
         return cls(*packed, tuple(of.spans), made.logprob_mode, made.finish_reason, made.engine, of.inexact, of.origin, of.experts)
 
-    def segment(self, temperature: float) -> Segment:
-        """The same as a part of an episode."""
-        return Segment(self.token_ids, self.token_logprobs, self.spans, self.inexact, temperature, self.origin, self.experts)
+    def segment(self, sampling: Sampling) -> Segment:
+        """The same as a part of an episode; `sampling`: as they were drawn."""
+        made = self.inexact, sampling.temperature, self.origin, self.experts, sampling
+        return Segment(self.token_ids, self.token_logprobs, self.spans, *made)
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ def _episode(session: Session, strand: Strand) -> Episode:
         segments=tuple(_segments(strand)),
         finish_reason=last.finish_reason,
         status=STATUS[last.finish_reason],
-        turns=tuple(text(node.turn.tokens) for node in strand.nodes if node.turn is not None),
+        turns=tuple(text(node.turn.tokens, node.turn.sampling) for node in strand.nodes if node.turn is not None),
         sampling=context.task.sampling,
         logprob_mode=last.mode,
         seed=context.seed,
@@ -48,5 +48,5 @@ def _segments(strand: Strand) -> Sequence[Segment]:
         if node.context:
             found.append(Segment(node.context))
         if node.turn is not None:
-            found.append(node.turn.tokens.segment(node.turn.sampling.temperature))
+            found.append(node.turn.tokens.segment(node.turn.sampling))
     return found

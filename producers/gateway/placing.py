@@ -12,7 +12,7 @@ from streamrl.producers.gateway.errors import ApiError, refused
 from streamrl.producers.gateway.messages import ASSISTANT, Message, digest_of
 from streamrl.producers.gateway.rendering import Rendering
 from streamrl.producers.gateway.tree import Node, Tree, fits_messages, fits_text, fits_tokens
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RolloutTask, Sampling
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -38,6 +38,8 @@ class Rules(msgspec.Struct, frozen=True):
     rendering: Rendering
     own_prompts: bool
     """Whether they may begin otherwise than with the task's prompt (`gateway.prompts = "any"`)."""
+    drawable: Callable[[Sampling], None]
+    """Raises ConfigError for what the run's engines cannot draw by, or its trainer not train."""
 
     def messages(self) -> list[Message]:
         """The task's prompt."""
@@ -98,7 +100,9 @@ def by_text(text: str, rules: Rules, *, param: str) -> Callable[[Tree], Place]:
     rendering = rules.rendering
 
     def shown(node: Node) -> str:
-        return rendering.tokenizer.decode(node.context) + (rendering.text(node.turn.tokens) if node.turn is not None else "")
+        return rendering.tokenizer.decode(node.context) + (
+            rendering.text(node.turn.tokens, node.turn.sampling) if node.turn is not None else ""
+        )
 
     def place(tree: Tree) -> Place:
         node, end = tree.deepest(fits_text(text, shown))

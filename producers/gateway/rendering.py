@@ -12,11 +12,13 @@ import msgspec
 from streamrl.data.tool_calls import NONE, ParsedTurn, ToolCall, tool_call_format
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
+from streamrl.producers.completions import text_of
 from streamrl.producers.gateway.content import ContentTokenizer
 from streamrl.producers.gateway.entries import Tokens
 from streamrl.producers.gateway.errors import refused
 from streamrl.producers.gateway.messages import ASSISTANT, Message
 from streamrl.producers.protocol import Context
+from streamrl.schemas.tasks import Sampling
 
 T = TypeVar("T")
 _STAND_IN = "0123456789"
@@ -97,14 +99,13 @@ class Rendering:
             )
         return whole[len(before) : len(whole) - len(end)]
 
-    def text(self, tokens: Tokens) -> str:
-        """A turn's text, its stop token left out."""
-        ids = tokens.token_ids
-        return self.tokenizer.decode(ids[:-1] if tokens.finish_reason == "stop" else ids)
+    def text(self, tokens: Tokens, sampling: Sampling) -> str:
+        """A turn's text, its stop token left out, up to the first of its stop strings."""
+        return text_of(tokens.segment(sampling), tokens.finish_reason, self.tokenizer)
 
-    def parsed(self, tokens: Tokens, tools: Any, prompt_ids: Sequence[int], call_ids: str = "") -> ParsedTurn:
+    def parsed(self, tokens: Tokens, sampling: Sampling, tools: Any, prompt_ids: Sequence[int], call_ids: str = "") -> ParsedTurn:
         """What a turn says after a prompt; its calls have the ids `<call_ids><number>`."""
         thinking = self._format.opens_thought(prompt_ids) if self.chat_template else False
-        found = self._calls.parse(self.text(tokens), tools, thinking=thinking or None)
+        found = self._calls.parse(self.text(tokens, sampling), tools, thinking=thinking or None)
         calls = tuple(ToolCall(call.name, call.arguments, f"{call_ids}{number}") for number, call in enumerate(found.tool_calls))
         return msgspec.structs.replace(found, tool_calls=calls) if calls else found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.errors import SchemaError
+from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.gateway.errors import ApiError, refused
 from streamrl.schemas.tasks import Sampling
 
@@ -21,9 +21,8 @@ NAMES: Mapping[str, str] = {
 }
 """Field of `Sampling` by field of a request."""
 MAX_TOKEN = 2**31 - 1
-FREE = frozenset({"max_new_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos"})
-"""What each call may choose. Of all else the trainer knows one value a sample: a call may say again what its task has."""
-FIXED = tuple(name for name in Sampling.__struct_fields__ if name not in FREE)
+_ALWAYS = frozenset({"max_new_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos"})
+"""What every engine can draw by."""
 NEUTRAL: Mapping[str, Any] = {
     "min_p": 0,
     "presence_penalty": 0,
@@ -43,12 +42,13 @@ NEUTRAL: Mapping[str, Any] = {
 """Fields that change nothing at these values, and are refused at others where `Sampling` has no such field."""
 
 
-def sampling_of(given: Mapping[str, Any], base: Sampling, where: str = "") -> Sampling:
+def sampling_of(given: Mapping[str, Any], base: Sampling, drawable: Callable[[Sampling], None], where: str = "") -> Sampling:
     """How a call's tokens are drawn.
 
     Args:
         given: its fields of sampling; None counts as left out.
         base: of the task.
+        drawable: raises ConfigError for what the run's engines cannot draw by, or its trainer not train.
         where: what stands before a field's name in errors.
 
     Raises:
@@ -80,13 +80,13 @@ def sampling_of(given: Mapping[str, Any], base: Sampling, where: str = "") -> Sa
             hint="a greedy token has no log-prob to train on; leave temperature out for the task's own",
             param=where + "temperature",
         )
-    for name in FIXED:
-        if getattr(sampling, name) != getattr(base, name):
-            raise refused(
-                f"expected {name} = {getattr(base, name)!r:.80}, as the run has it, got {getattr(sampling, name)!r:.80}",
-                hint=f"leave {name} out, or set sampling.{name} of the run",
-                param=where + name,
-            )
+    if said.keys() - _ALWAYS:
+        try:
+            drawable(sampling)
+        except ConfigError as error:
+            field = str(error.values.get("key", "")).rpartition(".")[2]
+            message = f"expected sampling that this run can do: {error.message}"
+            raise refused(message, hint=error.hint, code="unsupported_parameter", param=where + _asked(given, field)) from error
     return sampling
 
 

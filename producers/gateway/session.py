@@ -208,7 +208,7 @@ class Session:
 
     async def _make(self, ask: Ask) -> Node:
         # What is wrong with the call itself is said before anything is asked.
-        sampling = sampling_of(ask.fields, self.context.task.sampling, ask.where)
+        sampling = sampling_of(ask.fields, self.context.task.sampling, self.rules.drawable, ask.where)
         # A large text takes the tokenizer seconds, in which the loop has leases to keep. The tree only grows.
         place = await asyncio.to_thread(ask.place, self.tree) if ask.size > LARGE else ask.place(self.tree)
         sampling = self._within(sampling, place)
@@ -219,7 +219,7 @@ class Session:
         if self.tree.turns and made.logprob_mode != self._mode:
             raise later(f"expected log-probs of mode {self._mode} in every turn, got {made.logprob_mode} from {made.engine}", AGAIN_S)
         tokens = Tokens.of(made)
-        says = self.rules.rendering.parsed(tokens, ask.tools or self.context.task.tools, place.prompt_ids)
+        says = self.rules.rendering.parsed(tokens, sampling, ask.tools or self.context.task.tools, place.prompt_ids)
         turn = Turn(
             parent=place.parent,
             heard=place.heard,

@@ -24,13 +24,14 @@ from streamrl.producers.episode import Episode
 from streamrl.producers.gateway.entries import Ended, Started
 from streamrl.producers.gateway.episodes import episodes_of
 from streamrl.producers.gateway.errors import ApiError, gone, later
+from streamrl.producers.gateway.granted import Granted
 from streamrl.producers.gateway.journal import Journal
 from streamrl.producers.gateway.keys import SessionKey, new_nonce
 from streamrl.producers.gateway.placing import Rules, prompt_messages
 from streamrl.producers.gateway.rendering import Rendering
 from streamrl.producers.gateway.session import AGAIN_S, Bounds, Session
 from streamrl.producers.protocol import Context, Failure
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RolloutTask, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -74,34 +75,6 @@ class Calls:
         return found
 
 
-class Granted:
-    """A claimed task: a session for each rollout."""
-
-    def __init__(self, task: RolloutTask, sessions: Sequence[Session]) -> None:
-        self.task = task
-        self.sessions = sessions
-        self.finished = asyncio.Event()
-        self.is_over = asyncio.Event()
-        """Whether this delivery of its task has come to its end."""
-        self.idle_since_s = time.monotonic()
-        """Since when no session of it is open."""
-
-    @property
-    def free(self) -> list[Session]:
-        """Those that nobody has."""
-        return [one for one in self.sessions if one.started is None and one.ended is None and not one.reserved]
-
-    @property
-    def is_unasked(self) -> bool:
-        """Whether nobody has started any, nor is about to."""
-        return len(self.free) == len(self.sessions)
-
-    @property
-    def num_open(self) -> int:
-        """Those that agents have."""
-        return sum(session.started is not None and session.ended is None for session in self.sessions)
-
-
 class Sessions:
     """A `Producer` whose rollouts are sessions, and the `Demand` for its tasks.
 
@@ -111,15 +84,27 @@ class Sessions:
         idle_s: longest that an agent may not call.
         total_s: longest that it may have in all, its calls left out.
         own_prompts: whether calls may begin with other prompts than the task's.
+        drawable: raises ConfigError for sampling that the run cannot do.
         num_rollouts: of a task.
     """
 
-    def __init__(self, journal: Journal, bounds: Bounds, *, idle_s: float, total_s: float, own_prompts: bool, num_rollouts: int) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        bounds: Bounds,
+        *,
+        idle_s: float,
+        total_s: float,
+        own_prompts: bool,
+        drawable: Callable[[Sampling], None],
+        num_rollouts: int,
+    ) -> None:
         self._journal = journal
         self._bounds = bounds
         self._idle_s = idle_s
         self._total_s = total_s
         self._own_prompts = own_prompts
+        self._drawable = drawable
         self._num_rollouts = num_rollouts
         self._tasks: dict[int, Granted] = {}
         self._coming: set[int] = set()
@@ -224,7 +209,7 @@ class Sessions:
             raise EngineError(f"the sessions of task {task.index} cannot be read: {error.message}") from error
         if not entries and task.index in self._ended:
             raise EngineError(f"task {task.index} has ended here", hint="this delivery of it was on its way meanwhile")
-        rules = Rules(task, Rendering(context), self._own_prompts)
+        rules = Rules(task, Rendering(context), self._own_prompts, self._drawable)
         sessions: list[Session] = []
         granted = Granted(task, sessions)
 

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamrl.config.check_sampling import check_drawn, check_grammars, check_vocabulary
 from streamrl.config.files import write_private
 from streamrl.config.hosts import is_loopback
 from streamrl.errors import LaunchError
+from streamrl.producers.factory import policy_tokenizer
 from streamrl.producers.gateway.guards import SHARE
 from streamrl.producers.gateway.journal import Journal
 from streamrl.producers.gateway.keys import Keys
@@ -26,6 +28,7 @@ from streamrl.producers.late import LateRewards
 from streamrl.producers.rollouts import serve
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
+from streamrl.schemas.tasks import Sampling
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -67,6 +70,7 @@ async def main(worker: Worker, *, port: int | None = None, listens: Callable[[st
         idle_s=config.idle_timeout_s,
         total_s=worker.config.producer.rollout_timeout_s,
         own_prompts=config.prompts == "any",
+        drawable=_drawable(worker),
         num_rollouts=worker.config.tasks.num_rollouts,
     )
     keys = Keys(worker.run_dir.gateway_key(), worker.config.run.name)
@@ -112,6 +116,18 @@ async def main(worker: Worker, *, port: int | None = None, listens: Callable[[st
         await asyncio.gather(*background, return_exceptions=True)
         sessions.close()
         await server.stop()
+
+
+def _drawable(worker: Worker) -> Callable[[Sampling], None]:
+    """What a call may ask for is what a row of the data may."""
+    config, (tokenizer, _) = worker.config, policy_tokenizer(worker)
+
+    def check(sampling: Sampling) -> None:
+        check_drawn(config, sampling, "sampling", trained=True)
+        check_vocabulary(sampling, tokenizer.vocab_size, "sampling")
+        check_grammars(config, sampling, "sampling")
+
+    return check
 
 
 async def _listen(worker: Worker, server: GatewayServer, port: int | None) -> None:

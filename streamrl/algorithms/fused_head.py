@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from streamrl.algorithms.logit_bias import LogitBias
 from streamrl.algorithms.nucleus import BITS, packed, support, unpacked
 
 
@@ -33,11 +34,27 @@ class Plan(NamedTuple):
     """Ranks that hold the other parts of the vocabulary."""
 
 
+class Cut(NamedTuple):
+    """What a distribution is restricted to, see `streamrl.algorithms.nucleus.support`."""
+
+    top_p_M: Tensor
+    top_k_M: Tensor
+    min_p_M: Tensor | None = None
+
+    def rows(self, chosen: slice) -> Cut:
+        """Of some of the predicted tokens."""
+        return Cut(self.top_p_M[chosen], self.top_k_M[chosen], None if self.min_p_M is None else self.min_p_M[chosen])
+
+    def support(self, logits_MV: Tensor, targets_M: Tensor) -> Tensor:
+        """[M, V] bool: the tokens that are kept."""
+        return support(logits_MV, targets_M, self.top_p_M, self.top_k_M, self.min_p_M)
+
+
 class FusedHead(torch.autograd.Function):
-    """(hidden [M, H], weight [V, H], bias [V] | None, targets [M], temperature [M], top_p [M] | None, top_k [M] | None, plan) to
+    """(hidden [M, H], weight [V, H], bias [V] | None, targets [M], temperature [M], cut, logit bias | None, plan) to
     (log-probs [M], entropies [M]). See `streamrl.algorithms.logprobs.linear_logprobs`; targets outside [0, V) are another rank's.
 
-    With logits z = cap(scale (W h + b)) / temperature, q = softmax(z) over the kept tokens and its entropy S:
+    With logits z = (cap(scale (W h + b)) + logit bias) / temperature, q = softmax(z) over the kept tokens and its entropy S:
     d log q_t / dz_j = [j = t] - q_j and dS / dz_j = -q_j (log q_j + S).
     """  # noqa: D205
 
@@ -49,26 +66,24 @@ class FusedHead(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_M: Tensor,
         temperature_M: Tensor,
-        top_p_M: Tensor | None,
-        top_k_M: Tensor | None,
+        cut: Cut | None,
+        logit_bias: LogitBias | None,
         plan: Plan,
     ) -> tuple[Tensor, Tensor]:
         """See the class."""
         tokens, vocab = len(hidden_MH), len(weight_VH)
         temperature_M = temperature_M.to(accumulation_dtype(hidden_MH))
         found = temperature_M.new_zeros((4, tokens))
-        truncated = top_p_M is not None and top_k_M is not None
-        bits = targets_M.new_empty((tokens, -(-vocab // BITS)), dtype=torch.uint8) if truncated and plan.remember else None
+        bits = targets_M.new_empty((tokens, -(-vocab // BITS)), dtype=torch.uint8) if cut is not None and plan.remember else None
         size = max(1, plan.chunk_elements // vocab)
         logits = None
         for first in range(0, tokens, size):
             part = slice(first, first + size)
-            logits = scaled_logits(hidden_MH[part], weight_VH, bias_V, temperature_M[part], plan)
-            kept = None
-            if top_p_M is not None and top_k_M is not None:
-                kept = support(logits, targets_M[part], top_p_M[part], top_k_M[part])
-                if bits is not None:
-                    bits[part] = packed(kept)
+            added = None if logit_bias is None else logit_bias.rows(part)
+            logits = scaled_logits(hidden_MH[part], weight_VH, bias_V, temperature_M[part], plan, added)
+            kept = None if cut is None else cut.rows(part).support(logits, targets_M[part])
+            if kept is not None and bits is not None:
+                bits[part] = packed(kept)
             for row, values in zip(found, statistics(logits, targets_M[part], kept), strict=True):
                 row[part] = values
         greatest, total, moment, chosen = found if plan.group is None else _combined(found, plan.group)
@@ -79,7 +94,7 @@ class FusedHead(torch.autograd.Function):
             ctx.save_for_backward(
                 hidden_MH, weight_VH, bias_V, targets_M, temperature_M, greatest + total.log(), entropy.clone(), bits, only
             )
-            ctx.plan = plan
+            ctx.plan, ctx.logit_bias = plan, logit_bias
         if not plan.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -89,6 +104,7 @@ class FusedHead(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Gradients of hidden, weight and bias. Tokens whose slopes are 0 take no part: what they hold, NaN included, reaches nothing."""
         plan: Plan = ctx.plan
+        added: LogitBias | None = ctx.logit_bias
         logprob_slopes_M, entropy_slopes_M = grad_outputs
         hidden, weight, bias, targets, temperature, normalizer, entropy, bits, logits = ctx.saved_tensors
         shape, vocab = hidden.shape, len(weight)
@@ -101,6 +117,7 @@ class FusedHead(torch.autograd.Function):
             hidden, targets, temperature, normalizer, entropy = (x[rows] for x in (hidden, targets, temperature, normalizer, entropy))
             logprob_slopes_M, entropy_slopes_M = logprob_slopes_M[rows], entropy_slopes_M[rows]
             bits, logits = (None if x is None else x[rows] for x in (bits, logits))
+            added = None if added is None else added.rows(rows)
         wide = temperature.dtype
         hidden_slopes = None if len(hidden) or not ctx.needs_input_grad[0] else hidden.new_zeros(hidden.shape, dtype=wide)
         weight_slopes = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -109,10 +126,11 @@ class FusedHead(torch.autograd.Function):
         for first in range(0, vocab if len(hidden) else 0, width):
             columns = slice(first, min(first + width, vocab))
             part = None if bias is None else bias[columns]
-            block = scaled_logits(hidden, weight[columns], part, temperature, plan) if logits is None else logits
+            inside = None if added is None else added.columns(columns.start, columns.stop)
+            block = scaled_logits(hidden, weight[columns], part, temperature, plan, inside) if logits is None else logits
             kept = None if bits is None else unpacked(bits[:, first // BITS : -(-columns.stop // BITS)], columns.stop - first)
             spread = entropy_slopes_M if plan.entropy_gradient else None
-            slopes = logit_slopes(block, targets - first, kept, normalizer, entropy, logprob_slopes_M, spread, temperature, plan)
+            slopes = logit_slopes(block, targets - first, kept, normalizer, entropy, logprob_slopes_M, spread, temperature, plan, inside)
             if bias_slopes is not None:
                 bias_slopes[columns] = slopes.sum(0)
             if slopes.is_cuda:
@@ -145,8 +163,15 @@ def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return left.to(dtype) @ right.to(dtype)
 
 
-def scaled_logits(hidden_MH: Tensor, weight_DH: Tensor, bias_D: Tensor | None, temperature_M: Tensor, plan: Plan) -> Tensor:
-    """cap(scale (h W^T + b)) / temperature with cap(x) = softcap tanh(x / softcap): [M, D] in the temperature's type."""
+def scaled_logits(
+    hidden_MH: Tensor,
+    weight_DH: Tensor,
+    bias_D: Tensor | None,
+    temperature_M: Tensor,
+    plan: Plan,
+    logit_bias: LogitBias | None = None,
+) -> Tensor:
+    """(cap(scale (h W^T + b)) + logit bias) / temperature, cap(x) = softcap tanh(x / softcap): [M, D] in the temperature's type."""
     logits = product(hidden_MH, weight_DH.T, temperature_M.dtype)
     if bias_D is not None:
         logits += bias_D
@@ -154,6 +179,8 @@ def scaled_logits(hidden_MH: Tensor, weight_DH: Tensor, bias_D: Tensor | None, t
         logits *= plan.scale
     if plan.softcap:
         logits.div_(plan.softcap).tanh_().mul_(plan.softcap)
+    if logit_bias is not None:
+        logit_bias.add_(logits)
     return logits.div_(temperature_M[:, None])
 
 
@@ -183,6 +210,7 @@ def logit_slopes(
     entropy_slopes_M: Tensor | None,
     temperature_M: Tensor,
     plan: Plan,
+    logit_bias: LogitBias | None = None,
 ) -> Tensor:
     """The loss's gradient with respect to h W^T + b, [M, D], from those with respect to log-probs and entropies."""
     inner_M = plan.scale / temperature_M
@@ -200,7 +228,10 @@ def logit_slopes(
     cell = torch.arange(len(slopes), device=slopes.device), targets_M.clamp(0, slopes.shape[1] - 1)
     slopes[cell] += torch.where(here, logprob_slopes_M, 0.0)
     if plan.softcap:
-        slopes *= 1 - (logits_MD * (temperature_M / plan.softcap)[:, None]).square_()
+        capped = logits_MD * (temperature_M / plan.softcap)[:, None]
+        if logit_bias is not None:
+            logit_bias.add_(capped, -1 / plan.softcap)
+        slopes *= 1 - capped.square_()
     return slopes
 
 

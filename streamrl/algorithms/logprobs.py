@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from streamrl.algorithms.fused_head import FusedHead, Plan
-from streamrl.algorithms.nucleus import support
+from streamrl.algorithms.fused_head import Cut, FusedHead, Plan
+from streamrl.algorithms.logit_bias import LogitBias
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits in memory at a time: 128 MiB of float32."""
@@ -45,10 +45,12 @@ def linear_logprobs(
     temperature_M: Tensor,
     top_p_M: Tensor | None = None,
     top_k_M: Tensor | None = None,
+    min_p_M: Tensor | None = None,
+    logit_bias: LogitBias | None = None,
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """Log pi(target | state) = z_target - logsumexp(z) with z = logits / temperature, over the kept tokens where truncated.
+    """Log pi(target | state) = z_target - logsumexp(z) with z = (logits + bias) / temperature, over the kept tokens where truncated.
 
     Logits are float32 whatever the type of states and weight, as are all sums over tokens and vocabulary. On a GPU the logits' gradient is
     rounded to the states' type before it meets the weight. Of gradients there are the first ones only.
@@ -58,8 +60,10 @@ def linear_logprobs(
         targets_M: [M] int64 token ids.
         head: weight and bias of the states' type.
         temperature_M: [M] above 0.
-        top_p_M: [M] float32, 1.0 = off; None = all off. With `top_k_M` or not at all.
+        top_p_M: [M] float32, 1.0 = off; None = all off.
         top_k_M: [M] int64, -1 = off; None = all off.
+        min_p_M: [M] float32, 0.0 = off; None = all off.
+        logit_bias: added before the temperature; None: nothing.
         entropy_gradient: whether the entropies carry a gradient.
         chunk_elements: bound of the logits in memory at a time; a token's whole vocabulary is there all the same. Whatever fits
             into it at once is kept for the backward pass, else logits are computed again there.
@@ -69,7 +73,8 @@ def linear_logprobs(
     """
     remember = torch.is_grad_enabled()
     plan = Plan(chunk_elements, head.scale, head.softcap, entropy_gradient, remember)
-    found: tuple[Tensor, Tensor] = FusedHead.apply(hidden_MH, head.weight, head.bias, targets_M, temperature_M, top_p_M, top_k_M, plan)  # pyright: ignore[reportAssignmentType]
+    cut = _cut(targets_M, top_p_M, top_k_M, min_p_M)
+    found: tuple[Tensor, Tensor] = FusedHead.apply(hidden_MH, head.weight, head.bias, targets_M, temperature_M, cut, logit_bias, plan)  # pyright: ignore[reportAssignmentType]
     return found
 
 
@@ -82,6 +87,8 @@ def token_logprobs(
     temperature_M: Tensor,
     top_p_M: Tensor | None = None,
     top_k_M: Tensor | None = None,
+    min_p_M: Tensor | None = None,
+    logit_bias: LogitBias | None = None,
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
@@ -95,38 +102,46 @@ def token_logprobs(
         temperature_M: [M] float32 above 0.
         top_p_M: [M] float32, 1.0 = off; None = all off.
         top_k_M: [M] int64, -1 = off; None = all off.
+        min_p_M: [M] float32, 0.0 = off; None = all off.
+        logit_bias: added before the temperature; None: nothing.
         entropy_gradient: whether the entropies carry a gradient.
         chunk_elements: bound of C * V.
 
     Returns:
         As `linear_logprobs`.
     """
+    cut = _cut(targets_M, top_p_M, top_k_M, min_p_M)
 
-    def chunk(hidden: Tensor, targets: Tensor, temperature: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> tuple[Tensor, Tensor]:
+    def chunk(hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         logits = head(hidden)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        scaled = wide / temperature[:, None].to(wide.dtype)
-        return _chunk_logprobs(scaled, targets, top_p, top_k, entropy_gradient)
+        if logit_bias is not None:
+            wide = logit_bias.rows(part).added(wide)
+        scaled = wide / temperature_M[part, None].to(wide.dtype)
+        return _chunk_logprobs(scaled, targets_M[part], None if cut is None else cut.rows(part), entropy_gradient)
 
     size = max(1, chunk_elements // vocab_size)
     if len(targets_M) <= size:
-        return chunk(hidden_MH, targets_M, temperature_M, top_p_M, top_k_M)
+        return chunk(hidden_MH, slice(None))
     parts: list[tuple[Tensor, Tensor]] = []
     for first in range(0, len(targets_M), size):
         part = slice(first, first + size)
-        top_p = None if top_p_M is None else top_p_M[part]
-        top_k = None if top_k_M is None else top_k_M[part]
-        parts.append(checkpoint(chunk, hidden_MH[part], targets_M[part], temperature_M[part], top_p, top_k, use_reentrant=False))
+        parts.append(checkpoint(chunk, hidden_MH[part], part, use_reentrant=False))
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def _chunk_logprobs(
-    logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor | None, top_k_M: Tensor | None, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
+def _cut(targets_M: Tensor, top_p_M: Tensor | None, top_k_M: Tensor | None, min_p_M: Tensor | None) -> Cut | None:
+    if top_p_M is None and top_k_M is None and min_p_M is None:
+        return None
+    top_p = torch.ones_like(targets_M, dtype=torch.float32) if top_p_M is None else top_p_M
+    return Cut(top_p, torch.full_like(targets_M, -1) if top_k_M is None else top_k_M, min_p_M)
+
+
+def _chunk_logprobs(logits_MV: Tensor, targets_M: Tensor, cut: Cut | None, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     finite = logits_MV
-    if top_p_M is not None and top_k_M is not None:
+    if cut is not None:
         with torch.no_grad():
-            dropped = ~support(logits_MV, targets_M, top_p_M, top_k_M)
+            dropped = ~cut.support(logits_MV, targets_M)
         finite = logits_MV.masked_fill(dropped, 0.0)
         logits_MV = logits_MV.masked_fill(dropped, -torch.inf)
     normalizer = logits_MV.logsumexp(-1)

@@ -1,4 +1,7 @@
-"""Which tokens top-k and top-p leave, and that knowledge at one bit a token. `M` predicted tokens, `V` vocabulary, `B` bytes of V bits."""
+"""Which tokens top-k, top-p and min-p leave, and that knowledge at one bit a token.
+
+Letters: `M` predicted tokens, `V` vocabulary, `B` bytes of V bits.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,20 @@ BITS = 8
 """Tokens whose bits share a byte of `packed`."""
 
 
-def support(logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor, top_k_M: Tensor) -> Tensor:
-    """Tokens that top-k and top-p leave: [M, V] bool.
+def support(logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor, top_k_M: Tensor, min_p_M: Tensor | None = None) -> Tensor:
+    """Tokens that top-k, top-p and min-p leave: [M, V] bool.
 
     Tokens are ranked by logit, ties by id. Rank >= k goes, and so does a token before which the probability p has
-    been reached already (both measured on the whole distribution; nucleus sampling, arXiv 1904.09751). The first always stays.
-    So does the target: the sampler did draw it, and under newer weights it may rank lower than it did.
+    been reached already (nucleus sampling, arXiv 1904.09751), and one that is less than min_p times as likely as the first (arXiv
+    2407.01082); each is measured on the whole distribution. The first always stays. So does the target: the sampler did draw it, and
+    under newer weights it may rank lower than it did.
 
     Args:
         logits_MV: [M, V] float32 or float64 of the distribution that is truncated, divided by the temperature.
         targets_M: [M] int64 token ids.
         top_p_M: [M] float32 above 0; 1.0 = off.
         top_k_M: [M] int64 of at least 1; -1 = off.
+        min_p_M: [M] float32 in [0, 1]; 0.0 = off; None = all off.
     """
     ranked, order = logits_MV.sort(dim=-1, descending=True, stable=True)
     probs = ranked.softmax(-1)
@@ -29,6 +34,8 @@ def support(logits_MV: Tensor, targets_M: Tensor, top_p_M: Tensor, top_k_M: Tens
     limit = torch.where(top_k_M < 0, logits_MV.shape[-1], top_k_M)[:, None]
     off = (top_p_M >= 1.0)[:, None]
     kept = (rank < limit) & (off | (before < top_p_M[:, None]))
+    if min_p_M is not None:
+        kept &= probs >= min_p_M[:, None] * probs[:, :1]
     mask = torch.zeros_like(kept).scatter(-1, order, kept)
     return mask.scatter(-1, targets_M[:, None], True)
 

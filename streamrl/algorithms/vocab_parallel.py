@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.algorithms.fused_head import FusedHead, Plan
+from streamrl.algorithms.logit_bias import LogitBias
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, LinearHead
 
 
@@ -22,6 +23,7 @@ def vocab_parallel_logprobs(
     first: int,
     group: dist.ProcessGroup,
     temperature_M: Tensor,
+    logit_bias: LogitBias | None = None,
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
@@ -37,6 +39,7 @@ def vocab_parallel_logprobs(
         first: token id of this rank's first row.
         group: the ranks whose parts make the vocabulary.
         temperature_M: [M] above 0.
+        logit_bias: of the whole vocabulary, equal on all ranks; None: nothing.
         entropy_gradient: whether the entropies carry a gradient.
         chunk_elements: bound of the logits in memory at a time.
 
@@ -45,5 +48,6 @@ def vocab_parallel_logprobs(
     """
     remember = torch.is_grad_enabled()
     plan = Plan(chunk_elements, head.scale, head.softcap, entropy_gradient, remember, group)
-    found: tuple[Tensor, Tensor] = FusedHead.apply(hidden_MH, head.weight, head.bias, targets_M - first, temperature_M, None, None, plan)  # pyright: ignore[reportAssignmentType]
+    added = None if logit_bias is None else logit_bias.columns(first, first + len(head.weight))
+    found: tuple[Tensor, Tensor] = FusedHead.apply(hidden_MH, head.weight, head.bias, targets_M - first, temperature_M, None, added, plan)  # pyright: ignore[reportAssignmentType]
     return found

@@ -11,6 +11,7 @@ from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
+from streamrl.config.check_sampling import check_grammars, check_sampling
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.metrics import check_sinks
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, parse_dataset
@@ -28,6 +29,7 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first rule across sections that does not hold. Looks at no file."""
     _check_work(config)
     _check_chat(config)
+    check_sampling(config)
     _check_schedule(config)
     _check_debug(config)
     _check_model(config)
@@ -44,6 +46,8 @@ def check_files(config: Config) -> None:
     """Raise ConfigError for the first file, directory or sink's package that is named but not there, and see `check_new_name`."""
     check_new_name(config.run)
     check_sinks(config.metrics)
+    check_grammars(config, config.sampling, "sampling")
+    check_grammars(config, config.evaluation.sampling, "evaluation.sampling")
     for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
         text: str = field(config, key)
         if key in DATASETS:
@@ -91,12 +95,6 @@ def _check_work(config: Config) -> None:
         "data.train must name the training rows, got nothing",
         hint="set it to a JSONL or Parquet file",
         key="data.train",
-    )
-    refuse(
-        config.sampling.temperature == 0,
-        "sampling.temperature must be above 0 (a greedy token has no log-prob to train on), got 0",
-        hint="only evaluation.sampling may be greedy",
-        key="sampling.temperature",
     )
     refuse(
         tasks.hold_ahead and tasks.max_staleness == 0,

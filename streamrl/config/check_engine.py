@@ -39,6 +39,7 @@ _REFUSED: dict[str, tuple[Any, str, str]] = {
     "tokenizer_worker_num": (1, "requests are counted and aborted in one front process", "leave it out"),
     "grpc_mode": (False, "streamrl speaks HTTP with the server", "leave it out"),
     "use_ray": (False, "the worker starts and watches the server itself", "leave it out"),
+    "grammar_backend": ("none", "it needs a tokenizer in the server, which starts without", "set engine.sglang.grammar_backend"),
     "weight_cache_mode": ("none", "SGLang refuses new weights then", "leave it out"),
 }
 _PAUSE_ONLY: dict[str, tuple[Any, str]] = {

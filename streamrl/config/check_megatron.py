@@ -55,15 +55,13 @@ def check_megatron(config: Config) -> None:
         hint=f"set trainer.ranks to a multiple of {parts * context}",
         key="trainer.context",
     )
-    sampling, split = config.sampling, tensor > 1
+    split = tensor > 1
     asked = [
         ("trainer.shards", trainer.shards > 1, "it cuts matrices instead: trainer.tensor"),
         ("trainer.context", trainer.context > 1 and experts > 1, "ranks that divide experts share no rows"),
         ("trainer.compile", trainer.compile == "on" and split, "tensor ranks wait for each other within a layer"),
         ("trainer.attention", trainer.attention == "flash", "its attention is packed or sdpa"),
         ("loss.slime_loss", bool(config.loss.slime_loss), "it hands out no logits"),
-        ("sampling.top_p", split and sampling.top_p < 1, "log-probs over a split vocabulary are of the whole distribution"),
-        ("sampling.top_k", split and sampling.top_k > 0, "log-probs over a split vocabulary are of the whole distribution"),
     ]
     for key, found, why in asked:
         refuse(

@@ -27,6 +27,9 @@ class SglangConfig(Section, frozen=True, kw_only=True):
     """A prompt reuses cached prefixes of the version it begins with only, not those that older weights computed."""
     verify: bool = True
     """Check each staged version on the engine's device against its manifest's digest."""
+    grammar_backend: Literal["", "xgrammar", "llguidance", "outlines"] = ""
+    """What keeps completions within `sampling.json_schema` and `sampling.regex`; its package must be in SGLang's environment. Empty: none,
+    requests with a grammar are refused, and the server needs no tokenizer."""
     flags: dict[str, Any] = {}
     """Any other flag of SGLang's launch_server, as `mem_fraction_static = 0.8`; true gives `--flag`, false leaves it out."""
     env: dict[str, str] = {}

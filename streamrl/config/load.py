@@ -70,7 +70,7 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     given: dict[str, Any] = {}
     for text in overrides:
         _place(given, *_parse_override(text))
-    changed = convert(_merge(msgspec.to_builtins(config), resolve(given, Path.cwd())), where="--set")
+    changed = convert(_merge(msgspec.to_builtins(config, str_keys=True), resolve(given, Path.cwd())), where="--set")
     check(changed)
     return changed
 
@@ -96,7 +96,7 @@ def convert(tree: Mapping[str, Any], *, where: str) -> Config:
         raise _located(error, where) from error
     _refuse_unknown(present, Config, where=where)
     try:
-        return msgspec.convert(present, Config, strict=True)
+        return msgspec.convert(present, Config, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
         raise _invalid(str(error), present, where) from error
     except SchemaError as error:
@@ -105,7 +105,7 @@ def convert(tree: Mapping[str, Any], *, where: str) -> Config:
 
 def dump(config: Config) -> str:
     """The tree as JSON text, for the run directory and the run record. Credentials inside `bus.url` are left out."""
-    tree: dict[str, Any] = for_the_record(msgspec.to_builtins(config))
+    tree: dict[str, Any] = for_the_record(msgspec.to_builtins(config, str_keys=True))
     tree["bus"]["url"] = _without_credentials(config.bus.url)
     return json.dumps(tree, indent=2) + "\n"
 

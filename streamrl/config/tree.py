@@ -90,6 +90,9 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Field with a table handed to rewards and producers; empty: none."""
     tools_key: str = ""
     """Field with tool definitions for the chat template; empty: none."""
+    sampling_key: str = ""
+    """Field with a table of `sampling` fields for the row's own tasks, put over `sampling` (over `evaluation.sampling` in an evaluation);
+    empty: none."""
     chat_template: bool = True
     """Apply the tokenizer's chat template (a string prompt becomes one user message)."""
     chat_template_kwargs: dict[str, Any] = {}
@@ -123,8 +126,9 @@ class TasksConfig(Section, frozen=True, kw_only=True):
     """Samples that a length limit cut (status `truncated`): trained; masked, while their rewards still count in their groups (overlong
     filtering, arXiv 2503.14476); or their rollouts left out of their groups."""
     inexact: Literal["refuse", "mask", "allow"] = "mask"
-    """Tokens whose versions are guesses, as SGLang without the plugin gives them: their rollouts are left out, they are masked, or they are
-    trained as if their versions were known."""
+    """Tokens whose versions are guesses, as SGLang without the plugin gives them, or that were drawn with penalties or a grammar, which the
+    trainer does not compute: their rollouts are left out, they are masked, or they are trained as if their versions were known and as if
+    the trainer's distribution were the one that they were drawn from."""
     check_max_len: bool = True
     """A message with a sample of more than model.max_len tokens is a dead letter."""
     expire_versions: NonNegativeInt = 0

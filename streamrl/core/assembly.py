@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.core.batches import STATUS_CODES, TrainBatch
+from streamrl.core.batches import STATUS_CODES, LogitBiases, TrainBatch
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
@@ -119,8 +119,10 @@ def assemble(
     def ints(column: str) -> npt.NDArray[Any]:
         return samplewise(lambda message: message.ints(column))
 
-    # A sampler that reports log-probs from before top-p and top-k is compared with the policy's from before them too.
-    truncated = samplewise(lambda message: np.array(message.texts("logprob_mode")) == LogprobMode.SAMPLED)
+    # A sampler that reports log-probs from before top-k, top-p and min-p is compared with the policy's from before them too.
+    modes = samplewise(lambda message: np.array(message.texts("logprob_mode")))
+    truncated = np.repeat(modes == LogprobMode.SAMPLED, np.diff(offsets))
+    min_p = np.where(truncated, tokenwise(lambda message: message.drawn_at("min_p")), 0.0).astype(np.float32)
     return TrainBatch(
         kind="sft" if warmup else "rl",
         version=state.version,
@@ -131,8 +133,10 @@ def assemble(
         sampler_logprobs=tokenwise(lambda message: message.logprobs),
         staleness=staleness,
         temperature=np.ones(offsets[-1], np.float32) if warmup else tokenwise(lambda message: message.drawn_at("temperature")),
-        top_p=np.where(truncated, ints("top_p"), 1.0).astype(np.float32),
-        top_k=np.where(truncated, ints("top_k"), -1).astype(np.int32),
+        top_p=np.where(truncated, tokenwise(lambda message: message.drawn_at("top_p")), 1.0).astype(np.float32),
+        top_k=np.where(truncated, tokenwise(lambda message: message.drawn_at("top_k")), -1).astype(np.int32),
+        min_p=min_p if min_p.any() else None,
+        logit_biases=packed.biases(np.repeat(modes != LogprobMode.NONE, np.diff(offsets))),
         rewards=packed.rewards,
         routed_experts=tokenwise(routed) if routed is not None and packed.routed else None,
         tasks=ints("task").astype(np.int64),
@@ -187,6 +191,21 @@ class _Packed:
     def tokenwise(self, column: Callable[[SampleBatch], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """[T] of a column that has a value for each token."""
         return np.concatenate([column(message) for message in self._messages])[self._tokens]
+
+    def biases(self, sampled: npt.NDArray[np.bool_]) -> LogitBiases | None:
+        """Logit biases of the tokens that were `sampled` ([T]); None where there is none."""
+        found = [message.logit_biases for message in self._messages]
+        firsts = np.cumsum([0, *(len(biases) for _, biases in found)])
+        if not firsts[-1]:
+            return None
+        of = np.concatenate([np.where(own >= 0, own + first, -1) for (own, _), first in zip(found, firsts, strict=False)])[self._tokens]
+        biases = [bias for _, biases in found for bias in biases]
+        # Messages of one run mostly have one bias: it is kept once.
+        distinct = {tuple(sorted(bias.items())): index for index, bias in reversed(list(enumerate(biases)))}
+        first = np.array([distinct[tuple(sorted(bias.items()))] for bias in biases], np.int32)
+        kept, place = np.unique(first, return_inverse=True)
+        of = np.where((of >= 0) & sampled, place[of], -1).astype(np.int32)
+        return LogitBiases.from_tables(of, [biases[index] for index in kept.tolist()])
 
     def samplewise(self, column: Callable[[SampleBatch], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """[N] of a column that has a value for each sample."""

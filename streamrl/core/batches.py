@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -16,6 +17,34 @@ from streamrl.schemas.versions import Version
 
 STATUS_CODES = {status.value: code for code, status in enumerate(Status)}
 """What stands for a status in `TrainBatch.status`: 0 completed, 1 truncated, 2 aborted, 3 failed."""
+
+
+class LogitBiases(msgspec.Struct, frozen=True, kw_only=True):
+    """Few different biases over many tokens. Bias k changes the logits of `ids[bounds[k] : bounds[k + 1]]`."""
+
+    of: npt.NDArray[np.int32]
+    """[T]; which of the biases the token was drawn with, -1: none."""
+    bounds: npt.NDArray[np.int64]
+    """[K + 1]"""
+    ids: npt.NDArray[np.int32]
+    """Token ids, rising within a bias."""
+    values: npt.NDArray[np.float32]
+    """What is added to their logits."""
+
+    @classmethod
+    def from_tables(cls, of: npt.NDArray[np.int32], biases: Sequence[Mapping[int, float]]) -> LogitBiases | None:
+        """Of tables by token id; None where no token has one."""
+        if not (of >= 0).any():
+            return None
+        rows = [sorted(bias.items()) for bias in biases]
+        bounds = np.cumsum([0, *map(len, rows)]).astype(np.int64)
+        ids, values = np.array([pair for row in rows for pair in row], np.float64).reshape(-1, 2).T
+        return cls(of=of, bounds=bounds, ids=ids.astype(np.int32), values=values.astype(np.float32))
+
+    def tables(self) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+        """Ids and values of each bias."""
+        for start, end in itertools.pairwise(self.bounds.tolist()):
+            yield self.ids[start:end].astype(np.int64), self.values[start:end]
 
 
 class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,9 +69,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     temperature: npt.NDArray[np.float32]
     """[T]; the logits that give the token are divided by it before the log-softmax (1.0 for demonstrations)."""
     top_p: npt.NDArray[np.float32]
-    """[N]; 1.0 = off."""
+    """[T]; 1.0 = off."""
     top_k: npt.NDArray[np.int32]
-    """[N]; -1 = off."""
+    """[T]; -1 = off."""
     rewards: npt.NDArray[np.float64]
     """[N]; NaN where there is none."""
     tasks: npt.NDArray[np.int64]
@@ -51,6 +80,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[N]; index of the rollout within its group. Samples of one rollout share its reward, which counts once."""
     status: npt.NDArray[np.int8]
     """[N]; how the sample ended, as `STATUS_CODES` has it."""
+    min_p: npt.NDArray[np.float32] | None = None
+    """[T]; 0.0 = off; None: off everywhere."""
+    logit_biases: LogitBiases | None = None
+    """What was added to logits before the temperature; None: nothing."""
     routed_experts: npt.NDArray[np.int16] | None = None
     """[T, layers, k]; experts that each layer of the sampler sent the token to, -1 where that is not known. The policy's go there too,
     whatever its routers choose (R3, arXiv 2510.11370); None: they choose."""
@@ -58,6 +91,15 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one forward and backward pass; 0: the trainer's own budget."""
     choices: Choices | None = None
     """How it was computed when it was trained before; None: as the trainer chooses."""
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            if (values := getattr(self, name)) is not None and len(values) != len(self.tokens):
+                raise TrainingError(
+                    f"expected {name} of each of {len(self.tokens)} tokens, got {len(values)} values",
+                    hint="repeat the samples' values over their tokens",
+                    field=name,
+                )
 
     @classmethod
     def from_lists(
@@ -75,6 +117,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         temperature: float | Sequence[float] = 1.0,
         top_p: float | Sequence[float] = 1.0,
         top_k: int | Sequence[int] = -1,
+        min_p: float | Sequence[float] = 0.0,
+        logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = None,
         routed_experts: Sequence[npt.ArrayLike] | None = None,
         kind: Literal["sft", "rl"] = "rl",
         version: Version | None = None,
@@ -95,6 +139,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             temperature: of all samples, or [N]; all tokens of a sample have the same.
             top_p: of all samples, or [N].
             top_k: of all samples, or [N].
+            min_p: of all samples, or [N].
+            logit_bias: by token id, of all samples, or [N] of such; None: nothing.
             routed_experts: for each sample [tokens, layers, k], prompt included; None: the policy's routers choose.
             kind: see the field.
             version: the version trained from; None: the first.
@@ -130,8 +176,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             sampler_logprobs=shape.of_tokens(sampler_logprobs, "sampler_logprobs", 0.0, np.float32),
             staleness=shape.of_tokens(staleness, "staleness", 0, np.int32),
             temperature=np.repeat(shape.of_samples(temperature, "temperature", np.float32), shape.lengths),
-            top_p=shape.of_samples(top_p, "top_p", np.float32),
-            top_k=shape.of_samples(top_k, "top_k", np.int32),
+            top_p=np.repeat(shape.of_samples(top_p, "top_p", np.float32), shape.lengths),
+            top_k=np.repeat(shape.of_samples(top_k, "top_k", np.int32), shape.lengths),
+            min_p=np.repeat(shape.of_samples(min_p, "min_p", np.float32), shape.lengths) if np.any(min_p) else None,
+            logit_biases=shape.biases(logit_bias),
             rewards=shape.of_samples(np.nan if rewards is None else rewards, "rewards", np.float64),
             tasks=of_task,
             rollouts=shape.of_samples(rollouts, "rollouts", np.int64),
@@ -173,6 +221,15 @@ class _Shape(msgspec.Struct, frozen=True):
         outside = False if dtype is np.bool_ else 0
         rows = [np.array([*([outside] * number), *row], dtype) for number, row in zip(self.prompts, values, strict=True)]
         return np.concatenate([np.zeros(0, dtype), *rows])
+
+    def biases(self, given: Mapping[int, float] | Sequence[Mapping[int, float]] | None) -> LogitBiases | None:
+        """Of all samples, or of each of them."""
+        if given is None:
+            return None
+        tables = [given] * len(self.answers) if isinstance(given, Mapping) else list(given)
+        _same("logit_bias", [len(tables)], [len(self.answers)])
+        places = np.where([len(table) > 0 for table in tables], np.arange(len(tables)), -1)
+        return LogitBiases.from_tables(np.repeat(places, self.lengths).astype(np.int32), tables)
 
     def of_samples(self, values: Any, name: str, dtype: Any) -> npt.NDArray[Any]:
         """[N]; a single value is that of all."""

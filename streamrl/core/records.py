@@ -211,7 +211,7 @@ def _check_turns(batch: SampleBatch, where: str) -> None:
     if not texts and not batch.later:
         return
     try:
-        hidden = batch.uncomputed & batch.loss_mask.astype(bool)
+        hidden = batch.uncomputed & batch.loss_mask.astype(bool) & (batch.token_versions() >= 0)  # demonstrations are drawn by nobody
     except SchemaError as error:  # a turn's json_schema beside its row's regex
         raise SchemaError(f"expected a turn's sampling to go with its row's at {where}: {error.message}") from error
     if (hidden if batch.inexact is None else hidden & ~batch.inexact).any():

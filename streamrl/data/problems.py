@@ -11,7 +11,8 @@ import msgspec
 from streamrl.config.tree import DataConfig
 from streamrl.data.rows import BadRows, Rows, digest, open_rows
 from streamrl.data.tokenizer import Tokenizer
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, SchemaError
+from streamrl.schemas.tasks import Sampling, turn_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """The row's own, where it has some."""
+    sampling: dict[str, Any] = {}
+    """Fields of `Sampling` for this row, checked one by one."""
 
 
 class Problems(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +153,27 @@ def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
         tools=tools,
         metadata=metadata,
         chat_template_kwargs=given or msgspec.UNSET,
+        sampling=_sampling(rows, index, config),
     )
+
+
+def _sampling(rows: Rows, index: int, config: DataConfig) -> dict[str, Any]:
+    said = (rows[index].get(config.sampling_key) if config.sampling_key else None) or {}
+    if not isinstance(said, dict):
+        raise _wrong(rows, index, "a table", config, "sampling_key")
+    said = {name: value for name, value in said.items() if value is not None}  # Parquet has every field in every row
+    try:
+        turn_sampling(Sampling(), said)
+    except SchemaError as error:
+        path, line = rows.path, rows.line(index)
+        raise DataError(
+            f"{error.message}, under {config.sampling_key!r} at {path} line {line}",
+            hint="fix the row; docs/configuration.md has the fields of sampling",
+            path=path,
+            line=line,
+            key="data.sampling_key",
+        ) from error
+    return said
 
 
 def _wrong(rows: Rows, index: int, expected: str, config: DataConfig, option: str) -> DataError:

@@ -29,8 +29,9 @@ from streamrl.engines.wire import ErrorDetail
 from streamrl.errors import EngineError, EngineUnavailable
 
 PATH = "/channel"
-PROTOCOL = "streamrl.channel.2"
-"""Another number whenever a frame is read another way than before; 1 had no field names and was never said."""
+PROTOCOL = "streamrl.channel.3"
+"""Another number whenever a frame is read another way than before; 1 had no field names and was never said, 2 would have drawn without
+what a request asks for with later fields of `Sampling`."""
 UPGRADE_REQUIRED = 426
 """Status for a client that does not offer the protocol; the answer's `Sec-WebSocket-Protocol` says which one it is."""
 FRAME_BYTES = 4 << 20

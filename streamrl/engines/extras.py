@@ -1,8 +1,8 @@
 """What an engine says about a completion beyond its tokens: `Chunk.extras` and the same as fields of `meta_info`.
 
 Keys, all on a completion's last chunk and left out where there is nothing to say: `cached_tokens`, `num_retractions`, `spec_verify_ct`,
-`spec_num_proposed_drafts`, `spec_num_correct_drafts` (numbers), `began_s` (Unix seconds), `routed_experts` (`RoutedExperts`) and
-`inexact_versions` (True).
+`spec_num_proposed_drafts`, `spec_num_correct_drafts` (numbers), `began_s` (Unix seconds), `routed_experts` (`RoutedExperts`),
+`inexact_versions` (True) and `matched` (the stop string that ended it).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from streamrl.schemas.experts import RoutedExperts
 NUMBERS = ("cached_tokens", "num_retractions", "spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
 EXPERTS = "routed_experts"
 INEXACT = "inexact_versions"
+MATCHED = "matched"
 BEGAN = "began_s"
 """When the engine began to compute it, by its own clock."""
 
@@ -35,6 +36,8 @@ def read_extras(meta: MetaInfo) -> dict[str, Any]:
         extras[EXPERTS] = from_text(meta.routed_experts_dtype, meta.routed_experts_shape, meta.routed_experts)
     if meta.inexact_versions:
         extras[INEXACT] = True
+    if isinstance(matched := (meta.finish_reason or {}).get("matched"), str):
+        extras[MATCHED] = matched
     return extras
 
 

@@ -13,7 +13,7 @@ import msgspec
 from streamrl.engines.events import event_data
 from streamrl.engines.extras import read_extras
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
-from streamrl.engines.wire import ErrorBody, GenerateBody, MetaInfo, Result, SamplingParams, ServerInfo, spans_in
+from streamrl.engines.wire import ErrorBody, GenerateBody, MetaInfo, Result, ServerInfo, params_of, spans_in
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.versions import Version
@@ -106,22 +106,10 @@ class HttpEngine:
         )
 
     def _body(self, request: GenerateRequest) -> bytes:
-        sampling = request.sampling
         prompt = self._encoder.encode([list(request.prompt_ids)] * len(request.seeds))
         body = GenerateBody(
             input_ids=msgspec.Raw(prompt),
-            sampling_params=[
-                SamplingParams(
-                    max_new_tokens=sampling.max_new_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    stop_token_ids=sampling.stop_token_ids,
-                    ignore_eos=sampling.ignore_eos,
-                    sampling_seed=seed,
-                )
-                for seed in request.seeds
-            ],
+            sampling_params=[params_of(request.sampling, seed) for seed in request.seeds],
             rid=[f"{request.request_id}.{index}" for index in range(len(request.seeds))],
             stream=request.stream,
             return_logprob=True,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from enum import Enum
 
+from streamrl.engines.batching.edits import Editor
 from streamrl.engines.handover import Handover
 from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import GenerateRequest
@@ -25,11 +26,12 @@ class Stage(Enum):
 class Completion:
     """One completion of a request; owned by the decode thread once submitted."""
 
-    __slots__ = ("began_s", "index", "job", "row", "sent", "stage")
+    __slots__ = ("began_s", "editor", "index", "job", "row", "sent", "stage")
 
-    def __init__(self, job: Job, index: int) -> None:
+    def __init__(self, job: Job, index: int, editor: Editor | None) -> None:
         self.job = job
         self.index = index
+        self.editor = editor
         self.stage = Stage.WAITING
         self.row = -1
         """Row of the batch while RUNNING."""
@@ -44,7 +46,9 @@ class Job:
 
     __slots__ = ("completions", "limit", "prompt", "queue", "request", "seeds", "stops")
 
-    def __init__(self, request: GenerateRequest, *, eos_ids: tuple[int, ...], max_len: int, lost: Lost) -> None:
+    def __init__(
+        self, request: GenerateRequest, *, eos_ids: tuple[int, ...], max_len: int, lost: Lost, editors: Sequence[Editor | None]
+    ) -> None:
         self.request = request
         self.prompt = tuple(request.prompt_ids)
         sampling = request.sampling
@@ -53,14 +57,14 @@ class Job:
         """Most new tokens: asked for, and what fits in `max_len`."""
         self.seeds = tuple(seed & 0xFFFFFFFFFFFFFFFF for seed in request.seeds)
         self.queue = Handover(len(self.seeds), stream=request.stream, lost=lost)
-        self.completions = tuple(Completion(self, index) for index in range(len(self.seeds)))
+        self.completions = tuple(Completion(self, index, editor) for index, editor in enumerate(editors))
 
 
 def check_request(request: GenerateRequest, *, engine: str, policy: str, vocab_size: int, max_len: int) -> None:
     """Refuse what an engine cannot run.
 
     Raises:
-        EngineError: another policy, an empty or too long prompt, a token outside the vocabulary, no seeds.
+        EngineError: another policy, an empty or too long prompt, a token outside the vocabulary, in a logit bias too, no seeds.
     """
     prompt = request.prompt_ids
     where = f"request {request.request_id!r} to engine {engine}"
@@ -83,6 +87,11 @@ def check_request(request: GenerateRequest, *, engine: str, policy: str, vocab_s
         raise EngineError(
             f"expected token ids in 0 .. {vocab_size - 1}, got {bad} in {where}",
             hint="was the prompt made with the tokenizer of another model?",
+        )
+    if (bias := request.sampling.logit_bias) and max(bias) >= vocab_size:
+        raise EngineError(
+            f"expected token ids in 0 .. {vocab_size - 1} in sampling.logit_bias, got {max(bias)} in {where}",
+            hint="was the bias made for the tokenizer of another model?",
         )
 
 

@@ -9,9 +9,8 @@ import msgspec
 
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.protocol import GenerateRequest
-from streamrl.engines.wire import GenerateBody, SamplingParams
+from streamrl.engines.wire import GenerateBody, SamplingParams, sampling_of
 from streamrl.errors import SchemaError
-from streamrl.schemas.tasks import Sampling
 
 HINT = "the subset of SGLang's /generate that is understood is in streamrl/engines/wire.py"
 
@@ -70,7 +69,7 @@ def read_groups(data: bytes, numbers: Numbers, policy: str) -> tuple[list[Group]
         request = GenerateRequest(
             request_id=numbers.next(),
             prompt_ids=prompts[start],
-            sampling=_sampling(each[start]),
+            sampling=sampling_of(each[start]),
             policy=body.policy or policy,
             seeds=seeds,
             min_version=body.min_version,
@@ -96,8 +95,8 @@ def _rids(body: GenerateBody, count: int, numbers: Numbers) -> list[str]:
     return body.rid
 
 
-def _without_seed(params: SamplingParams) -> tuple[object, ...]:
-    return (params.max_new_tokens, params.temperature, params.top_p, params.top_k, params.stop_token_ids, params.ignore_eos, params.n)
+def _without_seed(params: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(params, sampling_seed=None)
 
 
 def _seeds(params: SamplingParams) -> tuple[int, ...]:
@@ -107,14 +106,3 @@ def _seeds(params: SamplingParams) -> tuple[int, ...]:
         return (secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed,)
     base = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed & 0x7FFFFFFFFFFFFFFF
     return tuple(rollout_seed(base, k) for k in range(params.n))
-
-
-def _sampling(params: SamplingParams) -> Sampling:
-    return Sampling(
-        max_new_tokens=params.max_new_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        stop_token_ids=params.stop_token_ids or (),
-        ignore_eos=params.ignore_eos,
-    )

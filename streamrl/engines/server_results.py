@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from streamrl.engines.extras import write_extras
+from streamrl.engines.extras import MATCHED, write_extras
 from streamrl.engines.protocol import Chunk
 from streamrl.engines.server_requests import Group
 from streamrl.engines.wire import MetaInfo, Result, SpanOut, extend_spans
@@ -52,11 +52,10 @@ class Completed:
         return Result(output_ids=ids, meta_info=meta, index=self._group.first + self._index)
 
     def _finish_reason(self) -> dict[str, Any] | None:
-        reason = self._last.finish_reason if self._last else None
-        if reason is None:
+        if self._last is None or (reason := self._last.finish_reason) is None:
             return None
         if reason == "stop":
-            return {"type": "stop", "matched": self._ids[-1]}
+            return {"type": "stop", "matched": self._last.extras.get(MATCHED, self._ids[-1])}
         if reason == "length":
             return {"type": "length", "length": len(self._ids)}
         return {"type": reason, "message": "aborted"}

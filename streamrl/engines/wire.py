@@ -13,6 +13,7 @@ import msgspec
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.samples import VersionSpan
+from streamrl.schemas.tasks import FORMER_FIELDS, Sampling
 from streamrl.schemas.versions import Version
 
 
@@ -25,8 +26,41 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, o
     top_k: int = -1
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool = False
+    min_p: float = 0.0
+    stop: str | tuple[str, ...] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
     n: int = 1
     sampling_seed: int | None = None
+
+
+def params_of(sampling: Sampling, seed: int) -> SamplingParams:
+    """The same as `sampling_params`, for one completion."""
+    later = sampling.later()
+    return SamplingParams(**{name: getattr(sampling, name) for name in FORMER_FIELDS}, **later, sampling_seed=seed)
+
+
+def sampling_of(params: SamplingParams) -> Sampling:
+    """What `sampling_params` ask for, but for seed and number; raises SchemaError for values out of their bounds."""
+    stop = (params.stop,) if isinstance(params.stop, str) else params.stop or ()
+    numbers = ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    return Sampling(
+        max_new_tokens=params.max_new_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        stop_token_ids=params.stop_token_ids or (),
+        ignore_eos=params.ignore_eos,
+        **{name: getattr(params, name) for name in numbers},
+        stop=stop,
+        logit_bias=params.logit_bias or {},
+        json_schema=params.json_schema or "",
+        regex=params.regex or "",
+    )
 
 
 class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

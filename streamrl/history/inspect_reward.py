@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -103,6 +103,12 @@ async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: 
     return replace(made, row=same.row, prompt=same.prompt, tools=same.tools, metadata=same.metadata), ""
 
 
+def _text(ids: Sequence[int], stops: Container[int], texts: Sequence[str], tokenizer: Tokenizer) -> str:
+    """A turn's text: without its stop token, up to the first of the sample's stop strings."""
+    text = tokenizer.decode(ids[:-1] if ids[-1] in stops else ids)
+    return text[: min((at for stop in texts if (at := text.find(stop)) >= 0), default=len(text))]
+
+
 def episode_of(sample: Sample, task: RolloutTask, tokenizer: Tokenizer) -> Episode:
     """The episode as its reward saw it, without a reward."""
     stops = {*tokenizer.stop_ids, *sample.sampling.stop_token_ids}
@@ -126,7 +132,7 @@ def episode_of(sample: Sample, task: RolloutTask, tokenizer: Tokenizer) -> Episo
         segments=tuple(segments),
         finish_reason=sample.finish_reason,
         status=sample.status,
-        turns=tuple(tokenizer.decode(ids[:-1] if ids[-1] in stops else ids) for ids in turns),
+        turns=tuple(_text(ids, stops, sample.sampling.stop, tokenizer) for ids in turns),
         sampling=sample.sampling,
         logprob_mode=sample.logprob_mode,
         seed=sample.seed,

@@ -95,7 +95,7 @@ def show(sample: Sample, sequence: int, decode: Decode, *, life: Life | None = N
         engine=sample.engine,
         producer=sample.producer,
         seed=sample.seed,
-        sampling=msgspec.to_builtins(sample.sampling),
+        sampling=msgspec.to_builtins(sample.sampling, str_keys=True),
         label=sample.label,
         metadata=sample.metadata,
         prompt=decode(sample.tokens[:prompt].tolist()),
@@ -151,7 +151,7 @@ def sample_text(one: Shown) -> str:
     reward = "no reward" if one.reward is None else f"reward {one.reward:g}{f' ({parts})' if parts else ''}"
     head = f"{name}, message {one.sequence}: {reward}; {one.status}, {counted(one.num_tokens, 'token')}, {one.num_trained} trained on"
     lines = textwrap.wrap(f"{head}; {one.became}" if one.became else head, WIDTH, subsequent_indent="  ")
-    sampling = ", ".join(f"{key} {value}" for key, value in one.sampling.items() if value not in ([], (), -1, False))
+    sampling = ", ".join(f"{key} {value}" for key, value in one.sampling.items() if value not in ([], (), {}, "", -1, False))
     by = f"by {one.engine or 'no engine'}, {one.producer or 'no producer'}; seed {one.seed}; {sampling}"
     lines += textwrap.wrap(by, WIDTH, initial_indent="  ", subsequent_indent="  ")
     lines += [] if one.label is None else _folded("  label   ", str(one.label))

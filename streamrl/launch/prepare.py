@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from streamrl import __version__
 from streamrl.bus.protocol import Bus
+from streamrl.config.check_sampling import check_vocabulary
 from streamrl.config.code import code_digests, loss_code, rollout_code
 from streamrl.config.load import dump
 from streamrl.config.model_digests import model_digests
@@ -20,8 +21,9 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
-from streamrl.data.model import check_context, check_experts, check_positions
+from streamrl.data.model import check_context, check_experts, check_positions, vocab_size
 from streamrl.data.problems import Problems, load_problems
+from streamrl.data.row_sampling import check_rows
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.doctor.backend import refuse_backend
 from streamrl.doctor.findings import Check
@@ -56,11 +58,15 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
     check_positions(config, model)
     check_experts(config, model)
     check_context(config, model)
-    tokenizer = load_tokenizer(model)
+    tokenizer, size = load_tokenizer(model), vocab_size(model)
+    check_vocabulary(config.sampling, size, "sampling")
+    check_vocabulary(config.evaluation.sampling, size, "evaluation.sampling")
     train = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
+    check_rows(train, config, config.sampling, size, trained=True)
     _note_left_out("data.train", train, config, note)
     if config.data.heldout:
         heldout = await asyncio.to_thread(load_problems, config.data.heldout, config.data, tokenizer)
+        check_rows(heldout, config, config.evaluation.sampling, size, trained=False)
         _note_left_out("data.heldout", heldout, config, note)
     return RunRecord(
         run=run.name,

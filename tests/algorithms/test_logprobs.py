@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from streamrl.algorithms.logit_bias import LogitBias
 from streamrl.algorithms.logprobs import LinearHead, linear_logprobs, token_logprobs
 
 M, H, V = 13, 5, 19
@@ -26,12 +27,17 @@ class Problem(NamedTuple):
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
+    min_p: Tensor
+    added: LogitBias
 
 
 class Case(NamedTuple):
     scale: float = 1.0
     softcap: float = 0.0
     truncated: bool = False
+    least: bool = False
+    """min-p"""
+    biased: bool = False
 
 
 Form = Callable[..., tuple[Tensor, Tensor]]
@@ -47,11 +53,18 @@ def problem() -> Problem:
     top_p = torch.where(torch.rand(M, generator=generator) < 0.5, 1.0, 0.7)
     top_k = torch.where(torch.rand(M, generator=generator) < 0.5, -1, 4)
     temperature = torch.rand(M, dtype=torch.float64, generator=generator) + 0.5
-    return Problem(normal(M, H), normal(V, H), normal(V), torch.randint(0, V, (M,), generator=generator), temperature, top_p, top_k)
+    matrices = normal(M, H), normal(V, H), normal(V)
+    targets = torch.randint(0, V, (M,), generator=generator)
+    min_p = torch.where(torch.rand(M, generator=generator) < 0.5, 0.0, 0.3)
+    # Two biases and tokens without one; of the first the columns of several blocks, of the second the last column.
+    bias = LogitBias(torch.arange(M) % 3 - 1, (torch.tensor([0, 3, 8, 17]), torch.tensor([V - 1])), (normal(4), normal(1) + 3))
+    return Problem(*matrices, targets, temperature, top_p, top_k, min_p, bias)
 
 
 def options(problem: Problem, case: Case) -> dict[str, Any]:
-    return {"temperature_M": problem.temperature} | ({"top_p_M": problem.top_p, "top_k_M": problem.top_k} if case.truncated else {})
+    asked = {"top_p_M": problem.top_p, "top_k_M": problem.top_k} if case.truncated else {}
+    more = ({"min_p_M": problem.min_p} if case.least else {}) | ({"logit_bias": problem.added} if case.biased else {})
+    return {"temperature_M": problem.temperature} | asked | more
 
 
 def fused(problem: Problem, case: Case, **more: Any) -> tuple[Tensor, Tensor]:
@@ -76,13 +89,25 @@ def written_out(problem: Problem, case: Case) -> tuple[Tensor, Tensor]:
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
     for row, target in enumerate(problem.targets.tolist()):
-        z = logits_of(problem.hidden[row], problem, case) / problem.temperature[row]
+        z = logits_of(problem.hidden[row], problem, case)
+        if case.biased and (which := int(problem.added.of_M[row])) >= 0:
+            added = dict(zip(problem.added.ids[which].tolist(), problem.added.values[which].tolist(), strict=True))
+            z = z + torch.tensor([added.get(j, 0.0) for j in range(V)], dtype=torch.float64)
+        z = z / problem.temperature[row]
         kept = list(range(V))
+        if case.least:
+            p = z.detach().softmax(-1)
+            kept = sorted({*(p >= problem.min_p[row].double() * p.max()).nonzero()[:, 0].tolist(), target})
         if case.truncated:
             p = z.detach().softmax(-1).tolist()
             ranked = sorted(range(V), key=lambda j: (-p[j], j))
             top_k, top_p = int(problem.top_k[row]), float(problem.top_p[row])
-            kept = [j for r, j in enumerate(ranked) if (top_k < 0 or r < top_k) and (top_p >= 1 or sum(p[i] for i in ranked[:r]) < top_p)]
+            whole = kept
+            kept = [
+                j
+                for r, j in enumerate(ranked)
+                if j in whole and (top_k < 0 or r < top_k) and (top_p >= 1 or sum(p[i] for i in ranked[:r]) < top_p)
+            ]
             kept = sorted({*kept, target})
         q = z[kept].log_softmax(-1)
         logprobs.append(q[kept.index(target)])
@@ -101,7 +126,10 @@ def grads(problem: Problem) -> list[Tensor]:
     return [x for x in found if x is not None]
 
 
-CASES = [Case(), Case(scale=0.25), Case(softcap=1.5), Case(scale=3.0, softcap=2.0, truncated=True), Case(truncated=True)]
+CASES = [
+    *(Case(), Case(scale=0.25), Case(softcap=1.5), Case(scale=3.0, softcap=2.0, truncated=True), Case(truncated=True)),
+    *(Case(least=True), Case(biased=True), Case(scale=3.0, softcap=2.0, truncated=True, least=True, biased=True)),
+]
 
 
 @pytest.mark.parametrize("form", [fused, checkpointed])
@@ -124,7 +152,7 @@ def test_equals_log_softmax_with_its_gradient(
         assert torch.allclose(mine, reference, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", [Case(), Case(scale=3.0, softcap=2.0), Case(truncated=True)])
+@pytest.mark.parametrize("case", [Case(), Case(scale=3.0, softcap=2.0, biased=True), Case(truncated=True)])
 @pytest.mark.parametrize("chunk_elements", [8 * M, 1 << 20])
 def test_gradcheck(problem: Problem, case: Case, chunk_elements: int) -> None:
     def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,9 @@ from streamrl.algorithms.nucleus import fixed_point_cumsum, packed, support, unp
 LOGITS = torch.tensor([[0.3, 0.5, 0.05, 0.15]], dtype=torch.float64).log()
 
 
-def kept(target: int, top_p: float, top_k: int, logits: Tensor = LOGITS) -> list[int]:
-    mask = support(logits, torch.tensor([target]), torch.tensor([top_p]), torch.tensor([top_k]))
+def kept(target: int, top_p: float, top_k: int, logits: Tensor = LOGITS, min_p: float | None = None) -> list[int]:
+    least = None if min_p is None else torch.tensor([min_p])
+    mask = support(logits, torch.tensor([target]), torch.tensor([top_p]), torch.tensor([top_k]), least)
     assert mask.dtype == torch.bool
     return mask[0].nonzero()[:, 0].tolist()
 
@@ -43,6 +44,19 @@ def test_both_bounds_hold_and_probabilities_are_those_of_the_whole_distribution(
 def test_the_target_stays_and_takes_nobodys_place() -> None:
     assert kept(2, 1.0, 2) == [0, 1, 2]
     assert kept(2, 0.4, -1) == [1, 2]
+
+
+@pytest.mark.parametrize(("min_p", "expected"), [(0.0, ALL), (0.09, ALL), (0.11, [0, 1, 3]), (0.31, [0, 1]), (0.61, [1]), (1.0, [1])])
+def test_min_p_leaves_what_is_that_share_as_likely_as_the_likeliest(min_p: float, expected: list[int]) -> None:
+    assert kept(1, 1.0, -1, min_p=min_p) == expected
+    # Of the whole distribution, whatever else is cut off; and the target stays.
+    assert kept(1, 1.0, 2, min_p=min_p) == expected[:2] if len(expected) < 3 else [0, 1]
+    assert kept(2, 1.0, -1, min_p=min_p) == sorted({2, *expected})
+
+
+def test_a_token_that_is_as_likely_as_min_p_asks_is_kept() -> None:
+    assert kept(0, 1.0, -1, torch.tensor([[1.0, 0.5, 0.25, 0.25]], dtype=torch.float64).log(), min_p=0.5) == [0, 1]
+    assert kept(0, 1.0, -1, torch.zeros(1, 4), min_p=1.0) == ALL
 
 
 def test_ties_keep_the_lower_id() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from streamrl.algorithms.logit_bias import LogitBias
 from streamrl.algorithms.logprobs import LinearHead, linear_logprobs
 
 RANK = """
@@ -17,6 +18,7 @@ import sys
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from streamrl.algorithms.logit_bias import LogitBias
 from streamrl.algorithms.logprobs import LinearHead
 from streamrl.algorithms.vocab_parallel import vocab_parallel_logprobs
 from streamrl.trainers.ranks.process_group import leave
@@ -25,14 +27,16 @@ folder, rank, first, stop = sys.argv[1], int(sys.argv[2]), *(int(x) for x in sys
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
 problem = load_file(f"{folder}/problem.safetensors")
 found = {}
-for name, softcap, elements, entropy_gradient in (
-    ("plain", 0.0, 1 << 20, False), ("chunks", 0.0, 200, True), ("capped", 1.5, 1 << 20, True)
+added = LogitBias(problem["of"], (problem["ids"],), (problem["values"],))
+for name, softcap, elements, entropy_gradient, biased in (
+    ("plain", 0.0, 1 << 20, False, False), ("chunks", 0.0, 200, True, True), ("capped", 1.5, 1 << 20, True, True)
 ):
     hidden = problem["hidden"].clone().requires_grad_()
     weight, bias = (problem[x][first:stop].clone().requires_grad_() for x in ("weight", "bias"))
     logprobs, entropy = vocab_parallel_logprobs(
         hidden, problem["targets"], LinearHead(weight, bias, 2.0, softcap), first=first, group=dist.group.WORLD,
         temperature_M=problem["temperature"], entropy_gradient=entropy_gradient, chunk_elements=elements,
+        logit_bias=added if biased else None,
     )
     loss = logprobs @ problem["slopes"]
     if entropy_gradient:
@@ -61,6 +65,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "slopes": torch.randn(TOKENS, dtype=torch.float64, generator=generator),
         "temperature": torch.rand(TOKENS, dtype=torch.float64, generator=generator) + 0.5,
         "targets": torch.randint(0, VOCAB, (TOKENS,), generator=generator),
+        # A bias of columns of both ranks, of every other token.
+        "of": torch.arange(TOKENS) % 2 - 1,
+        "ids": torch.tensor([3, SPLIT - 1, SPLIT, VOCAB - 1]),
+        "values": torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64),
     }
     problem["targets"][:4] = torch.tensor([0, SPLIT - 1, SPLIT, VOCAB - 1])
     # One rank's logits of a token may lie so far below the other's that all its exponentials are 0.
@@ -85,9 +93,9 @@ def test_two_parts_make_the_whole_head(folder: Path, name: str, softcap: float, 
     problem = load_file(folder / "problem.safetensors")
     hidden, weight, bias = (problem[x].clone().requires_grad_() for x in ("hidden", "weight", "bias"))
     head = LinearHead(weight, bias, 2.0, softcap)
-    logprobs, entropy = linear_logprobs(
-        hidden, problem["targets"], head, temperature_M=problem["temperature"], entropy_gradient=entropy_gradient
-    )
+    added = LogitBias(problem["of"], (problem["ids"],), (problem["values"],)) if name != "plain" else None
+    more = {"temperature_M": problem["temperature"], "logit_bias": added, "entropy_gradient": entropy_gradient}
+    logprobs, entropy = linear_logprobs(hidden, problem["targets"], head, **more)
     loss = logprobs @ problem["slopes"]
     (loss + entropy @ problem["slopes"].flip(0) if entropy_gradient else loss).backward()
     expected = {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad}

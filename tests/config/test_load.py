@@ -5,7 +5,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from streamrl.config.load import dump, from_json, load
+from streamrl.config import check_sampling
+from streamrl.config.load import dump, from_json, load, override
 from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TasksConfig, WeightsConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import Subjects
@@ -274,6 +275,29 @@ def test_bad_slice(write):
         ("[trainer]\nbackend = 'megatron'\n[loss]\nslime_loss = 'a:b'\n", "it hands out no logits"),
         ("[trainer]\nbackend = 'megatron'\nranks = 2\ntensor = 2\ncompile = 'on'\n", "tensor ranks wait for each other within a layer"),
         ("[trainer]\nrank_timeout_s = 0\n", "trainer.rank_timeout_s must be at least 1"),
+        ("[sampling]\nmin_p = 1.5\n", "sampling.min_p must be in [0, 1], got 1.5"),
+        ("[sampling]\nmin_p = nan\n", "sampling.min_p must be a finite number"),
+        ("[sampling]\npresence_penalty = -3\n", "sampling.presence_penalty must be in [-2, 2], got -3"),
+        ("[sampling]\nrepetition_penalty = 0\n", "sampling.repetition_penalty must be in (0, 2], got 0"),
+        ("[sampling]\nstop = ['']\n", "sampling.stop must be at most 32 texts of 1 to 256 characters"),
+        ("[sampling]\nlogit_bias = { 3 = 101 }\n", "sampling.logit_bias must be numbers in [-100, 100] by token ids"),
+        ("[sampling]\nlogit_bias = { -3 = 1 }\n", "sampling.logit_bias must be numbers in [-100, 100] by token ids"),
+        ("[sampling]\nlogit_bias = { 3 = nan }\n", "sampling.logit_bias must be numbers in [-100, 100] by token ids"),
+        ("[sampling]\njson_schema = '[1]'\n", "sampling.json_schema must be a JSON schema as text"),
+        ("[sampling]\nregex = 'a'\nignore_eos = true\n", "sampling has ignore_eos and a grammar"),
+        (
+            "[sampling]\nregex = 'a'\n[tasks]\ninexact = 'refuse'\n",
+            "sampling.regex draws from a distribution that the trainer does not compute",
+        ),
+        ("[sampling]\nfrequency_penalty = 1\n[tasks]\ninexact = 'refuse'\n", "sampling.frequency_penalty draws from a distribution"),
+        ("[sampling]\nregex = 'a'\n[engine]\nkind = 'sglang'\n", "sampling.regex needs engine.sglang.grammar_backend, got none"),
+        (
+            "[engine]\nkind = 'sglang'\n[engine.sglang.flags]\ngrammar_backend = 'xgrammar'\n",
+            "engine.sglang.flags.grammar_backend cannot be 'xgrammar'",
+        ),
+        ("[sampling]\nmin_p = 0.1\n[engine]\nkind = 'sglang'\ndeterministic = true\n", "sampling.min_p does not go with"),
+        ("[sampling]\nmin_p = 0.1\n[trainer]\nbackend = 'megatron'\nranks = 2\ntensor = 2\n", "cannot do what sampling.min_p asks for"),
+        ("[sampling]\ntop_k = 5\n[trainer]\nbackend = 'megatron'\nranks = 2\ntensor = 2\n", "cannot do what sampling.top_k asks for"),
         ("[tasks]\nnum_rollouts = 1\n", "tasks.drop_zero_variance needs tasks.num_rollouts >= 2"),
         ("label_key = ''\n[warmup]\nmax_steps = 5\n", "warmup.max_steps needs data.label_key"),
         ("[evaluation]\nevery = 5\n", "evaluation.every needs data.heldout"),
@@ -367,3 +391,30 @@ def test_what_is_no_choice_is_told_the_choices(write, override, key, got, hint):
 )
 def test_a_trainer_keeps_one_snapshot_where_it_is_copied_at_once(weights: WeightsConfig, snapshots: int) -> None:
     assert weights.snapshots == snapshots
+
+
+def test_a_logit_bias_is_by_token_in_a_file_an_override_and_a_record(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "label": "1"}\n')
+    file = tmp_path / "run.toml"
+    file.write_text(f"[data]\ntrain = {str(rows)!r}\n[sampling]\nlogit_bias = {{ 17 = -1, 3 = 2.5 }}\nstop = ['</a>']\nregex = '[0-9]+'\n")
+    config = load(file, ["sampling.logit_bias.9=1.5", "evaluation.sampling.min_p=0.05"])
+    assert config.sampling.logit_bias == {17: -1.0, 3: 2.5, 9: 1.5} and config.sampling.stop == ("</a>",)
+    assert config.evaluation.sampling.min_p == 0.05
+    assert from_json(dump(config)).sampling == config.sampling
+    assert override(config, ["sampling.logit_bias.3=0"]).sampling.logit_bias == {17: -1.0, 3: 0.0, 9: 1.5}
+
+
+def test_a_grammar_that_is_none_or_has_no_library_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "label": "1"}\n')
+    file = tmp_path / "run.toml"
+    file.write_text(f"[data]\ntrain = {str(rows)!r}\n")
+    for given in ("sampling.regex='('", 'sampling.json_schema=\'{"type": "foo"}\'', 'evaluation.sampling.json_schema=\'{"type": "foo"}\''):
+        with raises(ConfigError, key=given.partition("=")[0]) as caught:
+            load(file, [given])
+        assert "expected a grammar that llguidance understands" in caught.value.message
+    monkeypatch.setattr(check_sampling.importlib.util, "find_spec", lambda name: None)
+    with raises(ConfigError, key="sampling.regex") as caught:
+        load(file, ["sampling.regex='[0-9]+'"])
+    assert "streamrl[grammar]" in caught.value.hint

@@ -42,8 +42,8 @@ def make_batch(kind: Literal["sft", "rl"], rows: list[tuple[int, int]], stage_st
         "sampler_logprobs": np.tile(np.array([0, 0, -2.5, -2.5], np.float32), n),
         "staleness": np.zeros(4 * n, np.int32),
         "temperature": np.ones(4 * n, np.float32),
-        "top_p": np.ones(n, np.float32),
-        "top_k": np.full(n, -1, np.int32),
+        "top_p": np.ones(4 * n, np.float32),
+        "top_k": np.full(4 * n, -1, np.int32),
         "rewards": np.array([float(answer == prompt + 1) for prompt, answer in rows]),
         "tasks": np.arange(n) // GROUP,
         "rollouts": np.arange(n) % GROUP,
@@ -216,7 +216,9 @@ def test_scores_are_log_probs_of_next_tokens(make: MakeTrainer) -> None:
     # The same prompt with every possible answer: the probabilities of the answers sum to 1.
     every = make_batch("rl", [(5, answer) for answer in range(VOCAB)])
     assert np.exp(score(trainer, every, Role.POLICY)[2::4]).sum() == pytest.approx(1, abs=1e-5)
-    cold = msgspec.structs.replace(every, temperature=np.full(every.num_tokens, 0.5, np.float32), top_k=np.full(VOCAB, 3, np.int32))
+    cold = msgspec.structs.replace(
+        every, temperature=np.full(every.num_tokens, 0.5, np.float32), top_k=np.full(every.num_tokens, 3, np.int32)
+    )
     assert np.exp(score(trainer, cold, Role.POLICY)[2::4]).sum() >= 1
 
 

@@ -89,8 +89,8 @@ def test_dtypes_and_columns() -> None:
     assert (batch.num_samples, batch.num_tokens, batch.lengths.tolist()) == (4, 16, [4, 4, 4, 4])
     assert (
         batch.temperature.tolist() == [0.5] * 4 + [1] * 12
-        and batch.top_p.tolist() == [0.75, 1, 1, 1]
-        and batch.top_k.tolist() == [3, -1, -1, -1]
+        and batch.top_p.tolist() == [0.75] * 4 + [1] * 12
+        and batch.top_k.tolist() == [3] * 4 + [-1] * 12
     )
     assert batch.sampler_logprobs[:4].tolist() == [0, 0, -0.25, -3]
     assert batch.loss_mask[:4].tolist() == [False, False, True, True]
@@ -188,8 +188,25 @@ def test_log_probs_from_before_top_p_and_top_k_are_compared_with_such() -> None:
     cut = Sampling(temperature=0.5, top_p=0.75, top_k=3)
     rows = [row(0, 0, sampling=cut, logprob_mode=LogprobMode.TEMPERATURE), row(0, 1, sampling=cut, logprob_mode=LogprobMode.SAMPLED)]
     batch = assemble(*closed([rows, [row(1, 0), row(1, 1)]]), CONFIG)
-    assert (batch.top_p.tolist(), batch.top_k.tolist()) == ([1, 0.75, 1, 1], [-1, 3, -1, -1])
+    assert (batch.top_p.tolist(), batch.top_k.tolist()) == ([1] * 4 + [0.75] * 4 + [1] * 8, [-1] * 4 + [3] * 4 + [-1] * 8)
     assert batch.temperature.tolist() == [0.5] * 8 + [1] * 8
+
+
+def test_each_turn_keeps_what_it_was_drawn_with() -> None:
+    own = {"top_p": 0.5, "top_k": 2, "min_p": 0.25, "logit_bias": {"3": 1.0}}
+    turns = (TurnSpan(start=2, length=1, sampling=own), TurnSpan(start=3, length=1))
+    biased = Sampling(min_p=0.5, logit_bias={4: -1.0, 2: 2.0})
+    rows = [row(0, 0, turns=turns), row(0, 1, sampling=biased, logprob_mode=LogprobMode.TEMPERATURE)]
+    batch = assemble(*closed([rows, [row(1, 0, sampling=biased, turns=turns), row(1, 1)]]), CONFIG)
+    assert batch.top_p.tolist() == [1, 1, 0.5, 1] + [1] * 4 + [1, 1, 0.5, 1] + [1] * 4
+    assert batch.top_k.tolist() == [-1, -1, 2, -1] + [-1] * 4 + [-1, -1, 2, -1] + [-1] * 4
+    # Log-probs from before min-p are compared with such; a logit bias is in them all the same.
+    assert batch.min_p is not None and batch.min_p.tolist() == [0, 0, 0.25, 0] + [0] * 4 + [0.5, 0.5, 0.25, 0.5] + [0] * 4
+    assert batch.logit_biases is not None
+    assert batch.logit_biases.of.tolist() == [-1, -1, 1, -1] + [0] * 4 + [0, 0, 1, 0] + [-1] * 4
+    assert [(ids.tolist(), values.tolist()) for ids, values in batch.logit_biases.tables()] == [([2, 4], [2, -1]), ([3], [1])]
+    plain = assemble(*closed([[row(0, 0), row(0, 1)], [row(1, 0), row(1, 1)]]), CONFIG)
+    assert plain.min_p is None and plain.logit_biases is None
 
 
 def test_each_turn_keeps_its_temperature() -> None:

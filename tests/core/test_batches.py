@@ -34,8 +34,8 @@ def test_everything_is_laid_out_sample_by_sample() -> None:
     assert batch.sampler_logprobs.tolist() == [0, 0, -0.5, -0.25, 0, -1.0]
     assert batch.staleness.tolist() == [0, 0, 2, 1, 0, 3]
     assert batch.temperature.tolist() == [0.5] * 6
-    assert batch.top_p.tolist() == [np.float32(0.9), 1.0, np.float32(0.8)]
-    assert (batch.top_k.tolist(), batch.rewards.tolist()) == ([-1] * 3, [1.0, 0.0, 2.0])
+    assert batch.top_p.tolist() == [np.float32(0.9)] * 4 + [1.0, np.float32(0.8)]
+    assert (batch.top_k.tolist(), batch.rewards.tolist()) == ([-1] * 6, [1.0, 0.0, 2.0])
     assert (batch.tasks.tolist(), batch.rollouts.tolist()) == ([4, 4, 2], [0, 1, 0])
     assert (batch.kind, batch.version, batch.stage_step) == ("sft", Version(1, 3), 2)
     dtypes = {name: getattr(batch, name).dtype for name in ("tokens", "offsets", "loss_mask", "sampler_logprobs", "staleness", "rewards")}

@@ -5,9 +5,10 @@ import json
 import msgspec
 import pytest
 
-from streamrl.config.load import load
+from streamrl.config.load import convert, load
 from streamrl.config.tree import DataConfig
 from streamrl.data.problems import load_problems
+from streamrl.data.row_sampling import check_rows
 from streamrl.errors import ConfigError, DataError
 from tests.support.chat_templates import family
 from tests.support.errors import raises
@@ -78,12 +79,17 @@ def test_all_too_long(write, tokenizer):
         ({"prompt": ["x"], "label": "1"}, {"key": "data.prompt_key", "got": "list"}),
         ({"prompt": "1", "label": "1", "info": [1]}, {"key": "data.metadata_key", "got": "list"}),
         ({"prompt": [{"role": "robot", "content": "x"}], "label": "1"}, {"refused": "unknown role robot"}),
+        ({"prompt": "1", "label": "1", "draw": 3}, {"key": "data.sampling_key", "got": "int"}),
+        ({"prompt": "1", "label": "1", "draw": {"min_p": 2}}, {"key": "data.sampling_key"}),
+        ({"prompt": "1", "label": "1", "draw": {"min_q": 0.1}}, {"key": "data.sampling_key"}),
+        ({"prompt": "1", "label": "1", "draw": {"logit_bias": {"a": 1}}}, {"key": "data.sampling_key"}),
+        ({"prompt": "1", "label": "1", "draw": {"regex": "a", "json_schema": "{}"}}, {"key": "data.sampling_key"}),
     ],
 )
 def test_a_bad_row_is_named(write, tokenizer, row, values):
     good = {"prompt": "1", "label": "1"}
     with raises(DataError, line=3, **values) as caught:
-        load_problems(write(good, good, row), DataConfig(metadata_key="info"), tokenizer)
+        load_problems(write(good, good, row), DataConfig(metadata_key="info", sampling_key="draw"), tokenizer)
     assert caught.value.hint
 
 
@@ -142,3 +148,35 @@ def test_variables_without_a_template_are_refused(tmp_path, write):
         (tmp_path / "my.toml").write_text(f'[data]\ntrain = "rows.jsonl"\nchat_template = false\n{line}\n')
         with raises(ConfigError, key=f"data.{line.split(' ')[0]}"):
             load(tmp_path / "my.toml")
+
+
+ROWS = [
+    ({"temperature": 0}, {}, "draw.temperature must be above 0"),
+    ({"regex": "a"}, {"engine": {"kind": "table"}, "trainer": {"backend": "table"}}, "draw.regex is a grammar, which engine.kind = table"),
+    ({"regex": "("}, {}, "expected a grammar that llguidance understands in draw.regex"),
+    (
+        {"presence_penalty": 1},
+        {"tasks": {"inexact": "refuse"}},
+        "draw.presence_penalty draws from a distribution",
+    ),
+    ({"logit_bias": {"104": 1}}, {}, "draw.logit_bias must be of token ids in 0 .. 103, got 104"),
+    ({"json_schema": "{}"}, {"sampling": {"regex": "a"}}, "a json_schema and a regex"),
+    ({"min_p": 0.1}, {"trainer": {"backend": "megatron", "ranks": 2, "tensor": 2}}, "log-probs over a vocabulary in parts"),
+    ({"regex": "a"}, {"engine": {"kind": "sglang"}}, "draw.regex needs engine.sglang.grammar_backend"),
+    ({"min_p": 0.1}, {"engine": {"kind": "sglang", "deterministic": True}}, "draw.min_p does not go with engine.deterministic"),
+]
+
+
+@pytest.mark.parametrize(("said", "sections", "problem"), ROWS)
+def test_what_a_row_is_drawn_with_is_held_against_the_configuration(write, tokenizer, said, sections, problem):
+    fine = {"stop": ["x"], "min_p": None} if sections else {"stop": ["x"], "json_schema": '{"type": "object"}'}
+    path = write(*({"prompt": "1", "label": "1", "draw": draw} for draw in (fine, {}, said)))
+    data = {"train": path, "heldout": path, "sampling_key": "draw"}
+    config = convert({"data": data} | sections, where="a test")
+    problems = load_problems(path, config.data, tokenizer)
+    assert [problem.sampling for problem in problems.problems[:2]] == [{k: v for k, v in fine.items() if v is not None}, {}]
+    with raises(DataError, line=3, key="data.sampling_key", path=path) as caught:
+        check_rows(problems, config, config.sampling, 104, trained=True)
+    assert problem in caught.value.message
+    if "temperature" in said or "presence_penalty" in said:
+        check_rows(problems, config, config.evaluation.sampling, 104, trained=False)

@@ -24,7 +24,7 @@ def a_completion(seed: int) -> Completion:
         seeds=(seed,),
         sampling=Sampling(stop_token_ids=(1000 + seed,) * (seed % 4)),
     )
-    return Job(request, eos_ids=(), max_len=64, lost=Lost()).completions[0]
+    return Job(request, eos_ids=(), max_len=64, lost=Lost(), editors=[None]).completions[0]
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,22 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from streamrl.core.seeds import uniform
+from streamrl.engines.batching.edits import Edit, Editor
 from streamrl.engines.batching.model import Draws
 from streamrl.engines.local import sampling as local_sampling
 from streamrl.engines.table import sampling
+from streamrl.schemas.tasks import Sampling
 
 SAMPLERS = ["numpy", "torch"]
 
 
-def draws(u, temperature=1.0, top_p=1.0, top_k=-1) -> Draws:
+def draws(u, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, edits=None) -> Draws:
     n = len(u)
     return Draws(
         uniform=np.asarray(u, np.float64),
         temperature=np.full(n, temperature, np.float32),
         top_p=np.full(n, top_p, np.float32),
         top_k=np.full(n, top_k, np.int64),
+        min_p=np.full(n, min_p, np.float32),
+        edits=edits or {},
     )
 
 
@@ -63,6 +68,67 @@ def test_counter_based_seeds_pass_a_chi_square_test(kind):
     assert chi_square < 20.5, "0.1 % point of chi-square with 5 degrees of freedom"
 
 
+def penalized(vocab: int, **penalties) -> Editor:
+    """An editor whose completion has had some tokens of the vocabulary, some of them several times."""
+    editor = Editor(Sampling(**penalties), None, None)
+    for token in (1, 3, 1, vocab - 1, 1):
+        assert not editor.take(token)
+    return editor
+
+
+def only(edit: Edit, vocab: int, allowed: list[int]) -> Edit:
+    return replace(edit, allowed=np.isin(np.arange(vocab), allowed))
+
+
+def edited_by_definition(logits: np.ndarray, drawn: list[int], sampling: Sampling, allowed=None) -> np.ndarray:
+    """A loop over tokens: OpenAI's penalties, Hugging Face's, the grammar, the bias."""
+    z = logits.astype(np.float64)
+    for token in set(drawn):
+        z[token] -= sampling.presence_penalty + sampling.frequency_penalty * drawn.count(token)
+        z[token] = z[token] * sampling.repetition_penalty if z[token] < 0 else z[token] / sampling.repetition_penalty
+    for token in range(len(z)):
+        if allowed is not None and token not in allowed:
+            z[token] = -np.inf
+        z[token] += sampling.logit_bias.get(token, 0.0)
+    return z
+
+
+PENALTIES = [
+    *({"presence_penalty": 1.5}, {"presence_penalty": -0.5}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.5}),
+    *({"repetition_penalty": 0.5}, {"logit_bias": {0: 2.0, 6: -100.0}}),
+    {"presence_penalty": 0.5, "frequency_penalty": -0.25, "repetition_penalty": 1.25, "logit_bias": {1: 1.0, 5: 3.0}},
+]
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize("asked", PENALTIES, ids=str)
+@pytest.mark.parametrize("allowed", [None, [1, 3, 5]])
+def test_penalties_grammar_and_bias_change_logits_before_the_temperature(kind, asked, allowed):
+    n, editor = 1000, penalized(len(LOGITS), **asked)
+    edit = editor.edit() if allowed is None else only(editor.edit(), len(LOGITS), allowed)
+    u = (np.arange(n) + 0.5) / n
+    logits = np.tile(LOGITS, (n, 1))
+    ids, logprobs = draw(kind, logits, draws(u, 0.5, edits=dict.fromkeys(range(n), edit)))
+    expected = softmax(edited_by_definition(LOGITS, [1, 3, 1, 6, 1], Sampling(**asked), allowed) / 0.5)
+    assert np.abs(np.bincount(ids, minlength=len(LOGITS)) - n * expected).max() <= 1.0
+    np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=4e-6)
+    assert (logits == LOGITS).all(), "the model's own logits are left as they are"
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(("min_p", "top_k"), [(0.05, -1), (0.4, -1), (1.0, -1), (0.3, 2), (1e-9, -1)])
+def test_min_p_draws_from_the_renormalised_kept_set(kind, min_p, top_k):
+    n = 20_000
+    u = (np.arange(n) + 0.5) / n
+    ids, logprobs = draw(kind, np.tile(LOGITS, (n, 1)), draws(u, 1.0, 1.0, top_k, min_p))
+    p = softmax(LOGITS.astype(np.float64))
+    kept = sorted(kept_by_definition(p, 1.0, top_k) & set(np.flatnonzero(p >= np.float32(min_p) * p.max()).tolist()))
+    expected = np.zeros_like(p)
+    expected[kept] = p[kept] / p[kept].sum()
+    assert np.abs(np.bincount(ids, minlength=len(p)) - n * expected).max() <= 1.0
+    np.testing.assert_allclose(logprobs, np.log(expected[ids]), atol=2e-6)
+
+
 def kept_by_definition(p: np.ndarray, top_p: float, top_k: int) -> set[int]:
     """Straight from the sentence in `streamrl.engines.table.sampling`."""
     order = sorted(range(len(p)), key=lambda token: (-p[token], token))
@@ -101,6 +167,8 @@ def test_rows_with_different_settings_do_not_mix(kind):
         temperature=np.array([1, 0, 0.7, 1, 2, 1], np.float32),
         top_p=np.array([1, 0.5, 0.8, 1, 1, 0.3], np.float32),
         top_k=np.array([-1, 3, -1, 5, -1, 4]),
+        min_p=np.array([0, 0.5, 0.1, 0, 0.2, 0], np.float32),
+        edits={2: Editor(Sampling(logit_bias={7: 2.0}), None, None).edit(), 4: penalized(50, presence_penalty=1.0).edit()},
     )
     together = draw(kind, logits, how)
     for row in range(6):
@@ -112,11 +180,15 @@ def test_rows_with_different_settings_do_not_mix(kind):
 def test_torch_draws_what_numpy_draws():
     rng = np.random.default_rng(1)
     logits = (rng.normal(size=(500, 104)) * 4).astype(np.float32)
+    biased = Editor(Sampling(logit_bias={3: 5.0, 100: -100.0}), None, None).edit()
+    edits = [biased, penalized(104, repetition_penalty=1.3, frequency_penalty=0.5).edit(), only(biased, 104, [5, 6, 80])]
     how = Draws(
         uniform=rng.random(500),
         temperature=rng.choice([0.0, 0.6, 1.0, 1.3], 500).astype(np.float32),
         top_p=rng.choice([1.0, 0.9, 0.4], 500).astype(np.float32),
         top_k=rng.choice([-1, 1, 7, 40], 500),
+        min_p=rng.choice([0, 0.05, 0.5], 500).astype(np.float32),
+        edits={row: edits[row % 3] for row in range(0, 500, 2)},
     )
     ids, logprobs = draw("numpy", logits, how)
     other_ids, other_logprobs = draw("torch", logits, how)

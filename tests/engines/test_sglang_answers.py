@@ -16,7 +16,7 @@ from streamrl.engines.experts import Routing, from_sglang, from_text, read_routi
 from streamrl.engines.extras import read_extras, write_extras
 from streamrl.engines.live_swap.messages import stamp_of, version_of
 from streamrl.engines.protocol import Chunk, GenerateRequest
-from streamrl.engines.sglang.answers import Row, Style, body_of, joined
+from streamrl.engines.sglang.answers import Row, Style, body_of, check_sampling, joined, must_cut
 from streamrl.engines.wire import MetaInfo, Result
 from streamrl.errors import EngineError, SchemaError
 from streamrl.schemas.samples import LogprobMode, VersionSpan
@@ -101,6 +101,9 @@ def test_what_truncated_sampling_drew_from_has_its_own_log_probs():
         ({}, False, False, LogprobMode.SAMPLED),
         ({"top_p": 0.9}, False, False, LogprobMode.TEMPERATURE),
         ({"top_p": 0.9, "top_k": 50}, False, True, LogprobMode.SAMPLED),
+        ({"min_p": 0.1}, False, False, LogprobMode.TEMPERATURE),
+        ({"min_p": 0.1, "top_k": 50}, False, True, LogprobMode.SAMPLED),
+        ({"logit_bias": {3: 1.0}, "presence_penalty": 0.5}, False, False, LogprobMode.SAMPLED),
         ({"top_k": 5000}, False, False, LogprobMode.TEMPERATURE),
         ({"top_k": 50}, True, False, LogprobMode.TEMPERATURE),
         ({"top_k": 50, "temperature": 0.0}, True, False, LogprobMode.SAMPLED),
@@ -121,6 +124,42 @@ def test_a_stop_token_ends_a_completion_that_ignores_the_end_token():
     chunk = row.take(result([8, 9, 7], 4))
     assert chunk is not None and row.cut
     assert (chunk.token_ids, chunk.finish_reason, chunk.spans) == ((8, 9), "stop", (VersionSpan(2, OLD),))
+
+
+def test_what_is_asked_for_goes_under_sglangs_names_but_for_stop_strings():
+    asked = {"min_p": 0.1, "presence_penalty": 0.5, "repetition_penalty": 1.5, "logit_bias": {7: 1.0, 3: -2.0}, "json_schema": "{}"}
+    params = body_of(request_of(stop=("x",), **asked), "id", 0, STYLE, limit=5, serving=NEW, stream=True)["sampling_params"]
+    assert {name: params[name] for name in asked} == asked and "stop" not in params and "regex" not in params
+    assert msgspec.json.decode(msgspec.json.encode(params))["logit_bias"] == {"3": -2.0, "7": 1.0}
+    plain = body_of(request_of(), "id", 0, STYLE, limit=5, serving=NEW, stream=False)["sampling_params"]
+    assert plain.keys() == {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos"}
+
+
+def test_a_stop_string_ends_a_completion_that_the_server_goes_on_with():
+    letters = {4: "x<", 5: "/", 6: "a>y", 7: "z"}
+    row = Row(request_of(stop=("</a>",)), 0, STYLE, OLD, lambda ids: "".join(letters[token] for token in ids))
+    assert row.take(result([4, 5], 2)) is not None and not row.cut
+    chunk = row.take(result([6, 7], 4))
+    assert chunk is not None and row.cut
+    assert (chunk.token_ids, chunk.finish_reason, chunk.extras) == ((6,), "stop", {"matched": "</a>"})
+    assert must_cut(Sampling(stop=("a",))) and not must_cut(Sampling(stop_token_ids=(3,)))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "style", "name"),
+    [
+        ({"min_p": 0.1}, {"seeded": True}, "min_p"),
+        ({"regex": "a"}, {}, "regex"),
+        ({"json_schema": "{}"}, {}, "json_schema"),
+        ({"logit_bias": {3: 1.0}}, {"drafts": True}, "logit_bias"),
+        ({"regex": "a"}, {"drafts": True, "grammars": True}, "regex"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_by_name(sampling: dict[str, Any], style: dict[str, Any], name: str):
+    with raises(EngineError, key=f"sampling.{name}"):
+        check_sampling(request_of(**sampling), msgspec.structs.replace(STYLE, **style))
+    fine = {"stop": ("a",), "min_p": 0.1, "logit_bias": {3: 1.0}, "regex": "a"}
+    check_sampling(request_of(**fine), msgspec.structs.replace(STYLE, grammars=True))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,14 @@ def test_the_configuration_becomes_flags():
     assert value_of("--load-format", words(has_weights=False, flags={"load_format": "auto"})) == "auto"
 
 
+def test_a_server_has_a_tokenizer_where_it_is_to_know_grammars():
+    assert "--skip-tokenizer-init" in words() and value_of("--grammar-backend", words()) == "none"
+    argv = words(grammar_backend="xgrammar")
+    assert "--skip-tokenizer-init" not in argv and value_of("--grammar-backend", argv) == "xgrammar"
+    argv = words(grammar_backend="xgrammar", flags={"grammar_backend": "none"})
+    assert value_of("--grammar-backend", argv) == "xgrammar", "as configurations from before the key have it"
+
+
 def test_any_value_becomes_words():
     argv = words(flags={"a-b": 1.5, "on": True, "off": False, "many": [1, 2], "table": {"x": 1}, "--c_d": "e f"})
     assert value_of("--a-b", argv) == "1.5" and "--on" in argv and "--off" not in argv

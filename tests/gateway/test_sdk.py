@@ -77,17 +77,21 @@ async def test_the_sync_sdk_finds_its_session_by_the_path(loop: Loop) -> None:
     assert (shown(loop, sample), sample.sampling.temperature) == ("7<|end|>", 1.0)
 
 
-async def test_a_turn_at_another_temperature_says_so(loop: Loop) -> None:
+async def test_a_turn_that_is_drawn_otherwise_says_so(loop: Loop) -> None:
     async with gateway(loop) as gate:
         await loop.issue(1, num_rollouts=1)
         told = await gate.start()
         async with client(gate, told["api_key"]) as sdk:
             first = await sdk.chat.completions.create(model="policy", messages=PROMPT, temperature=0.5)
             more = [*PROMPT, first.choices[0].message, {"role": "user", "content": "5"}]
-            await sdk.chat.completions.create(model="policy", messages=more, max_completion_tokens=1)
+            other = {"top_k": 50, "min_p": 0.01}
+            await sdk.chat.completions.create(
+                model="policy", messages=more, max_completion_tokens=1, top_p=0.9, logit_bias={"5": 1}, stop="x", extra_body=other
+            )
         await gate.end(told["api_key"], reward=1.0)
         [sample] = samples_in(await loop.records(1))
-    assert [turn.sampling for turn in sample.turns] == [{"temperature": 0.5}, {}]
+    drawn = {"top_p": 0.9, "top_k": 50, "min_p": 0.01, "stop": ["x"], "logit_bias": {"5": 1.0}}
+    assert [turn.sampling for turn in sample.turns] == [{"temperature": 0.5}, drawn]
     assert (sample.finish_reason, sample.status) == ("length", "truncated")
 
 

@@ -196,5 +196,5 @@ def test_tokens_are_packed_without_loss() -> None:
     assert unpacked_ids(packed_ids(ids)) == tuple(ids)
     logprobs = [-0.1, -1e-300, float(np.float32(-0.3))]
     tokens = Tokens(packed_ids(ids), array("d", logprobs).tobytes(), (), LogprobMode.SAMPLED, "stop", "e")
-    assert tokens.segment(1.0).logprobs == tuple(logprobs)
+    assert tokens.segment(Sampling()).logprobs == tuple(logprobs)
     assert isinstance(tree().prompts[0], Node)

@@ -21,7 +21,7 @@ from streamrl.producers.episode import samples_of
 from streamrl.schemas.samples import TurnSpan, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
-from tests.golden.generate import former_samples
+from tests.golden.sample_rows import former_samples
 from tests.history.conftest import Recorded
 from tests.recorded import runs
 

@@ -23,7 +23,7 @@ from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
-from tests.golden.generate import former_samples
+from tests.golden.sample_rows import former_samples
 from tests.history.conftest import Recorded
 from tests.recorded import runs
 

@@ -15,7 +15,8 @@ from streamrl.schemas.control import Grant
 from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample
-from tests.golden.generate import claimed_samples, former_samples, records, sampled_samples, samples
+from tests.golden.generate import records
+from tests.golden.sample_rows import claimed_samples, former_samples, sampled_samples, samples
 from tests.schemas.rows import plain
 
 LATER = ("issued_s", "began_s", "deliveries", "sampling")

@@ -15,7 +15,6 @@ FLAGS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
-    "grammar_backend": "none",
     "cuda_graph_backend_decode": "disabled",
     "cuda_graph_backend_prefill": "disabled",
     "mem_fraction_static": 0.2,

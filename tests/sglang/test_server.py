@@ -7,15 +7,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from streamrl.config.engines import EngineConfig
+from streamrl.data.characters import write_tokenizer
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.sglang.engine import SglangEngine
 from streamrl.engines.sglang.server import FOLDER, SglangServer, remove_left_behind
+from streamrl.engines.texts import Texts
 from streamrl.errors import EngineError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.tasks import Sampling
@@ -153,21 +156,63 @@ async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(sgl
         assert max(abs(a - b) for a, b in zip(chunk.logprobs, expected, strict=True)) < 2e-5
 
 
-def truncated(model, ids: list[int], sampling: Sampling) -> list[float]:
+async def test_biases_and_min_p_are_those_of_the_other_engines(sglang_engine: SglangEngine, epochs):
+    model = build("qwen3", seed=6)
+    await load(sglang_engine, publish(models.tensors(model), Version(next(epochs), 0)))
+    for cut in ({}, {"min_p": 0.05, "top_k": 40}, {"min_p": 0.3, "top_k": 64, "top_p": 0.8}):
+        sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, logit_bias={7: 2.0, 9: -100.0}, **cut)
+        for answer in await ask(sglang_engine, GenerateRequest(request_id="b", prompt_ids=PROMPT, seeds=(1, 2), sampling=sampling)):
+            expected = truncated(model, answer.ids, sampling)
+            assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 2e-5
+            assert 9 not in answer.ids
+
+
+async def test_a_penalty_is_that_of_the_other_engines_one_token_later(sglang_engine: SglangEngine, epochs):
+    """SGLang launches a pass before it has read the token of the one before: it counts the prompt's last token in place of the first.
+
+    Of one completion alone: where another's prompt is computed in between, it has read it, and so passes over a token.
+    """
+    model = build("qwen3", seed=6)
+    await load(sglang_engine, publish(models.tensors(model), Version(next(epochs), 0)))
+    for asked in ({"presence_penalty": 1.5}, {"frequency_penalty": 0.75}, {"repetition_penalty": 1.3}):
+        sampling = Sampling(max_new_tokens=24, ignore_eos=True, **asked)
+        [answer] = await ask(sglang_engine, GenerateRequest(request_id="p", prompt_ids=PROMPT, seeds=(1,), sampling=sampling))
+        expected = truncated(model, answer.ids, sampling, [PROMPT[-1], *answer.ids[:-1]])
+        assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 2e-5
+
+
+async def test_a_stop_string_ends_a_completion_that_the_server_would_go_on_with(sglang_engine: SglangEngine, epochs, tmp_path):
+    write_tokenizer(tmp_path)
+    sglang_engine._texts = Texts(tmp_path, engine="e")
+    await load(sglang_engine, publish(models.tensors(build("qwen3", seed=6)), Version(next(epochs), 0)))
+    sampling = Sampling(max_new_tokens=200, ignore_eos=True, logit_bias={20: 60.0, 21: 60.0}, stop=("-,-",))
+    assert sglang_engine._texts.decode([20, 21]) == ",-"
+    for answer in await ask(sglang_engine, GenerateRequest(request_id="s", prompt_ids=PROMPT, seeds=(1, 2), sampling=sampling)):
+        assert answer.reason == "stop" and sglang_engine._texts.decode(answer.ids).endswith("-,-")
+        assert answer.extras["matched"] == "-,-"
+
+
+def truncated(model, ids: list[int], sampling: Sampling, counted: Sequence[int] | None = None) -> list[float]:
     import numpy as np
     import torch
 
+    from streamrl.engines.batching.edits import Editor
     from streamrl.engines.batching.model import Draws
     from streamrl.engines.table.sampling import distribution
 
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*PROMPT, *ids]]), use_cache=False).logits[0, len(PROMPT) - 1 : -1].numpy()
-    n = len(ids)
+    n, editor, edits = len(ids), Editor(sampling, None, None), {}
+    for place, token in enumerate(ids if counted is None else counted):
+        edits[place] = msgspec.structs.replace(edit := editor.edit(), seen=edit.seen.copy())  # what the editor holds grows along
+        editor.take(token)
     draws = Draws(
         temperature=np.full(n, sampling.temperature, np.float32),
         top_p=np.full(n, sampling.top_p, np.float32),
         top_k=np.full(n, sampling.top_k, np.int64),
+        min_p=np.full(n, sampling.min_p, np.float32),
         uniform=np.zeros(n),
+        edits=edits,
     )
     return distribution(logits, draws)[np.arange(n), ids].tolist()
 

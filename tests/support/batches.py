@@ -18,7 +18,7 @@ def train_batch(
     """A batch of version 0.`stage_step`.
 
     Each sample has `prompt` and `answer` token ids, and optionally `mask` and `mu` (of the answer's tokens), `reward`, `task`, `rollout`,
-    `temperature`, `top_p`, `top_k`; `mu` and `reward` of this call are those of samples without.
+    `temperature`, `top_p`, `top_k`, `min_p`, `logit_bias`; `mu` and `reward` of this call are those of samples without.
     """
     return TrainBatch.from_lists(
         [s["prompt"] for s in samples],
@@ -31,6 +31,8 @@ def train_batch(
         temperature=[s.get("temperature", 1.0) for s in samples],
         top_p=[s.get("top_p", 1.0) for s in samples],
         top_k=[s.get("top_k", -1) for s in samples],
+        min_p=[s.get("min_p", 0.0) for s in samples],
+        logit_bias=[s.get("logit_bias", {}) for s in samples],
         kind=kind,  # type: ignore[arg-type]
         version=Version(0, stage_step),
         stage_step=stage_step,

@@ -50,7 +50,7 @@ def batch(kind, step, groups):
     return TrainBatch(
         kind=kind, version=Version(), stage_step=step, tokens=rng.integers(0, 16, offsets[-1]).astype(np.int32), offsets=offsets,
         loss_mask=mask, sampler_logprobs=np.where(mask, -2.5, 0).astype(np.float32), staleness=np.zeros(offsets[-1], np.int32),
-        temperature=np.ones(offsets[-1], np.float32), top_p=np.ones(n, np.float32), top_k=np.full(n, -1, np.int32),
+        temperature=np.ones(offsets[-1], np.float32), top_p=np.ones(offsets[-1], np.float32), top_k=np.full(offsets[-1], -1, np.int32),
         rewards=np.tile([1.0, 0.0, 0.0], groups), tasks=np.arange(n) // 3, rollouts=np.arange(n) % 3, status=np.zeros(n, np.int8),
     )
 

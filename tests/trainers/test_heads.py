@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import LogitBiases, TrainBatch
 from streamrl.core.packing import plan_micro_batches
 from streamrl.trainers.torch.causal_lm import CausalLM
 
@@ -41,7 +42,14 @@ def test_log_probs_entropies_and_gradients_are_the_models_own(
     save(kind, tmp_path)
     policy = CausalLM(tmp_path, torch.float32, torch.device("cpu"))
     policy.module.get_output_embeddings().__class__ = head
+    biases: list[dict[int, float]] = [{3: 1.5, 15: -2.0}, {}, {0: 0.5}]
     batch = rollouts(0, temperature=0.7)
+    of = np.arange(batch.num_tokens, dtype=np.int32) % 3
+    batch = msgspec.structs.replace(batch, logit_biases=LogitBiases.from_tables(np.where(of == 1, -1, of).astype(np.int32), biases))
+    added = torch.zeros(batch.num_tokens, 16)
+    for row, bias in zip(added, of.tolist(), strict=True):
+        for token, value in biases[bias].items():
+            row[token] = value
     loss = torch.zeros(())
     for micro in plan_micro_batches(batch, batch.loss_mask, np.arange(batch.num_samples), budget=64, several_per_row=False):
         logprobs, entropy = policy.predict(micro, batch, entropy_gradient=True)
@@ -49,7 +57,8 @@ def test_log_probs_entropies_and_gradients_are_the_models_own(
     expected = torch.zeros(())
     for first, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
         tokens = torch.from_numpy(batch.tokens[first:end].astype("int64"))
-        logp = (policy.module(input_ids=tokens[None], use_cache=False).logits[0, :-1] / 0.7).log_softmax(-1)
+        logits = policy.module(input_ids=tokens[None], use_cache=False).logits[0, :-1] + added[first + 1 : end]
+        logp = (logits / 0.7).log_softmax(-1)
         trained = torch.from_numpy(batch.loss_mask[first + 1 : end])
         expected = expected + logp.gather(-1, tokens[1:, None])[trained].sum() - 0.5 * (logp.exp() * logp)[trained].sum()
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
+from streamrl.trainers.drawn import drawn
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.table import losses as table_losses
 from streamrl.trainers.table.trainer import TableTrainer, response_positions
@@ -77,7 +79,10 @@ def test_losses_and_derivatives_equal_torchs(advantage: float, policy: str, corr
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
 def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, rollouts: Callable[..., TrainBatch], kind: Any) -> None:
-    batches = [msgspec.structs.replace(by_turn(rollouts(step, top_p=0.95, top_k=12)), kind=kind) for step in range(3)]
+    batches = [
+        msgspec.structs.replace(by_turn(rollouts(step, top_p=0.95, top_k=12, min_p=0.4, logit_bias={3: 1.5, 7: -2.0})), kind=kind)
+        for step in range(3)
+    ]
     trainer = make_table(table_dir)
     logits = torch.zeros(3, VOCAB, VOCAB, dtype=torch.float64, requires_grad=True)
     config = Config()
@@ -87,14 +92,16 @@ def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, r
         sample = sample_of_token(batch)[target]
         position = np.minimum(response_positions(batch)[target], 2)
         rows = logits[torch.from_numpy(position), torch.from_numpy(batch.tokens[target - 1].astype(np.int64))]
+        how = drawn(batch, SimpleNamespace(target=target), torch.device("cpu"))  # type: ignore[arg-type]
+        assert how.cut and how.logit_bias is not None
         logprobs, _ = token_logprobs(
             rows,
             torch.from_numpy(batch.tokens[target].astype(np.int64)),
             lambda states: states,
             vocab_size=VOCAB,
             temperature_M=torch.from_numpy(batch.temperature[target]),
-            top_p_M=torch.from_numpy(batch.top_p[sample]),
-            top_k_M=torch.from_numpy(batch.top_k[sample].astype(np.int64)),
+            logit_bias=how.logit_bias,
+            **how.cut,
         )
         weights = torch.from_numpy(token_weights(batch, np.arange(batch.num_samples), "rollout_mean")[target])
         loss = policy_losses.sft(logprobs)[0]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.model import DecodeModel
 from streamrl.engines.batching.rows import Rows
-from streamrl.engines.extras import BEGAN, EXPERTS
+from streamrl.engines.extras import BEGAN, EXPERTS, MATCHED
 from streamrl.engines.protocol import Chunk
 from streamrl.engines.requests import Completion, Job, Stage
 from streamrl.errors import EngineError, EngineUnavailable
@@ -230,6 +230,8 @@ class DecodeLoop:
         ids, logprobs = self._model.step(rows.tokens[part], rows.positions[part], rows.drawn[part], rows.draws(part))
         stopped, ended = rows.append(chosen, ids, logprobs)
         self.tokens_total += len(ids)
+        if rows.edited:
+            self._take_edited(chosen, ids, stopped, ended)
         if not np.isfinite(logprobs).all():
             self._fail_rows(chosen[~np.isfinite(logprobs)])
         for at in np.flatnonzero(ended).tolist():
@@ -240,6 +242,18 @@ class DecodeLoop:
             self._stream(chosen)
         if self._delay is not None:
             rows.wake_s[chosen] = time.monotonic() + self._delay.seconds(rows.seeds[chosen])
+
+    def _take_edited(
+        self, chosen: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], stopped: npt.NDArray[np.bool_], ended: npt.NDArray[np.bool_]
+    ) -> None:
+        """Tell editors what has been drawn: a stop string ends a completion, a grammar that cannot go on fails its request."""
+        for at, editor in self._rows.editors(chosen):
+            if editor.take(int(ids[at])):
+                stopped[at] = ended[at] = True
+            owner = self._rows.owners[int(chosen[at])]
+            if editor.problem and owner is not None:
+                said = f"the grammar of request {owner.job.request.request_id!r} cannot go on: {editor.problem}"
+                self._fail(owner.job, EngineError(said, hint="ask for a simpler json_schema or regex"))
 
     def _stream(self, chosen: npt.NDArray[np.int64]) -> None:
         for row in chosen[self._rows.streams[chosen]].tolist():
@@ -268,13 +282,16 @@ class DecodeLoop:
                 version=str(self.serving),
             )
             logger.error("event=non_finite_logits engine=%s version=%s request=%s", self._engine, self.serving, job.request.request_id)
-            self._out.append((job.queue.put_nowait, error))
-            for completion in job.completions:
-                if completion.stage is Stage.RUNNING:
-                    self._finish(completion.row, "abort")
-                elif completion.stage is Stage.WAITING:
-                    completion.stage = Stage.ENDED
-                    self.waiting -= 1
+            self._fail(job, error)
+
+    def _fail(self, job: Job, error: EngineError) -> None:
+        self._out.append((job.queue.put_nowait, error))
+        for completion in job.completions:
+            if completion.stage is Stage.RUNNING:
+                self._finish(completion.row, "abort")
+            elif completion.stage is Stage.WAITING:
+                completion.stage = Stage.ENDED
+                self.waiting -= 1
 
     def _chunk(self, row: int, reason: str | None) -> Chunk:
         rows = self._rows
@@ -285,6 +302,8 @@ class DecodeLoop:
         extras: dict[str, Any] = {}
         if reason is not None:
             extras[BEGAN] = owner.began_s
+            if owner.editor is not None and owner.editor.matched:
+                extras[MATCHED] = owner.editor.matched
             if (experts := self._model.experts(row)) is not None:
                 extras[EXPERTS] = experts
         return Chunk(

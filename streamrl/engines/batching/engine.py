@@ -6,15 +6,19 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrl.engines.batching.buffers import WeightBuffers
 from streamrl.engines.batching.decode import DecodeLoop, Delivery
 from streamrl.engines.batching.delays import TokenDelay
+from streamrl.engines.batching.edits import Editor
 from streamrl.engines.batching.model import DecodeModel
+from streamrl.engines.grammars import Grammars
 from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.requests import Job, check_request, check_room
+from streamrl.engines.texts import StopText, Texts
 from streamrl.errors import EngineError, WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
@@ -35,16 +39,32 @@ class BatchingEngine:
         slots: completions decoded at once; at most `MAX_WAITING` more wait, further ones are refused.
         engine_id: names this engine in chunks, logs and errors.
         policy: the policy's name; requests for another one are refused.
+        model_dir: has the tokenizer, which is read for the first request with stop strings or a grammar.
+        grammars: whether requests may have grammars.
         delay: artificial time per token.
     """
 
-    def __init__(self, model: DecodeModel, *, slots: int, engine_id: str, policy: str, delay: TokenDelay | None = None) -> None:
+    def __init__(
+        self,
+        model: DecodeModel,
+        *,
+        slots: int,
+        engine_id: str,
+        policy: str,
+        model_dir: Path,
+        grammars: bool = False,
+        delay: TokenDelay | None = None,
+    ) -> None:
         self.engine_id = engine_id
         self.policy = policy
         self.detail: dict[str, Any] = {}
         self.lost = Lost()
         self._model = model
         self._slots = slots
+        self._texts = Texts(model_dir, engine=engine_id)
+        self._grammars: Grammars | None = None
+        if grammars:
+            self._grammars = Grammars(self._texts, vocab_size=model.vocab_size, eos_ids=model.eos_ids, engine=engine_id)
         self._buffers = WeightBuffers(model.layout)
         model.bind(self._buffers.arrays)
         self._serving_index = 0
@@ -83,10 +103,11 @@ class BatchingEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See `Engine.generate`. Closing the iterator aborts what is unfinished."""
         check_request(request, engine=self.engine_id, policy=self.policy, vocab_size=self._model.vocab_size, max_len=self._model.max_len)
+        editors = await self._editors(request)
         if self._ended is not None:
             raise self._ended
         check_room(request, engine=self.engine_id, running=self._jobs, waiting=self._decode.waiting)
-        job = Job(request, eos_ids=self._model.eos_ids, max_len=self._model.max_len, lost=self.lost)
+        job = Job(request, eos_ids=self._model.eos_ids, max_len=self._model.max_len, lost=self.lost, editors=editors)
         self._jobs[request.request_id] = job
         unfinished = len(job.completions)
         try:
@@ -102,6 +123,27 @@ class BatchingEngine:
             if unfinished:
                 job.queue.leave()
                 self._decode.abort(job)
+
+    async def _editors(self, request: GenerateRequest) -> list[Editor | None]:
+        """For each completion what its sampling needs beyond numbers, None where that is nothing."""
+        sampling, count = request.sampling, len(request.seeds)
+        if not (sampling.stop or sampling.logit_bias or sampling.inexact):
+            return [None] * count
+        grammar = None
+        if sampling.grammar:
+            if self._grammars is None:
+                name = "json_schema" if sampling.json_schema else "regex"
+                raise EngineError(
+                    f"engine {self.engine_id} knows no grammars, got sampling.{name} in request {request.request_id!r}",
+                    hint="use engine.kind = 'local' or 'sglang', or leave it out",
+                    key=f"sampling.{name}",
+                )
+            grammar = await self._grammars.start(sampling)
+        decode = await self._texts.load() if sampling.stop else None
+        return [
+            Editor(sampling, None if decode is None else StopText(decode, sampling.stop), None if grammar is None else grammar.copy())
+            for _ in range(count)
+        ]
 
     async def abort(self, request_id: str) -> None:
         """Cut a request, or one completion of it as `<request id>.<index>`; unknown ids are ignored."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.engines.batching.buffers import TensorLayout
+from streamrl.engines.batching.edits import Edit
 from streamrl.schemas.experts import RoutedExperts
 
 
@@ -25,11 +26,27 @@ class Draws(msgspec.Struct, frozen=True, kw_only=True):
     """[n]; 1 is off"""
     top_k: npt.NDArray[np.int64]
     """[n]; -1 is off"""
+    min_p: npt.NDArray[np.float32]
+    """[n]; 0 is off"""
+    edits: Mapping[int, Edit] = {}
+    """By row, what its logits are changed by before all this."""
+
+    @property
+    def restricted(self) -> npt.NDArray[np.bool_]:
+        """[n] whether the row's token is drawn from a part of the vocabulary."""
+        return ((self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0)) & (self.temperature > 0)
 
     def row(self, index: int) -> Draws:
         """The draw of one row (n = 1)."""
         part = slice(index, index + 1)
-        return Draws(uniform=self.uniform[part], temperature=self.temperature[part], top_p=self.top_p[part], top_k=self.top_k[part])
+        return Draws(
+            uniform=self.uniform[part],
+            temperature=self.temperature[part],
+            top_p=self.top_p[part],
+            top_k=self.top_k[part],
+            min_p=self.min_p[part],
+            edits={0: self.edits[index]} if index in self.edits else {},
+        )
 
 
 class DecodeModel(Protocol):

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.core.seeds import uniform
+from streamrl.engines.batching.edits import Editor
 from streamrl.engines.batching.model import Draws
 from streamrl.engines.requests import Completion, Stage
 from streamrl.schemas.samples import VersionSpan
@@ -39,6 +40,9 @@ class Rows:
         self.temperature = np.ones(slots, np.float32)
         self.top_p = np.ones(slots, np.float32)
         self.top_k = np.full(slots, -1, np.int64)
+        self.min_p = np.zeros(slots, np.float32)
+        self.edited = 0
+        """Completions in the batch that have an editor."""
         self.streams = np.zeros(slots, np.bool_)
         self.wake_s = np.zeros(slots, np.float64)
         """Monotonic time before which a row is not advanced (artificial delay)."""
@@ -79,6 +83,8 @@ class Rows:
         self.temperature[where] = [one.temperature for one in sampling]
         self.top_p[where] = [one.top_p for one in sampling]
         self.top_k[where] = [one.top_k for one in sampling]
+        self.min_p[where] = [one.min_p for one in sampling]
+        self.edited += sum(joiner.editor is not None for joiner in joiners)
         self.streams[where] = [job.request.stream for job in jobs]
         self.stops[where] = [job.stops + (-1,) * (width - len(job.stops)) for job in jobs]
         self.wake_s[where] = 0.0
@@ -94,6 +100,7 @@ class Rows:
         owner = self.owners[row]
         assert owner is not None
         owner.stage, owner.row = Stage.ENDED, -1
+        self.edited -= owner.editor is not None
         self.owners[row] = None
         self.holes.append(row)
 
@@ -119,8 +126,8 @@ class Rows:
 
     def _copy(self, targets: list[int], sources: list[int]) -> None:
         for array in (
-            self.tokens, self.positions, self.drawn, self.limits, self.seeds, self.temperature, self.top_p, self.top_k, self.streams,
-            self.wake_s, self.stops,
+            self.tokens, self.positions, self.drawn, self.limits, self.seeds, self.temperature, self.top_p, self.top_k, self.min_p,
+            self.streams, self.wake_s, self.stops,
         ):  # fmt: skip
             array[targets] = array[sources]
         longest = int(self.drawn[sources].max())
@@ -140,7 +147,14 @@ class Rows:
             temperature=self.temperature[rows],
             top_p=self.top_p[rows],
             top_k=self.top_k[rows],
+            min_p=self.min_p[rows],
+            edits={at: editor.edit() for at, editor in self.editors(rows)} if self.edited else {},
         )
+
+    def editors(self, rows: npt.NDArray[np.int64] | slice) -> list[tuple[int, Editor]]:
+        """Those of these rows that have one, with their places among them."""
+        owners = [self.owners[row] for row in self._all[rows].tolist()]
+        return [(at, owner.editor) for at, owner in enumerate(owners) if owner is not None and owner.editor is not None]
 
     def append(
         self, rows: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]

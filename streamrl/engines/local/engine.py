@@ -55,4 +55,4 @@ class LocalEngine(BatchingEngine):
             dtype=getattr(torch, dtype) if dtype else None,
             routed=routed,
         )
-        super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy)
+        super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy, model_dir=model_dir, grammars=True)

@@ -6,11 +6,14 @@ CPU than `torch.multinomial` or Gumbel noise at V = 151,936.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from streamrl.engines.batching.edits import Edit
 from streamrl.engines.batching.model import Draws
 
 
@@ -42,20 +45,36 @@ def draw(logits: Tensor, draws: Draws) -> tuple[npt.NDArray[np.int64], npt.NDArr
 
 def log_probs(logits: Tensor, draws: Draws) -> Tensor:
     """Log-probs [n, V] float32 of the distributions drawn from; -inf where a token is not kept. Greedy rows: temperature 1."""
-    logits = logits.float()
+    logits = _edited(logits.float(), draws.edits)
     temperature = draws.temperature
     if (temperature != 1).any():
         logits = logits / _on(np.where(temperature > 0, temperature, np.float32(1)), logits)[:, None]
     logp = torch.log_softmax(logits, -1)
-    filtered = ((draws.top_p < 1) | (draws.top_k > 0)) & (temperature > 0)
-    if filtered.any():
-        rows = np.flatnonzero(filtered)
+    rows = np.flatnonzero(draws.restricted)
+    if len(rows):
         index = _on(rows, logits)
-        logp[index] = _restrict(logp[index], _on(draws.top_p[rows], logits), _on(draws.top_k[rows], logits))
+        logp[index] = _restrict(logp[index], *(_on(bound[rows], logits) for bound in (draws.top_p, draws.top_k, draws.min_p)))
     return logp
 
 
-def _restrict(logp: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+def _edited(logits: Tensor, edits: Mapping[int, Edit]) -> Tensor:
+    """A changed copy, where there is anything to change."""
+    if edits:
+        logits = logits.clone()
+    for row, edit in edits.items():
+        own = logits[row]
+        if len(edit.seen):
+            seen = _on(edit.seen, logits)
+            lowered = own[seen] - _on(edit.taken, logits)
+            own[seen] = torch.where(lowered < 0, lowered * edit.repetition, lowered / edit.repetition)
+        if edit.allowed is not None:
+            own.masked_fill_(~_on(edit.allowed, logits), -torch.inf)
+        if len(edit.bias_ids):
+            own[_on(edit.bias_ids, logits)] += _on(edit.bias_values, logits)
+    return logits
+
+
+def _restrict(logp: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> Tensor:
     vocabulary = logp.shape[-1]
     ordered, order = torch.sort(logp, dim=-1, descending=True, stable=True)
     mass = torch.exp(ordered.double())
@@ -63,6 +82,7 @@ def _restrict(logp: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     limit = torch.where(top_k > 0, top_k, vocabulary)
     rank = torch.arange(vocabulary, device=logp.device)
     kept = (rank < limit[:, None]) & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
+    kept &= mass >= min_p[:, None] * mass[:, :1]
     kept[:, 0] = True
     kept_mass = torch.where(kept, mass, 0.0).sum(-1, keepdim=True)
     values = torch.where(kept, (ordered - kept_mass.log()).float(), -torch.inf)

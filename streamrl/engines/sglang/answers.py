@@ -1,11 +1,13 @@
 """From our requests to SGLang's and from its results to our chunks: plain functions and one small state per completion.
 
-Which distribution the log-probs belong to: SGLang's own (`output_token_logprobs`) are those after temperature and before top-p and
-top-k, which is what was drawn from where neither restricts. Where one does, `return_sampling_mask` brings those after it as well, if
-top-k is set (to at most 4,096) and nothing is drafted: SGLang refuses it otherwise. So every token has the log-prob of the
-distribution it was really drawn from, but with top-p alone, or top-p and top-k beside speculative decoding: those are marked as
-`temperature`, and the trainer compares them with its own from before top-p and top-k. A greedy token has the one under temperature
-1, as in our other engines.
+Which distribution the log-probs belong to: SGLang's own (`output_token_logprobs`) are those after penalties, grammar, logit bias and
+temperature and before top-k, top-p and min-p, which is what was drawn from where none of them restricts. Where one does,
+`return_sampling_mask` brings those after it as well, if top-k is set (to at most 4,096) and nothing is drafted: SGLang refuses it
+otherwise. So every token has the log-prob of the distribution it was really drawn from, but with top-p or min-p without top-k, or
+beside speculative decoding: those are marked as `temperature`, and the trainer compares them with its own from before them. A greedy
+token has the one under temperature 1, as in our other engines.
+
+Stop strings are looked for here, in the text of the tokens as they come: a server without a tokenizer knows none.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from typing import Any
 import msgspec
 
 from streamrl.engines.experts import Routing, from_sglang
-from streamrl.engines.extras import EXPERTS, INEXACT, NUMBERS
+from streamrl.engines.extras import EXPERTS, INEXACT, MATCHED, NUMBERS
 from streamrl.engines.live_swap.messages import version_of
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.sglang.prefixes import prefix_key
+from streamrl.engines.texts import Decode, StopText
 from streamrl.engines.wire import MetaInfo, Result, spans_in
 from streamrl.errors import EngineError, SchemaError
 from streamrl.schemas.samples import LogprobMode, VersionSpan
@@ -46,6 +49,8 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
     """Every token comes with the version that sampled it."""
     drafts: bool = False
     """The server decodes speculatively."""
+    grammars: bool = False
+    """The server has a grammar backend."""
 
 
 def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, limit: int, serving: Version, stream: bool) -> dict[str, Any]:
@@ -69,6 +74,8 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
     }
+    later = sampling.later()
+    params |= {name: value for name, value in later.items() if name != "stop"}
     if style.seeded:
         # Signed 64 bits there.
         params["sampling_seed"] = request.seeds[index] & 0x7FFF_FFFF_FFFF_FFFF
@@ -90,7 +97,7 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
 
 def truncates(sampling: Sampling) -> bool:
     """Whether tokens are drawn from a part of the vocabulary."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
 
 
 def says_support(sampling: Sampling, style: Style) -> bool:
@@ -99,8 +106,30 @@ def says_support(sampling: Sampling, style: Style) -> bool:
 
 
 def must_cut(sampling: Sampling) -> bool:
-    """Whether we have to stop at a token ourselves: SGLang's `ignore_eos` ignores the request's own stop tokens too."""
-    return sampling.ignore_eos and bool(sampling.stop_token_ids)
+    """Whether we have to stop ourselves: at stop strings, and where SGLang's `ignore_eos` ignores the request's own stop tokens too."""
+    return bool(sampling.stop) or (sampling.ignore_eos and bool(sampling.stop_token_ids))
+
+
+def check_sampling(request: GenerateRequest, style: Style) -> None:
+    """Raise EngineError for what would end the server, or be drawn otherwise than it is asked for."""
+    sampling = request.sampling
+    asked = (
+        # An assertion in SGLang's sampler, which takes the scheduler with it.
+        ("min_p", style.seeded and sampling.min_p > 0, "engine.deterministic = true: SGLang draws by seed without min-p only"),
+        ("json_schema", bool(sampling.json_schema) and not style.grammars, "a server without grammars: set engine.sglang.grammar_backend"),
+        ("regex", bool(sampling.regex) and not style.grammars, "a server without grammars: set engine.sglang.grammar_backend"),
+        *(
+            (name, style.drafts and name in sampling.later(), "speculative decoding, with which it has not been tried")
+            for name in ("min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "json_schema", "regex")
+        ),
+    )
+    for name, found, why in asked:
+        if found:
+            raise EngineError(
+                f"engine {style.engine} cannot do what sampling.{name} of request {request.request_id!r} asks for with {why}",
+                hint=f"leave sampling.{name} out",
+                key=f"sampling.{name}",
+            )
 
 
 class Row:
@@ -111,9 +140,10 @@ class Row:
         index: of the completion.
         style: of the server.
         began: version served when it was sent.
+        decode: tokens to text, where the request has stop strings.
     """
 
-    def __init__(self, request: GenerateRequest, index: int, style: Style, began: Version) -> None:
+    def __init__(self, request: GenerateRequest, index: int, style: Style, began: Version, decode: Decode | None = None) -> None:
         self._request = request
         self._index = index
         self._style = style
@@ -122,6 +152,8 @@ class Row:
         self._restricted = restricted and says_support(request.sampling, style)
         self._mode = LogprobMode.TEMPERATURE if restricted and not self._restricted else LogprobMode.SAMPLED
         self._stops = frozenset(request.sampling.stop_token_ids) if must_cut(request.sampling) else frozenset[int]()
+        self._text = StopText(decode, request.sampling.stop) if decode is not None and request.sampling.stop else None
+        self._matched = ""
         self._inexact = False
         self.tokens = 0
         """Tokens handed on so far."""
@@ -145,7 +177,7 @@ class Row:
         if len(ids) != max(0, fresh) or len(logprobs) != len(ids):
             raise self._wrong(f"{max(0, fresh)} new tokens with log-probs", f"{len(ids)} tokens and {len(logprobs)} log-probs")
         spans = self._spans(meta, len(ids))
-        stop = next((at for at, token in enumerate(ids) if token in self._stops), None)
+        stop = next((at for at, token in enumerate(ids) if self._ends(token)), None)
         if stop is not None:
             self.cut = reason is None
             reason = "stop"
@@ -163,6 +195,11 @@ class Row:
             engine=self._style.engine,
             extras=self._extras(meta) if reason is not None else {},
         )
+
+    def _ends(self, token: int) -> bool:
+        if self._text is not None:
+            self._matched = self._text.take(token)
+        return bool(self._matched) or token in self._stops
 
     def _reason(self, meta: MetaInfo) -> str | None:
         if meta.finish_reason is None:
@@ -216,6 +253,8 @@ class Row:
         extras: dict[str, Any] = {name: value for name in NUMBERS if (value := getattr(meta, name))}
         if self._inexact:
             extras[INEXACT] = True
+        if self._matched:
+            extras[MATCHED] = self._matched
         if self._style.routing is not None and meta.routed_experts is not None:
             tokens = len(self._request.prompt_ids) + meta.completion_tokens - 1
             try:

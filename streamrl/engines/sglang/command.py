@@ -44,7 +44,9 @@ def arguments(
         "tp_size": sglang.tensor_parallel,
         "context_length": max_len + SPARE_TOKENS,
         "max_running_requests": config.slots,
-        "skip_tokenizer_init": True,
+        # A server that is to know grammars reads the tokenizer; requests are token ids all the same.
+        "skip_tokenizer_init": not sglang.grammar_backend,
+        "grammar_backend": "none",
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
         # An idle scheduler polls else, and keeps the interpreter from the thread that stages weights.
@@ -56,6 +58,8 @@ def arguments(
     if not has_weights:
         flags["load_format"] = "dummy"
     flags |= {name.lstrip("-").replace("-", "_"): value for name, value in sglang.flags.items()}
+    if sglang.grammar_backend:
+        flags["grammar_backend"] = sglang.grammar_backend
     return tuple(word for name, value in flags.items() for word in _words(name, value))
 
 

@@ -13,11 +13,12 @@ from streamrl.engines.experts import read_routing
 from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.requests import check_request, check_room
-from streamrl.engines.sglang.answers import Style
+from streamrl.engines.sglang.answers import Style, check_sampling
 from streamrl.engines.sglang.counts import Counts
 from streamrl.engines.sglang.hosts import Connected, Host, connect_host
 from streamrl.engines.sglang.jobs import Job
 from streamrl.engines.sglang.server import SglangServer
+from streamrl.engines.texts import Texts
 from streamrl.errors import ConfigError, EngineDied, EngineError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
@@ -57,6 +58,7 @@ class SglangEngine:
         self.detail: dict[str, Any] = {}
         """What people may want to know about it, once it runs."""
         self.lost = Lost()
+        self._texts = Texts(model_dir, engine=engine_id)
         self._config = config
         self._model_dir = model_dir
         self._server = server
@@ -98,6 +100,7 @@ class SglangEngine:
             routing=await asyncio.to_thread(read_routing, self._model_dir) if routed else None,
             stamped=self._host.stamped,
             drafts=bool(flags.get("speculative_algorithm")),
+            grammars=bool(sglang.grammar_backend),
         )
         self.detail = {"sglang": self._server.version, "server_pid": self._server.pid, "start_s": self._server.start_s, **self._host.detail}
         self._ended = None
@@ -130,12 +133,23 @@ class SglangEngine:
         """See `Engine.generate`. Closing the iterator aborts what is unfinished."""
         # An id outside the vocabulary would end the server, not only the request.
         check_request(request, engine=self.engine_id, policy=self.policy, vocab_size=self._vocabulary, max_len=self._max_len)
+        decode = await self._texts.load() if request.sampling.stop else None
         if self._ended is not None:
             raise self._ended
         assert self._style is not None
+        check_sampling(request, self._style)
         check_room(request, engine=self.engine_id, running=self._jobs, waiting=self._counts.waiting)
         limit = min(request.sampling.max_new_tokens, self._max_len - len(request.prompt_ids))
-        job = Job(request, limit=limit, client=self._server.client, style=self._style, turn=self._turn, counts=self._counts, lost=self.lost)
+        job = Job(
+            request,
+            limit=limit,
+            client=self._server.client,
+            style=self._style,
+            turn=self._turn,
+            counts=self._counts,
+            lost=self.lost,
+            decode=decode,
+        )
         self._jobs[request.request_id] = job
         unfinished = len(job.completions)
         try:

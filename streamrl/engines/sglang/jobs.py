@@ -16,6 +16,7 @@ from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.sglang.answers import Row, Style, aborted, body_of, joined, must_cut
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.counts import Counts
+from streamrl.engines.texts import Decode
 from streamrl.errors import EngineError, EngineUnavailable, StreamRLError
 from streamrl.schemas.versions import Version
 
@@ -56,6 +57,7 @@ class Job:
         turn: awaited before anything is sent; gives the version served then.
         counts: of the engine; told everything, also when nobody waits for it any more.
         lost: of the engine; told what nobody gets.
+        decode: tokens to text, where the request has stop strings.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Job:
         turn: Callable[[int], Coroutine[Any, Any, Version]],
         counts: Counts,
         lost: Lost,
+        decode: Decode | None = None,
     ) -> None:
         self.request = request
         self.queue = Handover(len(request.seeds), stream=request.stream, lost=lost)
@@ -77,6 +80,7 @@ class Job:
         self._style = style
         self._turn = turn
         self._counts = counts
+        self._decode = decode
         self._tasks: list[asyncio.Task[None]] = []
         self._cutter: asyncio.Task[None] | None = None
 
@@ -129,7 +133,7 @@ class Job:
             self.queue.put_nowait(aborted(completion.index, self._style))
             return
         self._move(completion, Stage.SENT)
-        row = Row(request, completion.index, self._style, serving)
+        row = Row(request, completion.index, self._style, serving, self._decode)
         streams = request.stream or must_cut(request.sampling)
         body = body_of(request, completion.rid, completion.index, self._style, limit=self._limit, serving=serving, stream=streams)
         parts: list[Chunk] = []

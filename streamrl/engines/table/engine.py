@@ -114,4 +114,4 @@ class TableEngine(BatchingEngine):
         delay: TokenDelay | None = None,
     ) -> None:
         model = TableModel(read_shape(model_dir), max_len=max_len)
-        super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy, delay=delay)
+        super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy, model_dir=model_dir, delay=delay)

@@ -3,19 +3,25 @@
 Letters: `n` rows, `V` vocabulary.
 
 The distribution of a row is softmax(logits / temperature), restricted to a kept set and renormalised. With the tokens
-sorted by falling probability (ties: the lower id first), a token is kept when its rank is below `top_k` and the mass of
-the tokens before it, in the unrestricted distribution, is below `top_p`. So top-k and top-p each look at the
-unrestricted distribution, and the most probable token is always kept. Temperature 0 takes the most probable token; its
-log-prob is that under temperature 1.
+sorted by falling probability (ties: the lower id first), a token is kept when its rank is below `top_k`, the mass of
+the tokens before it, in the unrestricted distribution, is below `top_p`, and its probability is at least `min_p` times the
+greatest one. So each of them looks at the unrestricted distribution, and the most probable token is always kept. Temperature 0
+takes the most probable token; its log-prob is that under temperature 1.
+
+Before the temperature the logits of a row that has an edit are changed: tokens that the completion has already by penalties
+(subtracted, then scaled), those outside the grammar to -inf, and a bias is added, in SGLang's order.
 
 The token drawn for `u` is the first, in order of ids, whose cumulative probability exceeds `u`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.engines.batching.edits import Edit
 from streamrl.engines.batching.model import Draws
 
 
@@ -31,12 +37,24 @@ def distribution(logits: npt.NDArray[np.floating], draws: Draws) -> npt.NDArray[
     Greedy rows hold the log-probs under temperature 1.
     """
     temperature = np.where(draws.temperature > 0, draws.temperature, 1.0).astype(np.float64)
-    logp = log_softmax(logits.astype(np.float64) / temperature[:, None])
-    filtered = ((draws.top_p < 1) | (draws.top_k > 0)) & (draws.temperature > 0)
-    if filtered.any():
-        rows = np.flatnonzero(filtered)
-        logp[rows] = _restrict(logp[rows], draws.top_p[rows], draws.top_k[rows])
+    logp = log_softmax(_edited(logits.astype(np.float64), draws.edits) / temperature[:, None])
+    rows = np.flatnonzero(draws.restricted)
+    if len(rows):
+        logp[rows] = _restrict(logp[rows], draws.top_p[rows], draws.top_k[rows], draws.min_p[rows])
     return logp
+
+
+def _edited(logits: npt.NDArray[np.float64], edits: Mapping[int, Edit]) -> npt.NDArray[np.float64]:
+    """Changed in place, and given back."""
+    for row, edit in edits.items():
+        own = logits[row]
+        if len(edit.seen):
+            lowered = own[edit.seen] - edit.taken
+            own[edit.seen] = np.where(lowered < 0, lowered * edit.repetition, lowered / edit.repetition)
+        if edit.allowed is not None:
+            own[~edit.allowed] = -np.inf
+        own[edit.bias_ids] += edit.bias_values
+    return logits
 
 
 def draw(logits: npt.NDArray[np.floating], draws: Draws) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -53,7 +71,9 @@ def draw(logits: npt.NDArray[np.floating], draws: Draws) -> tuple[npt.NDArray[np
     return ids, np.take_along_axis(logp, ids[:, None], axis=-1)[:, 0].astype(np.float32)
 
 
-def _restrict(logp: npt.NDArray[np.float64], top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _restrict(
+    logp: npt.NDArray[np.float64], top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64], min_p: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float64]:
     vocabulary = logp.shape[-1]
     order = np.argsort(-logp, axis=-1, kind="stable")
     mass = np.exp(np.take_along_axis(logp, order, axis=-1))
@@ -61,6 +81,7 @@ def _restrict(logp: npt.NDArray[np.float64], top_p: npt.NDArray[np.float32], top
     rank = np.arange(vocabulary)
     limit = np.where(top_k > 0, top_k, vocabulary)
     kept = (rank < limit[:, None]) & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
+    kept &= mass >= min_p[:, None] * mass[:, :1]
     kept[:, 0] = True
     kept_mass = np.where(kept, mass, 0.0).sum(axis=-1, keepdims=True)
     result = np.full_like(logp, -np.inf)

@@ -17,10 +17,11 @@ from torch import Tensor
 from streamrl.algorithms.chunked_head import chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
 from streamrl.algorithms.vocab_parallel import vocab_parallel_logprobs
-from streamrl.core.batches import TrainBatch, samples_at
+from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import MicroBatch, trial_row
 from streamrl.errors import ConfigError
 from streamrl.tensors.transfer import on_device
+from streamrl.trainers.drawn import drawn, logit_bias
 from streamrl.trainers.flops import ModelFlops, model_flops
 from streamrl.trainers.megatron.buildable import ROPES, read_architecture
 from streamrl.trainers.megatron.core import Attend, Decoder
@@ -199,12 +200,11 @@ class MegatronLM:
         return logprobs, entropy
 
     def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        sample = samples_at(batch, micro.target)
-        truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
-        check_samples(self._parallel.tensors, truncated)
+        how = drawn(batch, micro, self.device)
+        check_samples(self._parallel.tensors, bool(how.cut))
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature, head = self._tensor(batch.temperature[micro.target]), self._head()
-        if self._layers.chunks is not None and self._parallel.tensors == 1 and not truncated:
+        if self._layers.chunks is not None and self._parallel.tensors == 1 and how.whole:
             kernels = self._layers.chunks
             return chunked_logprobs(states, targets, head, temperature_M=temperature, kernels=kernels, entropy_gradient=entropy_gradient)
         chunk = CHUNK_ELEMENTS if self.device.type == "cpu" else GPU_CHUNK_ELEMENTS
@@ -216,6 +216,7 @@ class MegatronLM:
                 first=self._first,
                 group=self._decoder.group,
                 temperature_M=temperature,
+                logit_bias=how.logit_bias,
                 entropy_gradient=entropy_gradient,
                 chunk_elements=chunk,
             )
@@ -224,8 +225,8 @@ class MegatronLM:
             targets,
             head,
             temperature_M=temperature,
-            top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
-            top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
+            **how.cut,
+            logit_bias=how.logit_bias,
             entropy_gradient=entropy_gradient,
             chunk_elements=chunk,
         )
@@ -234,8 +235,9 @@ class MegatronLM:
         """See `LanguageModel`; of a vocabulary in one part."""
         check_samples(self._parallel.tensors, truncated=True)
         temperature = self._tensor(batch.temperature[micro.target])
-        found = self.states(micro) @ self._head().weight.T
-        return (found if found.dtype == torch.float64 else found.float()) / temperature[:, None]
+        found, added = self.states(micro) @ self._head().weight.T, logit_bias(batch, micro, self.device)
+        found = found if found.dtype == torch.float64 else found.float()
+        return (found if added is None else added.added(found)) / temperature[:, None]
 
     def limit_memory(self, tokens: int) -> None:
         """See `LanguageModel`."""

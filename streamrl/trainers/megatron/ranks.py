@@ -243,7 +243,7 @@ def check_samples(tensors: int, truncated: bool) -> None:
     """Raise ConfigError where log-probs over a split vocabulary are asked for that need the whole distribution."""
     if tensors > 1 and truncated:
         raise ConfigError(
-            f"trainer.tensor = {tensors} knows no sampling.top_p or top_k: log-probs are over a vocabulary in {tensors} parts",
-            hint="set sampling.top_p = 1 and sampling.top_k = 0, or trainer.tensor = 1",
+            f"trainer.tensor = {tensors} knows no sampling.top_p, top_k or min_p: log-probs are over a vocabulary in {tensors} parts",
+            hint="set sampling.top_p = 1, top_k = -1 and min_p = 0, or trainer.tensor = 1",
             key="trainer.tensor",
         )

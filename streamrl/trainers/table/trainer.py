@@ -20,7 +20,7 @@ import numpy.typing as npt
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch, samples_at
+from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import Indices
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
@@ -173,13 +173,17 @@ class TableTrainer:
     def _forward(self, batch: TrainBatch, target: Indices) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Log-probs of every next token [M, V] and of the one at `target` [M], as the sampler's distribution has them."""
         position = np.minimum(response_positions(batch)[target], len(self._logits) - 1)
-        sample = samples_at(batch, target)
         logits = self._logits[position, batch.tokens[target - 1]].astype(np.float64)
+        if (biases := batch.logit_biases) is not None:
+            for index, (ids, values) in enumerate(biases.tables()):
+                logits[np.ix_(np.flatnonzero(biases.of[target] == index), ids)] += values
         logp = _log_softmax(logits / batch.temperature[target, None].astype(np.float64))
-        tokens = batch.tokens[target]
-        truncated = np.flatnonzero((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0))
+        tokens, (top_p, top_k) = batch.tokens[target], (batch.top_p[target], batch.top_k[target])
+        min_p = np.zeros(len(target), np.float32) if batch.min_p is None else batch.min_p[target]
+        truncated = np.flatnonzero((top_p < 1) | (top_k > 0) | (min_p > 0))
         if len(truncated):
-            kept = _support(np.exp(logp[truncated]), tokens[truncated], batch.top_p[sample][truncated], batch.top_k[sample][truncated])
+            bounds = (top_p[truncated], top_k[truncated], min_p[truncated])
+            kept = _support(np.exp(logp[truncated]), tokens[truncated], *bounds)
             logp[truncated] = _log_softmax(np.where(kept, logp[truncated], -np.inf))
         return logp, logp[np.arange(len(target)), tokens]
 
@@ -323,14 +327,19 @@ def _log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _support(
-    probs: npt.NDArray[np.float64], tokens: npt.NDArray[np.int32], top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int32]
+    probs: npt.NDArray[np.float64],
+    tokens: npt.NDArray[np.int32],
+    top_p: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int32],
+    min_p: npt.NDArray[np.float32],
 ) -> npt.NDArray[np.bool_]:
-    """[M, V] what top-k and top-p leave, by the rule of `streamrl.algorithms.nucleus.support`."""
+    """[M, V] what top-k, top-p and min-p leave, by the rule of `streamrl.algorithms.nucleus.support`."""
     order = np.argsort(-probs, axis=-1, kind="stable")
     ranked = np.take_along_axis(probs, order, -1)
     before = ranked.cumsum(-1) - ranked
     limit = np.where(top_k > 0, top_k, probs.shape[-1])[:, None]
     kept = (np.arange(probs.shape[-1]) < limit) & ((before < top_p[:, None]) | (top_p >= 1)[:, None])
+    kept &= ranked >= min_p[:, None] * ranked[:, :1]
     mask = np.zeros_like(kept)
     np.put_along_axis(mask, order, kept, -1)
     mask[np.arange(len(tokens)), tokens] = True

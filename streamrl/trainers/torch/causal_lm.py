@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.algorithms.chunked_head import chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
-from streamrl.core.batches import TrainBatch, samples_at
+from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import MicroBatch, trial_row
 from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
+from streamrl.trainers.drawn import drawn, logit_bias
 from streamrl.trainers.flops import flops_of, sees_all
 from streamrl.trainers.torch import attention as packed_rows
 from streamrl.trainers.torch import experts
@@ -239,20 +240,19 @@ class CausalLM:
         return Share(micro) if self._context is None else self._context.share(micro)
 
     def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        sample = samples_at(batch, micro.target)
-        truncated = bool(((batch.top_p[sample] < 1) | (batch.top_k[sample] > 0)).any())
+        how = drawn(batch, micro, self.device)
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature = self._tensor(batch.temperature[micro.target])
         chunks = self._layers.chunks
-        if chunks is not None and self._linear is not None and not truncated:
+        if chunks is not None and self._linear is not None and how.whole:
             return chunked_logprobs(
                 states, targets, self._linear, temperature_M=temperature, kernels=chunks, entropy_gradient=entropy_gradient
             )
         compute = partial(
             token_logprobs if self._linear is None else linear_logprobs,
             temperature_M=temperature,
-            top_p_M=self._tensor(batch.top_p[sample]) if truncated else None,
-            top_k_M=self._tensor(batch.top_k[sample].astype(np.int64)) if truncated else None,
+            **how.cut,
+            logit_bias=how.logit_bias,
             entropy_gradient=entropy_gradient,
             chunk_elements=self._chunk_elements,
         )
@@ -261,13 +261,14 @@ class CausalLM:
         return compute(states, targets, self._linear)
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
-        """All logits [M, V] float32 at `micro.target`, over the temperature, nothing cut off: the whole of them, at once in memory."""
+        """All logits [M, V] float32 at `micro.target`, with their bias, over the temperature, nothing cut off; at once in memory."""
         return self._run(partial(self._logits, micro, batch))
 
     def _logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         temperature = self._tensor(batch.temperature[micro.target])
-        logits = self._head(self.states(micro))
-        return (logits if logits.dtype == torch.float64 else logits.float()) / temperature[:, None]
+        logits, added = self._head(self.states(micro)), logit_bias(batch, micro, self.device)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return (logits if added is None else added.added(logits)) / temperature[:, None]
 
     def states(self, micro: MicroBatch) -> Tensor:
         """Hidden states [M, H] that predict `micro.target`."""

@@ -61,7 +61,9 @@ async def test_tokens_logprobs_and_versions_are_the_workers_own(workshop: Worksh
     true = found[5].segments[1]
     found_0, found_3 = (msgspec.structs.replace(found[rollout].segments[1], origin=true.origin) for rollout in (0, 3))  # of other times
     assert found_0 == true and true.spans == (VersionSpan(2, Version(0, 0)),)
-    assert found_3 == Segment(true.token_ids[:1], true.logprobs[:1], (VersionSpan(1, Version(0, 0)),), temperature=1.0, origin=true.origin)
+    spans = (VersionSpan(1, Version(0, 0)),)
+    drawn = {"temperature": 1.0, "sampling": true.sampling, "origin": true.origin}
+    assert found_3 == Segment(true.token_ids[:1], true.logprobs[:1], spans, **drawn)
     assert len(found[4].segments[1].token_ids) == len(found[4].segments[1].logprobs) == sum(s.length for s in found[4].segments[1].spans)
     assert {episode.engine for episode in group.episodes} == {"table-0"}
     assert [failure.rollout for failure in group.failures] == [1, 2]
