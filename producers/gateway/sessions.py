@@ -24,6 +24,7 @@ from streamrl.producers.episode import Episode
 from streamrl.producers.gateway.entries import Ended, Started
 from streamrl.producers.gateway.episodes import episodes_of
 from streamrl.producers.gateway.errors import ApiError, gone, later
+from streamrl.producers.gateway.granted import Granted
 from streamrl.producers.gateway.journal import Journal
 from streamrl.producers.gateway.keys import SessionKey, new_nonce
 from streamrl.producers.gateway.placing import Rules, prompt_messages
@@ -72,34 +73,6 @@ class Calls:
         self.per_s = found[0] / max(1e-3, now_s - self._since_s)
         self._since_s = now_s
         return found
-
-
-class Granted:
-    """A claimed task: a session for each rollout."""
-
-    def __init__(self, task: RolloutTask, sessions: Sequence[Session]) -> None:
-        self.task = task
-        self.sessions = sessions
-        self.finished = asyncio.Event()
-        self.is_over = asyncio.Event()
-        """Whether this delivery of its task has come to its end."""
-        self.idle_since_s = time.monotonic()
-        """Since when no session of it is open."""
-
-    @property
-    def free(self) -> list[Session]:
-        """Those that nobody has."""
-        return [one for one in self.sessions if one.started is None and one.ended is None and not one.reserved]
-
-    @property
-    def is_unasked(self) -> bool:
-        """Whether nobody has started any, nor is about to."""
-        return len(self.free) == len(self.sessions)
-
-    @property
-    def num_open(self) -> int:
-        """Those that agents have."""
-        return sum(session.started is not None and session.ended is None for session in self.sessions)
 
 
 class Sessions:
