@@ -117,10 +117,11 @@ def token_places(call: Call, answer: Answer) -> tuple[dict[str, Any], dict[str, 
 def _logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
     if not call.flag("logprobs"):
         return None
-    words = answer.token_words(as_ids=call.flag("return_tokens_as_token_ids"))
+    texts = answer.tokens
+    words = answer.id_words() if call.flag("return_tokens_as_token_ids") else texts
     content = [
         {"token": word, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for word, text, logprob in zip(words, answer.tokens, answer.logprobs, strict=True)
+        for word, text, logprob in zip(words, texts, answer.logprobs, strict=True)
     ]
     return {"content": content, "refusal": None}
 

@@ -51,9 +51,10 @@ def read_ids(given: Any, param: str) -> list[int]:
 def _logprobs(call: Call, answer: Answer) -> dict[str, Any] | None:
     if call.body.get("logprobs") in (None, False):
         return None
-    words = answer.token_words(as_ids=call.flag("return_tokens_as_token_ids"))
+    texts = answer.tokens
+    words = answer.id_words() if call.flag("return_tokens_as_token_ids") else texts
     places = [0]
-    for text in answer.tokens:
+    for text in texts:
         places.append(places[-1] + len(text))
     return {"tokens": words, "token_logprobs": answer.logprobs, "top_logprobs": None, "text_offset": places[:-1]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,17 +62,22 @@ class Answer:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
-    tokens: list[str]
-    """Text of each token."""
+    decode: Callable[[Sequence[int]], str]
+    """Of the tokenizer."""
+
+    @property
+    def tokens(self) -> list[str]:
+        """Text of each token."""
+        return [self.decode((token,)) for token in self.token_ids]
 
     def usage(self) -> dict[str, int]:
         """As all of OpenAI's APIs have it."""
         prompt, completion = len(self.prompt_ids), len(self.token_ids)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def token_words(self, *, as_ids: bool) -> list[str]:
-        """What each token is called in log-probs."""
-        return [f"token_id:{token}" for token in self.token_ids] if as_ids else self.tokens
+    def id_words(self) -> list[str]:
+        """What each token is called where log-probs are to name ids."""
+        return [f"token_id:{token}" for token in self.token_ids]
 
 
 def ask(call: Call, kind: str, what: Any, place: Any, fields: Mapping[str, Any], *, where: str = "", tools: Any = None) -> Ask:
@@ -108,7 +113,6 @@ def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str)
     token_ids = turn.tokens.token_ids
     prompt_ids = ids[: len(ids) - len(token_ids)]
     identity = f"{session.name}.{node.number}"
-    decode = rendering.tokenizer.decode
     return Answer(
         identity=f"{prefix}-{identity}",
         created_s=int(turn.made_s or time.time()),
@@ -119,5 +123,5 @@ def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str)
         token_ids=token_ids,
         logprobs=turn.tokens.token_logprobs,
         finish_reason=turn.tokens.finish_reason,
-        tokens=[decode((token,)) for token in token_ids],
+        decode=rendering.tokenizer.decode,
     )

@@ -33,7 +33,7 @@ async def generate(call: Call, request: web.Request) -> web.StreamResponse:
     fields = {name: value for name, value in given.items() if name not in HARMLESS}
     asked = ask(call, "generate", ids, by_tokens(ids, call.session.rules, param="token_ids"), fields, where=_WHERE)
     answer = await answered(call, asked, "generate")
-    content = [{"token": word, "logprob": logprob} for word, logprob in zip(answer.token_words(as_ids=True), answer.logprobs, strict=True)]
+    content = [{"token": word, "logprob": logprob} for word, logprob in zip(answer.id_words(), answer.logprobs, strict=True)]
     choice = {"index": 0, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason, "logprobs": {"content": content}}
     whole = {"request_id": answer.identity, "model": answer.model, "choices": [choice], "usage": answer.usage()}
     return web.Response(body=msgspec.json.encode(whole), content_type="application/json")

@@ -19,6 +19,7 @@ from streamrl.runtime.rundir import RunDir
 ROOT = Path(__file__).parents[2]
 VERBS = {"init", "config", "completion", "up", "down", "status", "logs", "metrics", "page", "top", "worker", "attach", "doctor"} | {
     "replay",
+    "gateway",
     "dead",
     "reward",
     "record",
@@ -134,7 +135,7 @@ def test_up_refuses_a_name_that_is_none(place: Path, capsys: pytest.CaptureFixtu
 def test_worker_names_the_kinds(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "worker", "traner", "--run", "demo")
     assert "did you mean 'trainer'?" in said
-    assert "feeder, producer, evaluator, engine, trainer" in said
+    assert "feeder, producer, gateway, evaluator, engine, trainer" in said
 
 
 def test_a_branch_is_not_verified(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
