@@ -40,6 +40,13 @@ class ApiError(StreamRLError):
         message = f"{self.message}; hint: {self.hint}" if self.hint else self.message
         return {"error": {"message": message, "type": self.kind, "param": self.param or None, "code": self.code or None}}
 
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same in Anthropic's form."""
+        words = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
+        error = self.body()["error"]
+        field = f"{self.param}: " if self.param else ""
+        return {"type": "error", "error": {"type": words.get(self.status, self.kind), "message": field + error["message"]}}
+
 
 def _again(status: int, message: str, hint: str, code: str, param: str, retry_after_s: float) -> ApiError:
     return ApiError(status, message, hint=hint, code=code, param=param, retry_after_s=retry_after_s)

@@ -4,6 +4,7 @@
 /rl/start_session                             the gateway's key
 /rl/set_reward  /rl/end_session               a session's key, as for all below
 /v1/chat/completions  /v1/completions         also without /v1, and below /sessions/<key>
+/v1/messages  /v1/responses
 /inference/v1/generate  /v1/models
 /health                                       nobody's
 ```
@@ -23,6 +24,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from streamrl.config.hosts import bracketed
 from streamrl.errors import BusError, LaunchError, StreamRLError
+from streamrl.producers.gateway.anthropic_messages import anthropic_messages
 from streamrl.producers.gateway.chat_completions import chat_completions
 from streamrl.producers.gateway.completions import completions
 from streamrl.producers.gateway.errors import ApiError, later, refused
@@ -30,6 +32,7 @@ from streamrl.producers.gateway.front import Call
 from streamrl.producers.gateway.generate import generate
 from streamrl.producers.gateway.guards import BODY_S, LINGER_S, SILENCE_S, VALUE_BYTES, Connections, Held, InHand
 from streamrl.producers.gateway.keys import Keys, SessionKey
+from streamrl.producers.gateway.responses import responses
 from streamrl.producers.gateway.session import AGAIN_S
 from streamrl.producers.gateway.sessions import Sessions
 from streamrl.producers.gateway.verbs import Verbs
@@ -38,7 +41,12 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Api = Callable[[Call, web.Request], Awaitable[web.StreamResponse]]
-APIS: Mapping[str, Api] = {"chat/completions": chat_completions, "completions": completions}
+APIS: Mapping[str, Api] = {
+    "chat/completions": chat_completions,
+    "completions": completions,
+    "messages": anthropic_messages,
+    "responses": responses,
+}
 """By path below `/v1`."""
 SHUTDOWN_S = 2.0
 MAX_KEY = 256
@@ -177,9 +185,8 @@ class GatewayServer:
         self._sessions.calls.num_refused += 1
         headers = {"Retry-After": f"{max(1, round(refusal.retry_after_s))}"} if refusal.retry_after_s else {}
         logger.debug("event=call_refused path=%s status=%d code=%s", _path(request), refusal.status, refusal.code)
-        return web.Response(
-            body=msgspec.json.encode(refusal.body()), status=refusal.status, content_type="application/json", headers=headers
-        )
+        told = refusal.anthropic_body() if request.path.endswith("/messages") else refusal.body()
+        return web.Response(body=msgspec.json.encode(told), status=refusal.status, content_type="application/json", headers=headers)
 
     def _calls(self, api: Api) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:

@@ -13,11 +13,15 @@ PIECE_CHARS = 512
 """Of the text in one event."""
 
 
-async def stream(request: web.Request, events: Iterable[dict[str, Any]]) -> web.StreamResponse:
-    """Send `events` and the end of the stream."""
+async def stream(request: web.Request, events: Iterable[dict[str, Any]], *, named: bool = False) -> web.StreamResponse:
+    """Send `events` and the end of the stream; `named`: each goes by its `type`, and the last one is the end."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
     await response.prepare(request)
-    body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + DONE
+    parts: list[bytes] = []
+    for event in events:
+        parts.append(b"event: %s\n" % event["type"].encode() if named else b"")
+        parts.append(b"data: %s\n\n" % msgspec.json.encode(event))
+    body = b"".join(parts) + (b"" if named else DONE)
     await response.write(body)
     await response.write_eof()
     return response

@@ -1,0 +1,155 @@
+"""`/v1/messages`: a subset of Anthropic's API: messages, system, tools and their results, thoughts, stop sequences, streams.
+
+Pure translation: the session sees what `/v1/chat/completions` would have given it. Other fields are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from streamrl.producers.gateway.blocks import Conversation, call_of, items, table, text, texts, tool_of
+from streamrl.producers.gateway.errors import refused
+from streamrl.producers.gateway.front import Answer, Call, answered, ask
+from streamrl.producers.gateway.messages import ASSISTANT, Message
+from streamrl.producers.gateway.placing import by_messages
+from streamrl.producers.gateway.sse import pieces, stream
+
+_HANDLED = ("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "thinking", "metadata")
+_TEXT = ("type", "text", "cache_control", "citations")
+_STOPS = {"stop": "end_turn", "length": "max_tokens"}
+
+
+async def anthropic_messages(call: Call, request: web.Request) -> web.StreamResponse:
+    """Answer a call of messages."""
+    body = call.body
+    messages, tools = _conversation(body), _tools(body)
+    fields = call.fields(*_HANDLED) | {"max_tokens": body.get("max_tokens")}
+    if body.get("max_tokens") is None:
+        raise refused("expected max_tokens, which this API wants", param="max_tokens")
+    if stops := body.get("stop_sequences"):
+        fields["stop"] = stops
+    _check_others(body)
+    streams = call.flag("stream")
+    what = [message.for_template() for message in messages]
+    asked = ask(call, "messages", what, by_messages(messages, tools, call.session.rules), fields, tools=tools)
+    answer = await answered(call, asked, "msg")
+    if streams:
+        return await stream(request, _events(answer), named=True)
+    return web.Response(body=msgspec.json.encode(_whole(answer)), content_type="application/json")
+
+
+def _conversation(body: Mapping[str, Any]) -> list[Message]:
+    found = Conversation()
+    if system := texts(body.get("system"), "system", ("text",), _TEXT):
+        found.add(Message(role="system", content=system))
+    for number, given in enumerate(items(body.get("messages"), "messages")):
+        where = f"messages[{number}]"
+        fields = table(given, where, ("role", "content"))
+        role, content = fields.get("role"), fields.get("content")
+        if role not in ("user", ASSISTANT):
+            raise refused(f"expected a role of user or {ASSISTANT}, got {role!r:.80}", param=f"{where}.role")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else items(content, f"{where}.content")
+        read = _said if role == ASSISTANT else _asked
+        for place, block in enumerate(blocks):
+            read(found, block, f"{where}.content[{place}]")
+        found.end()
+    return found.done("messages")
+
+
+def _asked(found: Conversation, block: Any, where: str) -> None:
+    """A block of the user's."""
+    fields = table(block, where, ("tool_use_id", "content", "is_error", *_TEXT))
+    match fields.get("type"):
+        case "text":
+            found.add(Message(role="user", content=text(fields.get("text"), f"{where}.text")))
+        case "tool_result":
+            said = texts(fields.get("content"), f"{where}.content", ("text",), _TEXT)
+            found.add(Message(role="tool", content=said, tool_call_id=text(fields.get("tool_use_id"), f"{where}.tool_use_id")))
+        case other:
+            raise refused(f"expected a block of type text or tool_result, got {other!r:.80}", param=where)
+
+
+def _said(found: Conversation, block: Any, where: str) -> None:
+    """A block of the assistant's."""
+    fields = table(block, where, ("id", "name", "input", "thinking", "signature", "caller", *_TEXT))
+    match fields.get("type"):
+        case "text":
+            found.add(Message(role=ASSISTANT, content=text(fields.get("text"), f"{where}.text")))
+        case "thinking":
+            found.add(Message(role=ASSISTANT, content="", reasoning=text(fields.get("thinking"), f"{where}.thinking")))
+        case "tool_use":
+            called = call_of(fields.get("name"), fields.get("input"), fields.get("id"), where)
+            found.add(Message(role=ASSISTANT, content="", tool_calls=(called,)))
+        case other:
+            raise refused(f"expected a block of type text, thinking or tool_use, got {other!r:.80}", param=where)
+
+
+def _tools(body: Mapping[str, Any]) -> list[Any] | None:
+    if not body.get("tools"):
+        return None
+    found: list[Any] = []
+    for number, given in enumerate(items(body["tools"], "tools")):
+        where = f"tools[{number}]"
+        fields = table(given, where, ("name", "description", "input_schema", "type", "cache_control"))
+        if fields.get("type") not in (None, "custom"):
+            raise refused(f"expected a tool of the caller's own, got one of type {fields['type']!r:.80}", param=where)
+        found.append(tool_of(fields.get("name"), fields.get("description"), fields.get("input_schema"), where))
+    return found
+
+
+def _check_others(body: Mapping[str, Any]) -> None:
+    choice = body.get("tool_choice")
+    kind = table(choice, "tool_choice", ("type", "disable_parallel_tool_use")).get("type") if choice is not None else "auto"
+    if kind != "auto" and not (kind == "none" and not body.get("tools")):
+        raise refused(f"expected tool_choice auto, got {kind!r:.80}", hint="the model chooses", param="tool_choice")
+    thinking = body.get("thinking")
+    if thinking is not None and table(thinking, "thinking", ("type",)).get("type") != "disabled":
+        raise refused(
+            f"expected no thinking, got {thinking!r:.80}",
+            hint="leave it out: data.chat_template_kwargs of the run decides whether the model thinks",
+            param="thinking",
+        )
+
+
+def _blocks(answer: Answer) -> list[dict[str, Any]]:
+    says = answer.says
+    found: list[dict[str, Any]] = []
+    if says.reasoning:
+        found.append({"type": "thinking", "thinking": says.reasoning, "signature": ""})
+    if says.content:
+        found.append({"type": "text", "text": says.content, "citations": None})
+    return found + [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in says.tool_calls]
+
+
+def _stop(answer: Answer) -> dict[str, Any]:
+    reason = "tool_use" if answer.says.tool_calls and answer.finish_reason == "stop" else _STOPS.get(answer.finish_reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _whole(answer: Answer) -> dict[str, Any]:
+    usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)}
+    head = {"id": answer.identity, "type": "message", "role": ASSISTANT, "model": answer.model}
+    return {**head, "content": _blocks(answer), **_stop(answer), "usage": usage}
+
+
+def _events(answer: Answer) -> Iterator[dict[str, Any]]:
+    whole = _whole(answer)
+    begun = {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
+    yield {"type": "message_start", "message": whole | begun}
+    for index, block in enumerate(whole["content"]):
+        match block["type"]:
+            case "tool_use":
+                begins, name, said = {"input": {}}, "partial_json", msgspec.json.encode(block["input"]).decode()
+                kind = "input_json_delta"
+            case word:
+                begins, name, said, kind = {word if word == "thinking" else "text": ""}, word, block[word], f"{word}_delta"
+        yield {"type": "content_block_start", "index": index, "content_block": block | begins}
+        for piece in pieces(said):
+            yield {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: piece}}
+        yield {"type": "content_block_stop", "index": index}
+    yield {"type": "message_delta", "delta": _stop(answer), "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
+    yield {"type": "message_stop"}

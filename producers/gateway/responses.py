@@ -1,0 +1,182 @@
+"""`/v1/responses`: a subset of OpenAI's Responses API: items in and out, instructions, functions, thoughts, streams.
+
+Pure translation, as `streamrl.producers.gateway.anthropic_messages`. Nothing is stored for `previous_response_id`: an agent sends all of
+its conversation with each call, as SDKs do with `store = false`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
+
+from streamrl.producers.gateway.blocks import Conversation, call_of, items, table, text, texts, tool_of
+from streamrl.producers.gateway.errors import refused
+from streamrl.producers.gateway.front import Answer, Call, answered, ask
+from streamrl.producers.gateway.messages import ASSISTANT, Message
+from streamrl.producers.gateway.placing import by_messages
+from streamrl.producers.gateway.sse import pieces, stream
+
+_HANDLED = ("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "include", "truncation", "text", "reasoning")
+_PART = ("type", "text", "annotations", "logprobs")
+_ITEM = ("id", "type", "status")
+_ITEMS: Mapping[str, tuple[str, ...]] = {
+    "message": (*_ITEM, "role", "content", "phase"),
+    "reasoning": (*_ITEM, "summary", "content", "encrypted_content"),
+    "function_call": (*_ITEM, "name", "arguments", "call_id", "namespace"),
+    "function_call_output": (*_ITEM, "call_id", "output"),
+}
+"""Fields of an item by its type."""
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "tool_choice": (None, "auto"),
+    "truncation": (None, "disabled", "auto"),
+    "include": (None, [], ["reasoning.encrypted_content"]),
+    "text": (None, {}, {"format": {"type": "text"}}),
+    "reasoning": (None, {}),
+    "parallel_tool_calls": (None, True),
+}
+"""Fields that are taken at these values, which change nothing."""
+
+
+async def responses(call: Call, request: web.Request) -> web.StreamResponse:
+    """Answer a call of items."""
+    body = call.body
+    for name, taken in _PLAIN.items():
+        if body.get(name) not in taken:
+            raise refused(f"expected {name} to be left out, got {body[name]!r:.80}", code="unsupported_parameter", param=name)
+    messages, tools = _conversation(body), _tools(body)
+    fields = call.fields(*_HANDLED) | {"max_tokens": body.get("max_output_tokens")}
+    streams = call.flag("stream")
+    what = [message.for_template() for message in messages]
+    asked = ask(call, "responses", what, by_messages(messages, tools, call.session.rules), fields, tools=tools)
+    answer = await answered(call, asked, "resp")
+    if streams:
+        return await stream(request, _events(call, answer), named=True)
+    return web.Response(body=msgspec.json.encode(_whole(call, answer)), content_type="application/json")
+
+
+def _conversation(body: Mapping[str, Any]) -> list[Message]:
+    found = Conversation()
+    if instructions := text(body.get("instructions"), "instructions"):
+        found.add(Message(role="system", content=instructions))
+    given = body.get("input")
+    if isinstance(given, str):
+        found.add(Message(role="user", content=given))
+        return found.done("input")
+    for number, item in enumerate(items(given, "input")):
+        found.add(_message(item, f"input[{number}]"))
+        found.end()
+    return found.done("input")
+
+
+def _message(item: Any, where: str) -> Message:
+    kind: Any = cast("Mapping[str, Any]", item).get("type", "message") if isinstance(item, Mapping) else "message"
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise refused(f"expected an item of type {', '.join(_ITEMS)}, got {kind!r:.80}", param=where)
+    fields = table(item, where, _ITEMS[kind])
+    match kind:
+        case "message":
+            role = fields.get("role")
+            if role not in ("user", ASSISTANT, "system", "developer"):
+                raise refused(f"expected a role of user, assistant, system or developer, got {role!r:.80}", param=f"{where}.role")
+            types = ("output_text", "text") if role == ASSISTANT else ("input_text", "text")
+            said = texts(fields.get("content"), f"{where}.content", types, _PART)
+            return Message(role="system" if role == "developer" else role, content=said)
+        case "reasoning":
+            return Message(role=ASSISTANT, reasoning=texts(fields.get("content"), f"{where}.content", ("reasoning_text",), _PART))
+        case "function_call":
+            return Message(role=ASSISTANT, tool_calls=(call_of(fields.get("name"), fields.get("arguments"), fields.get("call_id"), where),))
+        case _:
+            said = texts(fields.get("output"), f"{where}.output", ("input_text",), _PART)
+            return Message(role="tool", content=said, tool_call_id=text(fields.get("call_id"), f"{where}.call_id"))
+
+
+def _tools(body: Mapping[str, Any]) -> list[Any] | None:
+    if not body.get("tools"):
+        return None
+    found: list[Any] = []
+    for number, given in enumerate(items(body["tools"], "tools")):
+        where = f"tools[{number}]"
+        fields = table(given, where, ("type", "name", "description", "parameters", "strict"))
+        if fields.get("type") != "function":
+            raise refused(f"expected tools of type function, got {fields.get('type')!r:.80}", param=where)
+        found.append(tool_of(fields.get("name"), fields.get("description"), fields.get("parameters"), where))
+    return found
+
+
+def _output(answer: Answer) -> list[dict[str, Any]]:
+    """The items of a turn."""
+    says, name = answer.says, answer.identity.removeprefix("resp-")
+    found: list[dict[str, Any]] = []
+    if says.reasoning:
+        part = {"type": "reasoning_text", "text": says.reasoning}
+        found.append({"type": "reasoning", "id": f"rs-{name}", "summary": [], "content": [part], "status": "completed"})
+    if says.content or not says.tool_calls:
+        part = {"type": "output_text", "text": says.content, "annotations": [], "logprobs": []}
+        found.append({"type": "message", "id": f"msg-{name}", "status": "completed", "role": ASSISTANT, "content": [part]})
+    for one in says.tool_calls:
+        arguments = msgspec.json.encode(one.arguments).decode()
+        about = {"call_id": one.id, "name": one.name, "arguments": arguments, "status": "completed"}
+        found.append({"type": "function_call", "id": f"fc-{one.id}", **about})
+    return found
+
+
+def _whole(call: Call, answer: Answer) -> dict[str, Any]:
+    prompt, made = len(answer.prompt_ids), len(answer.token_ids)
+    cut = answer.finish_reason == "length"
+    return {
+        "id": answer.identity,
+        "object": "response",
+        "created_at": answer.created_s,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "model": answer.model,
+        "instructions": call.body.get("instructions"),
+        "metadata": call.body.get("metadata") or {},
+        "output": _output(answer),
+        "parallel_tool_calls": True,
+        "temperature": call.body.get("temperature"),
+        "top_p": call.body.get("top_p"),
+        "tool_choice": "auto",
+        "tools": call.body.get("tools") or [],
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + made,
+        },
+    }
+
+
+def _events(call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+    whole, numbers = _whole(call, answer), itertools.count()
+
+    def event(kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
+
+    begun = whole | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield event("created", response=begun)
+    yield event("in_progress", response=begun)
+    for index, item in enumerate(whole["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        opened: dict[str, Any] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield event("output_item.added", output_index=index, item=item | {"status": "in_progress"} | opened)
+        if item["type"] == "function_call":
+            for piece in pieces(item["arguments"]):
+                yield event("function_call_arguments.delta", delta=piece, **place)
+            yield event("function_call_arguments.done", arguments=item["arguments"], name=item["name"], **place)
+        else:
+            [part] = item["content"]
+            kind = part["type"]
+            yield event("content_part.added", content_index=0, part=part | {"text": ""}, **place)
+            for piece in pieces(part["text"]):
+                yield event(f"{kind}.delta", content_index=0, delta=piece, logprobs=[], **place)
+            yield event(f"{kind}.done", content_index=0, text=part["text"], logprobs=[], **place)
+            yield event("content_part.done", content_index=0, part=part, **place)
+        yield event("output_item.done", output_index=index, item=item)
+    yield event("incomplete" if whole["incomplete_details"] else "completed", response=whole)

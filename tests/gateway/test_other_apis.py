@@ -1,0 +1,168 @@
+"""Agents that speak Anthropic's messages or OpenAI's responses, by their own SDKs, over the same sessions."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from streamrl.producers.gateway.anthropic_messages import _blocks, _check_others, _conversation, _events, _tools
+from streamrl.producers.gateway.errors import ApiError
+from streamrl.producers.gateway.front import Answer, Call, answered, ask
+from streamrl.producers.gateway.messages import Message
+from streamrl.producers.gateway.placing import by_messages
+from streamrl.producers.gateway.responses import _conversation as _input
+from streamrl.producers.gateway.responses import _output
+from streamrl.producers.gateway.responses import _tools as _functions
+from streamrl.producers.gateway.session import Session
+from tests.gateway.conftest import gateway, shown
+from tests.gateway.test_tools import session_of, turn
+from tests.producers.conftest import Loop, samples_in
+from tests.support.conversations import TOOLS
+
+pytestmark = pytest.mark.process  # the SDKs ask `uname` for the machine
+
+
+async def test_anthropics_sdk_chats_and_streams(loop: Loop) -> None:
+    async with gateway(loop) as gate:
+        await loop.issue(1, num_rollouts=1)
+        told = await gate.start()
+        async with anthropic.AsyncAnthropic(base_url=gate.url, api_key=told["api_key"], max_retries=0) as sdk:
+            messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "3+"}, {"type": "text", "text": "4"}]}]
+            answer = await sdk.messages.create(model="policy", messages=messages, max_tokens=4)
+            assert (answer.content[0].text, answer.stop_reason) == ("7", "end_turn")  # type: ignore[union-attr]
+            assert (answer.usage.input_tokens, answer.usage.output_tokens) == (6, 2)
+            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "5"}]
+            async with sdk.messages.stream(model="policy", messages=messages, max_tokens=4) as events:
+                assert "".join([text async for text in events.text_stream]) == "7"
+                last = await events.get_final_message()
+            assert (last.content[0].text, last.usage.output_tokens) == ("7", 2)  # type: ignore[union-attr]
+            with pytest.raises(anthropic.BadRequestError, match="top_a"):
+                await sdk.messages.create(model="policy", messages=messages, max_tokens=4, extra_body={"top_a": 0.5})
+            with pytest.raises(anthropic.NotFoundError) as caught:
+                await sdk.messages.create(model="claude", messages=messages, max_tokens=4)
+            assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+            for wrong in ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"tool_choice": {"type": "any"}}, {"max_tokens": 0}):
+                with pytest.raises(anthropic.BadRequestError):
+                    await sdk.messages.create(**{"model": "policy", "messages": messages, "max_tokens": 4, **wrong})
+        async with anthropic.AsyncAnthropic(base_url=gate.url, api_key="sk-0", max_retries=0) as stranger:
+            with pytest.raises(anthropic.AuthenticationError):
+                await stranger.messages.create(model="policy", messages=messages, max_tokens=4)
+        await gate.end(told["api_key"], reward=1.0)
+        [sample] = samples_in(await loop.records(1))
+    assert shown(loop, sample) == "7<|end|>7<|end|>"
+
+
+async def test_openais_sdk_asks_for_responses(loop: Loop) -> None:
+    async with gateway(loop) as gate:
+        await loop.issue(1, num_rollouts=1)
+        told = await gate.start()
+        async with openai.AsyncOpenAI(base_url=told["base_url"], api_key="unused", max_retries=0) as sdk:
+            first = await sdk.responses.create(model="policy", input="3+4", max_output_tokens=4, store=False)
+            assert (first.output_text, first.status) == ("7", "completed")
+            assert first.usage is not None and first.usage.output_tokens == 2
+            items: list[Any] = [{"role": "user", "content": "3+4"}, *first.output, {"role": "user", "content": "5"}]
+            async with sdk.responses.stream(model="policy", input=items) as events:
+                text = "".join([event.delta async for event in events if event.type == "response.output_text.delta"])
+                last = await events.get_final_response()
+            assert text == last.output_text == "7"
+            cut = await sdk.responses.create(model="policy", input=items, max_output_tokens=1)
+            assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            for wrong in ({"previous_response_id": first.id}, {"tools": [{"type": "web_search"}]}, {"reasoning": {"effort": "high"}}):
+                with pytest.raises(openai.BadRequestError):
+                    await sdk.responses.create(**{"model": "policy", "input": items, **wrong})
+        await gate.end(told["api_key"], reward=1.0)
+        found = samples_in(await loop.records(1))
+    assert "7<|end|>7" in "".join(shown(loop, sample) for sample in found)
+
+
+async def asked(session: Session, messages: list[Message], tools: Any) -> Answer:
+    call = Call(session=session, body={}, model="policy")
+    place = by_messages(messages, tools, session.rules)
+    return await answered(call, ask(call, "x", [m.for_template() for m in messages], place, {}, tools=tools), "msg")
+
+
+@pytest.mark.parametrize("api", ["messages", "responses"])
+async def test_calls_of_tools_come_back_by_their_value_and_keep_their_tokens(api: str) -> None:
+    session = await session_of("qwen3", [turn("qwen3", "Look", 2), turn("qwen3", "It is fine", 0)])
+    function = TOOLS[0]["function"]
+    name, parameters = function["name"], function["parameters"]  # type: ignore[index]
+    question = {"role": "user", "content": "2+3?"}
+    if api == "messages":
+        tools = _tools({"tools": [{"name": name, "input_schema": parameters}]})
+        first = await asked(session, _conversation({"messages": [question]}), tools)
+        blocks = _blocks(first)
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": b["id"], "content": "rain"} for b in blocks if b["type"] == "tool_use"]
+        given = [
+            question,
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": [*results, {"type": "text", "text": "so?"}]},
+        ]
+        second = await asked(session, _conversation({"messages": given}), tools)
+        kinds = [event["delta"]["type"] for event in _events(first) if event["type"] == "content_block_delta"]
+        assert kinds == ["thinking_delta", "text_delta", "input_json_delta", "input_json_delta"]
+    else:
+        tools = _functions({"tools": [{"type": "function", "name": name, "parameters": parameters, "strict": True}]})
+        first = await asked(session, _input({"input": [question]}), tools)
+        output = _output(first)
+        assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
+        outputs = [{"type": "function_call_output", "call_id": i["call_id"], "output": "rain"} for i in output if "call_id" in i]
+        second = await asked(session, _input({"input": [question, *output, *outputs, {"role": "user", "content": "so?"}]}), tools)
+    assert tools == TOOLS
+    kept = [*first.prompt_ids, *first.token_ids]
+    assert second.prompt_ids[: len(kept)] == kept
+    added = session.rules.rendering.tokenizer.decode(second.prompt_ids[len(kept) :])
+    assert added.count("rain") == 2 and added.index("rain") < added.index("so?")
+
+
+WRONG: list[Any] = [
+    None,
+    [],
+    [5],
+    [{"role": "tool", "content": "x"}],
+    [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+    [{"role": "user", "content": "x", "name": "me"}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": 5}]}],
+    [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "["}],
+    [{"type": "item_reference", "id": "a"}],
+    [{"type": ["message"], "role": "user", "content": "x"}],
+    [{"role": "user", "content": "x"}] * 10_001,
+]
+
+
+@pytest.mark.parametrize("given", WRONG, ids=range(len(WRONG)))
+def test_messages_of_another_form_are_refused_by_name(given: Any) -> None:
+    for read, name in ((_conversation, "messages"), (_input, "input")):
+        with pytest.raises(ApiError) as caught:
+            read({name: given})
+        assert caught.value.status == 400 and caught.value.param.startswith(name)
+
+
+WORDS = """type role content text tool_use tool_result tool_use_id input name id thinking user assistant function_call function_call_output
+call_id arguments output reasoning message input_text output_text {}"""
+words = st.sampled_from(WORDS.split())
+bodies = st.recursive(
+    st.none() | st.booleans() | st.integers() | words, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@drawn(bodies, bodies)
+def test_any_json_is_read_or_refused(messages: Any, tools: Any) -> None:
+    for read in (
+        lambda: _conversation({"messages": messages, "system": tools}),
+        lambda: _input({"input": messages, "instructions": tools}),
+        lambda: _tools({"tools": tools}),
+        lambda: _functions({"tools": tools}),
+        lambda: _check_others({"tool_choice": tools, "thinking": messages}),
+    ):
+        with contextlib.suppress(ApiError):
+            read()
