@@ -29,7 +29,8 @@ class TrlLoss:
 
     def __init__(self, spec: TrainerSpec, model_dir: Path, device: torch.device, watch: Stopwatch) -> None:
         from datasets import Dataset  # pyright: ignore[reportMissingImports]
-        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+        from trl.trainer.grpo_config import GRPOConfig
+        from trl.trainer.grpo_trainer import GRPOTrainer
 
         cuda = device.type == "cuda"
         longest = max(longest_sample(spec, mean) for mean in spec.answers)
@@ -124,7 +125,7 @@ def _rectangle(batch: TrainBatch, samples: list[int], advantages: np.ndarray[Any
     return {name: value.to(device) for name, value in found.items()}
 
 
-def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+def _no_reward(completions: list[Any], **_: Any) -> list[float | None]:
     return [0.0] * len(completions)
 
 
