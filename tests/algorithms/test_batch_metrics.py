@@ -176,7 +176,8 @@ def test_lengths(make_batch: MakeBatch) -> None:
     )
     assert length_metrics(make_batch([{"prompt": [1], "answer": [2]}]))["rollout/total_lengths"] == 2.0
     nothing = np.zeros(0, np.int64)
-    empty = msgspec.structs.replace(batch, offsets=np.zeros(1, np.int64), tokens=nothing, loss_mask=nothing.astype(np.bool_))
+    drawn = {name: getattr(batch, name)[:0] for name in ("temperature", "top_p", "top_k")}
+    empty = msgspec.structs.replace(batch, offsets=np.zeros(1, np.int64), tokens=nothing, loss_mask=nothing.astype(np.bool_), **drawn)
     assert length_metrics(empty) == {}
 
 
