@@ -18,11 +18,11 @@ from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import SchemaError
 from streamrl.producers.blocking import BlockingChat
-from streamrl.producers.chat import RolloutEngine
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.protocol import Context
+from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
