@@ -69,8 +69,8 @@ async def test_a_fork_bomb(attacker: Attacker) -> None:
                 pass
         """
     result = await attacker.run(textwrap.dedent(code), processes=16, **SMALL)
-    # Refused by the kernel until the time is over, or found by looking.
-    assert result.reason == "timeout" or "more than 16 processes" in result.detail
+    # Refused by the kernel until the time is over, or found by looking: there are too many, or they hold too much together.
+    assert result.reason in ("timeout", "memory") or "more than 16 processes" in result.detail
 
 
 async def test_a_daemon_that_has_left_its_parent_session_and_group(attacker: Attacker) -> None:
