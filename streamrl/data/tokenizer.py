@@ -71,6 +71,15 @@ class Tokenizer:
         """`encode` of each text, faster."""
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """`encode`, and for each token the characters that it stands for, from (inclusive) and to (exclusive)."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def text_of(self, token_id: int) -> str:
+        """How one token is written; empty for an id without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; ids without a token give nothing."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
