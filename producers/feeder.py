@@ -65,7 +65,7 @@ def _task(grant: Grant, index: int, base: int, problems: Problems, config: Confi
     return RolloutTask(
         run=config.run.name,
         index=index,
-        source=WARMUP_SOURCE if warmup else MAIN_SOURCE,
+        source=WARMUP_SOURCE if warmup and config.run.kind == "rl" else MAIN_SOURCE,
         row=row,
         data_epoch=epoch,
         prompt_ids=problem.prompt_ids,

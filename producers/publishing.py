@@ -26,8 +26,8 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
-from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, WARMUP_SOURCE, Subjects
+from streamrl.schemas.samples import LogprobMode, RewardUpdate, Sample, Tombstone
+from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
 T = TypeVar("T")
@@ -48,7 +48,9 @@ class Part:
         self.first = samples[0].rollout
         self.last = samples[-1].rollout
         self.lengths: dict[int, int] = {}
-        """Tokens that a model sampled, by rollout."""
+        """Tokens that are trained on, by rollout."""
+        self.is_sampled = any(sample.logprob_mode is not LogprobMode.NONE for sample in samples)
+        """Whether a model sampled them; demonstrations are not."""
         for sample in samples:
             self.lengths[sample.rollout] = self.lengths.get(sample.rollout, 0) + int(np.count_nonzero(sample.loss_mask))
         self.body = body
@@ -135,13 +137,13 @@ class Publisher:
                 receipt = await self._put(self._subjects.samples(task.source), part.body, id, task.index, SCHEMA_NAME)
                 # At a first delivery a repeat is this publisher's own, after a broken connection.
                 if not receipt.duplicate or claim is None or claim.deliveries <= 1:
-                    self._count(part, is_sampled=task.source != WARMUP_SOURCE)
+                    self._count(part)
                     stored.update(part.lengths)
         return frozenset(stored)
 
-    def _count(self, part: Part, *, is_sampled: bool) -> None:
+    def _count(self, part: Part) -> None:
         self._counts.num_rollouts += len(part.lengths)
-        if is_sampled:
+        if part.is_sampled:
             self._counts.sampled += part.lengths.values()
 
     async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1, claim: Claim | None = None) -> None:

@@ -215,7 +215,7 @@ def _claims(
     concurrency: int,
 ) -> Claims:
     config = worker.config
-    warmup = source == WARMUP_SOURCE
+    warmup = source == WARMUP_SOURCE or config.run.kind == "sft"
     kept = RolloutCheckpoints(worker.bus), Attempts(worker.bus)
     work = _demonstrate(worker, publisher) if warmup else in_slot(_roll_out(worker, runner, publisher, *kept, streak))
 
@@ -278,14 +278,14 @@ def _in_slot(clock: StateClock, found: Callable[[], Awaitable[None]], cut: Cut, 
 
 def _demonstrate(worker: Worker, publisher: Publisher) -> Work:
     tokenizer, end_token = policy_tokenizer(worker)
-    max_len = worker.config.model.max_len
+    max_len, given = worker.config.model.max_len, worker.config.data.chat_template_kwargs
 
     async def work(task: RolloutTask, claim: Claim) -> None:
         try:
-            sample = demonstration(task, tokenizer, end_token=end_token, max_len=max_len, producer=worker.name)
-        except SchemaError as error:
+            sample = demonstration(task, tokenizer, end_token=end_token, max_len=max_len, producer=worker.name, template_kwargs=given)
+        except (SchemaError, ConfigError) as error:
             logger.warning("event=demonstration_failed task=%d error=%s", task.index, error.message)
-            await publisher.task(task, [], [Failure(0, "failed", error.message)], claim)
+            await publisher.task(task, [], [Failure(0, "failed", f"row {task.row}: {error.message}")], claim)
             return
         await publisher.task(task, [msgspec.structs.replace(sample, **claim.told)], [], claim)
 

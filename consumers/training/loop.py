@@ -290,12 +290,13 @@ class LiveTrainer:
         return state.version.number >= ledger.last_number and self._finished(state)
 
     def _finished(self, state: FoldState) -> bool:
-        if state.warmup_end is None:
-            return False
         limits = self.config.run
-        if limits.max_seconds and state.steps > 0 and self._deadline == float("inf"):
+        if state.warmup_end is None and limits.kind == "rl":
+            return False
+        steps = trained_steps(self.config, state)
+        if limits.max_seconds and steps > 0 and self._deadline == float("inf"):
             self._deadline = time.monotonic() + limits.max_seconds
-        if state.steps >= limits.steps or time.monotonic() >= self._deadline:
+        if steps >= limits.steps or time.monotonic() >= self._deadline:
             return True
         full = len(self.rewards) == REWARD_WINDOW
         return bool(limits.until_reward) and full and sum(self.rewards) / REWARD_WINDOW >= limits.until_reward
@@ -303,7 +304,7 @@ class LiveTrainer:
     def _say_if_over(self, state: FoldState, ledger: Ledger) -> None:
         """Where `run.steps` was lowered below what has been trained."""
         later = [entry for number, entry in ledger.entries.items() if number > state.version.number and entry.source != WARMUP_SOURCE]
-        if (steps := state.steps + len(later)) > self.config.run.steps:
+        if (steps := trained_steps(self.config, state) + len(later)) > self.config.run.steps:
             self.say(f"run.steps is {self.config.run.steps}, but {steps} batches have been trained: the run ends at once")
 
     def _take_effects(self, effects: Effects, incoming: Incoming) -> None:
@@ -332,6 +333,11 @@ class LiveTrainer:
         for _, entry in sorted(ledger.entries.items()):
             if entry.source != WARMUP_SOURCE:
                 self.rewards.append(decided_by(entry).reward or 0.0)
+
+
+def trained_steps(config: Config, state: FoldState) -> int:
+    """Batches that count for `run.steps`: those of reinforcement learning, or of a run of kind `sft` all."""
+    return state.version.number if config.run.kind == "sft" else state.steps
 
 
 async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) -> int | None:

@@ -7,7 +7,7 @@ import logging
 from functools import partial
 
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.loop import LiveTrainer
+from streamrl.consumers.training.loop import LiveTrainer, trained_steps
 from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_process_group, lead, others_of
 from streamrl.consumers.training.sample_blobs import replayed_routing
 from streamrl.consumers.training.trimming import keep_trimmed
@@ -46,7 +46,8 @@ async def main(worker: Worker) -> None:
     state, finished = result
     logger.info("event=trainer_done version=%s finished=%s", state.version, finished)
     if finished:
-        await worker.event("finished", {"version": str(state.version), "steps": state.steps, "warmup_steps": state.warmup_steps})
+        steps = trained_steps(worker.config, state)
+        await worker.event("finished", {"version": str(state.version), "steps": steps, "warmup_steps": state.version.number - steps})
 
 
 def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:

@@ -9,6 +9,7 @@ from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
 from streamrl.config.check_sampling import check_sampling
+from streamrl.config.check_sft import check_sft
 from streamrl.config.check_verifiers import check_verifiers
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.tree import BusConfig, Config, refuse
@@ -22,6 +23,7 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first rule across sections that does not hold. Looks at no file."""
     _check_work(config)
     check_data(config)
+    check_sft(config)
     check_sampling(config)
     _check_schedule(config)
     _check_debug(config)
@@ -254,7 +256,7 @@ def _check_model(config: Config) -> None:
         key="model.heads",
     )
     refuse(
-        longest > model.max_len,
+        longest > model.max_len and (config.run.kind == "rl" or bool(config.data.heldout)),
         f"model.max_len must hold data.max_prompt_tokens + sampling.max_new_tokens = {longest}, got {model.max_len}",
         hint="raise model.max_len, or lower one of the two",
         key="model.max_len",

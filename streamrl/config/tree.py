@@ -35,6 +35,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
 
     name: str = "run"
     """Run id: letters, digits, '_' and '-'; of a new run at most 128."""
+    kind: Literal["rl", "sft"] = "rl"
+    """Reinforcement learning; or supervised fine-tuning (docs/sft.md): the rows' own answers are trained on, over the same bus."""
     dir: str = "runs"
     """Directory that holds the run directories."""
     seed: int = 0
@@ -86,6 +88,9 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Field with the prompt: a string, or a list of chat messages."""
     label_key: str = "label"
     """Field with the expected answer."""
+    messages_key: str = ""
+    """Field with a whole conversation, of which the assistant's turns are trained on; instead of prompt_key and label_key, in runs of
+    kind `sft`. Empty: none."""
     metadata_key: str = ""
     """Field with a table handed to rewards and producers; empty: none."""
     tools_key: str = ""

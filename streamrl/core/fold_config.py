@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 from streamrl.config.tree import Config
 from streamrl.core.state import FoldConfig
+
+NEVER = 1 << 62
+"""Length of a warm-up that does not end."""
 
 
 def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
     """The part of the configuration that the fold depends on; `vocab_size` is the model's, 0 if it is not known."""
+    supervised = config.run.kind == "sft"
     return FoldConfig(
         batch_tasks=config.tasks.batch_tasks,
         group_size=config.tasks.num_rollouts,
@@ -15,8 +21,9 @@ def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
         stale=config.tasks.stale,
         drop_zero_variance=config.tasks.drop_zero_variance,
         late_versions=config.reward.late_versions,
-        warmup_steps=config.warmup.max_steps,
-        warmup_until=config.warmup.until,
+        # Supervised fine-tuning is a warm-up to the fold: one demonstration a task, whose age does not matter.
+        warmup_steps=NEVER if supervised else config.warmup.max_steps,
+        warmup_until=math.inf if supervised else config.warmup.until,
         hold_ahead=config.tasks.hold_ahead,
         delay_versions=config.debug.delay_versions,
         vocab_size=vocab_size,

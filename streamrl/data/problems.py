@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config.tree import DataConfig
+from streamrl.data.conversations import split
 from streamrl.data.rows import BadRows, Rows, digest, open_rows
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError, SchemaError
@@ -127,14 +128,10 @@ def _text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, path: str)
 
 def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
     row = rows[index]
-    prompt = row.get(config.prompt_key)
-    if not isinstance(prompt, str) and not _are_messages(prompt):
-        raise _wrong(rows, index, "a string or a list of chat messages", config, "prompt_key")
-    if prompt == "":
-        raise _wrong(rows, index, "a prompt", config, "prompt_key")
-    label = row.get(config.label_key) if config.label_key else None
-    if config.label_key and label is None:
-        raise _wrong(rows, index, "a label", config, "label_key")
+    if config.messages_key:
+        prompt, label = _conversation(rows, index, config)
+    else:
+        prompt, label = _prompt(rows, index, config)
     metadata = (row.get(config.metadata_key) if config.metadata_key else None) or {}
     if not isinstance(metadata, dict):
         raise _wrong(rows, index, "a table", config, "metadata_key")
@@ -155,6 +152,31 @@ def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
         chat_template_kwargs=given or msgspec.UNSET,
         sampling=_sampling(rows, index, config),
     )
+
+
+def _prompt(rows: Rows, index: int, config: DataConfig) -> tuple[Any, Any]:
+    row = rows[index]
+    prompt = row.get(config.prompt_key)
+    if not isinstance(prompt, str) and not _are_messages(prompt):
+        raise _wrong(rows, index, "a string or a list of chat messages", config, "prompt_key")
+    if prompt == "":
+        raise _wrong(rows, index, "a prompt", config, "prompt_key")
+    label = row.get(config.label_key) if config.label_key else None
+    if config.label_key and label is None:
+        raise _wrong(rows, index, "a label", config, "label_key")
+    return prompt, label
+
+
+def _conversation(rows: Rows, index: int, config: DataConfig) -> tuple[Any, Any]:
+    """What stands before the assistant's first turn, and the rest as the label."""
+    messages = rows[index].get(config.messages_key)
+    if messages is None or not _are_messages(messages):
+        raise _wrong(rows, index, "a list of chat messages", config, "messages_key")
+    # Parquet gives each message all fields.
+    head, answer = split([{name: value for name, value in message.items() if value is not None} for message in messages])
+    if not head or not answer:
+        raise _wrong(rows, index, "a message for the assistant and a turn of the assistant's after it", config, "messages_key")
+    return head, answer
 
 
 def _sampling(rows: Rows, index: int, config: DataConfig) -> dict[str, Any]:

@@ -123,6 +123,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     warm: bool
     """Whether the warm-up has ended with this batch or before it; demonstrations already made may still follow."""
     reward: float | None
+    loss: float | None = None
+    """Of a batch of demonstrations that is not of a warm-up: its negative log-likelihood a token, in nats."""
     age_min: int
     age_mean: float
     age_max: int
@@ -150,6 +152,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     answer_probability: float | None
     reward: float | None
     """Mean of the last 20 batches."""
+    loss: float | None = None
+    """Of the newest batch, in runs of kind `sft`."""
     rewards: tuple[float, ...]
     """Over the whole run, as the means of at most 40 equally long stretches."""
     heldout: float | None

@@ -1,4 +1,4 @@
-"""The picture of a run: reward above, age of what was trained below."""
+"""The picture of a run: reward above, age of what was trained below; of a run of kind `sft` the loss alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.monitor.numbers import Point
 from streamrl.monitor.summary import learning_evaluations
 from streamrl.monitor.view import RunView
 
@@ -19,13 +20,18 @@ _SMOOTHING = 15
 
 
 def write_plot(view: RunView, path: Path) -> None:
-    """Draw reward and staleness over versions into the PNG `path`; needs at least one batch of reinforcement learning."""
+    """Draw reward and staleness, or the loss, over versions into the PNG `path`; needs at least one batch that is not of the warm-up."""
     # Imported here: it takes half a second, and only the end of a run needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 6), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
+    supervised = [point for point in view.reward_points if point.loss is not None]
+    if supervised:
+        _draw_loss(figure.subplots(), view, supervised)
+        figure.savefig(path, metadata={"Software": None})
+        return
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.4))
     _draw_reward(top, view)
     _draw_staleness(bottom, view)
@@ -42,6 +48,19 @@ def write_plot(view: RunView, path: Path) -> None:
     top.set_title(f"{view.run}: reward and age of the trained rollouts", loc="left", fontsize=12, fontweight="bold")
     bottom.set_xlabel("version (batches trained)")
     figure.savefig(path, metadata={"Software": None})
+
+
+def _draw_loss(axes: Axes, view: RunView, points: Sequence[Point]) -> None:
+    losses = [point.loss for point in points if point.loss is not None]
+    numbers = [point.number for point in points]
+    axes.plot(numbers, losses, color=_REWARD, alpha=0.3, linewidth=1, label="loss of a batch")
+    axes.plot(numbers, smooth(losses, _SMOOTHING), color=_REWARD, linewidth=2.2, label="smoothed")
+    axes.set_title(f"{view.run}: negative log-likelihood of the answers", loc="left", fontsize=12, fontweight="bold")
+    axes.set_xlabel("version (batches trained)")
+    axes.set_ylabel("loss (nats a token)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#dee2e6", linewidth=0.8)
+    axes.legend(loc="upper right", frameon=False, fontsize=9)
 
 
 def _draw_reward(axes: Axes, view: RunView) -> None:

@@ -73,7 +73,7 @@ def summary_rows(numbers: RunNumbers) -> list[tuple[Part, Cell]]:
     """What the board says of a run as a whole: words and values."""
     rows: list[tuple[str, Cell]] = [
         ("step", progress(numbers)),
-        ("reward", reward_line(numbers)),
+        ("reward", reward_line(numbers)) if numbers.loss is None else ("loss", f"{decimal(numbers.loss)} nats a token"),
         (
             "tokens",
             f"made {short(numbers.made_per_s)}/s ({short(numbers.tokens_made)})   "
@@ -175,6 +175,8 @@ def plain_line(numbers: RunNumbers) -> str:
     fields.append(f"version={numbers.version}")
     if numbers.reward is not None:
         fields.append(f"reward={decimal(numbers.reward)}")
+    if numbers.loss is not None:
+        fields.append(f"loss={decimal(numbers.loss)}")
     if numbers.heldout is not None:
         fields.append(f"heldout={decimal(numbers.heldout)}")
     if left := left_text(numbers):

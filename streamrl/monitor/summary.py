@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from streamrl.monitor.numbers import Evaluation, Problem
+from streamrl.monitor.numbers import Evaluation, Point, Problem
 from streamrl.monitor.rates import counted_quantile
 from streamrl.monitor.screen import clock, decimal, short
 from streamrl.monitor.view import REWARD_WINDOW, RunView
@@ -31,6 +31,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of the first 20 of them."""
     reward_last: float | None
     """Mean reward of the last 20."""
+    loss_first: float | None = None
+    """In runs of kind `sft`: the mean negative log-likelihood a token of the first 20 batches, in nats."""
+    loss_last: float | None = None
+    """Of the last 20."""
     heldout_first: float | None
     """Held-out accuracy when reinforcement learning began."""
     heldout_last: float | None
@@ -64,6 +68,8 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         steps=trained.num_reinforced,
         reward_first=statistics.fmean(first) if first else None,
         reward_last=statistics.fmean(last) if last else None,
+        loss_first=_mean_loss(view.reward_points[:REWARD_WINDOW]),
+        loss_last=_mean_loss(view.reward_points[-REWARD_WINDOW:]),
         heldout_first=evaluations[0].accuracy if evaluations else None,
         heldout_last=evaluations[-1].accuracy if evaluations else None,
         tokens_made=view.tokens_made,
@@ -77,6 +83,11 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         swaps=view.swaps,
         wall_s=round(wall_s, 2),
     )
+
+
+def _mean_loss(points: Sequence[Point]) -> float | None:
+    losses = [point.loss for point in points if point.loss is not None]
+    return statistics.fmean(losses) if losses else None
 
 
 def learning_evaluations(view: RunView) -> list[Evaluation]:
@@ -95,6 +106,8 @@ def summary_line(summary: Summary) -> str:
     parts = [f"{summary.steps} steps in {clock(summary.wall_s)}"]
     if summary.reward_first is not None and summary.reward_last is not None:
         parts.append(f"reward {decimal(summary.reward_first)} -> {decimal(summary.reward_last)}")
+    if summary.loss_first is not None and summary.loss_last is not None:
+        parts.append(f"loss {decimal(summary.loss_first)} -> {decimal(summary.loss_last)}")
     if summary.heldout_first is not None and summary.heldout_last is not None:
         parts.append(f"held-out {decimal(summary.heldout_first)} -> {decimal(summary.heldout_last)}")
     parts += [

@@ -80,11 +80,13 @@ class Trained:
     def _batch(self, entry: LedgerLine) -> _Batch:
         warmup = entry.source == "warmup"
         ages = () if warmup else entry.staleness
+        reward = None if warmup else decided_by(entry).reward
         point = Point(
             number=entry.version.number,
             warmup=warmup,
             warm=entry.warm,
-            reward=None if warmup else decided_by(entry).reward,
+            reward=reward,
+            loss=None if warmup or reward is not None else entry.metrics.get("train/loss"),
             age_min=min(ages, default=0),
             age_mean=statistics.fmean(ages) if ages else 0.0,
             age_max=max(ages, default=0),
@@ -190,12 +192,15 @@ def add_counts(total: Counter[_Key], counts: Counter[_Key], times: int) -> None:
 def merged(first: Point, second: Point) -> Point:
     """Two stretches in a row as one: means weighted by their batches, of which those without a reward count as having the others'."""
     weight = second.num_batches / (first.num_batches + second.num_batches)
-    rewards = [reward for reward in (first.reward, second.reward) if reward is not None]
-    reward = rewards[0] + (rewards[1] - rewards[0]) * weight if len(rewards) == 2 else next(iter(rewards), None)
+
+    def mean(one: float | None, other: float | None) -> float | None:
+        return one + (other - one) * weight if one is not None and other is not None else other if one is None else one
+
     return replace(
         second,
         num_batches=first.num_batches + second.num_batches,
-        reward=reward,
+        reward=mean(first.reward, second.reward),
+        loss=mean(first.loss, second.loss),
         age_min=min(first.age_min, second.age_min),
         age_mean=first.age_mean + (second.age_mean - first.age_mean) * weight,
         age_max=max(first.age_max, second.age_max),

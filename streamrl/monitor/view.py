@@ -354,6 +354,7 @@ class RunView:
             version=str(newest.version) if newest else "-",
             answer_probability=measured.get("train/answer_probability"),
             reward=statistics.fmean(rewards) if rewards else None,
+            loss=reinforced[-1].loss if reinforced else None,
             rewards=stretched_rewards(reinforced, SPARK_POINTS),
             heldout=held_out.accuracy if held_out else None,
             tokens_made=self.tokens_made,

@@ -66,6 +66,8 @@ def num_workers(config: Config, kind: str) -> int:
         return config.producer.workers
     if kind == "gateway":
         return config.gateway.workers
+    if kind == "engine" and config.run.kind == "sft" and not config.data.heldout:
+        return 0
     if kind == "engine":
         return config.engine.workers + config.evaluation.engines
     if kind == "evaluator":

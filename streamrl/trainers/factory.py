@@ -95,11 +95,11 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
 
 
 def learning_rates(config: Config) -> Callable[[TrainBatch], float]:
-    """The rate of a batch: constant in the warm-up, `trainer.optimizer`'s schedule afterwards."""
+    """The rate of a batch: constant in the warm-up, `trainer.optimizer`'s schedule afterwards, and in runs of kind `sft`."""
     optimizer, total_steps = config.trainer.optimizer, schedule_steps(config)
 
     def rate(batch: TrainBatch) -> float:
-        if batch.kind == "sft":
+        if batch.kind == "sft" and config.run.kind == "rl":
             return config.warmup.learning_rate
         return learning_rate(
             batch.stage_step,

@@ -18,6 +18,8 @@ KEYS = [
     "steps",
     "reward_first",
     "reward_last",
+    "loss_first",
+    "loss_last",
     "heldout_first",
     "heldout_last",
     "tokens_made",
@@ -42,6 +44,7 @@ def test_summary_has_the_promised_keys_and_numbers(learned_run: RunView, tmp_pat
     assert written["steps"] == 80
     assert written["reward_first"] == pytest.approx(sum(rewards[:20]) / 20)
     assert written["reward_last"] == pytest.approx(sum(rewards[-20:]) / 20)
+    assert (written["loss_first"], written["loss_last"]) == (None, None)
     assert (written["heldout_first"], written["heldout_last"]) == (0.21, 0.91)
     assert (written["tokens_made"], written["tokens_trained"]) == (10_000, 10_000)
     assert (written["staleness_p50"], written["staleness_max"]) == (1.0, 2)

@@ -13,7 +13,7 @@ from streamrl.producers.protocol import Failure
 from streamrl.producers.publishing import Publisher, split
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.samples import Sample, VersionSpan
+from streamrl.schemas.samples import LogprobMode, Sample, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
 from tests.producers.conftest import Loop, samples_in, tombstones_in
@@ -125,6 +125,8 @@ async def test_the_tokens_of_what_is_stored_are_counted_but_not_those_of_demonst
     await publisher.task(task, samples, [])
     counts = publisher.take_counts()
     assert (counts.num_rollouts, counts.num_tokens) == (NUM_ROLLOUTS, NUM_ROLLOUTS * 2 * 10)
-    await publisher.task(replace(task, index=5, source="warmup"), [replace(one, task=5, source="warmup") for one in samples], [])
+    await publisher.task(
+        replace(task, index=5, source="warmup"), [replace(one, task=5, logprob_mode=LogprobMode.NONE) for one in samples], []
+    )
     counts = publisher.take_counts()
     assert (counts.num_rollouts, counts.num_tokens) == (NUM_ROLLOUTS, 0)

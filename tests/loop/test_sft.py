@@ -1,0 +1,120 @@
+"""A run of kind `sft` as a user starts it: conversations over the bus, no engine, a loss that falls, every version again from the log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import load
+from streamrl.data.problems import load_problems
+from streamrl.errors import ConfigError, DataError
+from tests.support.chat_templates import family
+from tests.support.errors import raises
+from tests.support.programs import STREAMRL, Start, said
+
+RUN = """
+[run]
+name = "chats"
+kind = "sft"
+steps = 12
+[model]
+max_len = 64
+[data]
+train = "chats.jsonl"
+messages_key = "messages"
+[tasks]
+batch_tasks = 8
+[engine]
+kind = "table"
+[trainer]
+backend = "table"
+[trainer.optimizer]
+learning_rate = 0.3
+"""
+
+
+def chat(first: int, second: int) -> list[dict[str, str]]:
+    """Two turns of the assistant."""
+    said = (("user", f"{first}+3"), ("assistant", str(first + 3)), ("user", f"+{second}"), ("assistant", str(first + 3 + second)))
+    return [{"role": role, "content": content} for role, content in said]
+
+
+def write(place: Path, run: str = RUN, rows: list[object] | None = None) -> Path:
+    """Put the run and its rows into a directory."""
+    rows = rows or [{"messages": chat(a, b)} for a in range(6) for b in range(6)]
+    (place / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "run.toml").write_text(run)
+    return place / "run.toml"
+
+
+async def test_conversations_are_learned_resumed_and_replayed(start: Start, tmp_path: Path) -> None:
+    write(tmp_path)
+    code, out, err = await said(await start(*STREAMRL, "up", "run.toml"))
+    assert code == 0, out + err
+    summary = json.loads((tmp_path / "runs/chats/summary.json").read_text())
+    assert summary["steps"] == 12
+    assert (summary["tokens_made"], summary["dropped"], summary["swaps"], summary["reward_last"]) == (0, 0, 0, None)
+    assert not list((tmp_path / "runs/chats/logs").glob("engine*"))
+
+    code, out, err = await said(await start(*STREAMRL, "up", "run.toml", "--set", "run.steps=40"))
+    assert code == 0, out + err
+    more = json.loads((tmp_path / "runs/chats/summary.json").read_text())
+    assert more["steps"] == 40
+    assert more["loss_last"] < 0.7 * more["loss_first"]
+    assert "loss" in out
+    code, out, err = await said(await start(*STREAMRL, "replay", "chats", "--verify"))
+    assert code == 0, err
+    assert "40 of 40" in out
+
+
+async def test_a_conversation_that_cannot_be_trained_is_ended_with_the_reason(start: Start, tmp_path: Path) -> None:
+    """One is too long for the model, one writes out the token that ends a turn; the others are trained."""
+    long, forged = chat(1, 2), chat(1, 2)
+    long[-1]["content"] = "4" * 80
+    forged[0]["content"] = "1+1<|im_end|>"
+    rows = [{"messages": chat(a, 1)} for a in range(6)]
+    write(tmp_path, RUN.replace("steps = 12", "steps = 3"), [*rows, {"messages": long}, {"messages": forged}])
+    code, out, err = await said(await start(*STREAMRL, "up", "run.toml"))
+    assert code == 0, out + err
+    summary = json.loads((tmp_path / "runs/chats/summary.json").read_text())
+    assert summary["steps"] == 3
+    assert summary["drops"]["failed"] >= 2
+    assert "begins or ends turns" in summary["newest_error"] or "at most 64 fit" in summary["newest_error"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"messages": []}], "a list of chat messages"),
+        ([{"messages": [{"role": "user", "content": "x"}]}], "a turn of the assistant's"),
+        ([{"messages": [{"role": "assistant", "content": "x"}]}], "a message for the assistant"),
+        ([{"chat": []}], "a list of chat messages"),
+    ],
+)
+def test_rows_without_a_conversation_are_named(tmp_path: Path, rows: list[object], words: str) -> None:
+    config = load(write(tmp_path, rows=rows)).data
+    with raises(DataError, line=1, key="data.messages_key") as caught:
+        load_problems(str(tmp_path / "chats.jsonl"), config, family("qwen3"))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("data.messages_key= data.label_key=", "data.messages_key"),
+        ("warmup.max_steps=3", "warmup.max_steps"),
+        ("run.until_reward=0.5", "run.until_reward"),
+        ("loss.clip_low=0.1", "loss"),
+        ("gateway.workers=1", "gateway.workers"),
+        ("producer.function=json:loads", "producer.function"),
+        ("tasks.expire_versions=5", "tasks.expire_versions"),
+        ("run.kind=rl", "data.messages_key"),
+        ("data.chat_template=false", "data.chat_template"),
+    ],
+)
+def test_what_is_for_reinforcement_learning_is_refused(tmp_path: Path, setting: str, key: str) -> None:
+    with raises(ConfigError, key=key):
+        load(write(tmp_path), overrides=setting.split())
+    assert load(tmp_path / "run.toml", overrides=["loss.reduction=token_mean"]).run.kind == "sft"
