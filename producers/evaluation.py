@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from streamrl.core.seeds import run_seed, task_seed
-from streamrl.data.problems import Problem, load_problems
+from streamrl.data.problems import Problem, load_heldout
 from streamrl.errors import EngineError
 from streamrl.producers.episode import Episode
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
@@ -103,7 +103,7 @@ async def main(worker: Worker) -> None:
     """Evaluate what falls due until the run's end has been evaluated or the worker drains."""
     config = worker.config
     tokenizer, _ = policy_tokenizer(worker)
-    rows = await asyncio.to_thread(load_problems, config.data.heldout, config.data, tokenizer)
+    rows = await asyncio.to_thread(load_heldout, config.data, tokenizer)
     problems = rows.problems[: config.evaluation.num_problems]
     before = await _last_event(worker, EVALUATION)
     done = Version.parse(before["version"]).number if before else -1

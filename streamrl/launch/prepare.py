@@ -22,7 +22,7 @@ from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_context, check_experts, check_positions, vocab_size
-from streamrl.data.problems import Problems, load_problems
+from streamrl.data.problems import Problems, load_heldout, load_problems
 from streamrl.data.row_sampling import check_rows
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.doctor.backend import refuse_backend
@@ -68,7 +68,7 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
     check_rows(train, config, config.sampling, size, trained=True)
     _note_left_out("data.train", train, config, note)
     if config.data.heldout:
-        heldout = await asyncio.to_thread(load_problems, config.data.heldout, config.data, tokenizer)
+        heldout = await asyncio.to_thread(load_heldout, config.data, tokenizer)
         check_rows(heldout, config, config.evaluation.sampling, size, trained=False)
         _note_left_out("data.heldout", heldout, config, note)
     return RunRecord(
