@@ -65,6 +65,13 @@ def _check_advantages(config: Config) -> None:
             key=f"loss.{setting}",
         )
     refuse(
+        name == "pass_at_k" and loss.pass_k >= size,
+        f"loss.pass_k must be below tasks.num_rollouts = {size}, got {loss.pass_k}: the only group of so many would be all rollouts, and "
+        "none could add to it",
+        hint="lower loss.pass_k, or raise tasks.num_rollouts",
+        key="loss.pass_k",
+    )
+    refuse(
         loss.std == "batch" and not (loss.normalize_std and loss.normalize_rewards),
         "loss.std = batch is for dividing by it, got loss.normalize_std or loss.normalize_rewards = false",
         hint="leave one of the two out",

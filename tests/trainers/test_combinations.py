@@ -43,7 +43,8 @@ def combinations() -> list[Any]:
     for number, (advantage, policy, kind) in enumerate(product(ESTIMATORS, POLICY_LOSSES, KINDS)):
         low, high = {"clip": (0.2, 5.0), "mask": (0.2, 5.0)}.get(kind, (0.0, 2.0))
         correction = CorrectionConfig(kind=kind, level=LEVELS[number % 3], low=low, high=high)  # type: ignore[arg-type]
-        loss = LossConfig(advantage=advantage, policy=policy, correction=correction)
+        settings = {"pass_k": 2} if advantage == "pass_at_k" else {}
+        loss = LossConfig(advantage=advantage, policy=policy, correction=correction, **settings)
         try:
             check_loss(Config(loss=loss))
         except ConfigError:
