@@ -33,7 +33,9 @@ def raw(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, f
     return per_rollout.rewards[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
-def grpo(rewards: Floats, tasks: Ids, rollouts: Ids, *, normalize_std: bool = True) -> tuple[Floats, dict[str, float]]:
+def grpo(
+    rewards: Floats, tasks: Ids, rollouts: Ids, *, normalize_std: bool = True, batch_std: bool = False
+) -> tuple[Floats, dict[str, float]]:
     """Group-normalised rewards: A = (R - mean) / (std + 1e-6) over the rollouts of a task (arXiv 2402.03300).
 
     std is the unbiased one (n - 1). A group of one rollout gets 0, and so does one whose rewards are all equal. GSPO (arXiv 2507.18071) and
@@ -44,9 +46,15 @@ def grpo(rewards: Floats, tasks: Ids, rollouts: Ids, *, normalize_std: bool = Tr
         tasks: [N]
         rollouts: [N]
         normalize_std: False leaves the division out: Dr.GRPO (arXiv 2503.20783), and the baseline of REINFORCE++ (arXiv 2501.03262).
+        batch_std: std is that of all rewards of the batch, which a group of nearly equal ones does not make small (arXiv 2508.08221).
     """
     per_rollout = rollout_rewards(rewards, tasks, rollouts)
-    advantages_R = per_rollout.centred / (per_rollout.std + STD_EPSILON)[per_rollout.group] if normalize_std else per_rollout.centred
+    std_G = (
+        np.full_like(per_rollout.std, per_rollout.rewards.std(ddof=1) if len(per_rollout.rewards) > 1 else 0.0)
+        if batch_std
+        else per_rollout.std
+    )
+    advantages_R = per_rollout.centred / (std_G + STD_EPSILON)[per_rollout.group] if normalize_std else per_rollout.centred
     return advantages_R[per_rollout.rollout_of_sample], per_rollout.metrics
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.algorithms.advantages import Reduce, distill, grpo, maxrl, raw, rloo, token_kl, token_rewards, whiten
+from streamrl.algorithms.baselines import gpg, opo, pass_at_k
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
 from streamrl.config.loss import LossConfig, estimator_of, is_function
@@ -202,7 +203,8 @@ def _arrays(
 
 def _grpo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, *, divided: bool = True) -> Found:
     inputs = (batch.rewards, batch.tasks, batch.rollouts)
-    numbers, metrics = grpo(*inputs, normalize_std=divided and loss.normalize_std) if loss.normalize_rewards else raw(*inputs)
+    divide = {"normalize_std": divided and loss.normalize_std, "batch_std": loss.std == "batch"}
+    numbers, metrics = grpo(*inputs, **divide) if loss.normalize_rewards else raw(*inputs)
     return _spread(batch, arrays, numbers), None, metrics
 
 
@@ -213,6 +215,22 @@ def _rloo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
 
 def _maxrl(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
     numbers, metrics = maxrl(batch.rewards, batch.tasks, batch.rollouts)
+    return _spread(batch, arrays, numbers), None, metrics
+
+
+def _opo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    lengths = np.bincount(sample_of_token(batch)[arrays.mask], minlength=batch.num_samples)
+    numbers, metrics = opo(batch.rewards, batch.tasks, batch.rollouts, lengths)
+    return _spread(batch, arrays, numbers), None, metrics
+
+
+def _gpg(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    numbers, metrics = gpg(batch.rewards, batch.tasks, batch.rollouts)
+    return _spread(batch, arrays, numbers), None, metrics
+
+
+def _pass_at_k(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    numbers, metrics = pass_at_k(batch.rewards, batch.tasks, batch.rollouts, k=loss.pass_k)
     return _spread(batch, arrays, numbers), None, metrics
 
 
@@ -260,6 +278,9 @@ ESTIMATORS: Mapping[str, Callable[[TrainBatch, LossConfig, TokenArrays], Found]]
         "grpo": _grpo,
         "rloo": _rloo,
         "maxrl": _maxrl,
+        "opo": _opo,
+        "gpg": _gpg,
+        "pass_at_k": _pass_at_k,
         "reinforce_plus_plus": _reinforce_plus_plus,
         "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
         "ppo": _ppo,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from streamrl.algorithms.corrections import finite_tokens
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gspo, opsm_keep, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, opsm_keep, ppo_clip, sapo
 from streamrl.algorithms.sequences import Selected, Sequences
 from streamrl.config.loss import LossConfig, policy_loss_of, policy_name
 from streamrl.errors import ConfigError
@@ -44,7 +44,7 @@ PolicyLoss = Callable[[PolicyTokens, LossConfig], tuple[Tensor, dict[str, Tensor
 
 
 POLICY_LOSSES: Mapping[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = MappingProxyType(
-    {"ppo": ppo_clip, "gspo": gspo, "cispo": cispo, "sapo": sapo, "aipo": aipo, "dppo": dppo}
+    {"ppo": ppo_clip, "gspo": gspo, "gspo_token": gspo_token, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "aipo": aipo, "dppo": dppo}
 )
 """The code of what `streamrl.config.registry.POLICY_LOSSES` describes."""
 

@@ -79,6 +79,58 @@ def gspo(
     return ppo_clip(log_ratio, torch.zeros_like(log_ratio), inside, clip_low=clip_low, clip_high=clip_high)
 
 
+def gspo_token(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`gspo` whose gradient is each token's own: r_t = sg(s) pi_t / sg(pi_t), where s is the sequence's ratio.
+
+    arXiv 2507.18071, GSPO-token. Its value is gspo's, and where all advantages of a sequence are equal so is its gradient under a mean over
+    the sequence's tokens. Where they differ from token to token, as a critic's do, each acts on its own token.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        sequences: whose tokens these are; outside its mask anything may stand, and the loss there is 0.
+        clip_low: how far s may fall below 1.
+        clip_high: how far s may rise above 1.
+
+    Returns:
+        Loss and metrics as in `gspo`.
+    """
+    inside = logprobs.masked_fill(~sequences.mask, 0.0)
+    ratio = sequences.spread(mean(sequences, (logprobs - old_logprobs).detach()))
+    advantages = advantages.masked_fill(~sequences.mask, 0.0)
+    return ppo_clip(ratio + inside - inside.detach(), torch.zeros_like(ratio), advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def gmpo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, sequences: Sequences, *, log_low: float, log_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Geometric mean of clipped ratios: L = -exp(mean over the sequence's tokens of l_t) A, with l_t = log r_t clipped on one side.
+
+    arXiv 2507.20673: l_t = min(log r_t, log_high) where A > 0, max(log r_t, -log_low) where A < 0. Each token is clipped before
+    the mean, so that one far token does not take the gradient from the others, as a clip of GSPO's mean does.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A; of a token's own sign goes its clip.
+        sequences: whose tokens these are; outside its mask anything may stand, and the loss there is 0.
+        log_low: above 0.
+        log_high: above 0; both are 0.4 in the paper.
+
+    Returns:
+        Loss, and metrics `train/pg_clipfrac` (1 where l_t is not log r_t), `train/ppo_kl` (log pi_old - log pi), `train/ois` (r_t).
+    """
+    log_ratio = (logprobs - old_logprobs.detach()).masked_fill(~sequences.mask, 0.0)
+    advantages = advantages.masked_fill(~sequences.mask, 0.0)
+    over = ((advantages > 0) & (log_ratio > log_high)) | ((advantages < 0) & (log_ratio < -log_low))
+    bounded = torch.where(over, log_ratio.detach().clamp(-log_low, log_high), log_ratio)
+    loss = -ratio_of(sequences.spread(mean(sequences, bounded))) * advantages
+    return loss, _metrics(log_ratio, ratio_of(log_ratio), over)
+
+
 def cispo(
     logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -218,7 +270,7 @@ def sft(logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return -logprobs, {}
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float, huber: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
     """Squared error, which stops pulling once a value has moved far: L = max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2).
 
     arXiv 1707.06347's clipping for values. A value more than `clip` from V_old on R's side has no gradient, for the second term is the
@@ -229,17 +281,24 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         old_values: V before the batch's first step.
         returns: R.
         clip: in units of the reward; 0: off, L = (V - R)^2.
+        huber: d, in units of the reward: beyond |e| = d an error's square is replaced by d (2 |e| - d), which has the slope of the square
+            there and keeps it (P. J. Huber 1964); 0: off.
 
     Returns:
         Loss of each token, and the metric `train/value_clipfrac` (1 where the clipped term is the larger).
     """
-    free = (values - returns).square()
+    free = _squared(values - returns, huber)
     if not clip:
         return free, {"train/value_clipfrac": torch.zeros_like(free)}
     old = old_values.detach()
     # Not old + clamp(values - old): that rounds where nothing is clipped, and rounding would count as clipping.
-    bounded = (values.clamp(old - clip, old + clip) - returns).square()
+    bounded = _squared(values.clamp(old - clip, old + clip) - returns, huber)
     return torch.where(bounded > free, bounded, free), {"train/value_clipfrac": (bounded > free).to(free.dtype)}
+
+
+def _squared(errors: Tensor, huber: float) -> Tensor:
+    size = errors.abs()
+    return torch.where(size > huber, huber * (2.0 * size - huber), errors.square()) if huber else errors.square()
 
 
 def _metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:

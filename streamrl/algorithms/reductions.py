@@ -25,6 +25,8 @@ def token_weights(
       `samples` (the sample-level loss of arXiv 2402.03300, with every rollout counted once).
     - `token_mean`: mean over all trained tokens (arXiv 2503.14476).
     - `sequence_mean`: mean over the trained tokens of each sample, then over `samples`.
+    - `prompt_mean`: mean over the trained tokens of each task (all its rollouts together), then over the tasks of `samples`: a long answer
+      weighs more beside the others of its task, a task with long answers no more than another.
     - `constant_length`: sum over the trained tokens of each rollout / constant_length, then mean over the rollouts of `samples`: a long
       answer is not weakened by its length (Dr.GRPO, arXiv 2503.20783).
 
@@ -48,6 +50,11 @@ def token_weights(
     if reduction == "sequence_mean":
         trained_N = np.bincount(owner_T, mask_T, batch.num_samples)
         return mask_T / (np.maximum(trained_N, 1.0)[owner_T] * max(len(samples), 1))
+    if reduction == "prompt_mean":
+        _, task_N = np.unique(batch.tasks, return_inverse=True)
+        trained_G = np.bincount(task_N[owner_T], mask_T)
+        num_tasks = max(len(np.unique(task_N[samples])), 1)
+        return mask_T / (np.maximum(trained_G, 1.0)[task_N[owner_T]] * num_tasks)
     rollout_N = rollout_of_sample(batch.tasks, batch.rollouts)
     num_rollouts = max(len(np.unique(rollout_N[samples])), 1)
     if reduction == "constant_length":

@@ -13,6 +13,8 @@ from streamrl.config.tree import Config, refuse
 _OF_ESTIMATORS = {
     "normalize_std": ", which divides by no group's deviation",
     "normalize_rewards": "",
+    "std": ", which divides by no deviation of rewards",
+    "pass_k": "",
     "gamma": ", which knows no later tokens",
     "gae_lambda": "",
 }
@@ -62,6 +64,19 @@ def _check_advantages(config: Config) -> None:
             hint=f"leave loss.{setting} out",
             key=f"loss.{setting}",
         )
+    refuse(
+        name == "pass_at_k" and loss.pass_k >= size,
+        f"loss.pass_k must be below tasks.num_rollouts = {size}, got {loss.pass_k}: the only group of so many would be all rollouts, and "
+        "none could add to it",
+        hint="lower loss.pass_k, or raise tasks.num_rollouts",
+        key="loss.pass_k",
+    )
+    refuse(
+        loss.std == "batch" and not (loss.normalize_std and loss.normalize_rewards),
+        "loss.std = batch is for dividing by it, got loss.normalize_std or loss.normalize_rewards = false",
+        hint="leave one of the two out",
+        key="loss.std",
+    )
     refuse(
         estimator_of(loss).whitened and loss.whiten == "off",
         f"loss.whiten = off with loss.advantage = {name}: whitening is what scales its advantages (arXiv 2501.03262)",

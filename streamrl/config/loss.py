@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Section
+from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 
-Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "constant_length"]
+Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "prompt_mean", "constant_length"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 
 MAX_LOG_RATIO = 20.0
@@ -89,6 +89,8 @@ class CriticConfig(Section, frozen=True, kw_only=True):
     """Constant."""
     clip: NonNegativeFloat = 0.2
     """How far a value may move from that before the batch until its loss no longer falls (arXiv 1707.06347); 0: off."""
+    huber: NonNegativeFloat = 0.0
+    """The error counts squared up to this and linearly beyond (P. J. Huber 1964), so that one far return cannot lead; 0: always squared."""
     only_steps: NonNegativeInt = 0
     """Batches at the beginning that train the critic alone."""
     targets: Literal["gae", "vtrace"] = "gae"
@@ -129,6 +131,10 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """Take the group's mean from the rewards (grpo, reinforce_plus_plus_baseline)."""
     normalize_std: bool = True
     """Divide by the group's standard deviation (grpo); off is Dr.GRPO (arXiv 2503.20783)."""
+    std: Literal["group", "batch"] = "group"
+    """grpo: whose standard deviation; `batch`: that of all rewards of the batch (arXiv 2508.08221)."""
+    pass_k: PositiveInt = 4
+    """pass_at_k: of so many rollouts one is to be right (arXiv 2508.10751)."""
     whiten: Literal["auto", "on", "off"] = "auto"
     """Subtract the mean of all trained tokens' advantages and divide by their deviation; `auto`: where the estimator's paper does."""
     gamma: Fraction = 1.0
@@ -140,6 +146,9 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """The policy's ratio is clipped to [1 - clip_low, 1 + clip_high] (ppo, gspo; cispo's usual bounds are 1.0 and 4.0)."""
     dual_clip: NonNegativeFloat = 0.0
     """ppo: a bound c > 1 on the loss of tokens with negative advantage, -c A (arXiv 1912.09729); 0: off."""
+    gmpo_low: PositiveFloat = 0.4
+    gmpo_high: PositiveFloat = 0.4
+    """gmpo: how far a token's log-ratio may fall where the advantage is negative, and rise where it is positive (arXiv 2507.20673)."""
     sapo_tau_positive: PositiveFloat = 1.0
     sapo_tau_negative: PositiveFloat = 1.05
     """sapo: temperatures of the gate for positive and negative advantages (arXiv 2511.20347)."""
@@ -157,8 +166,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     entropy_coef: float = 0.0
     """This times the entropy is subtracted from the loss."""
     reduction: Reduction = "rollout_mean"
-    """Mean over each rollout's tokens then over rollouts; mean over all tokens; mean over each sample's tokens then over samples; or a
-    rollout's sum over its tokens / constant_length, then the mean over rollouts (Dr.GRPO)."""
+    """Mean over each rollout's tokens then over rollouts; mean over all tokens; mean over each sample's tokens then over samples; mean over
+    all tokens of each task then over tasks; or a rollout's sum over its tokens / constant_length, then the mean over rollouts (Dr.GRPO)."""
     constant_length: NonNegativeInt = 0
     """Tokens, for `reduction = "constant_length"`."""
     correction: CorrectionConfig = CorrectionConfig()

@@ -78,9 +78,12 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {
-        "grpo": Estimator(grouped=True, settings=frozenset({"normalize_rewards", "normalize_std"})),
+        "grpo": Estimator(grouped=True, settings=frozenset({"normalize_rewards", "normalize_std", "std"})),
         "rloo": Estimator(grouped=True),
         "maxrl": Estimator(grouped=True),
+        "opo": Estimator(grouped=True),
+        "gpg": Estimator(grouped=True),
+        "pass_at_k": Estimator(grouped=True, settings=frozenset({"pass_k"})),
         "reinforce_plus_plus": Estimator(whitened=True, settings=frozenset({"kl.reward_coef", "gamma"})),
         "reinforce_plus_plus_baseline": Estimator(grouped=True, whitened=True, settings=frozenset({"normalize_rewards", "kl.reward_coef"})),
         "ppo": Estimator(settings=frozenset({"kl.reward_coef", "gamma", "gae_lambda", "critic"}), needs=frozenset({Role.VALUE})),
@@ -92,6 +95,8 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
     {
         "ppo": PolicyLoss(settings={**_CLIP, "dual_clip": "dual_clip"}, table=True),
         "gspo": PolicyLoss(settings=_CLIP, sequences=True),
+        "gspo_token": PolicyLoss(settings=_CLIP, sequences=True),
+        "gmpo": PolicyLoss(settings={"log_low": "gmpo_low", "log_high": "gmpo_high"}, sequences=True),
         "cispo": PolicyLoss(settings=_CLIP, table=True),
         "sapo": PolicyLoss(settings={"tau_positive": "sapo_tau_positive", "tau_negative": "sapo_tau_negative"}),
         "aipo": PolicyLoss(settings={"cap": "aipo_cap"}, anchor="sampler"),

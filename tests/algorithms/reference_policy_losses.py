@@ -70,6 +70,37 @@ def gspo(sequences: list[Sequence], low: float, high: float) -> PerToken:
     return losses
 
 
+def gspo_token(sequences: list[Sequence], low: float, high: float) -> PerToken:
+    """s_t = s, a plain float, times pi_t over its own value: the gradient is the token's own."""
+    losses: PerToken = []
+    for sequence in sequences:
+        trained = [token for token in sequence if token.trained]
+        ratio = math.exp(sum(token.logp.item() - token.old for token in trained) / max(len(trained), 1))
+        own = [torch.exp(token.logp) / math.exp(token.logp.item()) * ratio for token in sequence]
+        losses.append(
+            [-_ppo_objective(r, token.advantage, low, high) if token.trained else None for r, token in zip(own, sequence, strict=True)]
+        )
+    return losses
+
+
+def gmpo(sequences: list[Sequence], low: float, high: float) -> PerToken:
+    """(prod over tokens of min(r^sign, bound)^sign)^(1/n) A, with bounds e^high above 1 and e^low for the reciprocal."""
+    losses: PerToken = []
+    for sequence in sequences:
+        trained = [token for token in sequence if token.trained]
+        product: Tensor = torch.ones((), dtype=torch.float64)
+        for token in trained:
+            ratio = torch.exp(token.logp - token.old)
+            if token.advantage > 0 and ratio.item() > math.exp(high):
+                ratio = ratio * 0.0 + math.exp(high)
+            if token.advantage < 0 and 1.0 / ratio.item() > math.exp(low):
+                ratio = ratio * 0.0 + math.exp(-low)
+            product = product * ratio
+        mean = product ** (1.0 / max(len(trained), 1))
+        losses.append([-mean * token.advantage if token.trained else None for token in sequence])
+    return losses
+
+
 def cispo(sequences: list[Sequence], low: float, high: float) -> PerToken:
     def objective(token: Token) -> Tensor:
         ratio = math.exp(token.logp.item() - token.old)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gspo, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, ppo_clip, sapo
 from streamrl.algorithms.sequences import Packed, Padded
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout, one_token, packed, padded, random_sequences, reference_result, weights_for
@@ -37,6 +37,20 @@ def gspo_pair(low: float, high: float) -> tuple[Ours, Theirs]:
     return (
         lambda x: gspo(x.logprobs, x.old, x.advantages, x.sequences, clip_low=low, clip_high=high),
         partial(reference.gspo, low=low, high=high),
+    )
+
+
+def gspo_token_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: gspo_token(x.logprobs, x.old, x.advantages, x.sequences, clip_low=low, clip_high=high),
+        partial(reference.gspo_token, low=low, high=high),
+    )
+
+
+def gmpo_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: gmpo(x.logprobs, x.old, x.advantages, x.sequences, log_low=low, log_high=high),
+        partial(reference.gmpo, low=low, high=high),
     )
 
 
@@ -68,6 +82,10 @@ PAIRS = {
     "ppo_dual": ppo_pair(0.2, 0.28, 1.3),
     "gspo": gspo_pair(0.2, 0.28),
     "gspo_narrow": gspo_pair(3e-4, 4e-4),
+    "gspo_token": gspo_token_pair(0.2, 0.28),
+    "gspo_token_narrow": gspo_token_pair(3e-4, 4e-4),
+    "gmpo": gmpo_pair(0.4, 0.4),
+    "gmpo_narrow": gmpo_pair(0.1, 0.05),
     "cispo": cispo_pair(1.0, 0.5),
     "cispo_both": cispo_pair(0.2, 0.28),
     "sapo": sapo_pair(1.0, 1.05),
@@ -76,7 +94,7 @@ PAIRS = {
     "dppo": dppo_pair(0.1, 1e-3),
     "dppo_plain": dppo_pair(0.02, 0.0),
 }
-BY_TOKEN = sorted(set(PAIRS) - {"gspo", "gspo_narrow"})
+BY_TOKEN = sorted(name for name in PAIRS if not name.startswith(("gspo", "gmpo")))
 
 
 def check(ours: Ours, theirs: Theirs, sequences: list[reference.Sequence], layout: Layout) -> None:
@@ -108,6 +126,10 @@ EDGES = {
     "ppo_dual": (0.8, 1.28, 1.3),
     "gspo": (0.8, 1.28),
     "gspo_narrow": (1 - 3e-4, 1 + 4e-4),
+    "gspo_token": (0.8, 1.28),
+    "gspo_token_narrow": (1 - 3e-4, 1 + 4e-4),
+    "gmpo": (math.exp(-0.4), math.exp(0.4)),
+    "gmpo_narrow": (math.exp(-0.1), math.exp(0.05)),
     "cispo": (1.5,),
     "cispo_both": (0.8, 1.28),
     "sapo": (),
@@ -398,3 +420,28 @@ def test_a_place_with_nan_spoils_no_other(name: str) -> None:
     others = torch.arange(len(clean)) != 1
     assert again[1].isnan()
     assert again[others].tolist() == clean[others].tolist()
+
+
+def test_gspo_token_is_gspo_where_the_advantages_of_a_sequence_are_equal() -> None:
+    """Their values always, their gradients under a mean over each sequence's tokens."""
+    for seed in range(5):
+        sequences = random_sequences(seed)
+        for layout in (packed(sequences), padded(sequences)):
+            weights = [1.0 / sum(token.trained for token in one) for one in sequences for token in one if token.trained]
+            found = []
+            for loss in (gspo, gspo_token):
+                values, metrics = loss(layout.logprobs, layout.old, layout.advantages, layout.sequences, clip_low=0.2, clip_high=0.28)
+                found.append((layout.flat(values), layout.flat(metrics["train/pg_clipfrac"]), layout.gradient(values, weights)))
+            for own, other in zip(*found, strict=True):
+                assert own == pytest.approx(other, rel=1e-9, abs=1e-12)
+
+
+def test_gmpo_clips_each_token_and_not_their_mean() -> None:
+    """Of four tokens one is e^2 as probable as before: it counts as e^0.4, and the others keep their gradient."""
+    logprobs = t(2.0, 0.0, 0.0, 0.0).requires_grad_()
+    whole = Packed(torch.zeros(4, dtype=torch.int64), 1)
+    loss, metrics = gmpo(logprobs, t(0, 0, 0, 0), t(1, 1, 1, 1), whole, log_low=0.4, log_high=0.4)
+    assert loss.tolist() == pytest.approx([-math.exp(0.1)] * 4)
+    assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 0, 0]
+    loss.mean().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([0.0] + [-math.exp(0.1) / 4] * 3)

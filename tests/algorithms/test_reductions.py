@@ -48,6 +48,13 @@ def test_sequence_mean_counts_each_sample_once(batch: TrainBatch) -> None:
     assert got == pytest.approx(np.array([0, 1 / 2, 1 / 2, 0, 1 / 3, 0, 1 / 3, 1 / 3, 0, 1, 0, 0]) / 4)
 
 
+def test_prompt_mean_counts_each_task_once(make_batch: MakeBatch, batch: TrainBatch) -> None:
+    got = token_weights(batch, np.arange(4), "prompt_mean")
+    assert got == pytest.approx(np.array([0, 1, 1, 0, 1, 0, 1, 1, 0, 1, 0, 0]) / 6 / 2)  # the second task has no trained token
+    two = make_batch([{"prompt": [1], "answer": [2] * n, "task": n, "rollout": 0} for n in (1, 4)])
+    assert token_weights(two, np.arange(2), "prompt_mean") == pytest.approx([0, 1 / 2, 0, 1 / 8, 1 / 8, 1 / 8, 1 / 8])
+
+
 def test_constant_length_divides_by_the_same_number_everywhere(batch: TrainBatch) -> None:
     got = token_weights(batch, np.arange(4), "constant_length", constant_length=10)
     assert got == pytest.approx(batch.loss_mask / 10 / 3)
@@ -97,13 +104,15 @@ def _reduced_by_hand(batch: TrainBatch, values_T: np.ndarray, reduction: Reducti
         return sum(every) / max(len(every), 1)
     rollouts: dict[tuple[int, int], list[float]] = {}
     for n, sample in enumerate(trained):
-        key = (n, 0) if reduction == "sequence_mean" else (int(batch.tasks[n]), int(batch.rollouts[n]))
+        key = (int(batch.tasks[n]), int(batch.rollouts[n]))
+        if reduction in ("sequence_mean", "prompt_mean"):
+            key = (n if reduction == "sequence_mean" else key[0], 0)
         rollouts.setdefault(key, []).extend(sample)
     sums = [sum(one) / (7 if reduction == "constant_length" else max(len(one), 1)) for one in rollouts.values()]
     return sum(sums) / len(rollouts)
 
 
-@pytest.mark.parametrize("reduction", ["rollout_mean", "token_mean", "sequence_mean"])
+@pytest.mark.parametrize("reduction", ["rollout_mean", "token_mean", "sequence_mean", "prompt_mean"])
 def test_a_step_over_some_samples_weighs_nothing_else(batch: TrainBatch, reduction: Reduction) -> None:
     got = token_weights(batch, np.array([2]), reduction)
     assert got.nonzero()[0].tolist() == [9]

@@ -93,6 +93,19 @@ def test_random_points(seed: int) -> None:
     assert old_values.grad is None
 
 
+def test_beyond_huber_the_error_counts_linearly() -> None:
+    """With d = 1: squares of 0.5 and 1, then 2 * 3 - 1 = 5 in place of 9; the slope stays at 2."""
+    values = t(0.5, 1.0, 3.0, -3.0).requires_grad_()
+    loss, _ = value_loss(values, torch.zeros(4), torch.zeros(4, dtype=torch.float64), clip=0.0, huber=1.0)
+    assert loss.tolist() == [0.25, 1.0, 5.0, 5.0]
+    loss.sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [1.0, 2.0, 2.0, -2.0]
+    theirs = torch.nn.functional.huber_loss(values.detach(), torch.zeros(4, dtype=torch.float64), reduction="none", delta=1.0)
+    assert loss.tolist() == pytest.approx((2 * theirs).tolist())
+    clipped, metrics = value_loss(t(3.0), t(0.0), t(4.0), clip=0.5, huber=1.0)  # max(|3 - 4|, |0.5 - 4|), the second linear
+    assert (clipped.item(), metrics["train/value_clipfrac"].item()) == (6.0, 1.0)
+
+
 def test_sft_is_the_negative_log_likelihood() -> None:
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     loss, metrics = sft(logprobs)

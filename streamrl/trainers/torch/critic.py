@@ -172,7 +172,7 @@ class Critic:
         """
         values = self.values(micro)
         old, target = (on_device(a[micro.target], values.device, values.dtype) for a in (old_values, returns))
-        loss, metrics = value_loss(values, old, target, clip=self._config.clip)
+        loss, metrics = value_loss(values, old, target, clip=self._config.clip, huber=self._config.huber)
         (loss * weights.to(loss.dtype)).sum().backward()
         named = {"train/value_loss": loss.detach(), **metrics}
         return Sums(tuple(named), torch.stack([(found.double() * weights).sum() for found in named.values()]))

@@ -1,0 +1,87 @@
+"""Estimators with other baselines than the plain mean: by hand, and by going through all subsets."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.algorithms.advantages import grpo
+from streamrl.algorithms.baselines import gpg, opo, pass_at_k
+from streamrl.errors import TrainingError
+from tests.support.errors import raises
+
+
+def group(rewards: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """One task, a rollout a reward."""
+    return np.array(rewards, np.float64), np.zeros(len(rewards), np.int64), np.arange(len(rewards))
+
+
+def test_opo_weighs_rewards_by_length() -> None:
+    """Lengths 1 and 3: the baseline is (1 * 1 + 3 * 0) / 4."""
+    assert opo(*group([1, 0]), np.array([1, 3]))[0].tolist() == [0.75, -0.25]
+    assert opo(*group([1, 0, 0]), np.array([2, 2, 2]))[0] == pytest.approx(grpo(*group([1, 0, 0]), normalize_std=False)[0])
+
+
+def test_opo_adds_the_samples_of_a_rollout_up() -> None:
+    rewards, tasks, rollouts = np.array([1.0, 1, 0]), np.zeros(3, np.int64), np.array([0, 0, 1])
+    assert opo(rewards, tasks, rollouts, np.array([1, 2, 1]))[0].tolist() == [0.25, 0.25, -0.75]
+
+
+def test_opo_of_flat_groups_and_of_nothing_trained_is_exactly_zero() -> None:
+    assert opo(*group([0.1, 0.1, 0.1]), np.array([1, 2, 4]))[0].tolist() == [0.0] * 3
+    assert opo(*group([1, 0]), np.array([0, 0]))[0].tolist() == [0.0] * 2
+    assert opo(*group([3.0]), np.array([7]))[0].tolist() == [0.0]
+
+
+def test_gpg_makes_up_for_groups_without_a_gradient() -> None:
+    rewards, tasks = np.array([1.0, 0, 1, 1]), np.array([0, 0, 1, 1])
+    assert gpg(rewards, tasks, np.array([0, 1, 0, 1]))[0].tolist() == [1.0, -1.0, 0.0, 0.0]  # alpha = 4 / 2
+    assert gpg(*group([1, 0]))[0].tolist() == [0.5, -0.5]
+    assert gpg(*group([1, 1]))[0].tolist() == [0.0, 0.0]
+
+
+def by_subsets(rewards: list[float], k: int) -> list[float]:
+    """GRPO over all subsets: a subset's reward is its greatest; a rollout's advantage the mean over those that it is in."""
+    subsets = list(combinations(range(len(rewards)), min(k, len(rewards))))
+    value = {subset: max(rewards[one] for one in subset) for subset in subsets}
+    mean = sum(value.values()) / len(value)
+    deviation = (sum((each - mean) ** 2 for each in value.values()) / len(value)) ** 0.5 + 1e-6
+    with_it = [[value[subset] for subset in subsets if one in subset] for one in range(len(rewards))]
+    return [(sum(each) / len(each) - mean) / deviation for each in with_it]
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=7), st.integers(1, 8))
+def test_pass_at_k_is_grpo_over_all_subsets(rewards: list[float], k: int) -> None:
+    found = pass_at_k(*group(rewards), k=k)[0]
+    assert found == pytest.approx(by_subsets(rewards, k), abs=1e-9)
+    assert found.sum() == pytest.approx(0.0, abs=1e-9)
+
+
+def test_pass_at_k_by_hand() -> None:
+    assert pass_at_k(*group([1, 0, 0, 0]), k=2)[0] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], abs=1e-5)
+    # Three of four right, k = 2: no subset is without one, so there is nothing left to gain.
+    assert pass_at_k(*group([1, 1, 1, 0]), k=2)[0].tolist() == [0.0] * 4
+
+
+def test_pass_at_1_is_grpo_with_the_deviation_of_a_population() -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.0]
+    theirs = grpo(*group(rewards))[0] * (np.std(rewards, ddof=1) + 1e-6) / (np.std(rewards) + 1e-6)
+    assert pass_at_k(*group(rewards), k=1)[0] == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("reward", [0.5, -1.0, 2.0])
+def test_pass_at_k_refuses_what_is_neither_right_nor_wrong(reward: float) -> None:
+    with raises(TrainingError, estimator="pass_at_k", rollout=1):
+        pass_at_k(*group([1.0, reward]), k=2)
+
+
+def test_the_deviation_of_the_batch_divides_every_group_alike() -> None:
+    """A group of nearly equal rewards is not blown up beside one of very unequal ones."""
+    rewards, tasks, rollouts = np.array([1.0, 0, 0.51, 0.49]), np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
+    found = grpo(rewards, tasks, rollouts, batch_std=True)[0]
+    assert found == pytest.approx(np.array([0.5, -0.5, 0.01, -0.01]) / (np.std(rewards, ddof=1) + 1e-6))
+    assert grpo(np.array([1.0]), np.array([0]), np.array([0]), batch_std=True)[0].tolist() == [0.0]
