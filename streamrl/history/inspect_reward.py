@@ -24,7 +24,7 @@ from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.feeder import plan_tasks
 from streamrl.producers.protocol import Failure
-from streamrl.rewards.factory import LATE, is_user_code, make_reward
+from streamrl.rewards.factory import LATE, make_reward, runs_in_children
 from streamrl.rewards.protocol import RewardValue
 from streamrl.runtime.kinds import environment
 from streamrl.schemas.control import Grant
@@ -157,7 +157,7 @@ async def score_again(
         ConfigError: the reward cannot be loaded.
     """
     episodes = [episode_of(sample, task, tokenizer) for sample in samples]
-    if is_user_code(reward):
+    if runs_in_children(reward):
         values = await _in_child(source, reward, task, episodes)
     else:
         made = make_reward(reward)

@@ -75,3 +75,13 @@ def _built(found: type[Any], config: RewardConfig) -> Any:
 def is_user_code(config: RewardConfig) -> bool:
     """Whether `make_reward` would load the user's code for it."""
     return config.kind not in BUILT_IN
+
+
+def runs_in_children(config: RewardConfig, *, by_row: bool = False) -> bool:
+    """Whether it is scored in the killable processes: the user's code, and what may block or hang.
+
+    Args:
+        config: of the run.
+        by_row: rows name kinds of their own (`data.reward_key`), any of which may come.
+    """
+    return by_row or is_user_code(config)
