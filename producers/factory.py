@@ -47,7 +47,8 @@ def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str, pr
     """
     config = worker.config
     tokenizer, _ = policy_tokenizer(worker)
-    user_producer, child_reward = producer is None and is_user_code(function), runs_in_children(config.reward)
+    user_producer = producer is None and is_user_code(function)
+    child_reward = runs_in_children(config.reward, by_row=bool(config.data.reward_key))
     runner = GroupRunner(
         producer=producer or (None if user_producer else make_producer(function, key=key)),
         reward=None if child_reward else make_reward(config.reward),
@@ -70,8 +71,10 @@ def _children(worker: Worker, function: str, key: str) -> Children:
     hello = Hello(
         function=function,
         function_key=key,
-        reward=config.reward.kind if runs_in_children(config.reward) else "",
+        reward=config.reward.kind if runs_in_children(config.reward, by_row=bool(config.data.reward_key)) else "",
         reward_options=config.reward.options,
+        reward_key=config.reward.key,
+        by_row=config.data.reward_options if config.data.reward_key else None,
         options=config.producer.options,
         model_dir=str(worker.run_dir.policy_dir(config)),
         max_len=config.model.max_len,

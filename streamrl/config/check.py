@@ -8,6 +8,7 @@ from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
+from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_verifiers import check_verifiers
 from streamrl.config.hosts import is_loopback, servers
@@ -22,6 +23,7 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first rule across sections that does not hold. Looks at no file."""
     _check_work(config)
     check_data(config)
+    check_reward(config)
     check_sampling(config)
     _check_schedule(config)
     _check_debug(config)
