@@ -162,6 +162,8 @@ KINDS: Mapping[str, RewardKind] = MappingProxyType(
         "python": RewardKind(options=Python, in_children=True, boxed=False),
     }
 )
+ASKS = frozenset(kind for kind, known in KINDS.items() if issubclass(known.options, Calls))
+"""Kinds that send texts to a server."""
 _WITHHELD = {
     "ifbench": "its checker is on no package index, and the one copy there (if-verifiable) downloads data of NLTK when it is imported",
 }
