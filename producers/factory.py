@@ -14,8 +14,7 @@ from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.functions import is_user_code, make_producer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Producer
-from streamrl.rewards.factory import is_user_code as is_user_reward
-from streamrl.rewards.factory import make_reward
+from streamrl.rewards.factory import make_reward, runs_in_children
 from streamrl.schemas.control import ROLLOUT_ROLE
 
 if TYPE_CHECKING:
@@ -48,10 +47,11 @@ def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str, pr
     """
     config = worker.config
     tokenizer, _ = policy_tokenizer(worker)
-    user_producer, user_reward = producer is None and is_user_code(function), is_user_reward(config.reward)
+    user_producer = producer is None and is_user_code(function)
+    child_reward = runs_in_children(config.reward, by_row=bool(config.data.reward_key))
     runner = GroupRunner(
         producer=producer or (None if user_producer else make_producer(function, key=key)),
-        reward=None if user_reward else make_reward(config.reward),
+        reward=None if child_reward else make_reward(config.reward),
         engine=pool,
         tokenizer=tokenizer,
         options=config.producer.options,
@@ -59,7 +59,7 @@ def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str, pr
         chat_template=config.data.chat_template,
         template_kwargs=config.data.chat_template_kwargs,
         tool_calls=config.data.tool_calls,
-        children=_children(worker, function if user_producer else "", key) if user_producer or user_reward else None,
+        children=_children(worker, function if user_producer else "", key) if user_producer or child_reward else None,
         max_deaths=config.tasks.max_deliveries,
     )
     worker.trouble = lambda: runner.notice
@@ -71,8 +71,10 @@ def _children(worker: Worker, function: str, key: str) -> Children:
     hello = Hello(
         function=function,
         function_key=key,
-        reward=config.reward.kind if is_user_reward(config.reward) else "",
+        reward=config.reward.kind if runs_in_children(config.reward, by_row=bool(config.data.reward_key)) else "",
         reward_options=config.reward.options,
+        reward_key=config.reward.key,
+        by_row=config.data.reward_options if config.data.reward_key else None,
         options=config.producer.options,
         model_dir=str(worker.run_dir.policy_dir(config)),
         max_len=config.model.max_len,

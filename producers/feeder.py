@@ -78,6 +78,7 @@ def _task(grant: Grant, index: int, base: int, problems: Problems, config: Confi
         sampling=turn_sampling(config.sampling, problem.sampling) if problem.sampling else config.sampling,
         min_version=0 if warmup else min_version(grant, index, config),
         seed=task_seed(base, index),
+        reward=problem.reward,
     )
 
 

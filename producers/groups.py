@@ -16,6 +16,7 @@ from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, branch_problem
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
 from streamrl.producers.slots import asked, phase
+from streamrl.rewards.layers import close as close_reward
 from streamrl.rewards.protocol import Reward, RewardValue
 from streamrl.schemas.tasks import RolloutTask
 
@@ -91,7 +92,8 @@ class GroupRunner:
             await self._children.start()
 
     async def close(self) -> None:
-        """End the children."""
+        """End the children, and what the reward has open."""
+        await close_reward(self._reward)
         if self._children is not None:
             await self._children.close()
 

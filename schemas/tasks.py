@@ -167,6 +167,13 @@ def _check_texts(sampling: Sampling) -> None:
             raise _wrong("json_schema", "a JSON schema as text", f"{sampling.json_schema[:80]!r}: {error}") from error
 
 
+class RewardSpec(msgspec.Struct, frozen=True):
+    """A built-in reward that a row names for its own tasks."""
+
+    kind: str
+    options: dict[str, Any] = {}
+
+
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """One dataset row to be rolled out `num_rollouts` times; a group is the rollouts of a task.
 
@@ -202,6 +209,8 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest version number that may sample this task's first token; an engine holds the request back until it serves it."""
     seed: int = 0
     """Seed of the task; rollout k derives its own with `streamrl.core.seeds.rollout_seed`."""
+    reward: RewardSpec | msgspec.UnsetType = msgspec.UNSET
+    """The row's own reward, in place of the run's; not on the wire when unset."""
 
 
 def on_the_wire(task: RolloutTask) -> dict[str, Any]:

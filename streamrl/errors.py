@@ -15,6 +15,7 @@ StreamRLError
 ├── EngineError            generation failed or was refused
 │   └── EngineUnavailable  the engine cannot be asked; another one can
 │       └── EngineDied     its server has ended, or holds mixed weights: a new one is needed
+├── RewardError            a server that is asked for a reward gives none
 ├── ToolError              a tool that a model has called ends its rollout
 ├── WeightSyncError        a manifest or its bytes cannot be taken
 ├── TrainingError          a step cannot be taken
@@ -118,6 +119,10 @@ class NotFound(BusError):
 
 class EngineError(StreamRLError):
     """An engine refused or failed a request."""
+
+
+class RewardError(StreamRLError):
+    """No reward for an episode: its rollout fails."""
 
 
 class ToolError(StreamRLError):

@@ -39,6 +39,10 @@ class Hello(Told, frozen=True, kw_only=True):
     reward: str = ""
     """The reward; empty: none."""
     reward_options: dict[str, Any] = {}
+    reward_key: str = ""
+    """`reward.key`."""
+    by_row: dict[str, dict[str, Any]] | None = None
+    """`data.reward_options`, where rows may name rewards of their own."""
     options: dict[str, Any] = {}
     """`producer.options`."""
     model_dir: str

@@ -27,7 +27,6 @@ from streamrl.producers.children.watchdog import Watchdog
 from streamrl.producers.functions import FunctionProducer, describe, make_producer
 from streamrl.producers.protocol import Context, Failure
 from streamrl.rewards.factory import make_reward
-from streamrl.rewards.functions import FunctionReward
 
 logger = logging.getLogger("streamrl.producers.user")
 
@@ -63,8 +62,8 @@ class Host:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._tokenizer = load_tokenizer(Path(hello.model_dir))
         self._producer = make_producer(hello.function, key=hello.function_key, in_thread=in_thread) if hello.function else None
-        config = RewardConfig(kind=hello.reward, options=hello.reward_options)
-        self._reward = make_reward(config, in_thread=in_thread) if hello.reward else None
+        config = RewardConfig(kind=hello.reward, options=hello.reward_options, key=hello.reward_key)
+        self._reward = make_reward(config, in_thread=in_thread, by_row=hello.by_row) if hello.reward else None
         self.by_rollout = isinstance(self._producer, FunctionProducer)
 
     def take(self, frame: frames.Down) -> None:
@@ -136,7 +135,7 @@ class Host:
     async def _score(self, asking: Asking, frame: frames.Score) -> None:
         reward = self._reward
         assert reward is not None
-        if not (isinstance(reward, FunctionReward) and reward.plain):
+        if not getattr(reward, "plain", False):
             asking.began()
         given, error = await self._guarded(asking, frame.task.index, None, lambda: reward.score(frame.task, frame.episodes))
         scored = frames.Scored(asking.call)

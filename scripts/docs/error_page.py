@@ -125,6 +125,12 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         "If it repeats, read the whole of the server's log.",
         (provoked.server_that_ends,),
     ),
+    errors.RewardError: Entry(
+        "A server that `remote` or `judge` asks gave no reward within its tries and its time, or something that is none; or no sandbox "
+        "runs programs for `python`. The rollout ends as a tombstone, with this as its reason; there is no silent 0.",
+        "Read what the server said. `streamrl doctor TOML` looks whether it answers; docs/rewards.md has the limits.",
+        (provoked.reward_from_nobody,),
+    ),
     errors.ToolError: Entry(
         "A tool that a model has called gave nothing, where the agent wants that to fail the rollout (`chat.call_tools(fail=True)`), or "
         "too many calls of plain functions hang in a process. The rollout ends as a tombstone.",

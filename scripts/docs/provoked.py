@@ -23,6 +23,7 @@ from streamrl.bus.permissions import OPERATOR, role_users
 from streamrl.bus.server import NatsServer
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.load import load
+from streamrl.config.reward_kinds import Calls
 from streamrl.config.tree import BusConfig, Config, DebugConfig, LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.core.batches import TrainBatch
@@ -38,6 +39,7 @@ from streamrl.engines.requests import check_request
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.producers.tool_runs import fail_on, run_calls
 from streamrl.producers.turns import Turn
+from streamrl.rewards.asking import Asking
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.decoding import decode_samples
@@ -76,6 +78,15 @@ def row_without_label() -> None:
     write_tokenizer(Path("tokenizer"))
     config = _config('[data]\ntrain = "rows.jsonl"\n')
     load_problems("rows.jsonl", config.data, load_tokenizer(Path("tokenizer")))
+
+
+async def reward_from_nobody() -> None:
+    """A reward that is asked for where nobody listens."""
+    asking = Asking("http://127.0.0.1:9/score", Calls(attempts=1), what="reward remote")
+    try:
+        await asking.post({"response": "4"}, where="row 2 (task 5, rollout 0)")
+    finally:
+        await asking.close()
 
 
 def no_arrow() -> None:

@@ -24,7 +24,7 @@ def add_verbs(verbs: Any) -> None:
 
 def run_gateway(arguments: argparse.Namespace) -> int:
     """Serve agents until Ctrl-C, or until the run is down."""
-    from streamrl.config.code import check_trust, rollout_code
+    from streamrl.config.code import check_trust, reward_addresses, rollout_code
     from streamrl.config.load import override
     from streamrl.producers.gateway.worker import addresses, main
     from streamrl.runtime.run_bus import check_up, until_down
@@ -39,7 +39,8 @@ def run_gateway(arguments: argparse.Namespace) -> int:
         return 0
     changes = [f"gateway.host={arguments.host}"] if arguments.host is not None else []
     override(run.load_config(), changes)  # what is wrong with them is said before anything starts
-    reward = {key: name for key, name in rollout_code(run.load_config()).items() if key == "reward.kind"}
+    config = run.load_config()
+    reward = {key: name for key, name in rollout_code(config).items() if key == "reward.kind"} | dict(reward_addresses(config))
     check_trust(reward, run.foreign, trusted=arguments.trust_code)
     check_up(run)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.cli.trace import parse_place, say
-from streamrl.config.code import check_trust
+from streamrl.config.code import check_trust, reward_addresses
 from streamrl.errors import ConfigError, LogTruncated, NotFound
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ async def _score(source: Source, arguments: argparse.Namespace, found: Found, to
     config = source.config
     if not arguments.reward:
         named = {"reward.kind": config.reward.kind} if is_user_code(config.reward) else {}
+        named |= reward_addresses(config)
         whose = f"the recording {arguments.run}" if source.run is None else source.run.foreign
         check_trust(named, whose, trusted=arguments.trust_code)
         config = source.run.with_secret_options(config) if source.run is not None else config

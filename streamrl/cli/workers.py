@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.config.code import check_trust, engine_code, loss_code, rollout_code
+from streamrl.config.code import check_trust, engine_code, loss_code, reward_addresses, rollout_code
 from streamrl.errors import ConfigError
 from streamrl.runtime.kinds import MAINS, USER_CODE
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
@@ -68,7 +68,7 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     run = RunDir.find(arguments.run, base=arguments.dir)
     config = run.load_config()
     named = (
-        {**rollout_code(config), **loss_code(config)}
+        {**rollout_code(config), **reward_addresses(config), **loss_code(config)}
         if kind in (*USER_CODE, "trainer")
         else engine_code(config)
         if kind == "engine"
@@ -113,7 +113,8 @@ def run_attach(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
         )
-    reward = {key: name for key, name in rollout_code(run.load_config()).items() if key == "reward.kind"}
+    config = run.load_config()
+    reward = {key: name for key, name in rollout_code(config).items() if key == "reward.kind"} | dict(reward_addresses(config))
     check_trust(reward, run.foreign, trusted=arguments.trust_code)
     if arguments.concurrency is not None and arguments.concurrency < 1:
         raise ConfigError(

@@ -8,6 +8,7 @@ from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
+from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
 from streamrl.config.check_verifiers import check_verifiers
@@ -24,6 +25,7 @@ def check(config: Config) -> None:
     _check_work(config)
     check_data(config)
     check_sft(config)
+    check_reward(config)
     check_sampling(config)
     _check_schedule(config)
     _check_debug(config)

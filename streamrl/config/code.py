@@ -11,6 +11,7 @@ from pathlib import Path
 
 from streamrl.config.environments import split
 from streamrl.config.loss import is_function
+from streamrl.config.reward_kinds import ASKS, BOXED
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 
@@ -26,6 +27,18 @@ def rollout_code(config: Config) -> Mapping[str, str]:
     """By key, the functions of the user's that producers and evaluators run."""
     named = {"producer.function": config.producer.function, "reward.kind": config.reward.kind}
     return {key: reference for key, reference in named.items() if is_function(reference)}
+
+
+def reward_addresses(config: Config) -> Mapping[str, str]:
+    """By key, where producers and evaluators send texts for their rewards, and with which of their keys."""
+    options = {"reward": config.reward.options if config.reward.kind.removeprefix(BOXED) in ASKS else {}}
+    options |= {f"data.reward_options.{kind}": given for kind, given in config.data.reward_options.items() if kind in ASKS}
+    found: dict[str, str] = {}
+    for key, given in options.items():
+        if url := given.get("url"):
+            with_key = f" with the value of {given['token_env']}" if given.get("token_env") else ""
+            found[f"{key}.options.url" if key == "reward" else f"{key}.url"] = f"{url}{with_key}"
+    return found
 
 
 def code_digests(named: Mapping[str, str]) -> dict[str, str]:
@@ -104,7 +117,7 @@ def engine_code(config: Config) -> Mapping[str, str]:
 
 
 def check_trust(named: Mapping[str, str], whose: str, *, trusted: bool) -> None:
-    """Whoever made a run or a recording decides what its configuration names, and so what would run here.
+    """Whoever made a run or a recording decides what its configuration names, and so what would run here, or be sent from here.
 
     Args:
         named: what would run, by key.
@@ -117,7 +130,7 @@ def check_trust(named: Mapping[str, str], whose: str, *, trusted: bool) -> None:
     if whose and named and not trusted:
         said = ", ".join(f"{key} = {reference!r}" for key, reference in named.items())
         raise ConfigError(
-            f"{whose} names code that would run here: {said}",
-            hint="read that code first; --trust-code runs it",
+            f"{whose} names what would run here, or where texts and keys would be sent: {said}",
+            hint="read it first; --trust-code runs it",
             key=next(iter(named)),
         )

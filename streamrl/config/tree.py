@@ -95,6 +95,11 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Field with a table handed to rewards and producers; empty: none."""
     tools_key: str = ""
     """Field with tool definitions for the chat template; empty: none."""
+    reward_key: str = ""
+    """Field with the row's own reward: the name of a built-in kind, or a table of `kind` and `options`; rows without one have the run's.
+    Empty: all have the run's."""
+    reward_options: dict[str, dict[str, Any]] = {}
+    """By kind, options of the rewards that rows name, under those of the row itself; an address, a key and an isolation only here."""
     sampling_key: str = ""
     """Field with a table of `sampling` fields for the row's own tasks, put over `sampling` (over `evaluation.sampling` in an evaluation);
     empty: none."""
@@ -185,10 +190,13 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """How episodes are scored."""
 
     kind: str = "exact_match"
-    """`exact_match`; `gsm8k`: the final number; a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; or `late`: samples are
+    """`exact_match`, `gsm8k`, `math`, `dapo`, `deepscaler`, `f1`, `gpqa`, `random`, `remote`, `judge` or `python`, most of them also with
+    `boxed_` in front (docs/rewards.md); a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; or `late`: samples are
     published without one."""
     options: dict[str, Any] = {}
-    """Handed to a custom reward as keyword arguments."""
+    """Those of a built-in reward; handed to a custom one as keyword arguments."""
+    key: str = ""
+    """Of a reward in named parts, the part that is trained; all are kept with the sample. Empty: the part `reward`, or their sum."""
     late_versions: NonNegativeInt = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
     timeout_s: PositiveFloat = 10.0

@@ -8,12 +8,13 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.row_rewards import row_reward
 from streamrl.config.tree import DataConfig
 from streamrl.data.conversations import split
 from streamrl.data.rows import BadRows, Rows, digest, open_rows
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError, SchemaError
-from streamrl.schemas.tasks import Sampling, turn_sampling
+from streamrl.schemas.tasks import RewardSpec, Sampling, turn_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """The row's own, where it has some."""
     sampling: dict[str, Any] = {}
     """Fields of `Sampling` for this row, checked one by one."""
+    reward: RewardSpec | msgspec.UnsetType = msgspec.UNSET
+    """The row's own, where it has one."""
 
 
 class Problems(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +159,7 @@ def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
         metadata=metadata,
         chat_template_kwargs=given or msgspec.UNSET,
         sampling=_sampling(rows, index, config),
+        reward=_reward(rows, index, config),
     )
 
 
@@ -201,6 +205,23 @@ def _sampling(rows: Rows, index: int, config: DataConfig) -> dict[str, Any]:
             key="data.sampling_key",
         ) from error
     return said
+
+
+def _reward(rows: Rows, index: int, config: DataConfig) -> RewardSpec | msgspec.UnsetType:
+    said = rows[index].get(config.reward_key) if config.reward_key else None
+    if said is None:
+        return msgspec.UNSET
+    try:
+        return row_reward(said, config.reward_options)
+    except ConfigError as error:
+        path, line = rows.path, rows.line(index)
+        raise DataError(
+            f"{error.message}, under {config.reward_key!r} at {path} line {line}",
+            hint=error.hint,
+            path=path,
+            line=line,
+            key="data.reward_key",
+        ) from error
 
 
 def _wrong(rows: Rows, index: int, expected: str, config: DataConfig, option: str) -> DataError:

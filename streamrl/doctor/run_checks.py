@@ -21,6 +21,7 @@ from streamrl.doctor.backend import check_backend
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import check_gpu_memory, read_shape
 from streamrl.doctor.limits import GIBIBYTE
+from streamrl.doctor.rewards import check_rewards
 from streamrl.errors import BusError, ConfigError
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
@@ -45,6 +46,7 @@ def check_config(config: Config, *, num_gpus: int, gpu_bytes: int = 0, up: bool 
         checks.append(check_logins(config))
     if rollout_code(config):
         checks.append(check_credits(config))
+    checks += check_rewards(config)
     if config.engine.traits.server:
         checks.append(check_sglang(config.engine.sglang.python))
     if config.ray.address:

@@ -24,7 +24,8 @@ from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.feeder import plan_tasks
 from streamrl.producers.protocol import Failure
-from streamrl.rewards.factory import LATE, is_user_code, make_reward
+from streamrl.rewards.factory import LATE, make_reward, runs_in_children
+from streamrl.rewards.layers import close
 from streamrl.rewards.protocol import RewardValue
 from streamrl.runtime.kinds import environment
 from streamrl.schemas.control import Grant
@@ -55,7 +56,7 @@ def reward_config(config: Config, reference: str) -> RewardConfig:
     if reference:
         place, colon, name = reference.partition(":")
         path = str(Path(place).expanduser().absolute()) + colon + name if place.endswith(".py") else reference
-        return replace(config.reward, kind=path, options={})
+        return replace(config.reward, kind=path, options={}, key="")
     if config.reward.kind != LATE:
         return config.reward
     raise ConfigError(
@@ -100,7 +101,7 @@ async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: 
     same = next((one for one in problems.problems if (one.prompt_ids, one.label) == (prompt_ids, first.label)), None)
     if same is None:
         return made, f"{lacks}: no row of {source.config.data.train} is it"
-    return replace(made, row=same.row, prompt=same.prompt, tools=same.tools, metadata=same.metadata), ""
+    return replace(made, row=same.row, prompt=same.prompt, tools=same.tools, metadata=same.metadata, reward=same.reward), ""
 
 
 def _text(ids: Sequence[int], stops: Container[int], texts: Sequence[str], tokenizer: Tokenizer) -> str:
@@ -157,11 +158,15 @@ async def score_again(
         ConfigError: the reward cannot be loaded.
     """
     episodes = [episode_of(sample, task, tokenizer) for sample in samples]
-    if is_user_code(reward):
+    by_row = bool(source.config.data.reward_key)
+    if runs_in_children(reward, by_row=by_row):
         values = await _in_child(source, reward, task, episodes)
     else:
         made = make_reward(reward)
-        values = await made.score(task, episodes) if made is not None else []
+        try:
+            values = await made.score(task, episodes) if made is not None else []
+        finally:
+            await close(made)
     if isinstance(values, Failure):
         values = [ConfigError(values.detail)] * len(episodes)
     return [_again(sample, value) for sample, value in zip(samples, values, strict=True)]
@@ -175,6 +180,8 @@ async def _in_child(
     hello = Hello(
         reward=reward.kind,
         reward_options=reward.options,
+        reward_key=reward.key,
+        by_row=config.data.reward_options if config.data.reward_key else None,
         model_dir=str(source.model_dir),
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,

@@ -31,6 +31,7 @@ from streamrl.errors import ConfigError
 from streamrl.producers.functions import PRODUCER, make_producer
 from streamrl.producers.verifiers.rows import rows_are_due
 from streamrl.rewards.factory import REWARD, make_reward
+from streamrl.rewards.layers import close
 from streamrl.runtime.kinds import environment, inherited
 from streamrl.runtime.service import describe_exit, die_with_parent
 
@@ -102,7 +103,7 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
     if not is_function(config.producer.function):
         make_producer(config.producer.function)
     if not is_function(config.reward.kind):
-        make_reward(config.reward)
+        await close(make_reward(config.reward))
     if config.ray.address:
         return
     not_here = config.producer.workers == 0 and not config.data.heldout

@@ -34,6 +34,8 @@ FREE_KEYS = (
     "producer",
     "gateway",
     "reward.timeout_s",
+    "reward.options.url",
+    "reward.options.token_env",
     "engine.workers",
     "engine.slots",
     "engine.threads",

@@ -10,6 +10,7 @@ from streamrl.config.tree import DataConfig
 from streamrl.data.problems import load_problems
 from streamrl.data.row_sampling import check_rows
 from streamrl.errors import ConfigError, DataError
+from streamrl.schemas.tasks import RewardSpec
 from tests.support.chat_templates import family
 from tests.support.errors import raises
 
@@ -84,12 +85,19 @@ def test_all_too_long(write, tokenizer):
         ({"prompt": "1", "label": "1", "draw": {"min_q": 0.1}}, {"key": "data.sampling_key"}),
         ({"prompt": "1", "label": "1", "draw": {"logit_bias": {"a": 1}}}, {"key": "data.sampling_key"}),
         ({"prompt": "1", "label": "1", "draw": {"regex": "a", "json_schema": "{}"}}, {"key": "data.sampling_key"}),
+        ({"prompt": "1", "label": "1", "grade": "maths"}, {"key": "data.reward_key"}),
+        ({"prompt": "1", "label": "1", "grade": 3}, {"key": "data.reward_key"}),
+        ({"prompt": "1", "label": "1", "grade": "mine.py:score"}, {"key": "data.reward_key"}),
+        ({"prompt": "1", "label": "1", "grade": {"kind": "math", "option": {}}}, {"key": "data.reward_key"}),
+        ({"prompt": "1", "label": "1", "grade": {"kind": "math", "options": {"boxed": True}}}, {"key": "data.reward_key"}),
+        ({"prompt": "1", "label": "1", "grade": {"kind": "remote", "options": {"url": "http://a/"}}}, {"key": "data.reward_key"}),
+        ({"prompt": "1", "label": "1", "grade": "judge"}, {"key": "data.reward_key"}),
     ],
 )
 def test_a_bad_row_is_named(write, tokenizer, row, values):
     good = {"prompt": "1", "label": "1"}
     with raises(DataError, line=3, **values) as caught:
-        load_problems(write(good, good, row), DataConfig(metadata_key="info", sampling_key="draw"), tokenizer)
+        load_problems(write(good, good, row), DataConfig(metadata_key="info", sampling_key="draw", reward_key="grade"), tokenizer)
     assert caught.value.hint
 
 
@@ -180,3 +188,12 @@ def test_what_a_row_is_drawn_with_is_held_against_the_configuration(write, token
     assert problem in caught.value.message
     if "temperature" in said or "presence_penalty" in said:
         check_rows(problems, config, config.evaluation.sampling, 104, trained=False)
+
+
+def test_a_row_names_its_reward(write, tokenizer):
+    rows = ({"prompt": "1", "label": "1", "grade": "math"}, {"prompt": "1", "label": "1"}, {"prompt": "1", "label": "1", "grade": None})
+    named = {"prompt": "1", "label": "1", "grade": {"kind": "judge", "options": {"high": 5.0, "model": None}}}
+    config = DataConfig(reward_key="grade", reward_options={"judge": {"url": "http://127.0.0.1:9/v1", "model": "m"}})
+    first, second, third, last = load_problems(write(*rows, named), config, tokenizer)
+    assert first.reward == RewardSpec("math") and second.reward is third.reward is msgspec.UNSET
+    assert last.reward == RewardSpec("judge", {"high": 5.0})  # where it is asked stays in the configuration

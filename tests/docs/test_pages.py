@@ -60,6 +60,7 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("dead-letters.md", "python"): 1,
         ("sandbox.md", "python"): 1,
         ("metrics.md", "json"): 1,
+        ("rewards.md", "json"): 3,  # tests/rewards/test_page.py
         ("metrics.md", "python"): 1,
         ("metrics.md", "sql"): 1,
         ("replay.md", "sql"): 1,

@@ -91,7 +91,7 @@ def test_the_reward_again(recorded: Recorded, said: Say) -> None:
     """The run's own gives what is stored; the recording's code is not run before somebody says so."""
     task = a_trained_task(recorded)
     code, _, err = said(recorded.path, task, "--reward")
-    assert code == 1 and "names code that would run here: reward.kind" in err and "--trust-code" in err
+    assert code == 1 and "names what would run here" in err and "reward.kind = " in err and "--trust-code" in err
     again = json.loads(said(recorded.path, task, "--reward", "--trust-code", "--json")[1])
     assert again["note"] == "" and len(again["samples"]) == 3
     for one in again["samples"]:

@@ -9,13 +9,13 @@ import pytest
 
 from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError
-from streamrl.rewards.built_in import FinalNumber
-from streamrl.rewards.factory import is_user_code, make_reward
+from streamrl.rewards.factory import built_in, is_user_code, make_reward
 from streamrl.rewards.numbers import Answer, final_answer, numbers
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask
 from tests.support.errors import raises
 
+GSM8K = built_in("gsm8k", {})
 SOLUTION = "Natalia sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips altogether.\n#### 72"
 
 
@@ -108,7 +108,7 @@ def test_no_answer(text: str) -> None:
     ],
 )
 async def test_the_value_counts_not_how_it_is_written(label: Any, completion: str, expected: float) -> None:
-    [value] = await FinalNumber().score(RolloutTask(run="run", index=0, source="main", label=label), [Episode(completion)])
+    [value] = await GSM8K.score(RolloutTask(run="run", index=0, source="main", label=label), [Episode(completion)])
     assert value.value == expected
     assert value.parts == {"answer": expected, "format": 0.0}
 
@@ -123,7 +123,7 @@ async def test_the_value_counts_not_how_it_is_written(label: Any, completion: st
     ],
 )
 async def test_the_format_is_rewarded_apart(episode: Episode, answer: float, shaped: float) -> None:
-    reward = FinalNumber(format_reward=0.2, marked_only=True)
+    reward = built_in("gsm8k", {"format_reward": 0.2, "marked_only": True})
     [value] = await reward.score(RolloutTask(run="run", index=0, source="main", label=SOLUTION), [episode])
     assert value.parts == {"answer": answer, "format": shaped}
     assert value.value == pytest.approx(answer + shaped)

@@ -1,0 +1,131 @@
+"""What is put around a reward: the answer taken out of its box, the part that is trained, the kind that a row names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from streamrl.config.row_rewards import row_reward, whole
+from streamrl.errors import ConfigError, SchemaError
+from streamrl.rewards.answers import BoxedEpisode
+from streamrl.rewards.functions import TOTAL, as_value
+from streamrl.rewards.protocol import Reward, RewardValue, ScoredEpisode
+from streamrl.schemas.tasks import RewardSpec, RolloutTask
+
+MOST = 256
+"""Rewards, by kind and options, that rows of one run may name."""
+
+
+async def close(reward: Reward | None) -> None:
+    """End what a reward has open: connections, a sandbox. Most have nothing."""
+    closing: Any = getattr(reward, "close", None)
+    if closing is not None:
+        await closing()
+
+
+class Boxed:
+    """A reward that is shown what the last box holds.
+
+    Args:
+        inner: that reward.
+    """
+
+    def __init__(self, inner: Reward) -> None:
+        self._inner = inner
+        self.plain = bool(getattr(inner, "plain", False))
+        """Whether it runs in a thread."""
+
+    async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
+        """As the inner one."""
+        return await self._inner.score(task, [BoxedEpisode(episode) for episode in episodes])
+
+    async def close(self) -> None:
+        """End what the inner one has open."""
+        await close(self._inner)
+
+
+class Keyed:
+    """A reward of which one part is trained.
+
+    Args:
+        inner: that reward; it gives named parts.
+        key: the part; all parts are kept.
+    """
+
+    def __init__(self, inner: Reward, key: str) -> None:
+        self._inner = inner
+        self._key = key
+        self.plain = bool(getattr(inner, "plain", False))
+        """Whether it runs in a thread."""
+
+    async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
+        """A SchemaError in place of a value without the part."""
+        values = await self._inner.score(task, episodes)
+        return [self._part(task, episode, value) for episode, value in zip(episodes, values, strict=True)]
+
+    async def close(self) -> None:
+        """End what the inner one has open."""
+        await close(self._inner)
+
+    def _part(self, task: RolloutTask, episode: ScoredEpisode, given: Any) -> RewardValue | Exception:
+        if isinstance(given, Exception):
+            return given
+        try:
+            value = as_value(given)
+        except SchemaError as error:
+            return error
+        if self._key in value.parts:
+            return RewardValue(value.parts[self._key], value.parts)
+        if self._key == TOTAL:
+            return value
+        return SchemaError(
+            f"reward.key = {self._key!r}: row {task.row} (task {task.index}, rollout {episode.rollout}) was given the parts "
+            f"{', '.join(sorted(value.parts)) or 'none'}",
+            hint="name one of them in reward.key, or have the reward give this one always",
+            key="reward.key",
+            row=task.row,
+        )
+
+
+class ByRow:
+    """The reward that a row names, else the run's; each is built once, when its first row comes.
+
+    Args:
+        run: that of the run.
+        build: makes one of a kind and its options.
+        shared: `data.reward_options`.
+    """
+
+    def __init__(self, run: Reward, build: Callable[[str, Mapping[str, Any]], Reward], shared: Mapping[str, Mapping[str, Any]]) -> None:
+        self._run = run
+        self._build = build
+        self._shared = shared
+        self._made: dict[bytes, Reward] = {}
+
+    async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
+        """As that one; raises ConfigError for a kind, or options, that no row may have."""
+        return await self._of(task).score(task, episodes)
+
+    async def close(self) -> None:
+        """End what they have open."""
+        for reward in (self._run, *self._made.values()):
+            await close(reward)
+
+    def _of(self, task: RolloutTask) -> Reward:
+        if not isinstance(task.reward, RewardSpec):
+            return self._run
+        # Rows were checked when they were read; a task is whatever has come over the wire.
+        spec = row_reward({"kind": task.reward.kind, "options": task.reward.options}, self._shared)
+        options = whole(spec, self._shared)
+        key = msgspec.json.encode([spec.kind, options], order="deterministic")
+        if key not in self._made:
+            if len(self._made) >= MOST:
+                raise ConfigError(
+                    f"rows name more than {MOST} different rewards, each of which is kept",
+                    hint="put options that many rows share into data.reward_options, and what differs by row into its metadata",
+                    key="data.reward_key",
+                )
+            self._made[key] = self._build(spec.kind, options)
+        return self._made[key]

@@ -1,0 +1,72 @@
+"""Built-in rewards that may hang, in the processes that producers score in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from streamrl.data.characters import write_tokenizer
+from streamrl.producers.children.calls import Limits
+from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.jobs import NOTHING, job
+from streamrl.producers.children.pool import Children
+from streamrl.producers.episode import Episode, Segment
+from streamrl.producers.protocol import Failure
+from streamrl.rewards.protocol import RewardValue
+from streamrl.schemas.samples import VersionSpan
+from streamrl.schemas.tasks import RewardSpec, RolloutTask
+from streamrl.schemas.versions import Version
+from tests.rewards.episodes import task
+
+pytestmark = pytest.mark.process
+
+
+@asynccontextmanager
+async def children(folder: Path, *, score_s: float = 60.0, **hello: Any) -> AsyncIterator[Children]:
+    write_tokenizer(folder)
+    told = Hello(model_dir=str(folder), max_len=64, chat_template=True, memory_bytes=2 << 30, **hello)
+    made = Children(told, Limits(idle_s=60.0, total_s=60.0), score_s=score_s, count=1)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()
+
+
+async def scored(made: Children, one: RolloutTask, *completions: str) -> Any:
+    sampled = Segment([1], [-1.0], (VersionSpan(1, Version(0, 0)),))
+    episodes = [
+        Episode(segments=(Segment([2]), sampled), finish_reason="stop", turns=(text,), rollout=k) for k, text in enumerate(completions)
+    ]
+    async with job(made, one, engine=cast(Any, None), keeping=NOTHING, max_deaths=1) as found:
+        return await found.score(episodes)
+
+
+async def test_kinds_by_row_and_programs(tmp_path: Path) -> None:
+    async with children(tmp_path, reward="math", by_row={"python": {"fraction": True}}) as made:
+        assert [value.value for value in await scored(made, task("1/2"), r"\boxed{0.5}", r"\boxed{0.6}")] == [1, 0]
+        assert [value.value for value in await scored(made, task("a cat", reward=RewardSpec("f1")), "the cat", "dog")] == [1, 0]
+        tests = {"tests": ["assert x == 1", "assert x == 2"]}
+        [value] = await scored(made, task(None, reward=RewardSpec("python"), metadata=tests), "```python\nx = 1\n```")
+        assert value == RewardValue(0.5, {"passed": 1, "tests": 2, "timeout": 0, "program": 1})
+        [error] = await scored(made, task(None), r"\boxed{1}")
+        assert isinstance(error, Exception) and "row 7" in str(error)
+
+
+async def test_the_part_that_is_trained(tmp_path: Path) -> None:
+    async with children(tmp_path, reward="math", reward_key="boxed") as made:
+        [value] = await scored(made, task("1"), r"\boxed{2}")
+        assert value == RewardValue(1, {"answer": 0, "boxed": 1})
+
+
+async def test_a_comparison_that_never_ends_is_killed(tmp_path: Path) -> None:
+    async with children(tmp_path, score_s=2.0, reward="math") as made:
+        # A row's own label is not looked at for what may explode.
+        given = await scored(made, task("x^{100}(1+x)^{999}"), r"\boxed{3}")
+        assert isinstance(given, Failure) or isinstance(given[0], Exception)
+        [value] = await scored(made, task("3"), r"\boxed{3}")
+        assert value.value == 1

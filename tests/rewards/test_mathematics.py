@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import streamrl
+from streamrl.errors import SchemaError
+from streamrl.rewards import minerva
+from streamrl.rewards.answers import last_box, without_reasoning
+from streamrl.rewards.factory import built_in
+from streamrl.rewards.mathematics import equal, explodes
+from streamrl.rewards.protocol import RewardValue
+from tests.rewards.episodes import Episode, only, task
+
+GSM8K = Path(__file__).parents[2] / "examples" / "gsm8k"
+
+
+@pytest.mark.parametrize(
+    ("label", "answer"),
+    [
+        # what slime's grader is known to say, and what it is known to miss (2/4, intervals, sets)
+        ("1/2", "0.50"),
+        ("1234", "1,234"),
+        ("x+1", "1+x"),
+        (r"\frac{1}{2}", r"\frac{2}{4}"),
+        (r"\frac12", "0.5"),
+        (r"\{1,2\}", "2, 1"),
+        ("[0,1)", r"\left[0, 1\right)"),
+        ("(1,2)", "(1, 2)"),
+        ("5", r"5\text{ cm}"),
+        ("18", r"\$18.00"),
+        ("18", "18 dollars"),
+        ("50", r"50\%"),
+        ("5", "x = 5"),
+        (r"2\sqrt{2}", r"\sqrt{8}"),
+        ("90", r"90^\circ"),
+        ("1000", "10^{3}"),
+        (r"\text{Evelyn}", "Evelyn"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        ("72", "72."),
+    ],
+)
+def test_answers_of_the_same_value_are_right(label: str, answer: str) -> None:
+    assert equal(label, answer)
+
+
+@pytest.mark.parametrize(
+    ("label", "answer"),
+    [
+        ("1/2", "0.51"),
+        ("12", "1,2"),
+        ("x+1", "x-1"),
+        ("[0,1)", "[0,1]"),
+        (r"\{1,2\}", r"\{1,3\}"),
+        ("(1,2)", "(2,1)"),
+        (r"\pi", "3.14"),
+        ("5", "-5"),
+        ("5", ""),
+        ("5", "   "),
+        ("5", "}{"),
+        ("5", r"\frac{"),
+        ("yes", "no"),
+    ],
+)
+def test_other_answers_are_wrong(label: str, answer: str) -> None:
+    assert not equal(label, answer)
+
+
+@given(st.fractions(max_denominator=10**6))
+@settings(max_examples=30, deadline=None)
+def test_a_number_is_itself_in_each_way_of_writing_it_and_no_other(value) -> None:
+    latex = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    assert minerva.same(str(value), latex) and minerva.same(latex, f"${value}$")
+    assert not minerva.same(str(value), str(value + 1)) and not minerva.same(latex, str(value / 2 + 1) if value != 2 else "3")
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "10^{10^{10}}",
+        "10^10^10",
+        "9**9**9",
+        "99999!",
+        "((5!)!)!",
+        r"\frac{1}{" * 30 + "2" + "}" * 30,
+        "x^{100}(1+x)^{999}",
+        "(a+b+c+d+e)^{99}",
+        r"\sum_{n=1}^{999999999} n",
+        "7" * 5000,
+        r"\int_0^1 \int_0^1 \int_0^1 e^{xyz} dx",
+    ],
+)
+def test_what_would_be_computed_for_ever_is_wrong_before_it_is(bomb: str) -> None:
+    assert explodes(bomb) and not equal("42", bomb)
+    [value] = only("math", "42", f"so \\boxed{{{bomb}}}")
+    assert value == RewardValue(0.0, {"answer": 0.0, "boxed": 1.0})
+
+
+@pytest.mark.parametrize("text", ["{" * 300_000, "\\boxed{" * 50_000, "}" * 300_000, "\\boxed{" + "{" * 150_000 + "}" * 150_000])
+def test_megabytes_of_braces_are_wrong(text: str) -> None:
+    for kind in ("math", "boxed_math", "deepscaler", "dapo", "boxed_f1", "gpqa"):
+        [value] = only(kind, "A", f"{text}</think>{text}")
+        assert isinstance(value, RewardValue) and value.value <= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "box"),
+    [
+        (r"\boxed{1} then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{x\right.}", r"\left\{x\right."),
+        (r"\fbox{7}", "7"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed{7", None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_the_last_box(text: str, box: str | None) -> None:
+    assert last_box(text) == box
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"), [("a</think>b</think>c", "c"), ("<think>a", None), ("a", "a"), ("<think>a</think>", ""), ("</think>", "")]
+)
+def test_reasoning_is_left_out(text: str, rest: str | None) -> None:
+    assert without_reasoning(text) == rest
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "completion", "expected"),
+    [
+        ("math", {}, r"<think>\boxed{1}</think> \boxed{2}", 1.0),
+        ("math", {}, r"<think>\boxed{2}", 0.0),
+        ("math", {}, "1 + 1 = 2\n#### 2", 1.0),
+        ("math", {}, "The final answer is $2$. I hope it is correct.", 1.0),
+        ("math", {}, "It is 3.", 0.0),
+        ("math", {"boxed_only": True}, "#### 2", 0.0),
+        ("math", {"boxed_only": True}, r"\boxed{4/2}", 1.0),
+        ("boxed_math", {}, r"\boxed{1} \boxed{4/2}", 1.0),
+        ("boxed_math", {}, "#### 2", 0.0),
+        ("deepscaler", {}, r"\boxed{2}", 0.0),
+        ("deepscaler", {"marker": False}, r"\boxed{2}", 1.0),
+        ("deepscaler", {}, r"<think>a</think>b</think>\boxed{2}", 1.0),
+        ("deepscaler", {}, r"\boxed{2}</think>3", 0.0),
+        ("deepscaler", {}, r"###Response \boxed{3} ###Response \boxed{2}", 1.0),
+        ("deepscaler", {"marker": False}, "2", 0.0),
+        ("gsm8k", {}, "so #### 2", 1.0),
+        ("boxed_gsm8k", {}, r"#### 2, \boxed{3}", 0.0),
+    ],
+)
+def test_where_the_answer_stands(kind: str, options: dict, completion: str, expected: float) -> None:
+    [value] = only(kind, "2", completion, **options)
+    assert value.value == expected
+
+
+def test_a_label_may_be_one_of_several_and_has_to_be_there() -> None:
+    assert only("math", ["3", r"\boxed{4}"], r"\boxed{4}")[0].value == 1
+    assert only("math", 4, r"\boxed{4}")[0].value == 1
+    for label in (None, [], {"a": 1}, True):
+        [error] = only("math", label, r"\boxed{4}")
+        assert isinstance(error, SchemaError) and error.values["row"] == 7
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_solutions_of_gsm8k_are_right_and_wrong_ones_are_not(split: str) -> None:
+    # All of the 8792 rows were graded once; these are a sample of them.
+    file = GSM8K / f"{split}.parquet"
+    rows = pq.read_table(file).to_pylist()[:100]
+    for row in rows:
+        label = str(row["label"])
+        solution = f"...\n#### {label}" if "####" not in label else label
+        number = label.rpartition("#### ")[2]
+        for kind in ("math", "gsm8k"):
+            assert only(kind, label, solution)[0].value == 1, (kind, label)
+            assert only(kind, label, f"\\boxed{{{number}}}")[0].value == 1
+            assert only(kind, label, f"\\boxed{{{number}1}}")[0].value == 0
+            assert only(kind, label, f"{solution}1")[0].value == 0
+
+
+@pytest.mark.process
+def test_the_package_is_light() -> None:
+    code = "import sys, streamrl.rewards.factory as f; f.built_in('f1', {}); print({'sympy', 'math_verify', 'aiohttp'} & set(sys.modules))"
+    root = Path(streamrl.__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=root)
+    assert done.stdout.strip() == "set()"
+
+
+async def test_a_boxed_reward_keeps_what_it_is_run_by() -> None:
+    assert built_in("boxed_f1", {}).__class__.__name__ == "Boxed"
+    [value] = await built_in("boxed_f1", {}).score(task("a cat sat down"), [Episode(r"\boxed{the cat sat}")])
+    assert value.value == pytest.approx(0.8)

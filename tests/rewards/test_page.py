@@ -1,0 +1,37 @@
+"""What docs/rewards.md says of kinds, options and forms is what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.reward_kinds import KINDS
+from streamrl.config.row_rewards import row_reward
+from streamrl.rewards.python_tests import cases_of
+from tests.rewards.episodes import task
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+ROWS, BODY, TESTS = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_every_kind_and_option_is_named() -> None:
+    assert [kind for kind in KINDS if f"\n| `{kind}` |" not in PAGE] == []
+    options = [option for known in KINDS.values() for option in known.options.__struct_fields__]
+    assert [option for option in options if not re.search(rf"`{option}\b", PAGE)] == []
+
+
+@pytest.mark.parametrize("line", ROWS.splitlines())
+def test_rows_with_a_reward(line: str) -> None:
+    row_reward(json.loads(line)["grade"], {"judge": {"url": "http://127.0.0.1:8000/v1", "model": "m"}})
+
+
+def test_what_a_server_is_sent() -> None:
+    assert list(json.loads(BODY)) == ["prompt", "response", "label", "metadata"]  # tests/rewards/test_asking.py
+
+
+@pytest.mark.parametrize(("line", "count"), list(zip(TESTS.splitlines(), (2, 2, 1), strict=True)))
+def test_forms_of_tests(line: str, count: int) -> None:
+    assert len(cases_of(task(None, metadata={"tests": json.loads(line)}), "tests")) == count
