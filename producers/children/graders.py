@@ -96,7 +96,7 @@ class Graders:
         self._limits = Limits(idle_s=math.inf, total_s=scoring.timeout_s)
         self._crew = Crew(hello, self._limits, tick_s=_TICK_S, looked=self._looked)
         self._plain = self._by_episode = False
-        self._patience = Patience(scoring.timeout_s, most=scoring.max_hung, seats=self._seats)
+        self._patience = Patience(scoring.timeout_s, most=scoring.max_hung, seats=self.seats)
         self._shared: list[Child] = []
         self._waiting: deque[asyncio.Future[_Seat]] = deque()
         self._num_seated = 0
@@ -106,7 +106,8 @@ class Graders:
         self._num_ended_early = 0
 
     @property
-    def _seats(self) -> int:
+    def seats(self) -> int:
+        """Calls that run at once, those that hang left out; known once a process has started."""
         return self._count if self._plain else self._concurrency
 
     @property
@@ -232,7 +233,7 @@ class Graders:
     def _serve(self) -> None:
         """Give seats to those who have waited longest, and start processes for the others."""
         self._bury_useless()
-        while self._waiting and self._num_seated < self._seats and (child := self._free()) is not None:
+        while self._waiting and self._num_seated < self.seats and (child := self._free()) is not None:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 child.num_jobs += 1
@@ -242,7 +243,7 @@ class Graders:
             return
         if (failure := self._crew.failure) is None:
             missing = min(self._count - len(self._usable()), len(self._waiting), os.cpu_count() or 1) - len(self._starting)
-            for _ in range(missing if self._num_seated < self._seats else 0):
+            for _ in range(missing if self._num_seated < self.seats else 0):
                 starting = asyncio.ensure_future(self._grow())
                 self._starting.add(starting)
                 starting.add_done_callback(self._started)
@@ -295,7 +296,7 @@ class Graders:
         ready = await child.started()
         if (ready.plain, ready.by_episode) != (self._plain, self._by_episode):
             self._plain, self._by_episode = ready.plain, ready.by_episode
-            self._patience = Patience(self._timeout_s, most=self._max_hung, seats=self._seats)
+            self._patience = Patience(self._timeout_s, most=self._max_hung, seats=self.seats)
         self._shared.append(child)
 
     # What hangs
