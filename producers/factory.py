@@ -9,6 +9,7 @@ from streamrl.engines.channel import ChannelEngine
 from streamrl.errors import ConfigError
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.graders import Scoring
 from streamrl.producers.children.pool import Children, default_count
 from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.functions import is_user_code, make_producer
@@ -84,4 +85,4 @@ def _children(worker: Worker, function: str, key: str) -> Children:
         memory_bytes=config.producer.child_memory_bytes,
     )
     limits = Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)
-    return Children(hello, limits, score_s=config.reward.timeout_s, count=config.producer.children or default_count())
+    return Children(hello, limits, count=config.producer.children or default_count(), scoring=Scoring.of(config.reward))

@@ -11,6 +11,7 @@ import msgspec
 
 from streamrl.engines.protocol import Engine
 from streamrl.errors import EngineError, SchemaError, StreamRLError
+from streamrl.producers.children.graders import Hung
 from streamrl.producers.children.jobs import NOTHING, Job, Keeping, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, branch_problem
@@ -86,6 +87,11 @@ class GroupRunner:
         """Of each task whose user code hangs: for how long."""
         return [] if self._children is None else self._children.hung_s()
 
+    def take_hung_graders(self) -> Hung:
+        """What hangs in the reward."""
+        graders = self._children.graders if self._children is not None else None
+        return Hung() if graders is None else graders.take_hung()
+
     async def start(self) -> None:
         """Load the user's code, if there is any; raises ConfigError when that fails."""
         if self._children is not None:
@@ -151,8 +157,7 @@ class GroupRunner:
                 if episode.rollout in rewarded:
                     continue
                 if isinstance(value, Exception):
-                    text = value.message if isinstance(value, StreamRLError) else f"{type(value).__name__}: {value}"
-                    failures[episode.rollout] = Failure(episode.rollout, "failed", f"reward: {text}")
+                    failures[episode.rollout] = _ungraded(task, episode, value)
                 elif value is not None:
                     episode.reward, episode.reward_parts = value.value, value.parts
         now_s = time.time()
@@ -170,6 +175,14 @@ class GroupRunner:
         if job is not None and job.scores:
             return await job.score(episodes)
         return [None] * len(episodes)
+
+
+def _ungraded(task: RolloutTask, episode: Episode, error: Exception) -> Failure:
+    """Why a rollout has no reward: its grader took too long, or raised, or gave what is none."""
+    timeout = isinstance(error, TimeoutError)
+    text = error.message if isinstance(error, StreamRLError) else str(error) if timeout else f"{type(error).__name__}: {error}"
+    where = f"(task {task.index}, row {task.row}, rollout {episode.rollout})"
+    return Failure(episode.rollout, "timeout" if timeout else "failed", f"reward: {text} {where}")
 
 
 async def _counted(values: Awaitable[Sequence[T]], count: int) -> Sequence[T]:

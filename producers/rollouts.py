@@ -313,7 +313,7 @@ async def _report(
 ) -> None:
     """Publish what has happened since the last report, and what blocks in user code."""
     counts = [claim.take_counts() for claim in claims]
-    published, hung_s = publisher.take_counts(), runner.hung_s()
+    published, hung_s, graders = publisher.take_counts(), runner.hung_s(), runner.take_hung_graders()
     cut_tokens, cut_lengths = cut.take()
     lengths = {"lengths/finished": histogram(published.sampled), "lengths/cut": cut_lengths}
     await worker.metrics(
@@ -323,6 +323,9 @@ async def _report(
             "producer/in_flight_tasks": sum(claim.num_open for claim in claims),
             "producer/hung_tasks": len(hung_s),
             "producer/hung_s": max(hung_s, default=0.0),
+            "reward/hung": graders.calls,
+            "reward/hung_s": graders.longest_s,
+            "reward/ended_early_total": graders.ended_early,
             "producer/rollouts_total": published.num_rollouts,
             "tokens/published_total": published.num_tokens,
             "tokens/cut_total": cut_tokens,

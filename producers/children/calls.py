@@ -151,6 +151,11 @@ class Call:
         """How long its user code has asked no engine, once that is far longer than usual; 0: it gets on, or waits."""
         return self._idle_s if self._idle_s > self._limits.idle_s * _HUNG_SHARE and not self.waits else 0.0
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that its user code has had."""
+        return self._total_s
+
     def tick(self, seconds: float) -> bool:
         """Count time that its user code has had; returns whether that takes it over a limit."""
         if self.expired or not self.began or self.waits:
@@ -160,7 +165,7 @@ class Call:
         if self._idle_s > self._limits.idle_s:
             self.expired = f"{self._limits.idle_s:g} s without an engine call"
         elif self._total_s > self._limits.total_s:
-            self.expired = f"{self._limits.total_s:g} s of user code"
+            self.expired = f"{self._limits.total_s:g} s of user code{'' if self._engine is not None else ' (reward.timeout_s)'}"
         return bool(self.expired)
 
     def end(self, result: object) -> None:

@@ -21,7 +21,9 @@ import msgspec
 from streamrl.errors import ConfigError, LaunchError, SchemaError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import Call, Limits
+from streamrl.producers.children.main_thread import END_SIGNAL
 from streamrl.producers.children.output import LineBudget, pass_on
+from streamrl.producers.children.pipes import FrameReader, LineReader
 from streamrl.runtime.service import describe_exit
 
 logger = logging.getLogger(__name__)
@@ -56,10 +58,16 @@ class Child:
         """Whether it was killed for several calls of which one is to blame."""
         self.ready: asyncio.Future[frames.Ready] = asyncio.get_running_loop().create_future()
         self.num_jobs = 0
-        """Tasks that have a seat in it."""
+        """Tasks, or calls of graders, that have a seat in it."""
+        self.worn = False
+        """It is to be replaced: graders have left too much behind in it."""
+        self.exit_code: int | None = None
+        """Of its process, once it has been lost to its end: negative for a signal."""
         self.notice = ""
         """What holds its loop, for `status`."""
         self._limits = limits
+        self._signals = False
+        """Whether a signal ends what its main thread runs."""
         self._calls: dict[int, Call] = {}
         self._leaving: dict[int, float] = {}
         """Calls of tasks that were given back and have not ended yet, and the seconds since."""
@@ -102,9 +110,9 @@ class Child:
     async def _open(self, down: socket.socket, up: socket.socket, hello: frames.Hello) -> None:
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(asyncio.Protocol, sock=down)
-        self._up, _ = await loop.create_unix_connection(lambda: _Reader(self._take, self._closed), sock=up)
+        self._up, _ = await loop.create_unix_connection(lambda: FrameReader(self._take, self._closed), sock=up)
         assert self._process.stdout is not None
-        self._out, _ = await loop.connect_read_pipe(lambda: _Printed(self._printed), self._process.stdout)
+        self._out, _ = await loop.connect_read_pipe(lambda: LineReader(self._printed), self._process.stdout)
         self.send(hello)
 
     async def started(self) -> frames.Ready:
@@ -118,6 +126,16 @@ class Child:
             self._transport.write(frames.packed(frame))
 
     # Calls
+
+    @property
+    def num_leaving(self) -> int:
+        """Calls that were given up and have not ended yet."""
+        return len(self._leaving)
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
 
     def hung_s(self) -> dict[int, float]:
         """By task: how long its call that hangs longest has asked no engine."""
@@ -146,7 +164,21 @@ class Child:
             if self._calls.pop(call.number, None) is not None:
                 call.end(None)
                 self._leaving[call.number] = 0.0
-                self.send(frames.Cancel(call.number))
+                self._cancel(call)
+
+    def give_up(self, call: Call, why: str) -> None:
+        """Have it end as TIMEOUT at once; its user code is given `Limits.answer_s` to end."""
+        call.expired = why
+        if self._calls.pop(call.number, None) is not None:
+            logger.warning("event=user_code_timeout child=%d call=%d limit=%r", self.number, call.number, why)
+            self._leaving[call.number] = 0.0
+            self._cancel(call)
+        call.end(None)
+
+    def _cancel(self, call: Call) -> None:
+        self.send(frames.Cancel(call.number))
+        if self._signals and not self.lost and self._process.poll() is None:
+            os.kill(self._process.pid, END_SIGNAL)
 
     def _end(self, call: Call, result: object) -> None:
         self._calls.pop(call.number, None)
@@ -175,6 +207,7 @@ class Child:
             case frames.Line():
                 pass_on(frame)
             case frames.Ready() if not self.ready.done():
+                self._signals, self.alone = frame.plain, self.alone or frame.plain
                 self.ready.set_result(frame)
             case frames.Broken() if not self.ready.done():
                 self.ready.set_exception(ConfigError(frame.problem.message, hint=frame.problem.hint, key=frame.key))
@@ -188,6 +221,8 @@ class Child:
         self, frame: frames.Began | frames.Ask | frames.Hush | frames.Save | frames.Abort | frames.Info | frames.Ended | frames.Scored
     ) -> None:
         call = self._calls.get(frame.call)
+        if isinstance(frame, frames.Scored) and frame.worn:
+            self.worn = True
         if call is None:  # an abort came first: what it asks or gives now is nobody's
             if isinstance(frame, frames.Ended | frames.Scored):
                 self._leaving.pop(frame.call, None)
@@ -221,6 +256,7 @@ class Child:
         if self.lost:
             return
         if (code := self._process.poll()) is not None:
+            self.exit_code = code
             self._lose(f"its process ended with {describe_exit(code)}")
             return
         if not self.ready.done():
@@ -236,7 +272,7 @@ class Child:
             runs = not self._is_silent or holder == call.number or (self.alone and holder is None)
             if runs and call.tick(granted_s):
                 logger.warning("event=user_code_timeout child=%d call=%d limit=%r", self.number, call.number, call.expired)
-                self.send(frames.Cancel(call.number))
+                self._cancel(call)
             elif call.expired:
                 call.grace_s += seconds
         self._leaving = {number: since_s + seconds for number, since_s in self._leaving.items()}
@@ -326,7 +362,7 @@ class Child:
             if self._process.poll() is not None:
                 break
             await asyncio.sleep(0.01)
-        code = self._process.poll()
+        code = self.exit_code = self._process.poll()
         self._lose("it closed its connection to the worker" if code is None else f"its process ended with {describe_exit(code)}")
 
     def _sweep(self) -> None:
@@ -351,39 +387,3 @@ class Child:
         os.close(self._alive)
         for transport in (self._transport, self._up, self._out):
             transport.close()
-
-
-class _Reader(asyncio.Protocol):
-    def __init__(self, take: Callable[[bytes], None], closed: Callable[[], None]) -> None:
-        self._frames = frames.Frames(frames.MAX_BYTES)
-        self._take = take
-        self._closed = closed
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for body in self._frames.feed(data):
-                self._take(body)
-        except SchemaError as error:
-            logger.error("event=child_frame error=%s", error.message)
-            self._closed()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._closed()
-
-
-class _Printed(asyncio.Protocol):
-    """What is written to the process's stdout and stderr, line by line; a line without end is cut."""
-
-    _LONGEST = 1 << 16
-
-    def __init__(self, line: Callable[[str], None]) -> None:
-        self._line = line
-        self._rest = b""
-
-    def data_received(self, data: bytes) -> None:
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > self._LONGEST:
-            lines, self._rest = [*lines, self._rest], b""
-        for line in lines:
-            if line:
-                self._line(line.decode(errors="replace"))

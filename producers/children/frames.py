@@ -140,6 +140,10 @@ class Ready(Said, frozen=True):
 
     by_rollout: bool
     """Whether the producer is called once per rollout."""
+    by_episode: bool = False
+    """Whether the reward is called once per episode."""
+    plain: bool = False
+    """Whether it runs in the main thread, one call at a time."""
 
 
 class Broken(Said, frozen=True):
@@ -244,6 +248,8 @@ class Scored(Said, frozen=True):
     values: tuple[Value, ...] = ()
     error: str = ""
     """Why none of them has one."""
+    worn: bool = False
+    """The process is to be replaced: calls have left threads, processes or memory behind."""
 
 
 class Pong(Said, frozen=True):

@@ -16,10 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from streamrl.config.tree import RewardConfig
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError, EngineError, SchemaError, StreamRLError
 from streamrl.producers.children import frames
+from streamrl.producers.children.main_thread import MainThread, Wear
 from streamrl.producers.children.output import LineBudget, Lines, LogLines
 from streamrl.producers.children.remote import Asking, current, in_thread
 from streamrl.producers.children.returned import settled, valued
@@ -41,10 +44,13 @@ class Link:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def send(self, frame: frames.Said) -> None:
         """Raises SchemaError for what is too large or cannot be written; ends the process when the parent is gone."""
         data = frames.checked(frame)
+        if os.getpid() != self._pid:
+            return  # a copy that user code has forked says nothing, least of all into the middle of a frame
         try:
             with self._lock:
                 self._socket.sendall(data)
@@ -60,11 +66,22 @@ class Host:
         self._send = link.send
         self._asking: dict[int, Asking] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._tokenizer = load_tokenizer(Path(hello.model_dir))
+        self._tokenizer = load_tokenizer(Path(hello.model_dir)) if hello.function else None
         self._producer = make_producer(hello.function, key=hello.function_key, in_thread=in_thread) if hello.function else None
         config = RewardConfig(kind=hello.reward, options=hello.reward_options, key=hello.reward_key)
-        self._reward = make_reward(config, in_thread=in_thread, by_row=hello.by_row) if hello.reward else None
+        self.main_thread = MainThread()
+        self.plain = False
+        """Whether the reward runs in the main thread."""
+        self._reward = make_reward(config, in_thread=self._beside, by_row=hello.by_row) if hello.reward else None
+        self.plain = getattr(self._reward, "plain", False)
+        if self.plain:
+            self.main_thread.listen()
         self.by_rollout = isinstance(self._producer, FunctionProducer)
+        self.by_episode = getattr(self._reward, "by_episode", False)
+        self._wear = Wear()
+
+    async def _beside(self, function: Callable[[], Any]) -> Any:
+        return await (self.main_thread.run(function) if self.plain else in_thread(function))
 
     def take(self, frame: frames.Down) -> None:
         """Do what the parent says."""
@@ -95,6 +112,7 @@ class Host:
         current.set(None)
 
     async def _roll_out(self, asking: Asking, frame: frames.RollOut, begin: frames.Begin) -> None:
+        assert self._tokenizer is not None
         context = Context(
             engine=asking,
             tokenizer=self._tokenizer,
@@ -135,14 +153,19 @@ class Host:
     async def _score(self, asking: Asking, frame: frames.Score) -> None:
         reward = self._reward
         assert reward is not None
-        if not getattr(reward, "plain", False):
+        if not self.plain:
             asking.began()
-        given, error = await self._guarded(asking, frame.task.index, None, lambda: reward.score(frame.task, frame.episodes))
+        rollout = frame.episodes[0].rollout if self.by_episode else None
+        given, error = await self._guarded(asking, frame.task.index, rollout, lambda: reward.score(frame.task, frame.episodes))
         scored = frames.Scored(asking.call)
         if error is not None:
             scored = frames.Scored(asking.call, error=describe(error))
         elif given is not None:
             scored = valued(asking.call, given, len(frame.episodes))
+            error = next((one for one in given if isinstance(one, MemoryError)), None)
+        if left := self._wear.tell(error):
+            logger.warning("event=grader_leaves what=%r action=its process is replaced", left)
+            scored = msgspec.structs.replace(scored, worn=True)
         self._end(scored, lambda why: frames.Scored(asking.call, error=why))
 
     async def _guarded(
@@ -200,15 +223,26 @@ def run(down: int, up: int) -> None:
             host[0].take(frame)
         elif isinstance(frame, frames.Hello) and (loaded := load(frame, link)):
             host.append(loaded)
-            watchdog.start()
+            if loaded.plain:
+                loop.stop()
+            else:
+                watchdog.start()
 
-    reading = loop.create_task(loop.create_unix_connection(lambda: _Reader(take), sock=socket.socket(fileno=down)))
-    while True:
-        # A task of user code that raises SystemExit or KeyboardInterrupt stops the loop; the others go on.
+    connecting = loop.create_task(loop.create_unix_connection(lambda: _Reader(take), sock=socket.socket(fileno=down)))
+    _turn(loop, lambda: connecting.done() and bool(host) and host[0].plain)
+    # What runs in the main thread is plain functions; the loop goes on beside it.
+    loop.call_soon(watchdog.start)
+    threading.Thread(target=_turn, args=(loop, lambda: False), name="loop", daemon=True).start()
+    host[0].main_thread.serve()
+
+
+def _turn(loop: asyncio.AbstractEventLoop, ends: Callable[[], bool]) -> None:
+    """Run the loop, whoever stops it: a task of user code that raises SystemExit or KeyboardInterrupt does, and the others go on."""
+    while not ends():
         try:
             loop.run_forever()
         except (SystemExit, KeyboardInterrupt) as error:
-            logger.warning("event=user_code_failed error=%s reading=%s", describe(error), reading.done())
+            logger.warning("event=user_code_failed error=%s", describe(error))
 
 
 def load(hello: frames.Hello, link: Link) -> Host | None:
@@ -223,7 +257,7 @@ def load(hello: frames.Hello, link: Link) -> Host | None:
         told = error if isinstance(error, StreamRLError) else ConfigError(f"user code cannot be loaded: {describe(error)}")
         link.send(frames.Broken(frames.Problem.of(told), str(told.values.get("key", hello.function_key))))
         return None
-    link.send(frames.Ready(host.by_rollout))
+    link.send(frames.Ready(host.by_rollout, host.by_episode, host.plain))
     return host
 
 

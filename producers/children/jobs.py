@@ -1,4 +1,4 @@
-"""A task in the children: its rollouts and its reward in one child, what a lost child leaves undone in another, and who is to blame.
+"""A task in the children: its rollouts in one child, what a lost child leaves undone in another, and who is to blame; then its reward.
 
 ```text
 shared child lost -> what it left goes on in another, from its checkpoints; whoever may have done it runs alone from now on
@@ -24,7 +24,7 @@ from streamrl.producers.children.calls import Call, Recorded
 from streamrl.producers.children.child import Child
 from streamrl.producers.children.pool import Children
 from streamrl.producers.children.saved import pack, unpack
-from streamrl.producers.episode import Episode, bare
+from streamrl.producers.episode import Episode
 from streamrl.producers.protocol import Failure
 from streamrl.producers.repeats import Repeats
 from streamrl.rewards.protocol import RewardValue
@@ -87,7 +87,7 @@ class Job:
     @property
     def scores(self) -> bool:
         """Whether the children have a reward."""
-        return bool(self._children.hello.reward)
+        return self._children.graders is not None
 
     async def leave(self) -> None:
         """Free its seat."""
@@ -121,25 +121,16 @@ class Job:
         return [item for key in keys for item in results[key]]
 
     async def score(self, episodes: Sequence[Episode]) -> Sequence[RewardValue | Exception] | Failure:
-        """One value for each episode, or what ends all of them; raises ConfigError when the user's code can no longer be loaded."""
-        bared = tuple(msgspec.structs.replace(episode, segments=bare(episode.segments)) for episode in episodes)
-        while self._verdict is None:
-            child = await self._seat()
+        """One value for each episode (a TimeoutError: its grader was over its limit), or what ends all of them.
 
-            def make(number: int, child: Child = child) -> Call:
-                return Call(number, self._children.score_limits, task=self._task.index, engine=None, send=child.send)
-
-            call = child.begin(make, lambda call: frames.Score(call.number, self._task, bared))
-            given = await child.wait(call)
-            if given == Call.TIMEOUT:
-                return Failure(0, TIMEOUT, f"reward: {call.expired} (reward.timeout_s){_in(child)}")
-            if isinstance(given, frames.Scored):
-                if given.error:
-                    return Failure(0, "failed", f"reward: {given.error}")
-                return [SchemaError(value.error) if value.error else RewardValue(value.value, value.parts) for value in given.values]
-            self._suspect |= call.suspect
-            await self._lost(child)
-        return self._verdict
+        Raises:
+            ConfigError: the user's code can no longer be loaded.
+        """
+        graders = self._children.graders
+        if graders is None:
+            raise ValueError("expected children with a reward")
+        await self.leave()
+        return await graders.score(self._task, episodes, max_deaths=self._max_deaths)
 
     async def _seat(self) -> Child:
         if self._child is None or self._child.lost or (self._suspect and not self._child.alone):

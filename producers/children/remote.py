@@ -129,11 +129,8 @@ current: contextvars.ContextVar[Asking | None] = contextvars.ContextVar("current
 """The call that the running code belongs to."""
 
 
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run a plain function of the user's in a thread; a call that is cancelled goes on until the function has returned.
-
-    So a function that never returns is known: its process is killed. Without a thread to run in it waits, and its clock stands.
-    """
+def begun(function: Callable[[], T]) -> Callable[[], T]:
+    """The function as the running call's: its clock runs from when it begins, and it does not begin once the call has been cancelled."""
     asking = current.get()
 
     def work() -> T:
@@ -143,7 +140,15 @@ async def in_thread(function: Callable[[], T]) -> T:
                 raise asyncio.CancelledError
         return function()
 
-    future = asyncio.get_running_loop().run_in_executor(None, contextvars.copy_context().run, work)
+    return work
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a plain function of the user's in a thread; a call that is cancelled goes on until the function has returned.
+
+    So a function that never returns is known: its process is killed. Without a thread to run in it waits, and its clock stands.
+    """
+    future = asyncio.get_running_loop().run_in_executor(None, contextvars.copy_context().run, begun(function))
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

@@ -200,7 +200,15 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     late_versions: NonNegativeInt = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
     timeout_s: PositiveFloat = 10.0
-    """A custom reward that takes longer for a group is cut off; the group's rollouts end as `timeout`."""
+    """A custom reward that takes longer for a rollout (a class with `score`: for a group) is cut off, and the rollout ends as `timeout`."""
+    children: NonNegativeInt = 0
+    """Processes in which one worker runs a custom reward, apart from those of its producer; a plain function (`def`) has one to itself
+    while it runs. 0: one a core, at most 4."""
+    concurrency: PositiveInt = 64
+    """Calls of an `async` custom reward that one worker runs at once."""
+    max_hung: PositiveInt = 4
+    """Calls of a custom reward that may hang at once in one worker without holding up the others; when more do, those that hang longest are
+    ended before timeout_s, but for one (docs/user-code.md)."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):

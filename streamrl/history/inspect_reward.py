@@ -19,6 +19,7 @@ from streamrl.history.source import Source
 from streamrl.history.trace_text import printable
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.graders import Scoring
 from streamrl.producers.children.jobs import NOTHING, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, Segment
@@ -188,7 +189,7 @@ async def _in_child(
         memory_bytes=config.producer.child_memory_bytes,
     )
     limits = Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)
-    children = Children(hello, limits, score_s=reward.timeout_s, count=1)
+    children = Children(hello, limits, count=1, scoring=Scoring.of(reward))
     try:
         await children.start()
         # A reward asks no engine.

@@ -10,6 +10,7 @@ from streamrl.schemas.events import MetricReport
 
 _IN_FLIGHT = "producer/in_flight_tasks"
 _HUNG, _HUNG_S = "producer/hung_tasks", "producer/hung_s"
+_GRADERS, _GRADERS_S, _ENDED_EARLY = "reward/hung", "reward/hung_s", "reward/ended_early_total"
 _ROLLOUTS = "producer/rollouts_total"
 
 
@@ -19,6 +20,8 @@ class _Held(msgspec.Struct, frozen=True):
     hung_s: float
     rollouts: float
     """Published since the report before."""
+    graders: float
+    graders_s: float
 
 
 class InHand:
@@ -31,6 +34,8 @@ class InHand:
     def __init__(self, most: int) -> None:
         self._most = most
         self._held: dict[str, _Held] = {}
+        self.graders_ended = 0
+        """Graders that were ended early, as too many hung."""
 
     def report(self, one: MetricReport, *, there: Collection[str]) -> None:
         """A worker's report; `there` are the workers that are."""
@@ -38,8 +43,14 @@ class InHand:
             return
         if len(self._held) > self._most:
             self._held = {name: held for name, held in self._held.items() if name in there}
+        self.graders_ended += round(one.sum.get(_ENDED_EARLY, 0.0))
         self._held[one.worker] = _Held(
-            one.mean[_IN_FLIGHT], one.mean.get(_HUNG, 0.0), one.max.get(_HUNG_S, 0.0), one.sum.get(_ROLLOUTS, 0.0)
+            one.mean[_IN_FLIGHT],
+            one.mean.get(_HUNG, 0.0),
+            one.max.get(_HUNG_S, 0.0),
+            one.sum.get(_ROLLOUTS, 0.0),
+            one.mean.get(_GRADERS, 0.0),
+            one.max.get(_GRADERS_S, 0.0),
         )
 
     def forget(self, worker: str) -> None:
@@ -60,6 +71,16 @@ class InHand:
     def hung_s(self) -> float:
         """For how long, the longest."""
         return max((held.hung_s for held in self._held.values()), default=0.0)
+
+    @property
+    def hung_graders(self) -> int:
+        """Calls of rewards that hang."""
+        return round(sum(held.graders for held in self._held.values()))
+
+    @property
+    def hung_graders_s(self) -> float:
+        """For how long, the longest."""
+        return max((held.graders_s for held in self._held.values()), default=0.0)
 
     def is_idle(self, producer: str) -> bool:
         """Whether it is known to hold nothing and to have published nothing."""

@@ -187,6 +187,12 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, tasks whose user code has asked no engine for far longer than usual."""
     hung_s: float
     """For how long, the longest."""
+    hung_graders: int = 0
+    """Calls of custom rewards that take far longer than others."""
+    hung_graders_s: float = 0.0
+    """For how long, the longest."""
+    graders_ended: int = 0
+    """Such calls that were ended before their time so far, as too many hung."""
     barren_tasks: int
     """Tasks ended since the newest batch; many of them mean that what arrives makes no batch."""
     dropped: int

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 from streamrl.monitor.drawing import Cell, Line, Part, visible
 from streamrl.monitor.numbers import RunNumbers, is_producer
 from streamrl.monitor.slo import line_of
-from streamrl.monitor.waits import credits_of, hung_line, standing_line
+from streamrl.monitor.waits import credits_of, graders_line, hung_line, standing_line
 
 if TYPE_CHECKING:
     from streamrl.monitor.view import RunView
@@ -97,6 +97,8 @@ def warnings(numbers: RunNumbers) -> list[tuple[str, str]]:
         found.append(("full", f"the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room"))
     if held := hung_line(numbers):
         found.append(("hung", held))
+    if stuck := graders_line(numbers):
+        found.append(("hung", stuck))
     if numbers.standing:
         found.append(("waits", standing_line(numbers.standing)))
     found += [("slo", line_of(one)) for one in numbers.slo]

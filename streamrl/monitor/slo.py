@@ -284,7 +284,7 @@ def _sick(signs: Signs) -> Cause | None:
 
 
 def _rewards(signs: Signs) -> Cause | None:
-    hint = "make the reward faster, or raise producer.children and producer.concurrency; reward.timeout_s where groups end as timeout"
+    hint = "make the reward faster, or raise reward.children (async: reward.concurrency); reward.timeout_s where rollouts end as timeout"
     return _mostly("reward", Cause("slow_reward", "rewards take {:.0%} of the time of producers' slots", hint), signs)
 
 

@@ -25,7 +25,7 @@ from streamrl.monitor.screen import clock, degraded_lines, one_line, plain_line,
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.summary import Summary
 from streamrl.monitor.view import RunView
-from streamrl.monitor.waits import hung_line, standing_line
+from streamrl.monitor.waits import graders_line, hung_line, standing_line
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir, known_runs
 from streamrl.runtime.worker import connected
@@ -190,6 +190,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
             say(f"  {worker.worker}: {worker.state}{since(worker.since_s)}{failed}", sys.stdout)
         if held := hung_line(numbers):
             say(held, sys.stdout)
+        if stuck := graders_line(numbers):
+            say(stuck, sys.stdout)
         if numbers.newest_error:
             say(f"newest failure: {one_line(numbers.newest_error, most=MOST_CHARS)}", sys.stdout)
         if numbers.standing:

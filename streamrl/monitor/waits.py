@@ -181,6 +181,17 @@ def hung_line(numbers: RunNumbers) -> str:
     )
 
 
+def graders_line(numbers: RunNumbers) -> str:
+    """How many graders hang, for how long, and how many were ended for it; empty: none hangs."""
+    if numbers.phase == "finished" or not numbers.hung_graders:
+        return ""
+    ended = f"; {numbers.graders_ended} were ended early, as more hung than reward.max_hung" if numbers.graders_ended else ""
+    return (
+        f"calls of the reward that hang: {numbers.hung_graders}, for up to {numbers.hung_graders_s:.0f} s{ended}. "
+        "hint: their rollouts end as timeout; the producers' logs name them"
+    )
+
+
 def _of_kind(numbers: RunNumbers, kind: str) -> list[WorkerLine]:
     return [worker for worker in numbers.workers if worker.worker.startswith(f"{kind}-") and worker.state != "done"]
 

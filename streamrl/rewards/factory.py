@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,8 @@ def make_reward(
         return None
     made = _of_code(config, base, in_thread) if is_function(config.kind) else built_in(config.kind, config.options, in_thread=in_thread)
     if by_row is not None:
-        made = ByRow(made, lambda kind, options: built_in(kind, options, in_thread=in_thread), by_row)
+        build = partial(built_in, in_thread=in_thread)
+        made = ByRow(made, build, by_row, alone=not is_function(config.kind))
     return Keyed(made, config.key) if config.key else made
 
 

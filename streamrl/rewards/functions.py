@@ -25,11 +25,16 @@ InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
 class FunctionReward:
     """Lifts a function of one episode to a `Reward`; what it raises fails that one rollout.
 
+    A reward whose `by_episode` is true has a call, a time limit and perhaps a process for each episode where it runs in children
+    (`streamrl.producers.children.graders`); one that is `plain` too runs in the main thread there, through its `in_thread`.
+
     Args:
         function: async, or plain.
         options: handed to it as keyword arguments.
         in_thread: runs the calls of a plain one; None: they run where they are awaited.
     """
+
+    by_episode = True
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], *, in_thread: InThread | None = None) -> None:
         self._function = function
@@ -66,7 +71,8 @@ class FunctionReward:
 
 
 def _failed(task: RolloutTask, episode: ScoredEpisode, error: BaseException) -> Exception:
-    logger.warning("event=reward_failed task=%d rollout=%d error=%s", task.index, episode.rollout, type(error).__name__, exc_info=error)
+    what = type(error).__name__
+    logger.warning("event=reward_failed task=%d row=%d rollout=%d error=%s", task.index, task.row, episode.rollout, what, exc_info=error)
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
 
 

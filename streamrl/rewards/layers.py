@@ -36,6 +36,8 @@ class Boxed:
         self._inner = inner
         self.plain = bool(getattr(inner, "plain", False))
         """Whether it runs in a thread."""
+        self.by_episode = bool(getattr(inner, "by_episode", False))
+        """Whether episodes are scored one by one."""
 
     async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
         """As the inner one."""
@@ -59,6 +61,8 @@ class Keyed:
         self._key = key
         self.plain = bool(getattr(inner, "plain", False))
         """Whether it runs in a thread."""
+        self.by_episode = bool(getattr(inner, "by_episode", False))
+        """Whether episodes are scored one by one."""
 
     async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
         """A SchemaError in place of a value without the part."""
@@ -96,9 +100,21 @@ class ByRow:
         run: that of the run.
         build: makes one of a kind and its options.
         shared: `data.reward_options`.
+        alone: the run's looks at each episode alone, as those that rows may name do.
     """
 
-    def __init__(self, run: Reward, build: Callable[[str, Mapping[str, Any]], Reward], shared: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        run: Reward,
+        build: Callable[[str, Mapping[str, Any]], Reward],
+        shared: Mapping[str, Mapping[str, Any]],
+        *,
+        alone: bool,
+    ) -> None:
+        self.plain = bool(getattr(run, "plain", False))
+        """Whether the run's runs in a thread."""
+        self.by_episode = alone or bool(getattr(run, "by_episode", False))
+        """Whether episodes are scored one by one."""
         self._run = run
         self._build = build
         self._shared = shared

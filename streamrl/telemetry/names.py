@@ -356,6 +356,9 @@ _DECLARED = (
     Metric("producer/in_flight_tasks", _MEAN, "tasks", "tasks being rolled out"),
     Metric("producer/hung_tasks", _MEAN, "tasks", "tasks whose code has had a third of its time limit without asking an engine"),
     Metric("producer/hung_s", _MAX, "s", "the longest of these times"),
+    Metric("reward/hung", _MEAN, "calls", "calls of a custom reward that take far longer than others"),
+    Metric("reward/hung_s", _MAX, "s", "the longest of these times"),
+    Metric("reward/ended_early_total", _SUM, "calls", "of them, calls that were ended before `reward.timeout_s`, as too many hung"),
     *_of_gateways(),
     Metric("feeder/issued_total", _SUM, "tasks", "tasks issued"),
     # The message bus.

@@ -11,7 +11,7 @@ from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.screen import plain_line
 from streamrl.monitor.view import RunView
-from streamrl.monitor.waits import LONG_S, STILL_S, Watch, diagnose, hung_line, standing_line
+from streamrl.monitor.waits import LONG_S, STILL_S, Watch, diagnose, graders_line, hung_line, standing_line
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
@@ -86,6 +86,24 @@ def test_hung_user_code_is_said_once_it_holds_more_than_a_quarter_of_the_credits
     assert any(words in line for line in board.text()) is said
     view.event(Event(kind="finished", worker="trainer-0"))
     assert not hung_line(view.numbers(elapsed_s=60.0))
+
+
+def test_graders_that_hang_are_said_with_how_many_were_ended_for_it() -> None:
+    view = RunView("demo", steps=100)
+    held = MetricReport(
+        worker="producer-0",
+        mean={"producer/in_flight_tasks": 10.0, "reward/hung": 3.0},
+        max={"reward/hung_s": 8.4},
+        sum={"reward/ended_early_total": 5.0},
+    )
+    view.metric(held)
+    view.metric(held)
+    numbers = view.numbers(elapsed_s=60.0)
+    said = "calls of the reward that hang: 3, for up to 8 s; 10 were ended early, as more hung than reward.max_hung"
+    assert graders_line(numbers).startswith(said)
+    assert any(said in line for line in Board(Look(run="demo", state="running", numbers=numbers), 200, Ink.NONE).text())
+    view.metric(MetricReport(worker="producer-0", mean={"producer/in_flight_tasks": 10.0, "reward/hung": 0.0}))
+    assert not graders_line(view.numbers(elapsed_s=60.0))
 
 
 def test_the_wait_for_user_code_says_for_how_long_it_hangs() -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from streamrl.engines.protocol import Engine
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.graders import Scoring
 from streamrl.producers.children.jobs import NOTHING, Keeping
 from streamrl.producers.children.pool import Children
 from streamrl.producers.groups import Group, GroupRunner
@@ -89,8 +90,8 @@ class Workshop:
         producer: str = "",
         reward: str = "",
         limits: Limits | None = None,
-        score_s: float = 20.0,
         count: int = 1,
+        scoring: Scoring | None = None,
         **hello: Any,
     ) -> AsyncIterator[GroupRunner]:
         """A started runner; a producer or reward that is not named is the built-in one, in this process."""
@@ -107,7 +108,8 @@ class Workshop:
             chat_template=True,
             memory_bytes=0,
         )
-        children = Children(replace(told, **hello), limits or Limits(idle_s=20.0, total_s=60.0), score_s=score_s, count=count)
+        limits = limits or Limits(idle_s=20.0, total_s=60.0)
+        children = Children(replace(told, **hello), limits, count=count, scoring=scoring or Scoring(timeout_s=20.0))
         runner = GroupRunner(
             producer=None if producer else SingleTurn(),
             reward=None if reward else ExactMatch(),

@@ -111,23 +111,6 @@ async def endless(task, engine):
     assert ends(group)[0].startswith("timeout")
 
 
-@pytest.mark.parametrize("line", ["time.sleep(3600)", "while True: pass"])
-@pytest.mark.parametrize("kind", ["def", "async def"])
-async def test_a_reward_that_hangs_ends_its_group(workshop: Workshop, kind: str, line: str) -> None:
-    code = f"""
-{kind} score(task, episode):
-    if task.index == 1 and episode.rollout == 2:
-        {line}
-    return 1.0
-"""
-    async with workshop.runner(code, producer="good", reward="score", limits=SHORT, score_s=1.5) as runner:
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
-    assert [len(group.episodes) for group in groups] == [3, 0, 3]
-    assert {(failure.reason, failure.detail.partition(" (")[0]) for failure in groups[1].failures} == {
-        ("timeout", "reward: 1.5 s without an engine call")
-    }
-
-
 async def test_the_clock_stands_while_a_rollout_waits_for_a_version(workshop: Workshop) -> None:
     async with workshop.runner("", producer="good", limits=Limits(idle_s=0.5, total_s=1.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(min_version=1)))

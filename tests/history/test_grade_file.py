@@ -1,0 +1,139 @@
+"""`streamrl reward --check`: a file of answers graded by a reward, and everything about it that can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.cli import main
+from streamrl.errors import ConfigError, DataError
+from streamrl.history.grade_file import read_rows
+from tests.support.errors import raises
+
+CODE = """
+import os
+import time
+
+
+def score(task, episode, bonus=0.0):
+    match episode.completion:
+        case "hang":
+            time.sleep(3600)
+        case "die":
+            os._exit(3)
+        case "nan":
+            return float("nan")
+    return {"right": float(episode.completion == task.label), "bonus": bonus, "turns": float(len(episode.turns)) * task.metadata["weight"]}
+"""
+
+
+def write(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def row(completion: str, **fields: Any) -> dict[str, Any]:
+    return {"prompt": "3+4=", "label": "7", "completion": completion, "metadata": {"weight": 0.0}, **fields}
+
+
+@pytest.mark.process
+def test_every_grader_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "code.py").write_text(CODE)
+    (tmp_path / "run.toml").write_text(
+        '[data]\ntrain = "rows.jsonl"\n[reward]\nkind = "code.py:score"\ntimeout_s = 1.5\n[reward.options]\nbonus = 0.5\n'
+    )
+    several = {**row("", expected=2.5, metadata={"weight": 0.5}), "turns": ["6", "7"]}
+    del several["completion"]
+    rows = write(
+        tmp_path / "rows.jsonl", row("7", expected=1.5), row("8", expected=1.5), row("nan"), row("die", expected=1), row("hang"), several
+    )
+    assert main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    found = {one["line"]: one for one in told["rows"]}
+    assert [found[line]["reward"] for line in range(1, 7)] == [1.5, 0.5, None, None, None, 2.5]
+    assert found[6]["parts"] == {"right": 1.0, "bonus": 0.5, "turns": 1.0}
+    assert "must be finite" in found[3]["error"] and "exit code 3" in found[4]["error"] and "1.5 s of user code" in found[5]["error"]
+    assert [line for line in found if found[line]["timed_out"]] == [5] and found[5]["seconds"] >= 1.4
+    assert told["summary"] == {"rows": 6, "mean": 1.5, "failed": 3, "timed_out": 1, "differ": 2}
+
+
+def test_a_file_that_holds_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = write(tmp_path / "rows.jsonl", row("7", expected=1), row("8", expected=0), row("\x1b[2J"))
+    assert main(["reward", "--check", rows, "--kind", "exact_match"]) == 0
+    out = capsys.readouterr().out
+    assert "3 rows: mean reward 0.333333, 0 failed (0 timed out), 0 not as expected" in out and "\x1b" not in out
+    write(tmp_path / "rows.jsonl", row("8", expected=1))
+    assert main(["reward", "--check", rows, "--kind", "exact_match"]) == 1
+    assert "differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"no json", "JSON is malformed"),
+        (b'{"prompt": "a", "completion": "7"', "truncated"),
+        (b"[]", "Expected `object`"),
+        (b'{"prompt": "a"}', "either completion or turns"),
+        (b'{"completion": "7", "turns": ["7"]}', "either completion or turns"),
+        (b'{"completion": 7}', "$.completion"),
+        (b'{"completion": "7", "expected": "1"}', "$.expected"),
+        (b'{"completion": "7", "expectd": 1}', "expectd"),
+        (b'{"completion": "7", "metadata": 3}', "$.metadata"),
+        (b'{"completion": "\xff"}', "utf-8"),
+        (b'{"completion": "7", "label": ' + b"[" * 100_000, "recursion"),
+    ],
+)
+def test_a_broken_row_is_named_by_its_line(tmp_path: Path, line: bytes, said: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"completion": "7"}\n\n' + line + b"\n")
+    with raises(DataError, path=str(path), line=3) as caught:
+        read_rows(path)
+    assert "line 3: " in caught.value.message and said.lower() in caught.value.message.lower()
+
+
+def test_many_broken_rows_are_counted_and_a_file_without_any_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n" * 12)
+    with raises(DataError, line=1) as caught:
+        read_rows(path)
+    assert "line 5: " in caught.value.message and "7 more lines" in caught.value.message
+    path.write_text("\n")
+    with pytest.raises(DataError, match="got none"):
+        read_rows(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--check", "ROWS"), "neither RUN nor --kind"),
+        (("--check", "ROWS", "--kind", "exact_match", "--task", "1"), "no --task with --check"),
+        (("--check", "ROWS", "--kind", "exact_match", "--wait", "1"), "no --wait with --check"),
+        (("--check", "ROWS", "--kind", "late"), "computes itself"),
+        pytest.param(("--check", "ROWS", "--kind", "code.py:none"), "none", marks=pytest.mark.process),
+        (("--check", "ROWS", "--kind", "gsm8k", "--options", "[1]"), "--options as a JSON table"),
+        (("--check", "ROWS", "--kind", "gsm8k", "--options", '{"odd": 1}'), "odd"),
+        (("--check", "ROWS", "nowhere"), "nowhere"),
+        (("--check", "ROWS", "nowhere", "--options", "{}"), "--options without --kind"),
+        (("run", "--task", "1", "--rollout", "0"), "--reward without --check"),
+        (("--task", "1", "--rollout", "0", "--reward", "1"), "expected RUN"),
+        (("run", "--task", "1", "--rollout", "0", "--reward", "1", "--kind", "gsm8k"), "no --kind without --check"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code.py").write_text(CODE)
+    rows = write(tmp_path / "rows.jsonl", row("7"))
+    try:
+        code = main(["reward", *(rows if word == "ROWS" else word for word in words)])
+    except ConfigError as error:
+        code, text = 1, error.message
+    else:
+        text = capsys.readouterr().err
+    assert code and said in text

@@ -1,0 +1,262 @@
+"""Rewards in processes of their own: what hangs, dies or makes a mess costs its own rollout, and the others keep their rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from streamrl.producers.children.calls import Limits
+from streamrl.producers.children.graders import Scoring
+from streamrl.producers.groups import Group
+from tests.producers.user_code import Workshop, ends
+from tests.support.processes import alive, until
+
+pytestmark = pytest.mark.process
+
+HANGS = [
+    ("def", "time.sleep(3600)"),
+    ("def", "while True: pass"),
+    ("def", "import re; re.match('(a+)+$', 'a' * 60 + 'b')"),  # it holds the interpreter
+    ("def", "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); time.sleep(3600)"),
+    ("def", "while True:\n            try: time.sleep(3600)\n            except BaseException: pass"),
+    ("async def", "await asyncio.sleep(3600)"),
+    ("async def", "while True:\n            try: await asyncio.sleep(3600)\n            except BaseException: pass"),
+    ("async def", "time.sleep(3600)"),
+]
+"""How a grader hangs."""
+
+
+def rewards(group: Group) -> dict[int, float | None]:
+    """By rollout."""
+    return {episode.rollout: episode.reward for episode in group.episodes}
+
+
+@pytest.mark.parametrize(("kind", "line"), HANGS)
+async def test_a_grader_that_hangs_costs_its_own_rollout(workshop: Workshop, kind: str, line: str) -> None:
+    code = f"""
+{kind} score(task, episode):
+    if task.index == 1 and episode.rollout == 2:
+        {line}
+    return 1.0
+"""
+    scoring = Scoring(timeout_s=1.5, children=2)
+    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(60):
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+        [after] = await workshop.run(runner, workshop.task(9))
+    assert [rewards(group) for group in (groups[0], groups[2], after)] == [{0: 1.0, 1: 1.0, 2: 1.0}] * 3
+    assert rewards(groups[1]) == {0: 1.0, 1: 1.0}
+    assert ends(groups[1])[2] == "timeout: reward: 1.5 s of user code (reward.timeout_s) (task 1, row 0, rollout 2)"
+
+
+async def test_a_group_reward_gets_all_episodes_in_one_call_and_ends_with_it(workshop: Workshop) -> None:
+    code = """
+class Compares:
+    async def score(self, task, episodes):
+        tell("called", len(episodes))
+        if task.index == 1:
+            await asyncio.sleep(3600)
+        return [float(episode.rollout) for episode in episodes]
+"""
+    async with workshop.runner(code, reward="Compares", scoring=Scoring(timeout_s=1.5)) as runner:
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    assert [rewards(group) for group in groups] == [{0: 0.0, 1: 1.0, 2: 2.0}, {}, {0: 0.0, 1: 1.0, 2: 2.0}]
+    assert {failure.reason for failure in groups[1].failures} == {"timeout"}
+    assert [words[1] for words in workshop.told("called")] == ["3"] * 3
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("os._exit(7)", "exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL"),
+        ("os.closerange(3, 4096)", "died: its"),
+    ],
+)
+async def test_a_grader_that_kills_its_process_costs_its_own_rollout(workshop: Workshop, kind: str, line: str, said: str) -> None:
+    code = f"""
+{kind} score(task, episode):
+    if task.index == 1 and episode.rollout == 2:
+        tell("struck")
+        {line}
+    return 1.0
+"""
+    async with workshop.runner(code, reward="score", scoring=Scoring(timeout_s=20, children=2)) as runner, asyncio.timeout(60):
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    assert [rewards(group) for group in groups] == [{0: 1.0, 1: 1.0, 2: 1.0}, {0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}]
+    assert ends(groups[1])[2].startswith("failed: reward: the process that graded it alone died") and said in ends(groups[1])[2]
+    # Among others first, then alone; only SIGKILL, which may be the kernel's or somebody's hand, is given further tries.
+    assert len(workshop.told("struck")) == (5 if "SIGKILL" in line else 2)
+
+
+async def test_kill_9_of_grader_processes_loses_and_doubles_nothing(workshop: Workshop) -> None:
+    code = """
+def score(task, episode):
+    tell("graded", f"{task.index} {episode.rollout}")
+    time.sleep(0.05)
+    return float(episode.rollout)
+"""
+    async with workshop.runner(code, reward="score", scoring=Scoring(children=2)) as runner, asyncio.timeout(120):
+        rolling = asyncio.create_task(workshop.run(runner, *(workshop.task(index, num_rollouts=8) for index in range(12))))
+        struck: set[int] = set()
+        while len(struck) < 4 and not rolling.done():
+            await asyncio.sleep(0.2)
+            told = [int(pid) for pid, *_ in workshop.told("graded")]
+            if told and told[-1] not in struck and alive(told[-1]):
+                struck.add(told[-1])
+                os.kill(told[-1], signal.SIGKILL)
+        groups = await rolling
+    assert len(struck) == 4
+    assert [rewards(group) for group in groups] == [{rollout: float(rollout) for rollout in range(8)}] * 12
+
+
+MESS = [
+    "os.chdir('/'); Path('/proc/self/oom_score_adj').write_text('500')",
+    "os.fork()",
+    "os.fork(); os.fork(); print('many')",
+    "signal.setitimer(signal.ITIMER_REAL, 0.05)",
+    "sys.stdout.close(); os.closerange(0, 3)",
+    "sys.setrecursionlimit(100000)",
+    "threading.Thread(target=time.sleep, args=(3600,)).start()",
+    "import subprocess; subprocess.Popen(['sleep', '3600'])",
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGUSR2, signal.SIG_IGN)",
+    "asyncio.run(asyncio.sleep(0))",
+]
+"""What a grader leaves to those after it in its process."""
+
+
+async def test_what_a_grader_leaves_behind_hurts_nobody(workshop: Workshop) -> None:
+    """One process; each mess is made twice, and after it others are graded."""
+    code = (
+        "".join(f"\n\ndef mess_{index}():\n    {line}\n" for index, line in enumerate(MESS))
+        + f"""
+
+MESSES = [{", ".join(f"mess_{index}" for index in range(len(MESS)))}]
+
+
+def score(task, episode):
+    tell("graded", os.getcwd())
+    if task.index % 2 == 0:
+        MESSES[task.index // 2]()
+        return 1.0
+    time.sleep(0.1)
+    return 0.5
+"""
+    )
+    async with workshop.runner(code, reward="score", scoring=Scoring(timeout_s=20, children=1)) as runner, asyncio.timeout(60):
+        groups = [group for index in range(2 * len(MESS)) for group in await workshop.run(runner, workshop.task(index, num_rollouts=2))]
+    assert [rewards(group) for group in groups] == [{0: 1.0, 1: 1.0}, {0: 0.5, 1: 0.5}] * len(MESS)
+    told = workshop.told("graded")
+    assert {words[1] for words in told} == {os.getcwd()}
+    assert len(told) == 4 * len(MESS) and len({pid for pid, _ in told}) == 1
+
+
+async def test_a_process_in_which_much_is_left_behind_is_replaced(workshop: Workshop) -> None:
+    code = """
+def score(task, episode):
+    tell("graded")
+    for _ in range(40):
+        threading.Thread(target=time.sleep, args=(3600,)).start()
+    return 1.0
+"""
+    async with workshop.runner(code, reward="score", scoring=Scoring(children=1)) as runner, asyncio.timeout(60):
+        groups = [group for index in range(3) for group in await workshop.run(runner, workshop.task(index, num_rollouts=1))]
+        pids = {int(pid) for pid, *_ in workshop.told("graded")}
+        assert len(pids) == 3
+        await until(lambda: not any(alive(pid) for pid in pids))
+    assert [rewards(group) for group in groups] == [{0: 1.0}] * 3
+
+
+async def test_prints_without_end_and_memory_are_bounded(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
+    code = """
+KEPT = []
+
+
+def score(task, episode):
+    match episode.rollout:
+        case 0:
+            for _ in range(1 << 10):
+                os.write(1, b"x" * (1 << 20))
+        case 1:
+            while True:
+                KEPT.append(bytearray(64 << 20))
+    return 1.0
+"""
+    caplog.set_level("INFO")
+    scoring = Scoring(timeout_s=60, children=1)
+    async with workshop.runner(code, reward="score", scoring=scoring, memory_bytes=1 << 30) as runner, asyncio.timeout(90):
+        [group] = await workshop.run(runner, workshop.task())
+        [after] = await workshop.run(runner, workshop.task(1))
+    assert rewards(group) == {0: 1.0, 2: 1.0}
+    assert ends(group)[1].startswith("failed: reward: MemoryError")
+    assert rewards(after) == {0: 1.0, 2: 1.0}
+    assert len(caplog.text) < 2_000_000
+
+
+async def test_graders_that_hang_hold_up_no_others(workshop: Workshop) -> None:
+    """One in twelve hangs, far more than there are processes and slots; one of them is given all of its time."""
+    code = """
+def score(task, episode):
+    if task.index >= 5 and task.index % 3 == 0 and episode.rollout == 2:
+        time.sleep(3600)
+    return 1.0
+"""
+    scoring = Scoring(timeout_s=600, children=2, max_hung=2)
+    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(90):
+        await workshop.run(runner, *(workshop.task(index, num_rollouts=4) for index in range(5)))
+        rolling = [asyncio.create_task(runner.run(workshop.task(index, num_rollouts=4))) for index in range(5, 60)]
+        done, left = rolling, set(rolling)
+        while len(left) > 2:
+            _, left = await asyncio.wait(left, timeout=1.0)
+        hung = runner.take_hung_graders()
+        groups = [task.result() for task in done if task.done()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+    failed = [failure for group in groups for failure in group.failures]
+    assert 1 <= hung.calls <= 2 and hung.ended_early == len(failed) >= 16
+    assert {failure.reason for failure in failed} == {"timeout"} and all("reward.max_hung = 2" in failure.detail for failure in failed)
+    assert all(len(group.episodes) == 4 - len(group.failures) for group in groups)
+
+
+async def test_rollouts_go_on_while_all_graders_are_stuck(workshop: Workshop) -> None:
+    code = """
+async def rolls(task, engine):
+    given = await good(task, engine)
+    tell("rolled")
+    return given
+
+
+def score(task, episode):
+    while not (FOLDER / "go-on").exists():
+        time.sleep(0.02)
+    return 1.0
+"""
+    scoring = Scoring(timeout_s=60, children=1)
+    limits = Limits(idle_s=20.0, total_s=60.0)
+    async with workshop.runner(code, producer="rolls", reward="score", scoring=scoring, limits=limits) as runner, asyncio.timeout(60):
+        rolling = [asyncio.create_task(runner.run(workshop.task(index))) for index in range(6)]
+        await until(lambda: len(workshop.told("rolled")) == 18)
+        (workshop.folder / "go-on").touch()
+        groups = await asyncio.gather(*rolling)
+    assert [len(group.episodes) for group in groups] == [3] * 6
+
+
+async def test_a_task_that_is_given_back_frees_its_graders(workshop: Workshop) -> None:
+    code = """
+def score(task, episode):
+    if task.index == 0:
+        tell("began")
+        time.sleep(3600)
+    return 1.0
+"""
+    async with workshop.runner(code, reward="score", scoring=Scoring(timeout_s=600, children=1)) as runner, asyncio.timeout(60):
+        given_back = asyncio.create_task(runner.run(workshop.task(0)))
+        await until(lambda: bool(workshop.told("began")))
+        given_back.cancel()
+        [group] = await workshop.run(runner, workshop.task(1))
+    assert rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0}

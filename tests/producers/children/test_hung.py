@@ -1,0 +1,60 @@
+"""Which calls hang, and which are ended: plain numbers."""
+
+from __future__ import annotations
+
+from streamrl.producers.children.hung import LEAST_S, Patience, Running
+
+
+def patience(*, usual_s: float = 0.01, ended: int = 100, most: int = 2) -> Patience:
+    made = Patience(30.0, most=most, seats=4)
+    for _ in range(ended):
+        made.ended(usual_s)
+    return made
+
+
+def calls(*spent_s: float, before: int = 0) -> dict[str, Running]:
+    return {name: Running(before, seconds) for name, seconds in zip("abcdefgh", spent_s, strict=False)}
+
+
+def test_a_call_hangs_once_it_is_far_slower_than_all_others() -> None:
+    assert patience().hangs(Running(0, LEAST_S + 0.01)) and not patience().hangs(Running(0, LEAST_S))
+    assert patience(usual_s=1.0).hangs(Running(0, 4.1)) and not patience(usual_s=1.0).hangs(Running(0, 4.0))
+
+
+def test_without_anything_to_compare_with_a_third_of_its_time_is_long() -> None:
+    one = patience(ended=0)
+    assert not one.hangs(Running(0, 9.9))
+    assert one.hangs(Running(0, 10.1))
+
+
+def test_the_longest_is_left_and_those_after_it_are_ended() -> None:
+    one = patience()
+    assert one.too_many(calls(5.0, 4.0, 3.0, 2.0, 0.1)) == ["b", "c"]
+    assert one.too_many(calls(5.0, 4.0)) == []
+    assert patience(most=1).too_many(calls(1.0, 2.0, 3.0)) == ["b", "a"]
+
+
+def test_slow_graders_are_told_from_hung_ones_by_the_first_that_ends() -> None:
+    one = patience()
+    running = calls(5.0, 4.0, 3.0, 2.0)
+    assert one.too_many(running)
+    one.ended(5.0)
+    assert one.too_many(running) == [] and not any(map(one.hangs, running.values()))
+
+
+def test_nobody_is_ended_for_being_merely_long() -> None:
+    """A judge that answers nobody: none has been overtaken, and each gets all of its time."""
+    one = patience(ended=40)
+    running = calls(*[25.0] * 8, before=40)
+    assert all(map(one.hangs, running.values())) and one.too_many(running) == []
+
+
+def test_what_was_slow_long_ago_is_forgotten() -> None:
+    one = patience()
+    one.ended(5.0)
+    for _ in range(4800):
+        one.ended(0.01)
+    assert not one.hangs(Running(0, 9.0)), "in the block before this one"
+    for _ in range(10_000):
+        one.ended(0.01)
+    assert one.hangs(Running(0, 1.0))
