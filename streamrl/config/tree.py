@@ -12,6 +12,7 @@ from msgspec import Meta
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from streamrl.config.bus import BusConfig
 from streamrl.config.engines import EngineConfig
+from streamrl.config.filters import FiltersConfig
 from streamrl.config.gateway import GatewayConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.metrics import MetricsConfig
@@ -357,6 +358,7 @@ class Config(Section, frozen=True, kw_only=True):
     producer: ProducerConfig = ProducerConfig()
     gateway: GatewayConfig = GatewayConfig()
     reward: RewardConfig = RewardConfig()
+    filters: FiltersConfig = FiltersConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()

@@ -90,7 +90,7 @@ def assemble(
         messages: decoded messages by sequence; must hold all of `batch.sequences`.
         state: the state the batch was closed on (gives the version trained from).
         config: tokens are masked here that are older than max_staleness, of truncated samples, or of guessed versions, where
-            `stale`, `overlong` or `inexact` is "mask".
+            `stale`, `overlong` or `inexact` is "mask", and of rollouts that a filter refuses where `filters.refused` is.
         routed: of a message, [T, layers, k] where its tokens went; None: that is not asked for.
 
     Raises:
@@ -108,6 +108,8 @@ def assemble(
         loss_mask &= np.repeat(status != STATUS_CODES[Status.TRUNCATED], np.diff(offsets))
     if config.inexact == "mask":
         loss_mask &= ~tokenwise(_inexact)
+    if config.filters.refused == "mask":
+        loss_mask &= np.repeat(packed.trained, np.diff(offsets))
     if not loss_mask.any():
         raise TrainingError(
             f"expected a trainable token in the batch after version {state.version}, got none among {len(numbers)} tokens",
@@ -161,6 +163,7 @@ class _Packed:
         samples_before, tokens_before = [0], [0]
         rows: list[int] = []
         rewards: list[float] = []
+        trained: list[bool] = []
         for group in batch.groups:
             of_message: dict[int, dict[int, list[int]]] = {}
             for rollout in sorted(group.rollouts):
@@ -178,10 +181,13 @@ class _Packed:
                 found = of_message[pending.sequence].get(rollout, [])
                 rows += [samples_before[numbers[pending.sequence]] + row for row in found]
                 rewards += [np.nan if pending.reward is None else pending.reward] * len(found)
+                trained += [pending.num_tokens > 0] * len(found)
         self.routed = any("routed_experts" in message.optional_names for message in self._messages)
         """Whether a sample says where its tokens went."""
         self._rows = np.array(rows, np.int64)
         self.rewards = np.array(rewards, np.float64)
+        self.trained = np.array(trained, np.bool_)
+        """[N] whether the fold has left a token of the sample's rollout to be trained."""
         starts = np.concatenate([message.offsets[:-1] + tokens for message, tokens in zip(self._messages, tokens_before, strict=False)])
         lengths = np.concatenate([np.diff(message.offsets) for message in self._messages])[self._rows]
         self.offsets = np.zeros(len(rows) + 1, np.int64)

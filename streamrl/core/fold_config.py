@@ -24,4 +24,5 @@ def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
         inexact=config.tasks.inexact,
         overlong=config.tasks.overlong,
         expire_versions=config.tasks.expire_versions,
+        filters=config.filters,
     )

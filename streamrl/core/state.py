@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.config.filters import FiltersConfig
 from streamrl.core.lengths import added, histogram
 from streamrl.errors import SchemaError
 from streamrl.schemas.control import Grant
@@ -49,6 +50,8 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that a length limit cut are trained (`train`) or masked (`mask`), or their rollouts are dropped (`drop`)."""
     expire_versions: int = 0
     """A task that has rollouts to end this many versions after its grant ends as `expired`; 0: never."""
+    filters: FiltersConfig = FiltersConfig(min_reward_std=0.0)
+    """What else is left out, by lengths, repetition and rewards."""
 
 
 class PendingRollout(msgspec.Struct, frozen=True):

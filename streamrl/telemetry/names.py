@@ -17,6 +17,7 @@ _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reducti
 DROP_REASONS = (
     *("stale", "duplicate", "late", "failed", "filtered", "timeout", "deliveries", "poison", "zero_variance", "empty", "lost_version"),
     *("inexact", "truncated", "unrewarded", "expired", "lost", "blob_missing", "superseded_reward"),
+    *("too_short", "too_long", "repetitive", "too_hard", "too_easy"),
 )
 """Reasons that `streamrl.schemas.ledger.Drop` explains."""
 OTHER_REASON = "other"
