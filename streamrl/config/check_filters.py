@@ -1,4 +1,4 @@
-"""What the section `filters` may not say."""
+"""What the section `filters` and the penalty on long answers may not say."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from streamrl.config.tree import Config, refuse
 
 def check_filters(config: Config) -> None:
     """Raise ConfigError for bounds that contradict each other or could never be met."""
+    _check_overlong(config)
     filters = config.filters
     refuse(
         0 < filters.max_tokens < filters.min_tokens,
@@ -38,4 +39,28 @@ def check_filters(config: Config) -> None:
         "nothing could occur twice",
         hint="lower filters.repetition_ngram, or raise filters.repetition_tokens",
         key="filters.repetition_ngram",
+    )
+
+
+def _check_overlong(config: Config) -> None:
+    reward = config.reward
+    longest = reward.overlong_length or config.sampling.max_new_tokens
+    named = "reward.overlong_length" if reward.overlong_length else "sampling.max_new_tokens"
+    refuse(
+        reward.overlong_buffer > longest,
+        f"reward.overlong_buffer = {reward.overlong_buffer} is above {named} = {longest}: every answer would be punished",
+        hint=f"lower reward.overlong_buffer, or raise {named}",
+        key="reward.overlong_buffer",
+    )
+    refuse(
+        reward.overlong_length > 0 and reward.overlong_buffer == 0,
+        f"reward.overlong_length = {reward.overlong_length} without reward.overlong_buffer: there is no penalty",
+        hint="set reward.overlong_buffer, in tokens, or leave reward.overlong_length out",
+        key="reward.overlong_length",
+    )
+    refuse(
+        reward.overlong_buffer > 0 and config.loss.advantage == "maxrl",
+        'reward.overlong_buffer with loss.advantage = "maxrl": the penalty makes rewards negative, by whose mean it would divide',
+        hint='take loss.advantage = "grpo", or leave the penalty out',
+        key="reward.overlong_buffer",
     )

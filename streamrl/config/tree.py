@@ -187,6 +187,13 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Handed to a custom reward as keyword arguments."""
     late_versions: NonNegativeInt = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
+    overlong_buffer: NonNegativeInt = 0
+    """Tokens below the greatest length over which a penalty grows from 0 to reward.overlong_penalty (soft overlong punishment, arXiv
+    2503.14476, eq. 13), taken from every reward when a batch is made; 0: none."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """The greatest penalty."""
+    overlong_length: NonNegativeInt = 0
+    """The greatest length, in sampled tokens of a sample; 0: its own sampling.max_new_tokens, which is of one turn."""
     timeout_s: PositiveFloat = 10.0
     """A custom reward that takes longer for a group is cut off; the group's rollouts end as `timeout`."""
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from streamrl.core.batches import STATUS_CODES, LogitBiases, TrainBatch
 from streamrl.core.fold import Batch
+from streamrl.core.overlong import of_rollouts, overlong_penalty, sampled_tokens
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
 from streamrl.schemas.ledger import Used
@@ -121,6 +122,13 @@ def assemble(
     def ints(column: str) -> npt.NDArray[Any]:
         return samplewise(lambda message: message.ints(column))
 
+    tasks, rollouts = ints("task").astype(np.int64), ints("rollout").astype(np.int64)
+    penalties = None
+    if config.overlong_buffer and not warmup:
+        lengths, longest = samplewise(sampled_tokens), ints("max_new_tokens").astype(np.int64)
+        limit = np.full_like(longest, config.overlong_length) if config.overlong_length else longest
+        found = overlong_penalty(lengths, limit, buffer=config.overlong_buffer, penalty=config.overlong_penalty)
+        penalties = of_rollouts(found, tasks, rollouts)
     # A sampler that reports log-probs from before top-k, top-p and min-p is compared with the policy's from before them too.
     modes = samplewise(lambda message: np.array(message.texts("logprob_mode")))
     truncated = np.repeat(modes == LogprobMode.SAMPLED, np.diff(offsets))
@@ -139,10 +147,11 @@ def assemble(
         top_k=np.where(truncated, tokenwise(lambda message: message.drawn_at("top_k")), -1).astype(np.int32),
         min_p=min_p if min_p.any() else None,
         logit_biases=packed.biases(np.repeat(modes != LogprobMode.NONE, np.diff(offsets))),
-        rewards=packed.rewards,
+        rewards=packed.rewards if penalties is None else packed.rewards + penalties,
+        penalties=penalties,
         routed_experts=tokenwise(routed) if routed is not None and packed.routed else None,
-        tasks=ints("task").astype(np.int64),
-        rollouts=ints("rollout").astype(np.int64),
+        tasks=tasks,
+        rollouts=rollouts,
         status=status,
     )
 

@@ -41,6 +41,9 @@ LEDGER_FILE = "ledger.jsonl"
 
 CHANGES_LOSS = (
     "loss",
+    "reward.overlong_buffer",
+    "reward.overlong_penalty",
+    "reward.overlong_length",
     "trainer.optimizer",
     "trainer.minibatches",
     "trainer.micro_tokens",

@@ -65,3 +65,17 @@ def test_a_record_without_it_decides_by_nothing_of_it() -> None:
 def test_every_key_of_a_decision_is_one_of_the_section() -> None:
     own = {f"filters.{name}" for name in FiltersConfig.__struct_fields__}
     assert own - set(DECIDED) == {"filters.function", "filters.options", "filters.timeout_s"} and set(DECIDED) < own
+
+
+@pytest.mark.parametrize(
+    ("key", "tree"),
+    [
+        ("reward.overlong_buffer", {"reward": {"overlong_buffer": 65}, "sampling": {"max_new_tokens": 64}}),
+        ("reward.overlong_buffer", {"reward": {"overlong_buffer": 65, "overlong_length": 60}}),
+        ("reward.overlong_length", {"reward": {"overlong_length": 60}}),
+        ("reward.overlong_buffer", {"reward": {"overlong_buffer": 8}, "loss": {"advantage": "maxrl"}}),
+    ],
+)
+def test_a_penalty_that_punishes_all_or_none_is_refused(key: str, tree: dict[str, Any]) -> None:
+    with raises(ConfigError, key=key):
+        check(convert({"data": {"train": "x"}, **tree}, where="run.toml"))
