@@ -26,7 +26,7 @@ the greatest."""
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """What models say about the trained tokens before the batch's first optimizer step, all [T]; None where nobody asked."""
+    """What models say about the trained tokens before the batch's first optimizer step, [T] unless it is said; None where nobody asked."""
 
     proximal: Array | None = None
     """Log-probs under the policy."""
@@ -34,6 +34,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     teacher: Array | None = None
     values: Array | None = None
     """The critic's, of the state before each token."""
+    ends: Array | None = None
+    """[N] the critic's, of the state behind the last token of samples that a length limit cut; 0 for the others."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +91,13 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         first = np.unique(rollout_of_sample(batch.tasks, batch.rollouts), return_index=True)[1]
         metrics["rollout/overlong_penalty"] = float(batch.penalties[first].mean())
     found = token_advantages(
-        batch, loss, logprobs=scores.proximal, reference=scores.reference, teacher=scores.teacher, values=scores.values
+        batch,
+        loss,
+        logprobs=scores.proximal,
+        reference=scores.reference,
+        teacher=scores.teacher,
+        values=scores.values,
+        ends=scores.ends,
     )
     return Objective(
         steps=tuple(steps),

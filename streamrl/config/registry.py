@@ -83,7 +83,9 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "maxrl": Estimator(grouped=True),
         "reinforce_plus_plus": Estimator(whitened=True, settings=frozenset({"kl.reward_coef", "gamma"})),
         "reinforce_plus_plus_baseline": Estimator(grouped=True, whitened=True, settings=frozenset({"normalize_rewards", "kl.reward_coef"})),
-        "ppo": Estimator(settings=frozenset({"kl.reward_coef", "gamma", "gae_lambda", "critic"}), needs=frozenset({Role.VALUE})),
+        "ppo": Estimator(
+            settings=frozenset({"kl.reward_coef", "gamma", "gae_lambda", "bootstrap_truncated", "critic"}), needs=frozenset({Role.VALUE})
+        ),
     }
 )
 

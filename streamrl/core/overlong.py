@@ -49,5 +49,5 @@ def of_rollouts(penalties: npt.NDArray[np.float64], tasks: Ints, rollouts: Ints)
         rollouts: [N]
     """
     begins = np.flatnonzero((np.diff(tasks, prepend=-1) != 0) | (np.diff(rollouts, prepend=-1) != 0))
-    counts = np.diff([*begins, len(penalties)])
+    counts = np.diff(np.append(begins, len(penalties)))
     return np.repeat(np.minimum.reduceat(penalties, begins), counts)

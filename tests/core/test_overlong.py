@@ -57,7 +57,8 @@ def long(rollout: int, length: int, **values: Any) -> Sample:
         "logprobs": -mask.astype(np.float32),
         "spans": spans,
     }
-    return row(1, rollout, **fixed | {"sampling": Sampling(max_new_tokens=10)} | values)
+    given: dict[str, Any] = {**fixed, "sampling": Sampling(max_new_tokens=10), **values}
+    return row(1, rollout, **given)
 
 
 def given_to_trainer(config: FoldConfig, **values: Any) -> TrainBatch:
