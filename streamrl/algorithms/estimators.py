@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from streamrl.algorithms.advantages import Reduce, distill, grpo, maxrl, raw, rloo, token_kl, token_rewards, whiten
 from streamrl.algorithms.baselines import gpg, opo, pass_at_k
@@ -25,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch's tokens were given by the models, all [T]; None where it was not asked for. Read at `mask` only."""
+    """What a batch's tokens were given by the models, [T] unless it is said; None where it was not asked for. Read at `mask` only."""
 
     mask: npt.NDArray[np.bool_]
     """Trained tokens whose log-probs are all finite."""
@@ -35,6 +36,8 @@ class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
     teacher: Floats | None = None
     values: Floats | None = None
     """Of the state before each token."""
+    ends: Floats | None = None
+    """[N] values of the states behind the last tokens of samples that a length limit cut, 0 for others (`loss.bootstrap_truncated`)."""
     kl: Floats | None = None
     """The estimate `loss.kl.estimator` of KL(policy || reference)."""
 
@@ -75,6 +78,7 @@ def token_advantages(
     reference: npt.NDArray[np.floating] | None = None,
     teacher: npt.NDArray[np.floating] | None = None,
     values: npt.NDArray[np.floating] | None = None,
+    ends: npt.NDArray[np.floating] | None = None,
     reduce: Reduce | None = None,
     base: Path | None = None,
 ) -> TokenAdvantages:
@@ -95,6 +99,7 @@ def token_advantages(
         reference: [T] log-probs of the reference policy.
         teacher: [T] log-probs of the teacher.
         values: [T] the critic's, of the state before each token.
+        ends: [N] the critic's, of the state behind the last token of samples that go on from there; 0 for the others. None: none does.
         reduce: sums over ranks, where each is given other groups of the batch; the metrics are then of those.
         base: directory that a relative path in `loss.advantage` starts from.
 
@@ -104,7 +109,7 @@ def token_advantages(
         ConfigError: a combination that would be ignored silently, or a function that cannot be found.
     """
     _check(loss)
-    arrays = _arrays(batch, loss, logprobs, reference, teacher, values)
+    arrays = replace(_arrays(batch, loss, logprobs, reference, teacher, values), ends=_ends(batch, ends))
     if is_function(loss.advantage):
         _, metrics = raw(batch.rewards, batch.tasks, batch.rollouts)
         found, returns = _custom(batch, loss, arrays, base), None
@@ -201,6 +206,19 @@ def _arrays(
     return TokenArrays(mask=mask, kl=kl, **given)
 
 
+def _ends(batch: TrainBatch, ends: npt.NDArray[np.floating] | None) -> Floats | None:
+    if ends is None:
+        return None
+    if ends.shape != (batch.num_samples,) or not np.isfinite(ends).all():
+        raise TrainingError(
+            f"expected finite values behind {batch.num_samples} samples, got an array of shape {ends.shape}"
+            + (f" with {ends[~np.isfinite(ends)][0]}" if not np.isfinite(ends).all() else ""),
+            hint="lower loss.critic.learning_rate",
+            scores="ends",
+        )
+    return ends.astype(np.float64)
+
+
 def _grpo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, *, divided: bool = True) -> Found:
     inputs = (batch.rewards, batch.tasks, batch.rollouts)
     divide = {"normalize_std": divided and loss.normalize_std, "batch_std": loss.std == "batch"}
@@ -250,14 +268,15 @@ def _reinforce_plus_plus_baseline(batch: TrainBatch, loss: LossConfig, arrays: T
 
 def _ppo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
     rewards, metrics = _token_rewards(batch, loss, arrays)
-    mask, options = arrays.mask, {"gamma": loss.gamma, "gae_lambda": loss.gae_lambda}
+    mask, ends = arrays.mask, arrays.ends
+    options: dict[str, Any] = {"gamma": loss.gamma, "gae_lambda": loss.gae_lambda}
     assert arrays.values is not None  # `_arrays` has looked
     if loss.critic.targets == "gae":
-        return *gae(rewards, arrays.values, batch.offsets, mask, **options), metrics
+        return *gae(rewards, arrays.values, batch.offsets, mask, ends=ends, **options), metrics
     assert arrays.logprobs is not None
     log_ratio = np.where(mask, arrays.logprobs, 0.0) - np.where(mask, batch.sampler_logprobs, 0.0)
-    clips = {"rho": loss.critic.vtrace_rho, "c": loss.critic.vtrace_c}
-    return *vtrace(rewards, arrays.values, log_ratio, batch.offsets, mask, **options, **clips), metrics
+    options |= {"rho": loss.critic.vtrace_rho, "c": loss.critic.vtrace_c}
+    return *vtrace(rewards, arrays.values, log_ratio, batch.offsets, mask, ends=ends, **options), metrics
 
 
 def _spread(batch: TrainBatch, arrays: TokenArrays, numbers: Floats) -> Floats:

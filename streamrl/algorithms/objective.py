@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import length_metrics
 from streamrl.algorithms.estimators import token_advantages
+from streamrl.algorithms.groups import rollout_of_sample
 from streamrl.algorithms.reductions import token_weights
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
@@ -25,7 +26,7 @@ the greatest."""
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """What models say about the trained tokens before the batch's first optimizer step, all [T]; None where nobody asked."""
+    """What models say about the trained tokens before the batch's first optimizer step, [T] unless it is said; None where nobody asked."""
 
     proximal: Array | None = None
     """Log-probs under the policy."""
@@ -33,6 +34,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     teacher: Array | None = None
     values: Array | None = None
     """The critic's, of the state before each token."""
+    ends: Array | None = None
+    """[N] the critic's, of the state behind the last token of samples that a length limit cut; 0 for the others."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +87,17 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         return Objective(
             steps=tuple(steps), weights=weights, advantages=nothing, returns=None, finite=every, scores=scores, metrics=metrics
         )
+    if batch.penalties is not None:
+        first = np.unique(rollout_of_sample(batch.tasks, batch.rollouts), return_index=True)[1]
+        metrics["rollout/overlong_penalty"] = float(batch.penalties[first].mean())
     found = token_advantages(
-        batch, loss, logprobs=scores.proximal, reference=scores.reference, teacher=scores.teacher, values=scores.values
+        batch,
+        loss,
+        logprobs=scores.proximal,
+        reference=scores.reference,
+        teacher=scores.teacher,
+        values=scores.values,
+        ends=scores.ends,
     )
     return Objective(
         steps=tuple(steps),

@@ -3,7 +3,7 @@
 Letters: `T` tokens of a batch, `M` steps. Sample n's tokens are [offsets[n], offsets[n + 1]). A *step* is a token under the mask: only
 those are actions, only their rewards and values are read, and only they get a result; the others get 0. Time goes by in tokens: between
 a step and the next one that stands d tokens behind it (d > 1 where a tool's answer lies between) the discount is gamma^d. After a
-sample's last step nothing follows: V = 0.
+sample's last step nothing follows, V = 0; or, where a length limit cut the sample, the value of the state behind its last token does.
 
 Behind all of them is one recurrence, x_t = terms_t + factors_t x_{t+1} from the last t to the first (`scan`). A factor of 0 at the last
 token of a sequence keeps sequences apart, so a whole packed batch is one scan. Letters: `M` steps, `C` chunks.
@@ -31,9 +31,19 @@ class Steps(msgspec.Struct, frozen=True, kw_only=True):
     discount: Floats
     """[M] what the next step of the sample counts, gamma^d; 0 at its last."""
 
+    behind: Floats
+    """[M] at a sample's last step gamma^d, for the d tokens to the sample's end; 0 at the others."""
+    sample: npt.NDArray[np.int64]
+    """[M] sample that each step is of."""
+
     def following(self, values: Floats) -> Floats:
         """[M] of each step the value of the next one; what stands at a sample's last step is multiplied by a discount of 0."""
         return np.append(values[1:], 0.0)
+
+    def ahead(self, values: Floats, ends: Floats | None) -> Floats:
+        """[M] the discounted value of what follows each step: the next one's of `values` [M], at a sample's last step its `ends` [N]."""
+        found = self.discount * self.following(values)
+        return found if ends is None else found + self.behind * ends[self.sample]
 
     def scatter(self, values: Floats, num_tokens: int) -> Floats:
         """[T] the values [M] at their tokens, 0 elsewhere."""
@@ -52,10 +62,12 @@ def find_steps(offsets: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_],
     """
     index = np.flatnonzero(loss_mask)
     owner = np.searchsorted(offsets, index, side="right")
-    discount = np.zeros(len(index))
+    discount, behind = np.zeros(len(index)), np.zeros(len(index))
     if len(index):
-        discount[:-1] = np.where(owner[1:] == owner[:-1], gamma ** np.diff(index).astype(np.float64), 0.0)
-    return Steps(index=index, discount=discount)
+        last = np.append(owner[1:] != owner[:-1], True)
+        discount[:-1] = np.where(last[:-1], 0.0, gamma ** np.diff(index).astype(np.float64))
+        behind = np.where(last, gamma ** (offsets[owner] - index).astype(np.float64), 0.0)
+    return Steps(index=index, discount=discount, behind=behind, sample=owner - 1)
 
 
 def discounted_returns(rewards: Floats, offsets: npt.NDArray[np.int64], *, gamma: float) -> Floats:
@@ -72,7 +84,14 @@ def discounted_returns(rewards: Floats, offsets: npt.NDArray[np.int64], *, gamma
 
 
 def gae(
-    rewards: Floats, values: Floats, offsets: npt.NDArray[np.int64], loss_mask: npt.NDArray[np.bool_], *, gamma: float, gae_lambda: float
+    rewards: Floats,
+    values: Floats,
+    offsets: npt.NDArray[np.int64],
+    loss_mask: npt.NDArray[np.bool_],
+    *,
+    gamma: float,
+    gae_lambda: float,
+    ends: Floats | None = None,
 ) -> tuple[Floats, Floats]:
     """Generalised advantage estimation (arXiv 1506.02438): advantages [T] and returns [T].
 
@@ -85,10 +104,11 @@ def gae(
         loss_mask: [T]
         gamma: discount a token.
         gae_lambda: lambda, once a step.
+        ends: [N], V of the state behind each sample's last token, 0 where the episode is over; None: all are.
     """
     steps = find_steps(offsets, loss_mask, gamma)
     value_M = np.asarray(values, np.float64)[steps.index]
-    delta_M = rewards[steps.index] + steps.discount * steps.following(value_M) - value_M
+    delta_M = rewards[steps.index] + steps.ahead(value_M, ends) - value_M
     advantage_M = scan(delta_M, steps.discount * gae_lambda)
     return steps.scatter(advantage_M, len(rewards)), steps.scatter(advantage_M + value_M, len(rewards))
 
@@ -104,6 +124,7 @@ def vtrace(
     gae_lambda: float,
     rho: float,
     c: float,
+    ends: Floats | None = None,
 ) -> tuple[Floats, Floats]:
     """V-trace (arXiv 1802.01561): advantages [T], and targets [T] for the critic that do not depend on which policy sampled the tokens.
 
@@ -122,14 +143,15 @@ def vtrace(
         gae_lambda: lambda of the traces, once a step.
         rho: clip of the ratio in delta; decides which policy's values are learned, mu's as it goes to 0 and pi's where it does not bind.
         c: clip of the ratio in the traces; decides how fast.
+        ends: as in `gae`.
     """
     steps = find_steps(offsets, loss_mask, gamma)
     value_M = np.asarray(values, np.float64)[steps.index]
     ratio_M = np.exp(np.clip(np.asarray(log_ratio, np.float64)[steps.index], -MAX_LOG_RATIO, MAX_LOG_RATIO))
     reward_M = rewards[steps.index]
-    delta_M = np.minimum(ratio_M, rho) * (reward_M + steps.discount * steps.following(value_M) - value_M)
+    delta_M = np.minimum(ratio_M, rho) * (reward_M + steps.ahead(value_M, ends) - value_M)
     target_M = value_M + scan(delta_M, steps.discount * gae_lambda * np.minimum(ratio_M, c))
-    advantage_M = reward_M + steps.discount * steps.following(target_M) - value_M
+    advantage_M = reward_M + steps.ahead(target_M, ends) - value_M
     return steps.scatter(advantage_M, len(rewards)), steps.scatter(target_M, len(rewards))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
+from streamrl.config.check_filters import check_filters
 from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
@@ -27,6 +28,7 @@ def check(config: Config) -> None:
     check_sft(config)
     check_reward(config)
     check_sampling(config)
+    check_filters(config)
     _check_schedule(config)
     _check_debug(config)
     _check_model(config)

@@ -17,6 +17,7 @@ _OF_ESTIMATORS = {
     "pass_k": "",
     "gamma": ", which knows no later tokens",
     "gae_lambda": "",
+    "bootstrap_truncated": ", which has no critic",
 }
 """Settings that only some estimators read, and why the others do not."""
 
@@ -184,6 +185,12 @@ def _check_critic(config: Config) -> None:
         f"loss.critic is for loss.advantage = ppo, got {loss.advantage}",
         hint="leave the section out, or set loss.advantage = 'ppo'",
         key="loss.critic",
+    )
+    refuse(
+        loss.bootstrap_truncated and config.tasks.overlong != "train",
+        f'loss.bootstrap_truncated with tasks.overlong = "{config.tasks.overlong}": no sample that a length limit cut is trained',
+        hint='set tasks.overlong = "train", or leave loss.bootstrap_truncated out',
+        key="loss.bootstrap_truncated",
     )
     refuse(
         critic.only_steps >= config.run.steps,

@@ -234,8 +234,9 @@ def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: s
             raise ConfigError(
                 f"expected a known key, got {prefix}{key} in {where}", hint=_suggest(key, prefix, fields), key=prefix + key, path=where
             )
-        if isinstance(value, float) and not math.isfinite(value):
-            raise _out_of_range(prefix + key, "a finite number", value, where)
+        for number in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise _out_of_range(prefix + key, "a finite number", number, where)
         if _is_struct(fields[key]) and isinstance(value, Mapping):
             _refuse_unknown(value, fields[key], where=where, prefix=f"{prefix}{key}.")
         if get_origin(fields[key]) is tuple and _is_struct(get_args(fields[key])[0]) and isinstance(value, list | tuple):

@@ -86,7 +86,9 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "pass_at_k": Estimator(grouped=True, settings=frozenset({"pass_k"})),
         "reinforce_plus_plus": Estimator(whitened=True, settings=frozenset({"kl.reward_coef", "gamma"})),
         "reinforce_plus_plus_baseline": Estimator(grouped=True, whitened=True, settings=frozenset({"normalize_rewards", "kl.reward_coef"})),
-        "ppo": Estimator(settings=frozenset({"kl.reward_coef", "gamma", "gae_lambda", "critic"}), needs=frozenset({Role.VALUE})),
+        "ppo": Estimator(
+            settings=frozenset({"kl.reward_coef", "gamma", "gae_lambda", "bootstrap_truncated", "critic"}), needs=frozenset({Role.VALUE})
+        ),
     }
 )
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from streamrl.config.bus import BusConfig
 from streamrl.config.engines import EngineConfig
+from streamrl.config.filters import FiltersConfig
 from streamrl.config.gateway import GatewayConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.metrics import MetricsConfig
@@ -199,6 +200,13 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Of a reward in named parts, the part that is trained; all are kept with the sample. Empty: the part `reward`, or their sum."""
     late_versions: NonNegativeInt = 8
     """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
+    overlong_buffer: NonNegativeInt = 0
+    """Tokens below the greatest length over which a penalty grows from 0 to reward.overlong_penalty (soft overlong punishment, arXiv
+    2503.14476, eq. 13), taken from every reward when a batch is made; 0: none."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """The greatest penalty."""
+    overlong_length: NonNegativeInt = 0
+    """The greatest length, in sampled tokens of a sample; 0: its own sampling.max_new_tokens, which is of one turn."""
     timeout_s: PositiveFloat = 10.0
     """A custom reward that takes longer for a rollout (a class with `score`: for a group) is cut off, and the rollout ends as `timeout`."""
     children: NonNegativeInt = 0
@@ -378,6 +386,7 @@ class Config(Section, frozen=True, kw_only=True):
     producer: ProducerConfig = ProducerConfig()
     gateway: GatewayConfig = GatewayConfig()
     reward: RewardConfig = RewardConfig()
+    filters: FiltersConfig = FiltersConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()

@@ -1,4 +1,4 @@
-"""What of a message may be trained, before its groups are looked at: limits of the model, guessed versions, truncated samples."""
+"""What of a message may be trained, before its groups are looked at: limits of the model, guessed versions, truncated samples, filters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from streamrl.core.filters import masked, refusals
 from streamrl.core.records import Rollouts, RolloutView
 from streamrl.core.state import FoldConfig, PendingTask
 from streamrl.schemas.ledger import Drop
@@ -21,13 +22,13 @@ def beyond_limits(record: Rollouts, config: FoldConfig) -> str:
 
 
 def admit(
-    task: PendingTask, sequence: int, views: Sequence[RolloutView], config: FoldConfig
+    task: PendingTask, record: Rollouts, views: Sequence[RolloutView], config: FoldConfig
 ) -> tuple[PendingTask, list[Drop], list[RolloutView]]:
-    """Leave out the rollouts that `inexact` and `overlong` refuse, and of the others the tokens that they mask.
+    """Leave out the rollouts that `inexact`, `overlong` and the filters refuse, and of the others the tokens that they mask.
 
     Args:
         task: what is known of their task.
-        sequence: of their message.
+        record: their message.
         views: rollouts that have not been seen before.
         config: the decisions.
 
@@ -35,19 +36,24 @@ def admit(
         The task with the refused rollouts among its ended ones, a drop for each reason (the last retires a task all of whose rollouts have
         ended), and the others.
     """
-    if not any(view.shares for view in views):  # nearly always
+    filtered = refusals(record, config)
+    if not filtered and not any(view.shares for view in views):  # nearly always
         return task, [], list(views)
     kept: list[RolloutView] = []
     refused: dict[str, list[int]] = {}
     for view in views:
         if reason := _refused(view, config):
             refused.setdefault(reason, []).append(view.rollout)
-        else:
+        elif (reason := filtered.get(view.rollout)) is None:
             kept.append(view.without(inexact=config.inexact == "mask", truncated=config.overlong == "mask"))
+        elif config.filters.refused == "mask":
+            kept.append(masked(view))
+        else:
+            refused.setdefault(reason, []).append(view.rollout)
     if not refused:
         return task, [], kept
     task = replace(task, ended=(*task.ended, *sorted(rollout for rollouts in refused.values() for rollout in rollouts)))
-    drops = [Drop(sequence, task.task, tuple(rollouts), reason) for reason, rollouts in sorted(refused.items())]
+    drops = [Drop(record.sequence, task.task, tuple(rollouts), reason) for reason, rollouts in sorted(refused.items())]
     if len(task.ended) == task.group_size:
         drops[-1] = replace(drops[-1], retires=True)
     return task, drops, kept

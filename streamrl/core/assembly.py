@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from streamrl.core.batches import STATUS_CODES, LogitBiases, TrainBatch
 from streamrl.core.fold import Batch
+from streamrl.core.overlong import of_rollouts, overlong_penalty, sampled_tokens
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
 from streamrl.schemas.ledger import Used
@@ -90,7 +91,7 @@ def assemble(
         messages: decoded messages by sequence; must hold all of `batch.sequences`.
         state: the state the batch was closed on (gives the version trained from).
         config: tokens are masked here that are older than max_staleness, of truncated samples, or of guessed versions, where
-            `stale`, `overlong` or `inexact` is "mask".
+            `stale`, `overlong` or `inexact` is "mask", and of rollouts that a filter refuses where `filters.refused` is.
         routed: of a message, [T, layers, k] where its tokens went; None: that is not asked for.
 
     Raises:
@@ -108,6 +109,8 @@ def assemble(
         loss_mask &= np.repeat(status != STATUS_CODES[Status.TRUNCATED], np.diff(offsets))
     if config.inexact == "mask":
         loss_mask &= ~tokenwise(_inexact)
+    if config.filters.refused == "mask":
+        loss_mask &= np.repeat(packed.trained, np.diff(offsets))
     if not loss_mask.any():
         raise TrainingError(
             f"expected a trainable token in the batch after version {state.version}, got none among {len(numbers)} tokens",
@@ -119,6 +122,13 @@ def assemble(
     def ints(column: str) -> npt.NDArray[Any]:
         return samplewise(lambda message: message.ints(column))
 
+    tasks, rollouts = ints("task").astype(np.int64), ints("rollout").astype(np.int64)
+    penalties = None
+    if config.overlong_buffer and not warmup:
+        lengths, longest = samplewise(sampled_tokens), ints("max_new_tokens").astype(np.int64)
+        limit = np.full_like(longest, config.overlong_length) if config.overlong_length else longest
+        found = overlong_penalty(lengths, limit, buffer=config.overlong_buffer, penalty=config.overlong_penalty)
+        penalties = of_rollouts(found, tasks, rollouts)
     # A sampler that reports log-probs from before top-k, top-p and min-p is compared with the policy's from before them too.
     modes = samplewise(lambda message: np.array(message.texts("logprob_mode")))
     truncated = np.repeat(modes == LogprobMode.SAMPLED, np.diff(offsets))
@@ -137,10 +147,11 @@ def assemble(
         top_k=np.where(truncated, tokenwise(lambda message: message.drawn_at("top_k")), -1).astype(np.int32),
         min_p=min_p if min_p.any() else None,
         logit_biases=packed.biases(np.repeat(modes != LogprobMode.NONE, np.diff(offsets))),
-        rewards=packed.rewards,
+        rewards=packed.rewards if penalties is None else packed.rewards + penalties,
+        penalties=penalties,
         routed_experts=tokenwise(routed) if routed is not None and packed.routed else None,
-        tasks=ints("task").astype(np.int64),
-        rollouts=ints("rollout").astype(np.int64),
+        tasks=tasks,
+        rollouts=rollouts,
         status=status,
     )
 
@@ -161,6 +172,7 @@ class _Packed:
         samples_before, tokens_before = [0], [0]
         rows: list[int] = []
         rewards: list[float] = []
+        trained: list[bool] = []
         for group in batch.groups:
             of_message: dict[int, dict[int, list[int]]] = {}
             for rollout in sorted(group.rollouts):
@@ -178,10 +190,13 @@ class _Packed:
                 found = of_message[pending.sequence].get(rollout, [])
                 rows += [samples_before[numbers[pending.sequence]] + row for row in found]
                 rewards += [np.nan if pending.reward is None else pending.reward] * len(found)
+                trained += [pending.num_tokens > 0] * len(found)
         self.routed = any("routed_experts" in message.optional_names for message in self._messages)
         """Whether a sample says where its tokens went."""
         self._rows = np.array(rows, np.int64)
         self.rewards = np.array(rewards, np.float64)
+        self.trained = np.array(trained, np.bool_)
+        """[N] whether the fold has left a token of the sample's rollout to be trained."""
         starts = np.concatenate([message.offsets[:-1] + tokens for message, tokens in zip(self._messages, tokens_before, strict=False)])
         lengths = np.concatenate([np.diff(message.offsets) for message in self._messages])[self._rows]
         self.offsets = np.zeros(len(rows) + 1, np.int64)

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from streamrl.core.admission import admit
 from streamrl.core.expiry import expired, must_wait, unrewarded
+from streamrl.core.filters import group_refusal
 from streamrl.core.impossible import impossible
 from streamrl.core.pacing import refilled, released
 from streamrl.core.records import Ended, Forked, Marked, Poison, Record, Rewarded, Rollouts
@@ -207,7 +208,7 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
     repeats = tuple(k for k in names if k in task.rollouts or k in task.ended)
     if repeats:
         state = state.with_drop(Drop(record.sequence, record.task, repeats, "duplicate"), [lengths[k] for k in repeats if k in lengths])
-    task, drops, views = admit(task, record.sequence, [view for view in record.rollouts if view.rollout not in repeats], config)
+    task, drops, views = admit(task, record, [view for view in record.rollouts if view.rollout not in repeats], config)
     for drop in drops:
         state = state.with_drop(drop, [lengths[k] for k in drop.rollouts if k in lengths])
     if len(task.ended) == task.group_size:
@@ -302,8 +303,8 @@ def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldStat
         return _drop_group(state, task, "empty")
     if config.stale != "wait" and _too_old(state, task, config):
         return _drop_group(state, task, "stale")
-    if config.drop_zero_variance and not state.in_warmup(task.task) and rewards and min(rewards) == max(rewards):
-        return _drop_group(state, task, "zero_variance")
+    if reason := group_refusal(state, task, config):
+        return _drop_group(state, task, reason)
     return state
 
 

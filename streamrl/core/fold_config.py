@@ -31,4 +31,8 @@ def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
         inexact=config.tasks.inexact,
         overlong=config.tasks.overlong,
         expire_versions=config.tasks.expire_versions,
+        overlong_buffer=config.reward.overlong_buffer,
+        overlong_penalty=config.reward.overlong_penalty,
+        overlong_length=config.reward.overlong_length,
+        filters=config.filters,
     )

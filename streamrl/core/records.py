@@ -12,6 +12,7 @@ import re
 import msgspec
 import numpy as np
 
+from streamrl.core.repetition import Tails
 from streamrl.errors import SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.columns import FORMER_NAME, SCHEMA_NAME
@@ -99,6 +100,8 @@ class Rollouts(msgspec.Struct, frozen=True):
     """Highest token id of the message."""
     longest: int = 0
     """Tokens of its longest sample."""
+    tails: Tails | None = None
+    """What repetition is measured on."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -280,7 +283,8 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
     for rollout, shares in _shares(batch).items():
         views[rollout] = msgspec.structs.replace(views[rollout], shares=shares)
     in_order = tuple(views[k] for k in sorted(views))
-    return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, int(batch.tokens.max()), int(batch.lengths.max()))
+    top, longest = int(batch.tokens.max()), int(batch.lengths.max())
+    return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, top, longest, Tails(batch))
 
 
 def _shares(batch: SampleBatch) -> dict[int, tuple[Share, ...]]:

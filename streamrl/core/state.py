@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.config.filters import FiltersConfig
 from streamrl.core.lengths import added, histogram
 from streamrl.errors import SchemaError
 from streamrl.schemas.control import Grant
@@ -49,6 +50,13 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Samples that a length limit cut are trained (`train`) or masked (`mask`), or their rollouts are dropped (`drop`)."""
     expire_versions: int = 0
     """A task that has rollouts to end this many versions after its grant ends as `expired`; 0: never."""
+    overlong_buffer: int = 0
+    """Tokens over which the penalty on long answers grows (`streamrl.core.overlong`); 0: none. It changes no decision, only rewards."""
+    overlong_penalty: float = 1.0
+    overlong_length: int = 0
+    """Greatest length of a sample, in sampled tokens; 0: what its sampling says."""
+    filters: FiltersConfig = FiltersConfig(min_reward_std=0.0)
+    """What else is left out, by lengths, repetition and rewards."""
 
 
 class PendingRollout(msgspec.Struct, frozen=True):

@@ -120,6 +120,8 @@ def _arrival(record: Record, incoming: Incoming, time_s: float, made_s: Sequence
     if isinstance(record, Rollouts) and incoming.samples is not None:
         first, last = _sampled(record, incoming.samples, time_s, made_s)
     task: int | None = getattr(record, "task", None)
+    if isinstance(record, Rollouts) and record.tails is not None:
+        record = replace(record, tails=record.tails.settled())  # else the whole stream would stay in memory
     return Arrival(record, time_s, task if task is not None and task < granted else None, first, last)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.bus.protocol import Log
+from streamrl.config.filters import DECIDED
 from streamrl.config.load import override, override_keys
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import entry_of
@@ -40,6 +41,9 @@ LEDGER_FILE = "ledger.jsonl"
 
 CHANGES_LOSS = (
     "loss",
+    "reward.overlong_buffer",
+    "reward.overlong_penalty",
+    "reward.overlong_length",
     "trainer.optimizer",
     "trainer.minibatches",
     "trainer.micro_tokens",
@@ -48,7 +52,10 @@ CHANGES_LOSS = (
     "run.steps",
 )
 """Keys whose change leaves the batches alone."""
-CHANGES_BATCHES = ("tasks.batch_tasks", "tasks.max_staleness", "tasks.stale", "tasks.expire_versions", "tasks.drop_zero_variance")
+CHANGES_BATCHES = (
+    *("tasks.batch_tasks", "tasks.max_staleness", "tasks.stale", "tasks.expire_versions", "tasks.drop_zero_variance"),
+    *DECIDED,
+)
 """Keys whose change may give other batches of the same samples."""
 
 

@@ -174,8 +174,8 @@ def barren_line(numbers: RunNumbers, given_up: Counter[str]) -> str:
     if 2 * numbers.given_up_tasks > numbers.barren_tasks:
         return f"{said}: their rollouts ended without a sample ({_words(given_up)}). hint: {given_up_cause(given_up).hint}"
     return (
-        f"{said}: are the rewards within each group all equal? "
-        "hint: easier problems, a longer warm-up, more rollouts a task, or tasks.drop_zero_variance = false"
+        f"{said}: are the rewards within each group all equal, or beyond the bounds of the section filters? "
+        "hint: easier problems, a longer warm-up, more rollouts a task, wider bounds, or tasks.drop_zero_variance = false"
     )
 
 

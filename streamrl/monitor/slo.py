@@ -261,6 +261,14 @@ _VAIN = (
     (("filtered",), GIVEN_UP),
     (("lost",), LOST),
     (("unrewarded", "late"), Cause("late_rewards", "most rewards come too late", "raise reward.late_versions, or make rewards faster")),
+    (
+        ("too_short", "too_long", "repetitive", "too_hard", "too_easy"),
+        Cause(
+            "filters",
+            "most rollouts are beyond the bounds of the section filters",
+            "`streamrl status` has the reasons; widen these bounds, or choose other problems",
+        ),
+    ),
     (("truncated",), Cause("truncated", "most answers are cut by a length limit", "raise sampling.max_new_tokens and model.max_len")),
 )
 """What is made in vain, by the reasons of drops."""

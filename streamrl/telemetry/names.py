@@ -17,6 +17,7 @@ _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reducti
 DROP_REASONS = (
     *("stale", "duplicate", "late", "failed", "filtered", "timeout", "deliveries", "poison", "zero_variance", "empty", "lost_version"),
     *("inexact", "truncated", "unrewarded", "expired", "lost", "blob_missing", "superseded_reward"),
+    *("too_short", "too_long", "repetitive", "too_hard", "too_easy"),
 )
 """Reasons that `streamrl.schemas.ledger.Drop` explains."""
 OTHER_REASON = "other"
@@ -154,6 +155,7 @@ def _parts_of_ages() -> Iterator[Metric]:
 _DECLARED = (
     # One value a batch; they also stand in the batch's ledger entry. Those of a loss are weighted as the loss is.
     Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the rollouts that arrived for the batch, dropped ones included"),
+    Metric("rollout/overlong_penalty", _MEAN, "reward", "what length has taken from the rewards of the batch, mean over rollouts"),
     Metric("rollout/raw_reward_std", _MEAN, "reward", "standard deviation of the rewards within a group, mean over groups"),
     Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal"),
     Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from random import Random
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from streamrl.algorithms.returns import CHUNK, Floats, discounted_returns, find_
 from tests.algorithms import reference_returns as reference
 
 ALL = np.ones(3, np.bool_)
-PLAIN = {"gamma": 1.0, "gae_lambda": 1.0, "rho": 1.0, "c": 1.0}
+PLAIN: dict[str, Any] = {"gamma": 1.0, "gae_lambda": 1.0, "rho": 1.0, "c": 1.0}
 
 
 class Packed(NamedTuple):
@@ -108,6 +109,38 @@ def test_vtrace_equals_the_papers_sum(batch: Packed, gamma: float, lam: float, r
         expected = reference.vtrace(steps, gamma, lam, rho, c)
         assert advantages[tokens] == pytest.approx(expected[0], rel=1e-9, abs=1e-9)
         assert targets[tokens] == pytest.approx(expected[1], rel=1e-9, abs=1e-9)
+
+
+@given(packed(), gammas, lambdas, clips, clips, st.randoms(use_true_random=False))
+def test_a_cut_sample_goes_on_with_the_value_behind_it(
+    batch: Packed, gamma: float, lam: float, rho: float, c: float, chance: Random
+) -> None:
+    """Reference: as if there were one step more, at the sample's end, of that value and with nothing to learn: its delta is 0."""
+    ends = np.array([chance.choice([0.0, chance.uniform(-2, 2)]) for _ in batch.offsets[1:]])
+    layout = (batch.offsets, batch.mask)
+    advantages, returns = gae(batch.rewards, batch.values, *layout, gamma=gamma, gae_lambda=lam, ends=ends)
+    clipped: dict[str, Any] = {"gamma": gamma, "gae_lambda": lam, "rho": rho, "c": c}
+    theirs, targets = vtrace(batch.rewards, batch.values, batch.log_ratio, *layout, **clipped, ends=ends)
+    for place, (tokens, steps) in enumerate(batch.sequences()):
+        longer = [*steps, (int(batch.offsets[place + 1]), ends[place], ends[place], 1.0)]
+        expected = reference.gae(longer, gamma, lam)[:-1]
+        assert advantages[tokens] == pytest.approx(expected, abs=1e-9)
+        assert returns[tokens] == pytest.approx([a + step[2] for a, step in zip(expected, steps, strict=True)], abs=1e-9)
+        of_vtrace = reference.vtrace(longer, gamma, lam, rho, c)
+        assert theirs[tokens] == pytest.approx(of_vtrace[0][:-1], rel=1e-9, abs=1e-9)
+        assert targets[tokens] == pytest.approx(of_vtrace[1][:-1], rel=1e-9, abs=1e-9)
+
+
+def test_a_cut_by_hand() -> None:
+    """The golden numbers' sample, cut with a value of 0.6 behind it: its last delta is 1 + 0.99 * 0.6 - 0.3, the others follow."""
+    where = (np.array([0.0, 0, 1]), np.array([0.5, 0.4, 0.3]), np.array([0, 3]), ALL)
+    last = 1 + 0.99 * 0.6 - 0.3
+    second = 0.99 * 0.3 - 0.4 + 0.99 * 0.95 * last
+    first = 0.99 * 0.4 - 0.5 + 0.99 * 0.95 * second
+    advantages, returns = gae(*where, gamma=0.99, gae_lambda=0.95, ends=np.array([0.6]))
+    assert advantages == pytest.approx([first, second, last]) and returns == pytest.approx([first + 0.5, second + 0.4, last + 0.3])
+    over = gae(*where, gamma=0.99, gae_lambda=0.95, ends=np.zeros(1))
+    assert all(np.array_equal(a, b) for a, b in zip(over, gae(*where, gamma=0.99, gae_lambda=0.95), strict=True)), "0: the episode is over"
 
 
 @given(packed(), gammas, lambdas)

@@ -46,6 +46,7 @@ GOOD = [
     ("loss.advantage=my.file:name", "loss.normalize_std=false"),
     ("loss.policy=file.py:name", "loss.correction.level=sequence"),
     ("loss.advantage=reinforce_plus_plus", "loss.kl.reward_coef=0.1", "loss.gamma=0.9", "tasks.num_rollouts=1"),
+    ("loss.advantage=ppo", "loss.bootstrap_truncated=true"),
     ("loss.advantage=ppo", "loss.gae_lambda=0.95", "loss.critic.only_steps=3", "tasks.num_rollouts=1"),
     ("loss.advantage=ppo", "loss.critic.targets=vtrace", "loss.critic.vtrace_rho=2.0"),
     ("loss.advantage=grpo", "loss.normalize_rewards=false", "tasks.num_rollouts=1"),
@@ -106,6 +107,8 @@ BAD = [
     (("loss.advantage=reinforce_plus_plus_baseline", "loss.whiten=off"), "whitening is what scales"),
     (("loss.gamma=0.9",), "loss.gamma = 0.9 is for reinforce_plus_plus and ppo"),
     (("loss.gae_lambda=0.9",), "loss.gae_lambda = 0.9 is for ppo"),
+    (("loss.bootstrap_truncated=true",), "loss.bootstrap_truncated = .* is for ppo"),
+    (("loss.bootstrap_truncated=true", "loss.advantage=ppo", "tasks.overlong=mask"), "no sample that a length limit cut is trained"),
     # policy loss
     (("loss.advantage=gspo", "loss.policy=ppo"), "loss.advantage = gspo is grpo with the policy loss gspo"),
     (("loss.slime_loss=a.py:b", "loss.policy=ppo"), "loss.slime_loss takes the place of the policy loss"),

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.core.records import Ended, Forked, Marked, Poison, Rewarded, Rollouts, RolloutView, judge
+from streamrl.core.repetition import Tails
 from streamrl.schemas.codec import encode
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import MARK_EPOCH, LogprobMode, Mark, RewardUpdate, Tombstone, VersionSpan
@@ -26,8 +27,9 @@ def test_samples_become_one_view_a_rollout() -> None:
     two = [sample(1, sample=k, num_samples=2) for k in range(2)]
     record, batch = judge(SAMPLES, 9, encode_samples([*two, sample(0, reward=None)]), "3")
     at = ((0, 4, 4),)
-    assert record == Rollouts(9, "main", 3, 2, (RolloutView(0, 1, 2, 4, 4, None, 4, at), RolloutView(1, 2, 4, 4, 4, 1.0, 4, at)), 8, 4)
     assert batch is not None and batch.num_rows == 3
+    views = (RolloutView(0, 1, 2, 4, 4, None, 4, at), RolloutView(1, 2, 4, 4, 4, 1.0, 4, at))
+    assert record == Rollouts(9, "main", 3, 2, views, 8, 4, Tails(batch))
 
 
 def test_ages_count_trained_tokens_only() -> None:

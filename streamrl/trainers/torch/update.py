@@ -25,6 +25,7 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch
+from streamrl.core.cuts import cut_samples, with_ends
 from streamrl.core.packing import ROW, Indices, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.tensors.transfer import on_device
@@ -147,9 +148,13 @@ class Update:
         roles = needed_roles(batch, self._loss, min(self._minibatches, len(np.unique(batch.tasks))))
         # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
         found: dict[Role, npt.NDArray[np.float32]] = {}
+        ends: npt.NDArray[np.float32] | None = None
         for role in sorted(roles):
             start_s = time.perf_counter()
-            found[role] = self.score(batch, role, batch.loss_mask, samples)
+            if role == Role.VALUE and self._loss.bootstrap_truncated:
+                found[role], ends = self._values(batch)
+            else:
+                found[role] = self.score(batch, role, batch.loss_mask, samples)
             if role in _SCORING:
                 self.times[_SCORING[role]] = time.perf_counter() - start_s
         scores = Scores(
@@ -157,6 +162,7 @@ class Update:
             reference=found.get(Role.REFERENCE),
             teacher=found.get(Role.TEACHER),
             values=found.get(Role.VALUE),
+            ends=ends,
         )
         return make_objective(batch, self._loss, self._minibatches, scores)
 
@@ -258,6 +264,19 @@ class Update:
             for micro, one in values:
                 found[torch.from_numpy(micro.target)] = one.float().cpu()
         return self._parallel.sum_rows(found).numpy()
+
+    def _values(self, batch: TrainBatch) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """The critic's values of the trained tokens, [T], and of the states behind samples that a length limit cut, [N], 0 elsewhere."""
+        cut, samples = cut_samples(batch), np.arange(batch.num_samples)
+        behind = np.zeros(batch.num_samples, np.float32)
+        if not cut.any():
+            return self.score(batch, Role.VALUE, batch.loss_mask, samples), behind
+        longer, ends = with_ends(batch, cut)
+        wanted = longer.loss_mask.copy()
+        wanted[ends] = True
+        values = self.score(longer, Role.VALUE, wanted, samples)
+        behind[cut] = values[ends]
+        return np.delete(values, ends), behind
 
     def row_length(self, batch: TrainBatch, budget: int) -> int:
         """Of the batch's packed rows with this budget; 0 where rows are not packed."""

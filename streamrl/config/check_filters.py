@@ -1,0 +1,66 @@
+"""What the section `filters` and the penalty on long answers may not say."""
+
+from __future__ import annotations
+
+from streamrl.config.tree import Config, refuse
+
+
+def check_filters(config: Config) -> None:
+    """Raise ConfigError for bounds that contradict each other or could never be met."""
+    _check_overlong(config)
+    filters = config.filters
+    refuse(
+        0 < filters.max_tokens < filters.min_tokens,
+        f"filters.max_tokens = {filters.max_tokens} is below filters.min_tokens = {filters.min_tokens}: every rollout would be refused",
+        hint="raise filters.max_tokens, or lower filters.min_tokens",
+        key="filters.max_tokens",
+    )
+    refuse(
+        filters.min_tokens > config.model.max_len,
+        f"filters.min_tokens = {filters.min_tokens} is above model.max_len = {config.model.max_len}: every rollout would be refused",
+        hint="lower filters.min_tokens",
+        key="filters.min_tokens",
+    )
+    refuse(
+        len(filters.mean_reward) not in (0, 2),
+        f"filters.mean_reward must be [lowest, highest], got {list(filters.mean_reward)}",
+        hint="write both bounds, such as [0.1, 0.9]; they are included",
+        key="filters.mean_reward",
+    )
+    refuse(
+        len(filters.mean_reward) == 2 and filters.mean_reward[0] > filters.mean_reward[-1],
+        f"filters.mean_reward must rise, got {list(filters.mean_reward)}: every group would be dropped",
+        hint="write the lowest first",
+        key="filters.mean_reward",
+    )
+    refuse(
+        filters.max_repetition > 0 and filters.repetition_ngram >= filters.repetition_tokens,
+        f"filters.repetition_ngram = {filters.repetition_ngram} must be below filters.repetition_tokens = {filters.repetition_tokens}: "
+        "nothing could occur twice",
+        hint="lower filters.repetition_ngram, or raise filters.repetition_tokens",
+        key="filters.repetition_ngram",
+    )
+
+
+def _check_overlong(config: Config) -> None:
+    reward = config.reward
+    longest = reward.overlong_length or config.sampling.max_new_tokens
+    named = "reward.overlong_length" if reward.overlong_length else "sampling.max_new_tokens"
+    refuse(
+        reward.overlong_buffer > longest,
+        f"reward.overlong_buffer = {reward.overlong_buffer} is above {named} = {longest}: every answer would be punished",
+        hint=f"lower reward.overlong_buffer, or raise {named}",
+        key="reward.overlong_buffer",
+    )
+    refuse(
+        reward.overlong_length > 0 and reward.overlong_buffer == 0,
+        f"reward.overlong_length = {reward.overlong_length} without reward.overlong_buffer: there is no penalty",
+        hint="set reward.overlong_buffer, in tokens, or leave reward.overlong_length out",
+        key="reward.overlong_length",
+    )
+    refuse(
+        reward.overlong_buffer > 0 and config.loss.advantage == "maxrl",
+        'reward.overlong_buffer with loss.advantage = "maxrl": the penalty makes rewards negative, by whose mean it would divide',
+        hint='take loss.advantage = "grpo", or leave the penalty out',
+        key="reward.overlong_buffer",
+    )

@@ -1,0 +1,218 @@
+"""The built-in filters: lengths, repetition and rewards of groups, against a plain reading of what they say."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from streamrl.config.filters import FiltersConfig
+from streamrl.core.assembly import assemble
+from streamrl.core.fold import close
+from streamrl.core.records import Rollouts, judge
+from streamrl.core.repetition import Tails, repetition
+from streamrl.core.state import FoldConfig, FoldState, initial_state
+from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.sample_batch import SampleBatch
+from streamrl.schemas.samples import Sample, VersionSpan
+from streamrl.schemas.versions import Version
+from tests.core.stream import Stream, config, view
+from tests.schemas.rows import sample
+
+
+def rules(batch: int = 1, staleness: int = 4, *, zero_variance: bool = False, **filters: Any) -> FoldConfig:
+    return config(batch, staleness, drop_zero_variance=zero_variance, filters=replace(FiltersConfig(min_reward_std=0.0), **filters))
+
+
+def answer(rollout: int, tokens: list[int], **values: Any) -> Sample:
+    """One of the prompt's two tokens, and these."""
+    size = 2 + len(tokens)
+    mask = np.array([0, 0] + [1] * len(tokens), np.uint8)
+    return sample(
+        rollout,
+        tokens=np.array([5, 6, *tokens], np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -0.5, 0.0).astype(np.float32),
+        spans=(VersionSpan(2, None), VersionSpan(size - 2, Version(0, 0))),
+        **values,
+    )
+
+
+def judged(*rows: Sample) -> tuple[Rollouts, SampleBatch]:
+    record, batch = judge("run.samples.main", 1, encode_samples(rows), None)
+    assert isinstance(record, Rollouts) and batch is not None
+    return record, batch
+
+
+def seen_before(tokens: list[int], n: int) -> float:
+    """Reference: the n-grams that are among those before them."""
+    grams = [tuple(tokens[k : k + n]) for k in range(len(tokens) - n + 1)]
+    return sum(gram in grams[:k] for k, gram in enumerate(grams)) / len(grams) if len(grams) > 1 else 0.0
+
+
+@given(st.lists(st.integers(0, 4) | st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 12))
+def test_repetition_is_the_part_of_ngrams_that_were_there_before(tokens: list[int], n: int) -> None:
+    assert repetition(np.array(tokens, np.int32), n) == pytest.approx(seen_before(tokens, n), abs=1e-12)
+
+
+def test_a_loop_repeats_itself_and_a_walk_does_not() -> None:
+    assert repetition(np.arange(1000), 4) == 0.0
+    assert repetition(np.tile(np.arange(7), 100), 8) == 1 - 7 / (700 - 7)
+    assert repetition(np.zeros(0, np.int32), 3) == repetition(np.array([1]), 1) == 0.0
+
+
+def test_the_end_of_the_worst_sample_is_what_counts() -> None:
+    walk, loop = list(range(10, 40)), [7, 8] * 15
+    _, batch = judged(
+        answer(0, [*walk, *loop], num_samples=2), answer(0, walk, sample=1, num_samples=2), answer(1, [*loop, *walk], group_size=2)
+    )
+    tails = Tails(batch)
+    assert tails.repetition(2, 30) == {0: pytest.approx(27 / 29), 1: 0.0}
+    assert tails.repetition(2, 1000)[1] == pytest.approx(seen_before([*loop, *walk], 2))
+    assert tails.settled().repetition(2, 30)[1] == 0.0
+    with pytest.raises(AssertionError):
+        tails.repetition(3, 30)
+
+
+@pytest.mark.parametrize(("length", "reason"), [(2, "too_short"), (3, ""), (5, ""), (6, "too_long")])
+def test_lengths_are_bounded_and_the_bounds_are_included(length: int, reason: str) -> None:
+    s = Stream(rules(min_tokens=3, max_tokens=5))
+    s.rollouts(0, view(0, reward=1.0, tokens=length), view(1, reward=0.0, tokens=4))
+    assert [(d[2], d[3]) for d in s.dropped] == ([((0,), reason)] if reason else [])
+    assert sorted(s.train().groups[0].rollouts) == ([1] if reason else [0, 1])
+
+
+def test_repetitive_rollouts_leave_their_group() -> None:
+    record, _ = judged(answer(0, [7] * 20), answer(1, list(range(20))))
+    s = Stream(rules(max_repetition=0.5, repetition_ngram=3), replace(initial_state(rules()), granted=9))
+    s.put(record)
+    assert s.dropped == [(1, 3, (0,), "repetitive", False)]
+    s = Stream(rules(max_repetition=0.95, repetition_ngram=3), replace(initial_state(rules()), granted=9))
+    s.put(record)
+    assert not s.dropped, "17 of 18 3-grams are less than that"
+
+
+def test_a_group_that_is_all_refused_frees_its_credit_at_once() -> None:
+    s = Stream(rules(min_tokens=5))
+    before = s.state.granted
+    effects = s.rollouts(0, view(0, reward=1.0), view(1, reward=0.0))
+    assert s.dropped == [(1, 0, (0, 1), "too_short", True)] and not s.state.pending
+    assert s.state.retired == 1 and effects.grant is not None and effects.grant.granted == before + 1
+
+
+def test_masked_rollouts_still_count_in_their_group() -> None:
+    config = rules(refused="mask", max_tokens=3)
+    rows = [answer(0, [7, 8, 9, 7], reward=1.0), answer(1, [7, 8], reward=0.0)]
+    record, batch = judged(*rows)
+    s = Stream(config, replace(initial_state(config), granted=9))
+    s.put(record)
+    closed = s.close()
+    assert closed is not None and not s.dropped and sorted(closed.groups[0].rollouts) == [0, 1]
+    given_to = assemble(closed, {1: batch}, s.state, config)
+    assert given_to.rewards.tolist() == [1.0, 0.0], "the reward counts"
+    assert np.add.reduceat(given_to.loss_mask, given_to.offsets[:-1], dtype=int).tolist() == [0, 2]
+    assert s.state.pending[3].rollouts[0].length == 4, "it was sampled all the same"
+    s.sequence = 1
+    s.rollouts(4, view(0, reward=1.0, tokens=9), view(1, reward=0.0, tokens=9))
+    assert s.dropped[-1][3:] == ("empty", True)
+
+
+def test_demonstrations_are_left_alone() -> None:
+    config = rules(min_tokens=100, max_repetition=0.01, mean_reward=(5.0, 6.0))
+    s = Stream(replace(config, warmup_steps=3))
+    s.demonstration(0)
+    assert not s.dropped and s.train(warm=False).groups[0].task == 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [((0.0, 0.0, 1.0, 0.0), "too_hard"), ((1.0, 1.0, 0.0, 1.0), ""), ((0.5, 0.5, 0.5, 0.5), ""), ((1.0, 1.0, 1.0, 0.9), "too_easy")],
+)
+def test_groups_whose_mean_reward_is_beyond_the_bounds_are_dropped(rewards: tuple[float, ...], reason: str) -> None:
+    s = Stream(rules(mean_reward=(0.5, 0.75)))
+    s.group(0, rewards)
+    assert [d[3:] for d in s.dropped] == ([(reason, True)] if reason else [])
+    assert s.state.retired == bool(reason)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=2, max_size=6), st.sampled_from([0.0, 1e-6, 0.5, 2.0]))
+def test_zero_variance_is_a_small_deviation(rewards: list[float], bound: float) -> None:
+    s = Stream(rules(zero_variance=True, min_reward_std=bound))
+    s.group(0, rewards)
+    deviation = statistics.stdev(rewards)
+    if deviation < bound * (1 - 1e-9) or len(set(rewards)) == 1:
+        assert [d[3] for d in s.dropped] == ["zero_variance"]
+    elif deviation > bound * (1 + 1e-9) or bound == 0:
+        assert not s.dropped
+
+
+def test_noise_of_the_last_bits_is_no_variance() -> None:
+    """slime's bound: std > 1e-6 in float64."""
+    noisy = (0.1 + 0.2, 0.3, 0.3)
+    assert noisy[0] != noisy[1]
+    for bound, dropped in ((0.0, False), (1e-6, True)):
+        s = Stream(rules(zero_variance=True, min_reward_std=bound))
+        s.group(0, noisy)
+        assert bool(s.dropped) == dropped
+    s = Stream(rules(zero_variance=False, min_reward_std=1.0))
+    s.group(0, noisy)
+    assert not s.dropped
+
+
+@given(st.permutations([0.1, 0.2, 0.3, 0.7, 1e-17]))
+def test_the_order_of_rewards_decides_nothing(rewards: list[float]) -> None:
+    mean = statistics.fmean([0.1, 0.2, 0.3, 0.7, 1e-17])
+    for bounds, drops in (((mean, mean), False), ((np.nextafter(mean, 1), 1.0), True)):
+        s = Stream(rules(mean_reward=tuple(map(float, bounds))))
+        for rollout, reward in enumerate(rewards):
+            s.rollouts(0, view(rollout, reward=reward), group=5)
+        assert bool(s.dropped) == drops
+
+
+def test_a_correction_may_refuse_a_group_that_waits() -> None:
+    s = Stream(rules(2, mean_reward=(0.4, 0.6)))
+    s.group(0, (0.0, 1.0))
+    s.reward(0, 0, 1.0)
+    assert s.dropped == [(1, 0, (0, 1), "too_easy", True)] and s.state.retired == 1
+
+
+messages = st.lists(
+    st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 8), st.floats(0, 1)), min_size=1, max_size=30, unique_by=lambda m: m[:2]
+)
+
+
+@given(messages, st.integers(0, 4), st.integers(3, 8), st.sampled_from(["drop", "mask"]), st.booleans())
+def test_every_task_ends_once_and_no_credit_is_lost(
+    sent: list[tuple[int, int, int, float]], shortest: int, longest: int, refused: str, flat: bool
+) -> None:
+    """What retires is counted once, what is trained is within the bounds, and a state that was stored goes on alike."""
+    config = rules(1, 9, zero_variance=flat, min_tokens=shortest, max_tokens=longest, refused=refused, mean_reward=(0.2, 0.8))
+    s = Stream(config)
+    stored: FoldState | None = None
+    for place, (task, rollout, tokens, reward) in enumerate(sent):
+        s.rollouts(task, view(rollout, tokens=tokens, reward=reward, oldest=0 if tokens else -1), group=3)
+        if place == len(sent) // 2:
+            stored = FoldState.decode(s.state.encode())
+    ended = {task: sum(1 for t, *_ in sent if t == task) == 3 for task in {m[0] for m in sent}}
+    retires = [d.task for d in s.state.drops if d.retires]
+    assert len(retires) == len(set(retires)) == s.state.retired
+    assert s.state.granted == initial_state(config).granted + s.state.retired
+    for task, whole in ended.items():
+        if whole:
+            assert s.state.is_retired(task) != (task in s.state.pending and s.state.pending[task].ready)
+    assert stored is not None
+    again = Stream(config, stored)
+    for task, rollout, tokens, reward in sent[len(sent) // 2 + 1 :]:
+        again.rollouts(task, view(rollout, tokens=tokens, reward=reward, oldest=0 if tokens else -1), group=3)
+    assert again.state == s.state
+    if (batch := close(s.state, config)) is not None:
+        (group,) = batch.groups
+        rewards = [one.reward for one in group.rollouts.values() if one.reward is not None]
+        assert 0.2 <= statistics.fmean(rewards) <= 0.8
+        trained = [one for one in group.rollouts.values() if one.num_tokens]
+        assert trained and all(shortest <= one.num_tokens <= longest for one in trained)
