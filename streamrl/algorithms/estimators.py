@@ -105,7 +105,7 @@ def token_advantages(
     _check(loss)
     arrays = _arrays(batch, loss, logprobs, reference, teacher, values)
     if is_function(loss.advantage):
-        _, metrics = raw(batch.rewards, batch.tasks, batch.rollouts)
+        _, metrics = raw(*_rewards(batch))
         found, returns = _custom(batch, loss, arrays, base), None
     else:
         found, returns, metrics = ESTIMATORS[loss.advantage](batch, loss, arrays)
@@ -200,19 +200,24 @@ def _arrays(
     return TokenArrays(mask=mask, kl=kl, **given)
 
 
+def _rewards(batch: TrainBatch) -> tuple[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64], tuple[str, ...]]:
+    """What the estimators of groups take."""
+    return batch.rewards, batch.tasks, batch.rollouts, batch.agents
+
+
 def _grpo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, *, divided: bool = True) -> Found:
-    inputs = (batch.rewards, batch.tasks, batch.rollouts)
+    inputs = _rewards(batch)
     numbers, metrics = grpo(*inputs, normalize_std=divided and loss.normalize_std) if loss.normalize_rewards else raw(*inputs)
     return _spread(batch, arrays, numbers), None, metrics
 
 
 def _rloo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
-    numbers, metrics = rloo(batch.rewards, batch.tasks, batch.rollouts)
+    numbers, metrics = rloo(*_rewards(batch))
     return _spread(batch, arrays, numbers), None, metrics
 
 
 def _maxrl(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
-    numbers, metrics = maxrl(batch.rewards, batch.tasks, batch.rollouts)
+    numbers, metrics = maxrl(*_rewards(batch))
     return _spread(batch, arrays, numbers), None, metrics
 
 
@@ -248,7 +253,7 @@ def _spread(batch: TrainBatch, arrays: TokenArrays, numbers: Floats) -> Floats:
 
 
 def _token_rewards(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> tuple[Floats, dict[str, float]]:
-    rewards, metrics = raw(batch.rewards, batch.tasks, batch.rollouts)
+    rewards, metrics = raw(*_rewards(batch))
     return token_rewards(rewards, batch.offsets, arrays.mask, kl=arrays.kl, kl_coef=loss.kl.reward_coef), metrics
 
 

@@ -141,6 +141,7 @@ def assemble(
         routed_experts=tokenwise(routed) if routed is not None and packed.routed else None,
         tasks=ints("task").astype(np.int64),
         rollouts=ints("rollout").astype(np.int64),
+        agents=packed.agents,
         status=status,
     )
 
@@ -161,6 +162,7 @@ class _Packed:
         samples_before, tokens_before = [0], [0]
         rows: list[int] = []
         rewards: list[float] = []
+        names: list[str] = []
         for group in batch.groups:
             of_message: dict[int, dict[int, list[int]]] = {}
             for rollout in sorted(group.rollouts):
@@ -177,11 +179,17 @@ class _Packed:
                     of_message[pending.sequence] = _rows_by_rollout(message)
                 found = of_message[pending.sequence].get(rollout, [])
                 rows += [samples_before[numbers[pending.sequence]] + row for row in found]
-                rewards += [np.nan if pending.reward is None else pending.reward] * len(found)
+                agents, own = [""] * len(found), [np.nan if pending.reward is None else pending.reward] * len(found)
+                for one in pending.agents:
+                    for sample in one.samples:
+                        agents[sample], own[sample] = one.agent, np.nan if one.reward is None else one.reward
+                names += agents
+                rewards += own
         self.routed = any("routed_experts" in message.optional_names for message in self._messages)
         """Whether a sample says where its tokens went."""
         self._rows = np.array(rows, np.int64)
         self.rewards = np.array(rewards, np.float64)
+        self.agents = tuple(names) if any(names) else ()
         starts = np.concatenate([message.offsets[:-1] + tokens for message, tokens in zip(self._messages, tokens_before, strict=False)])
         lengths = np.concatenate([np.diff(message.offsets) for message in self._messages])[self._rows]
         self.offsets = np.zeros(len(rows) + 1, np.int64)
