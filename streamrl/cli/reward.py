@@ -30,6 +30,9 @@ def add_verbs(verbs: Any) -> None:
         "--revision", type=int, default=1, help="a correction needs a higher one than the reward it replaces; 1 if left out"
     )
     reward.add_argument("--sample", type=int, help="the sample of the rollout that was judged; kept with the reward")
+    reward.add_argument(
+        "--agent", default="", metavar="NAME", help="the agent of the rollout whose own reward it is; left out: the rollout's"
+    )
     reward.add_argument("--part", action="append", default=[], metavar="NAME=VALUE", help="a named part, kept with it; may be repeated")
     reward.add_argument(
         "--wait", dest="wait_s", type=seconds, default=5.0, metavar="SECONDS", help="how long to wait for the trainer's word"
@@ -72,6 +75,7 @@ async def _publish(run: RunDir, arguments: argparse.Namespace, parts: dict[str, 
             arguments.reward,
             revision=arguments.revision,
             sample=arguments.sample,
+            agent=arguments.agent,
             parts=parts,
         )
         fates = Fates(bus, subjects, config.trainer.name)
