@@ -362,6 +362,7 @@ class Chat:
         self,
         *,
         reward: float | None = None,
+        agent: str = "",
         reward_parts: Mapping[str, float] | None = None,
         status: Status | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -370,6 +371,7 @@ class Chat:
 
         Args:
             reward: None: the run's reward scores it.
+            agent: whose it is, if that agent has a reward of its own (`Episode.agent`).
             reward_parts: named parts of `reward`, kept with the sample.
             status: None: from the last turn's finish reason; FAILED when a tool broke and the tokens up to there are valid.
             metadata: kept with the sample, and handed to the run's reward.
@@ -388,6 +390,7 @@ class Chat:
             engine=self._engine,
             rollout=self._context.rollout_index,
             reward=reward,
+            agent=agent,
             reward_parts=dict(reward_parts or {}),
             metadata=dict(metadata or {}),
             lineage=self._lineage,

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.experts import RoutedExperts
-from streamrl.schemas.samples import Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan, is_turn_temperature
+from streamrl.schemas.samples import Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan, is_agent, is_turn_temperature
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -69,7 +69,9 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Episode(msgspec.Struct, kw_only=True):
-    """One token sequence of a rollout. A rollout may give several (sub-agents, compaction); they share its reward, which counts once.
+    """One token sequence of a rollout.
+
+    A rollout may give several (helpers, compaction); they share its reward, which counts once, but for those of an `agent`.
 
     `streamrl.producers.chat.Chat.episode` builds it; built by hand it is checked in the same way.
 
@@ -99,6 +101,9 @@ class Episode(msgspec.Struct, kw_only=True):
     """Index of its rollout within the task's group."""
     reward: float | None = None
     """Set by the producer; None leaves it to the run's reward."""
+    agent: str = ""
+    """Whose it is, where that is an agent with a reward of its own (`streamrl.schemas.samples.is_agent`): then `reward` is the agent's, and
+    its other episodes of the rollout share it."""
     reward_parts: dict[str, float] = {}
     metadata: dict[str, Any] = {}
     """Kept with the sample, beside the task's own."""
@@ -144,6 +149,8 @@ def _problem(episode: Episode) -> str:
         return "no turn was generated (`await chat.generate()`): it has no model tokens, so there is nothing to train on"
     if episode.finish_reason not in STATUS:
         return f"finish_reason must be one of {', '.join(STATUS)}, got {episode.finish_reason!r}"
+    if episode.agent and not is_agent(str(episode.agent)):
+        return f"its agent must be a name of letters, digits and _.- with at most one slash, such as solver/2, got {episode.agent!r}"
     if episode.reward is not None:
         if isinstance(episode.reward, str | bytes):
             return f"its reward must be a number, got the text {episode.reward!r}"
@@ -186,7 +193,8 @@ def _temperature_problem(episode: Episode, segment: Segment) -> str:
 def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str, more: Mapping[str, Any] | None = None) -> list[Sample]:
     """Rows for the stream, sorted by rollout and, within one, in the order given.
 
-    Every rollout's samples get the reward of its answer (`is_answer`), else of its last episode that has one, and the fields `more`.
+    Every rollout's samples get the reward of its answer (`is_answer`), else of its last episode that has one, and the fields `more`. Those
+    of agents take no part in that unless all are of agents; they get their agent's reward too, found in the same way.
 
     Raises:
         SchemaError: an episode of a rollout that the task does not have, or a branch of none.
@@ -227,10 +235,16 @@ def _first(episode: Episode, count: int) -> list[int]:
     return list(islice(chain.from_iterable(segment.token_ids for segment in episode.segments), count))
 
 
+def _rewarded(episodes: Sequence[Episode]) -> Episode | None:
+    """The one of these whose reward is that of all."""
+    found = next((e for e in episodes if e.is_answer), episodes[-1])
+    return found if found.reward is not None else next((e for e in reversed(episodes) if e.reward is not None), None)
+
+
 def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], told: dict[str, Any]) -> Sample:
-    rewarded = next((e for e in of_rollout if e.is_answer), of_rollout[-1])
-    if rewarded.reward is None:
-        rewarded = next((e for e in reversed(of_rollout) if e.reward is not None), None)
+    rewarded = _rewarded([e for e in of_rollout if not e.agent] or of_rollout)
+    own = _rewarded([e for e in of_rollout if e.agent == episode.agent]) if episode.agent else None
+    parts = own if episode.agent else rewarded
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
@@ -270,7 +284,7 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         spans=tuple(spans),
         logprob_mode=episode.logprob_mode,
         reward=rewarded.reward if rewarded else None,
-        reward_parts=rewarded.reward_parts if rewarded else {},
+        reward_parts=parts.reward_parts if parts else {},
         status=episode.status,
         finish_reason=episode.finish_reason,
         sampling=episode.sampling,
@@ -283,6 +297,8 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         began_s=(turns[0][1].origin or _NOBODY).began_s,
         scored_s=episode.scored_s,
         branch=episode.branch,
+        agent=episode.agent,
+        agent_reward=own.reward if own else None,
         turns=() if _told_by(episode, turns) else tuple(_turn(episode, *turn) for turn in turns),
         **told,
     )

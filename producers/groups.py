@@ -145,16 +145,17 @@ class GroupRunner:
         return _all_failed(task, given) if isinstance(given, Failure) else given
 
     async def _score(self, task: RolloutTask, job: Job | None, episodes: Sequence[Episode], failures: dict[int, Failure]) -> Group:
-        rewarded = {episode.rollout for episode in episodes if episode.reward is not None}
-        if any(episode.rollout not in rewarded for episode in episodes):
+        rewarded = {(episode.rollout, episode.agent) for episode in episodes if episode.reward is not None}
+        waiting = {episode.rollout for episode in episodes if (episode.rollout, episode.agent) not in rewarded}
+        if waiting:
             with phase("reward"):
                 values = await self._values(task, job, episodes)
             # A producer's own reward stands, whatever the run's would have said.
             if isinstance(values, Failure):
-                failures |= {one.rollout: one for one in _all_failed(task, values) if one.rollout not in {*rewarded, *failures}}
+                failures |= {one.rollout: one for one in _all_failed(task, values) if one.rollout in waiting - failures.keys()}
                 values = [None] * len(episodes)
             for episode, value in zip(episodes, values, strict=True):
-                if episode.rollout in rewarded:
+                if (episode.rollout, episode.agent) in rewarded:
                     continue
                 if isinstance(value, Exception):
                     failures[episode.rollout] = _ungraded(task, episode, value)

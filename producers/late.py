@@ -11,12 +11,14 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import LogTruncated, SchemaError
 from streamrl.producers.publishing import Publisher
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.decoding import decode_samples
-from streamrl.schemas.samples import LogprobMode, RewardUpdate, Sample
+from streamrl.schemas.samples import LogprobMode, RewardUpdate, Sample, is_agent
 from streamrl.schemas.subjects import SAMPLES, Subjects, kind_of
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class LateRewards:
         *,
         revision: int = 1,
         sample: int | None = None,
+        agent: str = "",
         parts: Mapping[str, float] | None = None,
     ) -> Receipt:
         """Store a reward; returns once it is on the stream. Waits while the stream is full.
@@ -61,6 +64,7 @@ class LateRewards:
             revision: at least 1; a correction needs a higher one than every reward of this rollout before it. A repeat of a revision
                 changes nothing, whatever its reward.
             sample: the sample of the rollout that was judged; it is kept with the reward, which all samples of the rollout share.
+            agent: whose own reward it is, `Sample.agent` of what was judged; empty: it is the rollout's. Each has revisions of its own.
             parts: named parts, kept with the reward and never trained on by themselves.
 
         Raises:
@@ -74,15 +78,28 @@ class LateRewards:
                 f"revision {revision}",
                 hint="indices count from 0; the reward that came with a sample is revision 0",
             )
-        update = RewardUpdate(task=task, rollout=rollout, reward=value.value, revision=revision, reward_parts=value.parts, sample=sample)
+        if agent and not is_agent(agent):
+            raise SchemaError(
+                f"expected an agent of letters, digits and _.- with at most one slash, got {agent[:80]!r}",
+                hint="give Sample.agent as it is",
+            )
+        update = RewardUpdate(
+            task=task,
+            rollout=rollout,
+            reward=value.value,
+            revision=revision,
+            reward_parts=value.parts,
+            sample=sample,
+            agent=agent or msgspec.UNSET,
+        )
         return await self._publisher.reward(update)
 
     async def unrewarded(self, *, after: int = 0) -> AsyncIterator[tuple[int, Sample]]:
-        """Samples without a reward in stream order, waiting for new ones for ever: (sequence of the message, sample).
+        """Samples without the reward that they are trained on, in stream order, waiting for new ones for ever.
 
-        Demonstrations need none and are left out, and so is what cannot be read. Samples that have been trimmed meanwhile are skipped:
-        their tasks have ended. A service that begins again passes the last sequence that it is done with as `after`, or reads everything
-        again: what it gives twice changes nothing.
+        Each comes with the sequence of its message. Demonstrations need no reward and are left out, and so is what cannot be read. Samples
+        that have been trimmed meanwhile are skipped: their tasks have ended. A service that begins again passes the last sequence that it
+        is done with as `after`, or reads everything again: what it gives twice changes nothing.
         """
         while True:
             try:
@@ -103,4 +120,4 @@ def _waiting(body: bytes, sequence: int) -> list[Sample]:
     except SchemaError as error:
         logger.debug("event=unreadable sequence=%d error=%s", sequence, error.message)
         return []
-    return [sample for sample in samples if sample.reward is None and sample.logprob_mode is not LogprobMode.NONE]
+    return [sample for sample in samples if sample.trained_reward is None and sample.logprob_mode is not LogprobMode.NONE]

@@ -157,8 +157,10 @@ class Publisher:
         return name, await self._with_room(lambda: self._bus.sample_blobs.put(name, body))
 
     async def reward(self, update: RewardUpdate) -> Receipt:
-        """Store a reward that comes by itself; a repeat of the same task, rollout and revision is recognised by its id."""
+        """Store a reward that comes by itself; a repeat of the same task, rollout, agent and revision is recognised by its id."""
         id = f"w{update.task}.{update.rollout}.{update.revision}"
+        if not isinstance(update.agent, msgspec.UnsetType):
+            id += f".{update.agent}"
         return await self._put(self._subjects.rewards, encode(update), id, update.task)
 
     def _told(self, stone: Tombstone, claim: Claim | None) -> Tombstone:

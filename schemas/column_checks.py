@@ -17,7 +17,7 @@ import numpy.typing as npt
 from streamrl.errors import SchemaError
 from streamrl.schemas.columns import SCALARS, TURNS
 from streamrl.schemas.sample_batch import SampleBatch
-from streamrl.schemas.samples import LogprobMode, Status
+from streamrl.schemas.samples import LogprobMode, Status, is_agent
 from streamrl.schemas.tasks import FORMER_FIELDS, Sampling, turn_sampling
 
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -133,6 +133,8 @@ def optional_problem(b: SampleBatch) -> str:
         return problem
     if names & {"branch_parent", "branch_shared"} and (problem := _branches_problem(b)):
         return problem
+    if names & {"agent", "agent_reward"} and (problem := _agents_problem(b)):
+        return problem
     if "sampling" in names and (problem := _sampling_problem(b)):
         return problem
     for name in ("routed_experts", "images"):
@@ -203,6 +205,19 @@ def _sampling_problem(b: SampleBatch) -> str:
             return f"expected what a row says of its sampling as JSON, got {text[:80]!r}: {str(error).partition(chr(10))[0]}"
         if twice := said.keys() & set(FORMER_FIELDS):
             return f"expected {sorted(twice)} in columns of their own, got {text[:80]!r}"
+    return ""
+
+
+def _agents_problem(b: SampleBatch) -> str:
+    agents = b.agents or [""] * b.num_rows
+    if wrong := sorted({name for name in agents if name and not is_agent(name)}):
+        return f"expected agents of letters, digits and _.- with at most one slash, got {wrong[0][:80]!r}"
+    known: dict[tuple[int, int, str], float | None] = {}
+    for task, rollout, agent, reward in zip(b.ints("task").tolist(), b.rollouts.tolist(), agents, b.agent_rewards, strict=True):
+        if reward is not None and not (agent and math.isfinite(reward)):
+            return f"expected a finite reward of a named agent, got {reward} of {agent!r}"
+        if agent and known.setdefault((task, rollout, agent), reward) != reward:
+            return f"expected one reward for all samples of agent {agent} in rollout {rollout}, got several"
     return ""
 
 

@@ -46,6 +46,8 @@ OPTIONAL = {
     "began_s": pa.float64(),
     "deliveries": pa.int32(),
     "sampling": pa.utf8(),
+    "agent": pa.utf8(),
+    "agent_reward": pa.float64(),
 }
 """Columns of `samples/2` that a message has only when a row has something in them; null elsewhere."""
 SCALARS = ("issued_s", "claimed_s", "deliveries", "began_s", "scored_s")

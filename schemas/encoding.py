@@ -52,7 +52,7 @@ _NUMBERS = {
 }
 _WORDS = ("status", "finish_reason")
 """Columns of few different texts."""
-_MORE = ("turns", "branch", "routed_experts", "images", "counters", *SCALARS)
+_MORE = ("turns", "branch", "routed_experts", "images", "counters", "agent", *SCALARS)
 """What goes into the optional columns."""
 _SCALAR_TYPES = {name: np.dtype(OPTIONAL[name].to_pandas_dtype()) for name in SCALARS}
 _more = attrgetter(*_MORE)
@@ -202,6 +202,11 @@ def _optional_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
         columns[name] = _array(name, [ref and msgspec.structs.asdict(ref) for ref in said[name]])
     if "counters" in said:
         columns["counters"] = _array("counters", [list(counters.items()) or None for counters in said["counters"]])
+    if "agent" in said:
+        columns["agent"] = _array("agent", [agent or None for agent in said["agent"]])
+        rewards = [sample.agent_reward for sample in samples]
+        if any(reward is not None for reward in rewards):
+            columns["agent_reward"] = _numbers("agent_reward", rewards, np.float64)
     for name, kind in _SCALAR_TYPES.items():
         if name in said:
             columns[name] = _numbers(name, [value or None for value in said[name]], kind)

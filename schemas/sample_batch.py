@@ -223,6 +223,16 @@ class SampleBatch:
             return _values(column, np.dtype(np.float64))
         return np.array([np.nan if value is None else value for value in column.to_pylist()])
 
+    @cached_property
+    def agents(self) -> list[str]:
+        """[N] the agent of each row, empty where it has none; none at all where no row has one."""
+        return [name or "" for name in self.optional("agent") or ()]
+
+    @cached_property
+    def agent_rewards(self) -> list[float | None]:
+        """[N] the reward of each row's agent; None where it has no agent, or that no reward yet."""
+        return self.optional("agent_reward") or [None] * self.num_rows
+
     def token_versions(self) -> npt.NDArray[np.int64]:
         """[T] version number that sampled each token, -1 where no model did."""
         return np.repeat(self.span_number, self.span_length)
@@ -333,6 +343,8 @@ def _more(values: dict[str, Any]) -> dict[str, Any]:
             found[name] = values[name]
     if values.get("counters") is not None:
         found["counters"] = dict(values["counters"])
+    if values.get("agent") is not None:
+        found["agent"], found["agent_reward"] = values["agent"], values.get("agent_reward")
     return found
 
 

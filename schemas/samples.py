@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Any
 
@@ -90,6 +91,19 @@ class Branch(msgspec.Struct, frozen=True):
     num_shared: int
 
 
+_AGENT = re.compile(r"[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?")
+
+
+def is_agent(name: str) -> bool:
+    """Whether an agent may have this name: a role, `rewriter`, or one of several agents of a role, `solver/2`."""
+    return _AGENT.fullmatch(name) is not None
+
+
+def role_of(agent: str) -> str:
+    """The role of an agent: what stands before the slash of its name. Rewards of a role are compared within a group."""
+    return agent.partition("/")[0]
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One token sequence of a rollout. `T` = number of tokens, prompt included.
 
@@ -114,7 +128,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     rollout: int
     """Index within the group, 0 .. group_size - 1."""
     sample: int = 0
-    """Index within the rollout; sub-agents or compaction give several samples that share the rollout's reward, which counts once."""
+    """Index within the rollout. Several samples (helpers, compaction) share the rollout's reward, which counts once, but for those of an
+    `agent`."""
     group_size: int = 1
     """Rollouts of the task."""
     num_samples: int = 1
@@ -130,8 +145,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Cover all T tokens, in order."""
     logprob_mode: LogprobMode = LogprobMode.SAMPLED
     reward: float | None = None
-    """None: not known yet (it comes as a RewardUpdate), or none (demonstrations)."""
+    """Of the rollout, the same in all its samples. None: not known yet (it comes as a RewardUpdate), or none (demonstrations)."""
     reward_parts: dict[str, float] = {}
+    """Of the reward that the sample is trained on."""
     status: Status = Status.COMPLETED
     finish_reason: str = "stop"
     sampling: Sampling = Sampling()
@@ -164,6 +180,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """A row for each image, in order."""
     counters: dict[str, float] = {}
     """Counts of the engine, such as cached or drafted tokens, by their names in `streamrl.engines.extras`."""
+    agent: str = ""
+    """Who made it, where that is one with a reward of its own (`is_agent`); empty: it is trained on the rollout's."""
+    agent_reward: float | None = None
+    """Of its agent, the same in all samples that this one has in the rollout. None: not known yet, or it has no agent."""
+
+    @property
+    def trained_reward(self) -> float | None:
+        """The reward that it is trained on."""
+        return self.agent_reward if self.agent else self.reward
 
 
 class Tombstone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tombstone"):
@@ -195,6 +220,8 @@ class RewardUpdate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     reward_parts: dict[str, float] = {}
     sample: int | None = None
     """The sample of the rollout that was judged, None for all of them; whichever it is, they share the reward."""
+    agent: str | msgspec.UnsetType = msgspec.UNSET
+    """The agent of the rollout whose own reward it is; not on the wire where it is the rollout's."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mark"):

@@ -12,10 +12,13 @@ async def agent(task, engine):
     candidates = await answers(rewriters)
     selector = engine.chat(f"{task.prompt}? {' or '.join(candidates)}")
     selected = (await selector.generate()).text
-    parts = graded(task.label, solutions, candidates, selected)
-    # One rollout of seven token sequences: they share the reward of the last one, and count once in their group.
-    last = selector.episode(reward=sum(parts.values()), reward_parts=parts)
-    return [*(chat.episode() for chat in (*solvers, *rewriters)), last]
+    # One rollout of seven token sequences, each with a reward of its own: a solver is compared with the solvers of its group, and so on.
+    parts = graded(task.label, candidates, selected)
+    return [
+        *episodes(solvers, "solver", solutions, task.label),
+        *episodes(rewriters, "rewriter", candidates, task.label),
+        selector.episode(agent="selector", reward=sum(parts.values()), reward_parts=parts),
+    ]
 
 
 async def answers(chats):
@@ -23,10 +26,13 @@ async def answers(chats):
     return [turn.text for turn in await asyncio.gather(*[chat.generate() for chat in chats])]
 
 
-def graded(label, solutions, candidates, selected):
-    return {
-        "solved": 0.3 * solutions.count(label) / len(solutions),
-        "rewritten": 0.2 * candidates.count(label) / len(candidates),
-        "selected": 0.1 if selected in candidates else 0.0,
-        "right": 0.4 if selected == label else 0.0,
-    }
+def episodes(chats, role, texts, label):
+    return [
+        chat.episode(agent=f"{role}/{index}", reward=float(text == label))
+        for index, (chat, text) in enumerate(zip(chats, texts, strict=True))
+    ]
+
+
+def graded(label, candidates, selected):
+    """The selector's reward, which is the rollout's: that of the last episode."""
+    return {"selected": 0.1 if selected in candidates else 0.0, "right": 0.9 if selected == label else 0.0}

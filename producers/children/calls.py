@@ -265,6 +265,7 @@ class Call:
             engine=last.engine,
             rollout=returned.rollout,
             reward=returned.reward,
+            agent=returned.agent,
             reward_parts=returned.reward_parts,
             metadata=msgspec.json.decode(returned.metadata, type=dict) if returned.metadata else {},
             branch=returned.branch,

@@ -216,6 +216,7 @@ class Returned(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     seed: int
     reward: float | None
+    agent: str = ""
     reward_parts: dict[str, float]
     metadata: bytes
     """JSON, as it will be stored."""

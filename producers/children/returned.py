@@ -64,6 +64,7 @@ def returned(episode: Episode, sampled: Sampled) -> Returned:
         sampling=episode.sampling,
         seed=episode.seed,
         reward=None if episode.reward is None else number(episode.reward, "reward"),
+        agent=str(episode.agent or ""),
         reward_parts={str(name): number(value, f"part {name!r}") for name, value in episode.reward_parts.items()},
         metadata=metadata,
         branch=episode.branch,

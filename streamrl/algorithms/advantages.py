@@ -3,11 +3,14 @@
 Letters: `N` samples of a batch. All take `rewards` [N] (equal within a rollout), `tasks` [N] (group ids) and `rollouts` [N] (the rollout
 within its group), and return [N] advantages with the metrics of `groups.RolloutRewards.metrics`; see there. Samples of
 one rollout share its advantage. All raise TrainingError where a reward is missing or not finite, or the samples of a rollout differ in it.
+
+`agents` [N] says whose own reward a sample has (`streamrl.algorithms.groups`): then "rollout" below is an agent of a rollout, and
+"group" the agents of one role among the rollouts of a task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +30,14 @@ Reduce = Callable[[Floats], Floats]
 """The element-wise sum of an array over ranks; every rank calls it with the same shape, as often."""
 
 
-def raw(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
+def raw(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ()) -> tuple[Floats, dict[str, float]]:
     """The rewards as they are: A = R. REINFORCE without a baseline (REINFORCE++ and PPO take it as the reward of the last token)."""
-    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
     return per_rollout.rewards[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
 def grpo(
-    rewards: Floats, tasks: Ids, rollouts: Ids, *, normalize_std: bool = True, batch_std: bool = False
+    rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, normalize_std: bool = True, batch_std: bool = False
 ) -> tuple[Floats, dict[str, float]]:
     """Group-normalised rewards: A = (R - mean) / (std + 1e-6) over the rollouts of a task (arXiv 2402.03300).
 
@@ -45,10 +48,11 @@ def grpo(
         rewards: [N]
         tasks: [N]
         rollouts: [N]
+        agents: [N], or none.
         normalize_std: False leaves the division out: Dr.GRPO (arXiv 2503.20783), and the baseline of REINFORCE++ (arXiv 2501.03262).
         batch_std: std is that of all rewards of the batch, which a group of nearly equal ones does not make small (arXiv 2508.08221).
     """
-    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
     std_G = (
         np.full_like(per_rollout.std, per_rollout.rewards.std(ddof=1) if len(per_rollout.rewards) > 1 else 0.0)
         if batch_std
@@ -58,17 +62,17 @@ def grpo(
     return advantages_R[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
-def rloo(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
+def rloo(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ()) -> tuple[Floats, dict[str, float]]:
     """Leave-one-out baseline: A_i = R_i - mean of the group's other rollouts = (R_i - mean) n / (n - 1) (arXiv 2402.14740).
 
     A group of one rollout has no others and gets 0.
     """
-    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
     factor_G = per_rollout.size / np.maximum(per_rollout.size - 1, 1)
     return (per_rollout.centred * factor_G[per_rollout.group])[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
-def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
+def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ()) -> tuple[Floats, dict[str, float]]:
     """Rewards relative to the group's mean: A = (R - mean) / mean, 0 where all rewards of the group are 0.
 
     With rewards of 0 and 1 its expectation is a truncated gradient of the log of the probability to succeed: hard tasks weigh more.
@@ -76,7 +80,7 @@ def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str,
     Raises:
         TrainingError: also where a reward is negative: dividing by a mean of either sign could turn the advantage around.
     """
-    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
     if (per_rollout.rewards < 0).any():
         bad = int(np.flatnonzero(rewards < 0)[0])
         raise TrainingError(

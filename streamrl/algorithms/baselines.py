@@ -5,6 +5,7 @@ Letters and what all take, return and raise are those of `streamrl.algorithms.ad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import comb
 
 import numpy as np
@@ -14,7 +15,7 @@ from streamrl.algorithms.groups import rollout_rewards
 from streamrl.errors import TrainingError
 
 
-def opo(rewards: Floats, tasks: Ids, rollouts: Ids, lengths: Ids) -> tuple[Floats, dict[str, float]]:
+def opo(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, lengths: Ids) -> tuple[Floats, dict[str, float]]:
     """On-policy RL with the optimal reward baseline: A_i = R_i - sum_j l_j R_j / sum_j l_j over the rollouts of a task (arXiv 2505.23585).
 
     The baseline of least variance weighs rewards by the squared norm of each rollout's gradient, for which its length l stands. There is no
@@ -24,9 +25,10 @@ def opo(rewards: Floats, tasks: Ids, rollouts: Ids, lengths: Ids) -> tuple[Float
         rewards: [N]
         tasks: [N]
         rollouts: [N]
+        agents: [N], or none.
         lengths: [N] trained tokens of each sample; a rollout's samples are added up.
     """
-    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
     length_R = np.bincount(per_rollout.rollout_of_sample, lengths, len(per_rollout.rewards))
     total_G = np.bincount(per_rollout.group, length_R)
     weighted_G = np.bincount(per_rollout.group, length_R * per_rollout.rewards)
@@ -36,19 +38,19 @@ def opo(rewards: Floats, tasks: Ids, rollouts: Ids, lengths: Ids) -> tuple[Float
     return advantages_R[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
-def gpg(rewards: Floats, tasks: Ids, rollouts: Ids) -> tuple[Floats, dict[str, float]]:
+def gpg(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ()) -> tuple[Floats, dict[str, float]]:
     """Group policy gradient: A = alpha (R - mean), alpha = rollouts of the batch / rollouts of its groups that are not flat.
 
     arXiv 2504.02546. Flat groups have no gradient; alpha keeps the scale of the others' from falling with their number. Where such groups
     are dropped before (`tasks.drop_zero_variance`) it is 1.
     """
-    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
     uneven = int((~per_rollout.flat[per_rollout.group]).sum())
     alpha = len(per_rollout.rewards) / max(uneven, 1)
     return (alpha * per_rollout.centred)[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
-def pass_at_k(rewards: Floats, tasks: Ids, rollouts: Ids, *, k: int) -> tuple[Floats, dict[str, float]]:
+def pass_at_k(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, k: int) -> tuple[Floats, dict[str, float]]:
     """What a rollout adds to the probability that one of k is right: GRPO over all subsets of k rollouts, in closed form.
 
     arXiv 2508.10751. With n rollouts of which c are right, and the mean and deviation of the subsets' rewards
@@ -62,12 +64,13 @@ def pass_at_k(rewards: Floats, tasks: Ids, rollouts: Ids, *, k: int) -> tuple[Fl
         rewards: [N], each 0 or 1.
         tasks: [N]
         rollouts: [N]
+        agents: [N], or none.
         k: at least 1; a smaller group takes all its rollouts.
 
     Raises:
         TrainingError: also where a reward is neither 0 nor 1.
     """
-    per_rollout = rollout_rewards(rewards, tasks, rollouts)
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
     if not np.isin(per_rollout.rewards, (0.0, 1.0)).all():
         bad = int(np.flatnonzero(~np.isin(rewards, (0.0, 1.0)))[0])
         raise TrainingError(

@@ -111,7 +111,7 @@ def token_advantages(
     _check(loss)
     arrays = replace(_arrays(batch, loss, logprobs, reference, teacher, values), ends=_ends(batch, ends))
     if is_function(loss.advantage):
-        _, metrics = raw(batch.rewards, batch.tasks, batch.rollouts)
+        _, metrics = raw(*_rewards(batch))
         found, returns = _custom(batch, loss, arrays, base), None
     else:
         found, returns, metrics = ESTIMATORS[loss.advantage](batch, loss, arrays)
@@ -219,36 +219,41 @@ def _ends(batch: TrainBatch, ends: npt.NDArray[np.floating] | None) -> Floats | 
     return ends.astype(np.float64)
 
 
+def _rewards(batch: TrainBatch) -> tuple[Floats, npt.NDArray[np.int64], npt.NDArray[np.int64], tuple[str, ...]]:
+    """What the estimators of groups take."""
+    return batch.rewards, batch.tasks, batch.rollouts, batch.agents
+
+
 def _grpo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, *, divided: bool = True) -> Found:
-    inputs = (batch.rewards, batch.tasks, batch.rollouts)
+    inputs = _rewards(batch)
     divide = {"normalize_std": divided and loss.normalize_std, "batch_std": loss.std == "batch"}
     numbers, metrics = grpo(*inputs, **divide) if loss.normalize_rewards else raw(*inputs)
     return _spread(batch, arrays, numbers), None, metrics
 
 
 def _rloo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
-    numbers, metrics = rloo(batch.rewards, batch.tasks, batch.rollouts)
+    numbers, metrics = rloo(*_rewards(batch))
     return _spread(batch, arrays, numbers), None, metrics
 
 
 def _maxrl(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
-    numbers, metrics = maxrl(batch.rewards, batch.tasks, batch.rollouts)
+    numbers, metrics = maxrl(*_rewards(batch))
     return _spread(batch, arrays, numbers), None, metrics
 
 
 def _opo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
     lengths = np.bincount(sample_of_token(batch)[arrays.mask], minlength=batch.num_samples)
-    numbers, metrics = opo(batch.rewards, batch.tasks, batch.rollouts, lengths)
+    numbers, metrics = opo(*_rewards(batch), lengths=lengths)
     return _spread(batch, arrays, numbers), None, metrics
 
 
 def _gpg(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
-    numbers, metrics = gpg(batch.rewards, batch.tasks, batch.rollouts)
+    numbers, metrics = gpg(*_rewards(batch))
     return _spread(batch, arrays, numbers), None, metrics
 
 
 def _pass_at_k(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
-    numbers, metrics = pass_at_k(batch.rewards, batch.tasks, batch.rollouts, k=loss.pass_k)
+    numbers, metrics = pass_at_k(*_rewards(batch), k=loss.pass_k)
     return _spread(batch, arrays, numbers), None, metrics
 
 
@@ -285,7 +290,7 @@ def _spread(batch: TrainBatch, arrays: TokenArrays, numbers: Floats) -> Floats:
 
 
 def _token_rewards(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> tuple[Floats, dict[str, float]]:
-    rewards, metrics = raw(batch.rewards, batch.tasks, batch.rollouts)
+    rewards, metrics = raw(*_rewards(batch))
     return token_rewards(rewards, batch.offsets, arrays.mask, kl=arrays.kl, kl_coef=loss.kl.reward_coef), metrics
 
 

@@ -2,15 +2,26 @@
 
 Letters: `T` tokens of a batch, `N` samples, `R` rollouts, `G` groups (tasks). A group is named by its task id, so groups may have any
 size and order. A rollout counts once however many samples it gave: they share its reward, and its advantage.
+
+Where samples have agents with rewards of their own, each agent of a rollout is a rollout here, and the agents of one role (`role_of`) in a
+task are a group of their own:
+
+```text
+task 5   rollout 0: main, solver/0, solver/1       groups of task 5: main (2 rewards), solver (3 rewards)
+         rollout 1: main, solver/0
+```
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import TrainingError
+from streamrl.schemas.samples import role_of
 
 
 class RolloutRewards(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +30,7 @@ class RolloutRewards(msgspec.Struct, frozen=True, kw_only=True):
     rewards: npt.NDArray[np.float64]
     """[R]"""
     group: npt.NDArray[np.int64]
-    """[R] index of the rollout's group, in ascending order of task ids."""
+    """[R] index of the rollout's group, in ascending order of task ids and, within one, of roles."""
     rollout_of_sample: npt.NDArray[np.int64]
     """[N] index of the sample's rollout."""
     size: npt.NDArray[np.float64]
@@ -48,20 +59,33 @@ class RolloutRewards(msgspec.Struct, frozen=True, kw_only=True):
 
 def rollout_of_sample(tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """[N] number of each sample's rollout, 0 to R - 1, in ascending order of (task, rollout)."""
-    _, found = np.unique(np.stack([tasks, rollouts], axis=1), axis=0, return_inverse=True)
+    return _numbered(tasks, rollouts)
+
+
+def _numbered(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[n] number of each row, from 0, in ascending order of the rows."""
+    _, found = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
     return found.reshape(-1).astype(np.int64)
 
 
-def rollout_rewards(rewards: npt.NDArray[np.float64], tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]) -> RolloutRewards:
+def _codes(names: Sequence[str]) -> npt.NDArray[np.int64]:
+    """[n] number of each name, in ascending order of names."""
+    return np.unique(np.array(names), return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+def rollout_rewards(
+    rewards: npt.NDArray[np.float64], tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64], agents: Sequence[str] = ()
+) -> RolloutRewards:
     """One reward a rollout, and the statistics of their groups.
 
     Args:
-        rewards: [N], one reward per sample; equal within a rollout.
+        rewards: [N], one reward per sample; equal within a rollout, or within an agent of a rollout.
         tasks: [N], group id.
         rollouts: [N], rollout within its group.
+        agents: [N], whose own reward it is, empty where it is the rollout's; none at all where no sample has an agent.
 
     Raises:
-        TrainingError: a reward is missing or not finite, or the samples of one rollout differ in reward.
+        TrainingError: a reward is missing or not finite, or the samples of one rollout, or of one agent in it, differ in reward.
     """
     if not np.isfinite(rewards).all():
         bad = int(np.flatnonzero(~np.isfinite(rewards))[0])
@@ -72,18 +96,22 @@ def rollout_rewards(rewards: npt.NDArray[np.float64], tasks: npt.NDArray[np.int6
             task=int(tasks[bad]),
             rollout=int(rollouts[bad]),
         )
-    owner_N = rollout_of_sample(tasks, rollouts)
+    owner_N = _numbered(tasks, rollouts, _codes(agents)) if agents else rollout_of_sample(tasks, rollouts)
     _, first_R = np.unique(owner_N, return_index=True)
     rewards_R = rewards[first_R].astype(np.float64)
     if not np.array_equal(rewards_R[owner_N], rewards):
         bad = int(np.flatnonzero(rewards_R[owner_N] != rewards)[0])
+        of = f", agent {agents[bad]}" if agents and agents[bad] else ""
         raise TrainingError(
-            f"expected one reward for all samples of task {tasks[bad]}, rollout {rollouts[bad]}, got several",
+            f"expected one reward for all samples of task {tasks[bad]}, rollout {rollouts[bad]}{of}, got several",
             task=int(tasks[bad]),
             rollout=int(rollouts[bad]),
         )
-    _, group_R = np.unique(tasks[first_R], return_inverse=True)
-    group_R = group_R.reshape(-1).astype(np.int64)
+    if agents:
+        group_R = _numbered(tasks[first_R], _codes([role_of(agents[int(first)]) for first in first_R]))
+    else:
+        _, group_R = np.unique(tasks[first_R], return_inverse=True)
+        group_R = group_R.reshape(-1).astype(np.int64)
     size = np.bincount(group_R).astype(np.float64)
     mean = np.bincount(group_R, rewards_R) / size
     low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from streamrl.runtime.rundir import RunDir
 
 
-_BY_HAND = ("task", "rollout", "reward", "revision", "sample", "part", "wait_s")
+_BY_HAND = ("task", "rollout", "reward", "revision", "sample", "agent", "part", "wait_s")
 
 
 def add_verbs(verbs: Any) -> None:
@@ -42,6 +42,7 @@ def add_verbs(verbs: Any) -> None:
     by_hand.add_argument("--reward", type=finite, help="a finite number")
     by_hand.add_argument("--revision", type=int, help="a correction needs a higher one than the reward it replaces; 1 if left out")
     by_hand.add_argument("--sample", type=int, help="the sample of the rollout that was judged; kept with the reward")
+    by_hand.add_argument("--agent", metavar="NAME", help="the agent of the rollout whose own reward it is; left out: the rollout's")
     by_hand.add_argument("--part", action="append", default=[], metavar="NAME=VALUE", help="a named part, kept with it; may be repeated")
     wait = "how long to wait for the trainer's word (default 5)"
     by_hand.add_argument("--wait", dest="wait_s", type=seconds, metavar="SECONDS", help=wait)
@@ -150,6 +151,7 @@ async def _publish(run: RunDir, arguments: argparse.Namespace, parts: dict[str, 
             arguments.reward,
             revision=arguments.revision,
             sample=arguments.sample,
+            agent=arguments.agent or "",
             parts=parts,
         )
         fates = Fates(bus, subjects, config.trainer.name)

@@ -152,6 +152,7 @@ def assemble(
         routed_experts=tokenwise(routed) if routed is not None and packed.routed else None,
         tasks=tasks,
         rollouts=rollouts,
+        agents=packed.agents,
         status=status,
     )
 
@@ -173,6 +174,7 @@ class _Packed:
         rows: list[int] = []
         rewards: list[float] = []
         trained: list[bool] = []
+        names: list[str] = []
         for group in batch.groups:
             of_message: dict[int, dict[int, list[int]]] = {}
             for rollout in sorted(group.rollouts):
@@ -189,14 +191,20 @@ class _Packed:
                     of_message[pending.sequence] = _rows_by_rollout(message)
                 found = of_message[pending.sequence].get(rollout, [])
                 rows += [samples_before[numbers[pending.sequence]] + row for row in found]
-                rewards += [np.nan if pending.reward is None else pending.reward] * len(found)
                 trained += [pending.num_tokens > 0] * len(found)
+                agents, own = [""] * len(found), [np.nan if pending.reward is None else pending.reward] * len(found)
+                for one in pending.agents:
+                    for sample in one.samples:
+                        agents[sample], own[sample] = one.agent, np.nan if one.reward is None else one.reward
+                names += agents
+                rewards += own
         self.routed = any("routed_experts" in message.optional_names for message in self._messages)
         """Whether a sample says where its tokens went."""
         self._rows = np.array(rows, np.int64)
         self.rewards = np.array(rewards, np.float64)
         self.trained = np.array(trained, np.bool_)
         """[N] whether the fold has left a token of the sample's rollout to be trained."""
+        self.agents = tuple(names) if any(names) else ()
         starts = np.concatenate([message.offsets[:-1] + tokens for message, tokens in zip(self._messages, tokens_before, strict=False)])
         lengths = np.concatenate([np.diff(message.offsets) for message in self._messages])[self._rows]
         self.offsets = np.zeros(len(rows) + 1, np.int64)

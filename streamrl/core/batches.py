@@ -73,11 +73,11 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     top_k: npt.NDArray[np.int32]
     """[T]; -1 = off."""
     rewards: npt.NDArray[np.float64]
-    """[N]; NaN where there is none."""
+    """[N] that each sample is trained on: its rollout's, or its agent's own. NaN where there is none."""
     tasks: npt.NDArray[np.int64]
     """[N]; the group's id. Samples of one group are neighbours."""
     rollouts: npt.NDArray[np.int64]
-    """[N]; index of the rollout within its group. Samples of one rollout share its reward, which counts once."""
+    """[N]; index of the rollout within its group. Samples of one rollout share its reward, which counts once, but for those of `agents`."""
     status: npt.NDArray[np.int8]
     """[N]; how the sample ended, as `STATUS_CODES` has it."""
     penalties: npt.NDArray[np.float64] | None = None
@@ -89,6 +89,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: npt.NDArray[np.int16] | None = None
     """[T, layers, k]; experts that each layer of the sampler sent the token to, -1 where that is not known. The policy's go there too,
     whatever its routers choose (R3, arXiv 2510.11370); None: they choose."""
+    agents: tuple[str, ...] = ()
+    """[N]; the agent whose own reward a sample is trained on, empty where it is the rollout's; none at all where no sample has an agent."""
     micro_tokens: int = 0
     """Tokens of one forward and backward pass; 0: the trainer's own budget."""
     choices: Choices | None = None
@@ -102,6 +104,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
                     hint="repeat the samples' values over their tokens",
                     field=name,
                 )
+        if len(self.agents) not in (0, self.num_samples):
+            raise TrainingError(
+                f"expected the agent of each of {self.num_samples} samples, or none, got {len(self.agents)}", field="agents"
+            )
 
     @classmethod
     def from_lists(
@@ -115,6 +121,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         staleness: Sequence[Sequence[int]] | None = None,
         tasks: Sequence[int] | None = None,
         rollouts: Sequence[int] | None = None,
+        agents: Sequence[str] = (),
         status: Status | Sequence[Status] = Status.COMPLETED,
         temperature: float | Sequence[float] = 1.0,
         top_p: float | Sequence[float] = 1.0,
@@ -137,6 +144,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             staleness: of each answer's tokens; None: 0.
             tasks: [N] the group's id, samples of one group side by side; None: each sample is its own group.
             rollouts: [N] index within the group; None: samples of a group are numbered from 0, each a rollout of its own.
+            agents: [N] see the field.
             status: of all samples, or [N].
             temperature: of all samples, or [N]; all tokens of a sample have the same.
             top_p: of all samples, or [N].
@@ -185,6 +193,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             rewards=shape.of_samples(np.nan if rewards is None else rewards, "rewards", np.float64),
             tasks=of_task,
             rollouts=shape.of_samples(rollouts, "rollouts", np.int64),
+            agents=tuple(agents),
             status=shape.of_samples(
                 STATUS_CODES[status] if isinstance(status, str) else [STATUS_CODES[s] for s in status], "status", np.int8
             ),

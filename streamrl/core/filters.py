@@ -45,14 +45,27 @@ def group_refusal(state: FoldState, task: PendingTask, config: FoldConfig) -> st
     rewards = [one.reward for one in task.rollouts.values() if one.reward is not None]
     if not rewards or state.in_warmup(task.task):
         return ""
-    least = config.filters.min_reward_std
-    if config.drop_zero_variance and (min(rewards) == max(rewards) or (least > 0 and _deviation(rewards) <= least)):
+    compared, least = _compared(task).values(), config.filters.min_reward_std
+    if config.drop_zero_variance and compared and all(_is_flat(votes, least) for votes in compared):
         return "zero_variance"
     if config.filters.mean_reward:
         lowest, highest = config.filters.mean_reward
         mean = _mean(rewards)
         return "too_hard" if mean < lowest else "too_easy" if mean > highest else ""
     return ""
+
+
+def _compared(task: PendingTask) -> dict[str, list[float]]:
+    """The rewards that are compared with each other: those of the rollouts, or of each agent's role by itself."""
+    found: dict[str, list[float]] = {}
+    for rollout in task.rollouts.values():
+        for role, reward in rollout.votes:
+            found.setdefault(role, []).append(reward)
+    return found
+
+
+def _is_flat(rewards: Sequence[float], least: float) -> bool:
+    return min(rewards) == max(rewards) or (least > 0 and _deviation(rewards) <= least)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -24,7 +24,7 @@ from streamrl.core.filters import group_refusal
 from streamrl.core.impossible import impossible
 from streamrl.core.pacing import refilled, released
 from streamrl.core.records import Ended, Forked, Marked, Poison, Record, Rewarded, Rollouts
-from streamrl.core.state import FoldConfig, FoldState, PendingRollout, PendingTask
+from streamrl.core.state import FoldConfig, FoldState, PendingAgent, PendingRollout, PendingTask
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import NO_MESSAGE, Drop
 
@@ -217,7 +217,7 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
     early = dict(state.early_rewards)
     for view in views:
         revision, reward = early.pop(f"{record.task}/{view.rollout}", (0, view.reward))
-        fresh[view.rollout] = PendingRollout(
+        rollout = PendingRollout(
             sequence=record.sequence,
             num_samples=view.num_samples,
             num_tokens=view.num_tokens,
@@ -227,7 +227,12 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
             revision=revision,
             arrived=state.version.number,
             sampled=lengths.get(view.rollout, 0),
+            agents=tuple(PendingAgent(one.agent, one.samples, one.reward) for one in view.agents),
         )
+        for one in view.agents:
+            if (known := early.pop(f"{record.task}/{view.rollout}/{one.agent}", None)) is not None:
+                rollout = rollout.with_reward(known[1], known[0], one.agent)
+        fresh[view.rollout] = rollout
     if not fresh and not drops:
         return state
     task = replace(task, rollouts={**task.rollouts, **fresh})
@@ -264,14 +269,14 @@ def _take_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> Fold
     if task is not None and record.rollout in task.ended:
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     if task is None or rollout is None:
-        key = f"{record.task}/{record.rollout}"
+        key = f"{record.task}/{record.rollout}" + (f"/{record.agent}" if record.agent else "")
         known = state.early_rewards.get(key)
         if known is not None and known[0] >= record.revision:
             return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
         return replace(state, early_rewards={**state.early_rewards, key: (record.revision, record.reward)})
-    if record.revision <= rollout.revision:
+    if record.revision <= rollout.revision_of(record.agent):
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
-    rollout = replace(rollout, reward=record.reward, revision=record.revision)
+    rollout = rollout.with_reward(record.reward, record.revision, record.agent)
     return _settle(state, replace(task, rollouts={**task.rollouts, record.rollout: rollout}), config)
 
 

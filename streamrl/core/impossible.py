@@ -46,6 +46,11 @@ def _reward(state: FoldState, record: Rewarded, config: FoldConfig) -> str:
     rollout = task.rollouts.get(record.rollout) if task is not None else None
     if rollout is not None and record.sample is not None and record.sample >= rollout.num_samples:
         return f"expected a reward for one of {rollout.num_samples} samples of rollout {record.rollout}, got sample {record.sample}"
+    if rollout is not None and record.agent and record.agent not in (names := [one.agent for one in rollout.agents]):
+        there = f"its agents are {', '.join(names)}" if names else "which has none"
+        return f"expected a reward for an agent of rollout {record.rollout} of task {record.task}, {there}, got one for {record.agent}"
+    if rollout is not None and not record.agent and (of := [one.agent for one in rollout.agents if record.sample in one.samples]):
+        return f"expected agent {of[0]} in a reward for sample {record.sample} of rollout {record.rollout}, which is that agent's, got none"
     return _task(state, record.task, None, config)
 
 

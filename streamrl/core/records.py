@@ -20,7 +20,7 @@ from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.sample_batch import SampleBatch
-from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Status, Tombstone, is_turn_temperature
+from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Status, Tombstone, is_agent, is_turn_temperature
 from streamrl.schemas.subjects import kind_of
 from streamrl.schemas.tasks import Sampling, turn_sampling
 
@@ -35,6 +35,15 @@ class Share(msgspec.Struct, frozen=True):
     num_tokens: int
     oldest: int
     newest: int
+
+
+class AgentView(msgspec.Struct, frozen=True):
+    """The samples of a rollout that are trained on one agent's own reward."""
+
+    agent: str
+    samples: tuple[int, ...]
+    """Their indices within the rollout, rising."""
+    reward: float | None
 
 
 class RolloutView(msgspec.Struct, frozen=True):
@@ -54,6 +63,8 @@ class RolloutView(msgspec.Struct, frozen=True):
     """(epoch, lowest number, highest number) of all its tokens, by epoch."""
     shares: tuple[Share, ...] = ()
     """All its trained tokens by what may be doubted of them; none where there is nothing."""
+    agents: tuple[AgentView, ...] = ()
+    """Those that have rewards of their own, by name."""
 
     @property
     def demonstration(self) -> bool:
@@ -125,6 +136,8 @@ class Rewarded(msgspec.Struct, frozen=True):
     reward: float
     revision: int
     sample: int | None = None
+    agent: str = ""
+    """Whose own reward it is; empty: it is the rollout's."""
 
 
 class Forked(msgspec.Struct, frozen=True):
@@ -234,7 +247,10 @@ def _others(kind: str, sequence: int, body: bytes | memoryview, where: str) -> E
             raise SchemaError(f"expected a finite reward at {where}, got {update.reward}")
         if min(update.task, update.rollout, update.sample or 0) < 0 or update.revision < 1:
             raise SchemaError(f"expected task, rollout and sample of at least 0 and a revision of at least 1 at {where}, got {update}")
-        return Rewarded(sequence, update.task, update.rollout, update.reward, update.revision, update.sample)
+        agent = "" if isinstance(update.agent, msgspec.UnsetType) else update.agent
+        if agent and not is_agent(agent):
+            raise SchemaError(f"expected an agent of letters, digits and _.- with at most one slash at {where}, got {agent[:80]!r}")
+        return Rewarded(sequence, update.task, update.rollout, update.reward, update.revision, update.sample, agent)
     if kind == "marks":
         mark = decode(body, Mark, where=where)
         return _forked(sequence, mark, where) if mark.name == MARK_EPOCH else Marked(sequence, mark.name)
@@ -282,9 +298,25 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
         )
     for rollout, shares in _shares(batch).items():
         views[rollout] = msgspec.structs.replace(views[rollout], shares=shares)
+    for rollout, agents in _agents(batch).items():
+        views[rollout] = msgspec.structs.replace(views[rollout], agents=agents)
     in_order = tuple(views[k] for k in sorted(views))
     top, longest = int(batch.tokens.max()), int(batch.lengths.max())
     return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, top, longest, Tails(batch))
+
+
+def _agents(batch: SampleBatch) -> dict[int, tuple[AgentView, ...]]:
+    """The agents of each rollout that has some."""
+    if not batch.agents:  # nearly always
+        return {}
+    found: dict[int, dict[str, AgentView]] = {}
+    rows = zip(batch.rollouts.tolist(), batch.agents, batch.ints("sample").tolist(), batch.agent_rewards, strict=True)
+    for rollout, agent, sample, reward in rows:
+        if agent:
+            of = found.setdefault(rollout, {})
+            samples = of[agent].samples if agent in of else ()
+            of[agent] = AgentView(agent, tuple(sorted((*samples, sample))), reward)
+    return {rollout: tuple(of[agent] for agent in sorted(of)) for rollout, of in found.items()}
 
 
 def _shares(batch: SampleBatch) -> dict[int, tuple[Share, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -13,6 +13,7 @@ from streamrl.core.lengths import added, histogram
 from streamrl.errors import SchemaError
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import Drop
+from streamrl.schemas.samples import role_of
 from streamrl.schemas.versions import Version
 
 DROPS_CHUNK = 256
@@ -59,6 +60,15 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What else is left out, by lengths, repetition and rewards."""
 
 
+class PendingAgent(msgspec.Struct, frozen=True):
+    """Samples of a rollout that wait for their batch with one agent's own reward."""
+
+    agent: str
+    samples: tuple[int, ...]
+    reward: float | None
+    revision: int = 0
+
+
 class PendingRollout(msgspec.Struct, frozen=True):
     """A rollout that waits for its group or its batch."""
 
@@ -73,6 +83,8 @@ class PendingRollout(msgspec.Struct, frozen=True):
     """Version number of the state when it was folded."""
     sampled: int = -1
     """Tokens that a model has sampled for it, those that are masked here included; -1 where an earlier build has not said. See `length`."""
+    agents: tuple[PendingAgent, ...] = ()
+    """Those with rewards of their own, by name; their samples are not trained on `reward`."""
 
     @property
     def demonstration(self) -> bool:
@@ -83,6 +95,43 @@ class PendingRollout(msgspec.Struct, frozen=True):
     def length(self) -> int:
         """Tokens that a model has sampled for it."""
         return self.sampled if self.sampled >= 0 else 0 if self.demonstration else self.num_tokens
+
+    @property
+    def shares(self) -> bool:
+        """Whether a sample of it is trained on the rollout's reward: one that is no agent's."""
+        return sum(len(agent.samples) for agent in self.agents) < self.num_samples
+
+    @property
+    def rewarded(self) -> bool:
+        """Whether there is each reward that a sample of it is trained on; a demonstration needs none."""
+        return self.demonstration or (
+            (self.reward is not None or not self.shares) and all(agent.reward is not None for agent in self.agents)
+        )
+
+    @property
+    def votes(self) -> Iterator[tuple[str, float]]:
+        """The rewards that it takes into the comparisons of its group, each with the role whose rewards it is compared with."""
+        if self.reward is not None and self.shares:
+            yield "", self.reward
+        for agent in self.agents:
+            if agent.reward is not None:
+                yield role_of(agent.agent), agent.reward
+
+    def revision_of(self, agent: str) -> int:
+        """Of the reward that counts: the agent's own, or with an empty name the rollout's."""
+        return next((one.revision for one in self.agents if one.agent == agent), self.revision)
+
+    def with_reward(self, reward: float, revision: int, agent: str = "") -> PendingRollout:
+        """Another reward of the rollout or, by name, of one of its agents.
+
+        A rollout whose samples are all of agents has the reward of the agent of its last sample, as long as it is given none itself.
+        """
+        if not agent:
+            return replace(self, reward=reward, revision=revision)
+        agents = tuple(replace(one, reward=reward, revision=revision) if one.agent == agent else one for one in self.agents)
+        last = max(self.agents, key=lambda one: one.samples[-1]).agent
+        leads = agent == last and not self.shares and self.revision == 0
+        return replace(self, agents=agents, reward=reward if leads else self.reward)
 
 
 class PendingTask(msgspec.Struct, frozen=True):
@@ -102,7 +151,7 @@ class PendingTask(msgspec.Struct, frozen=True):
     @property
     def ready(self) -> bool:
         """Whether it is complete and every sample has its reward (demonstrations need none)."""
-        return self.complete and all(r.reward is not None or r.demonstration for r in self.rollouts.values())
+        return self.complete and all(r.rewarded for r in self.rollouts.values())
 
     @property
     def arrived(self) -> int:
@@ -162,7 +211,7 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     lost: int = 0
     """Highest version number that was made and then lost (`streamrl.schemas.ledger.Gap`); 0: none was."""
     early_rewards: dict[str, tuple[int, float]] = {}
-    """`task/rollout` -> (revision, reward) of rewards that came before their samples."""
+    """`task/rollout`, or `task/rollout/agent`, -> (revision, reward) of rewards that came before their samples."""
     reward_sum: float = 0.0
     """Sum of the rewards of all rollouts whose group was complete since the last batch, dropped ones too."""
     reward_count: int = 0

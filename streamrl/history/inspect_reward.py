@@ -140,6 +140,7 @@ def episode_of(sample: Sample, task: RolloutTask, tokenizer: Tokenizer) -> Episo
         seed=sample.seed,
         engine=sample.engine,
         rollout=sample.rollout,
+        agent=sample.agent,
         metadata={name: value for name, value in sample.metadata.items() if task.metadata.get(name) != value},
         started_s=sample.started_s,
         finished_s=sample.finished_s,
@@ -204,7 +205,7 @@ def _again(sample: Sample, value: RewardValue | Exception) -> Again:
     return Again(
         rollout=sample.rollout,
         sample=sample.sample,
-        stored=sample.reward,
+        stored=sample.trained_reward,
         stored_parts=sample.reward_parts,
         now=None if failed else value.value,
         now_parts={} if failed else value.parts,

@@ -48,7 +48,12 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     sequence: int
     became: str
     """What became of its rollout; empty: not looked up."""
+    agent: str = ""
+    """Whose own reward it is trained on; empty: it is the rollout's."""
+    branch_of: int | None = None
+    """The sample of its rollout that it has left."""
     reward: float | None
+    """That it is trained on."""
     reward_parts: dict[str, float]
     status: str
     finish_reason: str
@@ -88,7 +93,9 @@ def show(sample: Sample, sequence: int, decode: Decode, *, life: Life | None = N
         sample=sample.sample,
         sequence=sequence,
         became=became,
-        reward=sample.reward,
+        agent=sample.agent,
+        branch_of=None if sample.branch is None else sample.branch.parent,
+        reward=sample.trained_reward,
         reward_parts=sample.reward_parts,
         status=sample.status.value,
         finish_reason=sample.finish_reason,
@@ -133,13 +140,17 @@ def group_text(shown: Sequence[Shown]) -> str:
     first = shown[0]
     lines = [f"task {first.task}: {counted(len(shown), 'sample')} of {counted(len({one.rollout for one in shown}), 'rollout')}"]
     lines += _folded("prompt  ", first.prompt) + ([] if first.label is None else _folded("label   ", str(first.label)))
-    lines += ["", f"{'ROLLOUT':>7}  {'REWARD':>8}  {'TOKENS':>6}  {'VERSIONS':12}  {'BECAME':12}  ANSWER"]
+    longest = max(len(one.agent) for one in shown)
+    width = min(12, max(5, longest)) if longest else 0
+    agents = f"{'AGENT':{width}}  " if width else ""
+    lines += ["", f"{'ROLLOUT':>7}  {agents}{'REWARD':>8}  {'TOKENS':>6}  {'VERSIONS':12}  {'BECAME':12}  ANSWER"]
     for one in shown:
         versions = list(dict.fromkeys(piece.version for piece in one.pieces if piece.version is not None))
         span = "-" if not versions else versions[0] if len(versions) == 1 else f"{versions[0]}..{versions[-1]}"
         place = f"{one.rollout}.{one.sample}" if one.sample else str(one.rollout)
         reward = "-" if one.reward is None else f"{one.reward:.4g}"
-        row = f"{place:>7}  {reward:>8}  {one.num_tokens:>6}  {span:12}  {one.became[:12]:12}  "
+        agent = f"{one.agent[:width]:{width}}  " if width else ""
+        row = f"{place:>7}  {agent}{reward:>8}  {one.num_tokens:>6}  {span:12}  {one.became[:12]:12}  "
         lines.append((row + _one_line(one.answer, WIDTH - len(row))).rstrip())
     return "\n".join(lines)
 
@@ -147,6 +158,8 @@ def group_text(shown: Sequence[Shown]) -> str:
 def sample_text(one: Shown) -> str:
     """One sample in full: a line for each stretch of one version, with its mask; its tokens where they were asked for."""
     name = f"task {one.task}/{one.rollout}" + (f", sample {one.sample}" if one.sample else "")
+    name += f", agent {one.agent}" if one.agent else ""
+    name += "" if one.branch_of is None else f", branch of sample {one.branch_of}"
     parts = ", ".join(f"{part} {value:g}" for part, value in one.reward_parts.items())
     reward = "no reward" if one.reward is None else f"reward {one.reward:g}{f' ({parts})' if parts else ''}"
     head = f"{name}, message {one.sequence}: {reward}; {one.status}, {counted(one.num_tokens, 'token')}, {one.num_trained} trained on"

@@ -179,7 +179,7 @@ def _sample_work(sample: Sample, arrival: Arrival, entry: LedgerEntry, batch: Sl
     until("reward", sample.scored_s)
     until("store", arrival.stored_s)
     versions = sorted({str(span.version) for span in sample.spans if span.version is not None})
-    args = {"sequence": arrival.sequence, "versions": versions, "reward": sample.reward, "tokens": len(sample.tokens)}
+    args = {"sequence": arrival.sequence, "versions": versions, "reward": sample.trained_reward, "tokens": len(sample.tokens)}
     args |= {"trained into": str(entry.version)} if batch is not None else {"not trained": reason or "of another batch"}
     name = f"task {sample.task}/{sample.rollout}" + (f".{sample.sample}" if sample.num_samples > 1 else "")
     whole = Slice(name, start, max(at, start + 1), args, "" if batch is not None or not reason else _RED)

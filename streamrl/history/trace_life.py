@@ -58,7 +58,10 @@ class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
     trained_tokens: int
     """With a loss mask of 1."""
     status: str
+    agent: str = ""
+    """Whose own reward it is trained on; empty: it is the rollout's."""
     reward: float | None
+    """That it is trained on."""
     reward_parts: dict[str, float]
     started_s: float | None
     finished_s: float | None

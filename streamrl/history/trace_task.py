@@ -134,7 +134,7 @@ def _stored(log: TaskLog, sequence: int, kind: str, index: int) -> Stored:
         detail = f"{stone.reason}: {stone.detail}" if stone.detail else stone.reason
     elif not detail:
         update = decode(message.body, RewardUpdate)
-        rollouts, detail = (update.rollout,), f"reward {update.reward:g}, revision {update.revision}"
+        rollouts, detail = (update.rollout,), f"reward {update.reward:g}{_of_agent(update)}, revision {update.revision}"
     close = log.folded(sequence)
     return Stored(
         sequence=sequence,
@@ -145,6 +145,10 @@ def _stored(log: TaskLog, sequence: int, kind: str, index: int) -> Stored:
         rollouts=rollouts,
         drops=tuple(f"{_words(drop)} (before version {entry.version})" for entry, drop in _drops(log) if drop.sequence == sequence),
     )
+
+
+def _of_agent(update: RewardUpdate) -> str:
+    return "" if isinstance(update.agent, msgspec.UnsetType) else f" of agent {update.agent}"
 
 
 def _rollout(
@@ -184,7 +188,8 @@ def _sample(row: Sample, base: int | None) -> SampleLife:
         tokens=len(row.tokens),
         trained_tokens=int(row.loss_mask.sum()),
         status=row.status.value,
-        reward=row.reward,
+        agent=row.agent,
+        reward=row.trained_reward,
         reward_parts=row.reward_parts,
         started_s=row.started_s or None,
         finished_s=row.finished_s or None,

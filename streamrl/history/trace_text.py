@@ -59,7 +59,8 @@ def _rollout(rollout: RolloutLife, start: float | None) -> Iterator[str]:
         if sample.demonstration:
             reward = "none, a demonstration"
         name = f"sample {sample.sample}" if len(rollout.samples) > 1 else "sample"
-        yield from _row(name, f"{counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on; {sample.status}")
+        agent = f"agent {printable(sample.agent)}, " if sample.agent else ""
+        yield from _row(name, f"{agent}{counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on; {sample.status}")
         yield from _turns(sample, start)
         scored = f"{_after(sample.scored_s, start)}  " if sample.scored_s or sample.reward is not None else ""
         yield from _row("reward", f"{'' if sample.demonstration else scored}{reward}")

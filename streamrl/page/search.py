@@ -41,7 +41,12 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     rollout: int
     sample: int
     sequence: int
+    agent: str = ""
+    """Whose own reward it is trained on; empty: it is the rollout's."""
+    branch_of: int | None = None
+    """The sample of its rollout that it has left."""
     reward: float | None
+    """That it is trained on."""
     status: str
     finish_reason: str
     num_tokens: int

@@ -43,6 +43,11 @@ class ScoredEpisode(Protocol):
         ...
 
     @property
+    def agent(self) -> str:
+        """Whose it is, where that is an agent with a reward of its own; empty: it shares the rollout's."""
+        ...
+
+    @property
     def turns(self) -> Sequence[str]:
         """Decoded text of each of the model's turns, stop token left out."""
         ...
@@ -68,6 +73,6 @@ class Reward(Protocol):
         """One value per episode, in their order.
 
         All episodes of a group come in one call, so a reward may compare them. An exception in place of a value fails that episode's
-        rollout; raising fails the whole task. Of several episodes of one rollout the last one's value is the rollout's.
+        rollout; raising fails the whole task. Of several episodes of one rollout, or of one `agent` in it, the last one's value counts.
         """
         ...

@@ -22,19 +22,19 @@ def group(rewards: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def test_opo_weighs_rewards_by_length() -> None:
     """Lengths 1 and 3: the baseline is (1 * 1 + 3 * 0) / 4."""
-    assert opo(*group([1, 0]), np.array([1, 3]))[0].tolist() == [0.75, -0.25]
-    assert opo(*group([1, 0, 0]), np.array([2, 2, 2]))[0] == pytest.approx(grpo(*group([1, 0, 0]), normalize_std=False)[0])
+    assert opo(*group([1, 0]), lengths=np.array([1, 3]))[0].tolist() == [0.75, -0.25]
+    assert opo(*group([1, 0, 0]), lengths=np.array([2, 2, 2]))[0] == pytest.approx(grpo(*group([1, 0, 0]), normalize_std=False)[0])
 
 
 def test_opo_adds_the_samples_of_a_rollout_up() -> None:
     rewards, tasks, rollouts = np.array([1.0, 1, 0]), np.zeros(3, np.int64), np.array([0, 0, 1])
-    assert opo(rewards, tasks, rollouts, np.array([1, 2, 1]))[0].tolist() == [0.25, 0.25, -0.75]
+    assert opo(rewards, tasks, rollouts, lengths=np.array([1, 2, 1]))[0].tolist() == [0.25, 0.25, -0.75]
 
 
 def test_opo_of_flat_groups_and_of_nothing_trained_is_exactly_zero() -> None:
-    assert opo(*group([0.1, 0.1, 0.1]), np.array([1, 2, 4]))[0].tolist() == [0.0] * 3
-    assert opo(*group([1, 0]), np.array([0, 0]))[0].tolist() == [0.0] * 2
-    assert opo(*group([3.0]), np.array([7]))[0].tolist() == [0.0]
+    assert opo(*group([0.1, 0.1, 0.1]), lengths=np.array([1, 2, 4]))[0].tolist() == [0.0] * 3
+    assert opo(*group([1, 0]), lengths=np.array([0, 0]))[0].tolist() == [0.0] * 2
+    assert opo(*group([3.0]), lengths=np.array([7]))[0].tolist() == [0.0]
 
 
 def test_gpg_makes_up_for_groups_without_a_gradient() -> None:

@@ -84,7 +84,7 @@ async def ran(place: Path, **sections: Any) -> tuple[list[Sample], list[LedgerEn
 def test_the_page_has_no_other_blocks() -> None:
     assert [block.language for block in blocks(PAGE) if block not in CODE] == ["toml", "bash"]
     names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(block.text for block in CODE), flags=re.MULTILINE)
-    agents = ["agent", "plain", "two_chats", "search", "clock", "tool_user", "explorer", "patient"]
+    agents = ["agent", "plain", "two_chats", "team", "search", "clock", "tool_user", "explorer", "patient"]
     assert names == [*agents, "score", "graded", "Shortest"], "each has a test below"
 
 
@@ -112,6 +112,18 @@ async def test_two_chats_share_a_reward_and_have_temperatures_of_their_own(tmp_p
         assert (first.sampling.temperature, last.sampling.temperature) == (1.0, 0.5)
         assert list(last.tokens[: len(first.tokens)]) == list(first.tokens) and not any(last.loss_mask[: len(first.tokens)])
         assert last.metadata["turns"] == 2
+
+
+async def test_agents_of_the_page_have_rewards_of_their_own(tmp_path: Path) -> None:
+    samples = await trained(tmp_path, producer={"function": "team"})
+    rollouts: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        rollouts.setdefault((sample.task, sample.rollout), []).append(sample)
+    for first, second, judge in rollouts.values():
+        assert (first.agent, second.agent, judge.agent) == ("solver/0", "solver/1", "")
+        assert {first.reward, second.reward} == {judge.reward} and judge.agent_reward is None
+        for solver in (first, second):
+            assert solver.agent_reward in (0.0, 1.0)
 
 
 async def test_branches_of_the_page_train_each_token_once(tmp_path: Path) -> None:
@@ -152,11 +164,11 @@ async def test_turns_are_trained_at_the_temperature_they_were_drawn_at(tmp_path:
     assert len(distances) == 2 and max(distances) < 1e-5, "in lockstep trainer and sampler have the same weights"
 
 
-@pytest.mark.parametrize("name", ["agent", "plain", "two_chats", "explorer", "patient"])
+@pytest.mark.parametrize("name", ["agent", "plain", "two_chats", "team", "explorer", "patient"])
 async def test_an_agent_whose_chat_is_full_ends(tmp_path: Path, name: str) -> None:
     samples = await trained(tmp_path, producer={"function": name}, model={"max_len": 14})
     assert samples and all(len(sample.tokens) <= 14 for sample in samples)
-    assert name in ("agent", "plain") or any(sample.status is Status.TRUNCATED for sample in samples)
+    assert name in ("agent", "plain", "team") or any(sample.status is Status.TRUNCATED for sample in samples)
 
 
 async def test_named_parts_and_options(tmp_path: Path) -> None:

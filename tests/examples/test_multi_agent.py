@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,19 @@ def test_three_roles_learn_together(tmp_path: Path) -> None:
     summary = run_example(NAME, tmp_path, "run.steps=25")
     assert summary["steps"] == 25
     assert summary["reward_last"] > summary["reward_first"] + 0.1 and summary["heldout_last"] > summary["heldout_first"]
+    [run] = tmp_path.glob("runs/*")
+    for words, told in (
+        (["replay", str(run), "--verify"], "have the digest of the ledger"),
+        (["inspect", str(run), "300/3"], "agent rewriter/2"),
+    ):
+        done = subprocess.run([sys.executable, "-m", "streamrl", *words], text=True, capture_output=True, timeout=170, check=False)
+        assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("solutions", "candidates", "selected", "reward"),
-    [("888", "888", "8", 1.0), ("384", "388", "8", 0.1 + 0.4 / 3 + 0.1 + 0.4), ("333", "333", "3", 0.1), ("333", "333", "8", 0.4)],
-)
-def test_every_role_has_its_part_in_the_reward(solutions: str, candidates: str, selected: str, reward: float) -> None:
+@pytest.mark.parametrize(("candidates", "selected", "reward"), [("888", "8", 1.0), ("388", "3", 0.1), ("333", "8", 0.9), ("333", "4", 0.0)])
+def test_the_selector_has_a_reward_of_parts(candidates: str, selected: str, reward: float) -> None:
     graded: Any = resolve(f"{NAME}.py:graded", what="a function", key="test", base=EXAMPLES / NAME)
-    assert sum(graded("8", list(solutions), list(candidates), selected).values()) == pytest.approx(reward)
+    assert sum(graded("8", list(candidates), selected).values()) == pytest.approx(reward)
 
 
 @pytest.mark.process

@@ -67,6 +67,13 @@ def sampled_samples() -> list[Sample]:
     return [replace(full, sampling=replace(SAMPLING, temperature=0.5), turns=turns), *others]
 
 
+def agents_samples() -> list[Sample]:
+    """The columns that were added to `samples/2` for agents with rewards of their own: one that has it, one whose reward is to come."""
+    full, *others = sampled_samples()
+    first, second = (replace(one, agent=agent) for one, agent in zip(others, ("solver/0", "selector"), strict=True))
+    return [replace(full, agent="solver/0", agent_reward=0.0), replace(first, agent_reward=-0.5), second]
+
+
 def former_samples() -> list[Sample]:
     """A rollout with every column filled, sampled by two versions around a tool's answer, and one with as little as there can be."""
     full = Sample(

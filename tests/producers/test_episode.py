@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,3 +144,30 @@ def test_what_a_branch_shares_is_trained_in_its_parent_only() -> None:
 def test_a_branch_of_nothing_is_refused(segments: tuple[Segment, ...], parent: int, num_shared: int, complaint: str) -> None:
     with pytest.raises(SchemaError, match=complaint):
         samples_of(task(1), [episode(), branched(segments, parent, num_shared)], producer="p")
+
+
+def of(agent: str, reward: float | None, rollout: int = 0, **parts: float) -> Episode:
+    return Episode(segments=(PROMPT, TURN), finish_reason="stop", rollout=rollout, reward=reward, agent=agent, reward_parts=parts)
+
+
+def test_samples_of_an_agent_have_its_reward_beside_their_rollouts() -> None:
+    episodes = [of("a/1", 0.25, first=1.0), of("", 1.0, main=1.0), of("a/1", 0.5, last=2.0), of("b", None), of("a/1", None, rollout=1)]
+    samples = decode_samples(encode_samples(samples_of(task(), episodes, producer="p"))).rows()
+    assert [(s.rollout, s.agent, s.reward, s.agent_reward, s.trained_reward, s.reward_parts) for s in samples] == [
+        (0, "a/1", 1.0, 0.5, 0.5, {"last": 2.0}),
+        (0, "", 1.0, None, 1.0, {"main": 1.0}),
+        (0, "a/1", 1.0, 0.5, 0.5, {"last": 2.0}),
+        (0, "b", 1.0, None, None, {}),
+        (1, "a/1", None, None, None, {}),
+    ]
+
+
+def test_a_rollout_of_agents_only_has_the_reward_of_the_last() -> None:
+    samples = samples_of(task(), [of("a", 0.25), of("b", 0.5)], producer="p")
+    assert [(s.reward, s.agent_reward) for s in samples] == [(0.5, 0.25), (0.5, 0.5)]
+
+
+@pytest.mark.parametrize("agent", ["a b", "a/", "/1", "a/b/c", "ä", "x" * 65, 7.5 + 1j])
+def test_what_is_no_name_of_an_agent_is_refused(agent: Any) -> None:
+    with pytest.raises(SchemaError, match="solver/2"):
+        of(agent, 1.0)

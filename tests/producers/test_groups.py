@@ -94,6 +94,35 @@ async def test_the_runs_reward_scores_what_the_producer_did_not(engine: TableEng
     assert failures == []
 
 
+async def test_the_runs_reward_scores_agents_that_the_producer_did_not(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    async def agents(task: RolloutTask, engine: RolloutEngine) -> list[Episode]:
+        chat = engine.chat(task)
+        await chat.generate()
+        return [chat.episode(agent="a", reward=0.5), chat.episode(agent="b"), chat.episode(reward=-2.0)]
+
+    def score(task: RolloutTask, episode: ScoredEpisode) -> float:
+        return {"a": 7.0, "b": 0.25, "": 9.0}[episode.agent]
+
+    episodes, failures = await run(runner(engine, tokenizer, agents, FunctionReward(score, {})), make_task(tokenizer, 1))
+    assert episodes == [(0, 0.5), (0, 0.25), (0, -2.0)] and failures == []
+
+
+async def test_an_error_in_the_reward_of_an_agent_fails_its_rollout(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    async def agents(task: RolloutTask, engine: RolloutEngine) -> list[Episode]:
+        chat = engine.chat(task)
+        await chat.generate()
+        return [chat.episode(agent="a"), chat.episode(reward=1.0)]
+
+    def score(task: RolloutTask, episode: ScoredEpisode) -> float:
+        if episode.rollout == 0 or not episode.agent:
+            raise ValueError("no verdict")
+        return 0.5
+
+    episodes, failures = await run(runner(engine, tokenizer, agents, FunctionReward(score, {})), make_task(tokenizer, 2))
+    assert episodes == [(1, 0.5), (1, 1.0)]
+    assert [(f.rollout, f.reason) for f in failures] == [(0, "failed")]
+
+
 async def test_an_error_in_a_reward_fails_its_rollout(engine: TableEngine, tokenizer: Tokenizer) -> None:
     def score(task: RolloutTask, episode: ScoredEpisode) -> float:
         if episode.rollout == 1:

@@ -17,6 +17,8 @@ from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.late import LateRewards
 from streamrl.rewards.factory import is_user_code, make_reward
 from streamrl.schemas.codec import decode
+from streamrl.schemas.decoding import decode_samples
+from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from tests.dead.messages import patched, template
@@ -35,6 +37,31 @@ async def test_a_reward_is_stored_once_by_task_rollout_and_revision(bus: Bus, ru
     expected = RewardUpdate(task=4, rollout=1, reward=0.5, revision=1, reward_parts={"format": 0.25}, sample=2)
     assert decode(message.body, RewardUpdate) == expected
     assert open_message(message).record == Rewarded(1, 4, 1, 0.5, 1, 2)
+
+
+async def test_an_agents_reward_is_stored_beside_its_rollouts(bus: Bus, run_id: str) -> None:
+    rewards = LateRewards(bus, Subjects(run_id))
+    given = [await rewards.publish(4, 1, 0.5, agent=agent) for agent in ("", "solver/0", "solver/1", "solver/0")]
+    assert [(one.sequence, one.duplicate) for one in given] == [(1, False), (2, False), (3, False), (2, True)]
+    assert open_message(await bus.fetch(SAMPLES, 2)).record == Rewarded(2, 4, 1, 0.5, 1, None, "solver/0")
+    with pytest.raises(SchemaError):
+        await rewards.publish(4, 1, 0.5, agent="solver 0")
+
+
+async def test_samples_wait_for_the_reward_that_they_are_trained_on(bus: Bus, run_id: str) -> None:
+    subjects = Subjects(run_id)
+    row = replace(decode_samples(WAITING).rows()[0], group_size=3)
+    rows = [
+        replace(row, task=0, rollout=0, num_samples=3, sample=0, reward=1.0),
+        replace(row, task=0, rollout=0, num_samples=3, sample=1, reward=1.0, agent="a"),
+        replace(row, task=0, rollout=0, num_samples=3, sample=2, reward=1.0, agent="b", agent_reward=0.0),
+        replace(row, task=0, rollout=1, sample=0, agent="b", agent_reward=0.0),
+        replace(row, task=0, rollout=2, sample=0),
+    ]
+    await bus.publish(subjects.samples("main"), encode_samples(rows))
+    async with aclosing(LateRewards(bus, subjects).unrewarded()) as waiting:
+        found = [await anext(waiting) for _ in range(2)]
+    assert [(sample.rollout, sample.sample, sample.agent) for _, sample in found] == [(0, 1, "a"), (2, 0, "")]
 
 
 @pytest.mark.parametrize(

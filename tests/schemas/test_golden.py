@@ -16,11 +16,18 @@ from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample
 from tests.golden.generate import records
-from tests.golden.sample_rows import claimed_samples, former_samples, sampled_samples, samples
+from tests.golden.sample_rows import agents_samples, claimed_samples, former_samples, sampled_samples, samples
 from tests.schemas.rows import plain
 
-LATER = ("issued_s", "began_s", "deliveries", "sampling")
+AGENTS = ("agent", "agent_reward")
+LATER = ("issued_s", "began_s", "deliveries", "sampling", *AGENTS)
 """Columns that `samples/2` did not have at first."""
+ROWS: dict[str, Callable[[], list[Sample]]] = {
+    "samples-2": samples,
+    "samples-2-claimed": claimed_samples,
+    "samples-2-sampling": sampled_samples,
+    "samples-2-agents": agents_samples,
+}
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
@@ -56,16 +63,20 @@ def test_arrow_reads_the_golden_bytes() -> None:
     data = (GOLDEN / "samples-2-claimed.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in claimed_samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name != "sampling")), check_metadata=True)
+        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in ("sampling", *AGENTS))), check_metadata=True)
     data = (GOLDEN / "samples-2-sampling.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in sampled_samples()]
+    with pa.ipc.open_stream(data) as reader:
+        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in AGENTS)), check_metadata=True)
+    data = (GOLDEN / "samples-2-agents.bin").read_bytes()
+    assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in agents_samples()]
     with pa.ipc.open_stream(data) as reader:
         assert reader.schema.equals(arrow_schema(*OPTIONAL), check_metadata=True)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("-2", samples), ("-2-claimed", claimed_samples), ("-2-sampling", sampled_samples)])
-def test_arrow_writes_the_golden_bytes(name: str, rows: Callable[[], list[Sample]]) -> None:
-    assert encode_samples(rows()) == (GOLDEN / f"samples{name}.bin").read_bytes()
+@pytest.mark.parametrize("name", ROWS)
+def test_arrow_writes_the_golden_bytes(name: str) -> None:
+    assert encode_samples(ROWS[name]()) == (GOLDEN / f"{name}.bin").read_bytes()
 
 
 def test_old_and_new_golden_bytes_are_decoded_together() -> None:
@@ -79,4 +90,4 @@ def test_old_and_new_golden_bytes_are_decoded_together() -> None:
 
 
 def test_every_golden_file_has_its_record() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), "samples-1", "samples-2", "samples-2-claimed", "samples-2-sampling"}
+    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), "samples-1", *ROWS}

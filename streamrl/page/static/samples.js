@@ -98,7 +98,7 @@ function list(place, upto, versions, run) {
     sums = { hits: sums.hits + found.samples.length, samples: sums.samples + found.num_samples, batches: sums.batches + found.batches, missing: sums.missing + found.missing };
     body.append(...cells(found.samples.map(({ line, text }) => [
       element("a", { href: path(line.batch.split(".")[1]) }, line.batch), element("a", { href: path(line.batch.split(".")[1], line.task) }, `${line.task}`),
-      line.sample ? `${line.rollout}.${line.sample}` : line.rollout, number(line.reward, 3), line.became, line.status,
+      [numbered(line), ...origin(line)].join(", "), number(line.reward, 3), line.became, line.status,
       line.first_version === line.last_version ? line.first_version : `${line.first_version} – ${line.last_version}`,
       number(line.num_tokens), number(line.num_trained), line.engine, text,
     ]), [2, 3, 7, 8]));
@@ -134,6 +134,11 @@ const weightOf = (one, index) => one.weights?.[index] ?? null;
 const WEIGHTY = [["within 5 % of 1", 0.05], ["within 20 %", 0.2], ["within a half", 0.5], ["further", Infinity]];
 const weighty = (weight) => (weight === 0 ? WEIGHTY.length : WEIGHTY.findIndex(([, most]) => Math.abs(weight - 1) <= most));
 
+const numbered = (one) => `${one.rollout}${one.sample ? `.${one.sample}` : ""}`;
+// Who made it, and which sample of its rollout it has left.
+const origin = (one) => [one.agent && `agent ${one.agent}`, one.branch_of !== null && `branch of ${one.rollout}${one.branch_of ? `.${one.branch_of}` : ""}`].filter(Boolean);
+const titled = (one) => [`rollout ${numbered(one)}`, ...origin(one)].join(", ");
+
 function side(one, kind, at) {
   const spans = one.tokens.map((text, index) => {
     const version = one.versions[index];
@@ -142,7 +147,7 @@ function side(one, kind, at) {
     return element("span", { class: `${kinds[kind](one, index, at)}${one.mask[index] ? "" : " masked"}`.trim(), title: `${told}${one.mask[index] ? "" : "; not trained"}; id ${one.ids[index]}` }, text);
   });
   const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
-  const head = `rollout ${one.rollout}${one.sample ? `.${one.sample}` : ""}: reward ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}, ${one.became}, ${one.status}, ${number(one.num_tokens)} tokens`;
+  const head = `${titled(one)}: reward ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}, ${one.became}, ${one.status}, ${number(one.num_tokens)} tokens`;
   const more = one.num_tokens > one.tokens.length ? [element("p", { class: "soft" }, `the first ${number(one.tokens.length)} tokens are shown`)] : [];
   const by = [one.engine && `engine ${one.engine}`, one.producer, `finished by ${one.finish_reason}`, one.metadata].filter(Boolean).join(" · ");
   return element("section", { class: "box" }, element("h2", {}, head), element("p", { class: "soft" }, by), element("div", { class: "tokens" }, ...spans), ...more);
@@ -153,7 +158,7 @@ function talk(one) {
     const facts = [part.sampled ? "sampled" : "", part.num_tokens ? `${number(part.num_tokens)} tokens` : "", part.seconds !== null ? `${number(part.seconds, 3)} s` : "", part.sampled ? part.engine : "", part.finish_reason].filter(Boolean).join(", ");
     return element("div", { class: `said ${part.sampled ? "sampled" : ""}` }, element("p", {}, element("b", {}, part.role), " ", element("span", { class: "soft" }, facts)), element("div", { class: "tokens" }, part.text));
   });
-  return element("section", { class: "box" }, element("h2", {}, `rollout ${one.rollout}${one.sample ? `.${one.sample}` : ""}: reward ${number(one.reward, 3)}, ${one.became}`), ...said);
+  return element("section", { class: "box" }, element("h2", {}, `${titled(one)}: reward ${number(one.reward, 3)}, ${one.became}`), ...said);
 }
 
 const WEIGHTS = {
