@@ -46,9 +46,10 @@ OPTIONAL = {
     "began_s": pa.float64(),
     "deliveries": pa.int32(),
     "sampling": pa.utf8(),
+    "grading": pa.int64(),
 }
 """Columns of `samples/2` that a message has only when a row has something in them; null elsewhere."""
-SCALARS = ("issued_s", "claimed_s", "deliveries", "began_s", "scored_s")
+SCALARS = ("issued_s", "claimed_s", "deliveries", "began_s", "scored_s", "grading")
 """Those of them that hold one number a row."""
 
 

@@ -53,6 +53,8 @@ class RolloutView(msgspec.Struct, frozen=True):
     """(epoch, lowest number, highest number) of all its tokens, by epoch."""
     shares: tuple[Share, ...] = ()
     """All its trained tokens by what may be doubted of them; none where there is nothing."""
+    grading: int = 0
+    """The request for its reward (`Sample.grading`); 0: there is none."""
 
     @property
     def demonstration(self) -> bool:
@@ -111,6 +113,8 @@ class Ended(msgspec.Struct, frozen=True):
     group_size: int
     reason: str
     detail: str = ""
+    grading: int = 0
+    """The grading that failed; 0: it is not for that."""
 
 
 class Rewarded(msgspec.Struct, frozen=True):
@@ -122,6 +126,8 @@ class Rewarded(msgspec.Struct, frozen=True):
     reward: float
     revision: int
     sample: int | None = None
+    grading: int = 0
+    """The request that it answers; 0: none, it is for whichever attempt at its rollout counts."""
 
 
 class Forked(msgspec.Struct, frozen=True):
@@ -224,18 +230,30 @@ def _others(kind: str, sequence: int, body: bytes | memoryview, where: str) -> E
         if stone.task < 0 or stone.group_size < 1 or not 0 <= (stone.rollout or 0) < stone.group_size:
             raise SchemaError(f"expected a rollout below the group size in the tombstone at {where}, got {stone}")
         detail = stone.detail[:REASON_LENGTH]
-        return Ended(sequence, stone.source, stone.task, stone.rollout, stone.group_size, stone.reason[:REASON_LENGTH], detail)
+        reason, grading = stone.reason[:REASON_LENGTH], _grading(stone.grading, where)
+        if grading and stone.rollout is None:
+            raise SchemaError(f"expected a rollout whose grading failed in the tombstone at {where}, got {stone}")
+        return Ended(sequence, stone.source, stone.task, stone.rollout, stone.group_size, reason, detail, grading)
     if kind == "rewards":
         update = decode(body, RewardUpdate, where=where)
         if not np.isfinite(update.reward):
             raise SchemaError(f"expected a finite reward at {where}, got {update.reward}")
         if min(update.task, update.rollout, update.sample or 0) < 0 or update.revision < 1:
             raise SchemaError(f"expected task, rollout and sample of at least 0 and a revision of at least 1 at {where}, got {update}")
-        return Rewarded(sequence, update.task, update.rollout, update.reward, update.revision, update.sample)
+        grading = _grading(update.grading, where)
+        return Rewarded(sequence, update.task, update.rollout, update.reward, update.revision, update.sample, grading)
     if kind == "marks":
         mark = decode(body, Mark, where=where)
         return _forked(sequence, mark, where) if mark.name == MARK_EPOCH else Marked(sequence, mark.name)
     raise SchemaError(f"expected samples, tombstones, rewards or marks at {where}, got {kind!r}")
+
+
+def _grading(said: int | msgspec.UnsetType, where: str) -> int:
+    if said is msgspec.UNSET:
+        return 0
+    if not 0 < said < 1 << 63:
+        raise SchemaError(f"expected the number of a request for a reward, from 1 on, at {where}, got {said}")
+    return said
 
 
 def _forked(sequence: int, mark: Mark, where: str) -> Forked:
@@ -279,6 +297,9 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
         )
     for rollout, shares in _shares(batch).items():
         views[rollout] = msgspec.structs.replace(views[rollout], shares=shares)
+    for rollout, grading in zip(rollouts, batch.optional("grading") or (), strict=False):  # samples of a rollout name the same
+        if grading:
+            views[rollout] = msgspec.structs.replace(views[rollout], grading=grading)
     in_order = tuple(views[k] for k in sorted(views))
     return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, int(batch.tokens.max()), int(batch.lengths.max()))
 

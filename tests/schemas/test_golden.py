@@ -16,10 +16,10 @@ from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample
 from tests.golden.generate import records
-from tests.golden.sample_rows import claimed_samples, former_samples, sampled_samples, samples
+from tests.golden.sample_rows import claimed_samples, former_samples, graded_samples, sampled_samples, samples
 from tests.schemas.rows import plain
 
-LATER = ("issued_s", "began_s", "deliveries", "sampling")
+LATER = ("issued_s", "began_s", "deliveries", "sampling", "grading")
 """Columns that `samples/2` did not have at first."""
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -56,14 +56,20 @@ def test_arrow_reads_the_golden_bytes() -> None:
     data = (GOLDEN / "samples-2-claimed.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in claimed_samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name != "sampling")), check_metadata=True)
+        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in ("sampling", "grading"))), check_metadata=True)
     data = (GOLDEN / "samples-2-sampling.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in sampled_samples()]
+    with pa.ipc.open_stream(data) as reader:
+        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name != "grading")), check_metadata=True)
+    data = (GOLDEN / "samples-2-grading.bin").read_bytes()
+    assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in graded_samples()]
     with pa.ipc.open_stream(data) as reader:
         assert reader.schema.equals(arrow_schema(*OPTIONAL), check_metadata=True)
 
 
-@pytest.mark.parametrize(("name", "rows"), [("-2", samples), ("-2-claimed", claimed_samples), ("-2-sampling", sampled_samples)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("-2", samples), ("-2-claimed", claimed_samples), ("-2-sampling", sampled_samples), ("-2-grading", graded_samples)]
+)
 def test_arrow_writes_the_golden_bytes(name: str, rows: Callable[[], list[Sample]]) -> None:
     assert encode_samples(rows()) == (GOLDEN / f"samples{name}.bin").read_bytes()
 
@@ -79,4 +85,5 @@ def test_old_and_new_golden_bytes_are_decoded_together() -> None:
 
 
 def test_every_golden_file_has_its_record() -> None:
-    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), "samples-1", "samples-2", "samples-2-claimed", "samples-2-sampling"}
+    rows = {"samples-1", "samples-2", "samples-2-claimed", "samples-2-sampling", "samples-2-grading"}
+    assert {path.stem for path in GOLDEN.glob("*.bin")} == {*records(), *rows}
