@@ -227,10 +227,16 @@ def _first(episode: Episode, count: int) -> list[int]:
     return list(islice(chain.from_iterable(segment.token_ids for segment in episode.segments), count))
 
 
+def reward_of(of_rollout: Sequence[Episode]) -> Episode | None:
+    """Of a rollout's episodes the one whose reward is the rollout's; None: none has one."""
+    answer = next((episode for episode in of_rollout if episode.is_answer), of_rollout[-1])
+    if answer.reward is not None:
+        return answer
+    return next((episode for episode in reversed(of_rollout) if episode.reward is not None), None)
+
+
 def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], told: dict[str, Any]) -> Sample:
-    rewarded = next((e for e in of_rollout if e.is_answer), of_rollout[-1])
-    if rewarded.reward is None:
-        rewarded = next((e for e in reversed(of_rollout) if e.reward is not None), None)
+    rewarded = reward_of(of_rollout)
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []

@@ -26,6 +26,7 @@ from streamrl.producers.claims import Claims, Demand
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
+from streamrl.producers.grading import ask_for_rewards
 from streamrl.producers.protocol import Claim, Failure, Producer
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
@@ -178,7 +179,7 @@ async def serve(
     pool = make_pool(worker)
     cut = Cut()
     work = partial(_in_slot, clock, pool.found, cut)
-    runner = make_runner(worker, pool, function, key="producer.function", producer=front)
+    runner = make_runner(worker, pool, function, key="producer.function", producer=front, scores=not worker.config.reward.workers)
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
     claims = [_claims(worker, source, runner, publisher, work, streak, front, concurrency) for source in sources]
     besides = worker.detail
@@ -257,7 +258,11 @@ def _roll_out(
         with phase("publish"):
             if worker.config.trainer.routing_replay:
                 samples = await store_experts(publisher, samples, group.episodes)
-            rollouts = await publisher.task(task, samples, group.failures, claim)
+            failures = group.failures
+            if worker.config.reward.workers:
+                samples, unasked = await ask_for_rewards(publisher, task, group.episodes, samples)
+                failures = (*failures, *unasked)
+            rollouts = await publisher.task(task, samples, failures, claim)
         lying = [episode for episode in group.episodes if episode.rollout in rollouts]
         stored([length for episode in lying for length in episode.num_sampled])
         if streak is not None:

@@ -184,8 +184,12 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     published without one."""
     options: dict[str, Any] = {}
     """Handed to a custom reward as keyword arguments."""
+    workers: NonNegativeInt = 0
+    """Rewarders started with the run (docs/agents.md): producers publish samples at once, and these processes score them. `streamrl
+    rewarder` joins more. 0: producers score, and hold a slot for it."""
     late_versions: NonNegativeInt = 8
-    """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
+    """Versions that a complete group waits for rewards that come late, by reward.kind = `late` or reward.workers; then it is dropped as
+    `unrewarded`. 0: for ever."""
     timeout_s: PositiveFloat = 10.0
     """A custom reward that takes longer for a group is cut off; the group's rollouts end as `timeout`."""
 

@@ -34,6 +34,7 @@ FREE_KEYS = (
     "producer",
     "gateway",
     "reward.timeout_s",
+    "reward.workers",
     "engine.workers",
     "engine.slots",
     "engine.threads",
