@@ -24,11 +24,13 @@ from streamrl.producers.factory import make_runner
 from streamrl.producers.grading import REVISION, GradingRequest
 from streamrl.producers.protocol import Claim, Failure
 from streamrl.producers.publishing import Publisher
+from streamrl.producers.rollouts import check_reward, leave_when_finished
 from streamrl.runtime.worker import farewell
 from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import GRADING, MAIN_SOURCE
 
 if TYPE_CHECKING:
+    from streamrl.config.tree import Config
     from streamrl.producers.groups import Group, GroupRunner
     from streamrl.runtime.worker import Worker
 
@@ -167,6 +169,31 @@ class NoEngine:
         raise EngineError("a rewarder has no engine")
 
 
+def check_wanted(config: Config) -> None:
+    """Raise ConfigError for a run whose producers score by themselves."""
+    if not config.reward.workers:
+        raise ConfigError(
+            f"run {config.run.name} has reward.workers = 0: its producers score their rollouts, so there is nothing for a rewarder",
+            hint="set reward.workers = 1 or more and start the run again",
+            key="reward.workers",
+        )
+
+
+async def join(worker: Worker) -> None:
+    """Score beside the run's own rewarders until the worker drains or the run has finished.
+
+    Raises:
+        ConfigError: the code of the reward here is not what the run was last started with, or as `main`.
+    """
+    await check_reward(worker)
+    leaver = asyncio.create_task(leave_when_finished(worker))
+    try:
+        await main(worker)
+    finally:
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+
+
 async def main(worker: Worker) -> None:
     """Score the run's requests until the worker drains.
 
@@ -174,12 +201,7 @@ async def main(worker: Worker) -> None:
         ConfigError: the run's producers score by themselves, or its reward cannot be loaded.
     """
     config = worker.config
-    if not config.reward.workers:
-        raise ConfigError(
-            f"run {config.run.name} has reward.workers = 0: its producers score their rollouts, so there is nothing for a rewarder",
-            hint="set reward.workers = 1 or more and start the run again",
-            key="reward.workers",
-        )
+    check_wanted(config)
     runner = make_runner(worker, NoEngine(), "single_turn", key="producer.function")
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
     rewarder, requests = Rewarder(runner, publisher), Requests(worker)

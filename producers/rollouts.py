@@ -119,7 +119,7 @@ async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) ->
     Raises:
         ConfigError: `function` cannot be found or is no producer, or fails one task after the other, which takes the rows from the others.
     """
-    leaver = asyncio.create_task(_leave_when_finished(worker))
+    leaver = asyncio.create_task(leave_when_finished(worker))
     streak = Streak()
     try:
         done = await serve(worker, function, sources=(source,), streak=streak)
@@ -151,7 +151,8 @@ async def check_reward(worker: Worker) -> None:
         )
 
 
-async def _leave_when_finished(worker: Worker) -> None:
+async def leave_when_finished(worker: Worker) -> None:
+    """Have the worker drain once the run has finished."""
     after = (await worker.bus.state(EVENTS)).last
     async for _ in worker.bus.read(EVENTS, after=after, subject=worker.subjects.events("finished")):
         logger.info("event=run_finished action=leave")

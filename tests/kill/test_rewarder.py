@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -40,4 +42,28 @@ async def test_every_call(tmp_path: Path, own_server: NatsServer, children: Nurs
                 await finished(w)
                 while (await w.bus.state(GRADING)).messages:
                     await asyncio.sleep(0.05)
+        await check(w, 0)
+
+
+async def test_one_that_stands_still_is_overtaken_and_goes_on(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
+    """SIGSTOP with requests in its hands: they come to another one, and what it still publishes afterwards changes nothing."""
+    config = table_config(tmp_path, run={"steps": 30}, bus={"ack_wait_s": 0.5}, reward={"workers": 1})
+    async with world(config, own_server, children) as w:
+        async with w.around("engine", "trainer", "feeder", "producer"):
+            child = asyncio.create_task(w.child("rewarder"))
+            async with asyncio.timeout(60):
+                while await w.num_entries() < 5:
+                    await asyncio.sleep(0.01)
+                os.kill(w.nursery.pid, signal.SIGSTOP)
+                try:
+                    async with w.around("rewarder"):
+                        while await w.num_entries() < 15:
+                            await asyncio.sleep(0.01)
+                finally:
+                    os.kill(w.nursery.pid, signal.SIGCONT)
+                await finished(w)
+                while (await w.bus.state(GRADING)).messages:
+                    await asyncio.sleep(0.05)
+            os.kill(w.nursery.pid, signal.SIGTERM)
+            assert await child == 0
         await check(w, 0)
