@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from streamrl.bus.protocol import Bus, Lease
 from streamrl.errors import BusError, EngineError, SchemaError
@@ -25,7 +25,7 @@ from streamrl.producers.publishing import Publisher
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant
-from streamrl.schemas.subjects import KEY_GRANTED
+from streamrl.schemas.subjects import KEY_GRANTED, TASKS
 from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class _Claim:
     """A task in hand."""
 
     lease: Lease
+    task: int
     finished: bool = False
     """Whether its records are stored, or there will be none: it only has to leave the queue."""
     dropped: bool = False
@@ -81,6 +82,50 @@ class Demand(Protocol):
         ...
 
 
+class Queue(Protocol):
+    """What is claimed, where that is not tasks."""
+
+    stream: str
+    follows_ends: bool
+    """Whether what belongs to a task that has ended (`Grant.first_open`) is no more worth the work."""
+
+    def task(self, lease: Lease) -> int:
+        """Index of the task that a message is about; asked once, first."""
+        ...
+
+    async def read(self, lease: Lease) -> Any | None:
+        """What `work` gets; None: it cannot be read, and leaves the queue."""
+        ...
+
+
+class Tasks:
+    """The queue of tasks. One that cannot be read ends with a tombstone."""
+
+    stream = TASKS
+    follows_ends = True
+
+    def __init__(self, source: str, publisher: Publisher) -> None:
+        self._source = source
+        self._publisher = publisher
+
+    def task(self, lease: Lease) -> int:
+        """Index of a task: its place on the stream."""
+        return lease.sequence - 1
+
+    async def read(self, lease: Lease) -> RolloutTask | None:
+        """The task, or None after a tombstone was stored in its place."""
+        index = self.task(lease)
+        try:
+            task = decode(lease.body, RolloutTask, where=f"task {index}")
+            if task.index != index:
+                raise SchemaError(f"expected task {index} at sequence {lease.sequence} of the task stream, got task {task.index}")
+        except SchemaError as error:
+            logger.error("event=task_unreadable source=%s task=%d error=%s", self._source, index, error.message)
+            await self._publisher.end_task(index, self._source, "poison", error.message)
+            return None
+        return task
+
+
 class Claims:
     """Keeps up to `concurrency` tasks of `source` in flight and hands each to `work`.
 
@@ -90,7 +135,8 @@ class Claims:
     `let_go` gets a task's index and whether the task has ended, before it leaves the queue or is given back: also of tasks that had ended
     before they came, and of those whose work was cancelled for it.
 
-    With `demand` it claims no more than there is use for.
+    With `demand` it claims no more than there is use for. With `queue` it claims the messages of another one, and `work` gets what that
+    reads.
     """
 
     def __init__(
@@ -98,20 +144,21 @@ class Claims:
         bus: Bus,
         publisher: Publisher,
         source: str,
-        work: Callable[[RolloutTask, Claim], Awaitable[None]],
+        work: Callable[[Any, Claim], Awaitable[None]],
         *,
         concurrency: int,
         ack_wait_s: float,
         grace_s: float = GRACE_S,
         let_go: Callable[[int, bool], Awaitable[None]] | None = None,
         demand: Demand | None = None,
+        queue: Queue | None = None,
     ) -> None:
         self.source = source
+        self._queue = queue or Tasks(source, publisher)
         self.num_done = 0
         """Tasks taken off the queue."""
         self._counts = Counts()
         self._bus = bus
-        self._publisher = publisher
         self._work = work
         self._concurrency = concurrency
         self._keep_every_s = ack_wait_s / 3
@@ -138,14 +185,14 @@ class Claims:
     @property
     def open_tasks(self) -> list[int]:
         """Their indices."""
-        return sorted(claim.lease.sequence - 1 for claim in self._open.values())
+        return sorted(claim.task for claim in self._open.values())
 
     async def run(self, draining: asyncio.Event) -> None:
         """Claim and work until `draining`, then finish or give back what is open. Raises what `work` raised, other than EngineError."""
         async with asyncio.TaskGroup() as group:
             keeper = group.create_task(self._keep())
             waker = group.create_task(self._wake_when(draining))
-            follower = group.create_task(self._follow_ends())
+            follower = group.create_task(self._follow_ends()) if self._queue.follows_ends else keeper
             while not draining.is_set():
                 self._wake.clear()
                 free = self._concurrency - len(self._open)
@@ -155,10 +202,10 @@ class Claims:
                     await self._wake.wait()
                     continue
                 # Not cancelled by a drain: a lease that arrives after its claim was cut would lie idle for the whole ack wait.
-                for lease in await self._bus.claim(self.source, max=free, wait_s=_CLAIM_WAIT_S):
-                    claim = _Claim(lease)
+                for lease in await self._bus.claim(self.source, max=free, wait_s=_CLAIM_WAIT_S, stream=self._queue.stream):
+                    claim = _Claim(lease, self._queue.task(lease))
                     if self._demand is not None:
-                        self._demand.claimed(lease.sequence - 1)
+                        self._demand.claimed(claim.task)
                     task = group.create_task(self._hold(claim))
                     self._open[task] = claim
                     task.add_done_callback(self._closed)
@@ -174,9 +221,9 @@ class Claims:
         """
         self._first_open = max(self._first_open, first_open)
         for work, claim in self._open.items():
-            if self._has_ended(claim.lease) and not claim.finished and not claim.dropped:
+            if self._has_ended(claim) and not claim.finished and not claim.dropped:
                 claim.dropped = work.cancel()
-                logger.info("event=claim_dropped source=%s task=%d reason=ended", self.source, claim.lease.sequence - 1)
+                logger.info("event=claim_dropped source=%s task=%d reason=ended", self.source, claim.task)
 
     def _closed(self, task: asyncio.Task[None]) -> None:
         self._open.pop(task, None)
@@ -200,8 +247,8 @@ class Claims:
             if isinstance(first_open, int):
                 loop.call_later(_ENDED_AFTER_S, self.drop_below, first_open)
 
-    def _has_ended(self, lease: Lease) -> bool:
-        return lease.sequence - 1 < self._first_open
+    def _has_ended(self, claim: _Claim) -> bool:
+        return self._queue.follows_ends and claim.task < self._first_open
 
     async def _keep(self) -> None:
         while True:
@@ -227,47 +274,33 @@ class Claims:
     async def _hold(self, claim: _Claim) -> None:
         lease = claim.lease
         try:
-            task = None if self._has_ended(lease) else await self._readable(lease)
-            if task is not None:
-                await self._work(task, Claim(lease.deliveries, lease.stored_s, time.time()))
+            if not self._has_ended(claim):
+                self._counts.num_redelivered += lease.deliveries > 1
+                if (item := await self._queue.read(lease)) is not None:
+                    await self._work(item, Claim(lease.deliveries, lease.stored_s, time.time()))
+                else:
+                    self._counts.num_failures += 1
             claim.finished = True
-            await self._leave(lease, ended=True)
+            await self._leave(claim, ended=True)
             self.num_done += 1
             self._counts.num_done += 1
         except EngineError as error:
             delay_s = pause_s(lease.deliveries, first_s=_RETRY_FIRST_S, most_s=_RETRY_MAX_S)
             self._counts.num_failures += 1
-            logger.warning(
-                "event=task_given_back source=%s task=%d delay_s=%.1f error=%s", self.source, lease.sequence - 1, delay_s, error.message
-            )
-            await self._leave(lease, ended=False, delay_s=delay_s)
+            logger.warning("event=task_given_back source=%s task=%d delay_s=%.1f error=%s", self.source, claim.task, delay_s, error.message)
+            await self._leave(claim, ended=False, delay_s=delay_s)
         except asyncio.CancelledError:
             # Once its records are stored a task is not asked for again: if `done` did not get through, the ack wait settles it.
             if not claim.finished:
                 with contextlib.suppress(BusError, TimeoutError):
-                    await asyncio.wait_for(self._leave(lease, ended=self._has_ended(lease)), _GIVE_BACK_S)
+                    await asyncio.wait_for(self._leave(claim, ended=self._has_ended(claim)), _GIVE_BACK_S)
             raise
 
-    async def _leave(self, lease: Lease, *, ended: bool, delay_s: float = 0.0) -> None:
+    async def _leave(self, claim: _Claim, *, ended: bool, delay_s: float = 0.0) -> None:
         """Take a task that has ended off the queue, or give it back."""
         if self._let_go is not None:
-            await self._let_go(lease.sequence - 1, ended)
-        await (lease.done() if ended else lease.retry(delay_s))
+            await self._let_go(claim.task, ended)
+        await (claim.lease.done() if ended else claim.lease.retry(delay_s))
         if self._demand is not None:
             # After: what is left of a task that has ended must not be gone while it can still be delivered again.
-            await self._demand.left(lease.sequence - 1, ended)
-
-    async def _readable(self, lease: Lease) -> RolloutTask | None:
-        """The task, or None after a tombstone was stored in its place."""
-        index = lease.sequence - 1
-        self._counts.num_redelivered += lease.deliveries > 1
-        try:
-            task = decode(lease.body, RolloutTask, where=f"task {index}")
-            if task.index != index:
-                raise SchemaError(f"expected task {index} at sequence {lease.sequence} of the task stream, got task {task.index}")
-        except SchemaError as error:
-            logger.error("event=task_unreadable source=%s task=%d error=%s", self.source, index, error.message)
-            self._counts.num_failures += 1
-            await self._publisher.end_task(index, self.source, "poison", error.message)
-            return None
-        return task
+            await self._demand.left(claim.task, ended)

@@ -235,6 +235,11 @@ def _first(episode: Episode, count: int) -> list[int]:
     return list(islice(chain.from_iterable(segment.token_ids for segment in episode.segments), count))
 
 
+def reward_of(of_rollout: Sequence[Episode]) -> Episode | None:
+    """Of a rollout's episodes the one whose reward is the rollout's, which is not an agent's where there are others; None: none has one."""
+    return _rewarded([e for e in of_rollout if not e.agent] or of_rollout)
+
+
 def _rewarded(episodes: Sequence[Episode]) -> Episode | None:
     """The one of these whose reward is that of all."""
     found = next((e for e in episodes if e.is_answer), episodes[-1])
@@ -242,7 +247,7 @@ def _rewarded(episodes: Sequence[Episode]) -> Episode | None:
 
 
 def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequence[Episode], told: dict[str, Any]) -> Sample:
-    rewarded = _rewarded([e for e in of_rollout if not e.agent] or of_rollout)
+    rewarded = reward_of(of_rollout)
     own = _rewarded([e for e in of_rollout if e.agent == episode.agent]) if episode.agent else None
     parts = own if episode.agent else rewarded
     tokens: list[int] = []

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.engines.channel import ChannelEngine
+from streamrl.engines.protocol import Engine
 from streamrl.errors import ConfigError
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
@@ -41,38 +42,40 @@ def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
     return pool
 
 
-def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str, producer: Producer | None = None) -> GroupRunner:
+def make_runner(
+    worker: Worker, engine: Engine, function: str, *, key: str, producer: Producer | None = None, scores: bool = True
+) -> GroupRunner:
     """A runner for `producer`, or the one that `function` names, and the run's reward; raises ConfigError.
 
-    The caller starts and closes it.
+    The caller starts and closes it. Without `scores` episodes keep what rewards their producer gave: others give the rest.
     """
     config = worker.config
     tokenizer, _ = policy_tokenizer(worker)
     user_producer = producer is None and is_user_code(function)
-    child_reward = runs_in_children(config.reward, by_row=bool(config.data.reward_key))
+    child_reward = scores and runs_in_children(config.reward, by_row=bool(config.data.reward_key))
     runner = GroupRunner(
         producer=producer or (None if user_producer else make_producer(function, key=key)),
-        reward=None if child_reward else make_reward(config.reward),
-        engine=pool,
+        reward=None if child_reward or not scores else make_reward(config.reward),
+        engine=engine,
         tokenizer=tokenizer,
         options=config.producer.options,
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
         template_kwargs=config.data.chat_template_kwargs,
         tool_calls=config.data.tool_calls,
-        children=_children(worker, function if user_producer else "", key) if user_producer or child_reward else None,
+        children=_children(worker, function if user_producer else "", key, child_reward) if user_producer or child_reward else None,
         max_deaths=config.tasks.max_deliveries,
     )
     worker.trouble = lambda: runner.notice
     return runner
 
 
-def _children(worker: Worker, function: str, key: str) -> Children:
+def _children(worker: Worker, function: str, key: str, scores: bool) -> Children:
     config = worker.config
     hello = Hello(
         function=function,
         function_key=key,
-        reward=config.reward.kind if runs_in_children(config.reward, by_row=bool(config.data.reward_key)) else "",
+        reward=config.reward.kind if scores else "",
         reward_options=config.reward.options,
         reward_key=config.reward.key,
         by_row=config.data.reward_options if config.data.reward_key else None,

@@ -116,6 +116,17 @@ class GroupRunner:
         async with job(self._children, task, engine=engine, keeping=keeping, max_deaths=self._max_deaths) as found:
             return await self._run(task, found, keeping)
 
+    async def score(self, task: RolloutTask, episodes: Sequence[Episode]) -> Group:
+        """Score what somebody else has rolled out, in the same way; the rollouts that have a reward keep it.
+
+        Raises:
+            ConfigError: the user's code can no longer be loaded.
+        """
+        if self._children is None:
+            return await self._score(task, None, episodes, {})
+        async with job(self._children, task, engine=self._engine, keeping=NOTHING, max_deaths=self._max_deaths) as found:
+            return await self._score(task, found, episodes, {})
+
     async def _run(self, task: RolloutTask, job: Job | None, keeping: Keeping) -> Group:
         if self._producer is not None:
             given = await self._in_process(self._producer, task, keeping)

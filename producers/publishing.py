@@ -86,6 +86,17 @@ class Published:
         return sum(self.sampled)
 
 
+def _stone(task: RolloutTask, failure: Failure) -> Tombstone:
+    return Tombstone(
+        task=task.index,
+        reason=failure.reason,
+        rollout=failure.rollout,
+        group_size=task.num_rollouts,
+        detail=failure.detail,
+        source=task.source,
+    )
+
+
 class Publisher:
     """Stores the records of tasks. A full stream makes it wait, with the finished samples in hand, until there is room."""
 
@@ -157,11 +168,23 @@ class Publisher:
         return name, await self._with_room(lambda: self._bus.sample_blobs.put(name, body))
 
     async def reward(self, update: RewardUpdate) -> Receipt:
-        """Store a reward that comes by itself; a repeat of the same task, rollout, agent and revision is recognised by its id."""
+        """Store a reward that comes by itself; a repeat of the same task, rollout, agent, revision and request is recognised by its id."""
         id = f"w{update.task}.{update.rollout}.{update.revision}"
+        if not isinstance(update.grading, msgspec.UnsetType):
+            id += f".g{update.grading}"
         if not isinstance(update.agent, msgspec.UnsetType):
-            id += f".{update.agent}"
+            id += f".@{update.agent}"
         return await self._put(self._subjects.rewards, encode(update), id, update.task)
+
+    async def grading(self, task: RolloutTask, body: bytes) -> int:
+        """Store a request for rewards (`streamrl.producers.grading`); returns its number. Each call makes another one."""
+        return (await self._put(self._subjects.grading(task.source), body, f"g{task.index}.{secrets.token_hex(8)}", task.index)).sequence
+
+    async def failed_grading(self, task: RolloutTask, failure: Failure, grading: int, claim: Claim | None = None) -> None:
+        """Store the tombstone of a rollout that could not be scored, at the request `grading`."""
+        stone = msgspec.structs.replace(self._told(_stone(task, failure), claim), grading=grading)
+        id = f"d{task.index}.{failure.rollout}.g{grading}"
+        await self._put(self._subjects.tombstones(task.source), encode(stone), id, task.index)
 
     def _told(self, stone: Tombstone, claim: Claim | None) -> Tombstone:
         if claim is None:
@@ -170,15 +193,7 @@ class Publisher:
         return msgspec.structs.replace(told, issued_s=claim.issued_s) if claim.issued_s else told
 
     async def _end_rollout(self, task: RolloutTask, failure: Failure, claim: Claim | None) -> None:
-        stone = Tombstone(
-            task=task.index,
-            reason=failure.reason,
-            rollout=failure.rollout,
-            group_size=task.num_rollouts,
-            detail=failure.detail,
-            source=task.source,
-        )
-        stone = self._told(stone, claim)
+        stone = self._told(_stone(task, failure), claim)
         await self._put(self._subjects.tombstones(task.source), encode(stone), f"d{task.index}.{failure.rollout}", task.index)
 
     async def _put(self, subject: str, body: bytes, id: str, task: int, schema: str = "") -> Receipt:

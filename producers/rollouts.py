@@ -26,6 +26,7 @@ from streamrl.producers.claims import Claims, Demand
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
+from streamrl.producers.grading import ask_for_rewards
 from streamrl.producers.protocol import Claim, Failure, Producer
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
@@ -118,7 +119,7 @@ async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) ->
     Raises:
         ConfigError: `function` cannot be found or is no producer, or fails one task after the other, which takes the rows from the others.
     """
-    leaver = asyncio.create_task(_leave_when_finished(worker))
+    leaver = asyncio.create_task(leave_when_finished(worker))
     streak = Streak()
     try:
         done = await serve(worker, function, sources=(source,), streak=streak)
@@ -150,7 +151,8 @@ async def check_reward(worker: Worker) -> None:
         )
 
 
-async def _leave_when_finished(worker: Worker) -> None:
+async def leave_when_finished(worker: Worker) -> None:
+    """Have the worker drain once the run has finished."""
     after = (await worker.bus.state(EVENTS)).last
     async for _ in worker.bus.read(EVENTS, after=after, subject=worker.subjects.events("finished")):
         logger.info("event=run_finished action=leave")
@@ -178,7 +180,7 @@ async def serve(
     pool = make_pool(worker)
     cut = Cut()
     work = partial(_in_slot, clock, pool.found, cut)
-    runner = make_runner(worker, pool, function, key="producer.function", producer=front)
+    runner = make_runner(worker, pool, function, key="producer.function", producer=front, scores=not worker.config.reward.workers)
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
     claims = [_claims(worker, source, runner, publisher, work, streak, front, concurrency) for source in sources]
     besides = worker.detail
@@ -257,7 +259,11 @@ def _roll_out(
         with phase("publish"):
             if worker.config.trainer.routing_replay:
                 samples = await store_experts(publisher, samples, group.episodes)
-            rollouts = await publisher.task(task, samples, group.failures, claim)
+            failures = group.failures
+            if worker.config.reward.workers:
+                samples, unasked = await ask_for_rewards(publisher, task, group.episodes, samples)
+                failures = (*failures, *unasked)
+            rollouts = await publisher.task(task, samples, failures, claim)
         lying = [episode for episode in group.episodes if episode.rollout in rollouts]
         stored([length for episode in lying for length in episode.num_sampled])
         if streak is not None:

@@ -48,9 +48,10 @@ OPTIONAL = {
     "sampling": pa.utf8(),
     "agent": pa.utf8(),
     "agent_reward": pa.float64(),
+    "grading": pa.int64(),
 }
 """Columns of `samples/2` that a message has only when a row has something in them; null elsewhere."""
-SCALARS = ("issued_s", "claimed_s", "deliveries", "began_s", "scored_s")
+SCALARS = ("issued_s", "claimed_s", "deliveries", "began_s", "scored_s", "grading")
 """Those of them that hold one number a row."""
 
 

@@ -170,6 +170,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """At which an engine began to compute its first turn."""
     scored_s: float = 0.0
     """At which its reward was known."""
+    grading: int = 0
+    """Sequence on the stream `grading` of the request for its reward (`streamrl.producers.grading`); 0, and not on the wire: there is
+    none. What is graded at this request counts for no other attempt at its rollout."""
     turns: tuple[TurnSpan, ...] = ()
     """In order; they hold every trained token. None where nothing is to be said of them: one turn that took all the sample's time."""
     branch: Branch | None = None
@@ -208,6 +211,8 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     """As a sample's."""
     claimed_s: float | msgspec.UnsetType = msgspec.UNSET
     deliveries: int | msgspec.UnsetType = msgspec.UNSET
+    grading: int | msgspec.UnsetType = msgspec.UNSET
+    """The grading that failed, if one did: it ends its rollout also when that has come, unless by another attempt, or with a reward."""
 
 
 class RewardUpdate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reward"):
@@ -222,6 +227,8 @@ class RewardUpdate(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     """The sample of the rollout that was judged, None for all of them; whichever it is, they share the reward."""
     agent: str | msgspec.UnsetType = msgspec.UNSET
     """The agent of the rollout whose own reward it is; not on the wire where it is the rollout's."""
+    grading: int | msgspec.UnsetType = msgspec.UNSET
+    """The request that it answers (`Sample.grading`): it is for samples that name the same. Not on the wire when unset: for any."""
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mark"):

@@ -17,6 +17,7 @@ WEIGHTS = "weights"
 EVENTS = "events"
 METRICS = "metrics"
 DEAD = "dead"
+GRADING = "grading"
 
 KEY_GRANTED = "granted"
 KEY_LATEST = "latest"
@@ -79,6 +80,10 @@ class Subjects(msgspec.Struct, frozen=True):
     def tombstones(self, source: str) -> str:
         """Ends of tasks or rollouts that gave no sample (stream `samples`)."""
         return f"{self.run}.tombstones.{check_name('source', source)}"
+
+    def grading(self, source: str) -> str:
+        """Requests for rewards of one source (stream `grading`)."""
+        return f"{self.run}.grading.{check_name('source', source)}"
 
     @property
     def rewards(self) -> str:

@@ -10,6 +10,7 @@
 | gateway   | as a producer, and the turns of open sessions                    | events, samples' blobs,    | claims tasks                 |
 |           |                                                                  | turns                      |                              |
 | engine    | presence of engines, pins, events `weights` and `engine`         | weights, blobs             |                              |
+| rewarder  | rewards, tombstones, `stalled`                                   | events                     | claims requests for rewards  |
 | feeder    | tasks, events `stalled` and `resumed`                            | queued tasks               |                              |
 | evaluator | event `evaluation`, pins                                         | ledger, events             |                              |
 | reader    | nothing                                                          | everything but tasks       |                              |
@@ -30,10 +31,10 @@ import msgspec
 
 from streamrl.bus.address import API, OPERATOR, ROLE_API, inbox
 from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, stream_name, turn_bucket
-from streamrl.schemas.subjects import DEAD, EVENTS, LEDGER, METRICS, SAMPLES, TASKS, WEIGHTS
+from streamrl.schemas.subjects import DEAD, EVENTS, GRADING, LEDGER, METRICS, SAMPLES, TASKS, WEIGHTS
 
 READER = "reader"
-ROLES = ("trainer", "producer", "gateway", "engine", "feeder", "evaluator", READER)
+ROLES = ("trainer", "producer", "gateway", "rewarder", "engine", "feeder", "evaluator", READER)
 """Roles whose rights are limited. A worker's role is its kind."""
 
 
@@ -72,7 +73,7 @@ class User(msgspec.Struct, frozen=True, kw_only=True):
 
 def allowed(role: str, run: str) -> Rights:
     """What `role` may do in `run`; KeyError for a role that is not in ROLES."""
-    tasks, samples = stream_name(run, TASKS), stream_name(run, SAMPLES)
+    tasks, samples, grading = stream_name(run, TASKS), stream_name(run, SAMPLES), stream_name(run, GRADING)
     bucket = sample_bucket(run)
     blobs, beside, turns = blobs_name(run), blobs_name(bucket), keys_name(turn_bucket(run))
     worker = [f"{run}.metrics.*", f"$KV.{run}.presence.workers.*"]
@@ -81,7 +82,7 @@ def allowed(role: str, run: str) -> Rights:
     produces = [
         *worker,
         *stalls,
-        *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards")),
+        *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards", "grading.*")),
         *of_tasks,
         f"$O.{bucket}.C.*",
         f"$O.{bucket}.M.*",
@@ -105,6 +106,15 @@ def allowed(role: str, run: str) -> Rights:
         ],
         "producer": produces,
         "gateway": [*produces, f"{run}.events.notice", f"$KV.{turn_bucket(run)}.*.*.*", f"{API}.STREAM.PURGE.{turns}"],
+        "rewarder": [
+            *worker,
+            *stalls,
+            f"{run}.rewards",
+            f"{run}.tombstones.*",
+            f"{API}.STREAM.INFO.{grading}",
+            f"{API}.CONSUMER.INFO.{grading}.*",
+            f"$JS.ACK.{grading}.>",
+        ],
         "engine": [
             *worker,
             f"{run}.events.weights",
@@ -114,12 +124,13 @@ def allowed(role: str, run: str) -> Rights:
         ],
         "feeder": [*worker, *stalls, f"{run}.tasks.*", f"{API}.STREAM.INFO.{tasks}", f"{API}.STREAM.MSG.GET.{tasks}"],
         "evaluator": [*worker, f"{run}.events.evaluation", f"$KV.{run}.pins.*.*.*"],
-        READER: [f"{API}.STREAM.INFO.{tasks}"],
+        READER: [f"{API}.STREAM.INFO.{tasks}", f"{API}.STREAM.INFO.{grading}"],
     }
     reads = {
         "trainer": (SAMPLES, LEDGER, WEIGHTS),
         "producer": (EVENTS,),
         "gateway": (EVENTS,),
+        "rewarder": (EVENTS,),
         "engine": (WEIGHTS,),
         "feeder": (),
         "evaluator": (LEDGER, EVENTS),
@@ -132,6 +143,8 @@ def allowed(role: str, run: str) -> Rights:
     batches = [f"{API}.DIRECT.GET.{stream}" for stream in read]
     if role in ("producer", "gateway"):
         batches.append(f"{API}.CONSUMER.MSG.NEXT.{tasks}.*")
+    if role == "rewarder":
+        batches.append(f"{API}.CONSUMER.MSG.NEXT.{grading}.*")
     if role in ("feeder", "trainer"):  # the trainer ends tasks whose messages are gone, see streamrl.consumers.training.reaper
         batches.append(f"{API}.DIRECT.GET.{tasks}")
     return Rights(

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import msgspec
 
+from streamrl.schemas.subjects import TASKS
+
 
 class Receipt(msgspec.Struct, frozen=True):
     """What the bus says of a stored message; `duplicate` when the id was stored before (at `sequence`)."""
@@ -220,8 +222,11 @@ class Bus(Protocol):
         """The newest message of a subject, or None."""
         ...
 
-    async def claim(self, source: str, *, max: int, wait_s: float) -> Sequence[Lease]:
-        """Up to `max` tasks of a source; waits at most `wait_s` for the first, then returns what is there (maybe nothing)."""
+    async def claim(self, source: str, *, max: int, wait_s: float, stream: str = TASKS) -> Sequence[Lease]:
+        """Up to `max` tasks of a source; waits at most `wait_s` for the first, then returns what is there (maybe nothing).
+
+        With `stream` messages of another queue: requests for rewards (`grading`).
+        """
         ...
 
     async def state(self, stream: str) -> StreamState: ...

@@ -4,6 +4,7 @@
 |---------|-------------------------------------------|------------------------------------|--------------|
 | tasks   | tasks.<source>                            | a producer is done with it         | no limit     |
 | samples | samples, tombstones, rewards, marks       | trimmed below what readers need    | refuses      |
+| grading | grading.<source>                          | a rewarder is done with it         | no limit     |
 | ledger  | ledger.<trainer>                          | for ever                           | no limit     |
 | weights | weights.<policy>                          | the budget drops the oldest        | drops oldest |
 | events  | events.<kind>                             | the budget drops the oldest        | drops oldest |
@@ -58,6 +59,7 @@ def streams(config: BusConfig) -> dict[str, StreamSpec]:
         StreamSpec(
             name=subjects.SAMPLES, kinds=("samples", "tombstones", "rewards", "marks"), max_bytes=config.samples_bytes, dedupe_s=half_hour
         ),
+        StreamSpec(name=subjects.GRADING, kinds=("grading",), queue=True, dedupe_s=half_hour),
         StreamSpec(name=subjects.LEDGER, kinds=("ledger",), dedupe_s=day),
         StreamSpec(name=subjects.WEIGHTS, kinds=("weights",), full="drop_oldest", max_bytes=256 * MEBIBYTE),
         StreamSpec(name=subjects.EVENTS, kinds=("events",), full="drop_oldest", max_bytes=64 * MEBIBYTE),
@@ -113,9 +115,11 @@ class Topology(msgspec.Struct, frozen=True):
         """Subjects that a stream listens to, in NATS's notation."""
         return [f"{self.run}.{kind}{tail}" for kind in spec.kinds for tail in ("", ".*")]
 
-    def task_subject(self, source: str) -> str:
-        """Subject of the tasks of one source."""
-        return f"{self.run}.tasks.{check_name('source', source)}"
+    def claimed_subject(self, stream: str, source: str) -> str:
+        """Subject of the messages of one source in a queue; raises BusError where the stream is none."""
+        if not self.spec(stream).queue:
+            raise BusError(f"stream {stream!r} is no queue: its messages are read, not claimed", stream=stream, queue=False)
+        return f"{self.run}.{stream}.{check_name('source', source)}"
 
 
 def stream_name(run: str, stream: str) -> str:

@@ -23,6 +23,7 @@ from streamrl.cli import (
     page,
     records,
     reward,
+    rewarder,
     runs,
     top,
     trace,
@@ -79,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_verbs(verbs)
     workers.add_verbs(verbs)
     gateway.add_verbs(verbs)
+    rewarder.add_verbs(verbs)
     checks.add_verbs(verbs)
     records.add_verbs(verbs)
     export.add_verbs(verbs)

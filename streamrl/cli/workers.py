@@ -43,8 +43,11 @@ def add_verbs(verbs: Any) -> None:
     _trust(attach)
     attach.set_defaults(run_verb=run_attach)
 
-    credentials = verbs.add_parser("credentials", help="write a file with which a producer of another host can attach to a run")
+    credentials = verbs.add_parser("credentials", help="write a file with which a process of another host can join a run")
     credentials.add_argument("run", metavar="RUN", help="name or directory of the run")
+    credentials.add_argument(
+        "--role", choices=("producer", "rewarder"), default="producer", help="whose: for `attach` (producer) or for `rewarder`"
+    )
     credentials.add_argument("--out", required=True, type=Path, metavar="FILE", help="where to; readable by you only")
     credentials.add_argument("--dir", default="runs", help="directory that holds the runs")
     credentials.set_defaults(run_verb=run_credentials)
@@ -90,7 +93,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
     from streamrl.runtime.worker import run_worker
 
     async def main(worker: Worker) -> None:
-        if elsewhere:
+        if elsewhere and not worker.config.reward.workers:
             await check_reward(worker)
         if arguments.concurrency is not None:
             worker.config = override(worker.config, [f"producer.concurrency={arguments.concurrency}"])
@@ -108,7 +111,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
         print(f"{worker.name} has left run {worker.run_dir.name} after {working.result()} tasks")
 
     elsewhere = arguments.credentials is not None
-    run = _attached_run(arguments)
+    run = attached_run(arguments, role="producer")
     if arguments.source not in (MAIN_SOURCE, WARMUP_SOURCE):
         raise ConfigError(
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
@@ -116,16 +119,22 @@ def run_attach(arguments: argparse.Namespace) -> int:
     config = run.load_config()
     reward = {key: name for key, name in rollout_code(config).items() if key == "reward.kind"} | dict(reward_addresses(config))
     check_trust(reward, run.foreign, trusted=arguments.trust_code)
-    if arguments.concurrency is not None and arguments.concurrency < 1:
-        raise ConfigError(
-            f"expected --concurrency of at least 1, got {arguments.concurrency}", hint="leave it out for producer.concurrency"
-        )
+    check_concurrency(arguments)
     if not elsewhere:
         check_up(run)
     return run_worker("producer", run, main=main)
 
 
-def _attached_run(arguments: argparse.Namespace) -> RunDir:
+def check_concurrency(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for a --concurrency below 1."""
+    if arguments.concurrency is not None and arguments.concurrency < 1:
+        raise ConfigError(
+            f"expected --concurrency of at least 1, got {arguments.concurrency}", hint="leave it out for producer.concurrency"
+        )
+
+
+def attached_run(arguments: argparse.Namespace, *, role: str) -> RunDir:
+    """The run that --run or --credentials names; raises ConfigError."""
     from streamrl.runtime.attach_file import unpack_attach_file
     from streamrl.runtime.rundir import RunDir
 
@@ -137,21 +146,28 @@ def _attached_run(arguments: argparse.Namespace) -> RunDir:
         if arguments.bus or arguments.reward:
             raise ConfigError("--bus and --reward go with --credentials", hint="a run directory says both")
         return RunDir.find(arguments.run, base=arguments.dir)
-    return unpack_attach_file(arguments.credentials, Path(arguments.dir), bus_url=arguments.bus, reward=arguments.reward)
+    return unpack_attach_file(arguments.credentials, Path(arguments.dir), role=role, bus_url=arguments.bus, reward=arguments.reward)
 
 
 def run_credentials(arguments: argparse.Namespace) -> int:
-    """Write what a producer of another host needs to attach."""
+    """Write what a producer or rewarder of another host needs."""
     from streamrl.config.hosts import is_loopback
     from streamrl.runtime.attach_file import write_attach_file
     from streamrl.runtime.rundir import RunDir
 
     run = RunDir.find(arguments.run, base=arguments.dir)
-    write_attach_file(run, arguments.out)
-    print(f"written: {arguments.out}; whoever has it can store samples in run {run.name}, and ask its engines")
     config = run.load_config()
+    if arguments.role == "rewarder":
+        from streamrl.producers.rewarder import check_wanted
+
+        check_wanted(config)
+    write_attach_file(run, arguments.out, role=arguments.role)
+    can = (
+        "store samples in run {}, and ask its engines" if arguments.role == "producer" else "store rewards in run {}, and end its rollouts"
+    )
+    print(f"written: {arguments.out}; whoever has it can {can.format(run.name)}")
     if not config.bus.url and is_loopback(config.bus.host):
         print("its bus listens on this host only: bus.host is where others reach it, or bring them here with a tunnel and --bus")
-    if is_loopback(config.engine.host) and not config.engine.advertise:
+    if arguments.role == "producer" and is_loopback(config.engine.host) and not config.engine.advertise:
         print("its engines too: engine.host is where others reach them")
     return 0

@@ -89,6 +89,13 @@ def _check_work(config: Config) -> None:
         key="data.heldout",
     )
     refuse(
+        config.reward.kind == "late" and config.reward.workers > 0,
+        f"reward.workers must be 0 with reward.kind = late, got {config.reward.workers}: somebody else gives the rewards, and rewarders "
+        "have nothing to score with",
+        hint="name the reward in reward.kind, or set reward.workers = 0",
+        key="reward.workers",
+    )
+    refuse(
         config.trainer.minibatches > tasks.batch_tasks,
         f"trainer.minibatches must be at most tasks.batch_tasks = {tasks.batch_tasks}, got {config.trainer.minibatches}: groups stay whole",
         hint="use fewer minibatches or larger batches",

@@ -198,8 +198,12 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """Those of a built-in reward; handed to a custom one as keyword arguments."""
     key: str = ""
     """Of a reward in named parts, the part that is trained; all are kept with the sample. Empty: the part `reward`, or their sum."""
+    workers: NonNegativeInt = 0
+    """Rewarders started with the run (docs/agents.md): producers publish samples at once, and these processes score them. `streamrl
+    rewarder` joins more. 0: producers score, and hold a slot for it."""
     late_versions: NonNegativeInt = 8
-    """Versions that a complete group waits for rewards that come late; then it is dropped as `unrewarded`. 0: for ever."""
+    """Versions that a complete group waits for rewards that come late, by reward.kind = `late` or reward.workers; then it is dropped as
+    `unrewarded`. 0: for ever."""
     overlong_buffer: NonNegativeInt = 0
     """Tokens below the greatest length over which a penalty grows from 0 to reward.overlong_penalty (soft overlong punishment, arXiv
     2503.14476, eq. 13), taken from every reward when a batch is made; 0: none."""

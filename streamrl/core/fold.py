@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from streamrl.core.admission import admit
 from streamrl.core.expiry import expired, must_wait, unrewarded
 from streamrl.core.filters import group_refusal
+from streamrl.core.gradings import first_reward, is_for, with_early, without_early
 from streamrl.core.impossible import impossible
 from streamrl.core.pacing import refilled, released
 from streamrl.core.records import Ended, Forked, Marked, Poison, Record, Rewarded, Rollouts
@@ -214,9 +215,9 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
     if len(task.ended) == task.group_size:
         return _retire(state, record.task)
     fresh = {}
-    early = dict(state.early_rewards)
+    early = state.early_rewards
     for view in views:
-        revision, reward = early.pop(f"{record.task}/{view.rollout}", (0, view.reward))
+        revision, reward = first_reward(early, record.task, view, view.reward) if early else (0, view.reward)
         rollout = PendingRollout(
             sequence=record.sequence,
             num_samples=view.num_samples,
@@ -228,10 +229,12 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
             arrived=state.version.number,
             sampled=lengths.get(view.rollout, 0),
             agents=tuple(PendingAgent(one.agent, one.samples, one.reward) for one in view.agents),
+            grading=view.grading,
         )
-        for one in view.agents:
-            if (known := early.pop(f"{record.task}/{view.rollout}/{one.agent}", None)) is not None:
-                rollout = rollout.with_reward(known[1], known[0], one.agent)
+        for one in view.agents if early else ():
+            own_revision, own = first_reward(early, record.task, view, one.reward, one.agent)
+            rollout = rollout if own_revision == 0 or own is None else rollout.with_reward(own, own_revision, one.agent)
+        early = without_early(early, record.task, view.rollout) if early else early
         fresh[view.rollout] = rollout
     if not fresh and not drops:
         return state
@@ -251,7 +254,9 @@ def _take_end(state: FoldState, record: Ended, config: FoldConfig, *, lengths: S
         return _retire(state.with_drop(drop, lengths), record.task)
     task = known or PendingTask(record.task, record.source, record.group_size, {})
     came = task.rollouts.get(record.rollout)
-    if record.rollout in task.ended or (came is not None and record.reason != BLOB_MISSING):
+    if came is not None and record.grading and not (is_for(record, came) and came.reward is None):
+        return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
+    if record.rollout in task.ended or (came is not None and record.reason != BLOB_MISSING and not record.grading):
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "duplicate"))
     others = {k: one for k, one in task.rollouts.items() if k != record.rollout}
     task = replace(task, rollouts=others, ended=(*task.ended, record.rollout))
@@ -269,12 +274,11 @@ def _take_reward(state: FoldState, record: Rewarded, config: FoldConfig) -> Fold
     if task is not None and record.rollout in task.ended:
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     if task is None or rollout is None:
-        key = f"{record.task}/{record.rollout}" + (f"/{record.agent}" if record.agent else "")
-        known = state.early_rewards.get(key)
-        if known is not None and known[0] >= record.revision:
+        early = with_early(state.early_rewards, record)
+        if early is None:
             return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
-        return replace(state, early_rewards={**state.early_rewards, key: (record.revision, record.reward)})
-    if record.revision <= rollout.revision_of(record.agent):
+        return replace(state, early_rewards=early)
+    if record.revision <= rollout.revision_of(record.agent) or not is_for(record, rollout):
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     rollout = rollout.with_reward(record.reward, record.revision, record.agent)
     return _settle(state, replace(task, rollouts={**task.rollouts, record.rollout: rollout}), config)

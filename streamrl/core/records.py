@@ -65,6 +65,8 @@ class RolloutView(msgspec.Struct, frozen=True):
     """All its trained tokens by what may be doubted of them; none where there is nothing."""
     agents: tuple[AgentView, ...] = ()
     """Those that have rewards of their own, by name."""
+    grading: int = 0
+    """The request for its reward (`Sample.grading`); 0: there is none."""
 
     @property
     def demonstration(self) -> bool:
@@ -125,6 +127,8 @@ class Ended(msgspec.Struct, frozen=True):
     group_size: int
     reason: str
     detail: str = ""
+    grading: int = 0
+    """The grading that failed; 0: it is not for that."""
 
 
 class Rewarded(msgspec.Struct, frozen=True):
@@ -138,6 +142,8 @@ class Rewarded(msgspec.Struct, frozen=True):
     sample: int | None = None
     agent: str = ""
     """Whose own reward it is; empty: it is the rollout's."""
+    grading: int = 0
+    """The request that it answers; 0: none, it is for whichever attempt at its rollout counts."""
 
 
 class Forked(msgspec.Struct, frozen=True):
@@ -240,7 +246,10 @@ def _others(kind: str, sequence: int, body: bytes | memoryview, where: str) -> E
         if stone.task < 0 or stone.group_size < 1 or not 0 <= (stone.rollout or 0) < stone.group_size:
             raise SchemaError(f"expected a rollout below the group size in the tombstone at {where}, got {stone}")
         detail = stone.detail[:REASON_LENGTH]
-        return Ended(sequence, stone.source, stone.task, stone.rollout, stone.group_size, stone.reason[:REASON_LENGTH], detail)
+        reason, grading = stone.reason[:REASON_LENGTH], _grading(stone.grading, where)
+        if grading and stone.rollout is None:
+            raise SchemaError(f"expected a rollout whose grading failed in the tombstone at {where}, got {stone}")
+        return Ended(sequence, stone.source, stone.task, stone.rollout, stone.group_size, reason, detail, grading)
     if kind == "rewards":
         update = decode(body, RewardUpdate, where=where)
         if not np.isfinite(update.reward):
@@ -250,11 +259,20 @@ def _others(kind: str, sequence: int, body: bytes | memoryview, where: str) -> E
         agent = "" if isinstance(update.agent, msgspec.UnsetType) else update.agent
         if agent and not is_agent(agent):
             raise SchemaError(f"expected an agent of letters, digits and _.- with at most one slash at {where}, got {agent[:80]!r}")
-        return Rewarded(sequence, update.task, update.rollout, update.reward, update.revision, update.sample, agent)
+        grading = _grading(update.grading, where)
+        return Rewarded(sequence, update.task, update.rollout, update.reward, update.revision, update.sample, agent, grading)
     if kind == "marks":
         mark = decode(body, Mark, where=where)
         return _forked(sequence, mark, where) if mark.name == MARK_EPOCH else Marked(sequence, mark.name)
     raise SchemaError(f"expected samples, tombstones, rewards or marks at {where}, got {kind!r}")
+
+
+def _grading(said: int | msgspec.UnsetType, where: str) -> int:
+    if said is msgspec.UNSET:
+        return 0
+    if not 0 < said < 1 << 63:
+        raise SchemaError(f"expected the number of a request for a reward, from 1 on, at {where}, got {said}")
+    return said
 
 
 def _forked(sequence: int, mark: Mark, where: str) -> Forked:
@@ -300,6 +318,9 @@ def _rollouts(sequence: int, batch: SampleBatch) -> Rollouts:
         views[rollout] = msgspec.structs.replace(views[rollout], shares=shares)
     for rollout, agents in _agents(batch).items():
         views[rollout] = msgspec.structs.replace(views[rollout], agents=agents)
+    for rollout, grading in zip(rollouts, batch.optional("grading") or (), strict=False):  # samples of a rollout name the same
+        if grading:
+            views[rollout] = msgspec.structs.replace(views[rollout], grading=grading)
     in_order = tuple(views[k] for k in sorted(views))
     top, longest = int(batch.tokens.max()), int(batch.lengths.max())
     return Rollouts(sequence, batch.source, batch.task, batch.group_size, in_order, top, longest, Tails(batch))

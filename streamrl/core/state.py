@@ -85,6 +85,8 @@ class PendingRollout(msgspec.Struct, frozen=True):
     """Tokens that a model has sampled for it, those that are masked here included; -1 where an earlier build has not said. See `length`."""
     agents: tuple[PendingAgent, ...] = ()
     """Those with rewards of their own, by name; their samples are not trained on `reward`."""
+    grading: int = 0
+    """The request for its reward (`streamrl.core.gradings`); 0: there is none."""
 
     @property
     def demonstration(self) -> bool:
@@ -211,7 +213,7 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     lost: int = 0
     """Highest version number that was made and then lost (`streamrl.schemas.ledger.Gap`); 0: none was."""
     early_rewards: dict[str, tuple[int, float]] = {}
-    """`task/rollout`, or `task/rollout/agent`, -> (revision, reward) of rewards that came before their samples."""
+    """(revision, reward) of rewards that came before their samples, by `streamrl.core.gradings.key`."""
     reward_sum: float = 0.0
     """Sum of the rewards of all rollouts whose group was complete since the last batch, dropped ones too."""
     reward_count: int = 0

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
 _POLL_S = 0.05
-_ENDLESS = ("producer", "gateway", "engine")
+_ENDLESS = ("producer", "gateway", "rewarder", "engine")
 """Kinds whose work is never over: when one ends by itself it is started again."""
 _LINE_CHARS = 300
 _FINAL: Mapping[int | None, str] = {Exit.CONFIG: "cannot run with this configuration", Exit.DIVERGED: "stopped: the weights diverged"}

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-START_ORDER = ("trainer", "engine", "feeder", "producer", "gateway", "evaluator")
+START_ORDER = ("trainer", "engine", "feeder", "producer", "gateway", "rewarder", "evaluator")
 """Those that take longest to load come first; none needs another to be up."""
 _TICK_S = 0.25
 _INTERRUPTED = 130

@@ -1,7 +1,7 @@
-"""One file with all that a producer needs which reaches a run's bus and engines, and not its directory.
+"""One file with all that a producer or a rewarder needs which reaches a run's bus, and not its directory.
 
-It holds the producer's login, the engines' token, the configuration and the policy's tokenizer: no other role's secret, no weights, no
-options that look like secrets. What it names is checked before it is used: the file may come from another user.
+It holds the role's login, the configuration and the policy's tokenizer, a producer's the engines' token too: no other role's secret, no
+weights, no options that look like secrets. What it names is checked before it is used: the file may come from another user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import check_name
 
-ROLE = "producer"
 MAX_BYTES = 256 << 20
 """Of the file, and of what it unpacks to."""
 _MARK = b"streamrl-attach-1\n"
@@ -35,22 +34,24 @@ class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """JSON, as in the run directory."""
     bus: BusAddress
     engine_token: str
+    """Empty for a role that asks no engine."""
     tokenizer: dict[str, bytes]
     """Files by name."""
+    role: str = "producer"
 
 
-def write_attach_file(run: RunDir, path: Path) -> None:
-    """Write the file with mode 0600.
+def write_attach_file(run: RunDir, path: Path, *, role: str = "producer") -> None:
+    """Write the file of a `role`, `producer` or `rewarder`, with mode 0600.
 
     Raises:
-        ConfigError: the run's producers have no login of their own, or one that is in files of this host; the file cannot be written.
+        ConfigError: the role has no login of its own, or one that is in files of this host; the file cannot be written.
     """
-    if not run.role_path(ROLE).is_file():
+    if not run.role_path(role).is_file():
         raise ConfigError(
-            f"expected a login of the run's producers in {run.role_path(ROLE)}, got none: all its workers share the operator's",
+            f"expected a login of the run's {role}s in {run.role_path(role)}, got none: all its workers share the operator's",
             hint='give each role a login of its own: docs/security.md, `bus.user = "...-{role}"`',
         )
-    address = BusAddress.load(run.role_path(ROLE))
+    address = BusAddress.load(run.role_path(role))
     if address.credentials_file:
         raise ConfigError(
             f"expected a login with a password or a token, got one in the file {address.credentials_file}",
@@ -63,7 +64,7 @@ def write_attach_file(run: RunDir, path: Path) -> None:
         policy = run.policy_dir(config)
         load_tokenizer(policy)  # says what is wrong with it
         files = {name: (policy / name).read_bytes() for name in _TOKENIZER if (policy / name).is_file()}
-        packed = Attachment(run.name, dump(config), address, run.engine_token(), files)
+        packed = Attachment(run.name, dump(config), address, run.engine_token() if role == "producer" else "", files, role)
         write_private(path.absolute(), _MARK + zlib.compress(msgspec.msgpack.encode(packed)))
     except OSError as error:
         raise ConfigError(
@@ -71,26 +72,34 @@ def write_attach_file(run: RunDir, path: Path) -> None:
         ) from error
 
 
-def unpack_attach_file(path: Path, base: Path, *, bus_url: str = "", reward: str = "") -> RunDir:
+def unpack_attach_file(path: Path, base: Path, *, role: str = "producer", bus_url: str = "", reward: str = "") -> RunDir:
     """A run directory that holds what the file does, below `base`; made anew at each call.
 
     Args:
         path: of the file.
         base: for the directory, `attached/<run>` in it.
+        role: that it must be of.
         bus_url: where the bus is from here; empty: as the file says.
-        reward: the run's own reward as `file.py:name` on this host; needed where the run's is user code.
+        reward: the run's own reward as `file.py:name` on this host; needed where the run's is user code and this role scores.
 
     Raises:
-        ConfigError: it is no such file, or of another version of streamrl; the run's reward is user code and none is given.
+        ConfigError: it is no such file, of another role or version of streamrl; the run's reward is user code and none is given.
     """
     found = _read(path)
+    if found.role != role:
+        raise ConfigError(
+            f"expected an attach file of a {role} at {path}, got one of a {found.role[:20]}",
+            hint=f"`streamrl credentials RUN --role {role} --out FILE` writes one",
+            path=str(path),
+        )
     run = RunDir(base / "attached" / check_name("run name", found.run))
     config = from_json(found.config, where=str(path))
     if config.run.name != found.run:
         raise ConfigError(
             f"expected the configuration of run {found.run!r} in {path}, got that of {config.run.name!r}", hint="export it again"
         )
-    named = rollout_code(config).get("reward.kind", "")
+    scores = role == "rewarder" or not config.reward.workers
+    named = rollout_code(config).get("reward.kind", "") if scores else ""
     if named and not reward:
         raise ConfigError(
             f"the run's reward is user code, {named}, which is not in {path}",
@@ -99,7 +108,10 @@ def unpack_attach_file(path: Path, base: Path, *, bus_url: str = "", reward: str
         )
     if reward and not named:
         raise ConfigError(
-            f"expected no --reward for a run whose reward is {config.reward.kind!r}, got {reward!r}", hint="leave it out", key="reward.kind"
+            f"expected no --reward for a {role} of a run whose reward is {config.reward.kind!r} with reward.workers = "
+            f"{config.reward.workers}, got {reward!r}",
+            hint="leave it out",
+            key="reward.kind",
         )
     config = override(config, ["model.path=", *([f"reward.kind={reward}"] if reward else [])])
     if run.lock_path.exists():
@@ -112,8 +124,9 @@ def unpack_attach_file(path: Path, base: Path, *, bus_url: str = "", reward: str
             write_private(run.model_dir / name, found.tokenizer[name])
         else:
             (run.model_dir / name).unlink(missing_ok=True)
-    write_private(run.engine_token_path, found.engine_token.encode() + b"\n")
-    address.save(run.role_path(ROLE))
+    if found.engine_token:
+        write_private(run.engine_token_path, found.engine_token.encode() + b"\n")
+    address.save(run.role_path(role))
     run.write_config(config)
     return run
 

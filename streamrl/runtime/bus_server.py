@@ -52,8 +52,9 @@ async def run_bus_server(config: Config, run: RunDir, note: Callable[[str], None
         ConfigError: a secrets file cannot be read.
     """
     if config.bus.url:
-        # A cluster that was set up before there were gateways has no login for them.
-        known = logins(config.bus, optional=() if config.gateway.workers else ("gateway",))
+        # A cluster that was set up before there were gateways, or rewarders, has no login for them.
+        unused = {"gateway": config.gateway.workers == 0, "rewarder": config.reward.workers == 0}
+        known = logins(config.bus, optional=[role for role, is_unused in unused.items() if is_unused])
         write_cluster(run, known)
         yield BusServer(known[OPERATOR])
         return

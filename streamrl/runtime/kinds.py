@@ -19,6 +19,7 @@ MAINS: Mapping[str, str] = MappingProxyType(
         "feeder": "streamrl.producers.feeder:main",
         "producer": "streamrl.producers.rollouts:main",
         "gateway": "streamrl.producers.gateway.worker:main",
+        "rewarder": "streamrl.producers.rewarder:main",
         "evaluator": "streamrl.producers.evaluation:main",
         "engine": "streamrl.consumers.serving.engine_worker:main",
         "trainer": "streamrl.consumers.training.worker:main",
@@ -30,11 +31,14 @@ PROCESS_GROUPS = ("trainer",)
 """Kinds whose workers of one run are ranks of one thing: index is rank, and when one fails all are started again."""
 
 LOADING_S: Mapping[str, float] = MappingProxyType(
-    {"feeder": 600.0, "producer": 600.0, "gateway": 600.0, "evaluator": 600.0, "engine": 3600.0, "trainer": 3600.0}
+    {
+        **dict.fromkeys(("feeder", "producer", "gateway", "rewarder", "evaluator"), 600.0),
+        **dict.fromkeys(("engine", "trainer"), 3600.0),
+    }
 )
 """Longest that a worker of each kind may load before it counts as hung: rows and user code, or models and their servers."""
 
-USER_CODE = ("producer", "gateway", "evaluator")
+USER_CODE = ("producer", "gateway", "rewarder", "evaluator")
 """Kinds that run the user's functions, which may need keys of services they call."""
 SINK_KIND = "sink-{kind}"
 """What the process of a sink is called: `sink-wandb`."""
@@ -66,6 +70,8 @@ def num_workers(config: Config, kind: str) -> int:
         return config.producer.workers
     if kind == "gateway":
         return config.gateway.workers
+    if kind == "rewarder":
+        return config.reward.workers
     if kind == "engine" and config.run.kind == "sft" and not config.data.heldout:
         return 0
     if kind == "engine":

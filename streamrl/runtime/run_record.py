@@ -39,6 +39,7 @@ FREE_KEYS = (
     "reward.children",
     "reward.concurrency",
     "reward.max_hung",
+    "reward.workers",
     "engine.workers",
     "engine.slots",
     "engine.threads",

@@ -29,14 +29,15 @@ class Exit(IntEnum):
 SHUTDOWN_ORDER: tuple[tuple[str, ...], ...] = (
     ("trainer",),
     ("producer", "gateway"),
-    ("evaluator",),
+    ("rewarder", "evaluator"),
     ("engine",),
     ("feeder",),
 )
 """Kinds of worker in the order in which they stop; the bus stops after all of them.
 
 The trainer first: its last checkpoint and position need only the bus. Then producers, which give their open tasks back and may wait for
-an engine's answer to an abort; then the evaluator, which may still ask the engines; nobody asks them after that.
+an engine's answer to an abort; then rewarders, of whom nobody asks rewards any more, and the evaluator, which may still ask the engines;
+nobody asks them after that.
 """
 
 SUPERVISOR_VARIABLE = "STREAMRL_SUPERVISOR"

@@ -20,6 +20,7 @@ DROP_REASONS = (
     *("too_short", "too_long", "repetitive", "too_hard", "too_easy"),
 )
 """Reasons that `streamrl.schemas.ledger.Drop` explains."""
+REWARDERS = "rewarders score: `reward.workers`"
 OTHER_REASON = "other"
 """Stands for a producer's own words."""
 
@@ -356,6 +357,12 @@ _DECLARED = (
     Metric("tokens/published_total", _SUM, "tokens", "sampled tokens of the rollouts that producers have stored"),
     Metric("producer/failures_total", _SUM, "tasks", "tasks given back or ended as failed"),
     Metric("producer/in_flight_tasks", _MEAN, "tasks", "tasks being rolled out"),
+    Metric("rewarder/graded_total", _SUM, "rollouts", "rewards that a rewarder has published", when=REWARDERS),
+    Metric("rewarder/failed_total", _SUM, "rollouts", "rollouts that a rewarder has ended: their grading failed", when=REWARDERS),
+    Metric("rewarder/group_s", _MEAN, "s", "from the claim of a group to its rewards, without the time to store them", when=REWARDERS),
+    Metric("rewarder/in_flight_groups", _MEAN, "groups", "that a rewarder scores", when=REWARDERS),
+    Metric("rewarder/waiting_groups", _LAST, "groups", "requests for rewards in the queue, those in flight included", when=REWARDERS),
+    Metric("rewarder/hung_groups", _MEAN, "groups", "whose grader has had a third of its time limit without progress", when=REWARDERS),
     Metric("producer/hung_tasks", _MEAN, "tasks", "tasks whose code has had a third of its time limit without asking an engine"),
     Metric("producer/hung_s", _MAX, "s", "the longest of these times"),
     Metric("reward/hung", _MEAN, "calls", "calls of a custom reward that take far longer than others"),

@@ -8,6 +8,9 @@ from typing import Any
 
 from tests.audit.stream import Message, Rollout
 
+_VAIN = ("dropped as duplicate ", "dropped as superseded_reward ", "dropped as late ")
+"""Fates of a tombstone that has ended nothing."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -182,13 +185,17 @@ class Books:
                 if not drop["rollouts"]:
                     whole[drop["sequence"]].append(f"dropped as {drop['reason']} before version {number}")
         unknown = self._unknown()
+        failed = self._failed_gradings()
         for sequence, message in self.messages.items():
             if sequence > self.cursor or message.kind != "samples" or any(a < sequence <= b for a, b in unknown):
                 continue
             if message.broken and len(whole[sequence]) != 1:
                 self._say(f"the broken message at sequence {sequence} is in {len(whole[sequence])} drops, expected one")
-            for rollout in message.rollouts:
+            for rollout, found in message.rollouts.items():
                 fate = fates[sequence, rollout] + whole[sequence]
+                if not fate and found.grading:
+                    ends = failed.get((message.task, rollout, found.grading), [])
+                    fate = [said for end in ends for said in fates[end, rollout] if end > sequence and not said.startswith(_VAIN)]
                 if len(fate) > 1:
                     self._say(f"sequence {sequence} task {message.task} rollout {rollout} has {len(fate)} fates: {'; '.join(fate)}")
                 if not fate and message.task in self.ended:
@@ -200,6 +207,14 @@ class Books:
             message = self.messages.get(sequence)
             if sequence >= self.first and (message is None or (message.kind == "samples" and rollout not in message.rollouts)):
                 self._say(f"the ledger names sequence {sequence} rollout {rollout}, which the stream does not have")
+
+    def _failed_gradings(self) -> dict[tuple[int | None, int | None, int], list[int]]:
+        """Sequences of the tombstones of rollouts whose grading failed, by task, rollout and request: they end rollouts that have come."""
+        found: dict[tuple[int | None, int | None, int], list[int]] = defaultdict(list)
+        for sequence, message in self.messages.items():
+            if message.kind == "tombstones" and message.grading and message.ended is not None:
+                found[message.task, message.ended, message.grading].append(sequence)
+        return found
 
     def _counts(self) -> None:
         """Granted and retired of each entry; drops made right after a step are written with the next one."""

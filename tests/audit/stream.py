@@ -25,6 +25,8 @@ class Rollout:
     newest: int | None
     highest: int
     """Highest version number of any span; -1 when there is none."""
+    grading: int = 0
+    """The request for its reward; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Message:
     rollouts: dict[int, Rollout]
     ended: int | None = None
     """The rollout that a tombstone ends."""
+    grading: int = 0
+    """The request for rewards that a tombstone says has failed; 0: none."""
     ends_task: bool = False
     """A tombstone of a whole task, or a broken message whose header names its task."""
     broken: bool = False
@@ -61,7 +65,7 @@ def read_message(stored: Stored) -> Message:
 
 def _tombstone(sequence: int, stone: dict[str, Any]) -> Message:
     rollout = stone.get("rollout")
-    return Message(sequence, "tombstones", stone["task"], stone.get("group_size", 1), {}, rollout, ends_task=rollout is None)
+    return Message(sequence, "tombstones", stone["task"], stone.get("group_size", 1), {}, rollout, stone.get("grading", 0), rollout is None)
 
 
 def _samples(sequence: int, body: bytes, header: str) -> Message:
@@ -73,6 +77,8 @@ def _samples(sequence: int, body: bytes, header: str) -> Message:
     tasks = set(columns["task"])
     if len(tasks) != 1 or (header and header != str(columns["task"][0])):
         raise ValueError(f"expected rows of one task, the header's, got {tasks} and {header!r}")
+    asked = batch.column("grading").to_pylist() if "grading" in batch.schema.names else [None] * batch.num_rows
+    gradings = {rollout: number for rollout, number in zip(columns["rollout"], asked, strict=True) if number}
     found: dict[int, list[tuple[int, list[int], int]]] = {}
     for row, rollout in enumerate(columns["rollout"]):
         trained, highest = _versions(columns["loss_mask"][row], columns["span_length"][row], columns["span_number"][row])
@@ -82,7 +88,8 @@ def _samples(sequence: int, body: bytes, header: str) -> Message:
         trained = [number for _, numbers, _ in rows for number in numbers]
         tokens = sum(length for length, _, _ in rows)
         highest = max(number for _, _, number in rows)
-        rollouts[rollout] = Rollout(len(rows), tokens, min(trained, default=None), max(trained, default=None), highest)
+        of = gradings.get(rollout, 0)
+        rollouts[rollout] = Rollout(len(rows), tokens, min(trained, default=None), max(trained, default=None), highest, of)
     return Message(sequence, "samples", columns["task"][0], columns["group_size"][0], rollouts)
 
 

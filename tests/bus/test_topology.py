@@ -18,6 +18,7 @@ TO = Subjects("run")
     ("subject", "stream"),
     [
         (TO.tasks("main"), "tasks"),
+        (TO.grading("main"), "grading"),
         (TO.samples("main"), "samples"),
         (TO.tombstones("main"), "samples"),
         (TO.rewards, "samples"),
@@ -35,10 +36,10 @@ def test_every_subject_of_a_run_has_its_stream(subject: str, stream: str) -> Non
 
 def test_what_must_not_be_lost_refuses_when_full_and_remembers_ids_for_long() -> None:
     specs = streams(BusConfig(samples_bytes=123))
-    for name in ("samples", "ledger", "dead", "tasks"):
+    for name in ("samples", "ledger", "dead", "tasks", "grading"):
         assert specs[name].full == "refuse" and specs[name].dedupe_s >= 1800
     assert specs["samples"].max_bytes == 123
-    assert [spec.name for spec in specs.values() if spec.queue] == ["tasks"]
+    assert [spec.name for spec in specs.values() if spec.queue] == ["tasks", "grading"]
 
 
 def test_streams_of_two_runs_never_share_a_name_or_a_subject() -> None:

@@ -34,6 +34,7 @@ VERBS = {
     "doctor",
 } | {
     "gateway",
+    "rewarder",
     "replay",
     "dead",
     "reward",
@@ -150,7 +151,7 @@ def test_up_refuses_a_name_that_is_none(place: Path, capsys: pytest.CaptureFixtu
 def test_worker_names_the_kinds(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "worker", "traner", "--run", "demo")
     assert "did you mean 'trainer'?" in said
-    assert "feeder, producer, gateway, evaluator, engine, trainer" in said
+    assert "feeder, producer, gateway, rewarder, evaluator, engine, trainer" in said
 
 
 def test_a_branch_is_not_verified(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,9 +18,10 @@ def view(
     reward: float | None = None,
     tokens: int = 3,
     samples: int = 1,
+    grading: int = 0,
 ) -> RolloutView:
     newest = oldest if newest is None else newest
-    return RolloutView(rollout, samples, tokens, oldest, newest, reward, newest if highest is None else highest)
+    return RolloutView(rollout, samples, tokens, oldest, newest, reward, newest if highest is None else highest, grading=grading)
 
 
 def config(batch: int = 2, staleness: int = 1, **options: object) -> FoldConfig:
@@ -55,11 +56,11 @@ class Stream:
     def demonstration(self, task: int) -> Effects:
         return self.rollouts(task, view(0, oldest=-1), group=1, source="warmup")
 
-    def end(self, task: int, rollout: int | None = None, *, group: int = 2, reason: str = "failed") -> Effects:
-        return self.put(Ended(self.next(), "main", task, rollout, group, reason, "said the producer"))
+    def end(self, task: int, rollout: int | None = None, *, group: int = 2, reason: str = "failed", grading: int = 0) -> Effects:
+        return self.put(Ended(self.next(), "main", task, rollout, group, reason, "said the producer", grading))
 
-    def reward(self, task: int, rollout: int, reward: float, revision: int = 1) -> Effects:
-        return self.put(Rewarded(self.next(), task, rollout, reward, revision))
+    def reward(self, task: int, rollout: int, reward: float, revision: int = 1, *, grading: int = 0) -> Effects:
+        return self.put(Rewarded(self.next(), task, rollout, reward, revision, grading=grading))
 
     def poison(self, task: int | None) -> Effects:
         return self.put(Poison(self.next(), task, "unreadable"))

@@ -38,7 +38,7 @@ from streamrl.schemas.weights import (
     TensorSpec,
     WantedSlices,
 )
-from tests.golden.sample_rows import SAMPLING, agents_samples, claimed_samples, sampled_samples, samples
+from tests.golden.sample_rows import SAMPLING, agents_samples, claimed_samples, graded_samples, sampled_samples, samples
 
 FOLDER = Path(__file__).parent
 
@@ -92,6 +92,8 @@ def records() -> dict[str, Any]:
         ),
         "reward": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}),
         "reward-agent": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}, agent="solver/0"),
+        "tombstone-grading": Tombstone(task=41, reason="timeout", rollout=1, group_size=3, source="main", grading=1 << 40),
+        "reward-grading": RewardUpdate(task=41, rollout=2, reward=0.5, grading=1 << 40),
         "mark": Mark(name="resume", detail={"version": "1.17"}),
         "epoch": EpochMark(1, 13, 15),
         "ledger": LedgerEntry(
@@ -305,6 +307,7 @@ def main(arguments: list[str]) -> None:
     files = {name: encode(record) for name, record in records().items()}
     files |= {"samples-2": encode_samples(samples()), "samples-2-claimed": encode_samples(claimed_samples())}
     files |= {"samples-2-sampling": encode_samples(sampled_samples()), "samples-2-agents": encode_samples(agents_samples())}
+    files["samples-2-grading"] = encode_samples(graded_samples())
     for name, data in files.items():
         path = FOLDER / f"{name}.bin"
         if not path.exists() or arguments == ["--force", name]:

@@ -74,6 +74,11 @@ def agents_samples() -> list[Sample]:
     return [replace(full, agent="solver/0", agent_reward=0.0), replace(first, agent_reward=-0.5), second]
 
 
+def graded_samples() -> list[Sample]:
+    """The column that was added to `samples/2` for requests for a reward."""
+    return [replace(sample, grading=(1 << 40) + number) for number, sample in enumerate(sampled_samples())]
+
+
 def former_samples() -> list[Sample]:
     """A rollout with every column filled, sampled by two versions around a tool's answer, and one with as little as there can be."""
     full = Sample(

@@ -23,6 +23,7 @@ MODULES = (
     "streamrl.consumers.training.worker",
     "streamrl.producers.rollouts",
     "streamrl.producers.gateway.worker",
+    "streamrl.producers.rewarder",
     "streamrl.producers.feeder",
     "streamrl.trainers.table.trainer",
 )

@@ -107,5 +107,9 @@ def test_late_rewards_leave_nothing_to_evaluate_by() -> None:
     check(config)
     with raises(ConfigError, key="data.heldout"):
         check(replace(config, data=DataConfig(train="a.jsonl", heldout="b.jsonl")))
+    with raises(ConfigError, key="reward.workers"):
+        check(replace(config, reward=RewardConfig(kind="late", workers=1)))
+    with raises(ConfigError, key="reward.workers"):
+        convert({"reward": {"workers": -1}}, where="test")
     with raises(ConfigError, key="reward.late_versions"):
         convert({"reward": {"kind": "late", "late_versions": -1}}, where="test")

@@ -56,6 +56,32 @@ def test_what_comes_out_is_a_run_directory_for_a_producer(run: RunDir, tmp_path:
     assert not list(there.model_dir.glob("*.safetensors")) and not there.bus_path.exists() and not there.options_path.exists()
 
 
+def test_a_rewarders_file_has_its_login_and_no_token_of_engines(run: RunDir, tmp_path: Path) -> None:
+    BusAddress(url="nats://127.0.0.1:4222", user="u", password="rewarders-word").save(run.role_path("rewarder"))
+    token = run.engine_token()
+    write_attach_file(run, tmp_path / "r.attach", role="rewarder")
+    body = zlib.decompress((tmp_path / "r.attach").read_bytes().partition(b"\n")[2])
+    assert b"rewarders-word" in body and not any(word.encode() in body for word in (SECRET, OTHER, OPERATOR, token))
+    there = unpack_attach_file(tmp_path / "r.attach", tmp_path / "elsewhere", role="rewarder")
+    assert BusAddress.load(there.bus_path_of("rewarder")).password == "rewarders-word" and there.engine_token() != token
+    with pytest.raises(ConfigError, match=r"an attach file of a producer .* got one of a rewarder"):
+        unpack_attach_file(tmp_path / "r.attach", tmp_path / "elsewhere")
+
+
+def test_who_scores_needs_the_code_of_the_reward(tmp_path: Path) -> None:
+    run = make(tmp_path, "reward.kind=there.py:score", "reward.workers=1")
+    BusAddress(url="nats://127.0.0.1:4222", user="u", password="x").save(run.role_path("rewarder"))
+    for role in ("producer", "rewarder"):
+        write_attach_file(run, tmp_path / role, role=role)
+    assert unpack_attach_file(tmp_path / "producer", tmp_path / "a").load_config().reward.workers == 1
+    with raises(ConfigError, key="reward.kind"):
+        unpack_attach_file(tmp_path / "producer", tmp_path / "a", reward="here.py:score")
+    with raises(ConfigError, key="reward.kind"):
+        unpack_attach_file(tmp_path / "rewarder", tmp_path / "b", role="rewarder")
+    there = unpack_attach_file(tmp_path / "rewarder", tmp_path / "b", role="rewarder", reward="here.py:score")
+    assert there.load_config().reward.kind.endswith("here.py:score")
+
+
 def test_no_other_secret_is_in_it(run: RunDir, tmp_path: Path) -> None:
     write_attach_file(run, tmp_path / "demo.attach")
     body = zlib.decompress((tmp_path / "demo.attach").read_bytes().partition(b"\n")[2])

@@ -25,7 +25,7 @@ from tests.security.conftest import RUN, As
 pytestmark = pytest.mark.nats
 
 TO = Subjects(RUN)
-STREAMS = [f"{RUN}-{name}" for name in ("tasks", "samples", "ledger", "weights", "events", "metrics", "dead")] + [
+STREAMS = [f"{RUN}-{name}" for name in ("tasks", "samples", "grading", "ledger", "weights", "events", "metrics", "dead")] + [
     keys_name(RUN),
     blobs_name(RUN),
     blobs_name(sample_bucket(RUN)),
@@ -45,6 +45,7 @@ async def furnish(operator: JetStreamBus) -> None:
         TO.metrics("x"),
         TO.events("finished"),
         TO.tasks("main"),
+        TO.grading("main"),
     ):
         for number in range(3):
             await operator.publish(subject, b"there %d" % number)
@@ -102,7 +103,12 @@ def targets() -> list[str]:
     harmful += [
         f"{api}.{rest}"
         for api in APIS
-        for rest in (f"CONSUMER.DELETE.{RUN}-tasks.main", "STREAM.CREATE.evil", f"STREAM.MSG.DELETE.{RUN}-ledger")
+        for rest in (
+            f"CONSUMER.DELETE.{RUN}-tasks.main",
+            f"CONSUMER.DELETE.{RUN}-grading.main",
+            "STREAM.CREATE.evil",
+            f"STREAM.MSG.DELETE.{RUN}-ledger",
+        )
     ]
     harmful += [
         f"$KV.{RUN}.{key}"

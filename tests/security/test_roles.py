@@ -23,7 +23,7 @@ pytestmark = pytest.mark.nats
 
 TO = Subjects(RUN)
 PRODUCES = {"producer", "gateway"}
-WORKERS = {"trainer", "producer", "gateway", "engine", "feeder", "evaluator"}
+WORKERS = {"trainer", "producer", "gateway", "rewarder", "engine", "feeder", "evaluator"}
 Operation = Callable[[JetStreamBus], Awaitable[object]]
 
 
@@ -42,10 +42,13 @@ async def watched_key(bus: JetStreamBus, key: str) -> str:
         return (await anext(entries)).key
 
 
-async def claimed(bus: JetStreamBus) -> None:
-    [lease] = await bus.claim("main", max=1, wait_s=2.0)
-    await lease.keep()
-    await lease.retry()
+def claimed(stream: str) -> Operation:
+    async def claim(bus: JetStreamBus) -> None:
+        [lease] = await bus.claim("main", max=1, wait_s=2.0, stream=stream)
+        await lease.keep()
+        await lease.retry()
+
+    return claim
 
 
 def publish(subject: str) -> Operation:
@@ -71,8 +74,9 @@ def ask(subject: str, body: object = b"") -> Operation:
 
 STORES: dict[str, tuple[Operation, set[str]]] = {
     "samples": (publish(TO.samples("main")), PRODUCES),
-    "tombstones": (publish(TO.tombstones("main")), {*PRODUCES, "trainer"}),
-    "rewards": (publish(TO.rewards), PRODUCES),
+    "tombstones": (publish(TO.tombstones("main")), {*PRODUCES, "rewarder", "trainer"}),
+    "rewards": (publish(TO.rewards), {*PRODUCES, "rewarder"}),
+    "requests for rewards": (publish(TO.grading("main")), PRODUCES),
     "marks": (publish(TO.marks), {"trainer"}),
     "tasks": (publish(TO.tasks("main")), {"feeder"}),
     "ledger": (publish(TO.ledger("main")), {"trainer"}),
@@ -83,7 +87,7 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "evaluation": (publish(TO.events("evaluation")), {"evaluator", "trainer"}),
     "weights taken": (publish(TO.events("weights")), {"engine", "trainer"}),
     "engine started": (publish(TO.events("engine")), {"engine", "trainer"}),
-    "stalled": (publish(TO.events("stalled")), {*PRODUCES, "feeder", "trainer"}),
+    "stalled": (publish(TO.events("stalled")), {*PRODUCES, "rewarder", "feeder", "trainer"}),
     "blob": (lambda bus: bus.blobs.put("new", b"x"), {"trainer"}),
     "blob of a sample": (lambda bus: bus.sample_blobs.put("new", b"x"), PRODUCES),
     "grant": (put("granted"), {"trainer"}),
@@ -106,7 +110,7 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "ledger": (read("ledger"), {"trainer", "evaluator", "reader"}),
     "the ledger's end": (lambda bus: bus.last(TO.ledger("main")), {"trainer", "evaluator", "reader"}),
     "weights": (read("weights"), {"trainer", "engine", "reader"}),
-    "events": (read("events"), {*PRODUCES, "evaluator", "reader"}),
+    "events": (read("events"), {*PRODUCES, "rewarder", "evaluator", "reader"}),
     "metrics": (read("metrics"), {"reader"}),
     "dead letters": (read("dead"), {"reader"}),
     "a blob": (lambda bus: bus.blobs.get("old"), {"trainer", "engine", "reader"}),
@@ -120,24 +124,31 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "pinned versions": (lambda bus: Pins(bus.kv, "policy").versions(), {*WORKERS, "reader"}),
     "the queue's end": (state("tasks"), {"feeder", "trainer", "reader"}),
     "a queued task": (lambda bus: bus.fetch("tasks", 1), {"feeder", "trainer"}),
+    "the end of the requests": (state("grading"), {"rewarder", "reader"}),
+    "a queued request": (lambda bus: bus.fetch("grading", 1), set()),
 }
 CHANGES: dict[str, tuple[Operation, set[str]]] = {
     "release a pin": (lambda bus: Pins(bus.kv, "policy").release(Version(0, 4), "holder"), {"engine", "evaluator"}),
-    "claim a task": (claimed, PRODUCES),
+    "claim a task": (claimed("tasks"), PRODUCES),
+    "claim a request": (claimed("grading"), {"rewarder"}),
     "remove the turns of a task": (lambda bus: bus.turns.remove("7/"), {"gateway", "trainer"}),
     "trim samples": (lambda bus: admin.purge(bus._connection, f"{RUN}-samples", {"seq": 1}), {"trainer"}),
     "trim the ledger": (lambda bus: admin.purge(bus._connection, f"{RUN}-ledger", {"seq": 1}), set()),
     "empty the queue": (lambda bus: admin.purge(bus._connection, f"{RUN}-tasks", {"seq": 1}), set()),
+    "empty the requests": (lambda bus: admin.purge(bus._connection, f"{RUN}-grading", {"seq": 1}), set()),
     "remove a blob": (lambda bus: bus.blobs.delete("old"), {"trainer"}),
     "remove a blob of a sample": (lambda bus: bus.sample_blobs.delete("old"), {"trainer"}),
     "empty the blobs of samples": (ask(f"$JS.API.STREAM.PURGE.{blobs_name(sample_bucket(RUN))}", {"seq": 1}), {"trainer"}),
     "remove a sample": (ask(f"$JS.API.STREAM.MSG.DELETE.{RUN}-samples", {"seq": 10**6}), set()),
     "remove a task": (ask(f"$JS.API.STREAM.MSG.DELETE.{RUN}-tasks", {"seq": 10**6}), set()),
+    "remove a request": (ask(f"$JS.API.STREAM.MSG.DELETE.{RUN}-grading", {"seq": 10**6}), set()),
     "delete a stream": (ask(f"$JS.API.STREAM.DELETE.{RUN}-nothing"), set()),
     "make a stream": (ask("$JS.API.STREAM.CREATE.other", {"name": "other", "subjects": ["other.>"], "storage": "memory"}), set()),
     "change a stream": (ask(f"$JS.API.STREAM.UPDATE.{RUN}-nothing", {"name": f"{RUN}-nothing"}), set()),
     "delete the consumer of the tasks": (ask(f"$JS.API.CONSUMER.DELETE.{RUN}-tasks.other"), set()),
+    "delete the consumer of the requests": (ask(f"$JS.API.CONSUMER.DELETE.{RUN}-grading.main"), set()),
     "make a consumer of the tasks": (lambda bus: bus.claim("extra", max=1, wait_s=0.0), set()),
+    "make a consumer of the requests": (lambda bus: bus.claim("extra", max=1, wait_s=0.0, stream="grading"), set()),
     **{
         f"make a consumer of {stream}": (
             ask(f"$JS.API.CONSUMER.CREATE.{stream}.own", {"stream_name": stream, "config": {"name": "own"}}),
@@ -160,6 +171,7 @@ async def furnish(operator: JetStreamBus) -> None:
     for subject in (TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished")):
         await operator.publish(subject, b"there")
     await operator.publish(TO.tasks("main"), b"task")
+    await operator.publish(TO.grading("main"), b"request")
     await operator.kv.put("granted", b"1")
     await Pins(operator.kv, "policy").hold(Version(0, 4), "holder")
     await operator.blobs.put("old", b"bytes")

@@ -21,7 +21,7 @@ from streamrl.bus.topology import (
 )
 from streamrl.config.tree import BusConfig
 from streamrl.errors import NotFound
-from streamrl.schemas.subjects import MAIN_SOURCE, TASKS, WARMUP_SOURCE
+from streamrl.schemas.subjects import GRADING, MAIN_SOURCE, TASKS, WARMUP_SOURCE
 
 logger = logging.getLogger(__name__)
 
@@ -91,19 +91,22 @@ async def info(connection: Connection, name: str, request: dict[str, Any] | None
 async def create(connection: Connection, topology: Topology, config: BusConfig) -> None:
     """Make the streams that are missing and bring byte budgets up to date. May be called again, and by several at once.
 
-    The consumers of the run's task sources are made too: those who claim need no right to make any.
+    The consumers of the run's queues are made too: those who claim need no right to make any.
     """
     # Together: making one takes the server some 20 ms of waiting for the disk.
     await asyncio.gather(*(_ensure(connection, wanted) for wanted in all_configs(topology, config)))
-    tasks = stream_name(topology.run, TASKS)
-    sources = (MAIN_SOURCE, WARMUP_SOURCE)
     await asyncio.gather(
-        *(ensure_task_consumer(connection, tasks, source, topology.task_subject(source), config.ack_wait_s) for source in sources)
+        *(
+            ensure_consumer(
+                connection, stream_name(topology.run, queue), source, topology.claimed_subject(queue, source), config.ack_wait_s
+            )
+            for queue, source in ((TASKS, MAIN_SOURCE), (TASKS, WARMUP_SOURCE), (GRADING, MAIN_SOURCE))
+        )
     )
 
 
-async def ensure_task_consumer(connection: Connection, stream: str, source: str, subject: str, ack_wait_s: float) -> None:
-    """Make the durable consumer that the tasks of one source are claimed from, or bring its ack wait up to date.
+async def ensure_consumer(connection: Connection, stream: str, source: str, subject: str, ack_wait_s: float) -> None:
+    """Make the durable consumer that the messages of one source in a queue are claimed from, or bring its ack wait up to date.
 
     Raises:
         Forbidden: it is missing or has another ack wait, and the credentials do not allow to make it.

@@ -43,7 +43,8 @@ class JetStreamBus:
         self._topology = topology
         self._config = config
         self._outbox = Outbox(connection, config.patience_s)
-        self._queue = TaskQueue(connection, self._name(subjects.TASKS), config.ack_wait_s)
+        queues = [spec.name for spec in topology.streams.values() if spec.queue]
+        self._queues = {name: TaskQueue(connection, self._name(name), config.ack_wait_s) for name in queues}
         self._keys = JetStreamKeys(connection, self._outbox, topology.run)
         self._blobs = JetStreamBlobs(connection, self._outbox, topology.run)
         self._sample_blobs = JetStreamBlobs(connection, self._outbox, sample_bucket(topology.run), tidy=False)
@@ -200,8 +201,9 @@ class JetStreamBus:
             raise error_of(reply.error, doing=f"fetch from {stream}")
         return reply.message
 
-    async def claim(self, source: str, *, max: int, wait_s: float) -> Sequence[JetStreamLease]:
-        return await self._queue.claim(self._topology.task_subject(source), source, max=max, wait_s=wait_s)
+    async def claim(self, source: str, *, max: int, wait_s: float, stream: str = subjects.TASKS) -> Sequence[JetStreamLease]:
+        subject = self._topology.claimed_subject(stream, source)
+        return await self._queues[stream].claim(subject, source, max=max, wait_s=wait_s)
 
     async def state(self, stream: str) -> StreamState:
         info = await admin.info(self._connection, self._name(self._topology.spec(stream).name))

@@ -156,7 +156,7 @@ class TaskQueue:
     async def _ensure(self, subject: str, source: str) -> None:
         """Make the source's consumer, or bring its ack wait up to date; once per connection and source."""
         if source not in self._consumers:
-            await admin.ensure_task_consumer(self._connection, self._stream, source, subject, self._ack_wait_s)
+            await admin.ensure_consumer(self._connection, self._stream, source, subject, self._ack_wait_s)
             self._consumers.add(source)
 
     async def _pull(self, source: str, request: Mapping[str, Any], limit_s: float, leases: list[JetStreamLease]) -> None:

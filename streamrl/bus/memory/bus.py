@@ -27,7 +27,8 @@ class MemoryBus:
         chosen = config or BusConfig()
         self._topology = Topology.of(run, chosen)
         self._logs = {name: Log(spec) for name, spec in self._topology.streams.items()}
-        self._queue = TaskQueue(self._logs[subjects.TASKS], chosen.ack_wait_s)
+        queues = [spec.name for spec in self._topology.streams.values() if spec.queue]
+        self._queues = {name: TaskQueue(self._logs[name], chosen.ack_wait_s) for name in queues}
         self._keys = MemoryKeys()
         self._blobs = MemoryBlobs(run, chosen.blobs_bytes)
         self._sample_blobs = MemoryBlobs(sample_bucket(run), chosen.sample_blobs_bytes, "bus.sample_blobs_bytes")
@@ -98,8 +99,9 @@ class MemoryBus:
     async def last(self, subject: str) -> Message | None:
         return self._logs[self._topology.stream_of(subject).name].newest(subject)
 
-    async def claim(self, source: str, *, max: int, wait_s: float) -> Sequence[MemoryLease]:
-        return await self._queue.claim(self._topology.task_subject(source), max=max, wait_s=wait_s)
+    async def claim(self, source: str, *, max: int, wait_s: float, stream: str = subjects.TASKS) -> Sequence[MemoryLease]:
+        subject = self._topology.claimed_subject(stream, source)
+        return await self._queues[stream].claim(subject, max=max, wait_s=wait_s)
 
     async def state(self, stream: str) -> StreamState:
         return self._logs[self._topology.spec(stream).name].state()

@@ -1,0 +1,101 @@
+"""Answers to requests for rewards: for the attempt that they name, whatever comes first; a failed one ends a rollout that has come."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from streamrl.core.gradings import MOST_EARLY
+from tests.core.stream import Stream, config, view
+
+
+def test_an_answer_rewards_the_samples_that_name_its_request() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(0, grading=7), view(1, grading=7))
+    s.reward(0, 0, 1.0, grading=7)
+    s.reward(0, 1, 0.5, grading=6)
+    assert s.dropped == [(3, 0, (1,), "superseded_reward", False)]
+    assert s.close() is None
+    s.reward(0, 1, 0.25, grading=7)
+    assert [one.reward for one in s.train().groups[0].rollouts.values()] == [1.0, 0.25]
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_of_two_attempts_the_one_whose_samples_came_first_gets_its_own_reward(order: tuple[int, ...]) -> None:
+    """Samples of requests 3 and 5 and their answers in every order: the reward trained on is always that of the samples trained on."""
+    s = Stream(config(1, drop_zero_variance=False))
+    records = [
+        lambda: s.rollouts(0, view(0, grading=3), group=1),
+        lambda: s.rollouts(0, view(0, grading=5), group=1),
+        lambda: s.reward(0, 0, 0.3, grading=3),
+        lambda: s.reward(0, 0, 0.5, grading=5),
+    ]
+    for number in order:
+        records[number]()
+    [group] = s.train().groups
+    first = 3 if order.index(0) < order.index(1) else 5
+    assert (group.rollouts[0].grading, group.rollouts[0].reward) == (first, first / 10)
+    assert s.state.early_rewards == {}
+
+
+def test_a_correction_is_for_any_attempt() -> None:
+    s = Stream(config(1))
+    s.reward(0, 0, 4.0, revision=2)
+    s.reward(0, 0, 1.0, grading=7)
+    s.rollouts(0, view(0, grading=7), view(1, reward=0.0))
+    assert [one.reward for one in s.train().groups[0].rollouts.values()] == [4.0, 0.0]
+
+
+def test_a_failed_grading_ends_a_rollout_that_has_come_and_its_group_closes_without_it() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(0, grading=7), view(1, grading=7), view(2, grading=7), group=3)
+    s.reward(0, 0, 1.0, grading=7)
+    s.reward(0, 2, 0.0, grading=7)
+    s.end(0, 1, group=3, reason="timeout", grading=7)
+    assert s.dropped == [(4, 0, (1,), "timeout", False)]
+    assert s.state.dropped["timeout"].tokens == 3
+    s.end(0, 1, group=3, reason="timeout", grading=7)
+    assert s.dropped[1:] == [(5, 0, (1,), "duplicate", False)]
+    assert sorted(s.train().groups[0].rollouts) == [0, 2]
+
+
+def test_when_all_gradings_fail_the_task_ends_and_its_credit_comes_back() -> None:
+    s = Stream(config(1, 0))
+    s.rollouts(0, view(0, grading=7), view(1, grading=7))
+    s.end(0, 0, grading=7)
+    effects = s.end(0, 1, grading=7)
+    assert s.dropped[-1] == (3, 0, (1,), "failed", True)
+    assert effects.grant is not None and effects.grant.granted == 2
+
+
+def test_a_failed_grading_of_another_attempt_and_one_behind_a_reward_end_nothing() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(0, grading=7), view(1, reward=0.0))
+    s.end(0, 0, grading=5)
+    s.end(0, 1, grading=7)
+    s.reward(0, 0, 1.0, grading=7)
+    s.end(0, 0, grading=7)
+    assert [(rollouts, reason) for _, _, rollouts, reason, _ in s.dropped] == [
+        ((0,), "superseded_reward"),
+        ((1,), "superseded_reward"),
+        ((0,), "superseded_reward"),
+    ]
+    assert [one.reward for one in s.train().groups[0].rollouts.values()] == [1.0, 0.0]
+
+
+def test_a_failed_grading_before_its_samples_ends_the_rollout_too() -> None:
+    s = Stream(config(1, drop_zero_variance=False))
+    s.end(0, 0, grading=7)
+    s.rollouts(0, view(0, grading=7), view(1, grading=7))
+    assert s.dropped == [(1, 0, (0,), "failed", False), (2, 0, (0,), "duplicate", False)]
+    s.reward(0, 1, 1.0, grading=7)
+    assert sorted(s.train().groups[0].rollouts) == [1]
+
+
+def test_early_answers_of_one_rollout_are_bounded() -> None:
+    s = Stream(config(1))
+    for number in range(1, MOST_EARLY + 3):
+        s.reward(0, 0, 1.0, grading=number)
+    assert len(s.state.early_rewards) == MOST_EARLY
+    assert [reason for *_, reason, _ in s.dropped] == ["superseded_reward"] * 2
