@@ -26,7 +26,7 @@ from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.subjects import KEY_GRANTED
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import Refused, RolloutTask
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ class Claims:
         try:
             task = None if self._has_ended(lease) else await self._readable(lease)
             if task is not None:
-                await self._work(task, Claim(lease.deliveries, lease.stored_s, time.time()))
+                await self._do(task, Claim(lease.deliveries, lease.stored_s, time.time()))
             claim.finished = True
             await self._leave(lease, ended=True)
             self.num_done += 1
@@ -247,6 +247,15 @@ class Claims:
                 with contextlib.suppress(BusError, TimeoutError):
                     await asyncio.wait_for(self._leave(lease, ended=self._has_ended(lease)), _GIVE_BACK_S)
             raise
+
+    async def _do(self, task: RolloutTask, claim: Claim) -> None:
+        refused = task.refused
+        if isinstance(refused, Refused):
+            await self._publisher.end_task(
+                task.index, task.source, refused.reason, refused.detail, group_size=task.num_rollouts, claim=claim
+            )
+        else:
+            await self._work(task, claim)
 
     async def _leave(self, lease: Lease, *, ended: bool, delay_s: float = 0.0) -> None:
         """Take a task that has ended off the queue, or give it back."""

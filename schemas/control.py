@@ -130,6 +130,14 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds since when it has been in this state; not on the wire when unset."""
 
 
+class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Key `data`: what the feeder found in the training rows when it had gone through them; written once, and compared at each start."""
+
+    rows: int
+    digest: str
+    """SHA-256 (hex) of where each row begins, or of the counts of row groups and the schema."""
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is; written once, under the key `run`."""
 
@@ -138,6 +146,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration as TOML or JSON text, without secrets."""
     dataset_digest: str
     num_rows: int
+    """Rows that tasks are made of; 0 where they are counted while the run is up, see `DataRecord`."""
     code_version: str
     fingerprint: dict[str, str]
     created_s: float

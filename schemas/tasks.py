@@ -167,6 +167,14 @@ def _check_texts(sampling: Sampling) -> None:
             raise _wrong("json_schema", "a JSON schema as text", f"{sampling.json_schema[:80]!r}: {error}") from error
 
 
+class Refused(msgspec.Struct, frozen=True):
+    """Why a task ends as soon as somebody claims it: its row cannot be used."""
+
+    reason: str
+    """Of the tombstone."""
+    detail: str = ""
+
+
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """One dataset row to be rolled out `num_rollouts` times; a group is the rollouts of a task.
 
@@ -202,6 +210,8 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest version number that may sample this task's first token; an engine holds the request back until it serves it."""
     seed: int = 0
     """Seed of the task; rollout k derives its own with `streamrl.core.seeds.rollout_seed`."""
+    refused: Refused | msgspec.UnsetType = msgspec.UNSET
+    """Set where there is nothing to roll out: whoever claims the task stores its end. Not on the wire when unset."""
 
 
 def on_the_wire(task: RolloutTask) -> dict[str, Any]:

@@ -217,8 +217,8 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
     """
     if old.dataset_digest != new.dataset_digest:
         raise ConfigError(
-            f"dataset changed on resume: run {old.run!r} was started on {old.num_rows} rows with digest {old.dataset_digest[:16]}, "
-            f"data.train now has {new.num_rows} rows with digest {new.dataset_digest[:16]}",
+            f"dataset changed on resume: run {old.run!r} was started on {_rows(old)} with digest {_short(old)}, "
+            f"data.train now has {_rows(new)} with digest {_short(new)}",
             hint="put the old rows back, or start a new run with --name NAME",
             key="data.train",
         )
@@ -233,6 +233,14 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
                 hint=f"set {key} back, or start a new run with --name NAME",
                 key=key,
             )
+
+
+def _rows(record: RunRecord) -> str:
+    return f"{record.num_rows} rows" if record.num_rows else "rows"
+
+
+def _short(record: RunRecord) -> str:
+    return record.dataset_digest.removeprefix("blocks:")[:16]
 
 
 def _decisions(config: Config) -> dict[str, Any]:
