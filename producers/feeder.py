@@ -23,11 +23,13 @@ from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
-from streamrl.data.problems import BROKEN, TOO_LONG, Problem, Problems, TaskRows, Unusable
-from streamrl.data.streamed import Hope, StreamedProblems, open_task_rows, rows_digest
+from streamrl.data.mixed import Drawn, MixedRows, draw
+from streamrl.data.problems import BROKEN, TOO_LONG, Problems, TaskRows, Unusable
+from streamrl.data.streamed import Hope, data_sets, open_task_rows, rows_digest
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import BusError, ConfigError, Conflict, StreamFull
+from streamrl.producers.mixture import first_segments, settled
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import DataRecord, Grant, RunRecord
@@ -50,17 +52,21 @@ _REFUSED = {TOO_LONG: "feeder/row_too_long_total", BROKEN: "feeder/row_broken_to
 """Metrics by reason."""
 
 
-def plan_tasks(grant: Grant, start: int, stop: int, problems: TaskRows, config: Config) -> list[RolloutTask]:
+def plan_tasks(grant: Grant, start: int, stop: int, problems: TaskRows | MixedRows, config: Config) -> list[RolloutTask]:
     """Tasks `start` to `stop` (or to the end of the grant), a function of its arguments alone. May read the rows from files.
 
     While the warm-up has no end yet, and below its end after that, a task belongs to the warm-up: one demonstration of its row, which
-    needs no engine. Each source goes through the dataset from its own beginning.
+    needs no engine. Warm-up and what comes after it go through the rows from their own beginning. Of several sets the mixture that is on
+    record says which a task takes (`streamrl.data.mixture`); the warm-up has that of version 0.
     """
     base = run_seed(config.run.name, config.run.seed)
-    indices = range(start, min(stop, grant.granted))
-    order = [problems.order(config.run.seed, _place(grant, index), shuffle=config.data.shuffle) for index in indices]
-    taken = problems.take([row for _, row in order])
-    return [_task(grant, index, base, epoch, one, config) for index, (epoch, _), one in zip(indices, order, taken, strict=True)]
+    stop, end = min(stop, grant.granted), grant.granted if grant.warmup_end is None else grant.warmup_end
+    warm, main = range(start, min(stop, end)), range(max(start, end), stop)
+    first = first_segments(config) if config.data.sources else ()
+    seed, shuffle = config.run.seed, config.data.shuffle
+    drawn = draw(problems, warm, warmup=first, seed=seed, shuffle=shuffle)
+    drawn += draw(problems, [index - end for index in main], warmup=(), seed=seed, shuffle=shuffle)
+    return [_task(grant, index, base, one, config) for index, one in zip([*warm, *main], drawn, strict=True)]
 
 
 def min_version(grant: Grant, index: int, config: Config) -> int:
@@ -72,18 +78,16 @@ def _in_warmup(grant: Grant, index: int) -> bool:
     return grant.warmup_end is None or index < grant.warmup_end
 
 
-def _place(grant: Grant, index: int) -> int:
-    return index if grant.warmup_end is None or index < grant.warmup_end else index - grant.warmup_end
-
-
-def _task(grant: Grant, index: int, base: int, epoch: int, problem: Problem | Unusable, config: Config) -> RolloutTask:
-    warmup = _in_warmup(grant, index)
+def _task(grant: Grant, index: int, base: int, drawn: Drawn, config: Config) -> RolloutTask:
+    warmup, problem = _in_warmup(grant, index), drawn.problem
+    said = {"data_source": drawn.source} if drawn.source else {}
     bare = RolloutTask(
         run=config.run.name,
         index=index,
         source=WARMUP_SOURCE if warmup else MAIN_SOURCE,
         row=problem.row,
-        data_epoch=epoch,
+        data_epoch=drawn.epoch,
+        metadata=said,
         num_rollouts=1 if warmup else config.tasks.num_rollouts,
         sampling=config.sampling,
         min_version=0 if warmup else min_version(grant, index, config),
@@ -97,7 +101,7 @@ def _task(grant: Grant, index: int, base: int, epoch: int, problem: Problem | Un
         prompt=problem.prompt,
         label=problem.label,
         tools=problem.tools,
-        metadata=problem.metadata,
+        metadata={**problem.metadata, **said},
         chat_template_kwargs=problem.chat_template_kwargs,
         sampling=turn_sampling(config.sampling, problem.sampling) if problem.sampling else config.sampling,
     )
@@ -113,7 +117,7 @@ class Feeder:
         problems: the training rows.
     """
 
-    def __init__(self, bus: Bus, subjects: Subjects, config: Config, problems: TaskRows) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, config: Config, problems: TaskRows | MixedRows) -> None:
         self.num_issued = 0
         self.refused: Counter[str] = Counter()
         """Tasks issued whose rows cannot be used, by reason."""
@@ -154,7 +158,10 @@ class Feeder:
             self._changed.clear()
             while (grant := self._grant) is not None and issued < grant.granted:
                 self.state = "running"
-                plan = await asyncio.to_thread(plan_tasks, grant, issued, issued + MAX_IN_FLIGHT, self._problems, self._config)
+                rows = self._problems
+                if isinstance(rows, MixedRows):
+                    rows = await settled(self._bus, rows, self._config, grant)
+                plan = await asyncio.to_thread(plan_tasks, grant, issued, issued + MAX_IN_FLIGHT, rows, self._config)
                 failure = await self._publish(plan)
                 before, issued = issued, (await self._bus.state(TASKS)).last if failure else plan[-1].index + 1
                 if isinstance(failure, StreamFull):
@@ -206,7 +213,7 @@ class Feeder:
             logger.info("event=resumed")
 
 
-async def check_dataset(bus: Bus, problems: TaskRows, config: Config) -> None:
+async def check_dataset(bus: Bus, problems: TaskRows | MixedRows, config: Config) -> None:
     """Raise ConfigError unless the rows are those that the run record names; a run without a record passes."""
     record = await read_key(bus.kv, KEY_RUN, RunRecord)
     if record is None:
@@ -217,9 +224,9 @@ async def check_dataset(bus: Bus, problems: TaskRows, config: Config) -> None:
         raise _other_rows(config, f"{record.num_rows or 'the'} rows", record.dataset_digest, len(problems), digest)
 
 
-async def settle_data(bus: Bus, problems: TaskRows, config: Config) -> None:
+async def settle_data(bus: Bus, problems: TaskRows | MixedRows, config: Config) -> None:
     """Keep what streamed rows were found to be under the key `data`, or raise ConfigError unless it is what is there."""
-    if not isinstance(problems, StreamedProblems):
+    if isinstance(problems, Problems):  # the run record has all of them
         return
     found = DataRecord(rows=len(problems), digest=problems.digest)
     known = await read_key(bus.kv, KEY_DATA, DataRecord)
@@ -236,9 +243,9 @@ async def settle_data(bus: Bus, problems: TaskRows, config: Config) -> None:
 def _other_rows(config: Config, expected: str, digest: str, num_rows: int, got: str) -> ConfigError:
     return ConfigError(
         f"expected {expected} that the run {config.run.name} was started with (digest {digest[:16]}), "
-        f"got {num_rows} rows (digest {got[:16]}) in {config.data.train}",
+        f"got {num_rows} rows (digest {got[:16]}) in {', '.join(data.train for _, data in data_sets(config))}",
         hint="restore the file, or start a new run under another run.name",
-        key="data.train",
+        key="data.sources" if config.data.sources else "data.train",
     )
 
 

@@ -138,6 +138,26 @@ class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 (hex) of where each row begins, or of the counts of row groups and the schema."""
 
 
+class MixtureSegment(msgspec.Struct, frozen=True, kw_only=True):
+    """From one task on, which part of the tasks each source has."""
+
+    first: int
+    """Task after the warm-up, from 0."""
+    version: int
+    """Of the grant that it was decided at."""
+    weights: tuple[float, ...]
+    places: tuple[int, ...]
+    """Tasks of each source before `first`."""
+
+
+class MixtureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Key `mixture`: what the feeder decided about sources, before it issued tasks by it. With seed and index it gives a task's row."""
+
+    sources: tuple[str, ...]
+    segments: tuple[MixtureSegment, ...]
+    """By `first`, rising."""
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is; written once, under the key `run`."""
 

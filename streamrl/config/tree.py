@@ -18,6 +18,7 @@ from streamrl.config.metrics import MetricsConfig
 from streamrl.config.page import PageConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.slo import SloConfig
+from streamrl.config.sources import SourceConfig
 from streamrl.config.weights import WeightsConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
@@ -80,6 +81,8 @@ class DataConfig(Section, frozen=True, kw_only=True):
 
     train: str = ""
     """Training rows."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sets of training rows instead of `data.train`."""
     heldout: str = ""
     """Held-out rows for evaluation; empty: none."""
     prompt_key: str = "prompt"

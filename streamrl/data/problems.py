@@ -58,6 +58,9 @@ class TaskRows(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def digest(self) -> str: ...
+
     def order(self, seed: int, place: int, *, shuffle: bool) -> tuple[int, int]:
         """(pass, row) of the place-th item of endless passes."""
         ...

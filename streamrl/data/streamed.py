@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config, DataConfig
 from streamrl.data.mapped_rows import MappedRows, blocks_digest, open_first, open_mapped
+from streamrl.data.mixed import MixedRows
 from streamrl.data.problems import (
     BROKEN,
     TOO_LONG,
@@ -117,8 +120,8 @@ class StreamedProblems:
         return replace(problem, prompt_ids=tuple(ids))
 
 
-def open_task_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_size: int | None = None) -> TaskRows:
-    """The training rows of a run as `data.reading` has it.
+def open_task_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_size: int | None = None) -> TaskRows | MixedRows:
+    """The training rows of a run as `data.sources` and `data.reading` have it.
 
     Args:
         config: the whole tree.
@@ -127,35 +130,55 @@ def open_task_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_si
         vocab_size: of the policy; None: rows' own sampling is taken as it is.
 
     Raises:
-        DataError: the set cannot be read; with `whole` also for a row that is broken.
+        DataError: a set cannot be read; with `whole` also for a row that is broken.
         ConfigError: as `load_problems`.
     """
     if config.data.reading == "whole":
         return load_problems(config.data.train, config.data, tokenizer)
-    return _streamed(open_mapped(config.data.train, kept), config, tokenizer, vocab_size)
+    sets = [_streamed(open_mapped(one.train, kept), one, config, tokenizer, vocab_size) for _, one in data_sets(config)]
+    if not config.data.sources:
+        return sets[0]
+    return MixedRows(tuple(one.name for one in config.data.sources), tuple(sets))
 
 
-def _streamed(rows: MappedRows, config: Config, tokenizer: Tokenizer, vocab_size: int | None) -> StreamedProblems:
+def data_sets(config: Config) -> list[tuple[str, DataConfig]]:
+    """The sets of training rows by name, each with `[data]` as it is for it; one without a name where there are no `data.sources`."""
+    data = config.data
+    if not data.sources:
+        return [("", data)]
+    own = [name for name in SourceConfig.__struct_fields__ if name not in ("name", "weight")]
+    given = [{key: getattr(one, key) for key in own if getattr(one, key) is not None} for one in data.sources]
+    return [(one.name, replace(data, sources=(), **keys)) for one, keys in zip(data.sources, given, strict=True)]
+
+
+def _streamed(rows: MappedRows, data: DataConfig, config: Config, tokenizer: Tokenizer, vocab_size: int | None) -> StreamedProblems:
+    config = replace(config, data=data)
     sampling = None if vocab_size is None else RowSampling(config, config.sampling, vocab_size, trained=True)
-    return StreamedProblems(rows, config.data, tokenizer, sampling)
+    return StreamedProblems(rows, data, tokenizer, sampling)
 
 
-def try_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_size: int) -> tuple[list[Unusable], int]:
-    """Those of a streamed set's first rows that cannot be used, and how many were looked at; raises DataError when all of them are so.
+def try_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_size: int) -> list[tuple[str, list[Unusable], int]]:
+    """By name of the set, those of its first rows that cannot be used, and how many were looked at.
 
-    Args and raises as `open_task_rows`.
+    Args and raises as `open_task_rows`; DataError also when all first rows of a set are so.
     """
-    rows = open_first(config.data.train, kept, _TRIED)
-    tried = _streamed(rows, config, tokenizer, vocab_size).take(range(min(_TRIED, len(rows))))
-    found = [one for one in tried if isinstance(one, Unusable)]
-    if len(found) == len(tried):
-        raise _hopeless(found[0], len(found), len(tried))
-    return found, len(tried)
+    found: list[tuple[str, list[Unusable], int]] = []
+    for name, data in data_sets(config):
+        rows = open_first(data.train, kept, _TRIED)
+        tried = _streamed(rows, data, config, tokenizer, vocab_size).take(range(min(_TRIED, len(rows))))
+        unusable = [one for one in tried if isinstance(one, Unusable)]
+        if len(unusable) == len(tried):
+            raise _hopeless(unusable[0], len(unusable), len(tried))
+        found.append((name, unusable, len(tried)))
+    return found
 
 
 def rows_digest(config: Config) -> str:
     """What the run record has of streamed rows: of sampled blocks of their files, and the slice. Known at once, however many they are."""
-    return f"blocks:{blocks_digest(config.data.train)}"
+    if not config.data.sources:
+        return f"blocks:{blocks_digest(config.data.train)}"
+    each = [f"{one.name}:{blocks_digest(one.train)}" for one in config.data.sources]
+    return f"blocks:{hashlib.sha256(' '.join(each).encode()).hexdigest()}"
 
 
 class Hope:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config, RewardConfig
+from streamrl.data.mixed import MixedRows
 from streamrl.data.problems import Problem, TaskRows
 from streamrl.data.streamed import open_task_rows
 from streamrl.data.tokenizer import Tokenizer
@@ -25,13 +26,14 @@ from streamrl.producers.children.jobs import NOTHING, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.feeder import plan_tasks
+from streamrl.producers.mixture import first_segments
 from streamrl.producers.protocol import Failure
 from streamrl.rewards.factory import LATE, is_user_code, make_reward
 from streamrl.rewards.protocol import RewardValue
 from streamrl.runtime.kinds import environment
-from streamrl.schemas.control import Grant
+from streamrl.schemas.control import Grant, MixtureRecord
 from streamrl.schemas.samples import Sample, VersionSpan
-from streamrl.schemas.subjects import KEY_GRANTED
+from streamrl.schemas.subjects import KEY_GRANTED, KEY_MIXTURE
 from streamrl.schemas.tasks import RolloutTask
 
 _TAKEN = 1024
@@ -99,6 +101,10 @@ async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: 
         return made, f"{lacks}: {error.message}"
     grant = await read_key(source.bus.kv, KEY_GRANTED, Grant) if source.bus is not None else None
     warmup_end = grant.warmup_end if grant is not None else 0
+    if isinstance(problems, MixedRows):
+        known = await read_key(source.bus.kv, KEY_MIXTURE, MixtureRecord) if source.bus is not None else None
+        segments = known.segments if known is not None else ()
+        problems = MixedRows(problems.names, problems.sets, segments or first_segments(source.config))
     [planned] = plan_tasks(Grant(first.task + 1, 0, 0, warmup_end), first.task, first.task + 1, problems, source.config)
     if (planned.prompt_ids, planned.label, planned.source) == (prompt_ids, first.label, first.source):
         return replace(planned, num_rollouts=first.group_size), ""
@@ -109,7 +115,7 @@ async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: 
     return replace(made, row=same.row, prompt=same.prompt, tools=same.tools, metadata=same.metadata), ""
 
 
-def _row_of(problems: TaskRows, prompt_ids: Sequence[int], label: Any) -> Problem | None:
+def _row_of(problems: TaskRows | MixedRows, prompt_ids: Sequence[int], label: Any) -> Problem | None:
     """The first row with this prompt and label."""
     for start in range(0, len(problems), _TAKEN):
         for one in problems.take(range(start, min(start + _TAKEN, len(problems)))):

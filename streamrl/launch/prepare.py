@@ -140,12 +140,12 @@ def _look_at_rows(config: Config, run: RunDir, tokenizer: Tokenizer, size: int, 
         check_rows(train, config, config.sampling, size, trained=True)
         _note_left_out("data.train", train, config, note)
         return train.digest, len(train)
-    unusable, tried = try_rows(config, tokenizer, run.data, vocab_size=size)
-    if unusable:
-        note(
-            f"data.train: {len(unusable)} of the first {tried} rows cannot be used, their tasks end when their turn comes; "
-            f"the first: {unusable[0].detail}"
-        )
+    for name, unusable, tried in try_rows(config, tokenizer, run.data, vocab_size=size):
+        if unusable:
+            note(
+                f"{f'source {name}' if name else 'data.train'}: {len(unusable)} of the first {tried} rows cannot be used, their tasks end "
+                f"when their turn comes; the first: {unusable[0].detail}"
+            )
     return rows_digest(config), 0
 
 

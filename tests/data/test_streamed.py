@@ -67,7 +67,7 @@ def test_a_row_that_cannot_be_used_is_named_and_its_neighbours_are_not(tmp_path:
     assert isinstance(first, Problem) and isinstance(last, Problem) and last.line == 4
     assert isinstance(found, Unusable)
     assert (found.row, found.reason) == (1, BROKEN) and "line 3" in found.detail and len(found.detail) <= 500
-    assert try_rows(config, tokenizer, tmp_path, vocab_size=104) == ([found], 3)
+    assert try_rows(config, tokenizer, tmp_path, vocab_size=104) == [("", [found], 3)]
 
 
 def test_a_prompt_that_is_too_long(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -41,3 +41,31 @@ async def test_tasks_of_rows_that_cannot_be_used_end_with_the_reason(start: Star
             file.write('{"prompt": "11", "label": "4"}\n')
         code, out, err = await said(await streamrl("up", "run.toml", "--plain", "--set", "run.steps=20"))
         assert code == 1 and "dataset changed on resume" in err and "hint: put the old rows back" in err
+
+
+SOURCES = """
+[[data.sources]]
+name = "low"
+train = "train.jsonl@[:40]"
+weight = [[0, 1], [3, 4]]
+[[data.sources]]
+name = "high"
+train = "train.jsonl@[40:]"
+"""
+
+
+async def test_a_run_with_several_sources_is_resumed_and_replayed(start: Start, place: Path) -> None:
+    (place / "run.toml").write_text(TABLE.replace('train = "train.jsonl"\n', "").replace("steps = 15", "steps = 6") + SOURCES)
+    streamrl = partial(start, *STREAMRL)
+    async with asyncio.timeout(240):
+        for steps in (6, 9):
+            code, out, err = await said(await streamrl("up", "run.toml", "--plain", "--set", f"run.steps={steps}"))
+            assert code == 0, out + err
+        log = (place / "runs" / "digits" / "logs" / "feeder-0.log").read_text()
+        assert log.count("event=mixture") >= 1 and "weights=(4.0, 1.0)" in log
+        assert "source high: 3 of the first 53 rows cannot be used" in out
+        code, out, err = await said(await streamrl("replay", "digits", "--verify"))
+        assert code == 0, out + err
+        (place / "run.toml").write_text((place / "run.toml").read_text().replace("[3, 4]", "[3, 5]"))
+        code, out, err = await said(await streamrl("up", "run.toml", "--plain", "--set", "run.steps=12"))
+        assert code == 1 and "data.sources changed on resume" in err

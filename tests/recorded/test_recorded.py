@@ -232,7 +232,7 @@ def test_it_is_resumed_and_ends(name: str, tmp_path: Path, answer: Answer) -> No
         code = up.wait(runs.PATIENCE_S)
     words = (tmp_path / "words.txt").read_text()
     assert code == 0 and "] resuming" in words, words
-    assert words.count("it goes on without") == 2, "decisions that it was begun without"
+    assert words.count("it goes on without") == 3, "decisions that it was begun without"
     answer("record", name, "--out", str(tmp_path / "after"), "--checkpoints", *kept.here)
     check_rows(kept.recording, tmp_path / "after", whole=False)
     rows, known = runs.ledger(tmp_path / "after"), len(kept.facts["versions"])
