@@ -123,6 +123,8 @@ class Feeder:
         """Tasks issued whose rows cannot be used, by reason."""
         self.num_full = 0
         """Times that a full stream refused a task."""
+        self.by_source: Counter[str] = Counter()
+        """Tasks issued of each of several sources."""
         self.stalled = False
         """Whether the stream is full just now."""
         self.state = "waits for the trainer's first grant"
@@ -181,6 +183,7 @@ class Feeder:
 
     def _look_at(self, plan: Sequence[RolloutTask]) -> None:
         """Count and name the rows of issued tasks that cannot be used. Raises DataError when they are nearly all."""
+        self.by_source.update(task.metadata["data_source"] for task in plan if self._config.data.sources)
         refused = [(task, task.refused) for task in plan if isinstance(task.refused, Refused)]
         for task, said in refused:
             if self.refused[said.reason] < _TOLD:
@@ -257,6 +260,8 @@ async def main(worker: Worker) -> None:
     problems = await asyncio.to_thread(open_task_rows, config, tokenizer, worker.run_dir.data, vocab_size=vocab_size(model))
     await check_dataset(worker.bus, problems, config)
     feeder = Feeder(worker.bus, worker.subjects, config, problems)
+    if config.data.sources:
+        worker.detail = lambda: {"issued_by_source": dict(feeder.by_source)}
     async with asyncio.TaskGroup() as group:
         group.create_task(settle_data(worker.bus, problems, config))
         running = group.create_task(feeder.run())

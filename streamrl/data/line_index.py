@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
 import logging
 import os
-import tempfile
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -57,42 +58,78 @@ def line_index(path: Path, kept: Path) -> LineIndex:
     """The index of `path`: the one in the file `kept` where it is whole and of this file, else a new one, which is kept there.
 
     It is of this file when size, time of change and sampled blocks are the same. A new one takes one read of the file; it appears under its
-    name when it is complete and on disk.
+    name when it is complete.
 
     Raises:
-        DataError: the file cannot be read, or changes while it is read.
-        OSError: the index cannot be written.
+        DataError: the file cannot be read, or changes while it is read; the index cannot be written.
     """
     with open_data(path) as file:
         told = _identity(file, path)
         if (found := _load(kept, told)) is not None:
             return found
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as undo:
-            scratch, name = tempfile.mkstemp(prefix=f".{kept.name}.", dir=kept.parent)
-            undo.callback(lambda: Path(name).unlink(missing_ok=True))
-            with os.fdopen(scratch, "w+b") as target:
-                target.write(bytes(_HEAD_BYTES))
-                counts, total = _scan(file, told["size"], target), hashlib.sha256()
-                target.seek(_HEAD_BYTES)
-                while block := target.read(_READ_BYTES):
-                    total.update(block)
-                head = {**told, **counts, "digest": total.hexdigest()}
-                target.seek(0)
-                target.write((_MAGIC + json.dumps(head).encode()).ljust(_HEAD_BYTES, b"\n"))
-                target.flush()
-                os.fsync(target.fileno())
-            if _identity(file, path) != told:
-                raise DataError(
-                    f"expected {path} to stay as it is, got another size or other bytes while it was read",
-                    hint="wait until it is written completely, and start again",
-                    path=str(path),
-                )
-            Path(name).replace(kept)
-            undo.pop_all()
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            scratch = kept.with_name(f".{kept.name}.building")
+            with _building(scratch) as target:
+                if (found := _load(kept, told)) is not None:  # somebody else has built it meanwhile
+                    return found
+                head = _build(file, told, target)
+                if _identity(file, path) != told:
+                    raise DataError(
+                        f"expected {path} to stay as it is, got another size or other bytes while it was read",
+                        hint="wait until it is written completely, and start again",
+                        path=str(path),
+                    )
+                scratch.replace(kept)
+        except OSError as error:
+            raise DataError(
+                f"expected to write an index of {path} into {kept.parent}, got: {error.strerror}",
+                hint="it takes 8 bytes a row: make room, or set run.dir to a folder that has it",
+                path=str(kept),
+            ) from error
     found = _map(kept, head)
     logger.info("event=rows_indexed path=%s rows=%d", path, len(found))
     return found
+
+
+@contextlib.contextmanager
+def _building(scratch: Path) -> Generator[BinaryIO]:
+    """The file that an index grows in, empty; one process has it at a time. What one that was killed has left is written over."""
+    while True:
+        with open(os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                mine = os.stat(scratch).st_ino == os.fstat(file.fileno()).st_ino
+            except FileNotFoundError:
+                mine = False
+            if not mine:  # who had it before has given it its name
+                continue
+            file.truncate(0)
+            try:
+                yield file
+            except BaseException:
+                scratch.unlink(missing_ok=True)
+                raise
+            scratch.unlink(missing_ok=True)
+            return
+
+
+def _build(file: BinaryIO, told: dict[str, Any], target: BinaryIO) -> dict[str, Any]:
+    """Write the whole index of `file` to `target`; its head. It need not be on disk: what a lost machine leaves of it is found out."""
+    target.write(bytes(_HEAD_BYTES))
+    total = hashlib.sha256()
+
+    def write(offsets: _Offsets) -> None:
+        part = offsets.astype(np.int64).tobytes()
+        total.update(part)
+        target.write(part)
+
+    counts = _scan(file, told["size"], write)
+    head = {**told, **counts, "digest": total.hexdigest()}
+    target.seek(0)
+    target.write((_MAGIC + json.dumps(head).encode()).ljust(_HEAD_BYTES, b"\n"))
+    target.flush()
+    return head
 
 
 def first_lines(path: Path, most: int) -> LineIndex:
@@ -176,8 +213,8 @@ def _map(kept: Path, head: dict[str, Any]) -> LineIndex:
     return LineIndex(whole[:rows], whole[rows:], head["digest"])
 
 
-def _scan(file: BinaryIO, size: int, target: BinaryIO) -> dict[str, int]:
-    """Write the starts of rows to `target`, then the places of blank lines; memory does not depend on the file."""
+def _scan(file: BinaryIO, size: int, write: Callable[[_Offsets], None]) -> dict[str, int]:
+    """Write the starts of rows, then the places of blank lines; memory depends on the blank lines alone."""
     buffer, base, rows = bytearray(_READ_BYTES), 0, 0
     start = len(codecs.BOM_UTF8) if os.pread(file.fileno(), 3, 0) == codecs.BOM_UTF8 else 0
     blanks: list[_Offsets] = []
@@ -190,13 +227,13 @@ def _scan(file: BinaryIO, size: int, target: BinaryIO) -> dict[str, int]:
         if len(stops):
             starts = np.concatenate(([start], stops[:-1] + 1))
             filled = _filled(file, block, base, starts, stops)
-            target.write(starts[filled].astype(np.int64).tobytes())
+            write(starts[filled])
             before = rows + np.cumsum(filled)
-            blanks.append(before[~filled].astype(np.int64))
+            blanks.append(before[~filled])
             rows, start = int(before[-1]), int(stops[-1]) + 1
         base += count
     for part in blanks:
-        target.write(part.tobytes())
+        write(part)
     return {"rows": rows, "blanks": sum(map(len, blanks))}
 
 

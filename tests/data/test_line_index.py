@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,30 @@ def test_sampled_blocks_have_both_ends(tmp_path: Path) -> None:
         data[place] = 1
         digests.add(digest())
     assert len(digests) == 3
+
+
+@pytest.mark.process
+def test_what_a_killed_builder_has_left_is_written_over_and_gone(rows: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom streamrl.data import line_index as module\n"
+        "module._scan = lambda file, size, write: (write(module.np.zeros(99999, int)), os.kill(os.getpid(), 9))\n"
+        "module.line_index(Path(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    kept = tmp_path / "kept" / "one"
+    assert subprocess.run([sys.executable, "-c", code, str(rows), str(kept)], check=False).returncode == -9
+    assert os.listdir(kept.parent) == [".one.building"]
+    assert seen(line_index(rows, kept)) == plainly(rows.read_bytes())
+    assert os.listdir(kept.parent) == ["one"]
+
+
+def test_several_that_build_at_once_agree(rows: Path, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: seen(line_index(rows, tmp_path / "kept")), range(16)))
+    assert found == [plainly(rows.read_bytes())] * 16
+    assert sorted(os.listdir(tmp_path)) == ["kept", rows.name]
+
+
+def test_a_place_that_cannot_be_written_is_named(rows: Path, tmp_path: Path) -> None:
+    with raises(DataError, path=str(rows / "deep" / "kept")) as caught:
+        line_index(rows, rows / "deep" / "kept")
+    assert "run.dir" in caught.value.hint
