@@ -26,7 +26,7 @@ from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.subjects import KEY_GRANTED, TASKS
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import Refused, RolloutTask
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Claims:
             if not self._has_ended(claim):
                 self._counts.num_redelivered += lease.deliveries > 1
                 if (item := await self._queue.read(lease)) is not None:
-                    await self._work(item, Claim(lease.deliveries, lease.stored_s, time.time()))
+                    await self._do(item, Claim(lease.deliveries, lease.stored_s, time.time()))
                 else:
                     self._counts.num_failures += 1
             claim.finished = True
@@ -295,6 +295,15 @@ class Claims:
                 with contextlib.suppress(BusError, TimeoutError):
                     await asyncio.wait_for(self._leave(claim, ended=self._has_ended(claim)), _GIVE_BACK_S)
             raise
+
+    async def _do(self, item: Any, claim: Claim) -> None:
+        refused = item.refused if isinstance(item, RolloutTask) else None
+        if isinstance(refused, Refused):
+            await self._publisher.end_task(
+                item.index, item.source, refused.reason, refused.detail, group_size=item.num_rollouts, claim=claim
+            )
+        else:
+            await self._work(item, claim)
 
     async def _leave(self, claim: _Claim, *, ended: bool, delay_s: float = 0.0) -> None:
         """Take a task that has ended off the queue, or give it back."""

@@ -13,22 +13,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
-from streamrl.data.order import row_of
-from streamrl.data.problems import Problems, load_problems
+from streamrl.data.mixed import Drawn, MixedRows, draw
+from streamrl.data.problems import BROKEN, TOO_LONG, Problems, TaskRows, Unusable
+from streamrl.data.streamed import Hope, data_sets, open_task_rows, rows_digest
 from streamrl.data.tokenizer import load_tokenizer
+from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import BusError, ConfigError, Conflict, StreamFull
+from streamrl.producers.mixture import first_segments, settled
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Grant, RunRecord
-from streamrl.schemas.subjects import KEY_GRANTED, KEY_RUN, MAIN_SOURCE, TASKS, WARMUP_SOURCE, Subjects
-from streamrl.schemas.tasks import RolloutTask, turn_sampling
+from streamrl.schemas.control import DataRecord, Grant, RunRecord
+from streamrl.schemas.subjects import KEY_DATA, KEY_GRANTED, KEY_RUN, MAIN_SOURCE, TASKS, WARMUP_SOURCE, Subjects
+from streamrl.schemas.tasks import Refused, RolloutTask, turn_sampling
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -40,16 +46,27 @@ MAX_IN_FLIGHT = 256
 _FULL_FIRST_S = 0.25
 _FULL_MAX_S = 5.0
 _REPORT_EVERY_S = 2.0
+_TOLD = 10
+"""Rows of each reason that are named in the log; all of them are named in their tombstones."""
+_REFUSED = {TOO_LONG: "feeder/row_too_long_total", BROKEN: "feeder/row_broken_total"}
+"""Metrics by reason."""
 
 
-def plan_tasks(grant: Grant, start: int, stop: int, problems: Problems, config: Config) -> list[RolloutTask]:
-    """Tasks `start` to `stop` (or to the end of the grant), a function of its arguments alone.
+def plan_tasks(grant: Grant, start: int, stop: int, problems: TaskRows | MixedRows, config: Config) -> list[RolloutTask]:
+    """Tasks `start` to `stop` (or to the end of the grant), a function of its arguments alone. May read the rows from files.
 
     While the warm-up has no end yet, and below its end after that, a task belongs to the warm-up: one demonstration of its row, which
-    needs no engine. Each source goes through the dataset from its own beginning.
+    needs no engine. Warm-up and what comes after it go through the rows from their own beginning. Of several sets the mixture that is on
+    record says which a task takes (`streamrl.data.mixture`); the warm-up has that of version 0.
     """
     base = run_seed(config.run.name, config.run.seed)
-    return [_task(grant, index, base, problems, config) for index in range(start, min(stop, grant.granted))]
+    stop, end = min(stop, grant.granted), grant.granted if grant.warmup_end is None else grant.warmup_end
+    warm, main = range(start, min(stop, end)), range(max(start, end), stop)
+    first = first_segments(config) if config.data.sources else ()
+    seed, shuffle = config.run.seed, config.data.shuffle
+    drawn = draw(problems, warm, warmup=first, seed=seed, shuffle=shuffle)
+    drawn += draw(problems, [index - end for index in main], warmup=(), seed=seed, shuffle=shuffle)
+    return [_task(grant, index, base, one, config) for index, one in zip([*warm, *main], drawn, strict=True)]
 
 
 def min_version(grant: Grant, index: int, config: Config) -> int:
@@ -57,27 +74,36 @@ def min_version(grant: Grant, index: int, config: Config) -> int:
     return grant.min_version(index, batch_tasks=config.tasks.batch_tasks, max_staleness=config.tasks.max_staleness)
 
 
-def _task(grant: Grant, index: int, base: int, problems: Problems, config: Config) -> RolloutTask:
-    warmup = grant.warmup_end is None or index < grant.warmup_end
-    place = index if warmup or grant.warmup_end is None else index - grant.warmup_end
-    epoch, row = row_of(config.run.seed, place, len(problems), shuffle=config.data.shuffle)
-    problem = problems[row]
-    return RolloutTask(
+def _in_warmup(grant: Grant, index: int) -> bool:
+    return grant.warmup_end is None or index < grant.warmup_end
+
+
+def _task(grant: Grant, index: int, base: int, drawn: Drawn, config: Config) -> RolloutTask:
+    warmup, problem = _in_warmup(grant, index), drawn.problem
+    said = {"data_source": drawn.source} if drawn.source else {}
+    bare = RolloutTask(
         run=config.run.name,
         index=index,
         source=WARMUP_SOURCE if warmup and config.run.kind == "rl" else MAIN_SOURCE,
-        row=row,
-        data_epoch=epoch,
+        row=problem.row,
+        data_epoch=drawn.epoch,
+        metadata=said,
+        num_rollouts=1 if warmup else config.tasks.num_rollouts,
+        sampling=config.sampling,
+        min_version=0 if warmup else min_version(grant, index, config),
+        seed=task_seed(base, index),
+    )
+    if isinstance(problem, Unusable):
+        return replace(bare, refused=Refused(problem.reason, problem.detail))
+    return replace(
+        bare,
         prompt_ids=problem.prompt_ids,
         prompt=problem.prompt,
         label=problem.label,
         tools=problem.tools,
-        metadata=problem.metadata,
+        metadata={**problem.metadata, **said},
         chat_template_kwargs=problem.chat_template_kwargs,
-        num_rollouts=1 if warmup else config.tasks.num_rollouts,
         sampling=turn_sampling(config.sampling, problem.sampling) if problem.sampling else config.sampling,
-        min_version=0 if warmup else min_version(grant, index, config),
-        seed=task_seed(base, index),
         reward=problem.reward,
     )
 
@@ -89,13 +115,17 @@ class Feeder:
         bus: connected.
         subjects: of the run.
         config: the whole tree.
-        problems: the training problems.
+        problems: the training rows.
     """
 
-    def __init__(self, bus: Bus, subjects: Subjects, config: Config, problems: Problems) -> None:
+    def __init__(self, bus: Bus, subjects: Subjects, config: Config, problems: TaskRows | MixedRows) -> None:
         self.num_issued = 0
+        self.refused: Counter[str] = Counter()
+        """Tasks issued whose rows cannot be used, by reason."""
         self.num_full = 0
         """Times that a full stream refused a task."""
+        self.by_source: Counter[str] = Counter()
+        """Tasks issued of each of several sources."""
         self.stalled = False
         """Whether the stream is full just now."""
         self.state = "waits for the trainer's first grant"
@@ -104,6 +134,7 @@ class Feeder:
         self._subjects = subjects
         self._config = config
         self._problems = problems
+        self._hope = Hope(len(problems))
         self._grant: Grant | None = None
         self._changed = asyncio.Event()
 
@@ -130,7 +161,10 @@ class Feeder:
             self._changed.clear()
             while (grant := self._grant) is not None and issued < grant.granted:
                 self.state = "running"
-                plan = plan_tasks(grant, issued, issued + MAX_IN_FLIGHT, self._problems, self._config)
+                rows = self._problems
+                if isinstance(rows, MixedRows):
+                    rows = await settled(self._bus, rows, self._config, grant)
+                plan = await asyncio.to_thread(plan_tasks, grant, issued, issued + MAX_IN_FLIGHT, rows, self._config)
                 failure = await self._publish(plan)
                 before, issued = issued, (await self._bus.state(TASKS)).last if failure else plan[-1].index + 1
                 if isinstance(failure, StreamFull):
@@ -144,8 +178,19 @@ class Feeder:
                     logger.info("event=overtaken position=%d reason=another_feeder", issued)
                 self._resume()
                 refusals = 0
+                self._look_at(plan)
             if self._grant is not None:
                 self.state = f"waits for credit: {issued} tasks are issued"
+
+    def _look_at(self, plan: Sequence[RolloutTask]) -> None:
+        """Count and name the rows of issued tasks that cannot be used. Raises DataError when they are nearly all."""
+        self.by_source.update(task.metadata["data_source"] for task in plan if self._config.data.sources)
+        refused = [(task, task.refused) for task in plan if isinstance(task.refused, Refused)]
+        for task, said in refused:
+            if self.refused[said.reason] < _TOLD:
+                logger.warning("event=%s task=%d row=%d detail=%s", said.reason, task.index, task.row, said.detail)
+            self.refused[said.reason] += 1
+        self._hope.tell(len(plan), [said for _, said in refused])
 
     async def _publish(self, plan: Sequence[RolloutTask]) -> BusError | None:
         """Publish tasks in order without waiting in between; the first failure, if any. What follows a failure is refused by the server."""
@@ -172,26 +217,54 @@ class Feeder:
             logger.info("event=resumed")
 
 
-async def check_dataset(bus: Bus, problems: Problems, config: Config) -> None:
-    """Raise ConfigError unless the problems are those that the run record names; a run without a record passes."""
+async def check_dataset(bus: Bus, problems: TaskRows | MixedRows, config: Config) -> None:
+    """Raise ConfigError unless the rows are those that the run record names; a run without a record passes."""
     record = await read_key(bus.kv, KEY_RUN, RunRecord)
-    if record is not None and (record.dataset_digest, record.num_rows) != (problems.digest, len(problems)):
-        raise ConfigError(
-            f"expected the {record.num_rows} rows that the run {record.run} was started with (digest {record.dataset_digest[:16]}), "
-            f"got {len(problems)} rows (digest {problems.digest[:16]}) in {config.data.train}",
-            hint="restore the file, or start a new run under another run.name",
-            key="data.train",
-        )
+    if record is None:
+        return
+    digest = problems.digest if isinstance(problems, Problems) else await asyncio.to_thread(rows_digest, config)
+    num_rows = len(problems) if record.num_rows else 0
+    if (record.dataset_digest, record.num_rows) != (digest, num_rows):
+        raise _other_rows(config, f"{record.num_rows or 'the'} rows", record.dataset_digest, len(problems), digest)
+
+
+async def settle_data(bus: Bus, problems: TaskRows | MixedRows, config: Config) -> None:
+    """Keep what streamed rows were found to be under the key `data`, or raise ConfigError unless it is what is there."""
+    if isinstance(problems, Problems):  # the run record has all of them
+        return
+    found = DataRecord(rows=len(problems), digest=problems.digest)
+    known = await read_key(bus.kv, KEY_DATA, DataRecord)
+    if known is None:
+        try:
+            await bus.kv.put(KEY_DATA, encode(found), expect=0)
+            return
+        except Conflict:
+            known = await read_key(bus.kv, KEY_DATA, DataRecord)
+    if known is not None and known != found:
+        raise _other_rows(config, f"{known.rows} rows", known.digest, found.rows, found.digest)
+
+
+def _other_rows(config: Config, expected: str, digest: str, num_rows: int, got: str) -> ConfigError:
+    return ConfigError(
+        f"expected {expected} that the run {config.run.name} was started with (digest {digest[:16]}), "
+        f"got {num_rows} rows (digest {got[:16]}) in {', '.join(data.train for _, data in data_sets(config))}",
+        hint="restore the file, or start a new run under another run.name",
+        key="data.sources" if config.data.sources else "data.train",
+    )
 
 
 async def main(worker: Worker) -> None:
-    """Read the dataset, check it against the run's, and issue tasks until the worker drains."""
-    config = worker.config
-    tokenizer = load_tokenizer(worker.run_dir.policy_dir(config))
-    problems = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
+    """Open the dataset, check it against the run's, and issue tasks until the worker drains."""
+    config, model = worker.config, worker.run_dir.policy_dir(worker.config)
+    tokenizer = load_tokenizer(model)
+    worker.state = "goes through the training rows"
+    problems = await asyncio.to_thread(open_task_rows, config, tokenizer, worker.run_dir.data, vocab_size=vocab_size(model))
     await check_dataset(worker.bus, problems, config)
     feeder = Feeder(worker.bus, worker.subjects, config, problems)
+    if config.data.sources:
+        worker.detail = lambda: {"issued_by_source": dict(feeder.by_source)}
     async with asyncio.TaskGroup() as group:
+        group.create_task(settle_data(worker.bus, problems, config))
         running = group.create_task(feeder.run())
         group.create_task(_report(worker, feeder))
         await worker.draining.wait()
@@ -201,6 +274,7 @@ async def main(worker: Worker) -> None:
 async def _report(worker: Worker, feeder: Feeder) -> None:
     """Publish metrics until the worker drains, and then the last ones; say when a full stream stalls it and when it goes on."""
     issued, full, stalled, last = 0, 0, False, False
+    refused: Counter[str] = Counter()
     while not last:
         with contextlib.suppress(TimeoutError):
             last = await asyncio.wait_for(worker.draining.wait(), _REPORT_EVERY_S) is True
@@ -208,5 +282,7 @@ async def _report(worker: Worker, feeder: Feeder) -> None:
         if feeder.stalled != stalled:
             stalled = feeder.stalled
             await worker.event("stalled" if stalled else "resumed", {"reason": "stream full", "stream": TASKS})
-        await worker.metrics({"feeder/issued_total": feeder.num_issued - issued, "bus/full_total": feeder.num_full - full})
-        issued, full = feeder.num_issued, feeder.num_full
+        values = {"feeder/issued_total": feeder.num_issued - issued, "bus/full_total": feeder.num_full - full}
+        values |= {name: feeder.refused[reason] - refused[reason] for reason, name in _REFUSED.items()}
+        await worker.metrics(values)
+        issued, full, refused = feeder.num_issued, feeder.num_full, feeder.refused.copy()

@@ -130,6 +130,34 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds since when it has been in this state; not on the wire when unset."""
 
 
+class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Key `data`: what the feeder found in the training rows when it had gone through them; written once, and compared at each start."""
+
+    rows: int
+    digest: str
+    """SHA-256 (hex) of where each row begins, or of the counts of row groups and the schema."""
+
+
+class MixtureSegment(msgspec.Struct, frozen=True, kw_only=True):
+    """From one task on, which part of the tasks each source has."""
+
+    first: int
+    """Task after the warm-up, from 0."""
+    version: int
+    """Of the grant that it was decided at."""
+    weights: tuple[float, ...]
+    places: tuple[int, ...]
+    """Tasks of each source before `first`."""
+
+
+class MixtureRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Key `mixture`: what the feeder decided about sources, before it issued tasks by it. With seed and index it gives a task's row."""
+
+    sources: tuple[str, ...]
+    segments: tuple[MixtureSegment, ...]
+    """By `first`, rising."""
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is; written once, under the key `run`."""
 
@@ -138,6 +166,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration as TOML or JSON text, without secrets."""
     dataset_digest: str
     num_rows: int
+    """Rows that tasks are made of; 0 where they are counted while the run is up, see `DataRecord`."""
     code_version: str
     fingerprint: dict[str, str]
     created_s: float

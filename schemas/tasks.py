@@ -174,6 +174,14 @@ class RewardSpec(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
 
 
+class Refused(msgspec.Struct, frozen=True):
+    """Why a task ends as soon as somebody claims it: its row cannot be used."""
+
+    reason: str
+    """Of the tombstone."""
+    detail: str = ""
+
+
 class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """One dataset row to be rolled out `num_rollouts` times; a group is the rollouts of a task.
 
@@ -211,6 +219,8 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of the task; rollout k derives its own with `streamrl.core.seeds.rollout_seed`."""
     reward: RewardSpec | msgspec.UnsetType = msgspec.UNSET
     """The row's own reward, in place of the run's; not on the wire when unset."""
+    refused: Refused | msgspec.UnsetType = msgspec.UNSET
+    """Set where there is nothing to roll out: whoever claims the task stores its end. Not on the wire when unset."""
 
 
 def on_the_wire(task: RolloutTask) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_pr
 from streamrl.consumers.training.sample_blobs import replayed_routing
 from streamrl.consumers.training.trimming import keep_trimmed
 from streamrl.core.state import FoldState
-from streamrl.data.model import ensure_model, vocab_size
+from streamrl.data.model import ensure_model
+from streamrl.data.vocabulary import vocab_size
 from streamrl.runtime.collection import keep_all
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.events import NUMERICS_EVENT

@@ -57,7 +57,7 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         (provoked.unknown_key, provoked.contradiction, provoked.no_such_run),
     ),
     errors.DataError: Entry(
-        "A row of `data.train` or `data.heldout` cannot be used. Every row is read before anything starts.",
+        "A set of `data.train` or `data.heldout` cannot be used, or a row where all are read before anything starts.",
         "Correct the row in the file and line that it names, or name other fields with `data.prompt_key` and `data.label_key`.",
         (provoked.row_without_label,),
     ),

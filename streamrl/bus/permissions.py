@@ -11,7 +11,7 @@
 |           |                                                                  | turns                      |                              |
 | engine    | presence of engines, pins, events `weights` and `engine`         | weights, blobs             |                              |
 | rewarder  | rewards, tombstones, `stalled`                                   | events                     | claims requests for rewards  |
-| feeder    | tasks, events `stalled` and `resumed`                            | queued tasks               |                              |
+| feeder    | tasks, keys `data` and `mixture`, events `stalled`, `resumed`    | queued tasks               |                              |
 | evaluator | event `evaluation`, pins                                         | ledger, events             |                              |
 | reader    | nothing                                                          | everything but tasks       |                              |
 
@@ -122,7 +122,15 @@ def allowed(role: str, run: str) -> Rights:
             f"$KV.{run}.presence.engines.*",
             f"$KV.{run}.pins.*.*.*",
         ],
-        "feeder": [*worker, *stalls, f"{run}.tasks.*", f"{API}.STREAM.INFO.{tasks}", f"{API}.STREAM.MSG.GET.{tasks}"],
+        "feeder": [
+            *worker,
+            *stalls,
+            f"$KV.{run}.data",
+            f"$KV.{run}.mixture",
+            f"{run}.tasks.*",
+            f"{API}.STREAM.INFO.{tasks}",
+            f"{API}.STREAM.MSG.GET.{tasks}",
+        ],
         "evaluator": [*worker, f"{run}.events.evaluation", f"$KV.{run}.pins.*.*.*"],
         READER: [f"{API}.STREAM.INFO.{tasks}", f"{API}.STREAM.INFO.{grading}"],
     }

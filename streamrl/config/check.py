@@ -45,7 +45,7 @@ def check(config: Config) -> None:
 def _check_work(config: Config) -> None:
     tasks, data = config.tasks, config.data
     refuse(
-        not data.train,
+        not data.train and not data.sources,
         "data.train must name the training rows, got nothing",
         hint="set it to a JSONL or Parquet file",
         key="data.train",

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
+from pathlib import Path
+
+from streamrl.config.environments import VERIFIERS
+from streamrl.config.paths import parse_dataset
+from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config, refuse
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_data(config: Config) -> None:
-    """Raise ConfigError for variables of a chat template that is not used, and for conversations that nobody trains on."""
+    """Raise ConfigError for sources that are none, variables of a chat template that is not used, conversations that nobody trains on."""
+    _check_sources(config)
     refuse(
         bool(config.data.messages_key) and config.run.kind != "sft",
         f"data.messages_key is for run.kind = sft, got it with run.kind = {config.run.kind}",
@@ -26,3 +36,65 @@ def check_data(config: Config) -> None:
             hint="leave it out, or use the chat template",
             key=f"data.{key}",
         )
+
+
+def _check_sources(config: Config) -> None:
+    data, names = config.data, [one.name for one in config.data.sources]
+    if not names:
+        return
+    refuse(bool(data.train), "data.train and data.sources both name training rows", hint="leave data.train out", key="data.train")
+    refuse(
+        data.reading == "whole",
+        "data.sources are read when their turn comes, got data.reading = whole",
+        hint="leave data.reading out",
+        key="data.reading",
+    )
+    refuse(
+        config.producer.function.startswith(VERIFIERS),
+        f"data.sources are files of rows, got producer.function = {config.producer.function}, which writes its own to data.train",
+        hint="name one file in data.train",
+        key="data.sources",
+    )
+    for one in data.sources:
+        refuse(
+            not _NAME.fullmatch(one.name) or names.count(one.name) > 1,
+            f"a source's name is of letters, digits, '_' and '-', at most 64 of them, and its own, got {one.name!r}",
+            hint="give each table [[data.sources]] a name of its own",
+            key="data.sources",
+        )
+        _check_weight(one)
+        refuse(
+            not one.train or not Path(parse_dataset(one.train).path).exists(),
+            f"expected the source {one.name!r} to name its rows in `train`, got {one.train or 'nothing'}",
+            hint="relative paths in the TOML file are relative to its folder",
+            key="data.sources",
+        )
+    versions = sorted({version for one in data.sources for version, _ in pairs(one)})
+    empty = [version for version in versions if not any(weight_at(one, version) for one in data.sources)]
+    refuse(
+        bool(empty),
+        f"some source needs a weight above 0 at each version, got none at version {empty[:1]}",
+        hint="change data.sources",
+        key="data.sources",
+    )
+
+
+def _check_weight(one: SourceConfig) -> None:
+    versions = [version for version, _ in pairs(one)]
+    rising = versions[:1] == [0] and versions == sorted(set(versions))
+    refuse(
+        not rising or not all(math.isfinite(weight) for _, weight in pairs(one)),
+        f"a source's weight is a finite number, or pairs of rising versions from 0 on and such numbers, got {one.weight} for {one.name!r}",
+        hint="write weight = 2, or weight = [[0, 1], [100, 3]]",
+        key="data.sources",
+    )
+
+
+def pairs(source: SourceConfig) -> tuple[tuple[int, float], ...]:
+    """Versions and the weights from them on."""
+    return source.weight if isinstance(source.weight, tuple) else ((0, source.weight),)
+
+
+def weight_at(source: SourceConfig, version: int) -> float:
+    """The source's weight at a version: that of the last pair whose version is not above it."""
+    return [weight for first, weight in pairs(source) if first <= version][-1]

@@ -33,7 +33,7 @@ def check_files(config: Config) -> None:
             continue
         # Of files for each role the operator's is looked for here, the others when the run starts.
         path, kind = Path(text.replace("{role}", "operator") if key in FILES else text), "a directory" if key in DIRECTORIES else "a file"
-        found = path.is_dir() if key in DIRECTORIES else path.is_file()
+        found = path.is_dir() if key in DIRECTORIES else path.is_file() or (key in DATASETS and path.is_dir())
         if not found:
             there = ("a directory" if path.is_dir() else "something else") if path.exists() else f"no such {kind.split()[1]}"
             raise ConfigError(

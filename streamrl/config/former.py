@@ -21,7 +21,7 @@ FORMER_KEYS = (
     | {f"loss.correction.reject_{name}": "loss.correction.reject" for name in ("level", "low", "high")}
 )
 """Those, and keys that are parts of another key now."""
-LATER_DECISIONS = {"tasks.inexact": "allow", "tasks.check_max_len": False, "filters.min_reward_std": 0.0}
+LATER_DECISIONS = {"tasks.inexact": "allow", "tasks.check_max_len": False, "filters.min_reward_std": 0.0, "data.reading": "whole"}
 """What a recorded configuration means by lacking a key that has another default: a decision that there was not yet is off. `dump` leaves
 it out too, so that a run that was begun without it stays so."""
 _REJECT = "loss.correction.reject"

@@ -76,7 +76,17 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
                 table[field] = f"{prefix}{_absolute(file, base)}{name}"
         else:
             table[field] = _absolute(text, base)
+    data = resolved.get("data")
+    if isinstance(data, dict) and isinstance(data.get("sources"), list | tuple):
+        data["sources"] = [_source(one, base) for one in data["sources"]]
     return resolved
+
+
+def _source(table: Any, base: Path) -> Any:
+    if not isinstance(table, Mapping) or not isinstance(text := table.get("train"), str) or not text:
+        return table
+    dataset = parse_dataset(text)
+    return {**table, "train": str(dataset._replace(path=_absolute(dataset.path, base)))}
 
 
 def without_folder(key: str, value: str) -> str:

@@ -19,6 +19,7 @@ from streamrl.config.metrics import MetricsConfig
 from streamrl.config.page import PageConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.slo import SloConfig
+from streamrl.config.sources import SourceConfig
 from streamrl.config.weights import WeightsConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
@@ -79,10 +80,12 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
 
 class DataConfig(Section, frozen=True, kw_only=True):
-    """Training and held-out problems: JSONL or Parquet files, each optionally sliced as `path@[a:b]`."""
+    """Training and held-out problems: JSONL, Parquet or Arrow files, or saved `datasets`, each optionally sliced as `path@[a:b]`."""
 
     train: str = ""
     """Training rows."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sets of training rows instead of `data.train`."""
     heldout: str = ""
     """Held-out rows for evaluation; empty: none."""
     prompt_key: str = "prompt"
@@ -115,7 +118,10 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """How the model writes calls of tools: Hermes and Qwen3, Qwen3-Coder and Qwen3.5, Llama 3, DeepSeek; auto: read from the chat
     template."""
     max_prompt_tokens: PositiveInt = 128
-    """Longer prompts are left out, and counted."""
+    """Tasks of longer prompts end as `row_too_long`; with reading = "whole" their rows are left out. Both are counted."""
+    reading: Literal["stream", "whole"] = "stream"
+    """stream: rows are read and encoded when their turn comes, and the task of one that cannot be used ends with the reason; whole: all
+    training rows are read at each start, one that is broken refuses it, and those that are too long are left out."""
     shuffle: bool = True
     """Permute the rows by (seed, epoch); otherwise file order."""
 

@@ -11,6 +11,7 @@ import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
+from msgspec.structs import replace
 
 from streamrl.config.tree import DataConfig
 from streamrl.data.characters import SPECIALS, save_tokenizer
@@ -50,6 +51,11 @@ def write_byte_pairs(directory: Path, texts: Iterable[str], *, vocab_size: int) 
 
 def training_texts(config: DataConfig) -> Iterator[str]:
     """Prompts and labels of the training rows, in file order; of chat messages the contents. Raises DataError as `open_rows` does."""
+    if config.sources:
+        for one in config.sources:
+            own = {key: value for key in ("prompt_key", "label_key") if (value := getattr(one, key)) is not None}
+            yield from training_texts(replace(config, sources=(), train=one.train, **own))
+        return
     for row in open_rows(config.train):
         prompt = row.get(config.prompt_key)
         parts: list[Any] = [message.get("content") for message in prompt] if isinstance(prompt, list) else [prompt]

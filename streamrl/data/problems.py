@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
 from streamrl.config.row_rewards import row_reward
 from streamrl.config.tree import DataConfig
 from streamrl.data.conversations import split
-from streamrl.data.rows import BadRows, Rows, digest, open_rows
+from streamrl.data.order import row_of
+from streamrl.data.rows import BadRows, digest, open_rows
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError, SchemaError
 from streamrl.schemas.tasks import RewardSpec, Sampling, turn_sampling
 
 logger = logging.getLogger(__name__)
 
+TOO_LONG = "row_too_long"
+"""Reason of a tombstone: the prompt of the task's row has more than `data.max_prompt_tokens` tokens."""
+BROKEN = "row_broken"
+"""Reason of a tombstone: the task's row cannot be read, or lacks what a task needs."""
 _CHUNK = 1024
 
 
@@ -42,8 +47,35 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """The row's own, where it has one."""
 
 
+class Unusable(msgspec.Struct, frozen=True, kw_only=True):
+    """A row whose tasks end as they are issued."""
+
+    row: int
+    reason: str
+    """TOO_LONG or BROKEN."""
+    detail: str
+    """What was expected and got, with file and line."""
+
+
+class TaskRows(Protocol):
+    """What tasks are made of."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def digest(self) -> str: ...
+
+    def order(self, seed: int, place: int, *, shuffle: bool) -> tuple[int, int]:
+        """(pass, row) of the place-th item of endless passes."""
+        ...
+
+    def take(self, rows: Sequence[int]) -> list[Problem | Unusable]:
+        """Those rows, in their order. May read files."""
+        ...
+
+
 class Problems(msgspec.Struct, frozen=True, kw_only=True):
-    """The problems of one file. `digest` covers all used rows, those that are too long included."""
+    """The problems of one file, read whole. `digest` covers all used rows, those that are too long included."""
 
     problems: tuple[Problem, ...]
     digest: str
@@ -54,6 +86,14 @@ class Problems(msgspec.Struct, frozen=True, kw_only=True):
 
     def __getitem__(self, index: int) -> Problem:
         return self.problems[index]
+
+    def order(self, seed: int, place: int, *, shuffle: bool) -> tuple[int, int]:
+        """See TaskRows."""
+        return row_of(seed, place, len(self.problems), shuffle=shuffle)
+
+    def take(self, rows: Sequence[int]) -> list[Problem | Unusable]:
+        """See TaskRows."""
+        return [self.problems[row] for row in rows]
 
 
 def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Problems:
@@ -74,14 +114,14 @@ def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Proble
         texts: list[str] = []
         for index in range(first, min(first + _CHUNK, len(rows))):
             with bad:
-                problem = _read(rows, index, config)
-                texts.append(_text(problem, config, tokenizer, rows.path))
+                problem = read_problem(rows[index], config, row_number=index, line=rows.line(index), path=rows.path)
+                texts.append(problem_text(problem, config, tokenizer, rows.path))
                 read.append(problem)
         encoded = tokenizer.encode_many(texts, add_special_tokens=not config.chat_template)
         for problem, ids in zip(read, encoded, strict=True):
             with bad:
                 if not ids:
-                    raise _wrong(rows, problem.row, "a prompt of at least one token", config, "prompt_key")
+                    raise no_token(problem, config, rows.path)
             if len(ids) > config.max_prompt_tokens:
                 num_too_long += 1
                 continue
@@ -126,7 +166,8 @@ def prompt_text(
     return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, template_kwargs=given)
 
 
-def _text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, path: str) -> str:
+def problem_text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, path: str) -> str:
+    """`prompt_text` of a row; raises DataError that names it."""
     try:
         return prompt_text(problem.prompt, config, tokenizer, tools=problem.tools, template_kwargs=problem.chat_template_kwargs or None)
     except ConfigError as error:
@@ -134,69 +175,76 @@ def _text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, path: str)
         raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
 
 
-def _read(rows: Rows, index: int, config: DataConfig) -> Problem:
-    row = rows[index]
-    if config.messages_key:
-        prompt, label = _conversation(rows, index, config)
-    else:
-        prompt, label = _prompt(rows, index, config)
+def no_token(problem: Problem, config: DataConfig, path: str) -> DataError:
+    """The error of a prompt that is encoded to nothing."""
+    return _wrong({config.prompt_key: problem.prompt}, config, "prompt_key", "a prompt of at least one token", path, problem.line)
+
+
+def read_problem(row: dict[str, Any], config: DataConfig, *, row_number: int, line: int, path: str) -> Problem:
+    """A row as a problem that is not encoded yet; raises DataError for a value that is missing or of a wrong type."""
+
+    def wrong(option: str, expected: str) -> DataError:
+        return _wrong(row, config, option, expected, path, line)
+
+    prompt, label = (_conversation if config.messages_key else _prompt)(row, config, wrong)
     metadata = (row.get(config.metadata_key) if config.metadata_key else None) or {}
     if not isinstance(metadata, dict):
-        raise _wrong(rows, index, "a table", config, "metadata_key")
+        raise wrong("metadata_key", "a table")
     tools = row.get(config.tools_key) if config.tools_key else None
     given = (row.get(config.chat_template_kwargs_key) if config.chat_template_kwargs_key else None) or {}
     if not isinstance(given, dict):
-        raise _wrong(rows, index, "a table", config, "chat_template_kwargs_key")
+        raise wrong("chat_template_kwargs_key", "a table")
+    said = (row.get(config.sampling_key) if config.sampling_key else None) or {}
+    if not isinstance(said, dict):
+        raise wrong("sampling_key", "a table")
     # Parquet gives each row all fields of the table.
     given = {name: value for name, value in given.items() if value is not None}
     return Problem(
-        row=index,
-        line=rows.line(index),
+        row=row_number,
+        line=line,
         prompt_ids=(),
         prompt=prompt,
         label=label,
         tools=tools,
         metadata=metadata,
         chat_template_kwargs=given or msgspec.UNSET,
-        sampling=_sampling(rows, index, config),
-        reward=_reward(rows, index, config),
+        sampling=_sampling({name: value for name, value in said.items() if value is not None}, config, path, line),
+        reward=_reward(row, config, path, line),
     )
 
 
-def _prompt(rows: Rows, index: int, config: DataConfig) -> tuple[Any, Any]:
-    row = rows[index]
+Wrong = Callable[[str, str], DataError]
+"""The error for an option's field, and what was expected there."""
+
+
+def _prompt(row: dict[str, Any], config: DataConfig, wrong: Wrong) -> tuple[Any, Any]:
     prompt = row.get(config.prompt_key)
     if not isinstance(prompt, str) and not _are_messages(prompt):
-        raise _wrong(rows, index, "a string or a list of chat messages", config, "prompt_key")
+        raise wrong("prompt_key", "a string or a list of chat messages")
     if prompt == "":
-        raise _wrong(rows, index, "a prompt", config, "prompt_key")
+        raise wrong("prompt_key", "a prompt")
     label = row.get(config.label_key) if config.label_key else None
     if config.label_key and label is None:
-        raise _wrong(rows, index, "a label", config, "label_key")
+        raise wrong("label_key", "a label")
     return prompt, label
 
 
-def _conversation(rows: Rows, index: int, config: DataConfig) -> tuple[Any, Any]:
+def _conversation(row: dict[str, Any], config: DataConfig, wrong: Wrong) -> tuple[Any, Any]:
     """What stands before the assistant's first turn, and the rest as the label."""
-    messages = rows[index].get(config.messages_key)
+    messages = row.get(config.messages_key)
     if messages is None or not _are_messages(messages):
-        raise _wrong(rows, index, "a list of chat messages", config, "messages_key")
+        raise wrong("messages_key", "a list of chat messages")
     # Parquet gives each message all fields.
     head, answer = split([{name: value for name, value in message.items() if value is not None} for message in messages])
     if not head or not answer:
-        raise _wrong(rows, index, "a message for the assistant and a turn of the assistant's after it", config, "messages_key")
+        raise wrong("messages_key", "a message for the assistant and a turn of the assistant's after it")
     return head, answer
 
 
-def _sampling(rows: Rows, index: int, config: DataConfig) -> dict[str, Any]:
-    said = (rows[index].get(config.sampling_key) if config.sampling_key else None) or {}
-    if not isinstance(said, dict):
-        raise _wrong(rows, index, "a table", config, "sampling_key")
-    said = {name: value for name, value in said.items() if value is not None}  # Parquet has every field in every row
+def _sampling(said: dict[str, Any], config: DataConfig, path: str, line: int) -> dict[str, Any]:
     try:
         turn_sampling(Sampling(), said)
     except SchemaError as error:
-        path, line = rows.path, rows.line(index)
         raise DataError(
             f"{error.message}, under {config.sampling_key!r} at {path} line {line}",
             hint="fix the row; docs/configuration.md has the fields of sampling",
@@ -207,14 +255,13 @@ def _sampling(rows: Rows, index: int, config: DataConfig) -> dict[str, Any]:
     return said
 
 
-def _reward(rows: Rows, index: int, config: DataConfig) -> RewardSpec | msgspec.UnsetType:
-    said = rows[index].get(config.reward_key) if config.reward_key else None
+def _reward(row: dict[str, Any], config: DataConfig, path: str, line: int) -> RewardSpec | msgspec.UnsetType:
+    said = row.get(config.reward_key) if config.reward_key else None
     if said is None:
         return msgspec.UNSET
     try:
         return row_reward(said, config.reward_options)
     except ConfigError as error:
-        path, line = rows.path, rows.line(index)
         raise DataError(
             f"{error.message}, under {config.reward_key!r} at {path} line {line}",
             hint=error.hint,
@@ -224,16 +271,16 @@ def _reward(rows: Rows, index: int, config: DataConfig) -> RewardSpec | msgspec.
         ) from error
 
 
-def _wrong(rows: Rows, index: int, expected: str, config: DataConfig, option: str) -> DataError:
-    row, line, key = rows[index], rows.line(index), getattr(config, option)
+def _wrong(row: dict[str, Any], config: DataConfig, option: str, expected: str, path: str, line: int) -> DataError:
+    key = getattr(config, option)
     if row.get(key) is None:
         found = f"none (the row has: {', '.join(sorted(row))})"
     else:
         found = {"": "an empty text", "[]": "an empty list"}.get(str(row[key]), f"a {type(row[key]).__name__}")
     return DataError(
-        f"expected {expected} under {key!r} at {rows.path} line {line}, got {found}",
+        f"expected {expected} under {key!r} at {path} line {line}, got {found}",
         hint=f"fix the row, or name the right field in data.{option}",
-        path=rows.path,
+        path=path,
         line=line,
         key=f"data.{option}",
         got=type(row.get(key)).__name__,

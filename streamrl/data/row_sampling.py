@@ -7,9 +7,12 @@ import msgspec
 from streamrl.config.check_sampling import check_drawn, check_grammars, check_vocabulary
 from streamrl.config.paths import parse_dataset
 from streamrl.config.tree import Config
-from streamrl.data.problems import Problems
+from streamrl.data.problems import Problem, Problems
 from streamrl.errors import ConfigError, DataError, SchemaError
 from streamrl.schemas.tasks import Sampling, turn_sampling
+
+_REMEMBERED = 4096
+"""Different samplings of rows that are not looked at twice."""
 
 
 def check_rows(problems: Problems, config: Config, base: Sampling, vocab_size: int, *, trained: bool) -> None:
@@ -23,16 +26,33 @@ def check_rows(problems: Problems, config: Config, base: Sampling, vocab_size: i
         trained: whether their tokens are to be trained on.
     """
     path = parse_dataset(config.data.train if trained else config.data.heldout).path
-    seen: set[bytes] = set()
+    check = RowSampling(config, base, vocab_size, trained=trained)
     for problem in problems.problems:
-        if not problem.sampling or (said := msgspec.json.encode(problem.sampling)) in seen:
-            continue
-        seen.add(said)
+        check(problem, path)
+
+
+class RowSampling:
+    """The same for one row after the other; what has been seen of them is not looked at again. The arguments are those of `check_rows`."""
+
+    def __init__(self, config: Config, base: Sampling, vocab_size: int, *, trained: bool) -> None:
+        self._config = config
+        self._base = base
+        self._vocab_size = vocab_size
+        self._trained = trained
+        self._fine: set[bytes] = set()
+
+    def __call__(self, problem: Problem, path: str) -> None:
+        """Raise DataError when the row's own sampling does not go with the rest."""
+        if not problem.sampling or (said := msgspec.json.encode(problem.sampling)) in self._fine:
+            return
+        config, key = self._config, self._config.data.sampling_key
         try:
-            sampling = turn_sampling(base, problem.sampling)
-            check_drawn(config, sampling, config.data.sampling_key, trained=trained)
-            check_grammars(config, sampling, config.data.sampling_key)
-            check_vocabulary(sampling, vocab_size, config.data.sampling_key)
+            sampling = turn_sampling(self._base, problem.sampling)
+            check_drawn(config, sampling, key, trained=self._trained)
+            check_grammars(config, sampling, key)
+            check_vocabulary(sampling, self._vocab_size, key)
         except (SchemaError, ConfigError) as error:
             values = {"path": path, "line": problem.line, "key": "data.sampling_key"}
             raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
+        if len(self._fine) < _REMEMBERED:
+            self._fine.add(said)

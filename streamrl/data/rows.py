@@ -1,4 +1,4 @@
-"""Dataset files: JSONL and Parquet, whole or as a slice (`rows.jsonl@[0:100]`), with errors that name the line."""
+"""Dataset files: JSONL, Parquet and Arrow, whole or as a slice (`rows.jsonl@[0:100]`), with errors that name the line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config.paths import parse_dataset
+from streamrl.data.arrow_files import arrow_files, open_arrow
 from streamrl.errors import DataError
 
 _canonical = msgspec.json.Encoder(order="deterministic")
@@ -36,17 +37,22 @@ class Rows(Protocol):
 
 
 def open_rows(text: str) -> Rows:
-    """The rows that `path` or `path@[a:b]` names; `.parquet` is Parquet, anything else JSONL (blank lines are no rows).
+    """The rows that `path` or `path@[a:b]` names.
+
+    `.parquet` is Parquet, `.arrow` Arrow, a directory a saved `datasets`, anything else JSONL (blank lines are no rows).
 
     Every used row is decoded once here, so that a broken one is found before the run starts. A byte-order mark is no part of the
     first. Raises DataError: missing or unreadable file, lines that are no JSON objects (the first: `values["line"]`), no rows at all.
     """
     dataset = parse_dataset(text)
     path = Path(dataset.path)
-    if not path.is_file():
+    if not path.exists():
         raise DataError(f"expected a dataset file, got no such file: {path}", hint="check data.train and data.heldout", path=str(path))
     window = slice(dataset.start, dataset.stop)
-    rows = _parquet(path, window) if path.suffix == ".parquet" else _jsonl(path, window)
+    if path.is_dir() or path.suffix == ".arrow":
+        rows: Rows = _sliced(path, open_arrow(path, arrow_files(path)), window)
+    else:
+        rows = _parquet(path, window) if path.suffix == ".parquet" else _jsonl(path, window)
     if len(rows) == 0:
         raise DataError(f"expected at least one row in {dataset}, got none", hint="check the file and its slice", path=str(path), rows=0)
     return rows
@@ -126,8 +132,8 @@ class JsonlRows:
         return DataError(f"expected a JSON object at {self.path} line {line}, got: {found}", hint=hint, path=self.path, line=line)
 
 
-class ParquetRows:
-    """Rows of one Parquet file, held as Arrow columns; `first` is the 0-based row of the file that [0] is."""
+class TableRows:
+    """Rows held as Arrow columns; `first` is the 0-based row of the file that [0] is."""
 
     def __init__(self, path: str, table: Any, first: int) -> None:
         self.path = path
@@ -166,7 +172,7 @@ def _jsonl(path: Path, window: slice) -> JsonlRows:
     return rows
 
 
-def _parquet(path: Path, window: slice) -> ParquetRows:
+def _parquet(path: Path, window: slice) -> TableRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -174,5 +180,9 @@ def _parquet(path: Path, window: slice) -> ParquetRows:
         table = pq.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"expected a Parquet file, got {path}: {error}", hint="was it written completely?", path=str(path)) from error
+    return _sliced(path, table, window)
+
+
+def _sliced(path: Path, table: Any, window: slice) -> TableRows:
     start, stop, _ = window.indices(table.num_rows)
-    return ParquetRows(str(path), table.slice(start, max(0, stop - start)), start)
+    return TableRows(str(path), table.slice(start, max(0, stop - start)), start)

@@ -13,7 +13,7 @@ from rich.table import Table
 from streamrl.config.load import override, override_keys
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldConfig
-from streamrl.data.model import vocab_size
+from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import ConfigError
 from streamrl.history.backtest import Outcome, backtest, check_supported
 from streamrl.history.backtest_model import read_history

@@ -15,7 +15,7 @@ from streamrl.config.tree import RunConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.sample_blobs import replayed_routing
 from streamrl.consumers.training.steps import log_notice
-from streamrl.data.model import vocab_size
+from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.history.branch import branch, changed_config, ledger_size
 from streamrl.history.replay import Range

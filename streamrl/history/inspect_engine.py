@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from uuid import uuid4
 
 import msgspec
 
-from streamrl.data.problems import load_problems
+from streamrl.data.problems import Unusable
+from streamrl.data.streamed import open_task_rows
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.protocol import GenerateRequest
-from streamrl.errors import ConfigError, EngineError
+from streamrl.errors import ConfigError, DataError, EngineError
 from streamrl.history.source import Source
 from streamrl.history.trace_text import printable
 from streamrl.producers.chat_format import ChatFormat
@@ -43,18 +46,22 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompt_ids(source: Source, tokenizer: Tokenizer, text: str | None, row: int | None) -> Sequence[int]:
-    """The tokens of a text, or of a row of the run's data (in the order of the file, those that are too long left out).
+    """The tokens of a text, or of a row of the run's data (numbered as its tasks number them).
 
     Raises:
         ConfigError: there is no such row, or the text has no token.
-        DataError: the data cannot be read.
+        DataError: the data cannot be read, or the row cannot be used.
     """
     config = source.config
     if row is not None:
-        problems = load_problems(config.data.train, config.data, tokenizer)
+        with tempfile.TemporaryDirectory() as kept:
+            problems = open_task_rows(config, tokenizer, Path(kept))
         if not 0 <= row < len(problems):
             raise ConfigError(f"expected --row from 0 to {len(problems) - 1} of {config.data.train}, got {row}", hint="count from 0")
-        return problems[row].prompt_ids
+        [found] = problems.take([row])
+        if isinstance(found, Unusable):
+            raise DataError(found.detail, hint="name another row", row=row)
+        return found.prompt_ids
     found = ChatFormat(tokenizer, chat_template=config.data.chat_template).text_prompt(text or "")
     if not found:
         raise ConfigError("expected a prompt of at least one token, got none", hint="write --prompt 'some text'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,9 @@ from msgspec.structs import replace
 
 from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config, RewardConfig
-from streamrl.data.problems import load_problems
+from streamrl.data.mixed import MixedRows
+from streamrl.data.problems import Problem, TaskRows
+from streamrl.data.streamed import open_task_rows
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError
 from streamrl.history.source import Source
@@ -24,15 +27,19 @@ from streamrl.producers.children.jobs import NOTHING, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.feeder import plan_tasks
+from streamrl.producers.mixture import first_segments
 from streamrl.producers.protocol import Failure
 from streamrl.rewards.factory import LATE, make_reward, runs_in_children
 from streamrl.rewards.layers import close
 from streamrl.rewards.protocol import RewardValue
 from streamrl.runtime.kinds import environment
-from streamrl.schemas.control import Grant
+from streamrl.schemas.control import Grant, MixtureRecord
 from streamrl.schemas.samples import Sample, VersionSpan
-from streamrl.schemas.subjects import KEY_GRANTED
+from streamrl.schemas.subjects import KEY_GRANTED, KEY_MIXTURE
 from streamrl.schemas.tasks import RolloutTask
+
+_TAKEN = 1024
+"""Rows of a search that are read at a time."""
 
 
 class Again(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,19 +97,33 @@ async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: 
     )
     lacks = "the task has what its samples have (its prompt as text, no tools)"
     try:
-        problems = load_problems(source.config.data.train, source.config.data, tokenizer)
+        with tempfile.TemporaryDirectory() as kept:
+            problems = open_task_rows(source.config, tokenizer, Path(kept))
     except (DataError, ConfigError) as error:
         return made, f"{lacks}: {error.message}"
     grant = await read_key(source.bus.kv, KEY_GRANTED, Grant) if source.bus is not None else None
     warmup_end = grant.warmup_end if grant is not None else 0
+    if isinstance(problems, MixedRows):
+        known = await read_key(source.bus.kv, KEY_MIXTURE, MixtureRecord) if source.bus is not None else None
+        segments = known.segments if known is not None else ()
+        problems = MixedRows(problems.names, problems.sets, segments or first_segments(source.config))
     [planned] = plan_tasks(Grant(first.task + 1, 0, 0, warmup_end), first.task, first.task + 1, problems, source.config)
     if (planned.prompt_ids, planned.label, planned.source) == (prompt_ids, first.label, first.source):
         return replace(planned, num_rollouts=first.group_size), ""
     # Where the warm-up ended is not in a recording; and the order of the rows may be another one now.
-    same = next((one for one in problems.problems if (one.prompt_ids, one.label) == (prompt_ids, first.label)), None)
+    same = _row_of(problems, prompt_ids, first.label)
     if same is None:
         return made, f"{lacks}: no row of {source.config.data.train} is it"
     return replace(made, row=same.row, prompt=same.prompt, tools=same.tools, metadata=same.metadata, reward=same.reward), ""
+
+
+def _row_of(problems: TaskRows | MixedRows, prompt_ids: Sequence[int], label: Any) -> Problem | None:
+    """The first row with this prompt and label."""
+    for start in range(0, len(problems), _TAKEN):
+        for one in problems.take(range(start, min(start + _TAKEN, len(problems)))):
+            if isinstance(one, Problem) and (one.prompt_ids, one.label) == (prompt_ids, label):
+                return one
+    return None
 
 
 def _text(ids: Sequence[int], stops: Container[int], texts: Sequence[str], tokenizer: Tokenizer) -> str:

@@ -22,7 +22,7 @@ from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
-from streamrl.data.model import vocab_size
+from streamrl.data.vocabulary import vocab_size
 from streamrl.engines.experts import Routing
 from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
 from streamrl.history.moving import Meshes, MovingTrainer

@@ -27,7 +27,8 @@ from streamrl.consumers.training.sample_blobs import replayed_routing, sample_bl
 from streamrl.consumers.training.steps import log_notice, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
-from streamrl.data.model import ensure_model, vocab_size
+from streamrl.data.model import ensure_model
+from streamrl.data.vocabulary import vocab_size
 from streamrl.engines.experts import Routing
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import changed_config

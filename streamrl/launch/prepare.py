@@ -21,10 +21,12 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
-from streamrl.data.model import check_context, check_experts, check_positions, vocab_size
+from streamrl.data.model import check_context, check_experts, check_positions
 from streamrl.data.problems import Problems, load_heldout, load_problems
 from streamrl.data.row_sampling import check_rows
-from streamrl.data.tokenizer import load_tokenizer
+from streamrl.data.streamed import rows_digest, try_rows
+from streamrl.data.tokenizer import Tokenizer, load_tokenizer
+from streamrl.data.vocabulary import vocab_size
 from streamrl.doctor.backend import refuse_backend
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import check_shared_gpus, check_trainer_memory, gpu_memories, least_memory
@@ -45,13 +47,13 @@ _PORTS_S = 5.0
 
 
 async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
-    """Build the model, read both datasets, and return the record that this configuration gives.
+    """Build the model, look at both datasets, and return the record that this configuration gives.
 
-    Every row is read here once, so that a broken one is reported before anything runs; rows that are left out are noted. Those of a taskset
-    of verifiers are written first.
+    Of the training rows the first ones are tried, or all of them with `data.reading = "whole"`, and all held-out ones, so that what cannot
+    be used is reported before anything runs; rows that are left out are noted. Those of a taskset of verifiers are written first.
 
     Raises:
-        DataError: a row cannot be used; names the file and the line.
+        DataError: a row that was read whole, or none of the first training rows, can be used; names the file and the line.
         ConfigError: `model.path` names no model, one with fewer positions than `model.max_len`, a dense one with `loss.experts`, or
             one with sliding windows with `trainer.context`.
         LaunchError: the model cannot be built.
@@ -64,9 +66,7 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
     tokenizer, size = load_tokenizer(model), vocab_size(model)
     check_vocabulary(config.sampling, size, "sampling")
     check_vocabulary(config.evaluation.sampling, size, "evaluation.sampling")
-    train = await asyncio.to_thread(load_problems, config.data.train, config.data, tokenizer)
-    check_rows(train, config, config.sampling, size, trained=True)
-    _note_left_out("data.train", train, config, note)
+    digest, num_rows = await asyncio.to_thread(_look_at_rows, config, run, tokenizer, size, note)
     if config.data.heldout:
         heldout = await asyncio.to_thread(load_heldout, config.data, tokenizer)
         check_rows(heldout, config, config.evaluation.sampling, size, trained=False)
@@ -74,8 +74,8 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
     return RunRecord(
         run=run.name,
         config=dump(config),
-        dataset_digest=train.digest,
-        num_rows=len(train),
+        dataset_digest=digest,
+        num_rows=num_rows,
         code_version=__version__,
         fingerprint=machine(),
         created_s=time.time(),
@@ -131,6 +131,22 @@ async def has_trained(bus: Bus, config: Config, run: RunDir) -> bool:
     latest = await read_latest(bus, trainer)
     made = await versions_made(bus, subjects, latest, trainer=trainer, run_path=run.path)
     return await bus.last(subjects.ledger(trainer)) is not None or any(version.number for version in made.values())
+
+
+def _look_at_rows(config: Config, run: RunDir, tokenizer: Tokenizer, size: int, note: Callable[[str], None]) -> tuple[str, int]:
+    """Digest and number of the training rows, the number 0 where they are counted while the run is up."""
+    if config.data.reading == "whole":
+        train = load_problems(config.data.train, config.data, tokenizer)
+        check_rows(train, config, config.sampling, size, trained=True)
+        _note_left_out("data.train", train, config, note)
+        return train.digest, len(train)
+    for name, unusable, tried in try_rows(config, tokenizer, run.data, vocab_size=size):
+        if unusable:
+            note(
+                f"{f'source {name}' if name else 'data.train'}: {len(unusable)} of the first {tried} rows cannot be used, their tasks end "
+                f"when their turn comes; the first: {unusable[0].detail}"
+            )
+    return rows_digest(config), 0
 
 
 def _note_left_out(key: str, found: Problems, config: Config, note: Callable[[str], None]) -> None:

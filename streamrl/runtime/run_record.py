@@ -223,8 +223,8 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
     """
     if old.dataset_digest != new.dataset_digest:
         raise ConfigError(
-            f"dataset changed on resume: run {old.run!r} was started on {old.num_rows} rows with digest {old.dataset_digest[:16]}, "
-            f"data.train now has {new.num_rows} rows with digest {new.dataset_digest[:16]}",
+            f"dataset changed on resume: run {old.run!r} was started on {_rows(old)} with digest {_short(old)}, "
+            f"data.train now has {_rows(new)} with digest {_short(new)}",
             hint="put the old rows back, or start a new run with --name NAME",
             key="data.train",
         )
@@ -241,12 +241,22 @@ def check_resume(old: RunRecord, new: RunRecord) -> None:
             )
 
 
+def _rows(record: RunRecord) -> str:
+    return f"{record.num_rows} rows" if record.num_rows else "rows"
+
+
+def _short(record: RunRecord) -> str:
+    return record.dataset_digest.removeprefix("blocks:")[:16]
+
+
 def _decisions(config: Config) -> dict[str, Any]:
     """By dotted key; the schedule's length is said, for the record of a run of an earlier build does not say it.
 
     Two backends that train the same model are one here.
     """
     found = flat_keys(json.loads(dump(config))) | {DECAY_STEPS: schedule_steps(config)}
+    # As of data.train, their content counts.
+    found["data.sources"] = [{key: value for key, value in one.items() if key != "train"} for one in found["data.sources"]]
     if found["trainer.backend"] == "megatron":  # it goes on from the checkpoints of the other, on a mesh of its own
         found["trainer.backend"] = "torch"
     return found

@@ -65,6 +65,8 @@ class RunDir:
         """Positions and files of sinks, one folder each; see `streamrl.monitor.sinks`."""
         self.profile = self.path / "profile"
         """Profiles of single training steps; see `streamrl.trainers.torch.profiling`."""
+        self.data = self.path / "data"
+        """Indices of the training rows; see `streamrl.data.line_index`. What is removed is built again."""
         self.plot_path = self.path / "plot.png"
         """Reward and lag over the run."""
 

@@ -370,6 +370,8 @@ _DECLARED = (
     Metric("reward/ended_early_total", _SUM, "calls", "of them, calls that were ended before `reward.timeout_s`, as too many hung"),
     *_of_gateways(),
     Metric("feeder/issued_total", _SUM, "tasks", "tasks issued"),
+    Metric("feeder/row_too_long_total", _SUM, "tasks", "tasks issued whose prompt has more than data.max_prompt_tokens tokens"),
+    Metric("feeder/row_broken_total", _SUM, "tasks", "tasks issued whose row cannot be used"),
     # The message bus.
     Metric("bus/redelivered_total", _SUM, "messages", "tasks delivered more than once"),
     Metric("bus/full_total", _SUM, "messages", "publications that waited for room"),

@@ -12,8 +12,9 @@ from streamrl.config.check import check
 from streamrl.config.tree import Config, DataConfig, ModelConfig
 from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import SPECIALS
-from streamrl.data.model import ensure_model, vocab_size
+from streamrl.data.model import ensure_model
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
+from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import ConfigError
 from tests.support.errors import raises
 

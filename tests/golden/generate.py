@@ -24,7 +24,7 @@ from streamrl.schemas.samples import (
     RewardUpdate,
     Tombstone,
 )
-from streamrl.schemas.tasks import RolloutTask, Sampling
+from streamrl.schemas.tasks import Refused, RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import (
     Contribution,
@@ -86,6 +86,7 @@ def records() -> dict[str, Any]:
             seed=123456789,
         ),
         "task-sampling": RolloutTask(run="golden", index=41, source="main", prompt_ids=(5, 6), sampling=SAMPLING),
+        "task-refused": RolloutTask(run="golden", index=41, source="main", refused=Refused("row_broken", "line 3")),
         "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
         "tombstone-claimed": Tombstone(
             task=41, reason="timeout", group_size=3, source="main", producer="producer-1", issued_s=10.5, claimed_s=11.5, deliveries=3

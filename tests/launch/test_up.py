@@ -147,7 +147,7 @@ async def test_resuming_on_other_rows_is_refused(up: Start, run: RunDir, place: 
         file.write('{"prompt": "9+9=", "label": "18"}\n')
     code, _, err = await said(await up("learn"))
     assert code == 1
-    assert "dataset changed on resume: run 'demo' was started on 4 rows" in err
+    assert "dataset changed on resume: run 'demo' was started on rows with digest" in err
     assert "hint: put the old rows back, or start a new run with --name" in err
     assert run.config_path.read_bytes() == config
     assert nothing_runs(run)
@@ -207,10 +207,19 @@ async def test_a_start_that_failed_leaves_no_model_for_the_next(up: Start, run: 
     assert not (run.model_dir / "of-other-settings").exists()
 
 
+async def test_rows_that_cannot_be_used_are_named_before_the_run_starts(up: Start, place: Path) -> None:
+    with (place / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "9" * 500, "label": "18"}) + "\n{\n")
+    (place / "heldout.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+    code, out, err = await said(await up("learn", "--set", f"data.heldout={place / 'heldout.jsonl'}"))
+    assert code == 0, out + err
+    assert "data.train: 2 of the first 6 rows cannot be used, their tasks end when their turn comes" in out
+
+
 async def test_rows_that_are_left_out_are_counted_on_the_screen(up: Start, place: Path) -> None:
     with (place / "train.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "9" * 500, "label": "18"}) + "\n")
-    code, out, _ = await said(await up("learn"))
+    code, out, _ = await said(await up("learn", "--set", "data.reading=whole"))
     assert code == 0
     assert "data.train: 1 of 5 rows are left out: their prompts are longer than data.max_prompt_tokens = 128" in out
 

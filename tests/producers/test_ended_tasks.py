@@ -11,10 +11,11 @@ from streamrl.engines.batching.delays import TokenDelay
 from streamrl.producers.claims import Claims
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.rollouts import main
-from streamrl.schemas.codec import encode
+from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
-from streamrl.schemas.subjects import KEY_GRANTED, PREFIX_ATTEMPTS, PREFIX_CHECKPOINTS, SAMPLES, TASKS
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.samples import Tombstone
+from streamrl.schemas.subjects import KEY_GRANTED, MAIN_SOURCE, PREFIX_ATTEMPTS, PREFIX_CHECKPOINTS, SAMPLES, TASKS
+from streamrl.schemas.tasks import Refused, RolloutTask
 from tests.producers.conftest import Loop, samples_in, with_producer
 
 HANGS = """
@@ -124,3 +125,13 @@ async def test_work_that_is_given_up_is_cancelled_once(loop: Loop) -> None:
         await loop.queue_is_empty()
         draining.set()
         await running
+
+
+async def test_a_task_of_a_row_that_cannot_be_used_ends_with_the_reason_and_asks_no_engine(loop: Loop) -> None:
+    bare = RolloutTask(run=loop.config.run.name, index=0, source=MAIN_SOURCE, num_rollouts=2, refused=Refused("row_broken", "line 3"))
+    await loop.bus.publish(loop.subjects.tasks(MAIN_SOURCE), encode(bare), id="t0", expect_last=0)
+    async with loop.serving(main, loop.worker()), asyncio.timeout(60):
+        [stone] = await loop.records(1)
+        await loop.queue_is_empty()
+    found = decode(stone.body, Tombstone)
+    assert (found.task, found.rollout, found.reason, found.detail, found.group_size) == (0, None, "row_broken", "line 3", 2)

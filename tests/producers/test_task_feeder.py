@@ -5,20 +5,25 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 import nats
 import pytest
 
 from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import read_key
 from streamrl.config.tree import Config, DataConfig, EngineConfig, RunConfig, TasksConfig, TrainerConfig
+from streamrl.data.characters import write_tokenizer
 from streamrl.data.model import ensure_model
 from streamrl.data.problems import Problem, Problems
-from streamrl.errors import ConfigError, SchemaError
-from streamrl.producers.feeder import Feeder, check_dataset, main, plan_tasks
+from streamrl.data.streamed import open_task_rows
+from streamrl.data.tokenizer import load_tokenizer
+from streamrl.errors import ConfigError, DataError, SchemaError
+from streamrl.producers.feeder import Feeder, check_dataset, main, plan_tasks, settle_data
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Grant, RunRecord
-from streamrl.schemas.subjects import KEY_GRANTED, KEY_RUN, TASKS, Subjects
+from streamrl.schemas.control import DataRecord, Grant, RunRecord
+from streamrl.schemas.subjects import KEY_DATA, KEY_GRANTED, KEY_RUN, TASKS, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
 MakeBus = Callable[..., Awaitable[Bus]]
@@ -207,6 +212,10 @@ async def test_the_worker_from_file_to_stream(bus, config, tmp_path):
     service = asyncio.create_task(main(worker))
     await grant(bus, 6, 0, 0)
     tasks = await issued(bus, 6)
+    async with asyncio.timeout(20):
+        while (kept := await read_key(bus.kv, KEY_DATA, DataRecord)) is None:
+            await asyncio.sleep(0.01)
+    assert kept.rows == 4
     worker.draining.set()
     await asyncio.wait_for(service, 20)
     assert [(task.prompt, task.label, task.row, task.data_epoch) for task in tasks[:5]] == [
@@ -216,3 +225,33 @@ async def test_the_worker_from_file_to_stream(bus, config, tmp_path):
         ("4+1=", "5", 3, 0),
         ("1+1=", "2", 0, 1),
     ]
+
+
+def rows_of(tmp_path, count: int, **data) -> Config:
+    """The configuration of a set of that many rows, each with its own number."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}", "label": str(i)}) + "\n" for i in range(count)))
+    return Config(run=RunConfig(dir=str(tmp_path)), data=DataConfig(train=str(path), **data))
+
+
+async def test_rows_that_are_not_those_of_the_first_start_end_the_run(bus, tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    config = rows_of(tmp_path, 9)
+    for _ in range(2):
+        await settle_data(bus, open_task_rows(config, tokenizer, tmp_path / "kept"), config)
+    config = rows_of(tmp_path, 8)
+    with pytest.raises(ConfigError, match=r"expected 9 rows that the run .* got 8 rows"):
+        await settle_data(bus, open_task_rows(config, tokenizer, tmp_path / "kept"), config)
+
+
+async def test_a_set_whose_rows_are_broken_ends_the_feeder(bus, config, tmp_path):
+    write_tokenizer(tmp_path)
+    data = rows_of(tmp_path, 40, prompt_key="question").data
+    config = msgspec.structs.replace(config, data=data)
+    feeder = Feeder(bus, Subjects(config.run.name), config, open_task_rows(config, load_tokenizer(tmp_path), tmp_path / "kept"))
+    await grant(bus, 64, 0, 0)
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(feeder.run(), 20)
+    assert caught.group_contains(DataError, match="expected rows that can be used, got 64 of 64 that cannot")
+    assert feeder.refused == {"row_broken": 64}

@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config.tree import Config, DataConfig, RunConfig, TasksConfig
-from streamrl.data.problems import Problem, Problems
+from streamrl.data.problems import Problem, Problems, Unusable
 from streamrl.producers.feeder import min_version, plan_tasks
+from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
+from streamrl.schemas.tasks import Refused, RolloutTask
 
 PROBLEMS = Problems(
     problems=tuple(Problem(row=i, line=i + 1, prompt_ids=(i, i + 1), prompt=f"p{i}", label=f"l{i}", metadata={"i": i}) for i in range(7)),
@@ -36,6 +38,20 @@ def test_each_epoch_goes_through_all_rows():
         rows = [task.row for task in tasks if task.data_epoch == epoch]
         assert sorted(rows) == list(range(7))
     assert [task.row for task in tasks[:7]] != [task.row for task in tasks[7:14]]
+
+
+def test_a_row_that_cannot_be_used_is_a_task_with_the_reason():
+    class Rows(Problems):
+        def take(self, rows):
+            return [Unusable(row=row, reason="row_broken", detail="line 3") if row == 2 else self.problems[row] for row in rows]
+
+    config = msgspec.structs.replace(CONFIG, data=DataConfig(shuffle=False))
+    rows = Rows(problems=PROBLEMS.problems, digest="d")
+    tasks, plain = (plan_tasks(Grant(7, 0, 0), 0, 7, given, config) for given in (rows, PROBLEMS))
+    assert tasks[:2] + tasks[3:] == plain[:2] + plain[3:]
+    bare = {"prompt_ids": (), "prompt": None, "label": None, "metadata": {}, "refused": Refused("row_broken", "line 3")}
+    assert tasks[2] == msgspec.structs.replace(plain[2], **bare)
+    assert decode(encode(tasks[2]), RolloutTask) == tasks[2] and b"refused" not in encode(tasks[1])
 
 
 def test_file_order():

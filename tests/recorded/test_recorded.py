@@ -23,7 +23,7 @@ from streamrl.config.former import LATER_DECISIONS
 from streamrl.config.load import from_json
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldConfig
-from streamrl.data.model import vocab_size
+from streamrl.data.vocabulary import vocab_size
 from tests.recorded import runs
 
 pytestmark = pytest.mark.nats

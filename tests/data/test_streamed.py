@@ -1,0 +1,113 @@
+"""Rows that are read when their turn comes: as those that are read whole, and whatever cannot be used is named and ends nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.config.load import convert
+from streamrl.config.tree import Config
+from streamrl.data.problems import BROKEN, TOO_LONG, Problem, Unusable, load_problems
+from streamrl.data.streamed import Hope, open_task_rows, rows_digest, try_rows
+from streamrl.data.tokenizer import Tokenizer
+from streamrl.errors import ConfigError, DataError
+from streamrl.schemas.tasks import Refused
+from tests.support.errors import raises
+
+BAD = {
+    "not JSON": "{",
+    "a list": "[1]",
+    "no prompt": '{"label": "1"}',
+    "no label": '{"prompt": "1"}',
+    "a number": '{"prompt": 1, "label": "1"}',
+    "no messages": '{"prompt": [], "label": "1"}',
+    "an unknown role": '{"prompt": [{"role": "robot", "content": "1"}], "label": "1"}',
+    "a content that is none": '{"prompt": [{"role": "user", "content": null}], "label": "1"}',
+    "a role that is a table": '{"prompt": [{"role": {}, "content": "1"}], "label": "1"}',
+    "a number beyond the wire": '{"prompt": "1", "label": 1' + "0" * 30 + "}",
+    "half a surrogate": '{"prompt": "\\ud800", "label": "1"}',
+    "a table of texts": '{"prompt": "1", "label": "1", "info": "x"}',
+    "sampling of a wrong type": '{"prompt": "1", "label": "1", "draw": {"min_p": "x"}}',
+    "sampling beyond the vocabulary": '{"prompt": "1", "label": "1", "draw": {"logit_bias": {"9999": 1}}}',
+    "greedy": '{"prompt": "1", "label": "1", "draw": {"temperature": 0}}',
+    "deep": '{"prompt": "1", "label": "1", "info": {"a": ' + "[" * 5000 + "]" * 5000 + "}}",
+    "large": '{"prompt": "1", "label": "1", "info": {"a": "' + "x" * (5 << 20) + '"}}',
+}
+GOOD = '{"prompt": "37+8=", "label": "45"}'
+
+
+def of(path: Path, **data: object) -> Config:
+    keys = {"train": str(path), "metadata_key": "info", "sampling_key": "draw"}
+    return convert({"data": keys | data}, where="test")
+
+
+def streamed(config: Config, tokenizer: Tokenizer, tmp_path: Path):
+    return open_task_rows(config, tokenizer, tmp_path / "kept", vocab_size=104)
+
+
+def test_they_are_as_those_that_are_read_whole(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1), "info": {"n": n}}) + "\n" for n in range(20)))
+    config = of(path)
+    whole = load_problems(str(path), config.data, tokenizer)
+    rows = streamed(config, tokenizer, tmp_path)
+    assert rows.take([7, 3, 3, 19]) == whole.take([7, 3, 3, 19])
+    assert [rows.order(9, place, shuffle=True) for place in range(45)] == [whole.order(9, place, shuffle=True) for place in range(45)]
+    assert isinstance(open_task_rows(of(path, reading="whole"), tokenizer, tmp_path), type(whole))
+
+
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_a_row_that_cannot_be_used_is_named_and_its_neighbours_are_not(tmp_path: Path, tokenizer: Tokenizer, bad: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{GOOD}\n\n{bad}\n{GOOD}\n")
+    config = of(path)
+    first, found, last = streamed(config, tokenizer, tmp_path).take([0, 1, 2])
+    assert isinstance(first, Problem) and isinstance(last, Problem) and last.line == 4
+    assert isinstance(found, Unusable)
+    assert (found.row, found.reason) == (1, BROKEN) and "line 3" in found.detail and len(found.detail) <= 500
+    assert try_rows(config, tokenizer, tmp_path, vocab_size=104) == [("", [found], 3)]
+
+
+def test_a_prompt_that_is_too_long(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{GOOD}\n" + json.dumps({"prompt": "9" * 200, "label": "1"}) + "\n")
+    [_, found] = streamed(of(path), tokenizer, tmp_path).take([0, 1])
+    assert found == Unusable(row=1, reason=TOO_LONG, detail=f"expected a prompt of at most 128 tokens at {path} line 2, got 203")
+
+
+def test_a_set_of_which_the_first_rows_cannot_be_used_does_not_start(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{GOOD}\n" * 300)
+    with raises(DataError, bad=256, rows=256) as caught:
+        try_rows(of(path, prompt_key="question"), tokenizer, tmp_path, vocab_size=104)
+    assert "the row has: label, prompt" in caught.value.message and "line 1" in caught.value.message
+    assert not (tmp_path / "kept").exists(), "a look at the first rows goes through no file"
+    with raises(ConfigError, key="data.chat_template_kwargs"):
+        try_rows(of(path, chat_template_kwargs={"enable_thinkng": 1}), tokenizer, tmp_path, vocab_size=104)
+
+
+def test_a_file_that_was_cut_gives_no_rows_any_more(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{GOOD}\n" * 9)
+    rows = streamed(of(path), tokenizer, tmp_path)
+    before = rows_digest(of(path))
+    path.write_text(f"{GOOD}\n" * 3)
+    with raises(DataError, path=str(path)):
+        rows.take([0])
+    assert rows_digest(of(path)) != before
+
+
+def test_a_set_without_rows_that_can_be_used_is_given_up() -> None:
+    refused = Refused(BROKEN, "line 3")
+    hope = Hope(10_000)
+    for _ in range(20):
+        hope.tell(500, [refused] * 475)  # 95 %: there is something to train on
+    hope.tell(999, [refused] * 999)
+    with raises(DataError, bad=1000, rows=1000, reason=BROKEN) as caught:
+        hope.tell(1, [refused])
+    assert "line 3" in caught.value.message and caught.value.hint
+    with raises(DataError, bad=4, rows=4):
+        Hope(4).tell(4, [refused] * 4)
+    Hope(4).tell(4, [refused] * 3)

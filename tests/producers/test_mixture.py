@@ -1,0 +1,105 @@
+"""A feeder with several sources: what each task takes is on record before the task is, and two feeders and every restart agree."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import read_key
+from streamrl.config.load import convert
+from streamrl.config.tree import Config
+from streamrl.data.characters import write_tokenizer
+from streamrl.data.mixed import MixedRows
+from streamrl.data.streamed import open_task_rows
+from streamrl.data.tokenizer import load_tokenizer
+from streamrl.errors import ConfigError
+from streamrl.producers.feeder import Feeder, plan_tasks
+from streamrl.producers.mixture import settled
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Grant, MixtureRecord
+from streamrl.schemas.subjects import KEY_GRANTED, KEY_MIXTURE, TASKS, Subjects
+from streamrl.schemas.tasks import RolloutTask
+from tests.support.errors import raises
+
+SIZES = {"sums": 5, "words": 300}
+
+
+@pytest.fixture
+def config(tmp_path: Path, run_id: str) -> Config:
+    for name, size in SIZES.items():
+        key = "question" if name == "words" else "prompt"
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({key: f"{n}", "label": name}) + "\n" for n in range(size)))
+    sources = [
+        {"name": "sums", "train": f"{tmp_path}/sums.jsonl", "weight": [[0, 3], [2, 1]]},
+        {"name": "words", "train": f"{tmp_path}/words.jsonl", "prompt_key": "question"},
+    ]
+    return convert({"run": {"name": run_id}, "tasks": {"batch_tasks": 4}, "data": {"sources": sources}}, where="test")
+
+
+@pytest.fixture
+def rows(config: Config, tmp_path: Path) -> MixedRows:
+    write_tokenizer(tmp_path)
+    found = open_task_rows(config, load_tokenizer(tmp_path), tmp_path / "kept")
+    assert isinstance(found, MixedRows)
+    return found
+
+
+async def issued(bus: Bus, last: int) -> list[RolloutTask]:
+    async with asyncio.timeout(20):
+        while (await bus.state(TASKS)).last < last:
+            await asyncio.sleep(0.01)
+    return [decode((await bus.fetch(TASKS, sequence)).body, RolloutTask) for sequence in range(1, last + 1)]
+
+
+async def test_restarts_and_a_second_feeder_leave_no_row_out(bus, config, rows):
+    async def feed(granted: Grant, feeders: int) -> None:
+        await bus.kv.put(KEY_GRANTED, encode(granted))
+        running = [asyncio.create_task(Feeder(bus, Subjects(config.run.name), config, rows).run()) for _ in range(feeders)]
+        await issued(bus, granted.granted)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    await feed(Grant(40, 0, 0), 1)
+    await feed(Grant(400, 1, 40), 2)
+    await feed(Grant(404, 2, 360), 2)
+    await feed(Grant(1404, 7, 404), 1)
+    record = await read_key(bus.kv, KEY_MIXTURE, MixtureRecord)
+    assert [(one.first, one.version, one.weights) for one in record.segments] == [(0, 0, (3.0, 1.0)), (404, 2, (1.0, 1.0))]
+    tasks = await issued(bus, 1404)
+    counts = Counter(task.metadata["data_source"] for task in tasks[404:])
+    assert counts == {"sums": 500, "words": 500}
+    for name, size in SIZES.items():
+        own = [task for task in tasks if task.metadata["data_source"] == name]
+        assert {task.label for task in own} == {name}
+        for epoch in range(own[-1].data_epoch):
+            assert sorted(task.row for task in own if task.data_epoch == epoch) == list(range(size)), f"pass {epoch} over {name}"
+    # Whoever has the record plans the same tasks, but for the versions that depend on the grant.
+    again = plan_tasks(Grant(1404, 7, 404), 0, 1404, MixedRows(rows.names, rows.sets, record.segments), config)
+    assert [(task.metadata, task.row, task.data_epoch) for task in again] == [(task.metadata, task.row, task.data_epoch) for task in tasks]
+
+
+async def test_the_warm_up_has_the_mixture_of_version_0_and_the_schedule_begins_after_it(bus, config, rows):
+    during = await settled(bus, rows, config, Grant(1000, 3, 0, None))
+    assert during.segments == () and await read_key(bus.kv, KEY_MIXTURE, MixtureRecord) is None
+    tasks = plan_tasks(Grant(1000, 3, 0, None), 0, 1000, during, config)
+    assert Counter(task.metadata["data_source"] for task in tasks) == {"sums": 750, "words": 250}
+    after = await settled(bus, rows, config, Grant(1000, 3, 992, 1000))
+    assert [(one.first, one.version, one.weights) for one in after.segments] == [(0, 3, (1.0, 1.0))]
+    tasks = plan_tasks(Grant(2000, 4, 1000, 1000), 1000, 2000, after, config)
+    assert Counter(task.metadata["data_source"] for task in tasks) == {"sums": 500, "words": 500}
+    assert min(task.row for task in tasks if task.data_epoch == 0) == 0
+
+
+async def test_a_record_of_other_sources_is_refused(bus, config, rows):
+    await settled(bus, rows, config, Grant(8, 0, 0))
+    with raises(ConfigError, key="data.sources"):
+        await settled(bus, MixedRows(("sums", "others"), rows.sets), config, Grant(8, 0, 0))
+    await bus.kv.put(KEY_MIXTURE, b"\xc1")
+    with pytest.raises(Exception, match="mixture"):
+        await settled(bus, rows, config, Grant(8, 0, 0))
