@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.engines.channel import ChannelEngine
+from streamrl.engines.protocol import Engine
 from streamrl.errors import ConfigError
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
@@ -41,40 +44,46 @@ def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
     return pool
 
 
-def make_runner(worker: Worker, pool: EnginePool, function: str, *, key: str, producer: Producer | None = None) -> GroupRunner:
-    """A runner for `producer`, or the one that `function` names, and the run's reward; raises ConfigError.
+def make_runner(
+    worker: Worker, pool: EnginePool, function: str, *, key: str, producer: Producer | None = None, config: Config | None = None
+) -> GroupRunner:
+    """A runner for `producer`, or the one that `function` names, and the run's reward, or those of `config`; raises ConfigError.
 
     The caller starts and closes it.
     """
-    config = worker.config
-    tokenizer, _ = policy_tokenizer(worker)
+    config = config or worker.config
+    runner = runner_of(config, worker.run_dir.policy_dir(config), pool, function, key=key, producer=producer)
+    worker.trouble = lambda: runner.notice
+    return runner
+
+
+def runner_of(config: Config, model_dir: Path, engine: Engine, function: str, *, key: str, producer: Producer | None = None) -> GroupRunner:
+    """The same without a worker: `engine` is asked, and `model_dir` has the tokenizer."""
+    tokenizer = load_tokenizer(model_dir)
     user_producer, user_reward = producer is None and is_user_code(function), is_user_reward(config.reward)
-    runner = GroupRunner(
+    return GroupRunner(
         producer=producer or (None if user_producer else make_producer(function, key=key)),
         reward=None if user_reward else make_reward(config.reward),
-        engine=pool,
+        engine=engine,
         tokenizer=tokenizer,
         options=config.producer.options,
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
         template_kwargs=config.data.chat_template_kwargs,
         tool_calls=config.data.tool_calls,
-        children=_children(worker, function if user_producer else "", key) if user_producer or user_reward else None,
+        children=_children(config, model_dir, function if user_producer else "", key) if user_producer or user_reward else None,
         max_deaths=config.tasks.max_deliveries,
     )
-    worker.trouble = lambda: runner.notice
-    return runner
 
 
-def _children(worker: Worker, function: str, key: str) -> Children:
-    config = worker.config
+def _children(config: Config, model_dir: Path, function: str, key: str) -> Children:
     hello = Hello(
         function=function,
         function_key=key,
         reward=config.reward.kind if is_user_reward(config.reward) else "",
         reward_options=config.reward.options,
         options=config.producer.options,
-        model_dir=str(worker.run_dir.policy_dir(config)),
+        model_dir=str(model_dir),
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
         template_kwargs=config.data.chat_template_kwargs,

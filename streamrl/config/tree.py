@@ -12,6 +12,7 @@ from msgspec import Meta
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from streamrl.config.bus import BusConfig
 from streamrl.config.engines import EngineConfig
+from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.gateway import GatewayConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.metrics import MetricsConfig
@@ -293,19 +294,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_name("trainer name", self.name)
-
-
-class EvaluationConfig(Section, frozen=True, kw_only=True):
-    """Held-out problems, asked while training goes on."""
-
-    every: NonNegativeInt = 0
-    """Versions between evaluations; they also run when the warm-up has ended and at the end. 0: only those two."""
-    num_problems: PositiveInt = 256
-    """At most this many rows."""
-    engines: NonNegativeInt = 0
-    """Engine processes for evaluations alone, beside engine.workers: each holds the version that is being evaluated while the others
-    move on. 0: the rollouts' engines are asked, which may take newer versions meanwhile."""
-    sampling: Sampling = Sampling(temperature=0.0)
 
 
 class SuperviseConfig(Section, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ MAINS: Mapping[str, str] = MappingProxyType(
         "feeder": "streamrl.producers.feeder:main",
         "producer": "streamrl.producers.rollouts:main",
         "gateway": "streamrl.producers.gateway.worker:main",
-        "evaluator": "streamrl.producers.evaluation:main",
+        "evaluator": "streamrl.producers.evaluation.worker:main",
         "engine": "streamrl.consumers.serving.engine_worker:main",
         "trainer": "streamrl.consumers.training.worker:main",
     }
@@ -69,7 +69,7 @@ def num_workers(config: Config, kind: str) -> int:
     if kind == "engine":
         return config.engine.workers + config.evaluation.engines
     if kind == "evaluator":
-        return 1 if config.data.heldout else 0
+        return 1 if config.data.heldout or config.evaluation.sets else 0
     if kind == "trainer":
         return config.trainer.ranks
     return 1
