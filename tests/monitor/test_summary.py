@@ -20,6 +20,7 @@ KEYS = [
     "reward_last",
     "heldout_first",
     "heldout_last",
+    "evaluations",
     "tokens_made",
     "tokens_trained",
     "staleness_p50",
