@@ -65,7 +65,10 @@ async def main(worker: Worker) -> None:
     sets = problem_sets(config)
     rows = {one.name: await asyncio.to_thread(load_set, one, tokenizer) for one in sets}
     before = await _told(worker)
-    schedules = {one.name: Schedule(every=one.every, warmup=config.warmup.max_steps > 0, done=before.get(one.name, -1)) for one in sets}
+    schedules = {
+        one.name: Schedule(every=one.every, warmup=config.warmup.max_steps > 0, done=before[one.name].number if one.name in before else -1)
+        for one in sets
+    }
     changed = asyncio.Event()
     pool = make_pool(worker, role=EVALUATION_ROLE if config.evaluation.engines else ROLLOUT_ROLE)
     suite = Suite(worker, pool, sets, rows)
@@ -73,7 +76,7 @@ async def main(worker: Worker) -> None:
         async with asyncio.TaskGroup() as group:
             following = await _follow(worker, list(schedules.values()), changed, group)
             background = [group.create_task(pool.run()), group.create_task(suite.report()), *following]
-            work = group.create_task(_evaluate_all(worker, suite, schedules, changed))
+            work = group.create_task(_evaluate_all(worker, suite, schedules, before, changed))
             drain = group.create_task(worker.draining.wait())
             await asyncio.wait({work, drain}, return_when=asyncio.FIRST_COMPLETED)
             for task in (*background, work, drain):
@@ -234,16 +237,16 @@ async def _last_event(worker: Worker, kind: str) -> dict[str, Any] | None:
     return None if message is None else decode(message.body, Event, where=f"the newest event {kind}").detail
 
 
-async def _told(worker: Worker) -> dict[str, int]:
-    """By set, the number of the newest version whose result was told; events of earlier builds are of the only set that there was."""
-    found: dict[str, int] = {}
+async def _told(worker: Worker) -> dict[str, Version]:
+    """By set, the newest version whose result was told; events of earlier builds are of the only set that there was."""
+    found: dict[str, Version] = {}
     for _ in range(_LOOKS):  # events make room for newer ones, also while they are read
         try:
             state = await worker.bus.state(EVENTS)
             events = stretch(worker.bus, EVENTS, first=state.first, last=state.last, subject=worker.subjects.events(EVALUATION))
             async for message in events:
                 detail = decode(message.body, Event, where=f"events sequence {message.sequence}").detail
-                found[detail.get("set", HELDOUT)] = Version.parse(detail["version"]).number
+                found[detail.get("set", HELDOUT)] = Version.parse(detail["version"])
             return found
         except LogTruncated:
             continue
@@ -257,7 +260,9 @@ async def _tell_result(worker: Worker, detail: dict[str, Any]) -> None:
     await worker.bus.publish(worker.subjects.events(EVALUATION), encode(event), id=f"{EVALUATION}-{name}")
 
 
-async def _evaluate_all(worker: Worker, suite: Suite, schedules: dict[str, Schedule], changed: asyncio.Event) -> None:
+async def _evaluate_all(
+    worker: Worker, suite: Suite, schedules: dict[str, Schedule], told: dict[str, Version], changed: asyncio.Event
+) -> None:
     while True:
         changed.clear()
         due = [(one, *taken) for one in suite.sets if (taken := schedules[one.name].take()) is not None]
@@ -269,13 +274,14 @@ async def _evaluate_all(worker: Worker, suite: Suite, schedules: dict[str, Sched
             version = schedules[due[0][0].name].version(number)
             async with _pinned(worker, version):
                 for one, of, final in due:
-                    if of != number:
+                    last = final and one is due[-1][0]
+                    if of != number or (told.get(one.name) == version and not last):
                         continue
-                    detail = await suite.evaluate(one, version)
+                    detail = await suite.evaluate(one, version) | {"final": last}
                     await suite.tell()
-                    detail |= {"final": final and one is due[-1][0]}
                     logger.info("event=evaluated set=%s version=%s %s", one.name, detail["version"], _line(detail))
                     await _tell_result(worker, detail)
+                    told[one.name] = version
         if due[-1][2]:
             return
 
