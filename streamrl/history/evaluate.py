@@ -201,13 +201,13 @@ async def _engine(config: Config, subject: Subject) -> AsyncGenerator[HostedEngi
     )
     try:
         await engine.start()
-        await _serve(engine, config, subject)
+        await serve_weights(engine, config, subject)
         yield engine
     finally:
         await engine.stop()
 
 
-async def _serve(engine: HostedEngine, config: Config, subject: Subject) -> None:
+async def serve_weights(engine: HostedEngine, config: Config, subject: Subject) -> None:
     """Have it take the weights as a trainer would publish them, read on the CPU."""
     backend = "table" if config.engine.traits.tabular else "torch"
     reading = Config(model=replace(config.model, path=str(subject.model_dir)), trainer=TrainerConfig(backend=backend, device="cpu"))
