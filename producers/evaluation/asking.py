@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 Counted = Callable[[], contextlib.AbstractContextManager[object]]
 
 SOURCE = "evaluation"
-AHEAD = 1.25
-"""Samples asked for, as a multiple of the slots: what ends is followed at once by what waits at the engine."""
+AHEAD = 2.0
+"""Samples asked for, as a multiple of the slots: even where all of them end at once, as many wait at the engine."""
 _ATTEMPTS = 5
 _RETRY_S = 1.0
 _MAX_RETRY_S = 30.0

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from streamrl.config.code import check_trust, rollout_code
+from streamrl.config.evaluation_sets import ProblemSet
+from streamrl.config.loss import LossConfig
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 
 _WIDTH = 120
@@ -57,7 +62,7 @@ async def _eval(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if arguments.version is not None:
             raise ConfigError(f"--version is for runs, got it for the model directory {path}", hint="leave it out")
         config = asked.config_of_directory(path, arguments.config, arguments.overrides)
-        config, sets = asked.with_sets(config, arguments.sets)
+        config, sets = await _checked(config, arguments.sets)
         subject = asked.directory_subject(path, out)
         details = await asked.evaluate_subject(config, sets, subject, said=said)
     else:
@@ -66,13 +71,23 @@ async def _eval(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             raise ConfigError("--config is for model directories: a run has its own", hint="change single keys with --with")
         config = override(run.with_secret_options(run.load_config()), arguments.overrides)
         check_trust(rollout_code(config), run.foreign, trusted=arguments.trust_code)
-        config, sets = asked.with_sets(config, arguments.sets)
+        config, sets = await _checked(config, arguments.sets)
         async with asked.run_subject(run, config, arguments.version, out) as subject:
             details = await asked.evaluate_subject(config, sets, subject, said=said)
     said("")
     if not arguments.json:
         _print(subject.name, details, subject.out)
     return details
+
+
+async def _checked(config: Config, named: Sequence[str]) -> tuple[Config, tuple[ProblemSet, ...]]:
+    """The configuration with the sets that were named, and those that are to be asked, whose code can be loaded."""
+    from streamrl.history.evaluate import with_sets
+    from streamrl.launch.code_check import check_code
+
+    config, sets = with_sets(config, named)
+    await check_code(replace(config, loss=LossConfig()))  # nothing is trained
+    return config, sets
 
 
 def _run(text: str, base: str) -> Any:
