@@ -93,7 +93,7 @@ def open_store(path: Path, asked: str) -> Generator[SetStore]:
         asked: digest of what decides the answers.
 
     Raises:
-        Busy: another process holds them.
+        LaunchError: another process holds them.
         OSError: they cannot be read or written.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def open_store(path: Path, asked: str) -> Generator[SetStore]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise Busy(
+            raise LaunchError(
                 f"expected nobody else to evaluate here, another process holds {path}",
                 hint="wait for it, or for `streamrl eval` name another --out",
                 path=str(path),
@@ -110,10 +110,6 @@ def open_store(path: Path, asked: str) -> Generator[SetStore]:
         yield SetStore(path, descriptor, _read(path, descriptor, asked))
     finally:
         os.close(descriptor)
-
-
-class Busy(LaunchError):
-    """Another process evaluates the same set at the same version."""
 
 
 def _read(path: Path, descriptor: int, asked: str) -> dict[int, ProblemRecord]:

@@ -29,11 +29,11 @@ from streamrl.bus.reading import stretch
 from streamrl.config.evaluation_sets import HELDOUT, ProblemSet, problem_sets
 from streamrl.data.problem_sets import load_set
 from streamrl.data.problems import Problems
-from streamrl.errors import LogTruncated
+from streamrl.errors import LaunchError, LogTruncated
 from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.evaluation.asking import AHEAD, Counted, Room, asked_digest, evaluate
 from streamrl.producers.evaluation.schedule import Schedule
-from streamrl.producers.evaluation.store import Busy, SetStore, open_store
+from streamrl.producers.evaluation.store import SetStore, open_store
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.slots import FREE, Cut, taken
@@ -165,7 +165,7 @@ async def _held(worker: Worker, path: Path, asked: str) -> AsyncGenerator[SetSto
         async with contextlib.AsyncExitStack() as stack:
             try:
                 store = stack.enter_context(open_store(path, asked))
-            except Busy:
+            except LaunchError:
                 worker.state = f"waits for another process that evaluates here: {path}"
                 await asyncio.sleep(_BUSY_S)
                 continue

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.producers.evaluation.store import Busy, ProblemRecord, SampleRecord, open_store
+from streamrl.errors import LaunchError
+from streamrl.producers.evaluation.store import ProblemRecord, SampleRecord, open_store
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_what_was_asked_otherwise_is_set_aside(path: Path, text: str) -> None:
 def test_two_do_not_write_at_once(path: Path) -> None:
     with open_store(path, "a") as store:
         store.add(record(0))
-        with pytest.raises(Busy, match="another process holds"), open_store(path, "a"):
+        with pytest.raises(LaunchError, match="another process holds"), open_store(path, "a"):
             pass
         store.add(record(1))
     with open_store(path, "a") as store:
