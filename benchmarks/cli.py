@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks.bus.plan import BusOptions, Transport
 from benchmarks.engine.spec import Spec
+from benchmarks.evaluation.spec import EvaluationSpec
 from benchmarks.gateway.spec import GatewaySpec
 from benchmarks.hung.spec import HungSpec
 from benchmarks.loop.ways import LoopSpec, Way
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     _add_weights(kinds)
     _add_bus(kinds)
     _add_engine(kinds)
+    _add_evaluation(kinds)
     _add_loop(kinds)
     _add_hung(kinds)
     _add_gateway(kinds)
@@ -86,6 +88,25 @@ def _engine(given: argparse.Namespace) -> int:
     from benchmarks.engine.report import report_of
 
     return _run(given, "engine", Spec, measure, report_of)
+
+
+def _add_evaluation(kinds: Any) -> None:
+    evaluation = kinds.add_parser("eval", help="tokens/s of an evaluation beside the engine alone with the same requests")
+    flag = evaluation.add_argument
+    flag("--engine", default="table", help="table, with an artificial time of a token, or local (default table)")
+    flag("--problems", type=int, default=10_000, help="problems of the set (default 10000)")
+    flag("--n", type=int, default=16, help="samples of each (default 16)")
+    flag("--tokens", type=int, default=4, help="tokens of each sample (default 4)")
+    flag("--slots", type=int, default=256, help="of the engine (default 256)")
+    flag("--token-ms", type=float, default=20.0, help="time of a token on the table engine (default 20)")
+    _add_common(evaluation, rounds=3, out="bench-eval", run=_evaluation)
+
+
+def _evaluation(given: argparse.Namespace) -> int:
+    from benchmarks.evaluation.measure import measure
+    from benchmarks.evaluation.report import report_of
+
+    return _run(given, "eval", EvaluationSpec, measure, report_of)
 
 
 def _add_loop(kinds: Any) -> None:

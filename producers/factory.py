@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.protocol import Engine
@@ -43,17 +45,40 @@ def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
 
 
 def make_runner(
-    worker: Worker, engine: Engine, function: str, *, key: str, producer: Producer | None = None, scores: bool = True
+    worker: Worker,
+    engine: Engine,
+    function: str,
+    *,
+    key: str,
+    producer: Producer | None = None,
+    scores: bool = True,
+    config: Config | None = None,
 ) -> GroupRunner:
-    """A runner for `producer`, or the one that `function` names, and the run's reward; raises ConfigError.
+    """A runner for `producer`, or the one that `function` names, and the run's reward, or those of `config`; raises ConfigError.
 
     The caller starts and closes it. Without `scores` episodes keep what rewards their producer gave: others give the rest.
     """
-    config = worker.config
-    tokenizer, _ = policy_tokenizer(worker)
+    config = config or worker.config
+    runner = runner_of(config, worker.run_dir.policy_dir(config), engine, function, key=key, producer=producer, scores=scores)
+    worker.trouble = lambda: runner.notice
+    return runner
+
+
+def runner_of(
+    config: Config,
+    model_dir: Path,
+    engine: Engine,
+    function: str,
+    *,
+    key: str,
+    producer: Producer | None = None,
+    scores: bool = True,
+) -> GroupRunner:
+    """The same without a worker: `engine` is asked, and `model_dir` has the tokenizer."""
+    tokenizer = load_tokenizer(model_dir)
     user_producer = producer is None and is_user_code(function)
     child_reward = scores and runs_in_children(config.reward, by_row=bool(config.data.reward_key))
-    runner = GroupRunner(
+    return GroupRunner(
         producer=producer or (None if user_producer else make_producer(function, key=key)),
         reward=None if child_reward or not scores else make_reward(config.reward),
         engine=engine,
@@ -63,15 +88,14 @@ def make_runner(
         chat_template=config.data.chat_template,
         template_kwargs=config.data.chat_template_kwargs,
         tool_calls=config.data.tool_calls,
-        children=_children(worker, function if user_producer else "", key, child_reward) if user_producer or child_reward else None,
+        children=_children(config, model_dir, function if user_producer else "", key, child_reward)
+        if user_producer or child_reward
+        else None,
         max_deaths=config.tasks.max_deliveries,
     )
-    worker.trouble = lambda: runner.notice
-    return runner
 
 
-def _children(worker: Worker, function: str, key: str, scores: bool) -> Children:
-    config = worker.config
+def _children(config: Config, model_dir: Path, function: str, key: str, scores: bool) -> Children:
     hello = Hello(
         function=function,
         function_key=key,
@@ -80,7 +104,7 @@ def _children(worker: Worker, function: str, key: str, scores: bool) -> Children
         reward_key=config.reward.key,
         by_row=config.data.reward_options if config.data.reward_key else None,
         options=config.producer.options,
-        model_dir=str(worker.run_dir.policy_dir(config)),
+        model_dir=str(model_dir),
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
         template_kwargs=config.data.chat_template_kwargs,

@@ -110,7 +110,11 @@ async def _read(run: RunDir) -> Measured:
         entries=tuple(sorted(ledger, key=lambda entry: entry.version)),
         swaps=tuple(_swap(event) for event in weights if "commit_ms" in event.detail),
         made=tuple(_made(report) for report in reports if "engine/tokens_total" in report.sum),
-        heldout=tuple((Version.parse(event.detail["version"]).number, event.detail["accuracy"]) for event in evaluations),
+        heldout=tuple(
+            (Version.parse(event.detail["version"]).number, event.detail["accuracy"])
+            for event in evaluations
+            if event.detail.get("set", "heldout") == "heldout" and event.detail["accuracy"] is not None
+        ),
         began_s=min(times),
     )
 

@@ -47,7 +47,7 @@ def sections(tree: msgspec.Struct, prefix: str = "") -> list[tuple[str, msgspec.
         value = getattr(tree, field.name)
         name = prefix + field.encode_name
         if (table := _table_of(field.type)) is not None:
-            found.append((f"{name}[]", table()))
+            found += [(f"{name}[]", table()), *sections(table(), f"{name}[].")]
         if isinstance(value, msgspec.Struct):
             found += [(name, value), *sections(value, name + ".")]
     return found
@@ -96,6 +96,8 @@ def _bounds(meta: msgspec.Meta) -> list[str]:
 
 def _toml(value: Any) -> str:
     """A value as it stands in a TOML file."""
+    if value is None:
+        return "as elsewhere"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):

@@ -48,8 +48,8 @@ OTHERS = (
     ("perf/save_model_time", "`trainer/checkpoint_s`: of a checkpoint, what the steps wait for"),
     ("perf/ref_model_update_time", "in `perf/step_s`: every `loss.kl.reference_every` batches the policy is copied"),
     ("perf/{log_probs,ref_log_probs,actor_train}_tflops", "none yet; comes with the trainer at full size"),
-    ("eval/{name}", "`eval/heldout`: there is one set of held-out problems"),
-    ("eval/{name}-truncated_ratio, eval/{name}-pass@k, passrate/pass@k", "none yet; comes with evaluation"),
+    ("eval/{name}, eval/{name}-truncated_ratio, eval/{name}-pass@k", "the same; the set of `data.heldout` is `eval/heldout`"),
+    ("passrate/pass@k", "none: rollouts are trained on, and are no sample of a fixed set; a set of problems has its pass@k"),
     ("multi_turn/*", "none yet; comes with agents"),
 )
 """Names and what is here instead. Ours are in code, theirs are not: a test holds what is in code to be declared."""

@@ -14,6 +14,7 @@ from streamrl.cli import (
     checks,
     convert,
     dead,
+    evaluate,
     export,
     files,
     gateway,
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     checks.add_verbs(verbs)
     records.add_verbs(verbs)
     export.add_verbs(verbs)
+    evaluate.add_verbs(verbs)
     convert.add_verbs(verbs)
     dead.add_verbs(verbs)
     reward.add_verbs(verbs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
+from streamrl.config.check_evaluation import check_evaluation
 from streamrl.config.check_filters import check_filters
 from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
@@ -29,6 +30,7 @@ def check(config: Config) -> None:
     check_reward(config)
     check_sampling(config)
     check_filters(config)
+    check_evaluation(config)
     _check_schedule(config)
     _check_debug(config)
     _check_model(config)
@@ -69,24 +71,6 @@ def _check_work(config: Config) -> None:
         "warmup.max_steps needs data.label_key, got none: the warm-up trains on the rows' labels",
         hint="name the label's field in data.label_key, or set warmup.max_steps = 0",
         key="data.label_key",
-    )
-    refuse(
-        config.evaluation.every > 0 and not data.heldout,
-        "evaluation.every needs data.heldout, got none: there is nothing to evaluate on",
-        hint="name held-out rows in data.heldout, or set evaluation.every = 0",
-        key="data.heldout",
-    )
-    refuse(
-        config.evaluation.engines > 0 and not data.heldout,
-        "evaluation.engines needs data.heldout, got none: the engines would have nothing to do",
-        hint="name held-out rows in data.heldout, or set evaluation.engines = 0",
-        key="evaluation.engines",
-    )
-    refuse(
-        config.reward.kind == "late" and bool(data.heldout),
-        "reward.kind = late leaves episodes without a reward, but data.heldout asks for an evaluation, which needs one at once",
-        hint="leave data.heldout out, or choose a reward that is computed",
-        key="data.heldout",
     )
     refuse(
         config.reward.kind == "late" and config.reward.workers > 0,
@@ -213,12 +197,6 @@ def _check_debug(config: Config) -> None:
         f"debug.delay_versions = {delay} with weights.transport = ipc needs weights.ring >= {delay + 3}, got {config.weights.snapshots}",
         hint="raise weights.ring: device memory holds that many versions and no more",
         key="weights.ring",
-    )
-    refuse(
-        delay > 0 and bool(config.data.heldout),
-        "debug.delay_versions leaves no engine that serves the version to be evaluated, but data.heldout names held-out rows",
-        hint="leave data.heldout out",
-        key="debug.delay_versions",
     )
     refuse(
         config.debug.memory_tokens > 0 and config.trainer.tabular,

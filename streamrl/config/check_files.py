@@ -12,6 +12,7 @@ from streamrl.config.metrics import check_sinks
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, file_of, parse_dataset
 from streamrl.config.tree import Config, RunConfig, refuse
 from streamrl.errors import ConfigError
+from streamrl.schemas.tasks import turn_sampling
 
 _LONGEST_NAME = 128
 """Names become folders and subjects, which may be 255 bytes long with what stands around a name."""
@@ -23,6 +24,7 @@ def check_files(config: Config) -> None:
     check_sinks(config.metrics)
     check_grammars(config, config.sampling, "sampling")
     check_grammars(config, config.evaluation.sampling, "evaluation.sampling")
+    _check_sets(config)
     for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
         text: str = field(config, key)
         if key in DATASETS:
@@ -32,16 +34,30 @@ def check_files(config: Config) -> None:
         if not text or (key == "data.train" and config.producer.function.startswith(VERIFIERS)):  # it is written when the run starts
             continue
         # Of files for each role the operator's is looked for here, the others when the run starts.
-        path, kind = Path(text.replace("{role}", "operator") if key in FILES else text), "a directory" if key in DIRECTORIES else "a file"
-        found = path.is_dir() if key in DIRECTORIES else path.is_file() or (key in DATASETS and path.is_dir())
-        if not found:
-            there = ("a directory" if path.is_dir() else "something else") if path.exists() else f"no such {kind.split()[1]}"
-            raise ConfigError(
-                f"expected {key} to name {kind}, got {there}: {path}",
-                hint="relative paths in the TOML file are relative to its folder, those of --set to the working directory",
-                key=key,
-                path=str(path),
-            )
+        _check_there(key, text.replace("{role}", "operator") if key in FILES else text, directory=key in DIRECTORIES, rows=key in DATASETS)
+
+
+def _check_sets(config: Config) -> None:
+    for one in config.evaluation.sets:
+        place = f"evaluation.sets[{one.name}]"
+        _check_there(f"{place}.path", parse_dataset(one.path).path, rows=True)
+        for key, function in (("function", one.function), ("reward.kind", one.reward.kind)):
+            if file := file_of(function):
+                _check_there(f"{place}.{key}", file)
+        check_grammars(config, turn_sampling(config.evaluation.sampling, one.sampling), f"{place}.sampling")
+
+
+def _check_there(key: str, text: str, *, directory: bool = False, rows: bool = False) -> None:
+    path, kind = Path(text), "a directory" if directory else "a file"
+    if path.is_dir() if directory else path.is_file() or (rows and path.is_dir()):
+        return
+    there = ("a directory" if path.is_dir() else "something else") if path.exists() else f"no such {kind.split()[1]}"
+    raise ConfigError(
+        f"expected {key} to name {kind}, got {there}: {path}",
+        hint="relative paths in the TOML file are relative to its folder, those of --set to the working directory",
+        key=key,
+        path=str(path),
+    )
 
 
 def check_new_name(run: RunConfig) -> None:

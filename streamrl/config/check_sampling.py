@@ -1,4 +1,7 @@
-"""What the section `sampling`, that of an evaluation, and the rows' own may not ask for with the rest of a configuration."""
+"""What the section `sampling`, that of an evaluation, and the rows' own may not ask for with the rest of a configuration.
+
+Those of evaluations are looked at by `streamrl.config.check_evaluation`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ _CUTS = ("top_p", "top_k", "min_p")
 def check_sampling(config: Config) -> None:
     """Raise ConfigError for the first rule that does not hold; looks at no file and no package."""
     check_drawn(config, config.sampling, "sampling", trained=True)
-    check_drawn(config, config.evaluation.sampling, "evaluation.sampling", trained=False)
 
 
 def check_drawn(config: Config, sampling: Sampling, place: str, *, trained: bool) -> None:

@@ -242,7 +242,27 @@ def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: s
         if get_origin(fields[key]) is tuple and _is_struct(get_args(fields[key])[0]) and isinstance(value, list | tuple):
             for index, table in enumerate(value):
                 if isinstance(table, Mapping):
-                    _refuse_unknown(table, get_args(fields[key])[0], where=where, prefix=f"{prefix}{key}[{index}].")
+                    _refuse_unknown(table, get_args(fields[key])[0], where=where, prefix=f"{prefix}{key}[{_called(table, index)}].")
+
+
+def _called(table: Any, index: int) -> str | int:
+    """One of several tables: by its name, if it has one, else by its place."""
+    name = table.get("name") if isinstance(table, Mapping) else None
+    return name if isinstance(name, str) and name else index
+
+
+def _by_name(key: str, tree: Mapping[str, Any]) -> str:
+    """`a.b[1].c` as `a.b[name].c`."""
+    value: Any = tree
+    named = key
+    for part in re.finditer(r"\[(\d+)\]|[^.\[\]]+", key):
+        try:
+            value = value[int(part[1])] if part[1] else value[part[0]]
+        except (KeyError, IndexError, TypeError):
+            break
+        if part[1]:
+            named = named.replace(part[0], f"[{_called(value, int(part[1]))}]", 1)
+    return named
 
 
 def _suggest(key: str, prefix: str, siblings: Mapping[str, Any]) -> str:
@@ -287,9 +307,10 @@ def _invalid(message: str, tree: Mapping[str, Any], where: str) -> ConfigError:
                 part = next(name for name, number in value.items() if not holds(number, float(bound[2])))
                 key = key.replace("[...]", f".{part}")
             value = value[int(part) if isinstance(value, list) else part]
-        return _out_of_range(key, f"{words} {bound[2].removesuffix('.0')}", value, where)
+        return _out_of_range(_by_name(key, tree), f"{words} {bound[2].removesuffix('.0')}", value, where)
     if choices := _choices(key):
-        return _no_choice(key, _value_at(tree, key), choices, where)
+        return _no_choice(_by_name(key, tree), _value_at(tree, key), choices, where)
+    key = _by_name(key, tree)
     text = text.replace("`object`", "`table`").replace("`array`", "`list`").replace("`", "")
     at = f" at {key}" if key else ""
     return ConfigError(f"{text[:1].lower()}{text[1:]}{at} in {where}", hint="docs/configuration.md has every key", key=key, path=where)

@@ -55,6 +55,7 @@ def parse_dataset(text: str) -> DatasetPath:
 def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """A copy of a raw configuration table with its relative paths made absolute against `base`. Leaves wrong types alone."""
     resolved = _copy(tree)
+    _resolve_sets(resolved, base)
     for key in (*DATASETS, *DIRECTORIES, *FILES, *EXECUTABLES, *FUNCTIONS):
         *sections, field = key.split(".")
         table: Any = resolved
@@ -64,16 +65,12 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             continue
         text: str = table[field]
         if key in DATASETS:
-            dataset = parse_dataset(text)
-            table[field] = str(dataset._replace(path=_absolute(dataset.path, base)))
+            table[field] = _dataset(text, base)
         elif key in EXECUTABLES:
             if "/" in text:
                 table[field] = os.path.abspath(base / Path(text).expanduser())
         elif key in FUNCTIONS:
-            prefix, named = split(text)
-            file, name = _file_and_name(named)
-            if file:
-                table[field] = f"{prefix}{_absolute(file, base)}{name}"
+            table[field] = _function(text, base)
         else:
             table[field] = _absolute(text, base)
     data = resolved.get("data")
@@ -85,8 +82,29 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
 def _source(table: Any, base: Path) -> Any:
     if not isinstance(table, Mapping) or not isinstance(text := table.get("train"), str) or not text:
         return table
+    return {**table, "train": _dataset(text, base)}
+
+
+def _resolve_sets(tree: dict[str, Any], base: Path) -> None:
+    """The paths in `[[evaluation.sets]]`: of rows, of a producer, of a reward."""
+    evaluation = tree.get("evaluation")
+    sets = evaluation.get("sets") if isinstance(evaluation, dict) else None
+    for one in sets if isinstance(sets, list) else ():
+        reward = one.get("reward") if isinstance(one, dict) else None
+        for table, field, absolute in ((one, "path", _dataset), (one, "function", _function), (reward, "kind", _function)):
+            if isinstance(table, dict) and isinstance(table.get(field), str) and table[field]:
+                table[field] = absolute(table[field], base)
+
+
+def _dataset(text: str, base: Path) -> str:
     dataset = parse_dataset(text)
-    return {**table, "train": str(dataset._replace(path=_absolute(dataset.path, base)))}
+    return str(dataset._replace(path=_absolute(dataset.path, base)))
+
+
+def _function(text: str, base: Path) -> str:
+    prefix, named = split(text)
+    file, name = _file_and_name(named)
+    return f"{prefix}{_absolute(file, base)}{name}" if file else text
 
 
 def without_folder(key: str, value: str) -> str:
@@ -110,7 +128,13 @@ def _file_and_name(function: str) -> tuple[str, str]:
 
 
 def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _copy(value) if isinstance(value, Mapping) else value for name, value in tree.items()}
+    return {name: _copied(value) for name, value in tree.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _copy(value)
+    return [_copied(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _absolute(text: str, base: Path) -> str:

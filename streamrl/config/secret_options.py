@@ -7,13 +7,14 @@ or `password` lies in a file of the run's `credentials/` instead, and its worker
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from msgspec.structs import replace
 
 from streamrl.config.tree import Config
 
 SecretOptions = dict[str, dict[str, str]]
-"""By section (`producer`, `reward`) and option."""
+"""By section (`producer`, `reward`, and of a set of problems `evaluation.sets[name]` and `evaluation.sets[name].reward`) and option."""
 
 _SECRET = re.compile(r"(?:^|_)(?:api_?key|access_?key|private_?key|secret(?:_?key)?|password|passwd|passphrase|token|credentials?)$")
 
@@ -21,20 +22,42 @@ _SECRET = re.compile(r"(?:^|_)(?:api_?key|access_?key|private_?key|secret(?:_?ke
 def without_secrets(config: Config) -> tuple[Config, SecretOptions]:
     """The configuration as it may be read by others, and what was taken out: texts whose name sounds like a secret's."""
     taken: SecretOptions = {}
-    for section, options in (("producer", config.producer.options), ("reward", config.reward.options)):
+    for section, options in _sections(config).items():
         found = {name: value for name, value in options.items() if _is_secret(name, value)}
         if found:
             taken[section] = found
-    return _replaced(config, {s: {n: v for n, v in getattr(config, s).options.items() if n not in taken[s]} for s in taken}), taken
+    left = {s: {n: v for n, v in options.items() if n not in taken.get(s, {})} for s, options in _sections(config).items()}
+    return _replaced(config, left), taken
 
 
 def with_secrets(config: Config, secrets: SecretOptions) -> Config:
     """What `without_secrets` was given."""
-    return _replaced(config, {section: {**getattr(config, section).options, **found} for section, found in secrets.items()})
+    return _replaced(config, {section: {**options, **secrets.get(section, {})} for section, options in _sections(config).items()})
 
 
-def _replaced(config: Config, options: dict[str, dict[str, object]]) -> Config:
-    return replace(config, **{section: replace(getattr(config, section), options=found) for section, found in options.items()})
+def _sections(config: Config) -> dict[str, dict[str, Any]]:
+    """All options of user code."""
+    found = {"producer": config.producer.options, "reward": config.reward.options}
+    for one in config.evaluation.sets:
+        found |= {f"evaluation.sets[{one.name}]": one.options, f"evaluation.sets[{one.name}].reward": one.reward.options}
+    return found
+
+
+def _replaced(config: Config, options: dict[str, dict[str, Any]]) -> Config:
+    sets = tuple(
+        replace(
+            one,
+            options=options[f"evaluation.sets[{one.name}]"],
+            reward=replace(one.reward, options=options[f"evaluation.sets[{one.name}].reward"]),
+        )
+        for one in config.evaluation.sets
+    )
+    return replace(
+        config,
+        producer=replace(config.producer, options=options["producer"]),
+        reward=replace(config.reward, options=options["reward"]),
+        evaluation=replace(config.evaluation, sets=sets),
+    )
 
 
 def _is_secret(name: str, value: object) -> bool:

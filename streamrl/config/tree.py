@@ -11,15 +11,17 @@ from msgspec import Meta
 
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from streamrl.config.bus import BusConfig
+from streamrl.config.data import DataConfig
 from streamrl.config.engines import EngineConfig
+from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.filters import FiltersConfig
 from streamrl.config.gateway import GatewayConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.metrics import MetricsConfig
 from streamrl.config.page import PageConfig
 from streamrl.config.ray import RayConfig
+from streamrl.config.reward import RewardConfig
 from streamrl.config.slo import SloConfig
-from streamrl.config.sources import SourceConfig
 from streamrl.config.weights import WeightsConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
@@ -77,53 +79,6 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """Tokens of the built model. 0: one a character; else byte-pair encoding of that many is trained on the training rows."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights."""
-
-
-class DataConfig(Section, frozen=True, kw_only=True):
-    """Training and held-out problems: JSONL, Parquet or Arrow files, or saved `datasets`, each optionally sliced as `path@[a:b]`."""
-
-    train: str = ""
-    """Training rows."""
-    sources: tuple[SourceConfig, ...] = ()
-    """Several sets of training rows instead of `data.train`."""
-    heldout: str = ""
-    """Held-out rows for evaluation; empty: none."""
-    prompt_key: str = "prompt"
-    """Field with the prompt: a string, or a list of chat messages."""
-    label_key: str = "label"
-    """Field with the expected answer."""
-    messages_key: str = ""
-    """Field with a whole conversation, of which the assistant's turns are trained on; instead of prompt_key and label_key, in runs of
-    kind `sft`. Empty: none."""
-    metadata_key: str = ""
-    """Field with a table handed to rewards and producers; empty: none."""
-    tools_key: str = ""
-    """Field with tool definitions for the chat template; empty: none."""
-    reward_key: str = ""
-    """Field with the row's own reward: the name of a built-in kind, or a table of `kind` and `options`; rows without one have the run's.
-    Empty: all have the run's."""
-    reward_options: dict[str, dict[str, Any]] = {}
-    """By kind, options of the rewards that rows name, under those of the row itself; an address, a key and an isolation only here."""
-    sampling_key: str = ""
-    """Field with a table of `sampling` fields for the row's own tasks, put over `sampling` (over `evaluation.sampling` in an evaluation);
-    empty: none."""
-    chat_template: bool = True
-    """Apply the tokenizer's chat template (a string prompt becomes one user message)."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """Further variables of the chat template, such as `enable_thinking = false`; one that it does not read is refused. They decide how
-    prompts and every later turn begin."""
-    chat_template_kwargs_key: str = ""
-    """Field with a table of such variables for one row, which go before `data.chat_template_kwargs`; empty: none."""
-    tool_calls: Literal["auto", "hermes", "qwen3_coder", "llama3", "deepseek", "none"] = "auto"
-    """How the model writes calls of tools: Hermes and Qwen3, Qwen3-Coder and Qwen3.5, Llama 3, DeepSeek; auto: read from the chat
-    template."""
-    max_prompt_tokens: PositiveInt = 128
-    """Tasks of longer prompts end as `row_too_long`; with reading = "whole" their rows are left out. Both are counted."""
-    reading: Literal["stream", "whole"] = "stream"
-    """stream: rows are read and encoded when their turn comes, and the task of one that cannot be used ends with the reason; whole: all
-    training rows are read at each start, one that is broken refuses it, and those that are too long are left out."""
-    shuffle: bool = True
-    """Permute the rows by (seed, epoch); otherwise file order."""
 
 
 class TasksConfig(Section, frozen=True, kw_only=True):
@@ -191,42 +146,6 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     """Memory for data of one such process (RLIMIT_DATA): beyond it user code gets a MemoryError; 0: no limit."""
     options: dict[str, Any] = {}
     """Handed to the custom producer as `context.options`."""
-
-
-class RewardConfig(Section, frozen=True, kw_only=True):
-    """How episodes are scored."""
-
-    kind: str = "exact_match"
-    """`exact_match`, `gsm8k`, `math`, `dapo`, `deepscaler`, `f1`, `gpqa`, `random`, `remote`, `judge` or `python`, most of them also with
-    `boxed_` in front (docs/rewards.md); a custom reward as `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; or `late`: samples are
-    published without one."""
-    options: dict[str, Any] = {}
-    """Those of a built-in reward; handed to a custom one as keyword arguments."""
-    key: str = ""
-    """Of a reward in named parts, the part that is trained; all are kept with the sample. Empty: the part `reward`, or their sum."""
-    workers: NonNegativeInt = 0
-    """Rewarders started with the run (docs/agents.md): producers publish samples at once, and these processes score them. `streamrl
-    rewarder` joins more. 0: producers score, and hold a slot for it."""
-    late_versions: NonNegativeInt = 8
-    """Versions that a complete group waits for rewards that come late, by reward.kind = `late` or reward.workers; then it is dropped as
-    `unrewarded`. 0: for ever."""
-    overlong_buffer: NonNegativeInt = 0
-    """Tokens below the greatest length over which a penalty grows from 0 to reward.overlong_penalty (soft overlong punishment, arXiv
-    2503.14476, eq. 13), taken from every reward when a batch is made; 0: none."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """The greatest penalty."""
-    overlong_length: NonNegativeInt = 0
-    """The greatest length, in sampled tokens of a sample; 0: its own sampling.max_new_tokens, which is of one turn."""
-    timeout_s: PositiveFloat = 10.0
-    """A custom reward that takes longer for a rollout (a class with `score`: for a group) is cut off, and the rollout ends as `timeout`."""
-    children: NonNegativeInt = 0
-    """Processes in which one worker runs a custom reward, apart from those of its producer; a plain function (`def`) has one to itself
-    while it runs. 0: one a core, at most 4."""
-    concurrency: PositiveInt = 64
-    """Calls of an `async` custom reward that one worker runs at once."""
-    max_hung: PositiveInt = 4
-    """Calls of a custom reward that may hang at once in one worker without holding up the others; when more do, those that hang longest are
-    ended before timeout_s, but for one (docs/user-code.md)."""
 
 
 class OptimizerConfig(Section, frozen=True, kw_only=True):
@@ -332,19 +251,6 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_name("trainer name", self.name)
-
-
-class EvaluationConfig(Section, frozen=True, kw_only=True):
-    """Held-out problems, asked while training goes on."""
-
-    every: NonNegativeInt = 0
-    """Versions between evaluations; they also run when the warm-up has ended and at the end. 0: only those two."""
-    num_problems: PositiveInt = 256
-    """At most this many rows."""
-    engines: NonNegativeInt = 0
-    """Engine processes for evaluations alone, beside engine.workers: each holds the version that is being evaluated while the others
-    move on. 0: the rollouts' engines are asked, which may take newer versions meanwhile."""
-    sampling: Sampling = Sampling(temperature=0.0)
 
 
 class SuperviseConfig(Section, frozen=True, kw_only=True):

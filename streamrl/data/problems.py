@@ -145,11 +145,6 @@ def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Proble
     return Problems(problems=tuple(problems), digest=digest(rows), num_too_long=num_too_long)
 
 
-def load_heldout(config: DataConfig, tokenizer: Tokenizer) -> Problems:
-    """`load_problems` of the held-out rows: what is asked has a prompt and a label, also where whole conversations are trained on."""
-    return load_problems(config.heldout, msgspec.structs.replace(config, messages_key=""), tokenizer)
-
-
 def prompt_text(
     prompt: Any, config: DataConfig, tokenizer: Tokenizer, *, tools: Any = None, template_kwargs: Mapping[str, Any] | None = None
 ) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,8 @@ from rich.text import Text
 
 from streamrl.errors import ConfigError
 from streamrl.history.differences import Difference, config_differences
-from streamrl.history.source import read_config, read_entries
+from streamrl.history.source import read_config, read_side
+from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.plot import smooth
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import WARMUP_SOURCE
@@ -53,6 +54,16 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.fmean(self.values[-WINDOW:]) if self.values else None
 
 
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """The first and the last evaluation of a set of problems."""
+
+    first: float | None
+    """Mean reward."""
+    last: float | None
+    passes: dict[int, float] = {}
+    """pass@k of the last, by k."""
+
+
 class Side(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two."""
 
@@ -63,6 +74,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """Dropped for their age."""
     curves: dict[str, Curve]
     """By metric name."""
+    evaluations: dict[str, Evaluated] = {}
+    """By set of problems."""
 
 
 class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,20 +96,55 @@ class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
         rows: list[tuple[str, ...]] = []
         for title, name in ROWS:
             a, b = self.a.curves[name], self.b.curves[name]
-            change = b.last - a.last if a.last is not None and b.last is not None else None
+            change = _change(a.last, b.last)
             rows.append((title, *(_text(value) for value in (a.first, a.last, b.first, b.last, change))))
+        rows += _evaluation_rows(self.a.evaluations, self.b.evaluations)
         rows.append(("batches", "", str(self.a.batches), "", str(self.b.batches), str(self.b.batches - self.a.batches)))
         stale = (self.a.stale_rollouts, self.b.stale_rollouts)
         rows.append(("rollouts dropped as stale", "", str(stale[0]), "", str(stale[1]), str(stale[1] - stale[0])))
         return rows
 
 
-def compare(name_a: str, a: Sequence[LedgerEntry], name_b: str, b: Sequence[LedgerEntry]) -> CompareReport:
-    """Compare two ledgers; entries of one number count once, with the newest epoch."""
+def _evaluation_rows(a: Mapping[str, Evaluated], b: Mapping[str, Evaluated]) -> list[tuple[str, ...]]:
+    """The means of each set that one of them has, and the pass@k of the largest k that both have."""
+    rows: list[tuple[str, ...]] = []
+    none = Evaluated(first=None, last=None)
+    for name in dict.fromkeys([*a, *b]):
+        one, other = a.get(name, none), b.get(name, none)
+        values = (one.first, one.last, other.first, other.last)
+        rows.append((f"eval {name}", *map(_text, values), _text(_change(one.last, other.last))))
+        ks = one.passes.keys() & other.passes.keys() or one.passes.keys() | other.passes.keys()
+        if (k := max(ks, default=1)) > 1:
+            last_a, last_b = one.passes.get(k), other.passes.get(k)
+            rows.append((f"eval {name} pass@{k}", "", _text(last_a), "", _text(last_b), _text(_change(last_a, last_b))))
+    return rows
+
+
+def _change(a: float | None, b: float | None) -> float | None:
+    return b - a if a is not None and b is not None else None
+
+
+def _evaluated(found: Sequence[Evaluation]) -> dict[str, Evaluated]:
+    sets: dict[str, list[Evaluation]] = {}
+    for one in found:
+        sets.setdefault(one.set, []).append(one)
+    return {name: Evaluated(first=of[0].accuracy, last=of[-1].accuracy, passes=of[-1].passes) for name, of in sets.items()}
+
+
+def compare(
+    name_a: str,
+    a: Sequence[LedgerEntry],
+    name_b: str,
+    b: Sequence[LedgerEntry],
+    *,
+    evaluated_a: Sequence[Evaluation] = (),
+    evaluated_b: Sequence[Evaluation] = (),
+) -> CompareReport:
+    """Compare two ledgers, and what was evaluated; entries of one number count once, with the newest epoch."""
     first, second = _by_number(a), _by_number(b)
     return CompareReport(
-        a=_side(name_a, first),
-        b=_side(name_b, second),
+        a=_side(name_a, first, evaluated_a),
+        b=_side(name_b, second, evaluated_b),
         same_batches_to=_same_to(first, second, lambda entry: entry.used),
         same_digests_to=_same_to(first, second, lambda entry: entry.digest),
     )
@@ -104,9 +152,9 @@ def compare(name_a: str, a: Sequence[LedgerEntry], name_b: str, b: Sequence[Ledg
 
 async def compare_runs(a: str, b: str, *, base: Path | str = "runs") -> CompareReport:
     """Compare what `a` and `b` name (`read_entries`), one after the other; raises ConfigError."""
-    name_a, entries_a = await read_entries(a, base=base)
-    name_b, entries_b = await read_entries(b, base=base)
-    report = compare(name_a, entries_a, name_b, entries_b)
+    name_a, entries_a, evaluated_a = await read_side(a, base=base)
+    name_b, entries_b, evaluated_b = await read_side(b, base=base)
+    report = compare(name_a, entries_a, name_b, entries_b, evaluated_a=evaluated_a, evaluated_b=evaluated_b)
     return replace(report, differences=config_differences(read_config(a, base=base), read_config(b, base=base)))
 
 
@@ -133,10 +181,11 @@ def _by_number(entries: Sequence[LedgerEntry]) -> dict[int, LedgerEntry]:
     return dict(sorted(newest.items()))
 
 
-def _side(name: str, entries: dict[int, LedgerEntry]) -> Side:
+def _side(name: str, entries: dict[int, LedgerEntry], evaluated: Sequence[Evaluation]) -> Side:
     learned = {number: entry for number, entry in entries.items() if entry.source != WARMUP_SOURCE}
     stale = sum(entry.dropped["stale"] for entry in entries.values())
-    return Side(name=name, batches=len(learned), stale_rollouts=stale, curves={metric: _curve(learned, metric) for _, metric in ROWS})
+    curves = {metric: _curve(learned, metric) for _, metric in ROWS}
+    return Side(name=name, batches=len(learned), stale_rollouts=stale, curves=curves, evaluations=_evaluated(evaluated))
 
 
 def _curve(entries: dict[int, LedgerEntry], metric: str) -> Curve:

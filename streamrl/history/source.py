@@ -11,22 +11,26 @@ from msgspec.structs import replace
 
 from streamrl.bus.permissions import READER
 from streamrl.bus.protocol import Bus, Log
-from streamrl.bus.reading import read_key
+from streamrl.bus.reading import read_key, stretch
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import versions_made
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, SchemaError
 from streamrl.history.branch import read_branch_ledger
 from streamrl.history.record import RECORDING_FILE
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay_log import read_initial_digest, read_past
+from streamrl.monitor.decoded import evaluation_of
+from streamrl.monitor.numbers import Evaluation
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.run_record import check_resume
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
+from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunRecord
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.subjects import KEY_RUN, RUN_ID, Subjects
+from streamrl.schemas.subjects import EVENTS, KEY_RUN, RUN_ID, Subjects
 from streamrl.schemas.versions import Version
 
 
@@ -141,6 +145,13 @@ async def _check_tap(log: Log, config: Config, tap: str) -> None:
 
 async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, list[LedgerEntry]]:
     """Name and ledger of a run, a branch, a recording, or (as `RUN:NAME`) a tap; raises ConfigError when nothing was trained."""
+    name, entries, _ = await read_side(text, base=base)
+    return name, entries
+
+
+async def read_side(text: str, *, base: Path | str = "runs") -> tuple[str, list[LedgerEntry], list[Evaluation]]:
+    """The same, and the evaluations that were told in their order; a branch and a tap have none."""
+    evaluations: list[Evaluation] = []
     name, trainer = split_tap(text)
     branch = [path for path in (Path(base) / name, Path(name)) if (path / BRANCH_FILE).is_file()]
     if branch:
@@ -149,9 +160,21 @@ async def read_entries(text: str, *, base: Path | str = "runs") -> tuple[str, li
         async with open_source(name, base=base) as source:
             past = await read_past(source.log, Subjects(source.config.run.name), trainer or source.config.trainer.name)
             entries = past.between(min(past.entries, default=1) - 1, None)
+            if not trainer:
+                evaluations = await evaluations_in(source.log, Subjects(source.config.run.name))
     if not entries:
         raise ConfigError(f"expected a ledger with entries, got none for {text!r}", hint="has it trained? a tap is named RUN:NAME")
-    return Path(text).name, entries
+    return Path(text).name, entries, evaluations
+
+
+async def evaluations_in(log: Log, subjects: Subjects) -> list[Evaluation]:
+    """What evaluators have told, in their order; events that are none are left out."""
+    found: list[Evaluation] = []
+    state = await log.state(EVENTS)
+    async for message in stretch(log, EVENTS, first=state.first, last=state.last, subject=subjects.events("evaluation")):
+        with contextlib.suppress(SchemaError):
+            found.append(evaluation_of(decode(message.body, Event, where=f"events sequence {message.sequence}")))
+    return found
 
 
 def read_config(text: str, *, base: Path | str = "runs") -> Config:

@@ -21,9 +21,11 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.config.code import loss_code, rollout_code
 from streamrl.config.environments import ADAPTERS, split
+from streamrl.config.evaluation_sets import HELDOUT, problem_sets
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.config.tree import Config, ProducerConfig
@@ -76,9 +78,10 @@ class Asked(msgspec.Struct, frozen=True):
 
     named: dict[str, str]
     """References by key."""
-    options: tuple[str, ...] = ()
-    """Names in `reward.options`, which a reward is given as keyword arguments."""
-    producer: ProducerConfig = ProducerConfig()
+    options: dict[str, tuple[str, ...]] = {}
+    """Of rewards, the names of options, which they are given as keyword arguments."""
+    producers: dict[str, ProducerConfig] = {}
+    """Of producers, their sections."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -100,10 +103,10 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
         config: with its secret options.
         limit_s: how long the imports of producers and rewards, and those of the loss, may take.
     """
-    if not is_function(config.producer.function):
-        make_producer(config.producer.function)
-    if not is_function(config.reward.kind):
-        await close(make_reward(config.reward))
+    options, producers = {REWARD.key: tuple(config.reward.options)}, {PRODUCER.key: config.producer}
+    for key, one in (("", config), *((f"{one.key}.", one.config) for one in problem_sets(config) if one.name != HELDOUT)):
+        await _check_built_in(key, one)
+        options[f"{key}{REWARD.key}"], producers[f"{key}function"] = tuple(one.reward.options), one.producer
     if config.ray.address:
         return
     not_here = config.producer.workers == 0 and not config.data.heldout
@@ -112,7 +115,25 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
     for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):
         if named:
             surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
-            await _ask(Asked(named, tuple(config.reward.options), config.producer), surroundings, limit_s)
+            await _ask(Asked(named, options, producers), surroundings, limit_s)
+
+
+async def _check_built_in(place: str, config: Config) -> None:
+    """Raise ConfigError for a producer or reward without user code that cannot be made."""
+    try:
+        if not is_function(config.producer.function):
+            make_producer(config.producer.function)
+        if not is_function(config.reward.kind):
+            await close(make_reward(config.reward))
+    except ConfigError as error:
+        if not place:
+            raise
+        raise ConfigError(f"{place.rstrip('.')}: {error.message}", hint=error.hint, **error.values | {"key": "evaluation.sets"}) from error
+
+
+def _form(key: str) -> Form:
+    """What code at this key has to be; of a set of problems, as in training."""
+    return FORMS.get(key) or replace(PRODUCER if key.endswith(".function") else REWARD, key=key)
 
 
 async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> None:
@@ -190,10 +211,10 @@ def main(arguments: Sequence[str]) -> None:
             _say(answer, Said(key))
             prefix, name = split(reference)
             if prefix:
-                importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producer)
+                importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producers[key])
                 continue
-            found = resolve(reference, what=FORMS[key].what, key=key)
-            check_form(FORMS[key], reference, found, asked.options if key == REWARD.key else ())
+            found = resolve(reference, what=_form(key).what, key=key)
+            check_form(_form(key), reference, found, asked.options.get(key, ()))
         _say(answer, Said(key, done=True))
     except ConfigError as error:
         _say(answer, Said(key, message=error.message[:_TAIL_BYTES], hint=error.hint))

@@ -25,7 +25,7 @@ async def finished_at(bus: Bus, config: Config) -> str:
     version = str(decode(newest.body, LedgerEntry, where="the ledger's end").version)
     if ended.get("version") != version:
         return ""
-    if config.data.heldout:
+    if config.data.heldout or config.evaluation.sets:
         evaluated = await _last(bus, subjects.events("evaluation"))
         if evaluated is None or not evaluated.get("final") or evaluated.get("version") != version:
             return ""

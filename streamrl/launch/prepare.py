@@ -15,6 +15,7 @@ from streamrl import __version__
 from streamrl.bus.protocol import Bus
 from streamrl.config.check_sampling import check_vocabulary
 from streamrl.config.code import code_digests, loss_code, rollout_code
+from streamrl.config.evaluation_sets import problem_sets
 from streamrl.config.load import dump
 from streamrl.config.model_digests import model_digests
 from streamrl.config.tree import Config
@@ -22,7 +23,8 @@ from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_context, check_experts, check_positions
-from streamrl.data.problems import Problems, load_heldout, load_problems
+from streamrl.data.problem_sets import load_set
+from streamrl.data.problems import Problems, load_problems
 from streamrl.data.row_sampling import check_rows
 from streamrl.data.streamed import rows_digest, try_rows
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -65,12 +67,13 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
     await write_rows(config, model, note)
     tokenizer, size = load_tokenizer(model), vocab_size(model)
     check_vocabulary(config.sampling, size, "sampling")
-    check_vocabulary(config.evaluation.sampling, size, "evaluation.sampling")
+    for one in problem_sets(config):
+        check_vocabulary(one.sampling, size, "evaluation.sampling" if one.key == "data.heldout" else f"{one.key}.sampling")
     digest, num_rows = await asyncio.to_thread(_look_at_rows, config, run, tokenizer, size, note)
-    if config.data.heldout:
-        heldout = await asyncio.to_thread(load_heldout, config.data, tokenizer)
-        check_rows(heldout, config, config.evaluation.sampling, size, trained=False)
-        _note_left_out("data.heldout", heldout, config, note)
+    for one in problem_sets(config):
+        found = await asyncio.to_thread(load_set, one, tokenizer)
+        check_rows(found, one.config, one.sampling, size, trained=False)
+        _note_left_out(one.key, found, one.config, note)
     return RunRecord(
         run=run.name,
         config=dump(config),

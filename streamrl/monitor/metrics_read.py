@@ -7,6 +7,7 @@ import difflib
 import fnmatch
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from streamrl.errors import ConfigError
 from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files_before, inode_of, newest_file
 from streamrl.monitor.series import RUN, Row
 from streamrl.runtime.rundir import RunDir
-from streamrl.telemetry.names import METRICS
+from streamrl.telemetry.names import METRICS, declared, metric
 
 _LOOK_BACK = 16 << 20
 """Bytes at the end of the files in which the newest values are looked for."""
+_OF_SETS = ("eval/", "*")
+"""What patterns begin with that may be of sets of problems."""
 _POLL_S = 0.3
 
 
@@ -51,10 +54,10 @@ class Metrics:
 
     def __init__(self, run: RunDir, pattern: str = "*") -> None:
         self._folder = run.metrics
-        self._names = frozenset(fnmatch.filter(METRICS, pattern))
+        self._pattern = re.compile(fnmatch.translate(pattern))
         self.num_torn = 0
         """Lines passed over because they are no rows."""
-        if not self._names:
+        if not (fnmatch.filter(METRICS, pattern) or pattern.startswith(_OF_SETS)):
             near = difflib.get_close_matches(pattern, METRICS, n=1)
             hint = f"did you mean '{near[0]}'? " if near else ""
             raise ConfigError(
@@ -98,13 +101,14 @@ class Metrics:
                     room -= size
             for row in itertools.chain.from_iterable(reversed(rows)):
                 for name, value in row.values.items():
-                    one = found.setdefault(name, Newest(unit=METRICS[name].unit))
+                    one = found.setdefault(name, Newest(unit=metric(name).unit))
                     one.time_s, one.version = row.time_s, row.version
                     if row.of == RUN:
                         one.value = value
                     else:
                         one.of = one.of | {row.of: value}
-        return {name: found[name] for name in METRICS if name in found}
+        order = [*(name for name in METRICS if name in found), *sorted(found.keys() - METRICS.keys())]
+        return {name: found[name] for name in order}
 
     def follow(self, over: Callable[[], bool]) -> Iterator[Row]:
         """The rows that come from now on, until `over`; across files that are put aside."""
@@ -177,7 +181,7 @@ class Metrics:
             row = decoded(line)
             if row is None:
                 self.num_torn += 1
-            elif values := {name: value for name, value in row.values.items() if name in self._names}:
+            elif values := {name: value for name, value in row.values.items() if self._pattern.match(name) and declared(name)}:
                 yield msgspec.structs.replace(row, values=values)
 
 

@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import msgspec
 
+from streamrl.config.evaluation_sets import HELDOUT
 from streamrl.schemas.versions import Version
 
 
@@ -94,11 +95,29 @@ def is_producer(worker: str) -> bool:
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out problems asked at one version."""
+    """A set of problems asked at one version."""
 
     version: Version
-    accuracy: float
+    accuracy: float | None
+    """Mean reward; None: no sample has one."""
     num: int
+    set: str = HELDOUT
+    versions: tuple[str, ...] = ()
+    """The oldest and the newest that answered."""
+    pinned: bool = False
+    """Its engines held this version."""
+    interval: tuple[float, float] | None = None
+    """95 % bootstrap interval of `accuracy`."""
+    passes: dict[int, float] = {}
+    """pass@k by k."""
+    majorities: dict[int, float] = {}
+    """maj@k by k."""
+    truncated_ratio: float | None = None
+    """Of the answers; None: not known."""
+    failed_ratio: float | None = None
+    """Of all samples; None: not known."""
+    response_len: float | None = None
+    took_s: float | None = None
     problems: tuple[Problem, ...] = ()
     time_s: float = 0.0
 
@@ -157,6 +176,9 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     rewards: tuple[float, ...]
     """Over the whole run, as the means of at most 40 equally long stretches."""
     heldout: float | None
+    """Newest mean of the first set of problems."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """The newest of each of the other sets, without its problems."""
     tokens_made: int
     tokens_trained: int
     made_per_s: float

@@ -71,11 +71,11 @@ def _draw_reward(axes: Axes, view: RunView) -> None:
     thinned = any(point.num_batches > 1 for point in view.reward_points)
     label = "smoothed" if thinned else f"mean over {_SMOOTHING} batches"
     axes.plot(numbers, smooth(rewards, _SMOOTHING), color=_REWARD, linewidth=2.2, label=label)
-    evaluations = learning_evaluations(view)
+    evaluations = [(one.version.number, one.accuracy) for one in learning_evaluations(view) if one.accuracy is not None]
     if evaluations:
         axes.plot(
-            [one.version.number for one in evaluations],
-            [one.accuracy for one in evaluations],
+            [number for number, _ in evaluations],
+            [accuracy for _, accuracy in evaluations],
             "o--",
             color=_HELDOUT,
             markersize=6,

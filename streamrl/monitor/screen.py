@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from streamrl.monitor.drawing import Cell, Line, Part, visible
-from streamrl.monitor.numbers import RunNumbers, is_producer
+from streamrl.monitor.numbers import Evaluation, RunNumbers, is_producer
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.waits import credits_of, graders_line, hung_line, standing_line
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 3.0
+_SETS_SHOWN = 3
 _AT_WORK = ("waits for", "trains", "follows", "evaluates")
 """How states begin that are no trouble by themselves; a run in which nothing moves is said as a whole."""
 
@@ -127,7 +128,18 @@ def reward_line(numbers: RunNumbers) -> Line:
     line.append(Part(f"  {decimal(numbers.reward)}" if numbers.reward is not None else "-", "bold"))
     if numbers.heldout is not None:
         line.append(Part(f"   held-out {decimal(numbers.heldout)}"))
+    told = [evaluation_text(one) for one in numbers.evaluations]
+    line += [Part(f"   {text}") for text in told[:_SETS_SHOWN]]
+    if len(told) > _SETS_SHOWN:
+        line.append(Part(f"   and {len(told) - _SETS_SHOWN} sets more"))
     return line
+
+
+def evaluation_text(one: Evaluation) -> str:
+    """The newest mean of a set of problems, with its largest pass@k."""
+    text = f"{one.set} {'-' if one.accuracy is None else decimal(one.accuracy)}"
+    k = max(one.passes, default=1)
+    return f"{text} (pass@{k} {decimal(one.passes[k])})" if k > 1 else text
 
 
 def staleness_text(numbers: RunNumbers) -> str:
@@ -181,6 +193,7 @@ def plain_line(numbers: RunNumbers) -> str:
         fields.append(f"loss={decimal(numbers.loss)}")
     if numbers.heldout is not None:
         fields.append(f"heldout={decimal(numbers.heldout)}")
+    fields += [f"{one.set}={decimal(one.accuracy)}" for one in numbers.evaluations[:_SETS_SHOWN] if one.accuracy is not None]
     if left := left_text(numbers):
         fields.append(left.replace(" ", "="))
     fields += [

@@ -19,7 +19,7 @@ from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import FORMER_METRICS
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
-from streamrl.telemetry.names import METRICS, dropped
+from streamrl.telemetry.names import declared, dropped
 
 WINDOW_S = 10.0
 MOST_ROWS = 2048
@@ -103,7 +103,7 @@ class Series:
         """Held-out problems were asked; not `live`: in an earlier session."""
         if not live and one.time_s <= self._evaluated_s:
             return
-        if values := known({"eval/heldout": one.accuracy}):
+        if values := known(values_of(one)):
             self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
 
     def report(self, one: MetricReport) -> None:
@@ -158,6 +158,16 @@ class Series:
         self._rows.append(row if math.isfinite(row.time_s) else msgspec.structs.replace(row, time_s=0.0))
 
 
+def values_of(one: Evaluation) -> dict[str, float]:
+    """An evaluation by metric; what it has no value of is left out."""
+    name = f"eval/{one.set}"
+    values = {name: one.accuracy, f"{name}-truncated_ratio": one.truncated_ratio, f"{name}-failed_ratio": one.failed_ratio}
+    values |= {f"{name}-response_len": one.response_len, f"{name}-took_s": one.took_s}
+    values |= {f"{name}-pass@{k}": value for k, value in one.passes.items()}
+    values |= {f"{name}-maj@{k}": value for k, value in one.majorities.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def drops_by_reason(entry: LedgerLine) -> dict[str, float]:
     """Rollouts that were decided against with a batch, by metric."""
     amounts = Counter[str]()
@@ -192,4 +202,4 @@ def ratios(values: Mapping[str, float]) -> dict[str, float]:
 
 def known(values: Mapping[str, float]) -> dict[str, float]:
     """Those that a row may have: under declared names, and finite."""
-    return {name: value for name, value in values.items() if name in METRICS and math.isfinite(value)}
+    return {name: value for name, value in values.items() if declared(name) is not None and math.isfinite(value)}

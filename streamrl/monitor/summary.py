@@ -22,6 +22,18 @@ _NUM_PROBLEMS = 8
 _MAX_CELL = 48
 
 
+class SetSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of problems when reinforcement learning began, and at its last evaluation."""
+
+    first: float | None
+    """Mean reward."""
+    last: float | None
+    passes: dict[int, float] = {}
+    """pass@k at the last."""
+    failed_ratio: float | None = None
+    """Of its samples at the last."""
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of `summary.json`. None: there was nothing to measure."""
 
@@ -38,6 +50,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     heldout_first: float | None
     """Held-out accuracy when reinforcement learning began."""
     heldout_last: float | None
+    evaluations: dict[str, SetSummary] = {}
+    """By set of problems."""
     tokens_made: int
     """Sampled by the engines."""
     tokens_trained: int
@@ -72,6 +86,7 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         loss_last=_mean_loss(view.reward_points[-REWARD_WINDOW:]),
         heldout_first=evaluations[0].accuracy if evaluations else None,
         heldout_last=evaluations[-1].accuracy if evaluations else None,
+        evaluations={name: _set_summary(learning(view, view.evaluated.of(name))) for name in view.evaluated.sets},
         tokens_made=view.tokens_made,
         tokens_trained=view.tokens_trained,
         staleness_p50=counted_quantile(trained.ages, 0.5),
@@ -92,8 +107,17 @@ def _mean_loss(points: Sequence[Point]) -> float | None:
 
 def learning_evaluations(view: RunView) -> list[Evaluation]:
     """Evaluations from the end of the warm-up on, by version, the newest of each; all of them if there are none after it."""
-    ordered = view.evaluations
+    return learning(view, view.evaluations)
+
+
+def learning(view: RunView, ordered: list[Evaluation]) -> list[Evaluation]:
+    """The same of any set."""
     return [one for one in ordered if one.version.number > view.trained.last_cold] or ordered
+
+
+def _set_summary(found: Sequence[Evaluation]) -> SetSummary:
+    last = found[-1]
+    return SetSummary(first=found[0].accuracy, last=last.accuracy, passes=last.passes, failed_ratio=last.failed_ratio)
 
 
 def write_summary(summary: Summary, path: Path) -> None:

@@ -82,7 +82,7 @@ class RunView:
         self.slo: tuple[Finding, ...] = ()
         self.slo_worst: dict[str, Level] = {}
         """Of objectives that were not met at some time, the worst level."""
-        self._evaluations = Evaluations()
+        self.evaluated = Evaluations()
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._engines: dict[str, EnginePresence] = {}
         self._workers: dict[str, WorkerLine] = {}
@@ -146,8 +146,7 @@ class RunView:
                 self._notices.append(f"{event.worker}: {event.detail.get('text', '')}")
             case "evaluation":
                 found = evaluation_of(event)
-                self._evaluations.add(found, last_cold=self.trained.last_cold)
-                if self.series is not None:
+                if self.evaluated.add(found, last_cold=self.trained.last_cold) and self.series is not None:
                     self.series.evaluation(found, step=self.trained.step_of(found.version.number), live=live)
             case "weights" if live and self.series is not None:
                 if isinstance(lag_s := event.detail.get("lag_s"), float):
@@ -269,8 +268,8 @@ class RunView:
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """The newest of each version, by version; of many, a part."""
-        return self._evaluations.ordered
+        """Those of the first set of problems, the newest of each version, by version; of many, a part."""
+        return self.evaluated.ordered
 
     @property
     def reward_points(self) -> list[Point]:
@@ -339,7 +338,7 @@ class RunView:
         """Everything at this moment; `supervised` are workers whose state the caller knows better than their presence."""
         newest, drops, held = self._newest, self.all_drops, self._in_hand.tasks
         measured = newest.metrics if newest else {}
-        rewards, held_out = self.trained.last_rewards(REWARD_WINDOW), self._evaluations.newest
+        rewards, held_out = self.trained.last_rewards(REWARD_WINDOW), self.evaluated.newest
         reinforced, left = self.reward_points, self.steps - self.trained.num_reinforced
         number = newest.version.number if newest else 0
         behind = [number - engine.serving.number for engine in self._engines.values() if engine.serving and engine.role == ROLLOUT_ROLE]
@@ -357,6 +356,7 @@ class RunView:
             loss=reinforced[-1].loss if reinforced else None,
             rewards=stretched_rewards(reinforced, SPARK_POINTS),
             heldout=held_out.accuracy if held_out else None,
+            evaluations=self.evaluated.others,
             tokens_made=self.tokens_made,
             tokens_trained=self.tokens_trained,
             made_per_s=self._made_rate.per_s,

@@ -31,7 +31,7 @@ from streamrl.page.address import page_folder
 from streamrl.page.tables import Numbers, Tables, as_json, shrink, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
-from streamrl.telemetry.names import METRICS
+from streamrl.telemetry.names import declared
 
 logger = logging.getLogger(__name__)
 
@@ -234,8 +234,8 @@ class Index:
             return
         if row.kind == BATCH:
             self._tables.drop_from(table, "version", version.number)
-        wanted = METRICS if self._only is None else self._only
-        values = {name: value for name, value in row.values.items() if name in wanted}
+        only = self._only
+        values = {name: value for name, value in row.values.items() if (declared(name) if only is None else name in only)}
         own = {"time_s": row.time_s, "step": row.step, "version": version.number, "epoch": version.epoch}
         try:
             self._tables.add(table, values | own)

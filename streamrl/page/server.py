@@ -28,7 +28,7 @@ from streamrl.page.objectives import objectives_of, worst_over
 from streamrl.page.others import AXES, Others, newest_rate
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
-from streamrl.telemetry.names import DROP_REASONS, METRICS
+from streamrl.telemetry.names import DROP_REASONS, METRICS, declared
 
 if TYPE_CHECKING:
     from streamrl.page.samples import Samples
@@ -180,7 +180,8 @@ class Page:
     async def _get_run(self, request: web.Request) -> web.Response:
         tables = await asyncio.to_thread(self._index.metrics)
         names = {name for columns in tables.values() for name in columns}
-        metrics = {name: {"unit": METRICS[name].unit, "meaning": METRICS[name].meaning} for name in METRICS if name in names}
+        order = [*(name for name in METRICS if name in names), *sorted(names - METRICS.keys())]
+        metrics = {name: {"unit": one.unit, "meaning": one.meaning} for name in order if (one := declared(name)) is not None}
         return _json(
             {
                 **await asyncio.to_thread(self._state),
@@ -221,7 +222,7 @@ class Page:
         names = [name for name in query.get("names", "").split(",") if name][:_MOST_NAMES]
         rates = frozenset(query.get("rates", "").split(","))
         x = query.get("x", "time_s")
-        if unknown := [name for name in names if name not in METRICS]:
+        if unknown := [name for name in names if declared(name) is None]:
             raise web.HTTPBadRequest(text=f"no metric is called {unknown[0][:100]!r}\n")
         if x not in ("time_s", "step", "version"):
             raise web.HTTPBadRequest(text=f"expected x to be time_s, step or version, got {x[:100]!r}\n")

@@ -20,7 +20,7 @@ MAINS: Mapping[str, str] = MappingProxyType(
         "producer": "streamrl.producers.rollouts:main",
         "gateway": "streamrl.producers.gateway.worker:main",
         "rewarder": "streamrl.producers.rewarder:main",
-        "evaluator": "streamrl.producers.evaluation:main",
+        "evaluator": "streamrl.producers.evaluation.worker:main",
         "engine": "streamrl.consumers.serving.engine_worker:main",
         "trainer": "streamrl.consumers.training.worker:main",
     }
@@ -72,12 +72,12 @@ def num_workers(config: Config, kind: str) -> int:
         return config.gateway.workers
     if kind == "rewarder":
         return config.reward.workers
-    if kind == "engine" and config.run.kind == "sft" and not config.data.heldout:
+    if kind == "engine" and config.run.kind == "sft" and not (config.data.heldout or config.evaluation.sets):
         return 0
     if kind == "engine":
         return config.engine.workers + config.evaluation.engines
     if kind == "evaluator":
-        return 1 if config.data.heldout else 0
+        return 1 if config.data.heldout or config.evaluation.sets else 0
     if kind == "trainer":
         return config.trainer.ranks
     return 1

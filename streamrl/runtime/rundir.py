@@ -67,6 +67,8 @@ class RunDir:
         """Profiles of single training steps; see `streamrl.trainers.torch.profiling`."""
         self.data = self.path / "data"
         """Indices of the training rows; see `streamrl.data.line_index`. What is removed is built again."""
+        self.evaluations = self.path / "evaluations"
+        """Answers and results of sets of problems, a folder for each version."""
         self.plot_path = self.path / "plot.png"
         """Reward and lag over the run."""
 
@@ -82,6 +84,10 @@ class RunDir:
     def export_path(self, version: Version) -> Path:
         """Where a version's policy is saved: a number of another epoch is another policy."""
         return self.hf / (f"v{version.number:08d}" + (f"-e{version.epoch}" if version.epoch else ""))
+
+    def evaluation_path(self, version: str, name: str) -> Path:
+        """Where the answers of a set of problems at a version are, a line each."""
+        return self.evaluations / version / f"{name}.jsonl"
 
     def role_path(self, role: str) -> Path:
         """How to reach the bus with a role's credentials."""

@@ -21,7 +21,7 @@ _VETO = "`loss.correction.veto` is set"
 _SGLANG = 'engines are servers: `engine.kind = "sglang"`'
 _DRAFTS = "they decode speculatively (`engine.sglang.flags`)"
 _EXPERTS = "the policy is a mixture of experts whose routers are known: Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE, Qwen3-Next"
-_HELD_OUT = "there are held-out problems: `data.heldout`"
+_HELD_OUT = "there are held-out problems: `data.heldout`, `[[evaluation.sets]]`"
 
 CONDITIONS: Mapping[str, str] = MappingProxyType(
     {

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from streamrl.errors import SchemaError
 from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
 from streamrl.telemetry.metric import Metric, Reduction
+from streamrl.telemetry.set_names import set_metric
 
 _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
@@ -386,9 +387,14 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 """The declared metrics by name."""
 
 
+def declared(name: str) -> Metric | None:
+    """The declaration of `name`, also of a set of problems, or None."""
+    return METRICS.get(name) or set_metric(name)
+
+
 def metric(name: str) -> Metric:
     """The declaration of `name`; raises SchemaError with the nearest declared name if there is none."""
-    found = METRICS.get(name)
+    found = declared(name)
     if found is None:
         near = difflib.get_close_matches(name, METRICS, n=1)
         advice = f"did you mean '{near[0]}'? " if near else ""

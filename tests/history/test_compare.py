@@ -5,13 +5,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from streamrl.bus.memory.bus import MemoryBus
 from streamrl.config.load import override
-from streamrl.config.tree import Config, DataConfig, RunConfig
+from streamrl.config.tree import BusConfig, Config, DataConfig, RunConfig
 from streamrl.history.branch_run import train_branch
 from streamrl.history.compare import compare, compare_runs, print_comparison, write_comparison
 from streamrl.history.differences import config_differences
 from streamrl.history.replay import Range
-from streamrl.history.source import open_source
+from streamrl.history.source import evaluations_in, open_source
+from streamrl.schemas.codec import encode
+from streamrl.schemas.events import Event
+from streamrl.schemas.subjects import Subjects
 from tests.history.conftest import Recorded
 
 
@@ -58,3 +62,23 @@ def test_a_schedule_of_the_same_length_is_the_same_whether_that_is_said_or_not()
     assert config_differences(config, override(config, ["trainer.optimizer.decay_steps=40"])) == ()
     [other] = config_differences(config, override(config, ["trainer.optimizer.decay_steps=50"]))
     assert (other.key, other.a, other.b) == ("trainer.optimizer.decay_steps", 40, 50)
+
+
+async def test_sets_of_problems_stand_side_by_side() -> None:
+    bus, subject = MemoryBus("run", BusConfig()), Subjects("run").events("evaluation")
+    for name, number, accuracy, passed in (("sums", 1, 0.25, 0.5), ("sums", 3, 0.5, 0.75), ("words", 3, None, None)):
+        rates = {} if passed is None else {k: {"value": value, "problems": 4} for k, value in (("1", accuracy), ("8", passed))}
+        detail = {"set": name, "version": f"0.{number}", "accuracy": accuracy, "num": 4, "pass": rates}
+        await bus.publish(subject, encode(Event(kind="evaluation", worker="evaluator-0", detail=detail)))
+    await bus.publish(subject, encode(Event(kind="evaluation", worker="x", detail={"version": []})))
+    await bus.publish(Subjects("run").events("notice"), encode(Event(kind="notice", worker="x", detail={})))
+    found = await evaluations_in(bus, Subjects("run"))
+    assert [(one.set, one.accuracy, one.passes) for one in found] == [
+        ("sums", 0.25, {1: 0.25, 8: 0.5}),
+        ("sums", 0.5, {1: 0.5, 8: 0.75}),
+        ("words", None, {}),
+    ]
+    rows = {row[0]: row[1:] for row in compare("a", [], "b", [], evaluated_a=found, evaluated_b=found[:1]).table}
+    assert rows["eval sums"] == ("0.25", "0.5", "0.25", "0.25", "-0.25")
+    assert rows["eval sums pass@8"] == ("", "0.75", "", "0.5", "-0.25")
+    assert rows["eval words"] == ("-", "-", "-", "-", "-")

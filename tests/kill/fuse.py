@@ -133,6 +133,13 @@ class FusedKeys(Wrapped):
         return await self._awaited(f"get {key.split('/')[0]}", lambda: self._inner.get(key))
 
 
+class FusedStore(Wrapped):
+    """The answers of a set of problems; its spot is `store`."""
+
+    def add(self, record: Any) -> None:
+        self._called("store", lambda: self._inner.add(record))
+
+
 class FusedTurns(Wrapped):
     """The journals of sessions."""
 

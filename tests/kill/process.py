@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -16,7 +19,7 @@ from streamrl.errors import Fenced
 from streamrl.runtime.kinds import MAINS
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
-from tests.kill.fuse import Fuse, FusedBus, FusedPublisher, FusedTrainer, Spot
+from tests.kill.fuse import Fuse, FusedBus, FusedPublisher, FusedStore, FusedTrainer, Spot
 from tests.kill.mutants import plant
 
 
@@ -42,6 +45,15 @@ async def serve(request: Request) -> None:
         make_trainer, make_publisher = module.make_trainer, module.make_publisher
         module.make_trainer = lambda *given, **named: FusedTrainer(make_trainer(*given, **named), fuse)
         module.make_publisher = lambda *given, **options: FusedPublisher(make_publisher(*given, **options), fuse)
+    if request.kind == "evaluator":
+        open_store = module.open_store
+
+        @contextlib.contextmanager
+        def fused(*given: Any) -> Iterator[FusedStore]:
+            with open_store(*given) as store:
+                yield FusedStore(store, fuse)
+
+        module.open_store = fused
     seams = plant(request.mutant, FusedBus(bus, fuse), module)
     try:
         worker = Worker(config=config, run_dir=run, bus=seams, kind=request.kind, index=0)

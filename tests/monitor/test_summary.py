@@ -22,6 +22,7 @@ KEYS = [
     "loss_last",
     "heldout_first",
     "heldout_last",
+    "evaluations",
     "tokens_made",
     "tokens_trained",
     "staleness_p50",

@@ -41,7 +41,7 @@ LIGHT = [
     "streamrl.data.problems",
     "streamrl.engines.http",
     "streamrl.launch.supervisor",
-    "streamrl.producers.evaluation",
+    "streamrl.producers.evaluation.worker",
     "streamrl.producers.rollouts",
     "streamrl.producers.feeder",
     "streamrl.runtime.worker",

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from streamrl.config.tree import Config, EngineConfig, EvaluationConfig, WarmupConfig, WeightsConfig
 from streamrl.consumers.serving import engine_worker
-from streamrl.producers.evaluation import Schedule, main
+from streamrl.producers.evaluation.schedule import Schedule
+from streamrl.producers.evaluation.worker import main
 from streamrl.runtime.kinds import num_workers
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, WorkerPresence

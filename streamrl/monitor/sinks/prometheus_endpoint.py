@@ -14,7 +14,7 @@ from streamrl.errors import LaunchError
 from streamrl.monitor.series import Row
 from streamrl.monitor.sinks.names import prometheus_name
 from streamrl.monitor.sinks.protocol import Once, version_number
-from streamrl.telemetry.names import METRICS, Reduction
+from streamrl.telemetry.names import Reduction, metric
 
 _MOST_SERIES = 1 << 16
 _UNSEEN = re.compile(r"[\x00-\x1f]")
@@ -58,7 +58,7 @@ class PrometheusEndpoint:
                     key = (name, row.of)
                     if key not in self._values and len(self._values) >= _MOST_SERIES:
                         continue
-                    before = self._values.get(key, 0.0) if METRICS[name].reduction is Reduction.SUM else 0.0
+                    before = self._values.get(key, 0.0) if metric(name).reduction is Reduction.SUM else 0.0
                     self._values[key] = before + value
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class PrometheusEndpoint:
         families: dict[str, Metric] = {}
         for (name, of), value in values.items():
             called, reason = prometheus_name(name)
-            declared = METRICS[name]
+            declared = metric(name)
             labels = ["run", "worker", *(["reason"] if reason else [])]
             if called not in families:
                 kind = CounterMetricFamily if declared.reduction is Reduction.SUM else GaugeMetricFamily

@@ -13,8 +13,13 @@ function chartsOf(run) {
   const reasons = (run.tables.batch || []).filter((name) => name.startsWith("rollouts/dropped_total/"));
   const lost = (run.tables.batch || []).filter((name) => name.startsWith("tokens/dropped_total/"));
   const quantiles = (part) => ["finished", "cut", "trained", "dropped"].map((what) => since(`lengths/${what}_${part}`, what));
+  // Of sets of problems: their means, and what else is known of each.
+  const told = run.tables.evaluation || [];
+  const of = (names) => names.map((name) => ({ table: "evaluation", name, label: name === "eval/heldout" ? "held-out" : name.slice(5) }));
+  const rates = told.filter((name) => /-(pass|maj)@(?!1$)\d+$/.test(name));
+  const means = told.filter((name) => !/-((pass|maj)@\d+|truncated_ratio|failed_ratio|response_len|took_s)$/.test(name));
   const all = [
-    ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), { table: "evaluation", name: "eval/heldout", label: "held-out" }]],
+    ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), ...of(means)]],
     ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", true), since("tokens/published_total", "published", true), since("tokens/cut_total", "cut, never published", true)]],
     ["What became of published tokens, by batch", "version", [batch("tokens/trained_total", "trained"), batch("tokens/masked_total", "masked"), ...lost.map((name) => batch(name, `dropped: ${name.slice("tokens/dropped_total/".length)}`))]],
     ["Staleness of trained tokens, versions", "version", [batch("staleness/mean", "mean"), batch("staleness/p95", "p95"), batch("staleness/max", "max")]],
@@ -30,6 +35,7 @@ function chartsOf(run) {
     ["Lengths of answers by their end, p95, tokens", "time_s", quantiles("p95")],
     ["Distance of the lengths trained from all", "time_s", [since("lengths/distance", "0: no length is treated otherwise")]],
   ];
+  if (rates.length) all.splice(1, 0, ["pass@k and maj@k of evaluations", "version", of(rates)]);
   const times = [];
   for (const [who, title] of [["trainer", "Where the trainer's time goes"], ["producer", "Where the time of producers' slots goes"], ["engine", "Where the engines' time goes"]]) {
     const found = shares(`${who}/share/`);

@@ -1,0 +1,1 @@
+"""Sets of problems asked at one version: the evaluator worker, and what `streamrl eval` shares with it."""

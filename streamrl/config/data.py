@@ -1,0 +1,55 @@
+"""The section `data`: the rows that tasks are made of."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from streamrl.config.bounds import PositiveInt, Section
+from streamrl.config.sources import SourceConfig
+
+
+class DataConfig(Section, frozen=True, kw_only=True):
+    """Training and held-out problems: JSONL, Parquet or Arrow files, or saved `datasets`, each optionally sliced as `path@[a:b]`."""
+
+    train: str = ""
+    """Training rows."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sets of training rows instead of `data.train`."""
+    heldout: str = ""
+    """Held-out rows for evaluation; empty: none."""
+    prompt_key: str = "prompt"
+    """Field with the prompt: a string, or a list of chat messages."""
+    label_key: str = "label"
+    """Field with the expected answer."""
+    messages_key: str = ""
+    """Field with a whole conversation, of which the assistant's turns are trained on; instead of prompt_key and label_key, in runs of
+    kind `sft`. Empty: none."""
+    metadata_key: str = ""
+    """Field with a table handed to rewards and producers; empty: none."""
+    tools_key: str = ""
+    """Field with tool definitions for the chat template; empty: none."""
+    reward_key: str = ""
+    """Field with the row's own reward: the name of a built-in kind, or a table of `kind` and `options`; rows without one have the run's.
+    Empty: all have the run's."""
+    reward_options: dict[str, dict[str, Any]] = {}
+    """By kind, options of the rewards that rows name, under those of the row itself; an address, a key and an isolation only here."""
+    sampling_key: str = ""
+    """Field with a table of `sampling` fields for the row's own tasks, put over `sampling` (over `evaluation.sampling` in an evaluation);
+    empty: none."""
+    chat_template: bool = True
+    """Apply the tokenizer's chat template (a string prompt becomes one user message)."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Further variables of the chat template, such as `enable_thinking = false`; one that it does not read is refused. They decide how
+    prompts and every later turn begin."""
+    chat_template_kwargs_key: str = ""
+    """Field with a table of such variables for one row, which go before `data.chat_template_kwargs`; empty: none."""
+    tool_calls: Literal["auto", "hermes", "qwen3_coder", "llama3", "deepseek", "none"] = "auto"
+    """How the model writes calls of tools: Hermes and Qwen3, Qwen3-Coder and Qwen3.5, Llama 3, DeepSeek; auto: read from the chat
+    template."""
+    max_prompt_tokens: PositiveInt = 128
+    """Tasks of longer prompts end as `row_too_long`; with reading = "whole" their rows are left out. Both are counted."""
+    reading: Literal["stream", "whole"] = "stream"
+    """stream: rows are read and encoded when their turn comes, and the task of one that cannot be used ends with the reason; whole: all
+    training rows are read at each start, one that is broken refuses it, and those that are too long are left out."""
+    shuffle: bool = True
+    """Permute the rows by (seed, epoch); otherwise file order."""

@@ -1,0 +1,23 @@
+"""The rows of a set of problems, with errors that name the set."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from streamrl.config.evaluation_sets import HELDOUT, ProblemSet
+from streamrl.data.problems import Problems, load_problems
+from streamrl.data.tokenizer import Tokenizer
+from streamrl.errors import ConfigError
+
+
+def load_set(one: ProblemSet, tokenizer: Tokenizer) -> Problems:
+    """All problems of a set; raises DataError and ConfigError as `load_problems`, which say of which set.
+
+    What is asked has a prompt and a label, also where whole conversations are trained on.
+    """
+    try:
+        return load_problems(one.path, replace(one.config.data, messages_key=""), tokenizer)
+    except ConfigError as error:
+        if one.name == HELDOUT:
+            raise
+        raise type(error)(f"{one.key}: {error.message}", hint=error.hint, **error.values) from error
