@@ -3,22 +3,25 @@
 Letters as in `streamrl.trainers.torch.experts`, and `P` ranks with `E / P` experts each.
 
 ```text
-own pairs, by expert [S]  --exchange-->  pairs of own experts, by rank [S']  --permute-->  by expert  --two products-->  [S']  and back
-counts [P, E / P]         --exchange-->  counts of each rank for own experts
+own tokens [T]  --exchange-->  tokens of any rank that meet own experts [G]  --permute-->  pairs by expert [S]  --two products-->  [S]
+sums of what came back, a rank's each [T]  <--exchange--  weighted sums over a token's own experts [G]  <--------------------------'
 ```
-megatron-core has such layers too; its way without Transformer Engine multiplies one expert at a time. This one multiplies as the `torch`
-backend does, sends the router's weights along, and sums nothing by atomic additions: on equal ranks equal inputs give equal bits.
+A token goes to each rank once, however many of its experts that rank holds, with its weights beside it: of 8 experts on 2 ranks a
+quarter of what pairs would take. megatron-core has such layers too; its way without Transformer Engine multiplies one expert at a time.
+This one multiplies as the `torch` backend does, and sums nothing by atomic additions: on equal ranks equal inputs give equal bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.decorators import maybe_mark_dynamic
 
 from streamrl.trainers.megatron.names import Parameter, Part
 from streamrl.trainers.torch.experts import by_expert, permute, products, sums
@@ -74,31 +77,95 @@ class Mixture(torch.nn.Module):
         positions, rows, hidden = states.shape
         tokens = states.transpose(0, 1).reshape(-1, hidden)
         _, weights, chosen = self.router(tokens)
-        order, places, ends = by_expert(chosen.flatten(), self.router.num_experts)
-        pairs = permute(tokens, order, places, self.router.top_k), permute(weights.reshape(-1, 1), order, places, 1)
-        outer = self._own(*pairs, ends) if self._group is None else self._elsewhere(*pairs, ends)
-        return sums(outer, order, places, self.router.top_k).view(rows, positions, hidden).transpose(0, 1), None
+        if self._group is None:
+            found = self._met(tokens, weights, by_expert(chosen.flatten(), self.here), _PLAIN)
+        else:
+            found = self._everywhere(torch.cat([tokens, weights], 1), chosen, self._ranks(chosen), torch.compiler.is_compiling())
+        return found.view(rows, positions, hidden).transpose(0, 1), None
 
-    def _own(self, pairs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """[S', H] of pairs that stand by expert, those of own expert e up to `ends[e]`."""
-        gate, up = products(pairs, self.gate_up.view(self.here, -1, pairs.shape[1]), ends).chunk(2, dim=-1)
-        inner = torch.nn.functional.silu(gate) * up * weights
-        return products(inner.to(pairs.dtype), self.down.view(self.here, pairs.shape[1], -1), ends)
+    def _ranks(self, chosen: Tensor) -> Tensor:
+        """[T, min(P, k)] the ranks of the experts [T, k] that a token meets, each once, and P for those that are fewer."""
+        ranks = (chosen // self.here).sort(-1).values
+        again = torch.nn.functional.pad(ranks[:, 1:] == ranks[:, :-1], (1, 0))
+        return torch.where(again, self._parts, ranks).sort(-1).values[:, : self._parts]
+
+    def _met(self, tokens: Tensor, weights: Tensor, met: tuple[Tensor, Tensor, Tensor], ways: _Ways) -> Tensor:
+        """[T, H] weighted sums over the own experts that tokens [T, H] meet: order, places and ends of their pairs."""
+        (order, places, ends), k = met, weights.shape[1]
+        both = products(ways.permute(tokens, order, places, k), self.gate_up.view(self.here, -1, tokens.shape[1]), ends)
+        inner = ways.gated(both, weights, order, places)
+        return ways.sums(products(inner, self.down.view(self.here, tokens.shape[1], -1), ends), order, places, k)
 
     @not_compiled
-    def _elsewhere(self, pairs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """[S, H] of own pairs, which stand by expert of all ranks. Not compiled with its layer: S' differs from pass to pass."""
-        # counts[p, e]: own pairs for expert e of rank p; coming[p, e]: pairs of rank p for own expert e. Two ranks, two experts each:
-        # here counts [[1, 0], [2, 2]], there [[3, 1], [0, 1]]. Here come [[1, 0], [3, 1]]: pair 0 is of expert 0, 1 .. 3 too, 4 of 1.
-        counts = ends.diff(prepend=ends.new_zeros(1)).view(self._parts, self.here)
+    def _everywhere(self, beside: Tensor, chosen: Tensor, ranks: Tensor, compiled: bool) -> Tensor:
+        """[T, H] of own tokens [T, H + k], weights beside them, which meet `chosen` [T, k] on `ranks` [T, m].
+
+        Not compiled with its layer: sizes differ from pass to pass. Example, two ranks of two experts each, k = 2: of tokens that meet
+        0 3, 1 0 and 2 3 rank 0 gets the first two, in that order, with 0 2 and 1 0 (2: of none here), rank 1 the first and the last one,
+        with 2 1 and 0 1.
+        """
+        k, slots, here, group = chosen.shape[1], ranks.shape[1], self.here, self._group
+        ways = _compiled_ways() if compiled else _PLAIN
+        order, places, ends = by_expert(ranks.flatten(), self._parts)
+        pairs = (chosen.flatten() // here == torch.arange(self._parts, device=chosen.device)[:, None]).sum(1)
+        counts = torch.stack([ends.diff(prepend=ends.new_zeros(1)), pairs], 1)
         coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts.contiguous(), group=self._group)
+        dist.all_to_all_single(coming, counts, group=group)
         # The host waits for these numbers: it must know how much memory to take.
-        sent, got = torch.stack([counts, coming]).sum(2).tolist()
-        experts = torch.arange(self.here, device=coming.device).repeat(self._parts).repeat_interleave(coming.flatten())
-        order, places, own_ends = by_expert(experts, self.here)
-        pairs, weights = (permute(_exchange(each, sent, got, self._group), order, places, 1) for each in (pairs, weights))
-        return _exchange(permute(self._own(pairs, weights, own_ends), places, order, 1), got, sent, self._group)
+        (sent, _), (got, own) = torch.stack([counts, coming]).mT.tolist()
+        order = order[: sum(sent)]
+        first = ranks.flatten()[order][:, None] * here  # expert of the rank that a row goes to
+        experts = chosen[order // slots] - first
+        experts = torch.where((experts >= 0) & (experts < here), experts, here).int()
+        rows = _exchange(ways.permute(beside, order, places, slots), sent, got, group)
+        met, met_places, met_ends = by_expert(_exchange(experts, sent, got, group).flatten(), here)
+        tokens, weights = rows.split([rows.shape[1] - k, k], 1)
+        found = self._met(tokens, weights, (met[: sum(own)], met_places, met_ends), ways)
+        return ways.sums(_exchange(found, got, sent, group), order, places, slots)
+
+
+def _gated(both: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """[S, I] silu(gate) up times the pair's weight; `both` [S, 2 I], weights [T, k]."""
+    gate, up = both.chunk(2, dim=-1)
+    inner = torch.nn.functional.silu(gate) * up * permute(weights.reshape(-1, 1), order, places, 1)
+    return inner.to(both.dtype)
+
+
+class _Ways(NamedTuple):
+    """How what is between products and exchanges is run."""
+
+    permute: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    sums: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    gated: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+_PLAIN = _Ways(permute, sums, _gated)
+
+
+@cache
+def _compiled_ways() -> _Ways:
+    """Each compiled by itself, for any number of rows."""
+    return _Ways(*(_any_length(one) for one in (_permuted, _summed, _gated)))
+
+
+def _permuted(values: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+    return permute(values, order, places, k)
+
+
+def _summed(values: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+    return sums(values, order, places, k)
+
+
+def _any_length(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    fast = torch.compile(function, dynamic=False)
+
+    def run(*given: Any) -> Tensor:
+        for one in given:
+            if isinstance(one, Tensor):
+                maybe_mark_dynamic(one, 0)
+        return fast(*given)
+
+    return run
 
 
 class _Exchange(torch.autograd.Function):
