@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.errors import ConfigError
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.trainers.megatron.leaves import Leaf
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.ranks.collectives import among_ranks
@@ -179,6 +180,10 @@ class HeldBoxes(Held):
                 rows = self._across.rows(shape[0], parallel.lane)
                 memory = leaf.value.new_empty((len(rows), shape[1]), dtype=types[leaf.part.name])
                 self._offers[leaf.part.name] = (rows.start, memory)
+        rounded = {leaf.part.name: leaf.rounded for leaf in leaves if leaf.rounded is not None}
+        self._in_place = {name: one for name, one in rounded.items() if one.dtype == types[name]}
+        self._fixed: NamedDigester | None = None
+        """Of what lies somewhere for good: a mixture has thousands of tensors."""
         self._silent = {leaf.part.name for leaf in leaves if not parallel.speaks(leaf) or not leaf.part.held[0]}
 
     @torch.no_grad()
@@ -212,6 +217,15 @@ class HeldBoxes(Held):
             boxes=self.boxes,
         )
 
+    def digests(self) -> NamedDigests:
+        """See `Held.digests`."""
+        fixed = self._in_place.keys() | self._offers.keys()
+        self._fixed = self._fixed or NamedDigester(self._regions(one for one in self.parameters if one[0] in fixed))
+        others = NamedDigester(self._regions(one for one in self.parameters if one[0] not in fixed))
+        found, more = self._fixed.digests(), others.digests()
+        # Ranks add up theirs by place, and another stage has others in its memory.
+        return NamedDigests(dict(sorted({**found.elements, **more.elements}.items())), {**found.words, **more.words})
+
     def copies(self) -> dict[str, Tensor]:
         """See `Held.copies`: the bits of all boxes are added up, each in its place among zeros."""
         found: dict[str, Tensor] = {}
@@ -225,6 +239,10 @@ class HeldBoxes(Held):
             if self.parallel.rank == 0:
                 found[one.name] = host_copy(whole)
         return found
+
+    def _rounded(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
+        found = self._in_place.get(name)
+        return super()._rounded(name, parameter) if found is None else found
 
     def _offered(self, name: str, rows: Tensor) -> Slice:
         if name not in self._offers:
