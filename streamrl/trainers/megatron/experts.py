@@ -13,7 +13,7 @@ This one multiplies as the `torch` backend does, and sums nothing by atomic addi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._dynamo.decorators import maybe_mark_dynamic
 
 from streamrl.trainers.megatron.names import Parameter, Part
-from streamrl.trainers.torch.experts import by_expert, permute, products, sums
+from streamrl.trainers.torch.experts import added, by_expert, permute, products, sums
 from streamrl.trainers.torch.layers import not_compiled
 
 
@@ -104,24 +104,20 @@ class Mixture(torch.nn.Module):
         0 3, 1 0 and 2 3 rank 0 gets the first two, in that order, with 0 2 and 1 0 (2: of none here), rank 1 the first and the last one,
         with 2 1 and 0 1.
         """
-        k, slots, here, group = chosen.shape[1], ranks.shape[1], self.here, self._group
+        k, slots, here = chosen.shape[1], ranks.shape[1], self.here
         ways = _compiled_ways() if compiled else _PLAIN
         order, places, ends = by_expert(ranks.flatten(), self._parts)
         pairs = (chosen.flatten() // here == torch.arange(self._parts, device=chosen.device)[:, None]).sum(1)
-        counts = torch.stack([ends.diff(prepend=ends.new_zeros(1)), pairs], 1)
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts, group=group)
-        # The host waits for these numbers: it must know how much memory to take.
-        (sent, _), (got, own) = torch.stack([counts, coming]).mT.tolist()
-        order = order[: sum(sent)]
+        assert self._group is not None
+        trip = _Trip(torch.stack([ends.diff(prepend=ends.new_zeros(1)), pairs]), slots, ways, self._group)
         first = ranks.flatten()[order][:, None] * here  # expert of the rank that a row goes to
         experts = chosen[order // slots] - first
         experts = torch.where((experts >= 0) & (experts < here), experts, here).int()
-        rows = _exchange(ways.permute(beside, order, places, slots), sent, got, group)
-        met, met_places, met_ends = by_expert(_exchange(experts, sent, got, group).flatten(), here)
+        rows = _there(beside, order, places, trip)
+        met, met_places, met_ends = by_expert(trip.go(experts).flatten(), here)
         tokens, weights = rows.split([rows.shape[1] - k, k], 1)
-        found = self._met(tokens, weights, (met[: sum(own)], met_places, met_ends), ways)
-        return ways.sums(_exchange(found, got, sent, group), order, places, slots)
+        found = self._met(tokens, weights, (met[: trip.pairs], met_places, met_ends), ways)
+        return _back(found, order, places, trip)
 
 
 def _gated(both: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
@@ -134,18 +130,26 @@ def _gated(both: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tens
 class _Ways(NamedTuple):
     """How what is between products and exchanges is run."""
 
+    rows: Callable[[Tensor, Tensor, int], Tensor]
+    """(values [T, N], order [S], k) to row `order[s] // k` for each of S."""
+    added: Callable[[Tensor, Tensor, int], Tensor]
+    """`streamrl.trainers.torch.experts.added`"""
     permute: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor, int], Tensor]
     gated: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-_PLAIN = _Ways(permute, sums, _gated)
+def _rows(values: Tensor, order: Tensor, k: int) -> Tensor:
+    return values[order // k]
+
+
+_PLAIN = _Ways(_rows, added, permute, sums, _gated)
 
 
 @cache
 def _compiled_ways() -> _Ways:
     """Each compiled by itself, for any number of rows."""
-    return _Ways(*(_any_length(one) for one in (_permuted, _summed, _gated)))
+    return _Ways(*(_any_length(one) for one in (_rows, added, _permuted, _summed, _gated)))
 
 
 def _permuted(values: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
@@ -168,22 +172,81 @@ def _any_length(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows for each rank, `sent` of them one after the other, against those of each rank, `got` of them; gradients go the other way."""
+class _Trip:
+    """What goes from rank to rank in a layer's pass, and how much of it.
+
+    Args:
+        counts: [2, P] own tokens that go to each rank, and pairs that they are there.
+        slots: ranks that a token goes to at most.
+        ways: how rows are laid out.
+        group: the ranks.
+    """
+
+    def __init__(self, counts: Tensor, slots: int, ways: _Ways, group: dist.ProcessGroup) -> None:
+        self.slots, self.ways, self._group = slots, ways, group
+        coming = torch.empty_like(counts.T, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(coming, counts.T.contiguous(), group=group)
+        both = torch.stack([counts, coming.T])
+        self._told = torch.empty(both.shape, dtype=both.dtype, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
+        self._event = torch.cuda.Event() if both.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+        self._sent: list[int] = []
+        self._got: list[int] = []
+        self.pairs = 0
+        """Of own experts, from all ranks; known once rows have gone."""
+
+    def go(self, rows: Tensor) -> Tensor:
+        """[G, ...] rows that come from each rank for [S, ...] rows for each, those behind them left out. Here the host waits, once."""
+        if not self._got:  # it must know how much memory to take; what was begun before is computed meanwhile
+            if self._event is not None:
+                self._event.synchronize()
+            (self._sent, _), (self._got, own) = self._told.tolist()
+            self.pairs = sum(own)
+        return self._exchange(rows[: sum(self._sent)], self._sent, self._got)
+
+    def come(self, rows: Tensor) -> Tensor:
+        """[S, ...] rows back where they came from, or their gradient."""
+        return self._exchange(rows, self._got, self._sent)
+
+    def _exchange(self, rows: Tensor, sent: list[int], got: list[int]) -> Tensor:
+        found = rows.new_empty((sum(got), *rows.shape[1:]))
+        dist.all_to_all_single(found, rows.contiguous(), got, sent, group=self._group)
+        return found
+
+
+class _There(torch.autograd.Function):
+    """[G, N] rows of all ranks' tokens for own experts, from own [T, N]; a token's gradient is the sum of what comes back of its rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way = got, sent, group
-        found = rows.new_empty((sum(got), *rows.shape[1:]))
-        dist.all_to_all_single(found, rows.contiguous(), list(got), list(sent), group=group)
-        return found
+    def forward(ctx: Any, values: Tensor, order: Tensor, places: Tensor, trip: _Trip) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.trip = trip
+        return trip.go(trip.ways.rows(values, order, trip.slots))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Exchange.apply(*grad_outputs, *ctx.way), None, None, None
+        trip: _Trip = ctx.trip
+        return trip.ways.added(trip.come(grad_outputs[0]), ctx.saved_tensors[0], trip.slots), None, None, None
 
 
-_exchange: Any = _Exchange.apply
+class _Back(torch.autograd.Function):
+    """The transposed map: [T, N] sums of what the ranks made of own tokens, from [G, N] what was made here of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, order: Tensor, places: Tensor, trip: _Trip) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.trip = trip
+        return trip.ways.added(trip.come(values), places, trip.slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        trip: _Trip = ctx.trip
+        return trip.go(trip.ways.rows(grad_outputs[0], ctx.saved_tensors[0], trip.slots)), None, None, None
+
+
+_there: Any = _There.apply
+_back: Any = _Back.apply
 
 
 def in_matrices(parameters: Iterable[Parameter], experts: int) -> Iterator[Parameter]:

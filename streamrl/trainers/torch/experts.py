@@ -70,16 +70,26 @@ def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)), ends
 
 
-def _added(rows: Tensor, places: Tensor, k: int) -> Tensor:
+def added(rows: Tensor, places: Tensor, k: int) -> Tensor:
     """[T, N]: for each token the sum of the rows [S, N] of its pairs, which stand at `places` [T k]; one at S or behind it has no row."""
-    if k == 1 and len(rows) == len(places):
+    whole = len(rows) == len(places)
+    if k == 1 and whole:
         return rows[places]
-    if len(rows) == len(places):
-        return rows[places].view(-1, k, rows.shape[1]).sum(1)
     if not len(rows):
         return rows.new_zeros(len(places) // k, rows.shape[1])
-    found = rows[places.clamp(max=len(rows) - 1)].masked_fill_((places >= len(rows))[:, None], 0)
+    if torch.compiler.is_compiling():  # one pass over the rows; as a reduction it takes six
+        return _unrolled(rows, places.view(-1, k), whole=whole)
+    found = rows[places] if whole else rows[places.clamp(max=len(rows) - 1)].masked_fill_((places >= len(rows))[:, None], 0)
     return found.view(-1, k, rows.shape[1]).sum(1)
+
+
+def _unrolled(rows: Tensor, places: Tensor, *, whole: bool) -> Tensor:
+    """`added`, of places [T, k]."""
+    total: Any = 0
+    for place in places.unbind(1):
+        found = rows[place] if whole else rows[place.clamp(max=len(rows) - 1)].masked_fill((place >= len(rows))[:, None], 0)
+        total = total + (found if found.dtype == torch.float64 else found.float())
+    return total.to(rows.dtype)
 
 
 class _Permute(torch.autograd.Function):
@@ -95,7 +105,7 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (slopes,) = grad_outputs
         _, places = ctx.saved_tensors
-        return _added(slopes, places, ctx.k), None, None, None
+        return added(slopes, places, ctx.k), None, None, None
 
 
 class _Sums(torch.autograd.Function):
@@ -105,7 +115,7 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, places)
         ctx.k = k
-        return _added(values, places, k)
+        return added(values, places, k)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -120,11 +120,18 @@ class Parallel:
             first += g.numel()
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Norm of all elements of named tensors of which this rank holds `tensors`: over parts the squares are summed in float64."""
+        """Norm of all elements of named tensors of which this rank holds `tensors`: over parts the squares are summed in float64.
+
+        On a GPU those of a part in the tensors' own type: widened there, each number is written and read once more.
+        """
         if not self.sharded:
             return torch.nn.utils.get_total_norm(tensors)
-        squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors if tensor.numel()]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        held = [tensor for tensor in tensors if tensor.numel()]
+        if held and held[0].is_cuda:
+            total = torch.nn.utils.get_total_norm(held).double().square()
+        else:
+            squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in held]
+            total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         return self._sum_parts(total.cpu()).sqrt().to(tensors[0])
 
     def digest(self, sums: Mapping[str, int]) -> str:
