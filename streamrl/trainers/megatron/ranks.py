@@ -21,6 +21,7 @@ from torch import Tensor
 
 from streamrl.errors import ConfigError
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.trainers.activations import Cut
 from streamrl.trainers.megatron.leaves import Leaf
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.ranks.collectives import among_ranks
@@ -61,6 +62,7 @@ class MegatronParallel(Parallel):
         super().__init__(replace(mesh, context=1), device)
         self.mesh = mesh
         self.stages, self.width = mesh.stages, mesh.shard // mesh.stages
+        self.cut = Cut(tensors, mesh.stages)
         self.stage, self.lane = divmod(self.part, self.width)
         self.tensors, self.expert_parts = tensors, self.width // tensors
         self.parts_group = self.devices.get_group("shard") if self.devices is not None else None
@@ -118,6 +120,14 @@ class MegatronParallel(Parallel):
     def most(self, count: int) -> int:
         """See `Parallel.most`; tensor ranks have the same samples, and replicas meet behind the last micro-batch."""
         return count if self.expert_parts == 1 else super().most(count)
+
+    def least(self, value: int) -> int:
+        """See `Parallel.least`; tensor ranks, too, which run a layer together."""
+        found = torch.tensor([value])
+        if self.ranks > 1:
+            with among_ranks("an agreement"):
+                dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found)
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """See `Parallel.sum_gradients`; the gradients are of all leaves, in their order."""
