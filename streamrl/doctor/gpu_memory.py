@@ -14,7 +14,7 @@ from streamrl.config.tree import Config
 from streamrl.core.packing import ROW
 from streamrl.doctor.findings import Check
 from streamrl.errors import LaunchError
-from streamrl.trainers.activations import GIB, ModelShape, least_kept, model_shape
+from streamrl.trainers.activations import GIB, Cut, ModelShape, model_shape
 from streamrl.trainers.memory import RankMemory, itemsize_of, models_of, rank_memory
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -65,13 +65,14 @@ def least_memory(config: Config, gpus: Sequence[int]) -> int:
 def check_activations(config: Config, gpu_bytes: int) -> Check | None:
     """How many layers would keep their activations if the trainer had the GPU for itself; None where that is not known, or all do."""
     trainer, found, models = config.trainer, _reckoned(config, gpu_bytes), models_of(config, read_shape)
-    if found is None or models is None or trainer.backend == "megatron":
+    if found is None or models is None:
         return None
+    cut = Cut(trainer.tensor, trainer.pipeline)
     shapes, itemsize = [shape for _, shape in models.trained], itemsize_of(config)
     packed, compiled = _packed(config), _compiled(config)
     # As the trainer does: rows of the whole budget where all layers keep their activations then, else short ones.
     for row in (trainer.micro_tokens, min(trainer.micro_tokens, ROW) if packed else trainer.micro_tokens):
-        estimate = least_kept(
+        estimate = cut.least_kept(
             shapes,
             free_bytes=gpu_bytes,
             needed_bytes=found.nbytes,
@@ -95,7 +96,7 @@ def check_activations(config: Config, gpu_bytes: int) -> Check | None:
 def check_trainer_memory(config: Config, gpu_bytes: int) -> Check | None:
     """Whether a rank can hold its part of the models and one sample of the greatest length; None where that is not known.
 
-    What is reckoned is the least that it takes: no layer keeps its activations (all do with megatron-core), the head takes nothing, and
+    What is reckoned is the least that it takes: no layer keeps its activations unless that is asked for, the head takes nothing, and
     nothing else is on the GPU.
     """
     found = _reckoned(config, gpu_bytes)
@@ -187,7 +188,7 @@ def _packed(config: Config) -> bool:
 
 def _compiled(config: Config) -> bool:
     asked = config.trainer.compile
-    return asked == "on" or (asked == "auto" and _packed(config) and config.run.numerics != "bitwise")
+    return asked == "on" or (asked == "auto" and config.trainer.tensor == 1 and _packed(config) and config.run.numerics != "bitwise")
 
 
 def _longest(config: Config) -> int:

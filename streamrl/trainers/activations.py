@@ -59,6 +59,26 @@ class ModelShape(NamedTuple):
         return int(itemsize * (numbers * (1.0 if compiled else EAGER) + gathered))
 
 
+class Cut(NamedTuple):
+    """How the matrices of a layer, and the layers, are spread over ranks that have the same rows."""
+
+    tensors: int = 1
+    stages: int = 1
+
+    def least_kept(self, shapes: Sequence[ModelShape], *, tokens: int, **same: Any) -> Estimate:
+        """`least_kept` of the rank that has room for the fewest.
+
+        The first of several stages has as many rows on their way as there are stages, and the last one the head. A row's positions, and
+        within attention and MLP its widths, are divided by the tensor ranks.
+        """
+        own = [one._replace(layers=one.layers // self.stages, vocab=-(-one.vocab // self.tensors)) for one in shapes]
+        found = [least_kept(own, tokens=-(-tokens // self.tensors), **same)]
+        if self.stages > 1:
+            first = [one._replace(vocab=0) for one in own]
+            found.append(least_kept(first, tokens=-(-tokens * self.stages // self.tensors), **same))
+        return min(found, key=lambda one: (one.all_kept, one.kept))._replace(fits=all(one.fits for one in found))
+
+
 class Estimate(NamedTuple):
     """What the memory is enough for."""
 

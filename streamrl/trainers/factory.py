@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from streamrl.config.tree import Config, schedule_steps
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.mesh import mesh_of
@@ -66,8 +64,6 @@ def make_trainer(config: Config, model_dir: Path, *, profile_dir: Path | None = 
         from streamrl.trainers.megatron.model import MegatronLM
         from streamrl.trainers.megatron.ranks import MegatronParallel
 
-        if kernels.kept_layers == "auto":  # which is not reckoned for its layers
-            kernels = replace(kernels, kept_layers=None)
         timeout_s = config.trainer.rank_timeout_s
         parallel = MegatronParallel(mesh_of(config.trainer), device, config.trainer.tensor, timeout_s)
         made = partial(MegatronLM, dtype=dtype, device=device, kernels=kernels, parallel=parallel)

@@ -92,7 +92,7 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
     trainer, itemsize, shards = config.trainer, itemsize_of(config), config.trainer.shards
     (_, policy), *_ = models.trained
     if trainer.backend == "megatron":
-        return _megatron_memory(config, models)
+        return _megatron_memory(config, models, compiled=compiled)
     part = -(-policy.parameters // shards)
     lasting = [(f"to train the {what}", training_bytes(shape.parameters, itemsize, shards)) for what, shape in models.trained]
     lasting += [(f"for the {what}", itemsize * -(-shape.parameters // shards)) for what, shape in models.frozen]
@@ -115,8 +115,11 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
     return RankMemory(lasting, token, making)
 
 
-def _megatron_memory(config: Config, models: Models) -> RankMemory:
-    """Of the rank that has most: float32 leaves, gradients and moments beside the parameters that it computes with; all layers are kept.
+def _megatron_memory(config: Config, models: Models, *, compiled: bool) -> RankMemory:
+    """Of the rank that has most: float32 leaves, gradients and moments beside the parameters that it computes with.
+
+    Of the layers that are run again in the backward pass, with `trainer.activations = "auto"` all, one is run at a time. The first of
+    several stages has as many rows on their way as there are stages.
 
     Example, 8 layers in 2 stages on 2 tensor ranks each, a head of its own: the first rank has half of each of 4 layers and half of the
     embedding.
@@ -130,9 +133,9 @@ def _megatron_memory(config: Config, models: Models) -> RankMemory:
 
     def token_bytes(shape: ModelShape) -> int:
         layers, asked = shape.layers // trainer.pipeline, trainer.activations
-        # Of a layer that is run again its input; one is run at a time.
-        kept = layers if isinstance(asked, str) else max(1, min(asked, layers))
-        nbytes = kept * shape.layer_bytes(itemsize, compiled=False, context=context) + (layers - kept) * shape.hidden * itemsize
+        kept = layers if asked == "all" else 0 if asked == "auto" else min(asked, layers)
+        layer = shape.layer_bytes(itemsize, compiled=compiled, context=context)
+        nbytes = trainer.pipeline * (kept * layer + (layers - kept) * shape.hidden * itemsize) + (layer if kept < layers else 0)
         return -(-nbytes // (cut * context))
 
     (_, policy), *_ = models.trained

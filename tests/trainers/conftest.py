@@ -21,9 +21,10 @@ VOCAB = 16
 
 
 @pytest.fixture(autouse=True)
-def forked_ranks(request: pytest.FixtureRequest, preloaded: Preloaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of `open_trainer` do not import what they need, except on GPUs and where a test has the fixture `real_ranks`."""
     if request.node.get_closest_marker("gpu") is None and "real_ranks" not in request.fixturenames:
+        preloaded: Preloaded = request.getfixturevalue("preloaded")  # which tests on a GPU host do without, see scripts/gpu/tests.sh
         monkeypatch.setattr(local, "_spawn", preloaded.start_rank)
 
 

@@ -23,7 +23,7 @@ from streamrl.errors import ConfigError
 from streamrl.trainers.megatron.buildable import check_installed
 from streamrl.trainers.megatron.cpu import stand_in
 from streamrl.trainers.megatron.names import Architecture, Place
-from streamrl.trainers.torch.layers import CHECKPOINT, not_compiled
+from streamrl.trainers.torch.layers import CHECKPOINT
 
 _alone = False
 """Whether the default group was made here, of this process alone."""
@@ -40,9 +40,8 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         self.rows: Rows | None = None
 
-    @not_compiled
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[L, R, N, D] queries, [L, R, K, D] keys and values to [L, R, N * D]. Not compiled with its layer: rows differ by pass."""
+        """[L, R, N, D] queries, [L, R, K, D] keys and values to [L, R, N * D]."""
         assert self.rows is not None and self.rows.attend is not None
         found = self.rows.attend(*(each.permute(1, 2, 0, 3) for each in (query, key, value)))
         return found.transpose(0, 1).flatten(2)

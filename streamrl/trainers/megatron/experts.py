@@ -3,25 +3,28 @@
 Letters as in `streamrl.trainers.torch.experts`, and `P` ranks with `E / P` experts each.
 
 ```text
-own pairs, by expert [S]  --exchange-->  pairs of own experts, by rank [S']  --permute-->  by expert  --two products-->  [S']  and back
-counts [P, E / P]         --exchange-->  counts of each rank for own experts
+own tokens [T]  --exchange-->  tokens of any rank that meet own experts [G]  --permute-->  pairs by expert [S]  --two products-->  [S]
+sums of what came back, a rank's each [T]  <--exchange--  weighted sums over a token's own experts [G]  <--------------------------'
 ```
-megatron-core has such layers too; its way without Transformer Engine multiplies one expert at a time. This one multiplies as the `torch`
-backend does, sends the router's weights along, and sums nothing by atomic additions: on equal ranks equal inputs give equal bits.
+A token goes to each rank once, however many of its experts that rank holds, with its weights beside it: of 8 experts on 2 ranks a
+quarter of what pairs would take. megatron-core has such layers too; its way without Transformer Engine multiplies one expert at a time.
+This one multiplies as the `torch` backend does, and sums nothing by atomic additions: on equal ranks equal inputs give equal bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.decorators import maybe_mark_dynamic
 
 from streamrl.trainers.megatron.names import Parameter, Part
-from streamrl.trainers.torch.experts import by_expert, permute, products, sums
+from streamrl.trainers.torch.experts import added, by_expert, permute, products, sums
 from streamrl.trainers.torch.layers import not_compiled
 
 
@@ -74,49 +77,176 @@ class Mixture(torch.nn.Module):
         positions, rows, hidden = states.shape
         tokens = states.transpose(0, 1).reshape(-1, hidden)
         _, weights, chosen = self.router(tokens)
-        order, places, ends = by_expert(chosen.flatten(), self.router.num_experts)
-        pairs = permute(tokens, order, places, self.router.top_k), permute(weights.reshape(-1, 1), order, places, 1)
-        outer = self._own(*pairs, ends) if self._group is None else self._elsewhere(*pairs, ends)
-        return sums(outer, order, places, self.router.top_k).view(rows, positions, hidden).transpose(0, 1), None
+        if self._group is None:
+            found = self._met(tokens, weights, by_expert(chosen.flatten(), self.here), _PLAIN)
+        else:
+            found = self._everywhere(torch.cat([tokens, weights], 1), chosen, self._ranks(chosen), torch.compiler.is_compiling())
+        return found.view(rows, positions, hidden).transpose(0, 1), None
 
-    def _own(self, pairs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """[S', H] of pairs that stand by expert, those of own expert e up to `ends[e]`."""
-        gate, up = products(pairs, self.gate_up.view(self.here, -1, pairs.shape[1]), ends).chunk(2, dim=-1)
-        inner = torch.nn.functional.silu(gate) * up * weights
-        return products(inner.to(pairs.dtype), self.down.view(self.here, pairs.shape[1], -1), ends)
+    def _ranks(self, chosen: Tensor) -> Tensor:
+        """[T, min(P, k)] the ranks of the experts [T, k] that a token meets, each once, and P for those that are fewer."""
+        ranks = (chosen // self.here).sort(-1).values
+        again = torch.nn.functional.pad(ranks[:, 1:] == ranks[:, :-1], (1, 0))
+        return torch.where(again, self._parts, ranks).sort(-1).values[:, : self._parts]
+
+    def _met(self, tokens: Tensor, weights: Tensor, met: tuple[Tensor, Tensor, Tensor], ways: _Ways) -> Tensor:
+        """[T, H] weighted sums over the own experts that tokens [T, H] meet: order, places and ends of their pairs."""
+        (order, places, ends), k = met, weights.shape[1]
+        both = products(ways.permute(tokens, order, places, k), self.gate_up.view(self.here, -1, tokens.shape[1]), ends)
+        inner = ways.gated(both, weights, order, places)
+        return ways.sums(products(inner, self.down.view(self.here, tokens.shape[1], -1), ends), order, places, k)
 
     @not_compiled
-    def _elsewhere(self, pairs: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        """[S, H] of own pairs, which stand by expert of all ranks. Not compiled with its layer: S' differs from pass to pass."""
-        # counts[p, e]: own pairs for expert e of rank p; coming[p, e]: pairs of rank p for own expert e. Two ranks, two experts each:
-        # here counts [[1, 0], [2, 2]], there [[3, 1], [0, 1]]. Here come [[1, 0], [3, 1]]: pair 0 is of expert 0, 1 .. 3 too, 4 of 1.
-        counts = ends.diff(prepend=ends.new_zeros(1)).view(self._parts, self.here)
-        coming = torch.empty_like(counts)
-        dist.all_to_all_single(coming, counts.contiguous(), group=self._group)
-        # The host waits for these numbers: it must know how much memory to take.
-        sent, got = torch.stack([counts, coming]).sum(2).tolist()
-        experts = torch.arange(self.here, device=coming.device).repeat(self._parts).repeat_interleave(coming.flatten())
-        order, places, own_ends = by_expert(experts, self.here)
-        pairs, weights = (permute(_exchange(each, sent, got, self._group), order, places, 1) for each in (pairs, weights))
-        return _exchange(permute(self._own(pairs, weights, own_ends), places, order, 1), got, sent, self._group)
+    def _everywhere(self, beside: Tensor, chosen: Tensor, ranks: Tensor, compiled: bool) -> Tensor:
+        """[T, H] of own tokens [T, H + k], weights beside them, which meet `chosen` [T, k] on `ranks` [T, m].
+
+        Not compiled with its layer: sizes differ from pass to pass. Example, two ranks of two experts each, k = 2: of tokens that meet
+        0 3, 1 0 and 2 3 rank 0 gets the first two, in that order, with 0 2 and 1 0 (2: of none here), rank 1 the first and the last one,
+        with 2 1 and 0 1.
+        """
+        k, slots, here = chosen.shape[1], ranks.shape[1], self.here
+        ways = _compiled_ways() if compiled else _PLAIN
+        order, places, ends = by_expert(ranks.flatten(), self._parts)
+        pairs = (chosen.flatten() // here == torch.arange(self._parts, device=chosen.device)[:, None]).sum(1)
+        assert self._group is not None
+        trip = _Trip(torch.stack([ends.diff(prepend=ends.new_zeros(1)), pairs]), slots, ways, self._group)
+        first = ranks.flatten()[order][:, None] * here  # expert of the rank that a row goes to
+        experts = chosen[order // slots] - first
+        experts = torch.where((experts >= 0) & (experts < here), experts, here).int()
+        rows = _there(beside, order, places, trip)
+        met, met_places, met_ends = by_expert(trip.go(experts).flatten(), here)
+        tokens, weights = rows.split([rows.shape[1] - k, k], 1)
+        found = self._met(tokens, weights, (met[: trip.pairs], met_places, met_ends), ways)
+        return _back(found, order, places, trip)
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows for each rank, `sent` of them one after the other, against those of each rank, `got` of them; gradients go the other way."""
+def _gated(both: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:
+    """[S, I] silu(gate) up times the pair's weight; `both` [S, 2 I], weights [T, k]."""
+    gate, up = both.chunk(2, dim=-1)
+    inner = torch.nn.functional.silu(gate) * up * permute(weights.reshape(-1, 1), order, places, 1)
+    return inner.to(both.dtype)
+
+
+class _Ways(NamedTuple):
+    """How what is between products and exchanges is run."""
+
+    rows: Callable[[Tensor, Tensor, int], Tensor]
+    """(values [T, N], order [S], k) to row `order[s] // k` for each of S."""
+    added: Callable[[Tensor, Tensor, int], Tensor]
+    """`streamrl.trainers.torch.experts.added`"""
+    permute: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    sums: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    gated: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _rows(values: Tensor, order: Tensor, k: int) -> Tensor:
+    return values[order // k]
+
+
+_PLAIN = _Ways(_rows, added, permute, sums, _gated)
+
+
+@cache
+def _compiled_ways() -> _Ways:
+    """Each compiled by itself, for any number of rows."""
+    return _Ways(*(_any_length(one) for one in (_rows, added, _permuted, _summed, _gated)))
+
+
+def _permuted(values: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+    return permute(values, order, places, k)
+
+
+def _summed(values: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+    return sums(values, order, places, k)
+
+
+def _any_length(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    fast = torch.compile(function, dynamic=False)
+
+    def run(*given: Any) -> Tensor:
+        for one in given:
+            if isinstance(one, Tensor):
+                maybe_mark_dynamic(one, 0)
+        return fast(*given)
+
+    return run
+
+
+class _Trip:
+    """What goes from rank to rank in a layer's pass, and how much of it.
+
+    Args:
+        counts: [2, P] own tokens that go to each rank, and pairs that they are there.
+        slots: ranks that a token goes to at most.
+        ways: how rows are laid out.
+        group: the ranks.
+    """
+
+    def __init__(self, counts: Tensor, slots: int, ways: _Ways, group: dist.ProcessGroup) -> None:
+        self.slots, self.ways, self._group = slots, ways, group
+        coming = torch.empty_like(counts.T, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(coming, counts.T.contiguous(), group=group)
+        both = torch.stack([counts, coming.T])
+        self._told = torch.empty(both.shape, dtype=both.dtype, pin_memory=both.is_cuda).copy_(both, non_blocking=True)
+        self._event = torch.cuda.Event() if both.is_cuda else None
+        if self._event is not None:
+            self._event.record()
+        self._sent: list[int] = []
+        self._got: list[int] = []
+        self.pairs = 0
+        """Of own experts, from all ranks; known once rows have gone."""
+
+    def go(self, rows: Tensor) -> Tensor:
+        """[G, ...] rows that come from each rank for [S, ...] rows for each, those behind them left out. Here the host waits, once."""
+        if not self._got:  # it must know how much memory to take; what was begun before is computed meanwhile
+            if self._event is not None:
+                self._event.synchronize()
+            (self._sent, _), (self._got, own) = self._told.tolist()
+            self.pairs = sum(own)
+        return self._exchange(rows[: sum(self._sent)], self._sent, self._got)
+
+    def come(self, rows: Tensor) -> Tensor:
+        """[S, ...] rows back where they came from, or their gradient."""
+        return self._exchange(rows, self._got, self._sent)
+
+    def _exchange(self, rows: Tensor, sent: list[int], got: list[int]) -> Tensor:
+        found = rows.new_empty((sum(got), *rows.shape[1:]))
+        dist.all_to_all_single(found, rows.contiguous(), got, sent, group=self._group)
+        return found
+
+
+class _There(torch.autograd.Function):
+    """[G, N] rows of all ranks' tokens for own experts, from own [T, N]; a token's gradient is the sum of what comes back of its rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Sequence[int], got: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.way = got, sent, group
-        found = rows.new_empty((sum(got), *rows.shape[1:]))
-        dist.all_to_all_single(found, rows.contiguous(), list(got), list(sent), group=group)
-        return found
+    def forward(ctx: Any, values: Tensor, order: Tensor, places: Tensor, trip: _Trip) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.trip = trip
+        return trip.go(trip.ways.rows(values, order, trip.slots))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Exchange.apply(*grad_outputs, *ctx.way), None, None, None
+        trip: _Trip = ctx.trip
+        return trip.ways.added(trip.come(grad_outputs[0]), ctx.saved_tensors[0], trip.slots), None, None, None
 
 
-_exchange: Any = _Exchange.apply
+class _Back(torch.autograd.Function):
+    """The transposed map: [T, N] sums of what the ranks made of own tokens, from [G, N] what was made here of all ranks'."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, order: Tensor, places: Tensor, trip: _Trip) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.trip = trip
+        return trip.ways.added(trip.come(values), places, trip.slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        trip: _Trip = ctx.trip
+        return trip.go(trip.ways.rows(grad_outputs[0], ctx.saved_tensors[0], trip.slots)), None, None, None
+
+
+_there: Any = _There.apply
+_back: Any = _Back.apply
 
 
 def in_matrices(parameters: Iterable[Parameter], experts: int) -> Iterator[Parameter]:

@@ -34,6 +34,8 @@ class Leaf(NamedTuple):
     """Whether every rank that holds a part of the same layers holds it whole."""
     doubled: bool = False
     """Whether it is a tied embedding of which the first and the last of several stages have a copy each."""
+    rounded: Tensor | None = None
+    """[*part.held] what is computed with, where the box lies in the model's memory in one piece."""
 
 
 class Leaves:
@@ -84,7 +86,9 @@ class Leaves:
             own: list[Leaf] = []
             for part in one.parts:
                 value = torch.nn.Parameter(torch.zeros(part.held, dtype=dtype, device=target.device), requires_grad=trained)
-                own.append(Leaf(part, value, shared(part), part.name == doubled))
+                view = _view(target, part)
+                rounded = view[0].view(part.held) if len(view) == 1 else None
+                own.append(Leaf(part, value, shared(part), part.name == doubled, rounded))
             made |= {leaf.part.name: leaf for leaf in own}
             self._places += [(target, leaf) for leaf in own]
             if trained:
@@ -179,6 +183,9 @@ def _box(source: Any, part: Named, path: Path) -> Tensor:
 def _move_gradient(leaves: Sequence[Leaf], parameter: Tensor) -> None:
     assert parameter.grad is not None  # a hook behind its accumulation
     for leaf in leaves:
-        found = _view(parameter.grad, leaf.part).reshape(leaf.value.shape).to(leaf.value.dtype)
-        leaf.value.grad = found.clone() if leaf.value.grad is None else leaf.value.grad.add_(found)
+        found = _view(parameter.grad, leaf.part)
+        if leaf.value.grad is None:
+            leaf.value.grad = torch.empty_like(leaf.value).copy_(found.reshape(leaf.value.shape))
+        else:
+            leaf.value.grad.view(found.shape).add_(found)  # in float32: a wider copy of its own would take as long as the sum
     parameter.grad = None

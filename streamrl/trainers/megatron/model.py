@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._dynamo.decorators import maybe_mark_dynamic
 
 from streamrl.algorithms.chunked_head import chunked_logprobs
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
@@ -298,6 +299,8 @@ class MegatronLM:
         if micro.cut is not None and self._parallel.context is not None:
             cut, group = micro.cut, self._parallel.context.group
             queries, keys, order = (self._tensor(each) for each in (cut.queries, cut.keys, cut.order))
+            for bounds in (queries, keys):
+                maybe_mark_dynamic(bounds, bounds.ndim - 1)
             longest = min(micro.longest, micro.inputs.shape[1] // 2)
 
             def shared(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -316,15 +319,14 @@ class MegatronLM:
                 )[0]
 
             return shared
-        starts = None
+        module, starts, longest = self._decoder.module, None, micro.longest + padding
         if micro.starts is not None:
             ends = micro.starts.copy()
             ends[-1] += padding
-            starts = self._tensor(ends)
+            maybe_mark_dynamic(starts := self._tensor(ends), 0)  # of any number of samples, the same compiled code
 
         def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            longest = micro.longest + padding
-            return packed_attention(self._decoder.module, query, key, value, None, cu_seq_lens_q=starts, max_length_q=longest)[0]
+            return packed_attention(module, query, key, value, None, cu_seq_lens_q=starts, max_length_q=longest)[0]
 
         return causal
 

@@ -20,6 +20,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.errors import ConfigError
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.trainers.activations import Cut
 from streamrl.trainers.megatron.leaves import Leaf
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.ranks.collectives import among_ranks
@@ -60,6 +62,7 @@ class MegatronParallel(Parallel):
         super().__init__(replace(mesh, context=1), device)
         self.mesh = mesh
         self.stages, self.width = mesh.stages, mesh.shard // mesh.stages
+        self.cut = Cut(tensors, mesh.stages)
         self.stage, self.lane = divmod(self.part, self.width)
         self.tensors, self.expert_parts = tensors, self.width // tensors
         self.parts_group = self.devices.get_group("shard") if self.devices is not None else None
@@ -117,6 +120,14 @@ class MegatronParallel(Parallel):
     def most(self, count: int) -> int:
         """See `Parallel.most`; tensor ranks have the same samples, and replicas meet behind the last micro-batch."""
         return count if self.expert_parts == 1 else super().most(count)
+
+    def least(self, value: int) -> int:
+        """See `Parallel.least`; tensor ranks, too, which run a layer together."""
+        found = torch.tensor([value])
+        if self.ranks > 1:
+            with among_ranks("an agreement"):
+                dist.all_reduce(found, op=dist.ReduceOp.MIN)
+        return int(found)
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         """See `Parallel.sum_gradients`; the gradients are of all leaves, in their order."""
@@ -179,6 +190,10 @@ class HeldBoxes(Held):
                 rows = self._across.rows(shape[0], parallel.lane)
                 memory = leaf.value.new_empty((len(rows), shape[1]), dtype=types[leaf.part.name])
                 self._offers[leaf.part.name] = (rows.start, memory)
+        rounded = {leaf.part.name: leaf.rounded for leaf in leaves if leaf.rounded is not None}
+        self._in_place = {name: one for name, one in rounded.items() if one.dtype == types[name]}
+        self._fixed: NamedDigester | None = None
+        """Of what lies somewhere for good: a mixture has thousands of tensors."""
         self._silent = {leaf.part.name for leaf in leaves if not parallel.speaks(leaf) or not leaf.part.held[0]}
 
     @torch.no_grad()
@@ -212,6 +227,15 @@ class HeldBoxes(Held):
             boxes=self.boxes,
         )
 
+    def digests(self) -> NamedDigests:
+        """See `Held.digests`."""
+        fixed = self._in_place.keys() | self._offers.keys()
+        self._fixed = self._fixed or NamedDigester(self._regions(one for one in self.parameters if one[0] in fixed))
+        others = NamedDigester(self._regions(one for one in self.parameters if one[0] not in fixed))
+        found, more = self._fixed.digests(), others.digests()
+        # Ranks add up theirs by place, and another stage has others in its memory.
+        return NamedDigests(dict(sorted({**found.elements, **more.elements}.items())), {**found.words, **more.words})
+
     def copies(self) -> dict[str, Tensor]:
         """See `Held.copies`: the bits of all boxes are added up, each in its place among zeros."""
         found: dict[str, Tensor] = {}
@@ -225,6 +249,10 @@ class HeldBoxes(Held):
             if self.parallel.rank == 0:
                 found[one.name] = host_copy(whole)
         return found
+
+    def _rounded(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
+        found = self._in_place.get(name)
+        return super()._rounded(name, parameter) if found is None else found
 
     def _offered(self, name: str, rows: Tensor) -> Slice:
         if name not in self._offers:

@@ -16,10 +16,10 @@ from streamrl.core.packing import ROW
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
 from streamrl.trainers.activations import (
+    Cut,
     ModelShape,
     gathered_bytes,
     held_bytes,
-    least_kept,
     looked_at_bytes,
     model_shape,
     training_bytes,
@@ -187,7 +187,7 @@ class Arrangement:
         assert self._room is not None
         if row_length not in self._reckoned:
             policy, room = self._trained[0], self._room
-            estimate = least_kept(
+            estimate = (self._parallel.cut or Cut()).least_kept(
                 room.shapes,
                 free_bytes=room.free,
                 needed_bytes=room.needed,
@@ -209,6 +209,9 @@ class Arrangement:
         if found[0] is None or not policy.num_layers:
             return None
         shapes = [shape or found[0] for shape in found]
+        if self._parallel.cut is not None:  # each rank holds boxes in float32, and gradients and moments of them are still to come
+            held = [sum(p.numel() for _, p in model.parameters()) for model in self._trained]
+            return _Room(shapes, least, -self._parallel.least(-(12 * sum(held) + copies * held[0] * policy.dtype.itemsize)))
         needed, itemsize, shards = 0, policy.dtype.itemsize, self._parallel.mesh.shard
         for model, shape in zip(self._trained, [shapes[0], *(shape.body for shape in shapes[1:])], strict=True):
             numbers = sum(p.numel() for _, p in model.parameters())  # of the whole, also where it is cut

@@ -60,11 +60,36 @@ def grouped_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Find order [S], places [S] and ends [E] int32 of pairs whose experts are `chosen` [S]; see above."""
+    """Find order [S], places [S] and ends [E] int32 of pairs whose experts are `chosen` [S]; see above.
+
+    Pairs whose number is `experts` are of none of them, and stand behind all others: cut off there, `order` is of the others alone.
+    """
     ordered, order = torch.sort(chosen, stable=True)
     numbers = torch.arange(experts, device=chosen.device, dtype=chosen.dtype)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
     return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)), ends
+
+
+def added(rows: Tensor, places: Tensor, k: int) -> Tensor:
+    """[T, N]: for each token the sum of the rows [S, N] of its pairs, which stand at `places` [T k]; one at S or behind it has no row."""
+    whole = len(rows) == len(places)
+    if k == 1 and whole:
+        return rows[places]
+    if not len(rows):
+        return rows.new_zeros(len(places) // k, rows.shape[1])
+    if torch.compiler.is_compiling():  # one pass over the rows; as a reduction it takes six
+        return _unrolled(rows, places.view(-1, k), whole=whole)
+    found = rows[places] if whole else rows[places.clamp(max=len(rows) - 1)].masked_fill_((places >= len(rows))[:, None], 0)
+    return found.view(-1, k, rows.shape[1]).sum(1)
+
+
+def _unrolled(rows: Tensor, places: Tensor, *, whole: bool) -> Tensor:
+    """`added`, of places [T, k]."""
+    total: Any = 0
+    for place in places.unbind(1):
+        found = rows[place] if whole else rows[place.clamp(max=len(rows) - 1)].masked_fill((place >= len(rows))[:, None], 0)
+        total = total + (found if found.dtype == torch.float64 else found.float())
+    return total.to(rows.dtype)
 
 
 class _Permute(torch.autograd.Function):
@@ -80,7 +105,7 @@ class _Permute(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         (slopes,) = grad_outputs
         _, places = ctx.saved_tensors
-        return slopes[places].view(-1, ctx.k, slopes.shape[1]).sum(1), None, None, None
+        return added(slopes, places, ctx.k), None, None, None
 
 
 class _Sums(torch.autograd.Function):
@@ -90,7 +115,7 @@ class _Sums(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order, places)
         ctx.k = k
-        return values[places].view(-1, k, values.shape[1]).sum(1)
+        return added(values, places, k)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -100,9 +125,9 @@ class _Sums(torch.autograd.Function):
 
 
 permute: Any = _Permute.apply
-"""(values [T, N], order [S], places [S], k) to [S, N]."""
+"""(values [T, N], order [S], places [T k], k) to [S, N]; S is T k, or less where some pairs are of no expert here."""
 sums: Any = _Sums.apply
-"""(values [S, N], order [S], places [S], k) to [T, N]."""
+"""(values [S, N], order [S], places [T k], k) to [T, N]."""
 
 
 def products(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class ClippedAdamW:
         finite = bool(torch.isfinite(norm))
         if finite:
             bound = self._config.clip_norm
-            if bound > 0:
+            if bound > 0 and bool(bound / (norm + 1e-6) < 1):  # else it would multiply each by 1
                 torch.nn.utils.clip_grads_with_norm_([master for _, master in self._masters], bound, norm)
             for group in self._adam.param_groups:
                 group["lr"] = learning_rate

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.digest import MASK, combine
+from streamrl.trainers.activations import Cut
 from streamrl.trainers.mesh import Mesh, gathers_once
 from streamrl.trainers.ranks.collectives import HINT, among_ranks
 from streamrl.trainers.ranks.process_group import make_device_mesh
@@ -75,6 +76,8 @@ class Parallel:
         _, place = mesh.share(self.rank)
         self.tells = place == 0
         """Whether its numbers count, of those of the ranks that share rows, which have the same."""
+        self.cut: Cut | None = None
+        """How the layers are spread over ranks that run them together; None: each rank runs whole layers, gathered or its own."""
         self.context: Context | None = None
         """Of ranks that share rows."""
         if mesh.context > 1:
@@ -120,11 +123,18 @@ class Parallel:
             first += g.numel()
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Norm of all elements of named tensors of which this rank holds `tensors`: over parts the squares are summed in float64."""
+        """Norm of all elements of named tensors of which this rank holds `tensors`: over parts the squares are summed in float64.
+
+        On a GPU those of a part in the tensors' own type: widened there, each number is written and read once more.
+        """
         if not self.sharded:
             return torch.nn.utils.get_total_norm(tensors)
-        squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors if tensor.numel()]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        held = [tensor for tensor in tensors if tensor.numel()]
+        if held and held[0].is_cuda:
+            total = torch.nn.utils.get_total_norm(held).double().square()
+        else:
+            squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in held]
+            total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         return self._sum_parts(total.cpu()).sqrt().to(tensors[0])
 
     def digest(self, sums: Mapping[str, int]) -> str:
@@ -165,11 +175,15 @@ class Parallel:
         """A number of each rank, by rank."""
         return self.sum(torch.tensor([value * (rank == self.data_rank) for rank in range(self.data_ranks)])).tolist()
 
+    def least(self, value: int) -> int:
+        """The least of all ranks' numbers."""
+        return min(self.gather(value))
+
     def free_bytes(self) -> int:
         """Memory that could still be allocated on the rank whose GPU has the least; what the allocator keeps unused counts as free."""
         free, _ = torch.cuda.mem_get_info(self._device)
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return min(self.gather(free))
+        return self.least(free)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks that share a batch's samples."""

@@ -144,7 +144,7 @@ class Held:
 
     def slices(self) -> list[Slice]:
         """Of all parameters: this rank's memory where it has the type to publish, else rounded copies."""
-        return [self._slice(name, local(parameter).to(self._types[name])) for name, parameter in self.parameters]
+        return [self._slice(name, self._rounded(name, parameter)) for name, parameter in self.parameters]
 
     def published(self) -> list[Published]:
         """What this rank has to publish: its memory, under the names of checkpoints, and the type that it is rounded to."""
@@ -160,9 +160,16 @@ class Held:
 
     def digests(self) -> NamedDigests:
         """Of what this rank holds of them, partial ones, as a snapshot of `published` has them. No rank waits for another."""
-        offered = [self._offered(name, local(parameter).to(self._types[name])) for name, parameter in self.parameters]
+        return NamedDigester(self._regions(self.parameters)).digests()
+
+    def _regions(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, Region]:
+        offered = [self._offered(name, self._rounded(name, parameter)) for name, parameter in parameters]
         held = [one for whole in offered for one in as_named(whole, self.model_type)]
-        return NamedDigester({one.name: Region(one.rows, one.shape, one.offset) for one in held}).digests()
+        return {one.name: Region(one.rows, one.shape, one.offset) for one in held}
+
+    def _rounded(self, name: str, parameter: torch.nn.Parameter) -> Tensor:
+        """What this rank holds of a parameter, in the type to publish: its memory where it has that type, else a copy."""
+        return local(parameter).to(self._types[name])
 
     def copies(self) -> dict[str, Tensor]:
         """Of a model that is cut the whole parameters, on the host: all ranks call it, and rank 0 gets them, another one nothing."""

@@ -140,7 +140,8 @@ class TorchTrainer:
             settle=self._settle,
         )
         kept = recheck_versions if trainer.check_logprobs else 0
-        if kept and self._parallel.sharded:  # in float32, and the parameters' own beside the one that is in their place
+        wide = self._parallel.sharded or any(p.itemsize > dtype.itemsize for _, p in self._parameters)
+        if kept and wide:  # in float32, and the parameters' own beside the one that is in their place
             kept = (kept + 1) * 4 // dtype.itemsize
         self._arrangement = Arrangement(
             kernels,
