@@ -67,7 +67,12 @@ def test_not_utf8(tmp_path):
         ("[taks]\nbatch_tasks = 1\n", "taks", "did you mean tasks?"),
         ("[run]\nmax_staleness = 1\n", "run.max_staleness", "did you mean tasks.max_staleness?"),
         ("[trainer.optimizer]\nlearning_rat = 1\n", "trainer.optimizer.learning_rat", "did you mean trainer.optimizer.learning_rate?"),
-        ("[reward]\nzzz = 1\n", "reward.zzz", "known here: kind, options, key, workers, late_versions"),
+        (
+            "[reward]\nzzz = 1\n",
+            "reward.zzz",
+            "known here: kind, options, key, workers, late_versions, overlong_buffer, overlong_penalty, overlong_length, timeout_s, children, "
+            "concurrency, max_hung",
+        ),
     ],
 )
 def test_unknown_key_is_refused_with_a_suggestion(write, text, key, hint):
