@@ -39,8 +39,8 @@ def run_gateway(arguments: argparse.Namespace) -> int:
         return 0
     changes = [f"gateway.host={arguments.host}"] if arguments.host is not None else []
     override(run.load_config(), changes)  # what is wrong with them is said before anything starts
-    reward = {key: name for key, name in rollout_code(run.load_config()).items() if key == "reward.kind"}
-    check_trust(reward, run.foreign, trusted=arguments.trust_code)
+    named = {key: name for key, name in rollout_code(run.load_config()).items() if key != "producer.function"}
+    check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_up(run)
 
     async def serve(worker: Worker) -> None:

@@ -113,8 +113,8 @@ def run_attach(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
         )
-    reward = {key: name for key, name in rollout_code(run.load_config()).items() if key == "reward.kind"}
-    check_trust(reward, run.foreign, trusted=arguments.trust_code)
+    named = {key: name for key, name in rollout_code(run.load_config()).items() if key != "producer.function"}
+    check_trust(named, run.foreign, trusted=arguments.trust_code)
     if arguments.concurrency is not None and arguments.concurrency < 1:
         raise ConfigError(
             f"expected --concurrency of at least 1, got {arguments.concurrency}", hint="leave it out for producer.concurrency"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from streamrl.config.loss import is_function
 from streamrl.config.tree import Config, refuse
 
 
 def check_filters(config: Config) -> None:
     """Raise ConfigError for bounds that contradict each other or could never be met."""
     _check_overlong(config)
+    _check_function(config)
     filters = config.filters
     refuse(
         0 < filters.max_tokens < filters.min_tokens,
@@ -39,6 +41,28 @@ def check_filters(config: Config) -> None:
         "nothing could occur twice",
         hint="lower filters.repetition_ngram, or raise filters.repetition_tokens",
         key="filters.repetition_ngram",
+    )
+
+
+def _check_function(config: Config) -> None:
+    filters = config.filters
+    refuse(
+        bool(filters.function) and not is_function(filters.function),
+        f"filters.function must name a function of yours, got {filters.function!r}",
+        hint="write it as file.py:name; bounds on lengths, repetition and rewards are keys of [filters]",
+        key="filters.function",
+    )
+    refuse(
+        bool(filters.function) and config.reward.kind == "late",
+        "filters.function is asked once rewards are known, but with reward.kind = late no producer knows them",
+        hint="choose a reward that is computed, or filter by filters.mean_reward, which looks at rewards when they come",
+        key="filters.function",
+    )
+    refuse(
+        bool(filters.options) and not filters.function,
+        "filters.options are for filters.function, which names nothing",
+        hint="set filters.function, or leave them out",
+        key="filters.options",
     )
 
 

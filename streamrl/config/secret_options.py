@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from streamrl.config.tree import Config
 
 SecretOptions = dict[str, dict[str, str]]
-"""By section (`producer`, `reward`) and option."""
+"""By section (`producer`, `reward`, `filters`) and option."""
 
 _SECRET = re.compile(r"(?:^|_)(?:api_?key|access_?key|private_?key|secret(?:_?key)?|password|passwd|passphrase|token|credentials?)$")
 
@@ -21,7 +21,8 @@ _SECRET = re.compile(r"(?:^|_)(?:api_?key|access_?key|private_?key|secret(?:_?ke
 def without_secrets(config: Config) -> tuple[Config, SecretOptions]:
     """The configuration as it may be read by others, and what was taken out: texts whose name sounds like a secret's."""
     taken: SecretOptions = {}
-    for section, options in (("producer", config.producer.options), ("reward", config.reward.options)):
+    sections = {"producer": config.producer.options, "reward": config.reward.options, "filters": config.filters.options}
+    for section, options in sections.items():
         found = {name: value for name, value in options.items() if _is_secret(name, value)}
         if found:
             taken[section] = found

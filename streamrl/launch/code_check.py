@@ -28,6 +28,7 @@ from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError
+from streamrl.producers.filtering import FILTER_FORM
 from streamrl.producers.functions import PRODUCER, make_producer
 from streamrl.producers.verifiers.rows import rows_are_due
 from streamrl.rewards.factory import REWARD, make_reward
@@ -48,6 +49,7 @@ FORMS: Mapping[str, Form] = {
     for form in (
         PRODUCER,
         REWARD,
+        FILTER_FORM,
         Form(
             key="loss.advantage",
             what="advantage function",
@@ -75,8 +77,8 @@ class Asked(msgspec.Struct, frozen=True):
 
     named: dict[str, str]
     """References by key."""
-    options: tuple[str, ...] = ()
-    """Names in `reward.options`, which a reward is given as keyword arguments."""
+    options: dict[str, tuple[str, ...]] = {}
+    """By key, names of the options that what it names is given as keyword arguments."""
     producer: ProducerConfig = ProducerConfig()
 
 
@@ -111,7 +113,8 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
     for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):
         if named:
             surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
-            await _ask(Asked(named, tuple(config.reward.options), config.producer), surroundings, limit_s)
+            options = {REWARD.key: tuple(config.reward.options), FILTER_FORM.key: tuple(config.filters.options)}
+            await _ask(Asked(named, options, config.producer), surroundings, limit_s)
 
 
 async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> None:
@@ -192,7 +195,7 @@ def main(arguments: Sequence[str]) -> None:
                 importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producer)
                 continue
             found = resolve(reference, what=FORMS[key].what, key=key)
-            check_form(FORMS[key], reference, found, asked.options if key == REWARD.key else ())
+            check_form(FORMS[key], reference, found, asked.options.get(key, ()))
         _say(answer, Said(key, done=True))
     except ConfigError as error:
         _say(answer, Said(key, message=error.message[:_TAIL_BYTES], hint=error.hint))
