@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from streamrl.producers.groups import GroupRunner
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.rewards.built_in import ExactMatch
 from streamrl.schemas.ledger import filter_reason
+from tests.docs.blocks import blocks
 from tests.producers.user_code import Workshop, ends
 
 pytestmark = pytest.mark.process
@@ -178,6 +180,18 @@ def test_what_is_no_verdict_decides_nothing(given: Any) -> None:
 )
 def test_a_reason_is_a_few_words_that_can_be_printed_and_none_of_ours(said: str, reason: str) -> None:
     assert filter_reason(said) == reason == filter_reason(reason)
+
+
+def test_the_pages_filter() -> None:
+    (block,) = [one for one in blocks(Path(__file__).parents[3] / "docs" / "algorithms.md") if "def keep(" in one.text]
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+
+    def asked(*completions: str) -> list[str]:
+        return verdicts(names["keep"](None, [SimpleNamespace(completion=one) for one in completions]), len(completions))
+
+    assert asked("a", "a") == ["filter: all the same"] * 2
+    assert asked("a", "b" * 4000) == ["", "filter: rambles"]
 
 
 def test_the_file_is_part_of_what_a_run_is_made_of(tmp_path: Path) -> None:
