@@ -113,7 +113,7 @@ class Tasks:
         return lease.sequence - 1
 
     async def read(self, lease: Lease) -> RolloutTask | None:
-        """The task, or None after a tombstone was stored in its place."""
+        """The task, or None after a tombstone was stored in its place: it cannot be read, or its row cannot be used."""
         index = self.task(lease)
         try:
             task = decode(lease.body, RolloutTask, where=f"task {index}")
@@ -122,6 +122,11 @@ class Tasks:
         except SchemaError as error:
             logger.error("event=task_unreadable source=%s task=%d error=%s", self._source, index, error.message)
             await self._publisher.end_task(index, self._source, "poison", error.message)
+            return None
+        if isinstance(task.refused, Refused):
+            claim = Claim(lease.deliveries, lease.stored_s, time.time())
+            reason, detail = task.refused.reason, task.refused.detail
+            await self._publisher.end_task(index, task.source, reason, detail, group_size=task.num_rollouts, claim=claim)
             return None
         return task
 
@@ -277,7 +282,7 @@ class Claims:
             if not self._has_ended(claim):
                 self._counts.num_redelivered += lease.deliveries > 1
                 if (item := await self._queue.read(lease)) is not None:
-                    await self._do(item, Claim(lease.deliveries, lease.stored_s, time.time()))
+                    await self._work(item, Claim(lease.deliveries, lease.stored_s, time.time()))
                 else:
                     self._counts.num_failures += 1
             claim.finished = True
@@ -295,15 +300,6 @@ class Claims:
                 with contextlib.suppress(BusError, TimeoutError):
                     await asyncio.wait_for(self._leave(claim, ended=self._has_ended(claim)), _GIVE_BACK_S)
             raise
-
-    async def _do(self, item: Any, claim: Claim) -> None:
-        refused = item.refused if isinstance(item, RolloutTask) else None
-        if isinstance(refused, Refused):
-            await self._publisher.end_task(
-                item.index, item.source, refused.reason, refused.detail, group_size=item.num_rollouts, claim=claim
-            )
-        else:
-            await self._work(item, claim)
 
     async def _leave(self, claim: _Claim, *, ended: bool, delay_s: float = 0.0) -> None:
         """Take a task that has ended off the queue, or give it back."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -15,6 +15,7 @@ from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Scoring
 from streamrl.producers.children.pool import Children, default_count
 from streamrl.producers.engine_pool import EnginePool
+from streamrl.producers.filtering import FILTER_FORM, KEEP, Filter
 from streamrl.producers.functions import is_user_code, make_producer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Producer
@@ -52,14 +53,17 @@ def make_runner(
     key: str,
     producer: Producer | None = None,
     scores: bool = True,
+    filters: bool = False,
     config: Config | None = None,
 ) -> GroupRunner:
     """A runner for `producer`, or the one that `function` names, and the run's reward, or those of `config`; raises ConfigError.
 
-    The caller starts and closes it. Without `scores` episodes keep what rewards their producer gave: others give the rest.
+    The caller starts and closes it. Without `scores` episodes keep what rewards their producer gave: others give the rest. With `filters`
+    the run's filter is asked, if there is one.
     """
     config = config or worker.config
-    runner = runner_of(config, worker.run_dir.policy_dir(config), engine, function, key=key, producer=producer, scores=scores)
+    model_dir = worker.run_dir.policy_dir(config)
+    runner = runner_of(config, model_dir, engine, function, key=key, producer=producer, scores=scores, filters=filters)
     worker.trouble = lambda: runner.notice
     return runner
 
@@ -73,6 +77,7 @@ def runner_of(
     key: str,
     producer: Producer | None = None,
     scores: bool = True,
+    filters: bool = False,
 ) -> GroupRunner:
     """The same without a worker: `engine` is asked, and `model_dir` has the tokenizer."""
     tokenizer = load_tokenizer(model_dir)
@@ -92,11 +97,14 @@ def runner_of(
         if user_producer or child_reward
         else None,
         max_deaths=config.tasks.max_deliveries,
+        filter=_filter(config, model_dir, engine) if filters and config.filters.function else None,
     )
 
 
 def _children(config: Config, model_dir: Path, function: str, key: str, scores: bool) -> Children:
-    hello = Hello(
+    hello = _hello(
+        config,
+        model_dir,
         function=function,
         function_key=key,
         reward=config.reward.kind if scores else "",
@@ -104,12 +112,29 @@ def _children(config: Config, model_dir: Path, function: str, key: str, scores: 
         reward_key=config.reward.key,
         by_row=config.data.reward_options if config.data.reward_key else None,
         options=config.producer.options,
+    )
+    return Children(hello, _limits(config), count=config.producer.children or default_count(), scoring=Scoring.of(config.reward))
+
+
+def _filter(config: Config, model_dir: Path, engine: Engine) -> Filter:
+    options = {"function": config.filters.function, "options": config.filters.options}
+    hello = _hello(config, model_dir, function_key=FILTER_FORM.key, reward=KEEP, reward_options=options)
+    scoring = Scoring(timeout_s=config.filters.timeout_s)
+    children = Children(hello, _limits(config), count=config.producer.children or default_count(), scoring=scoring)
+    return Filter(children, engine=engine, max_deaths=config.tasks.max_deliveries)
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)
+
+
+def _hello(config: Config, model_dir: Path, **told: Any) -> Hello:
+    return Hello(
         model_dir=str(model_dir),
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
         template_kwargs=config.data.chat_template_kwargs,
         tool_calls=config.data.tool_calls,
         memory_bytes=config.producer.child_memory_bytes,
+        **told,
     )
-    limits = Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)
-    return Children(hello, limits, count=config.producer.children or default_count(), scoring=Scoring.of(config.reward))

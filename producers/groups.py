@@ -15,6 +15,7 @@ from streamrl.producers.children.graders import Hung
 from streamrl.producers.children.jobs import NOTHING, Job, Keeping, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, branch_problem
+from streamrl.producers.filtering import Filter
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
 from streamrl.producers.slots import asked, phase
 from streamrl.rewards.layers import close as close_reward
@@ -49,6 +50,7 @@ class GroupRunner:
         tool_calls: how the model writes calls of tools.
         children: run user code; None: there is none. Closed with the runner.
         max_deaths: children that one task may kill, alone in them (`tasks.max_deliveries`).
+        filter: what rollouts have to pass once they are scored; None: nothing. Closed with the runner.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class GroupRunner:
         tool_calls: str = "auto",
         children: Children | None = None,
         max_deaths: int = 1,
+        filter: Filter | None = None,
     ) -> None:
         self._producer = producer
         self._reward = reward
@@ -77,15 +80,16 @@ class GroupRunner:
         self._tool_calls = tool_calls
         self._children = children
         self._max_deaths = max_deaths
+        self._filter = filter
 
     @property
     def notice(self) -> str:
         """What people should know of user code now; empty: nothing."""
-        return "" if self._children is None else self._children.notice
+        return next((children.notice for children in self._pools if children.notice), "")
 
     def hung_s(self) -> list[float]:
         """Of each task whose user code hangs: for how long."""
-        return [] if self._children is None else self._children.hung_s()
+        return [seconds for children in self._pools for seconds in children.hung_s()]
 
     def take_hung_graders(self) -> Hung:
         """What hangs in the reward."""
@@ -94,14 +98,18 @@ class GroupRunner:
 
     async def start(self) -> None:
         """Load the user's code, if there is any; raises ConfigError when that fails."""
-        if self._children is not None:
-            await self._children.start()
+        for children in self._pools:
+            await children.start()
 
     async def close(self) -> None:
         """End the children, and what the reward has open."""
         await close_reward(self._reward)
-        if self._children is not None:
-            await self._children.close()
+        for children in self._pools:
+            await children.close()
+
+    @property
+    def _pools(self) -> list[Children]:
+        return [children for children in (self._children, self._filter and self._filter.children) if children]
 
     async def run(self, task: RolloutTask, *, keeping: Keeping = NOTHING) -> Group:
         """Roll out and score one task; raises EngineError when engines stay away.
@@ -135,7 +143,15 @@ class GroupRunner:
         else:
             raise ValueError("a producer is needed, here or in the children")
         episodes, failures = _settle(task, given)
-        return await self._score(task, job, episodes, failures)
+        group = await self._score(task, job, episodes, failures)
+        return group if self._filter is None else await self._filtered(task, self._filter, group)
+
+    async def _filtered(self, task: RolloutTask, filter: Filter, group: Group) -> Group:
+        with phase("reward"):
+            refused = await filter.refused(task, group.episodes)
+        left = {failure.rollout for failure in refused}
+        kept = tuple(episode for episode in group.episodes if episode.rollout not in left)
+        return Group(kept, tuple(sorted((*group.failures, *refused), key=lambda failure: failure.rollout)))
 
     async def _in_process(self, producer: Producer, task: RolloutTask, keeping: Keeping) -> Sequence[Episode | Failure]:
         context = Context(

@@ -136,19 +136,21 @@ async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) ->
 
 
 async def check_reward(worker: Worker) -> None:
-    """Raise ConfigError where this host's code of the reward is not what the run was last started with."""
-    mine = {key: name for key, name in rollout_code(worker.config).items() if key == "reward.kind"}
+    """Raise ConfigError where this host's code of the reward, or of the filter, is not what the run was last started with."""
+    mine = {key: name for key, name in rollout_code(worker.config).items() if key != "producer.function"}
     record = await read_key(worker.bus.kv, KEY_RUN, RunRecord)
     if not mine or record is None or not record.code:
         return
-    wanted, found = record.code.get("reward.kind"), code_digests(mine).get("reward.kind")
-    if wanted is not None and wanted != found:
-        raise ConfigError(
-            f"expected the reward that run {record.run} was started with (digest {wanted[:16]}), "
-            f"got {mine['reward.kind']} (digest {(found or 'none')[:16]})",
-            hint="copy the run's file, and those beside it that it imports",
-            key="reward.kind",
-        )
+    digests = code_digests(mine)
+    for key, name in mine.items():
+        wanted, found = record.code.get(key), digests.get(key)
+        if wanted is not None and wanted != found:
+            raise ConfigError(
+                f"expected the {'reward' if key == 'reward.kind' else 'filter'} that run {record.run} was started with "
+                f"(digest {wanted[:16]}), got {name} (digest {(found or 'none')[:16]})",
+                hint="copy the run's file, and those beside it that it imports",
+                key=key,
+            )
 
 
 async def leave_when_finished(worker: Worker) -> None:
@@ -180,7 +182,8 @@ async def serve(
     pool = make_pool(worker)
     cut = Cut()
     work = partial(_in_slot, clock, pool.found, cut)
-    runner = make_runner(worker, pool, function, key="producer.function", producer=front, scores=not worker.config.reward.workers)
+    scores = not worker.config.reward.workers
+    runner = make_runner(worker, pool, function, key="producer.function", producer=front, scores=scores, filters=True)
     publisher = Publisher(worker.bus, worker.subjects, producer=worker.name)
     claims = [_claims(worker, source, runner, publisher, work, streak, front, concurrency) for source in sources]
     besides = worker.detail

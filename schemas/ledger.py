@@ -22,6 +22,19 @@ REASON_LENGTH = 400
 """A reason of a drop is cut here: it may quote what it complains of."""
 
 
+FILTER = "filter"
+"""What a reason begins with that a filter of the user's has given."""
+_FILTER_LENGTH = 60
+
+
+def filter_reason(said: str) -> str:
+    """The reason of a drop for what a filter said: `filter`, or `filter: ` and its words, without what cannot be printed, and cut."""
+    said = said.removeprefix(f"{FILTER}: ") if said != FILTER else ""
+    printable = "".join(one if one.isprintable() else " " for one in said[: 4 * _FILTER_LENGTH])
+    words = " ".join(printable.split())[:_FILTER_LENGTH].rstrip()
+    return f"{FILTER}: {words}" if words else FILTER
+
+
 class Drop(msgspec.Struct, frozen=True):
     """Something on the sample stream that is never trained, and why.
 
@@ -31,7 +44,8 @@ class Drop(msgspec.Struct, frozen=True):
     tokens are guesses), `truncated` (a length limit cut it), `unrewarded` (its rewards did not come in time), `expired` (its task was
     issued too many versions ago), `lost` (nobody held its task any more), `blob_missing` (what its samples name is gone),
     `superseded_reward` (a reward that came after its task had ended, or is no newer than the one that is there), and those of the section
-    filters: `too_short`, `too_long` and `repetitive` (its answer), `too_hard` and `too_easy` (the mean reward of its group).
+    filters: `too_short`, `too_long` and `repetitive` (its answer), `too_hard` and `too_easy` (the mean reward of its group), `filter` (a
+    function of the user's, which may give a reason, see filter_reason).
     """
 
     sequence: int

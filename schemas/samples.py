@@ -200,8 +200,8 @@ class Tombstone(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     task: int
     reason: str
     """`failed`, `filtered`, `timeout`, `deliveries`, `poison`, `lost` (by the trainer: nobody held it), `blob_missing` (by the
-    trainer: what its samples name is not there), `row_too_long` and `row_broken` (of the data: there was nothing to roll out), or a
-    producer's own word."""
+    trainer: what its samples name is not there), `row_too_long` and `row_broken` (of the data: there was nothing to roll out), what a
+    filter of the user's says (`filter_reason`), or a producer's own word."""
     rollout: int | None = None
     group_size: int = 1
     detail: str = ""

@@ -40,8 +40,8 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     changes = [f"gateway.host={arguments.host}"] if arguments.host is not None else []
     override(run.load_config(), changes)  # what is wrong with them is said before anything starts
     config = run.load_config()
-    reward = {key: name for key, name in rollout_code(config).items() if key == "reward.kind"} | dict(reward_addresses(config))
-    check_trust(reward, run.foreign, trusted=arguments.trust_code)
+    named = {key: name for key, name in rollout_code(config).items() if key != "producer.function"} | dict(reward_addresses(config))
+    check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_up(run)
 
     async def serve(worker: Worker) -> None:

@@ -117,8 +117,8 @@ def run_attach(arguments: argparse.Namespace) -> int:
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
         )
     config = run.load_config()
-    reward = {key: name for key, name in rollout_code(config).items() if key == "reward.kind"} | dict(reward_addresses(config))
-    check_trust(reward, run.foreign, trusted=arguments.trust_code)
+    named = {key: name for key, name in rollout_code(config).items() if key != "producer.function"} | dict(reward_addresses(config))
+    check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_concurrency(arguments)
     if not elsewhere:
         check_up(run)

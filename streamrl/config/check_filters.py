@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from streamrl.config.loss import is_function
 from streamrl.config.tree import Config, refuse
 
 
 def check_filters(config: Config) -> None:
     """Raise ConfigError for bounds that contradict each other or could never be met."""
     _check_overlong(config)
+    _check_function(config)
     filters = config.filters
     refuse(
         0 < filters.max_tokens < filters.min_tokens,
@@ -42,6 +44,28 @@ def check_filters(config: Config) -> None:
     )
 
 
+def _check_function(config: Config) -> None:
+    filters = config.filters
+    refuse(
+        bool(filters.function) and not is_function(filters.function),
+        f"filters.function must name a function of yours, got {filters.function!r}",
+        hint="write it as file.py:name; bounds on lengths, repetition and rewards are keys of [filters]",
+        key="filters.function",
+    )
+    refuse(
+        bool(filters.function) and (config.reward.kind == "late" or config.reward.workers > 0),
+        "filters.function is asked by producers once rewards are known, but with reward.kind = late, or reward.workers, they come later",
+        hint="choose a reward that is computed, or filter by filters.mean_reward, which looks at rewards when they come",
+        key="filters.function",
+    )
+    refuse(
+        bool(filters.options) and not filters.function,
+        "filters.options are for filters.function, which names nothing",
+        hint="set filters.function, or leave them out",
+        key="filters.options",
+    )
+
+
 def _check_overlong(config: Config) -> None:
     reward = config.reward
     longest = reward.overlong_length or config.sampling.max_new_tokens
@@ -59,8 +83,8 @@ def _check_overlong(config: Config) -> None:
         key="reward.overlong_length",
     )
     refuse(
-        reward.overlong_buffer > 0 and config.loss.advantage == "maxrl",
-        'reward.overlong_buffer with loss.advantage = "maxrl": the penalty makes rewards negative, by whose mean it would divide',
+        reward.overlong_buffer > 0 and config.loss.advantage in ("maxrl", "pass_at_k"),
+        f"reward.overlong_buffer with loss.advantage = {config.loss.advantage}, which takes no rewards below 0: the penalty makes some",
         hint='take loss.advantage = "grpo", or leave the penalty out',
         key="reward.overlong_buffer",
     )

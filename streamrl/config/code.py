@@ -25,7 +25,7 @@ def loss_code(config: Config) -> Mapping[str, str]:
 
 def rollout_code(config: Config) -> Mapping[str, str]:
     """By key, the functions of the user's that producers and evaluators run."""
-    named = {"producer.function": config.producer.function, "reward.kind": config.reward.kind}
+    named = {"producer.function": config.producer.function, "reward.kind": config.reward.kind, "filters.function": config.filters.function}
     for one in config.evaluation.sets:
         named |= {f"evaluation.sets[{one.name}].function": one.function, f"evaluation.sets[{one.name}].reward.kind": one.reward.kind}
     return {key: reference for key, reference in named.items() if is_function(reference)}

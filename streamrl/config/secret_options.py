@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from streamrl.config.tree import Config
 
 SecretOptions = dict[str, dict[str, str]]
-"""By section (`producer`, `reward`, and of a set of problems `evaluation.sets[name]` and `evaluation.sets[name].reward`) and option."""
+"""By section and option: `producer`, `reward`, `filters`, and of a set of problems `evaluation.sets[name]` and
+`evaluation.sets[name].reward`."""
 
 _SECRET = re.compile(r"(?:^|_)(?:api_?key|access_?key|private_?key|secret(?:_?key)?|password|passwd|passphrase|token|credentials?)$")
 
@@ -37,7 +38,7 @@ def with_secrets(config: Config, secrets: SecretOptions) -> Config:
 
 def _sections(config: Config) -> dict[str, dict[str, Any]]:
     """All options of user code."""
-    found = {"producer": config.producer.options, "reward": config.reward.options}
+    found = {"producer": config.producer.options, "reward": config.reward.options, "filters": config.filters.options}
     for one in config.evaluation.sets:
         found |= {f"evaluation.sets[{one.name}]": one.options, f"evaluation.sets[{one.name}].reward": one.reward.options}
     return found

@@ -27,15 +27,8 @@ def repetition(tokens: npt.NDArray[np.integer], ngram: int) -> float:
     number = len(tokens) - ngram + 1
     if number < 2:
         return 0.0
-    # Tokens are numbered from 0, then (number of the n-gram's beginning, next token) pairs are, so that no two n-grams are taken as one.
-    _, ids = np.unique(tokens, return_inverse=True)
-    found = ids.reshape(-1).astype(np.int64)
-    base = int(found.max()) + 1
-    grams = found
-    for length in range(1, ngram):
-        _, grams = np.unique(grams[:-1] * base + found[length:], return_inverse=True)
-        grams = grams.reshape(-1).astype(np.int64)
-    return 1.0 - len(np.unique(grams)) / number
+    data, size = np.lib.stride_tricks.sliding_window_view(tokens, ngram).tobytes(), ngram * tokens.itemsize
+    return 1.0 - len({data[at : at + size] for at in range(0, len(data), size)}) / number
 
 
 class Tails:

@@ -30,6 +30,7 @@ from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError
+from streamrl.producers.filtering import FILTER_FORM
 from streamrl.producers.functions import PRODUCER, make_producer
 from streamrl.producers.verifiers.rows import rows_are_due
 from streamrl.rewards.factory import REWARD, make_reward
@@ -51,6 +52,7 @@ FORMS: Mapping[str, Form] = {
     for form in (
         PRODUCER,
         REWARD,
+        FILTER_FORM,
         Form(
             key="loss.advantage",
             what="advantage function",
@@ -79,7 +81,7 @@ class Asked(msgspec.Struct, frozen=True):
     named: dict[str, str]
     """References by key."""
     options: dict[str, tuple[str, ...]] = {}
-    """Of rewards, the names of options, which they are given as keyword arguments."""
+    """By key, names of the options that what it names is given as keyword arguments."""
     producers: dict[str, ProducerConfig] = {}
     """Of producers, their sections."""
 
@@ -103,7 +105,8 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
         config: with its secret options.
         limit_s: how long the imports of producers and rewards, and those of the loss, may take.
     """
-    options, producers = {REWARD.key: tuple(config.reward.options)}, {PRODUCER.key: config.producer}
+    options = {REWARD.key: tuple(config.reward.options), FILTER_FORM.key: tuple(config.filters.options)}
+    producers = {PRODUCER.key: config.producer}
     for key, one in (("", config), *((f"{one.key}.", one.config) for one in problem_sets(config) if one.name != HELDOUT)):
         await _check_built_in(key, one)
         options[f"{key}{REWARD.key}"], producers[f"{key}function"] = tuple(one.reward.options), one.producer

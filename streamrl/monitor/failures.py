@@ -24,7 +24,7 @@ LOST = Cause(
     "most tasks are held by nobody any more, and end as lost",
     "does a producer acknowledge tasks and store no samples? see its log, and `streamrl trace RUN TASK`",
 )
-_LEFT_OUT_HINT = "the producer says so itself: is its rule too strict for these problems?"
+_LEFT_OUT_HINT = "the producer, or filters.function, says so itself: is its rule too strict for these problems?"
 _SAID_CHARS = 60
 """Of a producer's own word within a line."""
 MOST_CHARS = 2000
@@ -158,7 +158,7 @@ def given_up_cause(reasons: Mapping[str, int]) -> Cause:
 
 
 def left_out(reasons: Mapping[str, int]) -> Cause:
-    """That producers end rollouts for reasons of their own, with those among `reasons`."""
+    """That producers, and filters of the user's, end rollouts for reasons of their own, with those among `reasons`."""
     own = Counter({reason: count for reason, count in reasons.items() if reason not in DROP_REASONS})
     said = f": {_words(own)}" if own else ""
     return Cause("left_out", f"producers end most rollouts for reasons of their own{said}", _LEFT_OUT_HINT)

@@ -262,11 +262,11 @@ _VAIN = (
     (("lost",), LOST),
     (("unrewarded", "late"), Cause("late_rewards", "most rewards come too late", "raise reward.late_versions, or make rewards faster")),
     (
-        ("too_short", "too_long", "repetitive", "too_hard", "too_easy"),
+        ("too_short", "too_long", "repetitive", "too_hard", "too_easy", "filter"),
         Cause(
             "filters",
-            "most rollouts are beyond the bounds of the section filters",
-            "`streamrl status` has the reasons; widen these bounds, or choose other problems",
+            "most rollouts are refused by the section filters",
+            "`streamrl status` has the reasons; widen its bounds, mend filters.function, or choose other problems",
         ),
     ),
     (("truncated",), Cause("truncated", "most answers are cut by a length limit", "raise sampling.max_new_tokens and model.max_len")),

@@ -10,7 +10,7 @@ from msgspec import Meta
 from streamrl.history.inspect_samples import versions_of
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.samples import Sample, TurnSpan
-from streamrl.telemetry.names import DROP_REASONS, OTHER_REASON
+from streamrl.telemetry.names import counted_as
 
 TRAINED, DROPPED = "trained", "dropped"
 MOST_HITS = 300
@@ -137,7 +137,7 @@ class Ends:
                 for rollout, sequence in zip(group.rollouts, group.sequences, strict=True):
                     self._rollouts[group.task, rollout, sequence] = TRAINED
         for drop in entry.drops if became != TRAINED else ():
-            reason = drop.reason if drop.reason in DROP_REASONS else OTHER_REASON
+            reason = counted_as(drop.reason)
             if drop.sequence and task in (None, drop.task) and became in ("", DROPPED, reason):
                 for rollout in drop.rollouts:
                     self._rollouts.setdefault((drop.task, rollout, drop.sequence), drop.reason)

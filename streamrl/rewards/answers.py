@@ -78,6 +78,10 @@ class BoxedEpisode(msgspec.Struct, frozen=True):
         return (*self.episode.turns[:-1], self.completion)
 
     @property
+    def agent(self) -> str:
+        return self.episode.agent
+
+    @property
     def status(self) -> Status:
         return self.episode.status
 

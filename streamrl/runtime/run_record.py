@@ -254,7 +254,7 @@ def _decisions(config: Config) -> dict[str, Any]:
 
     Two backends that train the same model are one here.
     """
-    found = flat_keys(json.loads(dump(config))) | {DECAY_STEPS: schedule_steps(config)}
+    found: dict[str, Any] = flat_keys(json.loads(dump(config))) | {DECAY_STEPS: schedule_steps(config)}
     # As of data.train, their content counts.
     found["data.sources"] = [{key: value for key, value in one.items() if key != "train"} for one in found["data.sources"]]
     if found["trainer.backend"] == "megatron":  # it goes on from the checkpoints of the other, on a mesh of its own

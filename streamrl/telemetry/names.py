@@ -9,6 +9,7 @@ from types import MappingProxyType
 from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
+from streamrl.schemas.ledger import FILTER
 from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
 from streamrl.telemetry.metric import Metric, Reduction
 from streamrl.telemetry.set_names import set_metric
@@ -18,7 +19,7 @@ _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reducti
 DROP_REASONS = (
     *("stale", "duplicate", "late", "failed", "filtered", "timeout", "deliveries", "poison", "zero_variance", "empty", "lost_version"),
     *("inexact", "truncated", "unrewarded", "expired", "lost", "blob_missing", "superseded_reward"),
-    *("too_short", "too_long", "repetitive", "too_hard", "too_easy"),
+    *("too_short", "too_long", "repetitive", "too_hard", "too_easy", FILTER),
 )
 """Reasons that `streamrl.schemas.ledger.Drop` explains."""
 REWARDERS = "rewarders score: `reward.workers`"
@@ -48,14 +49,20 @@ def _of_lengths() -> Iterator[Metric]:
             yield Metric(length_quantile(name, quantile), _LAST, "tokens", f"{word} of the newest lengths {whose}")
 
 
+def counted_as(reason: str) -> str:
+    """One of `DROP_REASONS` or `OTHER_REASON`: the words of the user's filters are counted together, and so are producers' own."""
+    known = FILTER if reason.startswith(f"{FILTER}: ") else reason
+    return known if known in DROP_REASONS else OTHER_REASON
+
+
 def dropped(reason: str) -> str:
     """The metric that counts the rollouts dropped for a reason."""
-    return f"rollouts/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
+    return f"rollouts/dropped_total/{counted_as(reason)}"
 
 
 def dropped_tokens(reason: str) -> str:
     """The metric that counts the sampled tokens of the rollouts dropped for a reason."""
-    return f"tokens/dropped_total/{reason if reason in DROP_REASONS else OTHER_REASON}"
+    return f"tokens/dropped_total/{counted_as(reason)}"
 
 
 STATES: Mapping[str, Mapping[str, str]] = MappingProxyType(

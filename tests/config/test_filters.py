@@ -79,3 +79,16 @@ def test_every_key_of_a_decision_is_one_of_the_section() -> None:
 def test_a_penalty_that_punishes_all_or_none_is_refused(key: str, tree: dict[str, Any]) -> None:
     with raises(ConfigError, key=key):
         check(convert({"data": {"train": "x"}, **tree}, where="run.toml"))
+
+
+@pytest.mark.parametrize(
+    ("key", "tree"),
+    [
+        ("filters.function", {"filters": {"function": "zero_std"}}),
+        ("filters.function", {"filters": {"function": "mine.py:keep"}, "reward": {"kind": "late"}}),
+        ("filters.options", {"filters": {"options": {"least": 3}}}),
+    ],
+)
+def test_a_function_that_could_not_be_asked_is_refused(key: str, tree: dict[str, Any]) -> None:
+    with raises(ConfigError, key=key):
+        check(convert({"data": {"train": "x"}, **tree}, where="run.toml"))

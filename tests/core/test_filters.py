@@ -216,3 +216,20 @@ def test_every_task_ends_once_and_no_credit_is_lost(
         assert 0.2 <= statistics.fmean(rewards) <= 0.8
         trained = [one for one in group.rollouts.values() if one.num_tokens]
         assert trained and all(shortest <= one.num_tokens <= longest for one in trained)
+
+
+def test_a_verdict_is_a_tombstone_and_one_that_comes_too_late_or_twice_changes_nothing() -> None:
+    s = Stream(rules(1))
+    s.rollouts(0, view(0, reward=1.0), group=2)
+    s.end(0, 1, reason="filter: dull")
+    assert s.dropped == [(2, 0, (1,), "filter: dull", False)]
+    s.end(0, 0, reason="filter: forged")
+    assert s.dropped[-1] == (3, 0, (0,), "duplicate", False), "a rollout that came stays"
+    assert sorted(s.train().groups[0].rollouts) == [0]
+    before = s.state.granted
+    for rollout in (None, 0, 1):
+        s.end(0, rollout, reason="filter: forged")
+    assert [d[3] for d in s.dropped] == ["late"] * 3 and s.state.granted == before
+    effects = s.end(1, reason="filter: dull")
+    assert s.dropped[-1] == (7, 1, (), "filter: dull", True) and effects.grant is not None
+    assert s.end(99, reason="filter: forged").dead, "of a task that nobody was granted"

@@ -26,6 +26,9 @@ def letters(task, episode):
 def strict(task, episode, *, word):
     return 1.0
 
+def keep(task, episodes, *, least):
+    return True
+
 class Built:
     def __init__(self, word):
         raise RuntimeError("nobody asked for one to be built")
@@ -82,6 +85,7 @@ async def look(place: Path, *overrides: str, limit_s: float = 60.0, torch: bool 
         ("reward.kind=good.py:Built", "reward.options.word=yes"),
         ("reward.kind=good.py:Called",),
         ("reward.kind=os.path.join",),
+        ("filters.function=good.py:keep", "filters.options.least=3"),
         ("producer.function=good.py:nothing", "producer.workers=0"),
     ],
 )
@@ -116,6 +120,12 @@ async def test_what_does_not_fit_is_named_in_the_words_of_who_builds_it(place: P
     with raises(ConfigError, key=key) as built:
         make_producer(config.producer.function) if key.startswith("producer") else make_reward(config.reward)
     assert (found.value.message, found.value.hint) == (built.value.message, built.value.hint)
+
+
+async def test_a_filter_that_does_not_fit_is_named(place: Path) -> None:
+    for name in ("keep", "kept", "Built", "NUMBER", "letters"):
+        with raises(ConfigError, key="filters.function"):
+            await look(place, f"filters.function=good.py:{name}", *(["filters.options.least=3"] if name == "letters" else []))
 
 
 @pytest.mark.parametrize(
