@@ -52,7 +52,7 @@ class Scoring(msgspec.Struct, frozen=True):
     children: int = 0
     """Processes; 0: one a core, at most four."""
     concurrency: int = 64
-    max_hung: int = 4
+    max_hung: int = 2
 
     @classmethod
     def of(cls, config: RewardConfig) -> Scoring:
