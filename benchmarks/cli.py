@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     _add_evaluation(kinds)
     _add_loop(kinds)
     _add_hung(kinds)
+    _add_rewards(kinds)
     _add_gateway(kinds)
     _add_trainer(kinds)
     return bench
@@ -168,6 +169,26 @@ def _hung(given: argparse.Namespace) -> int:
     from benchmarks.hung.report import report_of
 
     return _run(given, "hung", HungSpec, measure, report_of)
+
+
+def _add_rewards(kinds: Any) -> None:
+    rewards = kinds.add_parser("rewards", help="many graders that block; and the quickstart's speed while some graders hang")
+    flag = rewards.add_argument
+    flag("--graders", type=int, default=512, help="calls of the first part (default 512)")
+    flag("--children", type=int, default=8, help="grader processes there (default 8)")
+    flag("--batches", type=int, default=120, help="trained in each run of the second part (default 120)")
+    flag("--skip", type=int, default=30, help="the first of them, which are not measured (default 30)")
+    flag("--share", dest="hung", type=float, default=0.01, help="of graders that hang there (default 0.01)")
+    flag("--backend", default="torch", choices=("torch", "table"), help="table: without torch, to try it out")
+    _add_common(rewards, rounds=3, out="bench-rewards", run=_rewards)
+
+
+def _rewards(given: argparse.Namespace) -> int:
+    from benchmarks.rewards.measure import measure
+    from benchmarks.rewards.report import report_of
+    from benchmarks.rewards.spec import RewardsSpec
+
+    return _run(given, "rewards", RewardsSpec, measure, report_of)
 
 
 def _add_gateway(kinds: Any) -> None:

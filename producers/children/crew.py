@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import signal
 import time
 from collections.abc import Callable
 
+from streamrl.errors import ConfigError
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.child import Child
 from streamrl.producers.children.frames import Hello
+
+_LOADS = 3
+"""Processes that are started for one, while they are killed with SIGKILL before the user's code is loaded."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +60,17 @@ class Crew:
         if self._clock is None or self._clock.done():
             self._clock = asyncio.create_task(self._tick())
             self._clock.add_done_callback(self._stopped)
-        child = Child(next(self._numbers), self.hello, self.limits, alone=alone)
-        self.all.append(child)
-        try:
-            await child.started()
-        except BaseException:
-            self.bury(child)
-            raise
+        for left in reversed(range(_LOADS)):
+            child = Child(next(self._numbers), self.hello, self.limits, alone=alone)
+            self.all.append(child)
+            try:
+                await child.started()
+                break
+            except BaseException as error:
+                self.bury(child)
+                # Somebody's hand, or the kernel's, says nothing of the code.
+                if not left or not isinstance(error, ConfigError) or child.exit_code != -signal.SIGKILL:
+                    raise
         logger.info("event=child_started child=%d of=%s alone=%s", child.number, "producer" if self.hello.function else "reward", alone)
         return child
 

@@ -52,7 +52,7 @@ class Scoring(msgspec.Struct, frozen=True):
     children: int = 0
     """Processes; 0: one a core, at most four."""
     concurrency: int = 64
-    max_hung: int = 4
+    max_hung: int = 2
 
     @classmethod
     def of(cls, config: RewardConfig) -> Scoring:
@@ -182,7 +182,8 @@ class Graders:
                     lambda number, child=child: Call(number, self._limits, task=task.index, engine=None, send=child.send),
                     lambda call: frames.Score(call.number, task, episodes),
                 )
-                self._running[call] = seat, Running(self._patience.num_ended)
+                running = Running(self._patience.num_ended)
+                self._running[call] = seat, running
                 try:
                     given = await child.wait(call)
                 finally:
@@ -190,12 +191,14 @@ class Graders:
             if given == Call.TIMEOUT:
                 return TimeoutError(call.expired)
             if isinstance(given, frames.Scored):
-                self._patience.ended(call.spent_s)
+                running.spent_s = call.spent_s
+                self._patience.ended(running)
                 return given
             why = child.lost
             if not alone:
                 losses += 1
-                alone = call.suspect or losses >= _LOSSES
+                # Somebody's hand says nothing of those that ran; what ends the process itself does, and they are tried one by one.
+                alone = losses >= _LOSSES or (call.suspect and child.exit_code != -signal.SIGKILL)
             elif not child.killed:
                 deaths += 1
                 logger.warning("event=grader_died task=%d times=%d reason=%r", task.index, deaths, why)
@@ -233,7 +236,8 @@ class Graders:
     def _serve(self) -> None:
         """Give seats to those who have waited longest, and start processes for the others."""
         self._bury_useless()
-        while self._waiting and self._num_seated < self.seats and (child := self._free()) is not None:
+        # Of plain ones, a process that was started in place of one that hung runs some too once that is over.
+        while self._waiting and (self._plain or self._num_seated < self.seats) and (child := self._free()) is not None:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 child.num_jobs += 1
@@ -243,7 +247,7 @@ class Graders:
             return
         if (failure := self._crew.failure) is None:
             missing = min(self._count - len(self._usable()), len(self._waiting), os.cpu_count() or 1) - len(self._starting)
-            for _ in range(missing if self._num_seated < self.seats else 0):
+            for _ in range(missing if self._plain or self._num_seated < self.seats else 0):
                 starting = asyncio.ensure_future(self._grow())
                 self._starting.add(starting)
                 starting.add_done_callback(self._started)

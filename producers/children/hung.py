@@ -9,15 +9,18 @@ import msgspec
 
 K = TypeVar("K")
 
-LEAST_S = 0.2
+LEAST_S = 0.1
 """No call hangs before."""
-_TIMES = 4.0
-"""Of the longest that ended lately."""
+_MEANS = 10.0
+"""Of the mean of those that ended: beyond it a call hangs."""
+_TIMES = 2.0
+"""Of the slowest that ended lately: beyond it a call may be ended."""
 _OVERTAKEN = 8
-"""Calls that have ended since one began, beside twice those that may have run with it, before it is ended for that."""
+"""Calls that have ended since one began, beside twice those that may have run with it, before it may be ended."""
 _KNOWN = 32
 """Calls that have ended before any is compared with them."""
-_BLOCK = 5000
+_BLOCK = 1000
+_WEIGHT = 1 / 256
 _LONG_SHARE = 1 / 3
 """Of its time limit: a call that has had so much is said to hang, whatever is known of others."""
 
@@ -33,8 +36,10 @@ class Running(msgspec.Struct):
 class Patience:
     """Tells a call that hangs from one that is slow, by those that ended lately.
 
-    A call hangs once it has had four times as long as the longest of the last 5000 to 10,000 that ended by themselves. It is ended for that
-    only if others that began after it have ended: where all stand still, a judge that does not answer, each is given all of its time.
+    A call hangs once it has had ten times as long as the mean of those that ended. It may be ended for that once it has had twice as
+    long as the slowest of the last 1000 to 2000, or twice as many have ended meanwhile as during any of these: the second says the
+    same on a machine that stands still now and then. Others that began after it must have ended: where all stand still, a judge that
+    does not answer, each is given all of its time.
 
     Args:
         timeout_s: of a call.
@@ -47,33 +52,39 @@ class Patience:
         self._long_s = timeout_s * _LONG_SHARE
         self._most = most
         self._overtaken = _OVERTAKEN + 2 * seats
-        self._longest_s = self._before_s = 0.0
+        self._mean_s = 0.0
+        self._slowest: tuple[float, int] = (0.0, 0)
+        """Seconds, and calls that ended meanwhile: the most of each in this block of calls,"""
+        self._before: tuple[float, int] = (0.0, 0)
+        """and in the one before."""
         self._in_block = 0
 
-    def ended(self, spent_s: float) -> None:
+    def ended(self, call: Running) -> None:
         """A call has ended by itself."""
+        slowest_s, overtaken = self._slowest
+        self._slowest = max(slowest_s, call.spent_s), max(overtaken, self.num_ended - call.ended_before)
         self.num_ended += 1
+        self._mean_s += (call.spent_s - self._mean_s) * max(_WEIGHT, 1 / self.num_ended)
         self._in_block += 1
-        self._longest_s = max(self._longest_s, spent_s)
         if self._in_block >= _BLOCK:
-            self._before_s, self._longest_s, self._in_block = self._longest_s, 0.0, 0
+            self._before, self._slowest, self._in_block = self._slowest, (0.0, 0), 0
 
     def hangs(self, call: Running) -> bool:
         """Whether it is said to hang."""
-        usual_s = max(self._longest_s, self._before_s)
-        beyond = self.num_ended >= _KNOWN and call.spent_s > max(LEAST_S, _TIMES * usual_s)
-        return beyond or call.spent_s > self._long_s
+        return call.spent_s > self._long_s or (self.num_ended >= _KNOWN and call.spent_s > max(LEAST_S, _MEANS * self._mean_s))
 
-    def _is_overtaken(self, call: Running) -> bool:
-        usual_s = max(self._longest_s, self._before_s)
-        return self.num_ended - call.ended_before >= self._overtaken and call.spent_s > _TIMES * usual_s
+    def _is_hopeless(self, call: Running) -> bool:
+        overtaken = self.num_ended - call.ended_before
+        usual_s, usual = (max(now, before) for now, before in zip(self._slowest, self._before, strict=True))
+        slower = call.spent_s > _TIMES * usual_s or overtaken > _TIMES * usual
+        return self.num_ended >= _KNOWN and overtaken >= self._overtaken and slower
 
     def too_many(self, calls: Mapping[K, Running]) -> list[K]:
         """Of the calls that hang those to be ended now, the longest first, so that no more than `most` are left.
 
         The one that hangs longest of all is left until its time limit: if it ends by itself after all, calls are as slow as that, and
-        none that is not slower hangs any more.
+        none that is not slower is ended any more.
         """
         hung = sorted((key for key, call in calls.items() if self.hangs(call)), key=lambda key: -calls[key].spent_s)
-        ends = [key for key in hung[1:] if self._is_overtaken(calls[key])]
+        ends = [key for key in hung[1:] if self._is_hopeless(calls[key])]
         return ends[: max(0, len(hung) - max(1, self._most))]

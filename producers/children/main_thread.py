@@ -44,6 +44,8 @@ class MainThread:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
             await asyncio.wait([ended])
+            if not ended.cancelled():
+                ended.exception()  # seen: it is nobody's any more
             raise
 
     def serve(self) -> None:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine, read
-from tests.faults.faults import AGENT, GATEWAY, KINDS, PARTS, RANK_1, WHOLE
+from tests.faults.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RANK_1, WHOLE
 from tests.faults.misdeeds import ENDS
 from tests.faults.shapes import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- {part}: begin (written by tests/chaos/report.py) -->", "<!-- {part}: end -->"
-EVERYBODY = (*PARTS, RANK_1, GATEWAY, AGENT, WHOLE)
+EVERYBODY = (*PARTS, GRADER, RANK_1, GATEWAY, AGENT, WHOLE)
 USER_CODE = "user code"
 MISDEEDS = {
     "user code that hangs": frozenset({"timeout"}),
@@ -173,7 +173,7 @@ def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
     parts += [
         "### At random moments",
         "",
-        *table(aimless, "part", lambda strike: strike.line.part, (*PARTS, RANK_1, GATEWAY, AGENT, WHOLE)),
+        *table(aimless, "part", lambda strike: strike.line.part, EVERYBODY),
     ]
     by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
     parts += [

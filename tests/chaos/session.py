@@ -23,14 +23,14 @@ import msgspec
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine
 from tests.faults.disturbed import ON_ITS_WAY_S, Disturbed, disturbed
-from tests.faults.faults import AGENT, GATEWAY, KINDS, PARTS, RANK_1, WHOLE, Fault, endless
+from tests.faults.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RANK_1, WHOLE, Fault, endless
 from tests.faults.measures import speed
 from tests.faults.misdeeds import told
 from tests.faults.shapes import AGENTS, DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, RANKS, STREAM, Shape
 from tests.faults.verdict import judge
 
 SHAPES = {shape.name: shape for shape in (STREAM, LOCKSTEP, AGENTS, DAMAGED, QUICKSTART, RANKS, MISDEEDS, DEFAULTS)}
-EVERYBODY = (*PARTS, RANK_1, GATEWAY, AGENT, WHOLE)
+EVERYBODY = (*PARTS, GRADER, RANK_1, GATEWAY, AGENT, WHOLE)
 STEPS_PER_FAULT = 10
 """More than are trained before the last strike: the run must not end before it."""
 LAST_STEPS = 30

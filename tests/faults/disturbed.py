@@ -22,12 +22,12 @@ from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
 from tests.faults.commands import command
 from tests.faults.crew import Crew
 from tests.faults.damage import DAMAGES
-from tests.faults.faults import AGENT, CHECKPOINT, MESSAGES, RANK_1, REQUESTS, TURNS, WHOLE, Fault
+from tests.faults.faults import AGENT, CHECKPOINT, GRADER, MESSAGES, RANK_1, REQUESTS, TURNS, WHOLE, Fault
 from tests.faults.measures import first_answer, first_record
 from tests.faults.shapes import NAME, Shape, open_gate, write_files
 from tests.faults.wire import SERVER, Wire, open_wire
 from tests.support.memory import freed_after_test
-from tests.support.processes import alive, descendants, send, server_pid, worker_pid
+from tests.support.processes import alive, descendants, grader_pid, send, server_pid, worker_pid
 
 AIM_S = 10.0
 CATCH_S = 20.0
@@ -176,6 +176,8 @@ class Disturbed:
             return None if self.crew is None else self.crew.pid
         if part == RANK_1:
             return worker_pid(self.run, "trainer", 1)
+        if part == GRADER:
+            return grader_pid(self.run)
         return server_pid(self.run) if part == "nats-server" else worker_pid(self.run, part)
 
     def open(self, batches: int) -> None:

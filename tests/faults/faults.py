@@ -20,6 +20,8 @@ GATEWAY, AGENT = "gateway", "agent"
 """Of a run whose tasks go to agents too. A `cut` of the agent's is from the gateway."""
 WHOLE = "whole run"
 """Supervisor, workers, the children that run user code and the nats-server at once; then `streamrl up` again."""
+GRADER = "grader"
+"""A process in which the supervised producer's rewards run."""
 Kind = Literal["kill -9", "SIGSTOP", "cut", "HTTP cut", "damage"]
 KINDS: tuple[Kind, ...] = ("kill -9", "SIGSTOP", "cut", "HTTP cut", "damage")
 """`cut` is from the nats-server, `HTTP cut` from the engine; `damage` is done to the disk between the death of the whole run and its next
@@ -73,6 +75,7 @@ class Fault(msgspec.Struct, frozen=True):
 def matrix(rng: random.Random) -> list[Fault]:
     """Every part with every fault that it can have once, at random moments, in random order."""
     faults = [Fault(part, kind) for part in PARTS for kind in KINDS[:4] if kind != "HTTP cut" or part in ON_HTTP]
+    faults += [Fault(GRADER, kind) for kind in KINDS[:2]]
     rng.shuffle(faults)
     return faults
 

@@ -19,9 +19,10 @@ ENDS: Mapping[str, frozenset[str]] = {
     "raises": frozenset({"failed"}),
     "prints 1 MB": frozenset({"sample"}),
     "reward sleeps for ever": frozenset({"timeout"}),
-    "reward spins for ever": frozenset({"timeout", "deliveries"}),
+    "reward spins for ever": frozenset({"timeout"}),
     "reward sys.exit": frozenset({"failed"}),
-    "reward os._exit": frozenset({"deliveries"}),
+    "reward os._exit": frozenset({"failed"}),
+    "reward segfault": frozenset({"failed"}),
     "reward raises": frozenset({"failed"}),
 }
 """How a rollout ends that does it: by the reason of its record, or with a sample."""
@@ -128,7 +129,7 @@ def wrong_ends(misdeeds: Iterable[Misdeed], ends: Mapping[tuple[int, int | None]
     for one in misdeeds:
         by_task[one.task][one.rollout].add(one.what)
     for task, rollouts in by_task.items():
-        # What ends a process or is the reward's ends the group.
+        # What ends a process of the producer's ends the group.
         of_group = {end for whats in rollouts.values() for what in whats if _is_groups(what) for end in ENDS[what]} - {"sample"}
         for rollout, whats in rollouts.items():
             allowed = {end for what in whats for end in ENDS[what]} | of_group
@@ -143,4 +144,4 @@ def wrong_ends(misdeeds: Iterable[Misdeed], ends: Mapping[tuple[int, int | None]
 
 
 def _is_groups(what: str) -> bool:
-    return what.startswith("reward") or "deliveries" in ENDS[what]
+    return "deliveries" in ENDS[what]

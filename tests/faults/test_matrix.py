@@ -44,7 +44,7 @@ async def strike_all(run: Disturbed, faults: list[Fault], rng: random.Random) ->
 
 async def test_every_fault_at_a_random_moment(tmp_path: Path) -> None:
     rng = random.Random(4)
-    async with disturbed(tmp_path, STREAM, steps=180, stop_s=STOP_S, away_s=AWAY_S) as run:
+    async with disturbed(tmp_path, STREAM, steps=200, stop_s=STOP_S, away_s=AWAY_S) as run:
         await strike_all(run, matrix(rng), rng)
         verdict = await judge(run.run)
     assert verdict.problems == []

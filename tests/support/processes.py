@@ -61,6 +61,13 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
+def grader_pid(run: RunDir) -> int | None:
+    """The process that a run's producer has started last for user code: with a built-in producer, one of its graders."""
+    producer = worker_pid(run, "producer")
+    own = [pid for pid in find("streamrl.producers.children") if parent(pid) == producer] if producer else []
+    return max(own, default=None)
+
+
 def processor_s(pids: Iterable[int]) -> float:
     """Processor time that these processes have had, and those of theirs that have ended."""
     total = 0

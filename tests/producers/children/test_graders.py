@@ -90,7 +90,7 @@ async def test_a_grader_that_kills_its_process_costs_its_own_rollout(workshop: W
     assert [rewards(group) for group in groups] == [{0: 1.0, 1: 1.0, 2: 1.0}, {0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}]
     assert ends(groups[1])[2].startswith("failed: reward: the process that graded it alone died") and said in ends(groups[1])[2]
     # Among others first, then alone; only SIGKILL, which may be the kernel's or somebody's hand, is given further tries.
-    assert len(workshop.told("struck")) == (5 if "SIGKILL" in line else 2)
+    assert len(workshop.told("struck")) == (6 if "SIGKILL" in line else 2)
 
 
 async def test_kill_9_of_grader_processes_loses_and_doubles_nothing(workshop: Workshop) -> None:
@@ -112,6 +112,22 @@ def score(task, episode):
         groups = await rolling
     assert len(struck) == 4
     assert [rewards(group) for group in groups] == [{rollout: float(rollout) for rollout in range(8)}] * 12
+
+
+async def test_kill_9_of_a_process_that_loads_is_nobodys_fault(workshop: Workshop) -> None:
+    code = """
+if len((FOLDER / "loads").read_text().splitlines() if (FOLDER / "loads").exists() else []) < 2:
+    tell("loads")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def score(task, episode):
+    return 1.0
+"""
+    async with workshop.runner(code, reward="score", scoring=Scoring(children=1)) as runner, asyncio.timeout(60):
+        [group] = await workshop.run(runner, workshop.task())
+    assert rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert len(workshop.told("loads")) == 2
 
 
 MESS = [

@@ -5,10 +5,14 @@ from __future__ import annotations
 from streamrl.producers.children.hung import LEAST_S, Patience, Running
 
 
+def end(one: Patience, spent_s: float, times: int = 1, overtaken: int = 4) -> None:
+    for _ in range(times):
+        one.ended(Running(one.num_ended - overtaken, spent_s))
+
+
 def patience(*, usual_s: float = 0.01, ended: int = 100, most: int = 2) -> Patience:
     made = Patience(30.0, most=most, seats=4)
-    for _ in range(ended):
-        made.ended(usual_s)
+    end(made, usual_s, ended)
     return made
 
 
@@ -16,9 +20,9 @@ def calls(*spent_s: float, before: int = 0) -> dict[str, Running]:
     return {name: Running(before, seconds) for name, seconds in zip("abcdefgh", spent_s, strict=False)}
 
 
-def test_a_call_hangs_once_it_is_far_slower_than_all_others() -> None:
+def test_a_call_hangs_once_it_is_far_slower_than_others() -> None:
     assert patience().hangs(Running(0, LEAST_S + 0.01)) and not patience().hangs(Running(0, LEAST_S))
-    assert patience(usual_s=1.0).hangs(Running(0, 4.1)) and not patience(usual_s=1.0).hangs(Running(0, 4.0))
+    assert patience(usual_s=0.5).hangs(Running(0, 5.1)) and not patience(usual_s=0.5).hangs(Running(0, 4.9))
 
 
 def test_without_anything_to_compare_with_a_third_of_its_time_is_long() -> None:
@@ -38,8 +42,15 @@ def test_slow_graders_are_told_from_hung_ones_by_the_first_that_ends() -> None:
     one = patience()
     running = calls(5.0, 4.0, 3.0, 2.0)
     assert one.too_many(running)
-    one.ended(5.0)
-    assert one.too_many(running) == [] and not any(map(one.hangs, running.values()))
+    end(one, 5.0, overtaken=100)
+    assert one.too_many(running) == []
+
+
+def test_a_machine_that_stood_still_for_a_while_hides_nothing() -> None:
+    """All calls of a second took that long, so time says nothing for a while; but nobody ended during them."""
+    one = patience()
+    end(one, 3.0, times=4)
+    assert one.too_many(calls(5.0, 4.0, 3.0, 2.0)) == ["b", "c"]
 
 
 def test_nobody_is_ended_for_being_merely_long() -> None:
@@ -51,10 +62,8 @@ def test_nobody_is_ended_for_being_merely_long() -> None:
 
 def test_what_was_slow_long_ago_is_forgotten() -> None:
     one = patience()
-    one.ended(5.0)
-    for _ in range(4800):
-        one.ended(0.01)
-    assert not one.hangs(Running(0, 9.0)), "in the block before this one"
-    for _ in range(10_000):
-        one.ended(0.01)
-    assert one.hangs(Running(0, 1.0))
+    end(one, 5.0, overtaken=400)
+    end(one, 0.01, 900)
+    assert one.too_many(calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == [], "in the block before this one"
+    end(one, 0.01, 2000)
+    assert one.too_many(calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == ["b"]
