@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -118,18 +119,20 @@ class ByRow:
         self._run = run
         self._build = build
         self._shared = shared
-        self._made: dict[bytes, Reward] = {}
+        self._made: dict[bytes, asyncio.Task[Reward]] = {}
 
     async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
         """As that one; raises ConfigError for a kind, or options, that no row may have."""
-        return await self._of(task).score(task, episodes)
+        return await (await self._of(task)).score(task, episodes)
 
     async def close(self) -> None:
         """End what they have open."""
-        for reward in (self._run, *self._made.values()):
-            await close(reward)
+        await close(self._run)
+        for made in await asyncio.gather(*self._made.values(), return_exceptions=True):
+            if not isinstance(made, BaseException):
+                await close(made)
 
-    def _of(self, task: RolloutTask) -> Reward:
+    async def _of(self, task: RolloutTask) -> Reward:
         if not isinstance(task.reward, RewardSpec):
             return self._run
         # Rows were checked when they were read; a task is whatever has come over the wire.
@@ -143,5 +146,6 @@ class ByRow:
                     hint="put options that many rows share into data.reward_options, and what differs by row into its metadata",
                     key="data.reward_key",
                 )
-            self._made[key] = self._build(spec.kind, options)
-        return self._made[key]
+            # Libraries take seconds to load, in which the event loop has others to serve; and who waits may be cancelled.
+            self._made[key] = asyncio.create_task(asyncio.to_thread(self._build, spec.kind, options))
+        return await asyncio.shield(self._made[key])

@@ -77,7 +77,8 @@ def test_the_schema_has_every_key_with_its_meaning() -> None:
 
 def test_the_whole_configuration_is_printed_without_secrets(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "rows.jsonl").write_text('{"prompt": "1", "label": "1"}\n')
-    (place / "my.toml").write_text('data.train = "rows.jsonl"\nreward.options.api_key = "tell-nobody"\n')
+    reward = 'reward = { kind = "pkg.mod:score", options = { api_key = "tell-nobody" } }\n'
+    (place / "my.toml").write_text('data.train = "rows.jsonl"\n' + reward)
     assert main(["config", "my.toml", "--set", "run.steps=7"]) == 0
     out = capsys.readouterr().out
     assert json.loads(out)["run"]["steps"] == 7 and "tell-nobody" not in out

@@ -99,13 +99,11 @@ async def test_what_fits_passes_and_nothing_of_it_is_called(place: Path, overrid
     ("override", "key"),
     [
         ("reward.kind=good.py:leters", "reward.kind"),
-        ("reward.kind=exact_mach", "reward.kind"),
         ("reward.kind=good.py:strict", "reward.kind"),
         ("reward.kind=good.py:Built", "reward.kind"),
         ("reward.kind=good.py:Plain", "reward.kind"),
         ("reward.kind=good.py:NUMBER", "reward.kind"),
         ("reward.kind=no_such_package.score", "reward.kind"),
-        ("reward.options.word=yes", "reward.options"),
         ("producer.function=singel_turn", "producer.function"),
         ("producer.function=good.py:NUMBER", "producer.function"),
         ("producer.function=good.py:Plain", "producer.function"),

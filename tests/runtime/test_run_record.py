@@ -195,8 +195,18 @@ def test_a_key_that_came_later_is_off() -> None:
     assert caught.value.values["key"] == "tasks.hold_ahead"
 
 
+def test_the_server_of_a_reward_may_move_but_not_change() -> None:
+    def judged(**options: Any) -> RunRecord:
+        return record(Config(reward=RewardConfig(kind="judge", options={"url": "http://a/v1", "model": "m", **options})))
+
+    check_resume(judged(), judged(url="http://b/v1", token_env="KEY"))
+    with raises(ConfigError, key="reward.options.model"):
+        check_resume(judged(), judged(model="n"))
+
+
 def test_every_free_key_exists() -> None:
-    tree = msgspec.to_builtins(Config())
+    asks = RewardConfig(kind="remote", options={"url": "http://127.0.0.1:9/", "token_env": ""})
+    tree = msgspec.to_builtins(Config(reward=asks))
     for key in FREE_KEYS:
         found = tree
         for part in key.split("."):
