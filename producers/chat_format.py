@@ -18,7 +18,7 @@ _STAND_INS = ("0123456789", "9876543210", "1357924680", "8642097531")
 """Content of the stand-in assistant turn: plain characters, so that any vocabulary and any template keeps it as it is. The first that
 does not stand in the tools is taken."""
 _ROLES = 64
-"""Sequences of roles of which is remembered that the template shows them."""
+"""Sequences of roles of which is remembered that the template shows them; so many closings are remembered too."""
 
 Message = Mapping[str, Any]
 
@@ -30,6 +30,8 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._shown: set[tuple[Any, ...]] = set()
+        self._closings: dict[bytes, tuple[str, list[int]]] = {}
+        """What closes a turn, and its first token, by the key of the rendering: nothing else decides on it."""
 
     def prompt(self, messages: Sequence[Message], tools: Any = None, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """A conversation's opening up to where the model begins to write."""
@@ -84,10 +86,8 @@ class ChatFormat:
         if not self._chat_template:
             return self._tokenizer.encode("".join(message["content"] for message in messages))
         stand_in = _Rendering(self._tokenizer, tools, template_kwargs or {})
-        closing = stand_in.after(stand_in.turn(), [])
-        added = self._added(stand_in, messages)
-        ids = self._tokenizer.encode(closing + added)
-        closes = self._tokenizer.encode(closing)[:1]
+        closing, closes = self._closing(stand_in)
+        ids = self._tokenizer.encode(closing + self._added(stand_in, messages, closing))
         if closes and ids[:1] == closes:
             stops = self._tokenizer.stop_ids
             # A turn may have ended with another of the tokens that do (`<|eom_id|>`).
@@ -95,12 +95,22 @@ class ChatFormat:
                 return ids[1:]
         return ids
 
-    def _added(self, stand_in: _Rendering, messages: Sequence[Message]) -> str:
+    def _closing(self, stand_in: _Rendering) -> tuple[str, list[int]]:
+        if (known := self._closings.get(stand_in.key)) is not None:
+            return known
+        closing = stand_in.after(stand_in.turn(), [])
+        found = closing, self._tokenizer.encode(closing)[:1]
+        if len(self._closings) < _ROLES:
+            self._closings[stand_in.key] = found
+        return found
+
+    def _added(self, stand_in: _Rendering, messages: Sequence[Message], closing: str) -> str:
         """What the template writes for the messages, after all that closes the turn before them."""
         refused: ConfigError | SchemaError | None = None
         for turn in stand_in.turns(messages):
             try:
-                closed, answered = stand_in.after(turn, []), stand_in.after(turn, messages)
+                closed = stand_in.after(turn, []) if "tool_calls" in turn else closing
+                answered = stand_in.after(turn, messages)
                 if answered.startswith(closed) and self._shows(stand_in, turn, messages):
                     return answered[len(closed) :]
             except (ConfigError, SchemaError) as error:  # some templates know results only after calls

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
+from uuid import uuid4
 
 import openai
 
@@ -17,7 +18,9 @@ async def work(gateway):
     done = 0
     while True:
         try:
-            told = await gateway.post("/rl/start_session", cast_to=object, body={})
+            # The SDK repeats what was not answered; by its key a start that is repeated gives the session that it gave before.
+            once = {"headers": {"Idempotency-Key": uuid4().hex}}
+            told = await gateway.post("/rl/start_session", cast_to=object, body={}, options=once)
         except openai.RateLimitError:  # no task is free
             continue
         except openai.APIConnectionError:  # nobody is there any more, after some retries

@@ -140,11 +140,13 @@ class Call:
         self._idle_s = 0.0
         self._total_s = 0.0
         self._waits: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._num_programs = 0
+        """That wait for a slot of the sandbox."""
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for engine, version, bus or room; its clock then stands."""
-        return bool(self._waits)
+        """Whether it waits for engine, version, bus, room or a slot of the sandbox; its clock then stands."""
+        return bool(self._waits) or self._num_programs > 0
 
     @property
     def hung_s(self) -> float:
@@ -183,6 +185,10 @@ class Call:
             key, work = ("question", frame.number), self._answer(frame)
         task = self._waits[key] = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(lambda task: self._waited(key, task))
+
+    def wait_for_slot(self, begins: bool) -> None:
+        """A program of it waits for a slot, or no longer. That is no progress: its clock goes on where it stood."""
+        self._num_programs += 1 if begins else -1
 
     def hush(self, turn: int) -> None:
         """End a request early."""

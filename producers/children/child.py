@@ -218,7 +218,16 @@ class Child:
                 self._of_call(frame)
 
     def _of_call(
-        self, frame: frames.Began | frames.Ask | frames.Hush | frames.Save | frames.Abort | frames.Info | frames.Ended | frames.Scored
+        self,
+        frame: frames.Began
+        | frames.Waits
+        | frames.Ask
+        | frames.Hush
+        | frames.Save
+        | frames.Abort
+        | frames.Info
+        | frames.Ended
+        | frames.Scored,
     ) -> None:
         call = self._calls.get(frame.call)
         if isinstance(frame, frames.Scored) and frame.worn:
@@ -230,6 +239,8 @@ class Child:
         match frame:
             case frames.Began():
                 call.began = True
+            case frames.Waits():
+                call.wait_for_slot(frame.begins)
             case frames.Hush():
                 call.hush(frame.turn)
             case frames.Ended() | frames.Scored():

@@ -159,6 +159,13 @@ class Began(Said, frozen=True):
     call: int
 
 
+class Waits(Said, frozen=True):
+    """A program of the call has begun to wait for a slot of the sandbox, or waits no longer."""
+
+    call: int
+    begins: bool
+
+
 class Ask(Said, frozen=True):
     """A request to an engine; its completions are the turns from `turn` on."""
 
@@ -287,7 +294,7 @@ class Line(Said, frozen=True):
 
 
 Down = Hello | RollOut | Score | Cancel | Given | Answer | Ping
-Up = Ready | Broken | Began | Ask | Hush | Save | Abort | Info | Ended | Scored | Pong | Held | Slow | Line
+Up = Ready | Broken | Began | Waits | Ask | Hush | Save | Abort | Info | Ended | Scored | Pong | Held | Slow | Line
 
 _encoder = msgspec.msgpack.Encoder()
 down_decoder = msgspec.msgpack.Decoder(Down)

@@ -30,6 +30,7 @@ from streamrl.producers.children.watchdog import Watchdog
 from streamrl.producers.functions import FunctionProducer, describe, make_producer
 from streamrl.producers.protocol import Context, Failure
 from streamrl.rewards.factory import make_reward
+from streamrl.sandbox.sandbox import waits_for_slot
 
 logger = logging.getLogger("streamrl.producers.user")
 
@@ -107,9 +108,11 @@ class Host:
 
     def _begin(self, asking: Asking, work: Coroutine[Any, Any, None]) -> None:
         current.set(asking)
+        waits_for_slot.set(asking.waits_for_slot)
         # The task copies the context, so everything that the call does knows whose it is.
         self._tasks[asking.call] = asyncio.get_running_loop().create_task(work)
         current.set(None)
+        waits_for_slot.set(None)
 
     async def _roll_out(self, asking: Asking, frame: frames.RollOut, begin: frames.Begin) -> None:
         assert self._tokenizer is not None

@@ -56,6 +56,10 @@ class Asking:
             self._has_begun = True
             self._send(frames.Began(self.call))
 
+    def waits_for_slot(self, begins: bool) -> None:
+        """A program waits for its turn in the sandbox, or no longer; its clock then stands. From any thread."""
+        self._send(frames.Waits(self.call, begins))
+
     def cancel(self) -> None:
         """The parent has ended the call: it answers nothing any more, which plain functions that wait for an answer must hear of."""
         self.cancelled = True

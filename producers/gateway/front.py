@@ -113,12 +113,13 @@ def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str)
     token_ids = turn.tokens.token_ids
     prompt_ids = ids[: len(ids) - len(token_ids)]
     identity = f"{session.name}.{node.number}"
+    text = rendering.text(turn.tokens, turn.sampling)
     return Answer(
         identity=f"{prefix}-{identity}",
         created_s=int(turn.made_s or time.time()),
         model=model,
-        says=rendering.parsed(turn.tokens, turn.sampling, tools or session.context.task.tools, prompt_ids, f"call_{identity}_"),
-        text=rendering.text(turn.tokens, turn.sampling),
+        says=rendering.parsed(text, tools or session.context.task.tools, prompt_ids, f"call_{identity}_"),
+        text=text,
         prompt_ids=prompt_ids,
         token_ids=token_ids,
         logprobs=turn.tokens.token_logprobs,

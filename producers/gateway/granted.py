@@ -33,6 +33,11 @@ class Granted:
         return len(self.free) == len(self.sessions)
 
     @property
+    def is_open(self) -> bool:
+        """Whether an agent has one."""
+        return any(session.started is not None and session.ended is None for session in self.sessions)
+
+    @property
     def num_open(self) -> int:
         """Those that agents have."""
         return sum(session.started is not None and session.ended is None for session in self.sessions)

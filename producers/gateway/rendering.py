@@ -29,14 +29,15 @@ class Rendering:
 
     Args:
         context: of the task.
+        like: that of another task of the run, which has rendered already what is the same for both.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, like: Rendering | None = None) -> None:
         self.tokenizer = context.tokenizer
         self.chat_template = context.chat_template
-        self.content = ContentTokenizer(context.tokenizer, context.max_len)
+        self.content = ContentTokenizer(context.tokenizer, context.max_len) if like is None else like.content
         """The same for what agents have written."""
-        self._format = ChatFormat(self.content, chat_template=context.chat_template)
+        self._format = ChatFormat(self.content, chat_template=context.chat_template) if like is None else like._format
         self._calls = tool_call_format(context.tokenizer, context.tool_calls) if context.chat_template else NONE
         self._given = {**context.template_kwargs, **(context.task.chat_template_kwargs or {})}
 
@@ -103,9 +104,9 @@ class Rendering:
         """A turn's text, its stop token left out, up to the first of its stop strings."""
         return text_of(tokens.segment(sampling), tokens.finish_reason, self.tokenizer)
 
-    def parsed(self, tokens: Tokens, sampling: Sampling, tools: Any, prompt_ids: Sequence[int], call_ids: str = "") -> ParsedTurn:
-        """What a turn says after a prompt; its calls have the ids `<call_ids><number>`."""
+    def parsed(self, text: str, tools: Any, prompt_ids: Sequence[int], call_ids: str = "") -> ParsedTurn:
+        """What a turn of this `text` says after a prompt; its calls have the ids `<call_ids><number>`."""
         thinking = self._format.opens_thought(prompt_ids) if self.chat_template else False
-        found = self._calls.parse(self.text(tokens, sampling), tools, thinking=thinking or None)
+        found = self._calls.parse(text, tools, thinking=thinking or None)
         calls = tuple(ToolCall(call.name, call.arguments, f"{call_ids}{number}") for number, call in enumerate(found.tool_calls))
         return msgspec.structs.replace(found, tool_calls=calls) if calls else found

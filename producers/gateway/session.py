@@ -219,7 +219,8 @@ class Session:
         if self.tree.turns and made.logprob_mode != self._mode:
             raise later(f"expected log-probs of mode {self._mode} in every turn, got {made.logprob_mode} from {made.engine}", AGAIN_S)
         tokens = Tokens.of(made)
-        says = self.rules.rendering.parsed(tokens, sampling, ask.tools or self.context.task.tools, place.prompt_ids)
+        rendering = self.rules.rendering
+        says = rendering.parsed(rendering.text(tokens, sampling), ask.tools or self.context.task.tools, place.prompt_ids)
         turn = Turn(
             parent=place.parent,
             heard=place.heard,

@@ -107,6 +107,8 @@ class Sessions:
         self._drawable = drawable
         self._num_rollouts = num_rollouts
         self._tasks: dict[int, Granted] = {}
+        self._rendering: Rendering | None = None
+        """Of the newest task."""
         self._coming: set[int] = set()
         """Tasks that are claimed and whose sessions are not here yet."""
         self._waiting: deque[asyncio.Future[Session]] = deque()
@@ -209,7 +211,8 @@ class Sessions:
             raise EngineError(f"the sessions of task {task.index} cannot be read: {error.message}") from error
         if not entries and task.index in self._ended:
             raise EngineError(f"task {task.index} has ended here", hint="this delivery of it was on its way meanwhile")
-        rules = Rules(task, Rendering(context), self._own_prompts, self._drawable)
+        self._rendering = Rendering(context, self._rendering)
+        rules = Rules(task, self._rendering, self._own_prompts, self._drawable)
         sessions: list[Session] = []
         granted = Granted(task, sessions)
 
@@ -360,7 +363,7 @@ class Sessions:
 
     async def _expire(self, granted: Granted) -> None:
         now_s = time.monotonic()
-        if granted.num_open:
+        if granted.is_open:
             granted.idle_since_s = now_s
         for session in granted.sessions:
             if session.ended is not None or session.busy or session.reserved:

@@ -275,8 +275,9 @@ class Supervisor:
 
     def _last_line(self, child: Child) -> str:
         """What it said last, which is most often why; one that was killed for its silence has its stacks there."""
-        lines = [] if child.why else self._launcher.tail(child.name).splitlines()
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        lines = [] if child.why else [line.strip() for line in self._launcher.tail(child.name).splitlines() if line.strip()]
+        # What an error says stands before its hint.
+        said = "; ".join(lines[-2:] if lines[-1:] and lines[-1].startswith("hint: ") else lines[-1:])
         return f"; its log ends: {said[:_LINE_CHARS]}" if said else ""
 
     def _gave_up(self, child: Child, message: str) -> LaunchError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import PurePosixPath
 from threading import Lock
 
@@ -28,6 +29,11 @@ _ENV = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+
+
+waits_for_slot: ContextVar[Callable[[bool], None] | None] = ContextVar("waits_for_slot", default=None)
+"""Told True when a program of this context begins to wait for its turn, and False when that is over, from any thread. Whoever counts the
+time of code that calls the sandbox sets it."""
 
 
 class Sandbox:
@@ -96,13 +102,21 @@ class Sandbox:
             LaunchError: it could not be started.
         """
         program = _checked(argv, stdin, files or {}, limits or Limits(), env or {}, readable)
-        run = Run(program)
-        job = self._threads.submit(lambda: run.finish(self._ready()))
+        run, told = Run(program), waits_for_slot.get() or _told_to_nobody
+
+        def finish() -> Result:
+            told(False)
+            return run.finish(self._ready())
+
+        told(True)
+        job = self._threads.submit(finish)
         work = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            if not job.cancel():
+            if job.cancel():
+                told(False)
+            else:
                 run.stop()
                 await asyncio.wait([work])
                 work.exception()  # seen: what it gave is nobody's
@@ -127,6 +141,10 @@ class Sandbox:
             if self._server is None:
                 self._server = Server(self._isolation)
             return self._server
+
+
+def _told_to_nobody(waits: bool) -> None:
+    pass
 
 
 def _checked(

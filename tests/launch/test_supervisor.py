@@ -180,6 +180,13 @@ async def test_a_restart_says_what_the_worker_said_last(team: Team) -> None:
 
 
 @pytest.mark.process
+async def test_a_restart_says_the_error_and_its_hint(team: Team) -> None:
+    team.start("engine", "printf 'started\nerror: the port is taken\nhint: take another\n' >&2; exit 1")
+    await team.tick_until("engine", "waiting")
+    assert team.notes[0].endswith("; its log ends: error: the port is taken; hint: take another")
+
+
+@pytest.mark.process
 async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: Team) -> None:
     team.start("trainer", "exit 0")
     team.start("producer", "exit 0")

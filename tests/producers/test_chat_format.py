@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,3 +57,31 @@ def test_contents_may_look_like_anything(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path / "model")
     reply = ChatFormat(tokenizer, chat_template=True).reply("tool", "0123456789 0123456789", last_token=5)
     assert tokenizer.decode(reply) == "<|tool|>0123456789 0123456789<|end|><|assistant|>"
+
+
+CLOSING_BY_VARIABLE = """\
+{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content }}
+{{- '<|end|>' + ('!' if loud else '.') + (tools | length | string if tools else '') }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+
+
+def test_what_closes_a_turn_is_rendered_once_for_each_set_of_variables_and_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = tokenizer_with(tmp_path / "model", CLOSING_BY_VARIABLE)
+    format, rendered, render = ChatFormat(tokenizer, chat_template=True), 0, tokenizer.apply_chat_template
+
+    def counted(*args: Any, **options: Any) -> str:
+        nonlocal rendered
+        rendered += 1
+        return render(*args, **options)
+
+    monkeypatch.setattr(tokenizer, "apply_chat_template", counted)
+    for loud, tools in ((False, None), (True, None), (True, [{}, {}])) * 2:
+        for number in range(3):
+            before = rendered
+            given: dict[str, Any] = {"tools": tools, "template_kwargs": {"loud": loud}}
+            reply = format.replies([{"role": "user", "content": "five"}], last_token=tokenizer.encode("7")[0], **given)
+            mark = ("!" if loud else ".") + ("2" if tools else "")
+            assert tokenizer.decode(reply) == f"<|end|>{mark}<|user|>five<|end|>{mark}<|assistant|>"
+            assert rendered - before == 1 or (number == 0 and rendered - before <= 3)
+    assert rendered == 18 + 2 * 3, "for each of three the closing, and whether the template shows the message"

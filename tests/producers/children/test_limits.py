@@ -274,3 +274,40 @@ def outlives(task, engine):
         await until(lambda: not alive(int(workshop.told("hung")[0][0])))
         (workshop.folder / "go-on").touch()
         assert ends(await neighbour) == {0: "episode", 1: "episode", 2: "episode"}
+
+
+async def test_time_in_which_a_program_waits_for_a_slot_is_nobodys_and_no_progress(workshop: Workshop) -> None:
+    code = """
+import asyncio, threading
+from streamrl.sandbox.sandbox import Sandbox
+
+sandbox = Sandbox(slots=1)
+free = threading.Event()
+holds = asyncio.Event()
+
+async def waits(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    if engine.context.rollout_index > 0:
+        await holds.wait()
+    if engine.context.rollout_index == 1:
+        await sandbox.run(["/bin/true"])
+        return chat.episode()
+    if engine.context.rollout_index == 2:
+        given_up = asyncio.create_task(sandbox.run(["/bin/true"]))
+        await asyncio.sleep(0.1)
+        given_up.cancel()
+        await asyncio.sleep(600)
+    sandbox._threads.submit(free.wait)
+    holds.set()
+    for _ in range(8):
+        await asyncio.sleep(1)
+        await engine.context.engine.info()
+    free.set()
+    return chat.episode()
+"""
+    async with workshop.runner(code, producer="waits", limits=Limits(idle_s=4.0, total_s=60.0)) as runner:
+        group = await runner.run(workshop.task(num_rollouts=3))
+    found = ends(group)
+    assert (found[0], found[1]) == ("episode", "episode")
+    assert found[2].startswith("timeout: 4 s without an engine call"), "a program that was given up waits no longer"

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import aiohttp
 import verifiers.v1 as vf
@@ -100,9 +101,10 @@ class Guest:
 
     async def _next(self) -> dict[str, Any]:
         """A session, waited for as long as there is none; raises RuntimeError for a key that is not the gateway's."""
+        # A start whose answer was lost gives the same session when it is repeated: no credit waits for a session that nobody knows of.
+        headers = {"Authorization": f"Bearer {self._key}", "Idempotency-Key": uuid4().hex}
         while True:
             try:
-                headers = {"Authorization": f"Bearer {self._key}"}
                 async with self._http.post(f"{self._gateway}/rl/start_session", headers=headers) as answer:
                     if answer.status == 200:
                         return await answer.json()
