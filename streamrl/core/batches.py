@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import TrainingError
-from streamrl.schemas.ledger import Choices
+from streamrl.schemas.ledger import Choices, SourceTally
 from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
 
@@ -87,6 +87,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: npt.NDArray[np.int16] | None = None
     """[T, layers, k]; experts that each layer of the sampler sent the token to, -1 where that is not known. The policy's go there too,
     whatever its routers choose (R3, arXiv 2510.11370); None: they choose."""
+    sources: dict[str, SourceTally] = {}
+    """Groups and rewards by `metadata.data_source`, where tasks have one."""
     micro_tokens: int = 0
     """Tokens of one forward and backward pass; 0: the trainer's own budget."""
     choices: Choices | None = None
