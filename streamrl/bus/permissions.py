@@ -10,7 +10,7 @@
 | gateway   | as a producer, and the turns of open sessions                    | events, samples' blobs,    | claims tasks                 |
 |           |                                                                  | turns                      |                              |
 | engine    | presence of engines, pins, events `weights` and `engine`         | weights, blobs             |                              |
-| feeder    | tasks, keys `data` and `mixture`, events `stalled`, `resumed`    | queued tasks               |                              |
+| feeder    | tasks, keys `data` and `mixture`, events `stalled`, `resumed`    | queued tasks, ledger       |                              |
 | evaluator | event `evaluation`, pins                                         | ledger, events             |                              |
 | reader    | nothing                                                          | everything but tasks       |                              |
 
@@ -129,7 +129,7 @@ def allowed(role: str, run: str) -> Rights:
         "producer": (EVENTS,),
         "gateway": (EVENTS,),
         "engine": (WEIGHTS,),
-        "feeder": (),
+        "feeder": (LEDGER,),
         "evaluator": (LEDGER, EVENTS),
         READER: (SAMPLES, LEDGER, WEIGHTS, EVENTS, METRICS, DEAD),
     }[role]

@@ -26,6 +26,12 @@ def check_data(config: Config) -> None:
 
 def _check_sources(config: Config) -> None:
     data, names = config.data, [one.name for one in config.data.sources]
+    refuse(
+        bool(data.curriculum) and not names,
+        "data.curriculum weighs data.sources, got it without them",
+        hint="write a table [[data.sources]] for each set of rows",
+        key="data.curriculum",
+    )
     if not names:
         return
     refuse(bool(data.train), "data.train and data.sources both name training rows", hint="leave data.train out", key="data.train")

@@ -23,8 +23,8 @@ def loss_code(config: Config) -> Mapping[str, str]:
 
 
 def rollout_code(config: Config) -> Mapping[str, str]:
-    """By key, the functions of the user's that producers and evaluators run."""
-    named = {"producer.function": config.producer.function, "reward.kind": config.reward.kind}
+    """By key, the functions of the user's that producers, evaluators and the feeder run."""
+    named = {"producer.function": config.producer.function, "reward.kind": config.reward.kind, "data.curriculum": config.data.curriculum}
     return {key: reference for key, reference in named.items() if is_function(reference)}
 
 

@@ -23,6 +23,7 @@ from typing import BinaryIO
 import msgspec
 
 from streamrl.config.code import loss_code, rollout_code
+from streamrl.config.curriculum import CURRICULUM
 from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
@@ -48,6 +49,7 @@ FORMS: Mapping[str, Form] = {
     for form in (
         PRODUCER,
         REWARD,
+        CURRICULUM,
         Form(
             key="loss.advantage",
             what="advantage function",
