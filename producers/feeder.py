@@ -29,6 +29,7 @@ from streamrl.data.streamed import Hope, data_sets, open_task_rows, rows_digest
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import BusError, ConfigError, Conflict, StreamFull
+from streamrl.producers.curriculum import Curriculum
 from streamrl.producers.mixture import first_segments, settled
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
@@ -124,6 +125,7 @@ class Feeder:
         """Tasks issued whose rows cannot be used, by reason."""
         self.num_full = 0
         """Times that a full stream refused a task."""
+        self.curriculum = Curriculum(bus, subjects, config) if config.data.curriculum else None
         self.by_source: Counter[str] = Counter()
         """Tasks issued of each of several sources."""
         self.stalled = False
@@ -140,9 +142,13 @@ class Feeder:
 
     async def run(self) -> None:
         """Follow the grants for ever. A full stream makes it wait and try again; any other BusError ends it."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch())
-            group.create_task(self._issue())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch())
+                group.create_task(self._issue())
+        finally:
+            if self.curriculum is not None:
+                await self.curriculum.close()
 
     async def _watch(self) -> None:
         async for entry in self._bus.kv.watch_key(KEY_GRANTED):
@@ -163,7 +169,7 @@ class Feeder:
                 self.state = "running"
                 rows = self._problems
                 if isinstance(rows, MixedRows):
-                    rows = await settled(self._bus, rows, self._config, grant)
+                    rows = await settled(self._bus, rows, self._config, grant, self.curriculum and self.curriculum.weights)
                 plan = await asyncio.to_thread(plan_tasks, grant, issued, issued + MAX_IN_FLIGHT, rows, self._config)
                 failure = await self._publish(plan)
                 before, issued = issued, (await self._bus.state(TASKS)).last if failure else plan[-1].index + 1
@@ -263,6 +269,8 @@ async def main(worker: Worker) -> None:
     feeder = Feeder(worker.bus, worker.subjects, config, problems)
     if config.data.sources:
         worker.detail = lambda: {"issued_by_source": dict(feeder.by_source)}
+    if (curriculum := feeder.curriculum) is not None:
+        worker.trouble = lambda: curriculum.error
     async with asyncio.TaskGroup() as group:
         group.create_task(settle_data(worker.bus, problems, config))
         running = group.create_task(feeder.run())

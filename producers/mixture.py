@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.check_data import weight_at
@@ -27,11 +28,17 @@ def first_segments(config: Config) -> tuple[MixtureSegment, ...]:
     return extended((), scheduled(config, 0), seed=config.run.seed, version=0, granted=0)
 
 
-async def settled(bus: Bus, rows: MixedRows, config: Config, grant: Grant) -> MixedRows:
+Weights = Callable[[MixtureSegment | None, int], tuple[float, ...]]
+"""Of the last segment on record and a grant's version: what is to be in force."""
+
+
+async def settled(bus: Bus, rows: MixedRows, config: Config, grant: Grant, weights: Weights | None = None) -> MixedRows:
     """The rows with the mixture that tasks of this grant are drawn by, which is on record when this returns.
 
     Two feeders settle on one record: of two that write at once the second is refused, and reads again. It is read at every call, so that
     none goes on with an older one; a feeder that was stopped between this and its publication may at worst repeat a row or leave one out.
+
+    `weights` are those of the schedule unless they are given.
 
     Raises:
         ConfigError: the record is of other sources.
@@ -50,7 +57,7 @@ async def settled(bus: Bus, rows: MixedRows, config: Config, grant: Grant) -> Mi
         if grant.warmup_end is not None:
             segments = extended(
                 segments,
-                scheduled(config, grant.version),
+                weights(segments[-1] if segments else None, grant.version) if weights else scheduled(config, grant.version),
                 seed=config.run.seed,
                 version=grant.version,
                 granted=max(0, grant.granted - grant.warmup_end),

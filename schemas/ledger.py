@@ -144,6 +144,14 @@ class TrainedOn(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks that shared each packed row; unset: 1."""
 
 
+class SourceTally(msgspec.Struct, frozen=True):
+    """What a version was trained on of one source of rows."""
+
+    groups: int
+    reward: float | None = None
+    """Mean over the groups' rollouts that have one."""
+
+
 class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     """What made one version out of the one before. Immutable; its message id is `version.number` within its trainer."""
 
@@ -202,6 +210,8 @@ class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
     `Choices` do."""
     trained_on: TrainedOn | msgspec.UnsetType = msgspec.UNSET
     """Whoever trains it again does so on these. Not on the wire when unset, as in entries of earlier builds and of gaps."""
+    sources: dict[str, SourceTally] | msgspec.UnsetType = msgspec.UNSET
+    """By `metadata.data_source` of the tasks, for people only; the 64 most frequent. Not on the wire when unset: no task has one."""
     gap: Gap | msgspec.UnsetType = msgspec.UNSET
     """Set on an entry that says what was lost, and has no batch; see `take_entry`. Not on the wire when unset."""
 

@@ -54,6 +54,10 @@ class _Said(msgspec.Struct):
     logit_bias: dict[int, float] | None = None
 
 
+class _OfSource(msgspec.Struct):
+    data_source: str = ""
+
+
 class SampleBatch:
     """A decoded message: the record batch and numpy views of its columns. Keeps the message's bytes alive.
 
@@ -246,6 +250,17 @@ class SampleBatch:
         """[number of spans] tokens of `mask` ([T] of 0 and 1) in each version span, of all rows."""
         starts = np.cumsum(self.span_length, dtype=np.int64) - self.span_length
         return np.add.reduceat(mask, starts, dtype=np.int64)
+
+    def data_source(self) -> str:
+        """`data_source` of its first row's metadata, cut to 64 characters; empty where there is none, or no text."""
+        text = self._column("metadata")[0].as_py()
+        if not text or '"data_source"' not in text:
+            return ""
+        try:
+            found = msgspec.json.decode(text, type=_OfSource).data_source
+        except (msgspec.MsgspecError, RecursionError):
+            return ""
+        return found[:64]
 
     def rows(self) -> list[Sample]:
         """Every row as a Sample (views of the same bytes); raises SchemaError when a label or metadata is no JSON."""

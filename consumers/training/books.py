@@ -125,6 +125,7 @@ def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: st
         num_tokens=stepped.arrays.num_tokens,
         metrics=metrics,
         histograms=_lengths(stepped) or UNSET,
+        sources=stepped.arrays.sources or UNSET,
         fence=fence,
         time_s=time.time(),
     )

@@ -81,6 +81,8 @@ def _type(kind: Any) -> str:
         return " or ".join(_type(part) for part in arguments if part is not NoneType)
     if _table_of(kind) is not None:
         return "list of tables"
+    if origin is tuple and get_origin(arguments[0]) is tuple:
+        return f"list of lists ({'; '.join(_type(part) for part in get_args(arguments[0]))})"
     if origin in (tuple, list):
         kind, *bounds = _type(arguments[0]).split(",")
         return ", each".join([f"list of {kind}s", *bounds])

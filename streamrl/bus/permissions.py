@@ -11,7 +11,7 @@
 |           |                                                                  | turns                      |                              |
 | engine    | presence of engines, pins, events `weights` and `engine`         | weights, blobs             |                              |
 | rewarder  | rewards, tombstones, `stalled`                                   | events                     | claims requests for rewards  |
-| feeder    | tasks, keys `data` and `mixture`, events `stalled`, `resumed`    | queued tasks               |                              |
+| feeder    | tasks, keys `data` and `mixture`, events `stalled`, `resumed`    | queued tasks, ledger       |                              |
 | evaluator | event `evaluation`, pins                                         | ledger, events             |                              |
 | reader    | nothing                                                          | everything but tasks       |                              |
 
@@ -140,7 +140,7 @@ def allowed(role: str, run: str) -> Rights:
         "gateway": (EVENTS,),
         "rewarder": (EVENTS,),
         "engine": (WEIGHTS,),
-        "feeder": (),
+        "feeder": (LEDGER,),
         "evaluator": (LEDGER, EVENTS),
         READER: (SAMPLES, LEDGER, WEIGHTS, EVENTS, METRICS, DEAD),
     }[role]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 from streamrl.config.environments import VERIFIERS
-from streamrl.config.paths import parse_dataset
 from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config, refuse
 
@@ -40,6 +38,12 @@ def check_data(config: Config) -> None:
 
 def _check_sources(config: Config) -> None:
     data, names = config.data, [one.name for one in config.data.sources]
+    refuse(
+        bool(data.curriculum) and not names,
+        "data.curriculum weighs data.sources, got it without them",
+        hint="write a table [[data.sources]] for each set of rows",
+        key="data.curriculum",
+    )
     if not names:
         return
     refuse(bool(data.train), "data.train and data.sources both name training rows", hint="leave data.train out", key="data.train")
@@ -64,9 +68,9 @@ def _check_sources(config: Config) -> None:
         )
         _check_weight(one)
         refuse(
-            not one.train or not Path(parse_dataset(one.train).path).exists(),
-            f"expected the source {one.name!r} to name its rows in `train`, got {one.train or 'nothing'}",
-            hint="relative paths in the TOML file are relative to its folder",
+            not one.train,
+            f"expected the source {one.name!r} to name its rows in `train`, got nothing",
+            hint="set it to a file of rows, as data.train",
             key="data.sources",
         )
     versions = sorted({version for one in data.sources for version, _ in pairs(one)})

@@ -22,6 +22,7 @@ def check_files(config: Config) -> None:
     """Raise ConfigError for the first file, directory or sink's package that is named but not there, and see `check_new_name`."""
     check_new_name(config.run)
     check_sinks(config.metrics)
+    _check_sources(config)
     check_grammars(config, config.sampling, "sampling")
     check_grammars(config, config.evaluation.sampling, "evaluation.sampling")
     _check_sets(config)
@@ -58,6 +59,17 @@ def _check_there(key: str, text: str, *, directory: bool = False, rows: bool = F
         key=key,
         path=str(path),
     )
+
+
+def _check_sources(config: Config) -> None:
+    for one in config.data.sources:
+        path = Path(parse_dataset(one.train).path)
+        refuse(
+            not path.exists(),
+            f"expected the rows of source {one.name!r}, got no such file: {path}",
+            hint="relative paths in the TOML file are relative to its folder",
+            key="data.sources",
+        )
 
 
 def check_new_name(run: RunConfig) -> None:

@@ -24,8 +24,13 @@ def loss_code(config: Config) -> Mapping[str, str]:
 
 
 def rollout_code(config: Config) -> Mapping[str, str]:
-    """By key, the functions of the user's that producers and evaluators run."""
-    named = {"producer.function": config.producer.function, "reward.kind": config.reward.kind, "filters.function": config.filters.function}
+    """By key, the functions of the user's that producers, evaluators and the feeder run."""
+    named = {
+        "producer.function": config.producer.function,
+        "reward.kind": config.reward.kind,
+        "filters.function": config.filters.function,
+        "data.curriculum": config.data.curriculum,
+    }
     for one in config.evaluation.sets:
         named |= {f"evaluation.sets[{one.name}].function": one.function, f"evaluation.sets[{one.name}].reward.kind": one.reward.kind}
     return {key: reference for key, reference in named.items() if is_function(reference)}

@@ -15,6 +15,10 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Training rows."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sets of training rows instead of `data.train`."""
+    curriculum: str = ""
+    """`file.py:name` or `pkg.mod:name` of a function that weighs the sources anew; empty: their weights alone count."""
+    curriculum_every: PositiveInt = 10
+    """Versions between two calls of it."""
     heldout: str = ""
     """Held-out rows for evaluation; empty: none."""
     prompt_key: str = "prompt"

@@ -17,7 +17,15 @@ DIRECTORIES = ("model.path", "loss.kl.reference", "loss.critic.path", "loss.dist
 FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_file")
 EXECUTABLES = ("engine.sglang.python", "producer.python")
 """A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""
-FUNCTIONS = ("producer.function", "reward.kind", "filters.function", "loss.advantage", "loss.policy", "loss.slime_loss")
+FUNCTIONS = (
+    "producer.function",
+    "reward.kind",
+    "filters.function",
+    "data.curriculum",
+    "loss.advantage",
+    "loss.policy",
+    "loss.slime_loss",
+)
 """`file.py:name` has a path; `pkg.mod:name`, `pkg.mod.name` and built-in names have none."""
 
 _SLICE = re.compile(r"^(?P<path>.+)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$")

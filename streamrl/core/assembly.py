@@ -13,9 +13,12 @@ from streamrl.core.fold import Batch
 from streamrl.core.overlong import of_rollouts, overlong_penalty, sampled_tokens
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
-from streamrl.schemas.ledger import Used
+from streamrl.schemas.ledger import SourceTally, Used
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status
+
+_MOST_SOURCES = 64
+"""Names of sources that an entry tells of."""
 
 
 def used(batch: Batch) -> tuple[Used, ...]:
@@ -154,7 +157,19 @@ def assemble(
         rollouts=rollouts,
         agents=packed.agents,
         status=status,
+        sources=by_source(batch, messages),
     )
+
+
+def by_source(batch: Batch, messages: Mapping[int, SampleBatch]) -> dict[str, SourceTally]:
+    """Groups and mean reward of each source that a batch has tasks of, by name; of very many the most frequent."""
+    found: dict[str, list[list[float]]] = {}
+    for group in batch.groups:
+        if name := messages[next(iter(group.rollouts.values())).sequence].data_source():
+            found.setdefault(name, []).append([one.reward for one in group.rollouts.values() if one.reward is not None])
+    most = sorted(found, key=lambda name: (-len(found[name]), name))[:_MOST_SOURCES]
+    rewards = {name: [reward for group in found[name] for reward in group] for name in sorted(most)}
+    return {name: SourceTally(len(found[name]), float(np.mean(given)) if given else None) for name, given in rewards.items()}
 
 
 def _inexact(message: SampleBatch) -> npt.NDArray[np.bool_]:

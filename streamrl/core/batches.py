@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import TrainingError
-from streamrl.schemas.ledger import Choices
+from streamrl.schemas.ledger import Choices, SourceTally
 from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
 
@@ -91,6 +91,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     whatever its routers choose (R3, arXiv 2510.11370); None: they choose."""
     agents: tuple[str, ...] = ()
     """[N]; the agent whose own reward a sample is trained on, empty where it is the rollout's; none at all where no sample has an agent."""
+    sources: dict[str, SourceTally] = {}
+    """Groups and rewards by `metadata.data_source`, where tasks have one."""
     micro_tokens: int = 0
     """Tokens of one forward and backward pass; 0: the trainer's own budget."""
     choices: Choices | None = None

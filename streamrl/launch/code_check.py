@@ -24,6 +24,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.config.code import loss_code, rollout_code
+from streamrl.config.curriculum import CURRICULUM
 from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.evaluation_sets import HELDOUT, problem_sets
 from streamrl.config.loss import is_function
@@ -53,6 +54,7 @@ FORMS: Mapping[str, Form] = {
         PRODUCER,
         REWARD,
         FILTER_FORM,
+        CURRICULUM,
         Form(
             key="loss.advantage",
             what="advantage function",

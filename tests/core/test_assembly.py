@@ -16,7 +16,7 @@ from streamrl.core.records import judge
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import TrainingError
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.ledger import Used
+from streamrl.schemas.ledger import SourceTally, Used
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Sample, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
@@ -234,3 +234,20 @@ def test_ages_fall_into_parts_by_token_and_by_sample() -> None:
     assert of_tokens.tolist() == [[2, 1, 0, 0, 0, 0, 0, 0, 0, 0], [1] * 10, [2, 2, 2, 2, 2, 2, 1, 1, 1, 1]]
     assert of_samples.tolist() == [[2, 0, 0, 0], [1, 1, 1, 1], [2, 2, 1, 1]]
     assert (of_tokens.sum(axis=0) == packed.staleness[packed.loss_mask]).all()
+
+
+def test_groups_and_rewards_by_source() -> None:
+    def of(task: int, *rewards: float | None, **values: Any) -> list[Sample]:
+        return [row(task, rollout, reward=reward, group_size=len(rewards), **values) for rollout, reward in enumerate(rewards)]
+
+    config = replace(CONFIG, batch_tasks=5, drop_zero_variance=False)
+    said = [{"data_source": "sums", "n": [1]}, {"data_source": "words"}, {"data_source": "sums"}, {"data_source": 3}, {"x": "data_source"}]
+    rewards = [(1.0, 0.0), (0.25, 0.75), (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]
+    messages = [of(task, *given, metadata=metadata) for task, (given, metadata) in enumerate(zip(rewards, said, strict=True))]
+    batch, decoded, state = closed(messages, config)
+    found = assemble(batch, decoded, state, config).sources
+    assert found == {"sums": SourceTally(2, 0.75), "words": SourceTally(1, 0.5)}
+    many = [of(task, 0.0, 1.0, metadata={"data_source": f"{task:03}" * 40}) for task in range(70)]
+    batch, decoded, state = closed(many, config := replace(config, batch_tasks=70))
+    found = assemble(batch, decoded, state, config).sources
+    assert len(found) == 64 and {len(name) for name in found} == {64}

@@ -13,11 +13,22 @@ from typing import Any
 from msgspec.structs import replace
 
 from streamrl.schemas.codec import encode
-from streamrl.schemas.control import EnginePresence, Grant, Latest, MicroBudget, Position, RunRecord, WorkerPresence
+from streamrl.schemas.control import (
+    DataRecord,
+    EnginePresence,
+    Grant,
+    Latest,
+    MicroBudget,
+    MixtureRecord,
+    MixtureSegment,
+    Position,
+    RunRecord,
+    WorkerPresence,
+)
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
-from streamrl.schemas.ledger import Choices, Drop, Gap, LedgerEntry, SpilledDrops, TrainedOn, Used
+from streamrl.schemas.ledger import Choices, Drop, Gap, LedgerEntry, SourceTally, SpilledDrops, TrainedOn, Used
 from streamrl.schemas.samples import (
     EpochMark,
     Mark,
@@ -164,6 +175,21 @@ def records() -> dict[str, Any]:
             granted=68,
             retired=36,
             histograms={"lengths/trained": (0, 0, 2), "lengths/dropped": (1,)},
+        ),
+        "ledger_sources": LedgerEntry(
+            run="golden",
+            trainer="main",
+            version=version,
+            source="main",
+            used=(Used(40, (0,), (100,)),),
+            cursor=104,
+            granted=68,
+            retired=36,
+            sources={"sums": SourceTally(3, 0.5), "words": SourceTally(1)},
+        ),
+        "data": DataRecord(rows=9, digest="ab"),
+        "mixture": MixtureRecord(
+            sources=("sums", "words"), segments=(MixtureSegment(first=64, version=3, weights=(3.0, 1.0), places=(48, 16)),)
         ),
         "ledger_reference": LedgerEntry(
             run="golden",

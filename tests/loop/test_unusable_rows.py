@@ -7,8 +7,11 @@ import json
 from functools import partial
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from streamrl.schemas.codec import decode
+from streamrl.schemas.ledger import LedgerEntry
 from tests.support.digits import TABLE, write_digits
 from tests.support.programs import STREAMRL, Start, said
 
@@ -66,6 +69,12 @@ async def test_a_run_with_several_sources_is_resumed_and_replayed(start: Start, 
         assert "source high: 3 of the first 53 rows cannot be used" in out
         code, out, err = await said(await streamrl("replay", "digits", "--verify"))
         assert code == 0, out + err
+        code, out, err = await said(await streamrl("record", "digits", "--out", "recording"))
+        assert code == 0, out + err
+        for body in pq.read_table(place / "recording" / "ledger.parquet")["body"].to_pylist():
+            entry = decode(body, LedgerEntry)
+            assert entry.sources and sum(tally.groups for tally in entry.sources.values()) == len(entry.used)
+            assert set(entry.sources) <= {"low", "high"}
         (place / "run.toml").write_text((place / "run.toml").read_text().replace("[3, 4]", "[3, 5]"))
         code, out, err = await said(await streamrl("up", "run.toml", "--plain", "--set", "run.steps=12"))
         assert code == 1 and "data.sources changed on resume" in err
