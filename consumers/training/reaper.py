@@ -8,6 +8,9 @@ end       the end of `samples`, read after that: a producer stores its records b
 lost      what of the gone is still open: a tombstone with the message id `lost-<task>`
 ```
 
+In the same way a rollout is ended that waits for a reward where the request for it is no longer in `grading`: a rewarder stores its answers
+before it takes a request off the queue, so what is unanswered behind the end is never answered.
+
 Every look may be cut short anywhere, and is made again: a tombstone is stored once, and one that came behind a real record would be a
 `late` drop. A run that has trained its last version is looked at once more, by whoever trained it: what came since its last record is
 folded for that look only. A task that somebody holds is in `tasks`, however long it is held: what hangs is ended by its holder's limits.
@@ -33,6 +36,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import (
+    GRADING,
     HEADER_DIGEST,
     HEADER_TASK,
     MAIN_SOURCE,
@@ -54,6 +58,8 @@ TOGETHER = 32
 """Messages that are asked for at a time."""
 POLL_S = 0.1
 REASON = "lost"
+Waiting = tuple[int, int, int]
+"""A rollout without a reward: task, rollout, and the request that its samples name."""
 
 
 class Reaper:
@@ -118,6 +124,7 @@ class Reaper:
             BusError: it will be tried again.
         """
         state = self._state()
+        unanswered = await self._unanswered(state)
         queue = await self._bus.state(TASKS)
         suspects = [task for task in range(state.watermark, min(state.granted, queue.last)) if state.is_open(task)]
         gone = [task for task in suspects if task + 1 < queue.first]
@@ -126,13 +133,16 @@ class Reaper:
             some = rest[begin : begin + TOGETHER]
             there = await asyncio.gather(*(self._is_there(task) for task in some))
             gone += [task for task, found in zip(some, there, strict=True) if not found]
-        if not gone:
+        if not gone and not unanswered:
             return ()
         end = (await self._bus.state(SAMPLES)).last
         state = await (self._rest_folded(end) if over else self._folded(end))
         lost = tuple(task for task in gone if state.is_open(task))
-        if lost:
+        unrewarded = [one for one in unanswered if _waits(state, one)]
+        if lost or unrewarded:
+            await self._check_fence()
             await self._end(state, lost)
+            await self._end_unrewarded(state, unrewarded)
         return lost
 
     async def _folded(self, end: int) -> FoldState:
@@ -163,22 +173,55 @@ class Reaper:
     async def _is_there(self, task: int) -> bool:
         return not await is_gone(self._bus, TASKS, task + 1)
 
-    async def _end(self, state: FoldState, lost: Sequence[int]) -> None:
+    async def _unanswered(self, state: FoldState) -> list[Waiting]:
+        """Rollouts without a reward whose request is not in the queue: it is below the first that is there, or was never stored."""
+        waiting = [
+            (task.task, rollout, one.grading)
+            for task in state.pending.values()
+            for rollout, one in task.rollouts.items()
+            if one.grading and one.reward is None
+        ]
+        if not waiting:
+            return []
+        queue = await self._bus.state(GRADING)
+        return [one for one in waiting if not queue.first <= one[2] <= queue.last]
+
+    async def _check_fence(self) -> None:
         entry = await self._bus.kv.get(PREFIX_FENCES + self._trainer)
         if entry is None or entry.value != str(self._fence).encode():
             raise Fenced(f"trainer {self._trainer!r} with fence {self._fence} ends no tasks: there is another fence", fence=self._fence)
+
+    async def _end_unrewarded(self, state: FoldState, waiting: Sequence[Waiting]) -> None:
+        for task, rollout, grading in waiting:
+            known = state.pending[task]
+            stone = Tombstone(
+                task=task,
+                reason=REASON,
+                rollout=rollout,
+                group_size=known.group_size,
+                detail="nobody scores it: the request for its reward is not in the queue, and no answer came",
+                source=known.source,
+                grading=grading,
+            )
+            await self._store(stone, f"lost-{task}.{rollout}.g{grading}")
+            logger.warning("event=reward_lost task=%d rollout=%d grading=%d", task, rollout, grading)
+
+    async def _store(self, stone: Tombstone, id: str) -> None:
+        body = encode(stone)
+        headers = {HEADER_TASK: str(stone.task), HEADER_DIGEST: body_digest(body)}
+        try:
+            await self._bus.publish(self._subjects.tombstones(stone.source), body, id=id, headers=headers)
+        except StreamFull:
+            await trim_if_full(self._bus)
+            raise
+
+    async def _end(self, state: FoldState, lost: Sequence[int]) -> None:
         for task in lost:
             known = state.pending.get(task)
             await self._forget(task)
             source = known.source if known is not None else WARMUP_SOURCE if state.in_warmup(task) else MAIN_SOURCE
             detail = "nobody holds it, it is not in the queue, and the stream has no end of it"
-            body = encode(Tombstone(task=task, reason=REASON, detail=detail, source=source))
-            headers = {HEADER_TASK: str(task), HEADER_DIGEST: body_digest(body)}
-            try:
-                await self._bus.publish(self._subjects.tombstones(source), body, id=f"lost-{task}", headers=headers)
-            except StreamFull:
-                await trim_if_full(self._bus)
-                raise
+            await self._store(Tombstone(task=task, reason=REASON, detail=detail, source=source), f"lost-{task}")
             logger.warning("event=task_lost task=%d source=%s", task, source)
 
     async def _forget(self, task: int) -> None:
@@ -188,6 +231,14 @@ class Reaper:
             await self._bus.turns.remove(f"{task}/")
         except BusError as error:  # a credit is worth more than the room of some keys
             logger.warning("event=task_keys_left_behind task=%d error=%s", task, error.message)
+
+
+def _waits(state: FoldState, waiting: Waiting) -> bool:
+    """Whether a rollout still has no reward, and waits for that of the same request."""
+    task, rollout, grading = waiting
+    known = state.pending.get(task)
+    found = known.rollouts.get(rollout) if known is not None else None
+    return found is not None and found.reward is None and found.grading == grading
 
 
 def _say_why(running: Future[None]) -> None:

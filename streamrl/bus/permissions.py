@@ -97,6 +97,7 @@ def allowed(role: str, run: str) -> Rights:
             *of_tasks,
             f"{API}.STREAM.INFO.{tasks}",
             f"{API}.STREAM.MSG.GET.{tasks}",
+            f"{API}.STREAM.INFO.{grading}",
             f"$O.{run}.C.*",
             f"$O.{run}.M.*",
             f"{API}.STREAM.PURGE.{samples}",

@@ -222,6 +222,8 @@ def _lag(look: Look, numbers: RunNumbers) -> list[tuple[str, str]]:
         rows.append(("weights", f"{commit_s:.2f} s from publish to commit"))
     tasks = f"{numbers.tasks_in_flight} held by producers, {numbers.tasks_issued} issued, {numbers.tasks_granted} granted"
     rows.append(("tasks", f"{tasks}, {numbers.tasks_ended} ended"))
+    if numbers.ungraded:
+        rows.append(("rewards", f"{numbers.ungraded} groups have asked for theirs and have none"))
     rows.append(("tokens", f"{short(numbers.tokens_made)} sampled, {short(numbers.tokens_trained)} in trained batches, prompts included"))
     return rows
 

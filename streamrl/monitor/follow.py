@@ -12,7 +12,7 @@ from typing import Protocol
 
 from streamrl.bus.protocol import Bus, Message
 from streamrl.bus.reading import read_key
-from streamrl.errors import BusError, LogTruncated, SchemaError
+from streamrl.errors import BusError, Forbidden, LogTruncated, NotFound, SchemaError
 from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.rates import Totals
 from streamrl.monitor.series import Row
@@ -23,6 +23,7 @@ from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, SLO_EVENT, STAND
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import (
     EVENTS,
+    GRADING,
     KEY_GRANTED,
     LEDGER,
     MAIN_SOURCE,
@@ -101,6 +102,7 @@ class Follower:
         """Set once the ledger has been read to where it ended at the start."""
         self._void: dict[int, int] = {}
         """By the sequence of a ledger entry that forks the epoch far back: versions from this number on before it are void."""
+        self._has_grading = True
         self.answered_s = time.monotonic()
         """When the bus answered last, on the monotonic clock."""
 
@@ -240,13 +242,24 @@ class Follower:
         except SchemaError as error:
             logger.warning("event=unreadable key=%s error=%s", key, error.message)
 
+    async def _ungraded(self) -> int:
+        """Requests for rewards in their queue; 0 where there is no such queue, or nobody may look: a run from before there was one."""
+        if not self._has_grading:
+            return 0
+        try:
+            return (await self._bus.state(GRADING)).messages
+        except (NotFound, Forbidden) as error:
+            logger.info("event=no_queue_of_requests error=%s", error.message)
+            self._has_grading = False
+            return 0
+
     async def _poll(self) -> None:
         count = 0
         while True:
             try:
                 state = await self._bus.state(SAMPLES)
                 self.view.stream(last=state.last, num_bytes=state.bytes)
-                self.view.issued((await self._bus.state(TASKS)).last)
+                self.view.issued((await self._bus.state(TASKS)).last, ungraded=await self._ungraded())
                 if (grant := await read_key(self._bus.kv, KEY_GRANTED, Grant)) is not None:
                     self.view.grant(grant)
                 self.answered_s = time.monotonic()

@@ -203,6 +203,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     tasks_granted: int
     """That may have been issued."""
     tasks_issued: int
+    ungraded: int
+    """Groups that rewarders have in hand or that wait for one."""
     tasks_in_flight: int
     """Tasks that producers hold, as of their newest reports."""
     hung_tasks: int

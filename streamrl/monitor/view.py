@@ -92,7 +92,7 @@ class RunView:
         self._engine_rates: dict[str, Rate] = {}
         self._stream_last, self._stream_bytes = 0, 0
         self._arrivals = Arrivals()
-        self._issued = 0
+        self._issued = self._ungraded = 0
         self._in_hand = InHand(_MOST_NAMES)
         self._grant = Grant(granted=0, version=0, retired=0)
 
@@ -198,9 +198,9 @@ class RunView:
         """State of the sample stream."""
         self._stream_last, self._stream_bytes = last, num_bytes
 
-    def issued(self, count: int) -> None:
-        """Tasks issued so far."""
-        self._issued = count
+    def issued(self, count: int, *, ungraded: int = 0) -> None:
+        """Tasks issued so far, and groups that wait for a rewarder."""
+        self._issued, self._ungraded = count, ungraded
 
     def grant(self, grant: Grant) -> None:
         """How many tasks may be issued and how many have ended."""
@@ -375,6 +375,7 @@ class RunView:
             tasks_ended=self._grant.retired,
             tasks_granted=self._grant.granted,
             tasks_issued=self._issued,
+            ungraded=self._ungraded,
             tasks_in_flight=round(sum(held.values())),
             hung_tasks=self._in_hand.hung_tasks,
             hung_s=self._in_hand.hung_s,

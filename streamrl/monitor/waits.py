@@ -70,6 +70,7 @@ def progress_of(numbers: RunNumbers) -> tuple[object, ...]:
         numbers.stream_lag,
         numbers.swaps,
         tuple(engine.engine for engine in numbers.engines),
+        numbers.ungraded,
     )
 
 
@@ -80,7 +81,7 @@ def diagnose(numbers: RunNumbers, *, away_s: float = 0.0) -> Standing:
             what="the bus, which does not answer",
             hint="is nats-server up, is its disk full? bus/nats-server.log; workers wait bus.patience_s and are then restarted",
         )
-    for find in (_worker, _room, _training, _engine, _credit, _user_code):
+    for find in (_worker, _room, _training, _engine, _rewards, _credit, _user_code):
         if (found := find(numbers)) is not None:
             return found
     return Standing(what="nothing that is known", hint="`streamrl status` shows what each worker does; their logs are in logs/")
@@ -138,6 +139,22 @@ def _engine(numbers: RunNumbers) -> Standing | None:
             hint=f"does the engine take weights? {_log('engine-0')} and logs/trainer-0.log",
         )
     return None
+
+
+def _rewards(numbers: RunNumbers) -> Standing | None:
+    if not numbers.ungraded:
+        return None
+    rewarders = _of_kind(numbers, "rewarder")
+    if not rewarders:
+        return Standing(
+            what=f"a rewarder: {numbers.ungraded} groups wait for rewards, and none is there",
+            hint="join one with `streamrl rewarder --run RUN`, or start the run again with reward.workers of 1 or more",
+        )
+    does = "; ".join(f"{worker.worker} {worker.state}" for worker in rewarders[:3])
+    return Standing(
+        what=f"rewards: {numbers.ungraded} groups wait for them; {does}",
+        hint=f"does a grader hang? reward.timeout_s ends it; {_log(rewarders[0].worker)}",
+    )
 
 
 def _credit(numbers: RunNumbers) -> Standing | None:

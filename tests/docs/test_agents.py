@@ -82,7 +82,7 @@ async def ran(place: Path, **sections: Any) -> tuple[list[Sample], list[LedgerEn
 
 
 def test_the_page_has_no_other_blocks() -> None:
-    assert [block.language for block in blocks(PAGE) if block not in CODE] == ["toml", "bash"]
+    assert [block.language for block in blocks(PAGE) if block not in CODE] == ["toml", "bash", "bash"]
     names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(block.text for block in CODE), flags=re.MULTILINE)
     agents = ["agent", "plain", "two_chats", "team", "search", "clock", "tool_user", "explorer", "patient"]
     assert names == [*agents, "score", "graded", "Shortest"], "each has a test below"

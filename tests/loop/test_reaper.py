@@ -14,15 +14,17 @@ from streamrl.consumers.training import worker as trainer_service
 from streamrl.consumers.training.ledger import take_fence
 from streamrl.consumers.training.reaper import Reaper
 from streamrl.core.fold import fold
-from streamrl.core.records import Ended, judge
+from streamrl.core.records import Ended, Rewarded, Rollouts, judge
 from streamrl.core.state import FoldConfig, initial_state
 from streamrl.data.model import ensure_model
 from streamrl.errors import Fenced
+from streamrl.producers.late import LateRewards
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.samples import Tombstone
-from streamrl.schemas.subjects import SAMPLES, TASKS, Subjects
+from streamrl.schemas.subjects import SAMPLES, TASKS, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
+from tests.dead.messages import patched, template
 from tests.kill.world import table_config
 from tests.loop.harness import make_run, read_ledger, services
 
@@ -56,7 +58,10 @@ class Queue:
         """(task, reason, source) of the tombstones that the reaper stored."""
         found = []
         for sequence in range(1, (await self.bus.state(SAMPLES)).last + 1):
-            stone = decode((await self.bus.fetch(SAMPLES, sequence)).body, Tombstone)
+            message = await self.bus.fetch(SAMPLES, sequence)
+            if kind_of(message.subject) != "tombstones":
+                continue
+            stone = decode(message.body, Tombstone)
             found += [(stone.task, stone.reason, stone.source)] if stone.reason == "lost" else []
         return found
 
@@ -65,7 +70,7 @@ class Queue:
         for sequence in range(self.state.cursor + 1, (await self.bus.state(SAMPLES)).last + 1):
             message = await self.bus.fetch(SAMPLES, sequence)
             record, _ = judge(message.subject, sequence, message.body, message.headers.get("Streamrl-Task"))
-            assert isinstance(record, Ended)
+            assert isinstance(record, Ended | Rollouts | Rewarded)
             self.state, _ = fold(self.state, record, CONFIG)
 
     async def reaper(self) -> Reaper:
@@ -101,6 +106,35 @@ async def test_a_task_that_nobody_holds_ends_as_lost_once(queue: Queue) -> None:
     await queue.fold()
     assert (queue.state.retired, queue.state.granted) == (2, 6)
     assert await reaper.look() == ()
+
+
+async def test_a_rollout_whose_request_for_a_reward_is_gone_ends_as_lost_and_one_that_is_answered_does_not(queue: Queue) -> None:
+    """Requests 1 (queued), 2 (answered), 3 (acknowledged without an answer) and 9, which nobody has stored."""
+    await queue.issue(4)
+    await queue.take(0, 1, 2, 3)
+    for number in range(1, 4):
+        assert (await queue.bus.publish(queue.subjects.grading("main"), b"request %d" % number)).sequence == number
+    for task, number in enumerate((1, 2, 3, 9)):
+        samples = patched(template((0, 1), reward=None, group_size=2, grading=number), task, 0)
+        await queue.bus.publish(queue.subjects.samples("main"), samples)
+    await queue.fold()
+    reaper = await queue.reaper()
+    rewards = LateRewards(queue.bus, queue.subjects)
+    first, *others = await queue.bus.claim("main", max=3, wait_s=5.0, stream="grading")
+    for lease in others:
+        await lease.done()
+    await rewards.publish(1, 0, 1.0)  # behind what has been folded: the look waits for it
+    folding = asyncio.create_task(queue.fold())
+    assert await reaper.look() == ()
+    await folding
+    assert await queue.stones() == [(3, "lost", "main")] * 2, "what is behind a request that somebody holds may be held too"
+    await queue.fold()
+    await first.done()
+    assert await reaper.look() == ()
+    assert sorted(task for task, _, _ in await queue.stones()) == [0, 0, 1, 2, 2, 3, 3], "one of task 1 has its reward"
+    await queue.fold()
+    assert await reaper.look() == () and len(await queue.stones()) == 7
+    assert queue.state.pending == {} and queue.state.retired == 4
 
 
 async def test_at_the_run_s_end_what_nobody_folds_any_more_counts(queue: Queue) -> None:

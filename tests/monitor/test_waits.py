@@ -23,11 +23,16 @@ STATES = {"trainer-0": "waits for samples: 0 groups", "engine-0": "running", "fe
 
 
 def standing_run(
-    workers: dict[str, str] | None = None, engines: Sequence[EngineLine] = (ENGINE,), *, in_flight: int = 4, issued: int = 24
+    workers: dict[str, str] | None = None,
+    engines: Sequence[EngineLine] = (ENGINE,),
+    *,
+    in_flight: int = 4,
+    issued: int = 24,
+    ungraded: int = 0,
 ) -> RunNumbers:
     """A run in which everybody waits: all 24 granted tasks are issued, 8 have ended, producers hold 4."""
     view = RunView("demo", steps=100)
-    view.issued(issued)
+    view.issued(issued, ungraded=ungraded)
     view.grant(Grant(granted=24, version=3, retired=8))
     view.metric(MetricReport(worker="producer-0", mean={"producer/in_flight_tasks": float(in_flight)}))
     lines = {name: WorkerLine(worker=name, state=state) for name, state in (STATES | (workers or {})).items() if state}
@@ -51,6 +56,11 @@ def standing_run(
         (standing_run(in_flight=0), "credit: all 24 granted tasks are issued, producers hold none, and 16 of them"),
         (standing_run(engines=[replace(ENGINE, running=2)]), "engines, which have requests and make no tokens"),
         (standing_run(), "user code: producers hold 4 tasks and ask no engine"),
+        (standing_run(ungraded=3), "a rewarder: 3 groups wait for rewards, and none is there"),
+        (
+            standing_run({"rewarder-0": "scores: 3 groups"}, ungraded=3),
+            "rewards: 3 groups wait for them; rewarder-0 scores: 3 groups",
+        ),
     ],
 )
 def test_what_a_standing_run_waits_for_has_a_name_and_a_hint(numbers: RunNumbers, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -83,8 +84,8 @@ async def test_user_code_that_blocks_keeps_its_lease(loop: Loop, functions: Path
     claimed: list[int] = []
     claim = worker.bus.claim
 
-    async def seen(source: str, *, max: int, wait_s: float) -> Sequence[Lease]:
-        leases = await claim(source, max=max, wait_s=wait_s)
+    async def seen(source: str, **options: Any) -> Sequence[Lease]:
+        leases = await claim(source, **options)
         claimed.extend(lease.deliveries for lease in leases)
         return leases
 

@@ -124,7 +124,7 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "pinned versions": (lambda bus: Pins(bus.kv, "policy").versions(), {*WORKERS, "reader"}),
     "the queue's end": (state("tasks"), {"feeder", "trainer", "reader"}),
     "a queued task": (lambda bus: bus.fetch("tasks", 1), {"feeder", "trainer"}),
-    "the end of the requests": (state("grading"), {"rewarder", "reader"}),
+    "the end of the requests": (state("grading"), {"rewarder", "trainer", "reader"}),
     "a queued request": (lambda bus: bus.fetch("grading", 1), set()),
 }
 CHANGES: dict[str, tuple[Operation, set[str]]] = {
