@@ -19,6 +19,7 @@ import pytest
 from streamrl.config.load import load
 from streamrl.config.tree import ModelConfig
 from streamrl.data.model import write_qwen3
+from streamrl.history.evaluate import config_of_directory, with_sets
 from streamrl.rewards.numbers import final_answer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
@@ -96,11 +97,19 @@ def test_on_gpus_the_engine_has_one_and_the_trainer_another(name: str) -> None:
 def test_real_weights_need_a_path_and_the_overrides_of_the_readme(tmp_path: Path) -> None:
     """A directory as a download makes it: configuration, weights, tokenizer."""
     write_qwen3(tmp_path / "Qwen3", ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48), seed=0)
-    [command] = re.findall(r"```console\n(\$ streamrl up [^`]*model\.path=[^`]*)```", (EXAMPLE / "README.md").read_text())
-    overrides = [text.replace("/models/Qwen3-4B", str(tmp_path / "Qwen3")) for text in re.findall(r"--set (\S+)", command)]
-    config = load(EXAMPLE / "gsm8k.toml", [text.replace("=train.parquet", f"={EXAMPLE}/train.parquet") for text in overrides])
-    assert config.model.path == str(tmp_path / "Qwen3")
-    assert config.warmup.max_steps == 0
+    [block] = re.findall(r"```console\n(\$ streamrl up [^`]*model\.path=[^`]*)```", (EXAMPLE / "README.md").read_text())
+    one, two, evaluated = block.strip().split("\n")
+    for command, file in ((one, "one_gpu.toml"), (two, "gsm8k.toml")):
+        assert f"examples/gsm8k/{file} " in command
+        given = re.sub(r"/models/Qwen3-\S+", str(tmp_path / "Qwen3"), command).replace("=train.parquet", f"={EXAMPLE}/train.parquet")
+        config = load(EXAMPLE / file, re.findall(r"--set (\S+)", given))
+        assert config.model.path == str(tmp_path / "Qwen3")
+        assert config.warmup.max_steps == 0
+    assert "--config examples/gsm8k/gsm8k.toml" in evaluated
+    config = config_of_directory(tmp_path / "Qwen3", EXAMPLE / "gsm8k.toml", re.findall(r"--with (\S+)", evaluated))
+    _, [asked] = with_sets(config, [f"gsm8k={EXAMPLE}/test.parquet"])
+    assert (asked.n, asked.num_problems, asked.sampling.temperature, asked.sampling.max_new_tokens) == (8, 1319, 1.0, 1024)
+    assert asked.config.reward.kind == "gsm8k"
 
 
 def test_lengths_belong_to_rows_and_have_a_heavy_tail(example: Any) -> None:

@@ -35,13 +35,13 @@ function chartsOf(run) {
     ["Lengths of answers by their end, p95, tokens", "time_s", quantiles("p95")],
     ["Distance of the lengths trained from all", "time_s", [since("lengths/distance", "0: no length is treated otherwise")]],
   ];
-  if (rates.length) all.splice(1, 0, ["pass@k and maj@k of evaluations", "version", of(rates)]);
   const times = [];
   for (const [who, title] of [["trainer", "Where the trainer's time goes"], ["producer", "Where the time of producers' slots goes"], ["engine", "Where the engines' time goes"]]) {
     const found = shares(`${who}/share/`);
     if (found.length) times.push([title, "time_s", found, { stacked: true }]);
   }
   all.splice(2, 0, ...times);
+  if (rates.length) all.splice(1, 0, ["pass@k and maj@k of evaluations", "version", of(rates)]);
   return all;
 }
 
