@@ -279,9 +279,12 @@ def test_a_pass_of_megatrons_critic_counts_where_it_is_the_larger_one(tmp_path: 
         return rank_memory(config, models, gpu_bytes=140 << 30, compiled=True).token
 
     assert token(small, large) == token(large, small) == token(large, large) > token(small, small)
-    assert token(small, large, activations=30) < token(small, large)
-    cut = token(small, large, ranks=4, tensor=2, pipeline=2)
-    assert cut == pytest.approx(token(small, large) / 4, rel=1e-3)
+    kept = {activations: token(small, large, activations=activations) for activations in ("auto", 0, 30, "all")}
+    assert kept["auto"] == kept[0] == token(small, large) < kept[30] < kept["all"]
+    # A stage has half of the layers, and the first of two as many rows on their way. `compiled` is said above.
+    whole = token(small, large, activations="all")
+    assert token(small, large, ranks=2, tensor=2, activations="all") == pytest.approx(whole / 2, rel=1e-3)
+    assert token(small, large, ranks=2, pipeline=2, activations="all") == pytest.approx(whole, rel=1e-3)
 
 
 def test_a_policy_too_large_for_a_rank_of_megatron_is_refused_with_the_tensor_ranks_that_fit(tmp_path: Path) -> None:
@@ -291,7 +294,10 @@ def test_a_policy_too_large_for_a_rank_of_megatron_is_refused_with_the_tensor_ra
     for cut in ({"tensor": 2}, {"pipeline": 2}):
         found = check_trainer_memory(replace(config, trainer=replace(config.trainer, ranks=2, **cut)), 60 << 30)
         assert found is not None and found.state == "ok", found
-    assert check_activations(config, 160 << 30) is None
+    enough, less = (check_activations(config, gib << 30) for gib in (160, 100))
+    assert enough is not None and enough.state == "ok" and enough.found.startswith("36 of 36 layers")
+    assert less is not None and less.state == "ok" and not less.found.startswith("36 of 36 layers")
     long = replace(config, data=replace(config.data, max_prompt_tokens=60_000))
-    refused = check_trainer_memory(long, 140 << 30)
+    assert (found := check_trainer_memory(long, 140 << 30)) is not None and found.state == "ok", "no layer keeps its activations"
+    refused = check_trainer_memory(replace(long, trainer=replace(long.trainer, activations="all")), 140 << 30)
     assert refused is not None and refused.state == "fail" and "trainer.context = " in refused.hint, refused

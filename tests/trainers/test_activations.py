@@ -8,6 +8,7 @@ import pytest
 
 from streamrl.trainers.activations import (
     GIB,
+    Cut,
     Estimate,
     ModelShape,
     gathered_bytes,
@@ -97,3 +98,22 @@ def test_of_two_models_the_one_with_room_for_the_fewest_layers_counts() -> None:
 def test_what_is_looked_at_takes_no_gradient() -> None:
     assert 2 * looked_at_bytes(SHAPE, 2) == gathered_bytes(SHAPE, 2, once=False)
     assert SHAPE.body == SHAPE and SHAPE._replace(tied=False).body == SHAPE, "what is tied has one matrix already"
+
+
+def test_tensor_ranks_and_stages_have_room_for_their_parts() -> None:
+    """Each has half of the layers; the first stage two rows on their way and no head, the last one a row and the head."""
+    same: dict[str, Any] = {"needed_bytes": 10 * GIB, "itemsize": 2, "compiled": True}
+
+    def kept(cut: Cut, free_gib: float) -> Estimate:
+        return cut.least_kept([SHAPE], tokens=8192, free_bytes=int(free_gib * GIB), **same)
+
+    def alone(free_gib: float, tokens: int, **parts: int) -> Estimate:
+        return least_kept([SHAPE._replace(**parts)], tokens=tokens, free_bytes=int(free_gib * GIB), **same)
+
+    assert kept(Cut(), 40) == alone(40, 8192)
+    assert kept(Cut(tensors=2), 25) == alone(25, 4096, vocab=151_936 // 2)
+    for free in range(24, 60, 4):
+        first, last = alone(free, 2 * 8192, layers=18, vocab=0), alone(free, 8192, layers=18)
+        assert kept(Cut(stages=2), free).kept == min(first.kept, last.kept)
+        assert kept(Cut(stages=2), free).fits == (first.fits and last.fits)
+    assert kept(Cut(stages=2), 80).all_kept and not kept(Cut(stages=2), 12).fits

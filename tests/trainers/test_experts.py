@@ -16,7 +16,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.experts import EXPERTS, grouped_experts, register
+from streamrl.trainers.torch.experts import EXPERTS, added, by_expert, grouped_experts, permute, register, sums
 from streamrl.trainers.torch.kernels import Kernels
 from tests.support.batches import train_batch
 
@@ -62,6 +62,27 @@ def test_a_token_gets_the_weighted_sum_of_its_experts(tokens: int, k: int) -> No
     torch.testing.assert_close(out, exact, rtol=1e-12, atol=1e-12)
     for found, wanted in zip(gradients, torch.autograd.grad(exact, leaves, slopes), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("absent", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_pairs_of_no_expert_here_add_nothing(absent: float, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a matrix of ones and zeros, forward and backward; compiled code unrolls the sums."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        values, slopes = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), torch.randn(7, 3, dtype=torch.float64)
+        chosen = torch.where(torch.rand(21) < absent, 4, torch.randint(0, 4, (21,)))
+    order, places, ends = by_expert(chosen, 4)
+    order = order[: int(ends[-1])]
+    assert chosen[order].tolist() == sorted(chosen[chosen < 4].tolist())
+    matrix = torch.zeros(len(order), 7, dtype=torch.float64)
+    matrix[torch.arange(len(order)), order // 3] = 1
+    rows = permute(values, order, places, 3)
+    assert torch.equal(rows, matrix @ values)
+    torch.testing.assert_close(added(rows.detach(), places, 3), matrix.T @ rows.detach())
+    (gradient,) = torch.autograd.grad(sums(rows * 2, order, places, 3), values, slopes)
+    torch.testing.assert_close(gradient, 2 * matrix.T @ (matrix @ slopes))
 
 
 @pytest.mark.parametrize("layout", ["experts.Mixtral", "experts.OLMoE", "transposed with biases"])
