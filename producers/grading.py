@@ -48,6 +48,11 @@ class GradingRequest(msgspec.Struct, frozen=True):
     @property
     def rollouts(self) -> tuple[int, ...]:
         """The rollouts that need a reward, rising."""
+        return tuple(sorted({rollout for rollout, _ in self.waiting}))
+
+    @property
+    def waiting(self) -> tuple[tuple[int, str], ...]:
+        """(rollout, agent) of the rewards that are needed, rising; the empty agent is the rollout itself."""
         return unrewarded(self.episodes)
 
     def encode(self) -> bytes:
@@ -70,10 +75,10 @@ class GradingRequest(msgspec.Struct, frozen=True):
             raise SchemaError(f"expected a request for rewards, got {len(body)} bytes that are none: {error}") from error
 
 
-def unrewarded(episodes: Sequence[Episode]) -> tuple[int, ...]:
-    """The rollouts none of whose episodes has a reward, rising: a producer's own stands."""
-    rewarded = {episode.rollout for episode in episodes if episode.reward is not None}
-    return tuple(sorted({episode.rollout for episode in episodes} - rewarded))
+def unrewarded(episodes: Sequence[Episode]) -> tuple[tuple[int, str], ...]:
+    """(rollout, agent) of which no episode has a reward, rising: a producer's own stands."""
+    rewarded = {(episode.rollout, episode.agent) for episode in episodes if episode.reward is not None}
+    return tuple(sorted({(episode.rollout, episode.agent) for episode in episodes} - rewarded))
 
 
 async def ask_for_rewards(
@@ -84,7 +89,7 @@ async def ask_for_rewards(
     Returns:
         The samples, which name the request where they wait for its answer, and failures in place of those that cannot be asked for.
     """
-    waiting = unrewarded(episodes)
+    waiting = tuple(sorted({rollout for rollout, _ in unrewarded(episodes)}))
     if not waiting:
         return list(samples), []
     bared = tuple(msgspec.structs.replace(episode, segments=bare(episode.segments)) for episode in episodes)

@@ -110,10 +110,10 @@ class Rewarder:
     async def work(self, asked: Asked, claim: Claim) -> None:
         """Score one request; returns once all its answers are stored."""
         request, began_s = asked.request, time.monotonic()
-        waiting = request.rollouts  # before they are scored: episodes are given their rewards in place
+        waiting = request.waiting  # before they are scored: episodes are given their rewards in place
         if claim.deliveries > MOST_DELIVERIES:
             detail = f"reward: its request came {claim.deliveries} times and was never answered"
-            answers = [self._fail(asked, Failure(rollout, "deliveries", detail), claim) for rollout in waiting]
+            answers = [self._fail(asked, Failure(rollout, "deliveries", detail), claim) for rollout in request.rollouts]
         else:
             group = await self._runner.score(request.task, request.episodes)
             answers = self._answers(asked, waiting, group, claim)
@@ -123,19 +123,23 @@ class Rewarder:
             for answer in answers:
                 storing.create_task(answer)
 
-    def _answers(self, asked: Asked, waiting: Sequence[int], group: Group, claim: Claim) -> list[Coroutine[Any, Any, None]]:
+    def _answers(self, asked: Asked, waiting: Sequence[tuple[int, str]], group: Group, claim: Claim) -> list[Coroutine[Any, Any, None]]:
         failures = {failure.rollout: failure for failure in group.failures}
+        found: dict[int, list[Episode | None]] = {}
+        for rollout, agent in waiting:
+            episodes = [episode for episode in group.episodes if (episode.rollout, episode.agent) == (rollout, agent)]
+            found.setdefault(rollout, []).append(reward_of(episodes) if episodes else None)
         answers: list[Coroutine[Any, Any, None]] = []
-        for rollout in waiting:
-            episodes = [episode for episode in group.episodes if episode.rollout == rollout]
-            if episodes and (rewarded := reward_of(episodes)) is not None:
-                answers.append(self._reward(asked, rewarded))
+        for rollout, rewarded in found.items():
+            if all(one is not None for one in rewarded):
+                answers += [self._reward(asked, one) for one in rewarded if one is not None]
             else:
                 failure = failures.get(rollout, Failure(rollout, "failed", "reward: it gave none"))
                 answers.append(self._fail(asked, failure, claim))
         return answers
 
     async def _reward(self, asked: Asked, rewarded: Episode) -> None:
+        """The reward of an episode, which is its agent's where it has one, else its rollout's."""
         assert rewarded.reward is not None
         update = RewardUpdate(
             task=asked.request.task.index,
@@ -143,6 +147,7 @@ class Rewarder:
             reward=rewarded.reward,
             revision=REVISION,
             reward_parts=rewarded.reward_parts,
+            agent=rewarded.agent or msgspec.UNSET,
             grading=asked.number,
         )
         await self._publisher.reward(update)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from streamrl.bus.reading import read_key
-from streamrl.config.code import code_digests, rollout_code
+from streamrl.config.code import code_digests, judging_code
 from streamrl.config.environments import VERIFIERS
 from streamrl.core.lengths import histogram
 from streamrl.errors import ConfigError, SchemaError
@@ -137,7 +137,7 @@ async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) ->
 
 async def check_reward(worker: Worker) -> None:
     """Raise ConfigError where this host's code of the reward, or of the filter, is not what the run was last started with."""
-    mine = {key: name for key, name in rollout_code(worker.config).items() if key != "producer.function"}
+    mine = judging_code(worker.config)
     record = await read_key(worker.bus.kv, KEY_RUN, RunRecord)
     if not mine or record is None or not record.code:
         return

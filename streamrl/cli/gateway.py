@@ -24,7 +24,7 @@ def add_verbs(verbs: Any) -> None:
 
 def run_gateway(arguments: argparse.Namespace) -> int:
     """Serve agents until Ctrl-C, or until the run is down."""
-    from streamrl.config.code import check_trust, reward_addresses, rollout_code
+    from streamrl.config.code import check_trust, judging_code, reward_addresses
     from streamrl.config.load import override
     from streamrl.producers.gateway.worker import addresses, main
     from streamrl.runtime.run_bus import check_up, until_down
@@ -40,7 +40,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     changes = [f"gateway.host={arguments.host}"] if arguments.host is not None else []
     override(run.load_config(), changes)  # what is wrong with them is said before anything starts
     config = run.load_config()
-    named = {key: name for key, name in rollout_code(config).items() if key != "producer.function"} | dict(reward_addresses(config))
+    named = judging_code(config) | dict(reward_addresses(config))
     check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_up(run)
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.config.code import check_trust, engine_code, loss_code, reward_addresses, rollout_code
+from streamrl.config.code import check_trust, engine_code, judging_code, loss_code, reward_addresses
 from streamrl.errors import ConfigError
 from streamrl.runtime.kinds import MAINS, USER_CODE
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
@@ -71,7 +71,7 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     run = RunDir.find(arguments.run, base=arguments.dir)
     config = run.load_config()
     named = (
-        {**rollout_code(config), **reward_addresses(config), **loss_code(config)}
+        {**judging_code(config), **reward_addresses(config), **loss_code(config)}
         if kind in (*USER_CODE, "trainer")
         else engine_code(config)
         if kind == "engine"
@@ -117,7 +117,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
         )
     config = run.load_config()
-    named = {key: name for key, name in rollout_code(config).items() if key != "producer.function"} | dict(reward_addresses(config))
+    named = judging_code(config) | dict(reward_addresses(config))
     check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_concurrency(arguments)
     if not elsewhere:

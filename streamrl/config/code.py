@@ -23,6 +23,11 @@ def loss_code(config: Config) -> Mapping[str, str]:
     return {key: reference for key, reference in named.items() if is_function(reference)}
 
 
+def judging_code(config: Config) -> Mapping[str, str]:
+    """Those of `rollout_code` that judge what any producer has made, one from another host too."""
+    return {key: name for key, name in rollout_code(config).items() if key in ("reward.kind", "filters.function")}
+
+
 def rollout_code(config: Config) -> Mapping[str, str]:
     """By key, the functions of the user's that producers, evaluators and the feeder run."""
     named = {
