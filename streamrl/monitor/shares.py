@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.schemas.events import MetricReport
-from streamrl.telemetry.names import DOWN, STATES, seconds, share
+from streamrl.telemetry.states import DOWN, STATES, seconds, share
 
 SILENT_S = 6.0
 """A worker that has not reported its time for so long is taken for away; it does so every two seconds."""

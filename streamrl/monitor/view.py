@@ -81,7 +81,7 @@ class RunView:
         self.standing: Standing | None = None
         self.slo: tuple[Finding, ...] = ()
         self.slo_worst: dict[str, Level] = {}
-        """Of objectives that were not met at some time, the worst level."""
+        """The worst level of objectives that were not met."""
         self.evaluated = Evaluations()
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._engines: dict[str, EnginePresence] = {}
@@ -90,9 +90,8 @@ class RunView:
         self._swapped = Growing(late=joined, seen=self.before.swaps_by_engine)
         self._made_rate, self._trained_rate = Rate(), Rate()
         self._engine_rates: dict[str, Rate] = {}
-        self._stream_last, self._stream_bytes = 0, 0
+        self._stream_last = self._stream_bytes = self._issued = self._ungraded = 0
         self._arrivals = Arrivals()
-        self._issued = self._ungraded = 0
         self._in_hand = InHand(_MOST_NAMES)
         self._grant = Grant(granted=0, version=0, retired=0)
 

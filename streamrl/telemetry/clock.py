@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from streamrl.telemetry.names import seconds
+from streamrl.telemetry.states import seconds
 
 REPORT_EVERY_S = 2.0
 

@@ -13,13 +13,14 @@ from streamrl.schemas.ledger import FILTER
 from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
 from streamrl.telemetry.metric import Metric, Reduction
 from streamrl.telemetry.set_names import set_metric
+from streamrl.telemetry.states import DOWN, STATES, seconds, share
 
 _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
 DROP_REASONS = (
     *("stale", "duplicate", "late", "failed", "filtered", "timeout", "deliveries", "poison", "zero_variance", "empty", "lost_version"),
     *("inexact", "truncated", "unrewarded", "expired", "lost", "blob_missing", "superseded_reward"),
-    *("too_short", "too_long", "repetitive", "too_hard", "too_easy", FILTER),
+    *("too_short", "too_long", "repetitive", "too_hard", "too_easy", "row_too_long", "row_broken", FILTER),
 )
 """Reasons that `streamrl.schemas.ledger.Drop` explains."""
 REWARDERS = "rewarders score: `reward.workers`"
@@ -63,50 +64,6 @@ def dropped(reason: str) -> str:
 def dropped_tokens(reason: str) -> str:
     """The metric that counts the sampled tokens of the rollouts dropped for a reason."""
     return f"tokens/dropped_total/{counted_as(reason)}"
-
-
-STATES: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "trainer": {
-            "setup": "before its first batch: model, checkpoint, what is pending",
-            "compute": "folds records, packs batches, trains",
-            "wait_samples": "waits for records of the sample stream",
-            "wait_bus": "waits for the bus to answer",
-            "publish": "takes the snapshot of a version for the engines",
-            "checkpoint": "takes the snapshot of a checkpoint, or waits for it",
-        },
-        "engine": {
-            "setup": "before its first version",
-            "decode": "has completions in its batch (`sglang`: at its server, their prefill included)",
-            "prefill": "takes prompts in (`sglang`: counted as `decode`)",
-            "idle": "has no requests",
-            "held": "has only requests that wait for a newer version",
-        },
-        "producer": {
-            "setup": "before it claims tasks",
-            "generate": "has requests at an engine",
-            "tools": "runs a producer's code between them",
-            "reward": "is scored",
-            "publish": "has its samples stored",
-            "wait_room": "waits for room on the sample stream",
-            "wait_engine": "waits for an engine to ask",
-            "wait_credit": "is free: there is no task to claim",
-        },
-    }
-)
-"""By kind of worker: states that exclude each other, of its thread (trainer, engine) or of each slot for a task (producer)."""
-DOWN = "down"
-"""State that the fold of a run adds: the time of which a worker has said nothing."""
-
-
-def seconds(kind: str, state: str) -> str:
-    """The metric that counts the seconds of a state."""
-    return f"{kind}/slot_{state}_s" if kind == "producer" else f"{kind}/{state}_s"
-
-
-def share(kind: str, state: str) -> str:
-    """The metric of a state's share of a window."""
-    return f"{kind}/share/{state}"
 
 
 _TIMED = {

@@ -7,7 +7,7 @@ import pytest
 from streamrl.monitor.series import Series
 from streamrl.monitor.shares import FORGOTTEN_AFTER_S, named
 from streamrl.telemetry.metrics import report
-from streamrl.telemetry.names import STATES
+from streamrl.telemetry.states import STATES
 
 START_S = 10_000.0
 

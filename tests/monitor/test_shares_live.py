@@ -14,7 +14,7 @@ from streamrl.monitor.series import Row
 from streamrl.monitor.shares import SILENT_S, named
 from streamrl.runtime.rundir import RunDir
 from streamrl.telemetry.clock import REPORT_EVERY_S
-from streamrl.telemetry.names import STATES, share
+from streamrl.telemetry.states import STATES, share
 from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, said
 

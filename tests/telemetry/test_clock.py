@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from streamrl.telemetry.clock import ClockReports, StateClock
-from streamrl.telemetry.names import METRICS, STATES, Reduction, seconds, share
+from streamrl.telemetry.names import METRICS, Reduction
+from streamrl.telemetry.states import STATES, seconds, share
 
 
 class Hand:

@@ -26,7 +26,7 @@ from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.subjects import METRICS
 from streamrl.schemas.versions import Version
-from streamrl.telemetry.names import STATES, seconds
+from streamrl.telemetry.states import STATES, seconds
 from streamrl.weights.factory import free_weights, make_publisher
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
