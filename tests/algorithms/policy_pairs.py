@@ -1,0 +1,91 @@
+"""Each policy loss beside the second implementation that it is held to, with the numbers that tests run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, ppo_clip, sapo
+from tests.algorithms import reference_policy_losses as reference
+from tests.algorithms.policy_cases import Layout
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+Ours = Callable[[Layout], Loss]
+Theirs = Callable[[list[reference.Sequence]], reference.PerToken]
+
+
+def t(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def ppo_pair(low: float, high: float, dual: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: ppo_clip(x.logprobs, x.old, x.advantages, clip_low=low, clip_high=high, dual_clip=dual),
+        partial(reference.ppo, low=low, high=high, dual=dual),
+    )
+
+
+def gspo_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: gspo(x.logprobs, x.old, x.advantages, x.sequences, clip_low=low, clip_high=high),
+        partial(reference.gspo, low=low, high=high),
+    )
+
+
+def gspo_token_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: gspo_token(x.logprobs, x.old, x.advantages, x.sequences, clip_low=low, clip_high=high),
+        partial(reference.gspo_token, low=low, high=high),
+    )
+
+
+def gmpo_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: gmpo(x.logprobs, x.old, x.advantages, x.sequences, log_low=low, log_high=high),
+        partial(reference.gmpo, low=low, high=high),
+    )
+
+
+def cispo_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: cispo(x.logprobs, x.old, x.advantages, clip_low=low, clip_high=high),
+        partial(reference.cispo, low=low, high=high),
+    )
+
+
+def sapo_pair(positive: float, negative: float) -> tuple[Ours, Theirs]:
+    return (
+        lambda x: sapo(x.logprobs, x.old, x.advantages, tau_positive=positive, tau_negative=negative),
+        partial(reference.sapo, tau_positive=positive, tau_negative=negative),
+    )
+
+
+def aipo_pair(cap: float) -> tuple[Ours, Theirs]:
+    return lambda x: aipo(x.logprobs, x.mu, x.advantages, cap=cap), partial(reference.aipo, cap=cap)
+
+
+def dppo_pair(bound: float, kl: float) -> tuple[Ours, Theirs]:
+    return lambda x: dppo(x.logprobs, x.mu, x.advantages, bound=bound, kl=kl), partial(reference.dppo, bound=bound, kl=kl)
+
+
+PAIRS = {
+    "ppo": ppo_pair(0.2, 0.28, 0.0),
+    "ppo_narrow": ppo_pair(0.05, 0.1, 0.0),
+    "ppo_dual": ppo_pair(0.2, 0.28, 1.3),
+    "gspo": gspo_pair(0.2, 0.28),
+    "gspo_narrow": gspo_pair(3e-4, 4e-4),
+    "gspo_token": gspo_token_pair(0.2, 0.28),
+    "gspo_token_narrow": gspo_token_pair(3e-4, 4e-4),
+    "gmpo": gmpo_pair(0.4, 0.4),
+    "gmpo_narrow": gmpo_pair(0.1, 0.05),
+    "cispo": cispo_pair(1.0, 0.5),
+    "cispo_both": cispo_pair(0.2, 0.28),
+    "sapo": sapo_pair(1.0, 1.05),
+    "sapo_steep": sapo_pair(0.5, 4.0),
+    "aipo": aipo_pair(1.4),
+    "dppo": dppo_pair(0.1, 1e-3),
+    "dppo_plain": dppo_pair(0.02, 0.0),
+}
