@@ -233,8 +233,7 @@ def run(down: int, up: int) -> None:
 
     connecting = loop.create_task(loop.create_unix_connection(lambda: _Reader(take), sock=socket.socket(fileno=down)))
     _turn(loop, lambda: connecting.done() and bool(host) and host[0].plain)
-    # What runs in the main thread is plain functions; the loop goes on beside it.
-    loop.call_soon(watchdog.start)
+    # What runs in the main thread is plain functions; the loop goes on beside it, has none of the user's code, and needs no watchdog.
     threading.Thread(target=_turn, args=(loop, lambda: False), name="loop", daemon=True).start()
     host[0].main_thread.serve()
 
