@@ -60,7 +60,8 @@ class Crew:
         if self._clock is None or self._clock.done():
             self._clock = asyncio.create_task(self._tick())
             self._clock.add_done_callback(self._stopped)
-        for left in reversed(range(_LOADS)):
+        left = _LOADS
+        while True:
             child = Child(next(self._numbers), self.hello, self.limits, alone=alone)
             self.all.append(child)
             try:
@@ -68,6 +69,7 @@ class Crew:
                 break
             except BaseException as error:
                 self.bury(child)
+                left -= 1
                 # Somebody's hand, or the kernel's, says nothing of the code.
                 if not left or not isinstance(error, ConfigError) or child.exit_code != -signal.SIGKILL:
                     raise

@@ -40,7 +40,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     changes = [f"gateway.host={arguments.host}"] if arguments.host is not None else []
     override(run.load_config(), changes)  # what is wrong with them is said before anything starts
     config = run.load_config()
-    named = judging_code(config) | dict(reward_addresses(config))
+    named = {**judging_code(config), **reward_addresses(config)}
     check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_up(run)
 

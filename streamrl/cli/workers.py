@@ -117,7 +117,7 @@ def run_attach(arguments: argparse.Namespace) -> int:
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
         )
     config = run.load_config()
-    named = judging_code(config) | dict(reward_addresses(config))
+    named = {**judging_code(config), **reward_addresses(config)}
     check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_concurrency(arguments)
     if not elsewhere:
