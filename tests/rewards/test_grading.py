@@ -146,6 +146,23 @@ async def test_answers_name_their_request_and_a_repeat_changes_nothing() -> None
     assert len(await stored(bus)) == 4
 
 
+async def test_agents_of_a_rollout_have_answers_of_their_own() -> None:
+    """Of rollout 0 the agent and the rollout wait, of 1 the rollout alone; a grader that fails for an agent ends its rollout."""
+    bus = MemoryBus(RUN)
+
+    def both(rollout: int, reward: float | None) -> tuple[Episode, Episode]:
+        return msgspec.structs.replace(episode(rollout, reward=reward), agent="solver/0"), episode(rollout)
+
+    request = GradingRequest(TASK, (*both(0, None), *both(1, 0.5), *both(2, None)))
+    assert (request.rollouts, request.waiting[:2]) == ((0, 1, 2), ((0, ""), (0, "solver/0")))
+    runner: Any = Runner(0.25, 1.0, 9.0, 0.75, "it hangs", 1.0)
+    await Rewarder(runner, publisher(bus)).work(Asked(1, GradingRequest.decode(request.encode())), Claim())
+    found = await stored(bus)
+    rewards = {(one.rollout, one.agent or ""): one.reward for one in found if isinstance(one, RewardUpdate)}
+    assert rewards == {(0, ""): 1.0, (0, "solver/0"): 0.25, (1, ""): 0.75}
+    assert [(one.rollout, one.reason) for one in found if isinstance(one, Tombstone)] == [(2, "timeout")]
+
+
 async def test_a_request_that_is_never_answered_ends_its_rollouts() -> None:
     bus, runner = MemoryBus(RUN), Runner(1.0)
     rewarder = Rewarder(runner, publisher(bus))  # type: ignore[arg-type]
@@ -192,7 +209,7 @@ def test_a_failed_grading_is_of_a_rollout() -> None:
     stone = msgspec.structs.replace(stone, rollout=1)
     assert judge("run.tombstones.main", 1, encode(stone), "1")[0] == Ended(1, "", 1, 1, 2, "failed", "", 3)
     update = RewardUpdate(task=1, rollout=0, reward=1.0, grading=3)
-    assert judge("run.rewards", 1, encode(update), "1")[0] == Rewarded(1, 1, 0, 1.0, 1, None, 3)
+    assert judge("run.rewards", 1, encode(update), "1")[0] == Rewarded(1, 1, 0, 1.0, 1, None, grading=3)
 
 
 def test_a_run_whose_producers_score_has_nothing_for_a_rewarder() -> None:
