@@ -12,6 +12,7 @@ import pytest
 from streamrl.data.characters import write_tokenizer
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.graders import Scoring
 from streamrl.producers.children.jobs import NOTHING, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, Segment
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.process
 async def children(folder: Path, *, score_s: float = 60.0, **hello: Any) -> AsyncIterator[Children]:
     write_tokenizer(folder)
     told = Hello(model_dir=str(folder), max_len=64, chat_template=True, memory_bytes=2 << 30, **hello)
-    made = Children(told, Limits(idle_s=60.0, total_s=60.0), score_s=score_s, count=1)
+    made = Children(told, Limits(idle_s=60.0, total_s=60.0), count=1, scoring=Scoring(timeout_s=score_s))
     try:
         await made.start()
         yield made
