@@ -60,6 +60,26 @@ def test_every_grader_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert told["summary"] == {"rows": 6, "mean": 1.5, "failed": 3, "timed_out": 1, "differ": 2}
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["math", "code.py:score"])
+def test_the_part_that_is_trained_is_what_is_compared_and_what_hangs_is_ended(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code.py").write_text(CODE)
+    key, label, hangs = ("boxed", "8", "x^{100}(1+x)^{999}") if kind == "math" else ("bonus", "8", "7")
+    (tmp_path / "run.toml").write_text(
+        f'[data]\ntrain = "rows.jsonl"\n[reward]\nkind = "{kind}"\nkey = "{key}"\ntimeout_s = 2.0\nchildren = 1\n'
+    )
+    wrong = row(r"\boxed{7}", label=label, expected=1.0 if kind == "math" else 0.0)
+    hung = row(r"\boxed{3}", label=hangs) if kind == "math" else row("hang", label=hangs)
+    rows = write(tmp_path / "rows.jsonl", wrong, hung)
+    assert main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows"][0]["reward"] == wrong["expected"] and set(told["rows"][0]["parts"]) >= {key}
+    assert told["rows"][1]["reward"] is None
+    assert told["summary"]["failed"] == 1 and told["summary"]["differ"] == 0
+
+
 def test_a_file_that_holds_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write(tmp_path / "rows.jsonl", row("7", expected=1), row("8", expected=0), row("\x1b[2J"))
     assert main(["reward", "--check", rows, "--kind", "exact_match"]) == 0
