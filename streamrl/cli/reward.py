@@ -134,7 +134,7 @@ def _reward_to_check(arguments: argparse.Namespace) -> tuple[Config, RewardConfi
     except (msgspec.MsgspecError, UnicodeEncodeError) as error:
         raise ConfigError(f"expected --options as a JSON table, got {arguments.options!r}: {error}") from error
     by_name = not arguments.kind.partition(":")[0].endswith(".py")
-    reward = replace(config.reward, kind=arguments.kind, options={}) if by_name else reward_config(config, arguments.kind)
+    reward = replace(config.reward, kind=arguments.kind, options={}, key="") if by_name else reward_config(config, arguments.kind)
     checked = replace(config, reward=replace(reward, options=options))
     return checked, reward_config(checked, "")
 

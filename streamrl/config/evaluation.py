@@ -14,7 +14,7 @@ class SetRewardConfig(Section, frozen=True, kw_only=True):
     """How the answers of one set are scored, where that is not as in training."""
 
     kind: str = ""
-    """As `reward.kind`; empty: that of the run, with its options."""
+    """As `reward.kind`; empty: that of the run, with its options and key."""
     options: dict[str, Any] = {}
     """Handed to it as keyword arguments."""
 

@@ -87,7 +87,8 @@ def _of_table(config: Config, one: EvaluationSetConfig, place: str) -> ProblemSe
         key="evaluation.sets",
     )
     own: dict[str, Any] = {key: value for key in _DATA_KEYS if (value := getattr(one, key)) is not None}
-    reward = replace(config.reward, kind=one.reward.kind, options=one.reward.options) if one.reward.kind else config.reward
+    scored = one.reward
+    reward = replace(config.reward, kind=scored.kind, options=scored.options, key="") if scored.kind else config.reward
     producer = replace(
         config.producer, function=one.function or config.producer.function, options={**config.producer.options, **one.options}
     )

@@ -74,6 +74,13 @@ def test_a_set_takes_what_it_leaves_out_from_the_other_sections(write, tmp_path)
     assert from_json(dump(config)) == config
 
 
+def test_the_part_that_is_trained_is_not_looked_for_in_another_reward(write) -> None:
+    config = load(write(SETS), overrides=["reward.key=answer"])
+    easy, hard = problem_sets(config)
+    assert easy.config.reward == config.reward and easy.config.reward.key == "answer"
+    assert hard.config.reward.kind.endswith("grade.py:grade") and hard.config.reward.key == ""
+
+
 def test_the_code_of_sets_is_known_and_their_secrets_are_kept_apart(write, tmp_path) -> None:
     config = load(write(SETS))
     assert rollout_code(config) == {

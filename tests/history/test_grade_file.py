@@ -78,6 +78,8 @@ def test_the_part_that_is_trained_is_what_is_compared_and_what_hangs_is_ended(
     assert told["rows"][0]["reward"] == wrong["expected"] and set(told["rows"][0]["parts"]) >= {key}
     assert told["rows"][1]["reward"] is None
     assert told["summary"]["failed"] == 1 and told["summary"]["differ"] == 0
+    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--kind", "exact_match"])
+    assert "0 failed" in capsys.readouterr().out, "the run's key is of the run's reward"
 
 
 def test_a_file_that_holds_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
