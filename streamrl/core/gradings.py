@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from streamrl.core.records import Ended, Rewarded, RolloutView
 from streamrl.core.state import PendingRollout
 
-MOST_EARLY = 64
-"""Answers that are kept of one rollout before its samples come. Nobody makes as many attempts, or has as many agents; a broken sender
-fills no memory."""
+MOST_EARLY = 1024
+"""Answers that are kept of one rollout before its samples come: far more than one has agents, or attempts, for what is left out here is
+waited for. A broken sender fills no memory."""
 
 
 def key(task: int, rollout: int, grading: int = 0, agent: str = "") -> str:

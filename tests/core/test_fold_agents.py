@@ -203,3 +203,12 @@ def test_a_failed_grading_behind_all_rewards_of_agents_ends_nothing() -> None:
     s.put(Rewarded(s.next(), 0, 0, 0.0, 1, agent="b", grading=7))
     s.end(0, 0, grading=7)
     assert s.dropped == [(3, 0, (0,), "superseded_reward", False)] and s.state.ready == 1
+
+
+def test_a_rollout_of_very_many_agents_loses_no_reward_that_comes_early() -> None:
+    s = Stream(config(1, drop_zero_variance=False))
+    names = [f"solver/{number}" for number in range(200)]
+    for name in names:
+        s.put(Rewarded(s.next(), 0, 0, 1.0, 1, agent=name, grading=7))
+    s.rollouts(0, replace(only_agents(0, **dict.fromkeys(names)), grading=7), group=1)
+    assert s.state.ready == 1 and s.dropped == [] and s.state.early_rewards == {}
