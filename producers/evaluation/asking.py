@@ -19,7 +19,7 @@ from streamrl.config.tree import Config, RewardConfig
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.problems import Problem, Problems
 from streamrl.errors import EngineError
-from streamrl.producers.episode import Episode
+from streamrl.producers.episode import Episode, reward_of
 from streamrl.producers.evaluation.results import summarize
 from streamrl.producers.evaluation.store import ProblemRecord, SampleRecord, SetStore
 from streamrl.producers.groups import Group, GroupRunner
@@ -74,6 +74,7 @@ def asked_digest(one: ProblemSet, rows: Problems, weights: str) -> str:
         *(rows.digest, weights, one.n, one.sampling, config.producer.options, config.reward.options),
         *({key: code.get(key, reference) for key, reference in named.items()}, config.data.chat_template),
         *(config.data.chat_template_kwargs, config.model.max_len, config.run.seed),
+        *(config.reward.key, config.data.reward_key, config.data.reward_options if config.data.reward_key else {}),
     ]
     return hashlib.sha256(msgspec.json.encode(msgspec.to_builtins(told, str_keys=True), order="deterministic")).hexdigest()
 
@@ -177,9 +178,8 @@ def _record(one: ProblemSet, problem: Problem, group: Group) -> ProblemRecord:
 
 
 def _answered(reward: RewardConfig, episodes: Sequence[Episode], text_chars: int) -> SampleRecord:
-    """One rollout; its reward is that of its answer, else of its last episode that has one."""
-    given = [episode for episode in episodes if episode.reward is not None]
-    answer = next((episode for episode in given if episode.is_answer), given[-1] if given else episodes[-1])
+    """One rollout, with the reward that it would have in training."""
+    answer = reward_of(episodes) or next((episode for episode in reversed(episodes) if not episode.agent), episodes[-1])
     versions = sorted({span.version for e in episodes for segment in e.segments for span in segment.spans if span.version})
     return SampleRecord(
         reward=answer.reward,
