@@ -169,7 +169,7 @@ def _record(one: ProblemSet, problem: Problem, group: Group) -> ProblemRecord:
         episodes.setdefault(episode.rollout, []).append(episode)
     config = one.config
     made = (
-        _answered(config.reward, episodes[rollout], config.evaluation.text_chars)
+        sample_record(config.reward, episodes[rollout], config.evaluation.text_chars)
         if rollout in episodes
         else _failed(failures.get(rollout, Failure(rollout)))
         for rollout in range(one.n)
@@ -177,8 +177,14 @@ def _record(one: ProblemSet, problem: Problem, group: Group) -> ProblemRecord:
     return ProblemRecord(row=problem.row, samples=tuple(made))
 
 
-def _answered(reward: RewardConfig, episodes: Sequence[Episode], text_chars: int) -> SampleRecord:
-    """One rollout, with the reward that it would have in training."""
+def sample_record(reward: RewardConfig, episodes: Sequence[Episode], text_chars: int) -> SampleRecord:
+    """One rollout, with the reward that it would have in training.
+
+    Args:
+        reward: how answers are told from each other.
+        episodes: of the rollout, in their order.
+        text_chars: `evaluation.text_chars`.
+    """
     answer = reward_of(episodes) or next((episode for episode in reversed(episodes) if not episode.agent), episodes[-1])
     versions = sorted({span.version for e in episodes for segment in e.segments for span in segment.spans if span.version})
     return SampleRecord(

@@ -139,7 +139,7 @@ async def test_a_reward_that_is_named_is_asked_whatever_the_row_names(recorded: 
     tokenizer = load_tokenizer(log.model_dir)
     [given] = former_samples()[:1]
     config = Config(data=DataConfig(train="rows.jsonl", reward_key="r"))
-    task = RolloutTask(run="a", index=0, source="main", label=tokenizer.decode(given.tokens), reward=RewardSpec("f1"))
+    task = RolloutTask(run="a", index=0, source="main", label=tokenizer.decode(given.tokens.tolist()), reward=RewardSpec("f1"))
     source = cast(Any, SimpleNamespace(config=config, model_dir=log.model_dir))
     exact = RewardConfig(kind="exact_match")
     [by_row] = await score_again(source, exact, [given], task, tokenizer, by_row=True)

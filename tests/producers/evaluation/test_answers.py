@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from streamrl.config.evaluation_sets import problem_sets
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.producers.episode import Episode, Segment
-from streamrl.producers.evaluation.asking import _answered, asked_digest
+from streamrl.producers.evaluation.asking import asked_digest, sample_record
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
 
@@ -32,7 +32,7 @@ def episode(text: str, reward: float | None, agent: str = "") -> Episode:
     ],
 )
 def test_a_rollout_is_judged_by_its_own_reward_as_in_training(given: list[Episode], reward: float | None, answer: str) -> None:
-    found = _answered(RewardConfig(), given, 100)
+    found = sample_record(RewardConfig(), given, 100)
     assert (found.reward, found.answer) == (reward, answer)
 
 
