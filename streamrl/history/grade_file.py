@@ -25,7 +25,8 @@ from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Graders, Scoring
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.protocol import Failure
-from streamrl.rewards.factory import is_user_code, make_reward
+from streamrl.rewards.factory import make_reward, runs_in_children
+from streamrl.rewards.layers import close
 from streamrl.rewards.protocol import RewardValue
 from streamrl.runtime.kinds import environment
 from streamrl.schemas.samples import VersionSpan
@@ -150,15 +151,18 @@ async def grade(rows: Sequence[Row], reward: RewardConfig, config: Config) -> li
     Raises:
         ConfigError: the reward cannot be loaded.
     """
-    if not is_user_code(reward):
+    if not runs_in_children(reward):
         built_in = make_reward(reward)
         assert built_in is not None  # `late` has been refused
-        score = built_in.score
-        return [await _graded(row, lambda task, episode: score(task, [episode])) for row in rows]
+        try:
+            return [await _graded(row, lambda task, episode: built_in.score(task, [episode])) for row in rows]
+        finally:
+            await close(built_in)
     os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})
     hello = Hello(
         reward=reward.kind,
         reward_options=reward.options,
+        reward_key=reward.key,
         model_dir="",
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
