@@ -173,17 +173,19 @@ def _prompt_length(sample: Sample) -> int:
 
 
 async def score_again(
-    source: Source, reward: RewardConfig, samples: Sequence[Sample], task: RolloutTask, tokenizer: Tokenizer
+    source: Source, reward: RewardConfig, samples: Sequence[Sample], task: RolloutTask, tokenizer: Tokenizer, *, by_row: bool
 ) -> list[Again]:
     """The rewards of a task's samples, computed once more; user code runs in a process of its own, under the limits of a producer's.
+
+    With `by_row` the reward that the row names goes before `reward`.
 
     Raises:
         ConfigError: the reward cannot be loaded.
     """
     episodes = [episode_of(sample, task, tokenizer) for sample in samples]
-    by_row = bool(source.config.data.reward_key)
+    by_row = by_row and bool(source.config.data.reward_key)
     if runs_in_children(reward, by_row=by_row):
-        values = await _in_child(source, reward, task, episodes)
+        values = await _in_child(source, reward, task, episodes, by_row=by_row)
     else:
         made = make_reward(reward)
         try:
@@ -196,7 +198,7 @@ async def score_again(
 
 
 async def _in_child(
-    source: Source, reward: RewardConfig, task: RolloutTask, episodes: Sequence[Episode]
+    source: Source, reward: RewardConfig, task: RolloutTask, episodes: Sequence[Episode], *, by_row: bool
 ) -> Sequence[RewardValue | Exception] | Failure:
     config = source.config
     os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})
@@ -204,7 +206,7 @@ async def _in_child(
         reward=reward.kind,
         reward_options=reward.options,
         reward_key=reward.key,
-        by_row=config.data.reward_options if config.data.reward_key else None,
+        by_row=config.data.reward_options if by_row else None,
         model_dir=str(source.model_dir),
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
