@@ -10,9 +10,10 @@ import pytest
 
 from streamrl.bus.address import BusAddress
 from streamrl.config.code import check_trust, loss_code, rollout_code
+from streamrl.config.filters import FiltersConfig
 from streamrl.config.load import dump
 from streamrl.config.secret_options import with_secrets, without_secrets
-from streamrl.config.tree import BusConfig, Config, ProducerConfig, RewardConfig, RunConfig
+from streamrl.config.tree import BusConfig, Config, DataConfig, ProducerConfig, RewardConfig, RunConfig
 from streamrl.errors import ConfigError, WeightSyncError
 from streamrl.launch.down import stop_run
 from streamrl.runtime.rundir import RunDir
@@ -90,7 +91,14 @@ def test_every_function_of_the_configuration_is_known() -> None:
 
     user = "file.py:name"
     loss = msgspec.structs.replace(Config().loss, advantage=user, policy=user, slime_loss=user)
-    whole = msgspec.structs.replace(Config(), loss=loss, producer=ProducerConfig(function=user), reward=RewardConfig(kind=user))
+    whole = msgspec.structs.replace(
+        Config(),
+        loss=loss,
+        producer=ProducerConfig(function=user),
+        reward=RewardConfig(kind=user),
+        filters=FiltersConfig(function=user),
+        data=DataConfig(curriculum=user),
+    )
     assert {*loss_code(whole), *rollout_code(whole)} == set(FUNCTIONS)
 
 
