@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.cli import main
+from streamrl.config.load import dump
+from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.errors import ConfigError, DataError
 from streamrl.history.grade_file import read_rows
+from streamrl.runtime.rundir import RunDir
 from tests.support.errors import raises
 
 CODE = """
@@ -159,3 +163,40 @@ def test_what_does_not_go_together_is_refused(
     else:
         text = capsys.readouterr().err
     assert code and said in text
+
+
+@pytest.mark.process
+def test_the_part_that_is_trained_is_what_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`reward.key` is the run's; a reward of --kind has none."""
+    (tmp_path / "code.py").write_text(CODE)
+    text = '[data]\ntrain = "rows.jsonl"\n[reward]\nkind = "code.py:score"\nkey = "bonus"\noptions = { bonus = 0.5 }\n'
+    (tmp_path / "run.toml").write_text(text)
+    rows = write(tmp_path / "rows.jsonl", row("8", expected=0.5))
+    assert main(["reward", str(tmp_path / "run.toml"), "--check", rows]) == 0
+    rows = write(tmp_path / "rows.jsonl", row("7", expected=1.0))
+    assert main(["reward", str(tmp_path / "run.toml"), "--kind", "exact_match", "--check", rows]) == 0
+
+
+@pytest.mark.process
+def test_a_built_in_grader_that_may_hang_has_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from streamrl.history import grade_file
+
+    def refused(*_: object) -> None:
+        raise AssertionError("built in this process")
+
+    monkeypatch.setattr(grade_file, "make_reward", refused)
+    rows = write(tmp_path / "rows.jsonl", row("so \\boxed{7}", expected=1.0))
+    assert main(["reward", "--kind", "math", "--check", rows]) == 0
+
+
+def test_a_reward_of_another_users_run_needs_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "theirs"
+    run.mkdir(parents=True)
+    rows = write(tmp_path / "rows.jsonl", row("7", expected=1.0))
+    config = replace(Config(), data=DataConfig(train=rows), reward=RewardConfig(kind=f"{tmp_path}/evil.py:score"))
+    (run / "config.json").write_text(dump(config))
+    monkeypatch.setattr(RunDir, "foreign", "a run of user 1000")
+    assert main(["reward", "theirs", "--dir", str(tmp_path / "runs"), "--check", rows]) == 1
+    assert "--trust-code" in capsys.readouterr().err
