@@ -19,7 +19,7 @@ from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.problems import Problem, Problems
 from streamrl.errors import EngineError
-from streamrl.producers.episode import Episode
+from streamrl.producers.episode import Episode, reward_of
 from streamrl.producers.evaluation.results import summarize
 from streamrl.producers.evaluation.store import ProblemRecord, SampleRecord, SetStore
 from streamrl.producers.groups import Group, GroupRunner
@@ -181,9 +181,8 @@ def _record(one: ProblemSet, problem: Problem, group: Group) -> ProblemRecord:
 
 
 def _answered(kind: str, problem: Problem, episodes: Sequence[Episode], text_chars: int) -> SampleRecord:
-    """One rollout; its reward is that of its answer, else of its last episode that has one."""
-    given = [episode for episode in episodes if episode.reward is not None]
-    answer = next((episode for episode in given if episode.is_answer), given[-1] if given else episodes[-1])
+    """One rollout; its reward is that which it would have in training (`reward_of`)."""
+    answer = reward_of(episodes) or episodes[-1]
     versions = sorted({span.version for e in episodes for segment in e.segments for span in segment.spans if span.version})
     return SampleRecord(
         reward=answer.reward,
