@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 EVALUATION = "evaluation"
 FINISHED = "finished"
+_POLICY = "policy"
 _BUSY_S = 1.0
 _LOOKS = 5
 
@@ -72,6 +73,9 @@ async def main(worker: Worker) -> None:
     changed = asyncio.Event()
     pool = make_pool(worker, role=EVALUATION_ROLE if config.evaluation.engines else ROLLOUT_ROLE)
     suite = Suite(worker, pool, sets, rows)
+    if config.evaluation.engines:
+        # Names are of one living process each. What one that was killed has pinned would keep the engines there for the rest of its lease.
+        await Pins(worker.bus.kv, _POLICY).release_all(worker.name)
     try:
         async with asyncio.TaskGroup() as group:
             following = await _follow(worker, list(schedules.values()), changed, group)
@@ -296,5 +300,5 @@ async def _pinned(worker: Worker, version: Version) -> AsyncGenerator[None]:
     if not worker.config.evaluation.engines:
         yield
         return
-    async with Pins(worker.bus.kv, "policy").held(version, worker.name, role=EVALUATION_ROLE):
+    async with Pins(worker.bus.kv, _POLICY).held(version, worker.name, role=EVALUATION_ROLE):
         yield

@@ -94,7 +94,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     _only(arguments, "with --check", (), absent=_BY_HAND)
     config, reward = _reward_to_check(arguments)
-    rows = read_rows(Path(arguments.check))
+    rows = read_rows(Path(arguments.check), config.data)
     graded = asyncio.run(grade(rows, reward, config))
     summary = summary_of(graded)
     if arguments.json:

@@ -1,7 +1,8 @@
 """A file of answers graded by a reward, in processes as producers run it: what each grader said, and whether that was expected.
 
 A row of the JSONL file has `completion`, or `turns` of several texts; `prompt`, `label`, `metadata` as the reward is to see them in its
-task; and `expected`, the reward that it should get. Each row is a group of one rollout.
+task; and `expected`, the reward that it should get. Where rows of the run name rewards of their own (`data.reward_key`), these may, too.
+Each row is a group of one rollout.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.tree import Config, RewardConfig
+from streamrl.config.row_rewards import row_reward
+from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.errors import ConfigError, DataError, StreamRLError
 from streamrl.history.trace_text import printable
 from streamrl.producers.children.frames import Hello
@@ -30,7 +32,7 @@ from streamrl.rewards.layers import close
 from streamrl.rewards.protocol import RewardValue
 from streamrl.runtime.kinds import environment
 from streamrl.schemas.samples import VersionSpan
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RewardSpec, RolloutTask
 from streamrl.schemas.versions import Version
 
 _WAITING = 4
@@ -59,6 +61,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, Any]
     expected: float | None
     """The reward that it should get; None: nobody says."""
+    reward: RewardSpec | msgspec.UnsetType = msgspec.UNSET
+    """The one that it names; UNSET: the run's."""
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +104,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return not self.failed and not self.differ
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, data: DataConfig | None = None) -> list[Row]:
     """The rows of a file; empty lines are left out.
+
+    Args:
+        path: of the file.
+        data: says which field names a row's own reward; None: rows may name none.
 
     Raises:
         DataError: it cannot be read, has no row, or rows that are none, the first of which are named by line.
@@ -115,9 +123,11 @@ def read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(_row(number, line))
+                found.append(_row(number, line, data or DataConfig()))
             except (ValueError, RecursionError) as error:  # what msgspec raises is a ValueError
                 broken.append((number, str(error)))
+            except ConfigError as error:
+                broken.append((number, error.message))
     if broken or not found:
         said = "; ".join(f"line {number}: {why}" for number, why in broken[:_NAMED])
         more = f"; {len(broken) - _NAMED} more lines" if len(broken) > _NAMED else ""
@@ -130,14 +140,24 @@ def read_rows(path: Path) -> list[Row]:
     return found
 
 
-def _row(number: int, line: bytes) -> Row:
-    row = msgspec.json.decode(line, type=_Row)
+def _row(number: int, line: bytes, data: DataConfig) -> Row:
+    table = msgspec.json.decode(line, type=dict[str, Any])
+    named = table.pop(data.reward_key, None) if data.reward_key else None
+    row = msgspec.convert(table, _Row)
     if (row.completion is None) == (not row.turns):
         raise ValueError("expected either completion or turns")
     if row.expected is not None and not math.isfinite(row.expected):
         raise ValueError(f"expected must be finite, got {row.expected}")
     turns = row.turns or (row.completion or "",)
-    return Row(line=number, turns=turns, prompt=row.prompt, label=row.label, metadata=row.metadata, expected=row.expected)
+    return Row(
+        line=number,
+        turns=turns,
+        prompt=row.prompt,
+        label=row.label,
+        metadata=row.metadata,
+        expected=row.expected,
+        reward=msgspec.UNSET if named is None else row_reward(named, data.reward_options),
+    )
 
 
 async def grade(rows: Sequence[Row], reward: RewardConfig, config: Config) -> list[Graded]:
@@ -151,7 +171,8 @@ async def grade(rows: Sequence[Row], reward: RewardConfig, config: Config) -> li
     Raises:
         ConfigError: the reward cannot be loaded.
     """
-    if not runs_in_children(reward):
+    by_row = bool(config.data.reward_key)
+    if not runs_in_children(reward, by_row=by_row):
         built_in = make_reward(reward)
         assert built_in is not None  # `late` has been refused
         score = built_in.score
@@ -164,6 +185,7 @@ async def grade(rows: Sequence[Row], reward: RewardConfig, config: Config) -> li
         reward=reward.kind,
         reward_options=reward.options,
         reward_key=reward.key,
+        by_row=config.data.reward_options if by_row else None,
         model_dir="",
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,
@@ -185,7 +207,16 @@ async def grade(rows: Sequence[Row], reward: RewardConfig, config: Config) -> li
 
 
 async def _graded(row: Row, score: Any) -> Graded:
-    task = RolloutTask(run="check", index=row.line, row=row.line, source="main", prompt=row.prompt, label=row.label, metadata=row.metadata)
+    task = RolloutTask(
+        run="check",
+        index=row.line,
+        row=row.line,
+        source="main",
+        prompt=row.prompt,
+        label=row.label,
+        metadata=row.metadata,
+        reward=row.reward,
+    )
     answer = Segment([0], [0.0], (VersionSpan(1, Version(0, 0)),))
     episode = Episode(segments=(Segment([0]), answer), finish_reason="stop", turns=row.turns)
     start_s = time.perf_counter()

@@ -49,6 +49,12 @@ class Pins:
         """Let go; no error if the pin has expired."""
         await self._kv.delete(self._key(version, holder))
 
+    async def release_all(self, holder: str) -> None:
+        """Let go of everything that is held under a name: what a process of this name that died has left."""
+        for key in await self._kv.keys(self._prefix):
+            if key.rpartition("/")[2] == holder:
+                await self._kv.delete(key)
+
     @contextlib.asynccontextmanager
     async def held(self, version: Version, holder: str, *, ttl_s: float = TTL_S, role: str = "") -> AsyncGenerator[None]:
         """Hold the pin until the context is left, and let go. A holder that dies holds it for `ttl_s` seconds more."""

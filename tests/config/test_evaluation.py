@@ -138,3 +138,26 @@ async def test_the_code_of_a_set_is_held_against_its_options(write) -> None:
     await check_code(load(write(SETS)))
     with pytest.raises(ConfigError, match=r"evaluation\.sets\[hard\]\.reward\.kind"):
         await check_code(load(write(SETS.replace("scale = 2", "scales = 2"))))
+
+
+def test_rewards_of_a_set_are_its_own_or_those_of_the_run(write) -> None:
+    text = """
+    [[evaluation.sets]]
+    name = "a"
+    path = "rows.jsonl"
+    [[evaluation.sets]]
+    name = "b"
+    path = "rows.jsonl"
+    reward = { kind = "f1" }
+    [[evaluation.sets]]
+    name = "c"
+    path = "rows.jsonl"
+    reward_key = "kind"
+    reward = { kind = "dapo", key = "acc" }
+    [reward]
+    kind = "math"
+    key = "answer"
+    """
+    config = load(write('reward_key = "grade"\n' + text))
+    found = [(one.config.reward.kind, one.config.reward.key, one.config.data.reward_key) for one in problem_sets(config)]
+    assert found == [("math", "answer", "grade"), ("f1", "", ""), ("dapo", "acc", "kind")]

@@ -99,6 +99,7 @@ def test_toml_is_taken(block: Block, tmp_path: Path) -> None:
     for rows in ("train.parquet", "test.parquet"):
         (tmp_path / rows).symlink_to(ROOT / "examples" / "gsm8k" / rows)
     (tmp_path / "Qwen3-0.6B").mkdir()
+    (tmp_path / "chats.jsonl").touch()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     data = "" if "[data]" in text or "[[data." in text else '[data]\ntrain = "rows.jsonl"\nheldout = "rows.jsonl"\n'
     (tmp_path / "page.toml").write_text(data + text)

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from streamrl.cli import main
+from streamrl.config.tree import DataConfig
 from streamrl.errors import ConfigError, DataError
+from streamrl.history import grade_file
 from streamrl.history.grade_file import read_rows
 from tests.support.errors import raises
 
@@ -60,28 +62,6 @@ def test_every_grader_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert told["summary"] == {"rows": 6, "mean": 1.5, "failed": 3, "timed_out": 1, "differ": 2}
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("kind", ["math", "code.py:score"])
-def test_the_part_that_is_trained_is_what_is_compared_and_what_hangs_is_ended(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "code.py").write_text(CODE)
-    key, label, hangs = ("boxed", "8", "x^{100}(1+x)^{999}") if kind == "math" else ("bonus", "8", "7")
-    (tmp_path / "run.toml").write_text(
-        f'[data]\ntrain = "rows.jsonl"\n[reward]\nkind = "{kind}"\nkey = "{key}"\ntimeout_s = 2.0\nchildren = 1\n'
-    )
-    wrong = row(r"\boxed{7}", label=label, expected=1.0 if kind == "math" else 0.0)
-    hung = row(r"\boxed{3}", label=hangs) if kind == "math" else row("hang", label=hangs)
-    rows = write(tmp_path / "rows.jsonl", wrong, hung)
-    assert main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["rows"][0]["reward"] == wrong["expected"] and set(told["rows"][0]["parts"]) >= {key}
-    assert told["rows"][1]["reward"] is None
-    assert told["summary"]["failed"] == 1 and told["summary"]["differ"] == 0
-    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--kind", "exact_match"])
-    assert "0 failed" in capsys.readouterr().out, "the run's key is of the run's reward"
-
-
 def test_a_file_that_holds_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write(tmp_path / "rows.jsonl", row("7", expected=1), row("8", expected=0), row("\x1b[2J"))
     assert main(["reward", "--check", rows, "--kind", "exact_match"]) == 0
@@ -90,6 +70,54 @@ def test_a_file_that_holds_is_said_in_words(tmp_path: Path, capsys: pytest.Captu
     write(tmp_path / "rows.jsonl", row("8", expected=1))
     assert main(["reward", "--check", rows, "--kind", "exact_match"]) == 1
     assert "differs" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_rows_have_their_own_rewards_and_parts_as_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text(
+        '[data]\ntrain = "rows.jsonl"\nreward_key = "grade"\nreward_options = { gsm8k = { marked_only = true } }\n'
+        '[reward]\nkind = "math"\nkey = "boxed"\n'
+    )
+    rows = write(
+        tmp_path / "rows.jsonl",
+        row("14/2", expected=0),  # right, and the part that is trained is whether it was boxed
+        row("\\boxed{8}", expected=1),
+        row("7.0", expected=0, grade="exact_match"),
+        row("7", expected=0, grade="gsm8k"),
+        row("7", expected=1, grade={"kind": "gsm8k", "options": {"marked_only": False}}),
+    )
+    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"])
+    found = json.loads(capsys.readouterr().out)["rows"]
+    # A row's own reward has to have the part, too.
+    assert [one["reward"] for one in found] == [0.0, 1.0, None, None, None]
+    assert "reward.key = 'boxed'" in found[2]["error"] and found[0]["parts"] == {"answer": 1.0, "boxed": 0.0}
+    (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text().replace('key = "boxed"\n', ""))
+    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"])
+    assert [one["reward"] for one in json.loads(capsys.readouterr().out)["rows"]] == [1.0, 0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.process
+def test_a_built_in_reward_that_may_hang_is_asked_in_a_process_that_can_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def here(*_: Any, **__: Any) -> None:
+        raise AssertionError("built in this process")
+
+    monkeypatch.setattr(grade_file, "make_reward", here)
+    rows = write(tmp_path / "rows.jsonl", row("\\boxed{14/2}", expected=1))
+    assert main(["reward", "--check", rows, "--kind", "boxed_math"]) == 0
+    with pytest.raises(AssertionError, match="built in this process"):
+        main(["reward", "--check", rows, "--kind", "exact_match"])
+
+
+def test_a_wrong_reward_of_a_row_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"completion": "7", "grade": "gsm8k"}\n{"completion": "7", "grade": "gsm8"}\n')
+    with raises(DataError, path=str(path), line=2) as caught:
+        read_rows(path, DataConfig(reward_key="grade"))
+    assert "line 2: " in caught.value.message and "'gsm8'" in caught.value.message
+    with raises(DataError, path=str(path), line=1):  # and a field that no configuration has named is none
+        read_rows(path)
 
 
 @pytest.mark.parametrize(
@@ -159,3 +187,25 @@ def test_what_does_not_go_together_is_refused(
     else:
         text = capsys.readouterr().err
     assert code and said in text
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["math", "code.py:score"])
+def test_the_part_that_is_trained_is_what_is_compared_and_what_hangs_is_ended(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code.py").write_text(CODE)
+    key, label, hangs = ("boxed", "8", "x^{100}(1+x)^{999}") if kind == "math" else ("bonus", "8", "7")
+    (tmp_path / "run.toml").write_text(
+        f'[data]\ntrain = "rows.jsonl"\n[reward]\nkind = "{kind}"\nkey = "{key}"\ntimeout_s = 2.0\nchildren = 1\n'
+    )
+    wrong = row(r"\boxed{7}", label=label, expected=1.0 if kind == "math" else 0.0)
+    hung = row(r"\boxed{3}", label=hangs) if kind == "math" else row("hang", label=hangs)
+    rows = write(tmp_path / "rows.jsonl", wrong, hung)
+    assert main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows"][0]["reward"] == wrong["expected"] and set(told["rows"][0]["parts"]) >= {key}
+    assert told["rows"][1]["reward"] is None
+    assert told["summary"]["failed"] == 1 and told["summary"]["differ"] == 0
+    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--kind", "exact_match"])
+    assert "0 failed" in capsys.readouterr().out, "the run's key is of the run's reward"

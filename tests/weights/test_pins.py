@@ -100,6 +100,13 @@ async def test_a_pin_lasts_as_long_as_its_holder_and_no_longer(nats_bus: Bus):
     # A holder that dies renews nothing.
     await pins.hold(v(4), "evaluator-0", ttl_s=1.0)
     await until(pins, set())
+    # Who takes its name lets go of what it has left, and of nobody else's.
+    await pins.hold(v(5), "evaluator-0", ttl_s=60.0)
+    await pins.hold(v(6), "evaluator-0", ttl_s=60.0)
+    await pins.hold(v(6), "evaluator-01", ttl_s=60.0)
+    await pins.release_all("evaluator-0")
+    await until(pins, {v(6)})
+    assert await nats_bus.kv.keys("pins/") == ["pins/policy/0-6/evaluator-01"]
 
 
 @pytest.mark.nats

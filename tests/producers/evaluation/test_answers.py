@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -32,8 +33,9 @@ def episode(text: str, reward: float | None, agent: str = "") -> Episode:
     ],
 )
 def test_a_rollout_is_judged_by_its_own_reward_as_in_training(given: list[Episode], reward: float | None, answer: str) -> None:
-    found = sample_record(RewardConfig(), given, 100)
-    assert (found.reward, found.answer) == (reward, answer)
+    found = sample_record("exact_match", cast(Any, SimpleNamespace(metadata={})), given, 100)
+    assert (found.reward, found.text) == (reward, answer)
+    assert found.answer == (answer if reward is not None else None)
 
 
 @pytest.mark.parametrize(
