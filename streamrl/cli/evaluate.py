@@ -56,6 +56,9 @@ async def _eval(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if sys.stderr.isatty():
             print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
+    def note(text: str) -> None:
+        print(f"note: {text}", file=sys.stderr)
+
     out: Path | None = arguments.out.absolute() if arguments.out else None
     path = Path(arguments.subject)
     if asked.model_kind(path):
@@ -64,7 +67,7 @@ async def _eval(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         config = asked.config_of_directory(path, arguments.config, arguments.overrides)
         config, sets = await _checked(config, arguments.sets)
         subject = asked.directory_subject(path, out)
-        details = await asked.evaluate_subject(config, sets, subject, said=said)
+        details = await asked.evaluate_subject(config, sets, subject, said=said, note=note)
     else:
         run = _run(arguments.subject, arguments.dir)
         if arguments.config is not None:
@@ -74,7 +77,7 @@ async def _eval(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         check_trust(named, run.foreign, trusted=arguments.trust_code)
         config, sets = await _checked(config, arguments.sets)
         async with asked.run_subject(run, config, arguments.version, out) as subject:
-            details = await asked.evaluate_subject(config, sets, subject, said=said)
+            details = await asked.evaluate_subject(config, sets, subject, said=said, note=note)
     said("")
     if not arguments.json:
         _print(subject.name, details, subject.out)
@@ -110,7 +113,7 @@ def _print(name: str, details: Sequence[dict[str, Any]], out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=name, title_justify="left", box=None, padding=(0, 2))
+    table = Table(title=name, title_justify="left", box=None, padding=(0, 1))
     for column in ("set", "problems", "mean", "95 %", "pass", "majority", "truncated", "failed", "tokens", "time"):
         table.add_column(column, justify="left" if column == "set" else "right", no_wrap=True)
     for one in details:
@@ -125,12 +128,14 @@ def _print(name: str, details: Sequence[dict[str, Any]], out: Path) -> None:
             "-" if not answered else f"{one['truncated'] / answered:.1%}",
             f"{one['failed'] / samples:.1%}",
             f"{one['tokens']['mean']:.1f}",
-            f"{one['took_s']:.1f} s" + (f", {one['resumed']} were there" if one["resumed"] else ""),
+            f"{one['took_s']:.1f} s",
         )
     console = Console()
     console.width = max(console.width, _WIDTH)
     console.print(table)
     for one in details:
+        if one["resumed"]:
+            print(f"{one['set']}: {one['resumed']} of {one['num']} problems had been answered before, in the same folder")
         for reason, count in one["reasons"].items():
             print(f"{one['set']}: {count} failed: {reason}")
     print(f"answers and results: {out}")

@@ -30,7 +30,7 @@ def arrow_files(path: Path) -> list[Path]:
     if not (path / STATE_FILE).is_file():
         raise DataError(
             f"expected a file, or a directory that datasets' save_to_disk has written, got no {STATE_FILE} in {path}",
-            hint="check data.train and data.heldout",
+            hint="check the path; in a TOML file it is relative to its folder",
             path=str(path),
         )
     state = _read(path / STATE_FILE)

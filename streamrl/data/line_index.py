@@ -169,7 +169,9 @@ def open_data(path: Path) -> BinaryIO:
         return open(path, "rb", buffering=0)  # type: ignore[return-value]
     except FileNotFoundError as error:
         raise DataError(
-            f"expected a dataset file, got no such file: {path}", hint="check data.train and data.heldout", path=str(path)
+            f"expected a dataset file, got no such file: {path}",
+            hint="check the path; in a TOML file it is relative to its folder",
+            path=str(path),
         ) from error
     except OSError as error:
         raise DataError(

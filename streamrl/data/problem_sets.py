@@ -21,3 +21,18 @@ def load_set(one: ProblemSet, tokenizer: Tokenizer) -> Problems:
         if one.name == HELDOUT:
             raise
         raise type(error)(f"{one.key}: {error.message}", hint=error.hint, **error.values) from error
+
+
+def left_out(one: ProblemSet, rows: Problems) -> list[str]:
+    """What of a set's rows is not asked, in words: prompts that are too long, rows beyond its `num_problems`; empty: all are."""
+    found: list[str] = []
+    if rows.num_too_long:
+        found.append(
+            f"{one.key}: {rows.num_too_long} of {rows.num_too_long + len(rows)} rows are left out: their prompts are longer than "
+            f"data.max_prompt_tokens = {one.config.data.max_prompt_tokens}"
+        )
+    if len(rows) > one.num_problems:
+        found.append(
+            f"{one.key}: the first {one.num_problems} of {len(rows)} rows are asked: its num_problems, or evaluation's, is the limit"
+        )
+    return found

@@ -47,7 +47,11 @@ def open_rows(text: str) -> Rows:
     dataset = parse_dataset(text)
     path = Path(dataset.path)
     if not path.exists():
-        raise DataError(f"expected a dataset file, got no such file: {path}", hint="check data.train and data.heldout", path=str(path))
+        raise DataError(
+            f"expected a dataset file, got no such file: {path}",
+            hint="check the path; in a TOML file it is relative to its folder",
+            path=str(path),
+        )
     window = slice(dataset.start, dataset.stop)
     if path.is_dir() or path.suffix == ".arrow":
         rows: Rows = _sliced(path, open_arrow(path, arrow_files(path)), window)

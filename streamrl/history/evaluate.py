@@ -20,7 +20,7 @@ from streamrl.config.evaluation_sets import HELDOUT, ProblemSet, problem_sets
 from streamrl.config.load import load, override
 from streamrl.config.tree import Config, DataConfig, TrainerConfig
 from streamrl.data.model import ensure_model
-from streamrl.data.problem_sets import load_set
+from streamrl.data.problem_sets import left_out, load_set
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.engines.factory import make_engine
 from streamrl.engines.protocol import HostedEngine
@@ -153,9 +153,16 @@ async def run_subject(run: RunDir, config: Config, wanted: str | None, out: Path
 
 
 async def evaluate_subject(
-    config: Config, sets: Sequence[ProblemSet], subject: Subject, *, said: Callable[[str], None] = lambda text: None
+    config: Config,
+    sets: Sequence[ProblemSet],
+    subject: Subject,
+    *,
+    said: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Ask all sets, one after another, going on from the answers that are in `subject.out`; their results, which lie there too.
+
+    `said` hears how far it is, and `note` which rows are not asked.
 
     Raises:
         LaunchError: another process evaluates into the same folder.
@@ -166,6 +173,9 @@ async def evaluate_subject(
     os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})
     tokenizer = load_tokenizer(subject.model_dir)
     loaded = [(one, await asyncio.to_thread(load_set, one, tokenizer)) for one in sets]
+    for one, rows in loaded:
+        for text in left_out(one, rows):
+            note(text)
     found: list[dict[str, Any]] = []
     async with contextlib.AsyncExitStack() as stack:
         stores = [

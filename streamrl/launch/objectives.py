@@ -68,17 +68,17 @@ class Objectives:
         # Levels hold before they count; what else is seen of the same trouble may change with every window.
         if levels != self._levels or (causes != self._causes and now_s - self._told_s >= self._config.slo.hold_s):
             self._levels, self._causes, self._told_s = levels, causes, now_s
-            self._tell(found)
+            self._tell(found, over=over)
 
     def close(self) -> None:
         """Let go of the webhook, which may take its time limit."""
         if self._webhook is not None:
             self._webhook.close()
 
-    def _tell(self, found: Sequence[Finding]) -> None:
+    def _tell(self, found: Sequence[Finding], *, over: bool) -> None:
         for one in found:
             self._note(line_of(one))
-        if not found:
+        if not found and not over:  # a run that ends under a breach has not met its objectives
             self._note("ok: all objectives are met")
         detail = detail_of(found)
         self._report(detail)

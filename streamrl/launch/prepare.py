@@ -23,8 +23,8 @@ from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_context, check_experts, check_positions
-from streamrl.data.problem_sets import load_set
-from streamrl.data.problems import Problems, load_problems
+from streamrl.data.problem_sets import left_out, load_set
+from streamrl.data.problems import load_problems
 from streamrl.data.row_sampling import check_rows
 from streamrl.data.streamed import rows_digest, try_rows
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
@@ -73,7 +73,8 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
     for one in problem_sets(config):
         found = await asyncio.to_thread(load_set, one, tokenizer)
         check_rows(found, one.config, one.sampling, size, trained=False)
-        _note_left_out(one.key, found, one.config, note)
+        for text in left_out(one, found):
+            note(text)
     return RunRecord(
         run=run.name,
         config=dump(config),
@@ -141,7 +142,11 @@ def _look_at_rows(config: Config, run: RunDir, tokenizer: Tokenizer, size: int, 
     if config.data.reading == "whole":
         train = load_problems(config.data.train, config.data, tokenizer)
         check_rows(train, config, config.sampling, size, trained=True)
-        _note_left_out("data.train", train, config, note)
+        if train.num_too_long:
+            note(
+                f"data.train: {train.num_too_long} of {train.num_too_long + len(train)} rows are left out: their prompts are longer than "
+                f"data.max_prompt_tokens = {config.data.max_prompt_tokens}"
+            )
         return train.digest, len(train)
     for name, unusable, tried in try_rows(config, tokenizer, run.data, vocab_size=size):
         if unusable:
@@ -150,14 +155,6 @@ def _look_at_rows(config: Config, run: RunDir, tokenizer: Tokenizer, size: int, 
                 f"when their turn comes; the first: {unusable[0].detail}"
             )
     return rows_digest(config), 0
-
-
-def _note_left_out(key: str, found: Problems, config: Config, note: Callable[[str], None]) -> None:
-    if found.num_too_long:
-        note(
-            f"{key}: {found.num_too_long} of {found.num_too_long + len(found)} rows are left out: their prompts are longer than "
-            f"data.max_prompt_tokens = {config.data.max_prompt_tokens}"
-        )
 
 
 async def check_start(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> None:

@@ -349,7 +349,8 @@ class Session:
         raise LaunchError(
             f"{view.failures.num_tasks} tasks ({self._config.supervise.max_failed_batches} batches) have failed and none was trained "
             f"({reasons} rollouts); the newest: {view.failures.newest}",
-            hint="mend the producer or the reward and run `up` again, which resumes; supervise.max_failed_batches is the limit, 0 for none",
+            hint="mend the producer or the reward, or filters.function, and run `up` again, which resumes; "
+            "supervise.max_failed_batches is the limit, 0 for none",
         )
 
     async def _catch_up(self, follower: Follower) -> None:

@@ -59,6 +59,19 @@ def test_a_directory_is_asked_once_and_goes_on_from_what_is_there(asked: Callabl
     assert len(list(store.parent.glob("sums.*.jsonl"))) == 1, "what was asked otherwise is set aside"
 
 
+def test_rows_that_are_not_asked_are_told(asked: Callable[..., Any], tmp_path: Path) -> None:
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write('{"prompt": "10000+1", "label": "10001"}\n')
+    _, [found], error = asked("table", "--set", "sums=rows.jsonl", *SAMPLED, "--with", "evaluation.num_problems=4")
+    assert found["num"] == 4
+    assert "note: evaluation.sets[sums]: the first 4 of 7 rows are asked" in error
+    _, [found], error = asked(
+        "table", "--set", "sums=rows.jsonl", *SAMPLED, "--with", "data.max_prompt_tokens=4", "--with", "data.chat_template=false"
+    )
+    assert found["num"] == 6
+    assert "note: evaluation.sets[sums]: 1 of 7 rows are left out: their prompts are longer than data.max_prompt_tokens = 4" in error
+
+
 def test_a_hugging_face_directory_is_served_by_the_local_engine(asked: Callable[..., Any], tmp_path: Path) -> None:
     write_qwen3(tmp_path / "qwen", ModelConfig(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=16), seed=0)
     code, [one], _ = asked("qwen", "--set", "sums=rows.jsonl", *SAMPLED)
