@@ -21,11 +21,12 @@ from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import read_key
+from streamrl.config.data import data_sets
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.mixed import Drawn, MixedRows, draw
 from streamrl.data.problems import BROKEN, TOO_LONG, Problems, TaskRows, Unusable
-from streamrl.data.streamed import Hope, data_sets, open_task_rows, rows_digest
+from streamrl.data.streamed import Hope, open_task_rows, rows_digest
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import BusError, ConfigError, Conflict, StreamFull
@@ -253,7 +254,7 @@ async def settle_data(bus: Bus, problems: TaskRows | MixedRows, config: Config) 
 def _other_rows(config: Config, expected: str, digest: str, num_rows: int, got: str) -> ConfigError:
     return ConfigError(
         f"expected {expected} that the run {config.run.name} was started with (digest {digest[:16]}), "
-        f"got {num_rows} rows (digest {got[:16]}) in {', '.join(data.train for _, data in data_sets(config))}",
+        f"got {num_rows} rows (digest {got[:16]}) in {', '.join(data.train for _, data in data_sets(config.data))}",
         hint="restore the file, or start a new run under another run.name",
         key="data.sources" if config.data.sources else "data.train",
     )

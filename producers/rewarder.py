@@ -247,12 +247,14 @@ async def _keep_reporting(worker: Worker, publisher: Publisher, report: Callable
 
 
 async def _report(worker: Worker, runner: GroupRunner, claims: Claims, rewarder: Rewarder, publisher: Publisher) -> None:
-    scored, counts, hung_s = rewarder.take(), claims.take_counts(), runner.hung_s()
+    scored, counts, graders = rewarder.take(), claims.take_counts(), runner.take_hung_graders()
     values: dict[str, float] = {
         "rewarder/graded_total": scored.graded,
         "rewarder/failed_total": scored.failed,
         "rewarder/in_flight_groups": claims.num_open,
-        "rewarder/hung_groups": len(hung_s),
+        "reward/hung": graders.calls,
+        "reward/hung_s": graders.longest_s,
+        "reward/ended_early_total": graders.ended_early,
         "bus/redelivered_total": counts.num_redelivered,
         "bus/full_total": publisher.take_counts().num_full,
     }

@@ -291,7 +291,7 @@ class LiveTrainer:
 
     def _finished(self, state: FoldState) -> bool:
         limits = self.config.run
-        if state.warmup_end is None and limits.kind == "rl":
+        if in_own_warmup(self.config, state):
             return False
         steps = trained_steps(self.config, state)
         if limits.max_seconds and steps > 0 and self._deadline == float("inf"):
@@ -338,6 +338,11 @@ class LiveTrainer:
 def trained_steps(config: Config, state: FoldState) -> int:
     """Batches that count for `run.steps`: those of reinforcement learning, or of a run of kind `sft` all."""
     return state.version.number if config.run.kind == "sft" else state.steps
+
+
+def in_own_warmup(config: Config, state: FoldState) -> bool:
+    """Whether what is trained now does not count for `run.steps`; to the fold a run of kind `sft` is a warm-up throughout."""
+    return state.warmup_end is None and config.run.kind == "rl"
 
 
 async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) -> int | None:

@@ -15,11 +15,11 @@ import msgspec
 from streamrl.config.code import code_digests
 from streamrl.config.evaluation_sets import ProblemSet
 from streamrl.config.loss import is_function
-from streamrl.config.tree import Config, RewardConfig
+from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.problems import Problem, Problems
 from streamrl.errors import EngineError
-from streamrl.producers.episode import Episode
+from streamrl.producers.episode import Episode, reward_of
 from streamrl.producers.evaluation.results import summarize
 from streamrl.producers.evaluation.store import ProblemRecord, SampleRecord, SetStore
 from streamrl.producers.groups import Group, GroupRunner
@@ -67,13 +67,16 @@ class Room:
 
 def asked_digest(one: ProblemSet, rows: Problems, weights: str) -> str:
     """SHA-256 (hex) of what decides a set's answers and their rewards; where they lie, and how many problems are asked, does not."""
-    config = one.config
+    config, data = one.config, one.config.data
     named = {"function": config.producer.function, "reward": config.reward.kind}
     code = code_digests({key: reference for key, reference in named.items() if is_function(reference)})
     told: list[Any] = [
-        *(rows.digest, weights, one.n, one.sampling, config.producer.options, config.reward.options),
-        *({key: code.get(key, reference) for key, reference in named.items()}, config.data.chat_template),
-        *(config.data.chat_template_kwargs, config.model.max_len, config.run.seed),
+        *(rows.digest, weights, one.n, one.sampling, config.producer.options, config.reward.options, config.reward.key),
+        *({key: code.get(key, reference) for key, reference in named.items()}, data.chat_template, data.chat_template_kwargs),
+        # What is read of a row; and records are by place among the problems that are not too long.
+        *(data.prompt_key, data.label_key, data.metadata_key, data.tools_key, data.sampling_key, data.chat_template_kwargs_key),
+        *(data.reward_key, data.reward_options if data.reward_key else {}, data.max_prompt_tokens),
+        *(config.model.max_len, config.run.seed),
     ]
     return hashlib.sha256(msgspec.json.encode(msgspec.to_builtins(told, str_keys=True), order="deterministic")).hexdigest()
 
@@ -141,6 +144,7 @@ def _task(one: ProblemSet, problem: Problem, number: int) -> RolloutTask:
         tools=problem.tools,
         metadata=problem.metadata,
         chat_template_kwargs=problem.chat_template_kwargs,
+        reward=problem.reward,
         num_rollouts=one.n,
         sampling=msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
         min_version=number,
@@ -166,9 +170,9 @@ def _record(one: ProblemSet, problem: Problem, group: Group) -> ProblemRecord:
     episodes: dict[int, list[Episode]] = {}
     for episode in group.episodes:
         episodes.setdefault(episode.rollout, []).append(episode)
-    config = one.config
+    kind = one.config.reward.kind if isinstance(problem.reward, msgspec.UnsetType) else problem.reward.kind
     made = (
-        _answered(config.reward, episodes[rollout], config.evaluation.text_chars)
+        sample_record(kind, problem, episodes[rollout], one.config.evaluation.text_chars)
         if rollout in episodes
         else _failed(failures.get(rollout, Failure(rollout)))
         for rollout in range(one.n)
@@ -176,16 +180,22 @@ def _record(one: ProblemSet, problem: Problem, group: Group) -> ProblemRecord:
     return ProblemRecord(row=problem.row, samples=tuple(made))
 
 
-def _answered(reward: RewardConfig, episodes: Sequence[Episode], text_chars: int) -> SampleRecord:
-    """One rollout; its reward is that of its answer, else of its last episode that has one."""
-    given = [episode for episode in episodes if episode.reward is not None]
-    answer = next((episode for episode in given if episode.is_answer), given[-1] if given else episodes[-1])
+def sample_record(kind: str, problem: Problem, episodes: Sequence[Episode], text_chars: int) -> SampleRecord:
+    """One rollout; its reward is that which it would have in training (`reward_of`).
+
+    Args:
+        kind: of the reward that scored it.
+        problem: what was asked.
+        episodes: of the rollout, in their order.
+        text_chars: `evaluation.text_chars`.
+    """
+    answer = reward_of(episodes) or next((episode for episode in reversed(episodes) if not episode.agent), episodes[-1])
     versions = sorted({span.version for e in episodes for segment in e.segments for span in segment.spans if span.version})
     return SampleRecord(
         reward=answer.reward,
         status=str(answer.status) if answer.reward is not None else "failed",
         tokens=sum(sum(episode.num_sampled) for episode in episodes),
-        answer=answer_of(reward, answer),
+        answer=None if answer.reward is None else answer_of(kind, answer, problem.metadata),
         text=shortened(answer.completion, text_chars),
         detail="" if answer.reward is not None else "it was given no reward",
         versions=(str(versions[0]), str(versions[-1])) if versions else (),

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import length_metrics
 from streamrl.algorithms.estimators import token_advantages
-from streamrl.algorithms.groups import rollout_of_sample
+from streamrl.algorithms.groups import rollout_rewards
 from streamrl.algorithms.reductions import token_weights
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
@@ -88,8 +88,8 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
             steps=tuple(steps), weights=weights, advantages=nothing, returns=None, finite=every, scores=scores, metrics=metrics
         )
     if batch.penalties is not None:
-        first = np.unique(rollout_of_sample(batch.tasks, batch.rollouts), return_index=True)[1]
-        metrics["rollout/overlong_penalty"] = float(batch.penalties[first].mean())
+        taken = rollout_rewards(batch.penalties, batch.tasks, batch.rollouts, batch.agents).rewards
+        metrics["rollout/overlong_penalty"] = float(taken.mean())
     found = token_advantages(
         batch,
         loss,

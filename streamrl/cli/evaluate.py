@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from streamrl.config.code import check_trust, rollout_code
+from streamrl.config.code import check_trust, engine_code, reward_addresses, rollout_code
 from streamrl.config.evaluation_sets import ProblemSet
 from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config
@@ -73,7 +73,8 @@ async def _eval(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if arguments.config is not None:
             raise ConfigError("--config is for model directories: a run has its own", hint="change single keys with --with")
         config = override(run.with_secret_options(run.load_config()), arguments.overrides)
-        check_trust(rollout_code(config), run.foreign, trusted=arguments.trust_code)
+        named = {**rollout_code(config), **reward_addresses(config), **engine_code(config)}
+        check_trust(named, run.foreign, trusted=arguments.trust_code)
         config, sets = await _checked(config, arguments.sets)
         async with asked.run_subject(run, config, arguments.version, out) as subject:
             details = await asked.evaluate_subject(config, sets, subject, said=said, note=note)

@@ -156,7 +156,7 @@ async def _score(source: Source, arguments: argparse.Namespace, found: Found, to
     if any(all(span.version is None for span in sample.spans) for sample in samples):
         raise ConfigError("expected episodes, got demonstrations of the warm-up, which no model sampled", hint="choose a later task")
     task, note = await task_of_samples(source, samples, tokenizer)
-    again = await score_again(source, reward, samples, task, tokenizer)
+    again = await score_again(source, reward, samples, task, tokenizer, by_row=not arguments.reward)
     _print({"reward": reward.kind, "task": task.index, "note": note, "samples": again}) if arguments.json else print(
         reward_text(task.index, reward.kind, again, note)
     )

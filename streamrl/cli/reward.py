@@ -50,6 +50,7 @@ def add_verbs(verbs: Any) -> None:
     check.add_argument("--check", metavar="FILE", help="JSONL rows with prompt, label, completion or turns, metadata, expected")
     check.add_argument("--kind", help="the reward, as reward.kind has it, in place of the run's")
     check.add_argument("--options", metavar="JSON", help="its options, a table")
+    check.add_argument("--trust-code", action="store_true", help="run the code that another user's run names")
     reward.add_argument("--json", action="store_true", help="print JSON")
     reward.add_argument("--dir", default="runs", help="directory that holds the runs")
     reward.set_defaults(run_verb=run_reward)
@@ -106,6 +107,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 def _reward_to_check(arguments: argparse.Namespace) -> tuple[Config, RewardConfig]:
     """The configuration that says how graders are run, and the reward."""
+    from streamrl.config.code import check_trust, judging_code, reward_addresses
     from streamrl.config.load import load
     from streamrl.config.tree import Config
     from streamrl.history.inspect_reward import reward_config
@@ -120,7 +122,11 @@ def _reward_to_check(arguments: argparse.Namespace) -> tuple[Config, RewardConfi
     elif arguments.run.endswith(".toml"):
         config = load(arguments.run)
     else:
-        config = RunDir.find(arguments.run, base=arguments.dir).load_config()
+        run = RunDir.find(arguments.run, base=arguments.dir)
+        config = run.with_secret_options(run.load_config())
+        if arguments.kind is None:
+            named = {key: name for key, name in {**judging_code(config), **reward_addresses(config)}.items() if key.startswith("reward.")}
+            check_trust(named, run.foreign, trusted=arguments.trust_code)
     if arguments.kind is None:
         return config, reward_config(config, "")
     try:
@@ -128,7 +134,7 @@ def _reward_to_check(arguments: argparse.Namespace) -> tuple[Config, RewardConfi
     except (msgspec.MsgspecError, UnicodeEncodeError) as error:
         raise ConfigError(f"expected --options as a JSON table, got {arguments.options!r}: {error}") from error
     by_name = not arguments.kind.partition(":")[0].endswith(".py")
-    reward = replace(config.reward, kind=arguments.kind, options={}) if by_name else reward_config(config, arguments.kind)
+    reward = replace(config.reward, kind=arguments.kind, options={}, key="") if by_name else reward_config(config, arguments.kind)
     checked = replace(config, reward=replace(reward, options=options))
     return checked, reward_config(checked, "")
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.config.code import check_trust, rollout_code
+from streamrl.config.code import check_trust, judging_code, reward_addresses
 
 if TYPE_CHECKING:
     from streamrl.runtime.rundir import RunDir
@@ -47,9 +47,7 @@ def run_rewarder(arguments: argparse.Namespace) -> int:
     run: RunDir = attached_run(arguments, role="rewarder")
     config = run.load_config()
     check_wanted(config)
-    check_trust(
-        {key: name for key, name in rollout_code(config).items() if key == "reward.kind"}, run.foreign, trusted=arguments.trust_code
-    )
+    check_trust({**judging_code(config), **reward_addresses(config)}, run.foreign, trusted=arguments.trust_code)
     check_concurrency(arguments)
     if not elsewhere:
         check_up(run)

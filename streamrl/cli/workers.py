@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.config.code import check_trust, engine_code, judging_code, loss_code, reward_addresses
+from streamrl.config.code import check_trust, engine_code, judging_code, loss_code, reward_addresses, rollout_code
 from streamrl.errors import ConfigError
 from streamrl.runtime.kinds import MAINS, USER_CODE
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
@@ -71,8 +71,8 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     run = RunDir.find(arguments.run, base=arguments.dir)
     config = run.load_config()
     named = (
-        {**judging_code(config), **reward_addresses(config), **loss_code(config)}
-        if kind in (*USER_CODE, "trainer")
+        {**rollout_code(config), **reward_addresses(config), **loss_code(config)}
+        if kind in (*USER_CODE, "trainer", "feeder")
         else engine_code(config)
         if kind == "engine"
         else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from streamrl.config.data import data_sets
 from streamrl.config.environments import VERIFIERS
 from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config, refuse
@@ -15,14 +16,15 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 def check_data(config: Config) -> None:
     """Raise ConfigError for sources that are none, variables of a chat template that is not used, conversations that nobody trains on."""
     _check_sources(config)
+    conversations = any(one.messages_key for _, one in data_sets(config.data))
     refuse(
-        bool(config.data.messages_key) and config.run.kind != "sft",
+        conversations and config.run.kind != "sft",
         f"data.messages_key is for run.kind = sft, got it with run.kind = {config.run.kind}",
         hint="name the prompt's field in data.prompt_key, or train on the conversations themselves with run.kind = sft",
         key="data.messages_key",
     )
     refuse(
-        bool(config.data.messages_key) and not config.data.chat_template,
+        conversations and not config.data.chat_template,
         "data.messages_key needs the chat template, got data.chat_template = false",
         hint="leave data.chat_template out",
         key="data.chat_template",

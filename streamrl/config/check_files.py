@@ -50,7 +50,7 @@ def _check_sets(config: Config) -> None:
 
 def _check_there(key: str, text: str, *, directory: bool = False, rows: bool = False) -> None:
     path, kind = Path(text), "a directory" if directory else "a file"
-    if path.is_dir() if directory else path.is_file() or (rows and path.is_dir()):
+    if path.is_dir() if directory else path.is_file() or (rows and (path / "state.json").is_file()):
         return
     there = ("a directory" if path.is_dir() else "something else") if path.exists() else f"no such {kind.split()[1]}"
     raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.config.loss import is_function
-from streamrl.config.reward_kinds import KINDS, LATE, options_of
+from streamrl.config.reward_kinds import BOXED, KINDS, LATE, options_of
 from streamrl.config.tree import Config, refuse
 
 
@@ -17,6 +17,12 @@ def check_reward(config: Config) -> None:
             hint=f"remove {key}, or choose another reward.kind",
             key=key,
         )
+    refuse(
+        reward.kind.removeprefix(BOXED) == "dapo" and reward.key != "acc" and config.loss.advantage in ("maxrl", "pass_at_k"),
+        f"reward.kind = {reward.kind} gives 1 and -1, got it with loss.advantage = {config.loss.advantage}, which takes no rewards below 0",
+        hint='set reward.key = "acc", its part of 1 and 0',
+        key="reward.kind",
+    )
     if reward.kind != LATE and not is_function(reward.kind):
         options_of(reward.kind, reward.options)
     refuse(

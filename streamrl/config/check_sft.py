@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from streamrl.config.check_data import pairs
+from streamrl.config.data import data_sets
+from streamrl.config.filters import FiltersConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, refuse
 
@@ -12,13 +15,25 @@ def check_sft(config: Config) -> None:
         return
     data, loss = config.data, config.loss
     own = LossConfig(reduction=loss.reduction, constant_length=loss.constant_length, experts=loss.experts)
-    refuse(
-        not data.messages_key and not data.label_key,
-        "run.kind = sft needs data.messages_key or data.label_key, got neither: there is nothing to train on",
-        hint="name the field with the conversations in data.messages_key, or that with the answers in data.label_key",
-        key="data.messages_key",
-    )
+    # A recorded configuration may have another min_reward_std: a decision that is off.
+    unfiltered = FiltersConfig(min_reward_std=config.filters.min_reward_std)
+    for name, one in data_sets(data):
+        refuse(
+            not one.messages_key and not one.label_key,
+            f"run.kind = sft needs data.messages_key or data.label_key, got neither{name and f' for {name}'}: there is nothing to train on",
+            hint="name the field with the conversations in data.messages_key, or that with the answers in data.label_key",
+            key="data.messages_key",
+        )
     unused = (
+        ("data.curriculum", bool(data.curriculum), "it weighs sources by their rewards"),
+        (
+            "data.sources",
+            any(len(pairs(one)) > 1 for one in data.sources),
+            "a source has one weight for the whole run: its `weight` is a number",
+        ),
+        ("reward.workers", config.reward.workers > 0, "there is nothing to score"),
+        ("reward.overlong_buffer", config.reward.overlong_buffer > 0, "its batches have no rewards"),
+        ("filters", config.filters != unfiltered, "they are for rollouts, and never refuse demonstrations"),
         ("warmup.max_steps", config.warmup.max_steps > 0, "the whole run is what a warm-up is"),
         ("run.until_reward", bool(config.run.until_reward), "its batches have no rewards"),
         (

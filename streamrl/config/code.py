@@ -43,13 +43,14 @@ def rollout_code(config: Config) -> Mapping[str, str]:
 
 def reward_addresses(config: Config) -> Mapping[str, str]:
     """By key, where producers and evaluators send texts for their rewards, and with which of their keys."""
-    options = {"reward": config.reward.options if config.reward.kind.removeprefix(BOXED) in ASKS else {}}
+    rewards = {"reward": config.reward, **{f"evaluation.sets[{one.name}].reward": one.reward for one in config.evaluation.sets}}
+    options = {f"{key}.options": one.options for key, one in rewards.items() if one.kind.removeprefix(BOXED) in ASKS}
     options |= {f"data.reward_options.{kind}": given for kind, given in config.data.reward_options.items() if kind in ASKS}
     found: dict[str, str] = {}
     for key, given in options.items():
         if url := given.get("url"):
             with_key = f" with the value of {given['token_env']}" if given.get("token_env") else ""
-            found[f"{key}.options.url" if key == "reward" else f"{key}.url"] = f"{url}{with_key}"
+            found[f"{key}.url"] = f"{url}{with_key}"
     return found
 
 

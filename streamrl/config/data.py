@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
 from streamrl.config.bounds import PositiveInt, Section
 from streamrl.config.sources import SourceConfig
 
@@ -57,3 +59,12 @@ class DataConfig(Section, frozen=True, kw_only=True):
     training rows are read at each start, one that is broken refuses it, and those that are too long are left out."""
     shuffle: bool = True
     """Permute the rows by (seed, epoch); otherwise file order."""
+
+
+def data_sets(data: DataConfig) -> list[tuple[str, DataConfig]]:
+    """The sets of training rows by name, each with `[data]` as it is for it; one without a name where there are no `data.sources`."""
+    if not data.sources:
+        return [("", data)]
+    own = [name for name in SourceConfig.__struct_fields__ if name not in ("name", "weight")]
+    given = [{key: getattr(one, key) for key in own if getattr(one, key) is not None} for one in data.sources]
+    return [(one.name, replace(data, sources=(), **keys)) for one, keys in zip(data.sources, given, strict=True)]

@@ -14,9 +14,11 @@ class SetRewardConfig(Section, frozen=True, kw_only=True):
     """How the answers of one set are scored, where that is not as in training."""
 
     kind: str = ""
-    """As `reward.kind`; empty: that of the run, with its options."""
+    """As `reward.kind`; empty: that of the run, with its options and key."""
     options: dict[str, Any] = {}
     """Handed to it as keyword arguments."""
+    key: str = ""
+    """As `reward.key`; empty: that of the run for the run's reward, and for one of its own the part `reward`, or the sum of its parts."""
 
 
 class EvaluationSetConfig(Section, frozen=True, kw_only=True):
@@ -49,6 +51,8 @@ class EvaluationSetConfig(Section, frozen=True, kw_only=True):
     """Field with a table handed to rewards and producers; empty: none."""
     tools_key: str | None = None
     """Field with tool definitions for the chat template; empty: none."""
+    reward_key: str | None = None
+    """Field with the row's own reward, as `data.reward_key`; empty: none. Without it a set with a reward of its own has none either."""
     sampling_key: str | None = None
     """Field with a table of `sampling` fields for the row's own task; empty: none."""
     chat_template_kwargs: dict[str, Any] | None = None

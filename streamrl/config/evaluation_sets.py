@@ -15,7 +15,10 @@ from streamrl.schemas.tasks import Sampling, turn_sampling
 
 HELDOUT = "heldout"
 """Name of the set that `data.heldout` is."""
-_DATA_KEYS = ("prompt_key", "label_key", "metadata_key", "tools_key", "sampling_key", "chat_template_kwargs", "max_prompt_tokens")
+_DATA_KEYS = (
+    *("prompt_key", "label_key", "metadata_key", "tools_key", "reward_key", "sampling_key"),
+    *("chat_template_kwargs", "max_prompt_tokens"),
+)
 
 
 class ProblemSet(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +90,13 @@ def _of_table(config: Config, one: EvaluationSetConfig, place: str) -> ProblemSe
         key="evaluation.sets",
     )
     own: dict[str, Any] = {key: value for key in _DATA_KEYS if (value := getattr(one, key)) is not None}
-    reward = replace(config.reward, kind=one.reward.kind, options=one.reward.options) if one.reward.kind else config.reward
+    reward = config.reward
+    if one.reward.kind:
+        # A reward of its own is that of all its rows, unless it says which field of them has theirs.
+        own = {"reward_key": ""} | own
+        reward = replace(reward, kind=one.reward.kind, options=one.reward.options, key="")
+    if one.reward.key:
+        reward = replace(reward, key=one.reward.key)
     producer = replace(
         config.producer, function=one.function or config.producer.function, options={**config.producer.options, **one.options}
     )

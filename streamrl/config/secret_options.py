@@ -57,6 +57,7 @@ def _replaced(config: Config, options: dict[str, dict[str, Any]]) -> Config:
         config,
         producer=replace(config.producer, options=options["producer"]),
         reward=replace(config.reward, options=options["reward"]),
+        filters=replace(config.filters, options=options["filters"]),
         evaluation=replace(config.evaluation, sets=sets),
     )
 

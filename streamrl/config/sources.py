@@ -18,6 +18,8 @@ class SourceConfig(Section, frozen=True, kw_only=True):
     """`data.prompt_key` of this set, where it has another."""
     label_key: str | None = None
     """`data.label_key` of this set, where it has another."""
+    messages_key: str | None = None
+    """`data.messages_key` of this set, where it has another; empty: its rows have a prompt and a label."""
     metadata_key: str | None = None
     """`data.metadata_key` of this set, where it has another."""
     tools_key: str | None = None

@@ -131,7 +131,7 @@ def assemble(
         lengths, longest = samplewise(sampled_tokens), ints("max_new_tokens").astype(np.int64)
         limit = np.full_like(longest, config.overlong_length) if config.overlong_length else longest
         found = overlong_penalty(lengths, limit, buffer=config.overlong_buffer, penalty=config.overlong_penalty)
-        penalties = of_rollouts(found, tasks, rollouts)
+        penalties = of_rollouts(found, tasks, rollouts, packed.agents)
     # A sampler that reports log-probs from before top-k, top-p and min-p is compared with the policy's from before them too.
     modes = samplewise(lambda message: np.array(message.texts("logprob_mode")))
     truncated = np.repeat(modes == LogprobMode.SAMPLED, np.diff(offsets))

@@ -81,7 +81,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     status: npt.NDArray[np.int8]
     """[N]; how the sample ended, as `STATUS_CODES` has it."""
     penalties: npt.NDArray[np.float64] | None = None
-    """[N]; what `rewards` have of the penalty on long answers, at most 0 and equal within a rollout; None: there is none."""
+    """[N]; what `rewards` have of the penalty on long answers, at most 0 and equal where rewards are; None: there is none."""
     min_p: npt.NDArray[np.float32] | None = None
     """[T]; 0.0 = off; None: off everywhere."""
     logit_biases: LogitBiases | None = None

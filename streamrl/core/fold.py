@@ -254,7 +254,7 @@ def _take_end(state: FoldState, record: Ended, config: FoldConfig, *, lengths: S
         return _retire(state.with_drop(drop, lengths), record.task)
     task = known or PendingTask(record.task, record.source, record.group_size, {})
     came = task.rollouts.get(record.rollout)
-    if came is not None and record.grading and not (is_for(record, came) and came.reward is None):
+    if came is not None and record.grading and (came.rewarded or not is_for(record, came)):
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
     if record.rollout in task.ended or (came is not None and record.reason != BLOB_MISSING and not record.grading):
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "duplicate"))

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from streamrl.core.records import Ended, Rewarded, RolloutView
 from streamrl.core.state import PendingRollout
 
-MOST_EARLY = 64
-"""Answers that are kept of one rollout before its samples come. Nobody makes as many attempts, or has as many agents; a broken sender
-fills no memory."""
+MOST_EARLY = 1024
+"""Answers that are kept of one rollout before its samples come: far more than one has agents, or attempts, for what is left out here is
+waited for. A broken sender fills no memory."""
 
 
 def key(task: int, rollout: int, grading: int = 0, agent: str = "") -> str:
@@ -31,13 +31,17 @@ def is_for(record: Rewarded | Ended, rollout: PendingRollout) -> bool:
 def first_reward(
     early: Mapping[str, tuple[int, float]], task: int, view: RolloutView, own: float | None, agent: str = ""
 ) -> tuple[int, float | None]:
-    """(revision, reward) of samples that come, or of those of an agent: the highest revision among the early ones and `own`, revision 0."""
+    """(revision, reward) of samples that come, or of those of an agent: the highest revision among the early ones and `own`, revision 0.
+
+    Of equal revisions the one that came first counts, as it does among rewards that come later.
+    """
     names = {key(task, view.rollout, agent=agent), key(task, view.rollout, view.grading, agent)}
-    return max((early[name] for name in names if name in early), key=lambda one: one[0], default=(0, own))
+    found = [one for name, one in early.items() if name in names]
+    return max(found, key=lambda one: one[0], default=(0, own))
 
 
 def with_early(early: Mapping[str, tuple[int, float]], record: Rewarded) -> dict[str, tuple[int, float]] | None:
-    """The early rewards with one more; None: it is superseded by one that is there, or there are too many of its rollout."""
+    """The early rewards with one more at the end; None: it is superseded by one that is there, or there are too many of its rollout."""
     name = key(record.task, record.rollout, record.grading, record.agent)
     known = early.get(name)
     if known is not None and known[0] >= record.revision:
@@ -46,7 +50,7 @@ def with_early(early: Mapping[str, tuple[int, float]], record: Rewarded) -> dict
         of_rollout = key(record.task, record.rollout) + "/"
         if sum(other.startswith(of_rollout) for other in early) >= MOST_EARLY:
             return None
-    return {**early, name: (record.revision, record.reward)}
+    return {**{other: value for other, value in early.items() if other != name}, name: (record.revision, record.reward)}
 
 
 def without_early(early: Mapping[str, tuple[int, float]], task: int, rollout: int) -> dict[str, tuple[int, float]]:

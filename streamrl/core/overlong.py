@@ -6,6 +6,8 @@ are without it. So DAPO filters too: by accuracy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -40,14 +42,17 @@ def sampled_tokens(message: SampleBatch) -> Ints:
     return np.add.reduceat(drawn, message.span_offsets[:-1], dtype=np.int64)
 
 
-def of_rollouts(penalties: npt.NDArray[np.float64], tasks: Ints, rollouts: Ints) -> npt.NDArray[np.float64]:
-    """[N] for each sample the greatest penalty among those of its rollout, which share one reward.
+def of_rollouts(penalties: npt.NDArray[np.float64], tasks: Ints, rollouts: Ints, agents: Sequence[str] = ()) -> npt.NDArray[np.float64]:
+    """[N] for each sample the greatest penalty among those that share its reward: of its rollout, or of its agent in the rollout.
 
     Args:
         penalties: [N], at most 0.
-        tasks: [N], samples of one rollout are neighbours.
+        tasks: [N]
         rollouts: [N]
+        agents: [N], whose own reward a sample has, empty where it is the rollout's; none at all where no sample has an agent.
     """
-    begins = np.flatnonzero((np.diff(tasks, prepend=-1) != 0) | (np.diff(rollouts, prepend=-1) != 0))
-    counts = np.diff(np.append(begins, len(penalties)))
-    return np.repeat(np.minimum.reduceat(penalties, begins), counts)
+    names = np.unique(np.array(agents), return_inverse=True)[1].reshape(-1) if agents else np.zeros_like(tasks)
+    _, owner = np.unique(np.stack([tasks, rollouts, names], axis=1), axis=0, return_inverse=True)
+    greatest = np.zeros(len(penalties))
+    np.minimum.at(greatest, owner.reshape(-1), penalties)
+    return greatest[owner.reshape(-1)]

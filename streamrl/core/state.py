@@ -213,7 +213,7 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     lost: int = 0
     """Highest version number that was made and then lost (`streamrl.schemas.ledger.Gap`); 0: none was."""
     early_rewards: dict[str, tuple[int, float]] = {}
-    """(revision, reward) of rewards that came before their samples, by `streamrl.core.gradings.key`."""
+    """(revision, reward) of rewards that came before their samples, by `streamrl.core.gradings.key`, in the order in which they came."""
     reward_sum: float = 0.0
     """Sum of the rewards of all rollouts whose group was complete since the last batch, dropped ones too."""
     reward_count: int = 0

@@ -11,9 +11,8 @@ import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 import tokenizers.trainers
-from msgspec.structs import replace
 
-from streamrl.config.tree import DataConfig
+from streamrl.config.data import DataConfig, data_sets
 from streamrl.data.characters import SPECIALS, save_tokenizer
 from streamrl.data.rows import open_rows
 
@@ -50,13 +49,15 @@ def write_byte_pairs(directory: Path, texts: Iterable[str], *, vocab_size: int) 
 
 
 def training_texts(config: DataConfig) -> Iterator[str]:
-    """Prompts and labels of the training rows, in file order; of chat messages the contents. Raises DataError as `open_rows` does."""
-    if config.sources:
-        for one in config.sources:
-            own = {key: value for key in ("prompt_key", "label_key") if (value := getattr(one, key)) is not None}
-            yield from training_texts(replace(config, sources=(), train=one.train, **own))
-        return
-    for row in open_rows(config.train):
-        prompt = row.get(config.prompt_key)
-        parts: list[Any] = [message.get("content") for message in prompt] if isinstance(prompt, list) else [prompt]
-        yield from (part for part in [*parts, row.get(config.label_key)] if isinstance(part, str) and part)
+    """Prompts and labels of the training rows, or their conversations, in file order; of chat messages the contents.
+
+    Raises DataError as `open_rows` does.
+    """
+    for _, one in data_sets(config):
+        for row in open_rows(one.train):
+            said = row.get(one.messages_key or one.prompt_key)
+            parts: list[Any] = (
+                [message.get("content") for message in said if isinstance(message, dict)] if isinstance(said, list) else [said]
+            )
+            label = None if one.messages_key else row.get(one.label_key)
+            yield from (part for part in [*parts, label] if isinstance(part, str) and part)

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.config.sources import SourceConfig
+from streamrl.config.data import data_sets
 from streamrl.config.tree import Config, DataConfig
 from streamrl.data.mapped_rows import MappedRows, blocks_digest, open_first, open_mapped
 from streamrl.data.mixed import MixedRows
@@ -135,20 +135,10 @@ def open_task_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_si
     """
     if config.data.reading == "whole":
         return load_problems(config.data.train, config.data, tokenizer)
-    sets = [_streamed(open_mapped(one.train, kept), one, config, tokenizer, vocab_size) for _, one in data_sets(config)]
+    sets = [_streamed(open_mapped(one.train, kept), one, config, tokenizer, vocab_size) for _, one in data_sets(config.data)]
     if not config.data.sources:
         return sets[0]
     return MixedRows(tuple(one.name for one in config.data.sources), tuple(sets))
-
-
-def data_sets(config: Config) -> list[tuple[str, DataConfig]]:
-    """The sets of training rows by name, each with `[data]` as it is for it; one without a name where there are no `data.sources`."""
-    data = config.data
-    if not data.sources:
-        return [("", data)]
-    own = [name for name in SourceConfig.__struct_fields__ if name not in ("name", "weight")]
-    given = [{key: getattr(one, key) for key in own if getattr(one, key) is not None} for one in data.sources]
-    return [(one.name, replace(data, sources=(), **keys)) for one, keys in zip(data.sources, given, strict=True)]
 
 
 def _streamed(rows: MappedRows, data: DataConfig, config: Config, tokenizer: Tokenizer, vocab_size: int | None) -> StreamedProblems:
@@ -163,7 +153,7 @@ def try_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_size: in
     Args and raises as `open_task_rows`; DataError also when all first rows of a set are so.
     """
     found: list[tuple[str, list[Unusable], int]] = []
-    for name, data in data_sets(config):
+    for name, data in data_sets(config.data):
         rows = open_first(data.train, kept, _TRIED)
         tried = _streamed(rows, data, config, tokenizer, vocab_size).take(range(min(_TRIED, len(rows))))
         unusable = [one for one in tried if isinstance(one, Unusable)]

@@ -19,12 +19,14 @@ _ANSWER_S = 5.0
 
 
 def check_rewards(config: Config) -> list[Check]:
-    """Of the run's reward, and of those whose options rows share; most need nothing, which is not said.
+    """Of the run's reward, of those whose options rows share, and of those of sets of problems; most need nothing, which is not said.
 
     A connection is opened to a server, and nothing is sent to it.
     """
-    kinds = {config.reward.kind: config.reward.options, **config.data.reward_options}
-    return [check for kind, options in kinds.items() if (check := _check(kind, options)) is not None]
+    kinds = [(config.reward.kind, config.reward.options), *config.data.reward_options.items()]
+    kinds += [(one.reward.kind, one.reward.options) for one in config.evaluation.sets if one.reward.kind]
+    found = [check for kind, options in kinds if (check := _check(kind, options)) is not None]
+    return list(dict.fromkeys(found))
 
 
 def _check(kind: str, options: Mapping[str, Any]) -> Check | None:

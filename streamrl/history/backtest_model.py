@@ -15,6 +15,7 @@ from streamrl.bus.protocol import Log
 from streamrl.bus.reading import stretch
 from streamrl.consumers.training.reader import Incoming, open_message
 from streamrl.core.fold import close, fold, trained
+from streamrl.core.fold_config import NEVER
 from streamrl.core.records import Poison, Record, Rollouts
 from streamrl.core.state import FoldConfig, initial_state
 from streamrl.errors import TrainingError
@@ -102,7 +103,8 @@ async def read_history(log: Log, past: PastLedger, config: FoldConfig) -> Histor
             state = replace(after, version=entry.version)
             if state.granted > grants[-1][0]:
                 grants.append((state.granted, entry.time_s))
-    warmup = next((n for n, entry in enumerate(entries, start=1) if entry.warm), len(entries)) if config.warmup_steps else 0
+    # One that had not ended by the last entry does not end: that of a run of kind `sft` never does, however its batches are cut.
+    warmup = next((n for n, entry in enumerate(entries, start=1) if entry.warm), NEVER) if config.warmup_steps else 0
     return History(
         arrivals=tuple(arrivals),
         began_s=arrivals[0].time_s if arrivals else 0.0,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from streamrl.core.fold import LOST_VERSION, Batch, close, fold, trained
 from streamrl.core.gaps import bridged
-from streamrl.core.records import Ended, Poison, Record, Rollouts, RolloutView
+from streamrl.core.records import Ended, Poison, Record, Rewarded, Rollouts, RolloutView
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.schemas.ledger import LedgerEntry, decided_by
@@ -114,7 +114,8 @@ def take(state: BranchState, record: Record, config: FoldConfig, parent_config: 
     reason = next((letter.reason for letter in effects.dead if letter.sequence == record.sequence), None)
     mine: Record = record
     if reason is not None and not isinstance(record, Poison):
-        mine = Poison(record.sequence, getattr(record, "task", None), reason)
+        # A reward that cannot be ends no task, in the parent neither.
+        mine = Poison(record.sequence, None if isinstance(record, Rewarded) else getattr(record, "task", None), reason)
     elif isinstance(record, Rollouts) and max(view.highest for view in record.rollouts) > state.parent.version.number:
         # Of a version that was lost, see `streamrl.core.gaps`: no number of the branch's stands for it.
         mine = Ended(record.sequence, record.source, record.task, None, record.group_size, LOST_VERSION)

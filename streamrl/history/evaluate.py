@@ -105,7 +105,7 @@ def config_of_directory(model_dir: Path, file: Path | None, overrides: Sequence[
     if file is None:
         # Nobody reads training rows here.
         return override(Config(data=DataConfig(train=str(model_dir / "config.json"))), given)
-    return load(file, [f"data.train={file.absolute()}", *given])
+    return load(file, [f"data.train={file.absolute()}", "data.sources=[]", "data.curriculum=", *given])
 
 
 def model_kind(path: Path) -> bool:

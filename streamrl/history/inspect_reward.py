@@ -173,17 +173,25 @@ def _prompt_length(sample: Sample) -> int:
 
 
 async def score_again(
-    source: Source, reward: RewardConfig, samples: Sequence[Sample], task: RolloutTask, tokenizer: Tokenizer
+    source: Source, reward: RewardConfig, samples: Sequence[Sample], task: RolloutTask, tokenizer: Tokenizer, *, by_row: bool
 ) -> list[Again]:
     """The rewards of a task's samples, computed once more; user code runs in a process of its own, under the limits of a producer's.
+
+    Args:
+        source: of the samples.
+        reward: what is asked.
+        samples: of the task.
+        task: theirs.
+        tokenizer: of the policy.
+        by_row: `reward` is the run's, in whose place a row may name its own (`data.reward_key`).
 
     Raises:
         ConfigError: the reward cannot be loaded.
     """
     episodes = [episode_of(sample, task, tokenizer) for sample in samples]
-    by_row = bool(source.config.data.reward_key)
-    if runs_in_children(reward, by_row=by_row):
-        values = await _in_child(source, reward, task, episodes)
+    rows = source.config.data.reward_options if by_row and source.config.data.reward_key else None
+    if runs_in_children(reward, by_row=rows is not None):
+        values = await _in_child(source, reward, rows, task, episodes)
     else:
         made = make_reward(reward)
         try:
@@ -196,7 +204,7 @@ async def score_again(
 
 
 async def _in_child(
-    source: Source, reward: RewardConfig, task: RolloutTask, episodes: Sequence[Episode]
+    source: Source, reward: RewardConfig, rows: dict[str, dict[str, Any]] | None, task: RolloutTask, episodes: Sequence[Episode]
 ) -> Sequence[RewardValue | Exception] | Failure:
     config = source.config
     os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})
@@ -204,7 +212,7 @@ async def _in_child(
         reward=reward.kind,
         reward_options=reward.options,
         reward_key=reward.key,
-        by_row=config.data.reward_options if config.data.reward_key else None,
+        by_row=rows,
         model_dir=str(source.model_dir),
         max_len=config.model.max_len,
         chat_template=config.data.chat_template,

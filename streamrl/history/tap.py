@@ -22,6 +22,7 @@ from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
 from streamrl.consumers.training.ledger import open_ledger, take_fence
+from streamrl.consumers.training.loop import in_own_warmup, trained_steps
 from streamrl.consumers.training.reader import RecordReader
 from streamrl.consumers.training.sample_blobs import replayed_routing, sample_blobs
 from streamrl.consumers.training.steps import log_notice, train_version
@@ -233,7 +234,12 @@ class Tap:
 
     def _stops(self, state: BranchState, stop: Callable[[], bool]) -> bool:
         parent = state.parent
-        return stop() or (parent.warmup_end is not None and parent.steps >= self.config.run.steps)
+        return stop() or is_over(self.config, parent)
+
+
+def is_over(config: Config, parent: FoldState) -> bool:
+    """Whether the run has trained its last version, by `run.steps`."""
+    return not in_own_warmup(config, parent) and trained_steps(config, parent) >= config.run.steps
 
 
 AHEAD = 512

@@ -114,7 +114,7 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
         options[f"{key}{REWARD.key}"], producers[f"{key}function"] = tuple(one.reward.options), one.producer
     if config.ray.address:
         return
-    not_here = config.producer.workers == 0 and not config.data.heldout
+    not_here = config.producer.workers == 0 and not problem_sets(config)
     elsewhere = ("producer.function",) if not_here or await asyncio.to_thread(rows_are_due, config) else ()
     rollouts = {key: name for key, name in rollout_code(config).items() if key not in elsewhere}
     for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):

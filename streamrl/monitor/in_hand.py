@@ -1,4 +1,4 @@
-"""What producers have in hand, by their newest reports."""
+"""What producers have in hand, and what hangs in the processes that score, by their newest reports."""
 
 from __future__ import annotations
 
@@ -20,42 +20,45 @@ class _Held(msgspec.Struct, frozen=True):
     hung_s: float
     rollouts: float
     """Published since the report before."""
-    graders: float
-    graders_s: float
 
 
 class InHand:
     """Tasks by producer.
 
     Args:
-        most: producers of which something is remembered, beside those that are there.
+        most: workers of which something is remembered, beside those that are there.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._held: dict[str, _Held] = {}
+        self._graders: dict[str, tuple[float, float]] = {}
+        """Calls of rewards that hang, and for how long, by producer or rewarder."""
         self.graders_ended = 0
         """Graders that were ended early, as too many hung."""
 
     def report(self, one: MetricReport, *, there: Collection[str]) -> None:
         """A worker's report; `there` are the workers that are."""
+        if _GRADERS in one.mean:
+            if len(self._graders) > self._most:
+                self._graders = {name: hung for name, hung in self._graders.items() if name in there}
+            self.graders_ended += round(one.sum.get(_ENDED_EARLY, 0.0))
+            self._graders[one.worker] = one.mean[_GRADERS], one.max.get(_GRADERS_S, 0.0)
         if _IN_FLIGHT not in one.mean:
             return
         if len(self._held) > self._most:
             self._held = {name: held for name, held in self._held.items() if name in there}
-        self.graders_ended += round(one.sum.get(_ENDED_EARLY, 0.0))
         self._held[one.worker] = _Held(
             one.mean[_IN_FLIGHT],
             one.mean.get(_HUNG, 0.0),
             one.max.get(_HUNG_S, 0.0),
             one.sum.get(_ROLLOUTS, 0.0),
-            one.mean.get(_GRADERS, 0.0),
-            one.max.get(_GRADERS_S, 0.0),
         )
 
     def forget(self, worker: str) -> None:
         """It has left."""
         self._held.pop(worker, None)
+        self._graders.pop(worker, None)
 
     @property
     def tasks(self) -> dict[str, float]:
@@ -75,12 +78,12 @@ class InHand:
     @property
     def hung_graders(self) -> int:
         """Calls of rewards that hang."""
-        return round(sum(held.graders for held in self._held.values()))
+        return round(sum(calls for calls, _ in self._graders.values()))
 
     @property
     def hung_graders_s(self) -> float:
         """For how long, the longest."""
-        return max((held.graders_s for held in self._held.values()), default=0.0)
+        return max((seconds for _, seconds in self._graders.values()), default=0.0)
 
     def is_idle(self, producer: str) -> bool:
         """Whether it is known to hold nothing and to have published nothing."""

@@ -34,8 +34,8 @@ class Dapo:
         if self._strict:
             right = last_box(episode.completion[-_STRICT_TAIL:]) in wanted
         else:
-            found = _ANSWER.findall(episode.completion[-_TAIL:])
-            right = bool(found) and any(minerva.same(label, found[-1]) for label in wanted)
+            found = behind_marker(episode.completion)
+            right = found is not None and any(minerva.same(label, found) for label in wanted)
         return _value(right)
 
 
@@ -51,6 +51,12 @@ class BoxedDapo:
         """1.0 or -1.0."""
         answer, wanted = episode.completion, labels(task)
         return _value(answer in wanted if self._strict else any(minerva.same(label, answer) for label in wanted))
+
+
+def behind_marker(completion: str) -> str | None:
+    """What stands behind the last `Answer:` of the last 300 characters; None where there is none."""
+    found = _ANSWER.findall(completion[-_TAIL:])
+    return found[-1] if found else None
 
 
 def _value(right: bool) -> RewardValue:

@@ -72,7 +72,7 @@ def make_reward(
     made = _of_code(config, base, in_thread) if is_function(config.kind) else built_in(config.kind, config.options, in_thread=in_thread)
     if by_row is not None:
         build = partial(built_in, in_thread=in_thread)
-        made = ByRow(made, build, by_row, alone=not is_function(config.kind))
+        made = ByRow(made, build, by_row, alone=not is_function(config.kind), in_thread=in_thread)
     return Keyed(made, config.key) if config.key else made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from streamrl.errors import SchemaError
@@ -34,6 +34,13 @@ class Gpqa:
         text = without_reasoning(episode.completion)
         found = None if text is None else chosen(text, letters, choices)
         return RewardValue(float(found == wanted), {"answer": float(found == wanted), "answered": float(found is not None)})
+
+
+def letter_of(completion: str, metadata: Mapping[str, Any]) -> str | None:
+    """The letter that a completion chooses of those of its row, which the reward could use; None where it chooses none."""
+    choices = [str(choice) for choice in metadata.get("choices") or ()]
+    text = without_reasoning(completion)
+    return None if text is None else chosen(text, _said(metadata, choices), choices)
 
 
 def chosen(text: str, letters: str, choices: Sequence[str] = ()) -> str | None:
@@ -67,9 +74,13 @@ def _at_once(place: str, letters: str, choices: Sequence[str], words: str = "") 
     return next((letter for letter, choice in zip(letters, choices, strict=False) if plain and _plain(choice) == plain), None)
 
 
+def _said(metadata: Mapping[str, Any], choices: Sequence[str]) -> str:
+    given = metadata.get("valid_letters")
+    return "".join(str(letter) for letter in given).upper() if given else _DEFAULT[: len(choices)] if choices else _DEFAULT
+
+
 def _letters(task: RolloutTask, choices: Sequence[str]) -> str:
-    given = task.metadata.get("valid_letters")
-    letters = "".join(str(letter) for letter in given).upper() if given else _DEFAULT[: len(choices)] if choices else _DEFAULT
+    given, letters = task.metadata.get("valid_letters"), _said(task.metadata, choices)
     if not letters or set(letters) - set(string.ascii_uppercase) or len(set(letters)) < len(letters):
         raise _wrong(task, "different letters from A to Z as metadata.valid_letters (at most 10 choices without)", given or len(choices))
     if len(choices) > len(letters):

@@ -11,7 +11,7 @@ import msgspec
 from streamrl.config.row_rewards import row_reward, whole
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.rewards.answers import BoxedEpisode
-from streamrl.rewards.functions import TOTAL, as_value
+from streamrl.rewards.functions import TOTAL, InThread, as_value
 from streamrl.rewards.protocol import Reward, RewardValue, ScoredEpisode
 from streamrl.schemas.tasks import RewardSpec, RolloutTask
 
@@ -102,6 +102,7 @@ class ByRow:
         build: makes one of a kind and its options.
         shared: `data.reward_options`.
         alone: the run's looks at each episode alone, as those that rows may name do.
+        in_thread: runs plain functions of the run's, where it has some; a call's time counts from its first one on.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class ByRow:
         shared: Mapping[str, Mapping[str, Any]],
         *,
         alone: bool,
+        in_thread: InThread | None = None,
     ) -> None:
         self.plain = bool(getattr(run, "plain", False))
         """Whether the run's runs in a thread."""
@@ -119,11 +121,15 @@ class ByRow:
         self._run = run
         self._build = build
         self._shared = shared
+        self._in_thread = in_thread
         self._made: dict[bytes, asyncio.Task[Reward]] = {}
 
     async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue | Exception]:
         """As that one; raises ConfigError for a kind, or options, that no row may have."""
-        return await (await self._of(task)).score(task, episodes)
+        reward = await self._of(task)
+        if self._in_thread is not None and self.plain and not getattr(reward, "plain", False):
+            await self._in_thread(lambda: None)  # one that asks a server would else have all the time there is
+        return await reward.score(task, episodes)
 
     async def close(self) -> None:
         """End what they have open."""

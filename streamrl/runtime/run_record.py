@@ -14,6 +14,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.former import LATER_DECISIONS
 from streamrl.config.load import dump, from_json, override
 from streamrl.config.paths import DIRECTORIES, without_folder
+from streamrl.config.reward_kinds import ASKS
 from streamrl.config.tree import Config, schedule_steps
 from streamrl.errors import ConfigError, Conflict
 from streamrl.runtime.rundir import RunDir
@@ -36,6 +37,7 @@ FREE_KEYS = (
     "reward.timeout_s",
     "reward.options.url",
     "reward.options.token_env",
+    *(f"data.reward_options.{kind}.{name}" for kind in sorted(ASKS) for name in ("url", "token_env")),
     "reward.children",
     "reward.concurrency",
     "reward.max_hung",

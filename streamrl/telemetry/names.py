@@ -327,7 +327,6 @@ _DECLARED = (
     Metric("rewarder/group_s", _MEAN, "s", "from the claim of a group to its rewards, without the time to store them", when=REWARDERS),
     Metric("rewarder/in_flight_groups", _MEAN, "groups", "that a rewarder scores", when=REWARDERS),
     Metric("rewarder/waiting_groups", _LAST, "groups", "requests for rewards in the queue, those in flight included", when=REWARDERS),
-    Metric("rewarder/hung_groups", _MEAN, "groups", "whose grader has had a third of its time limit without progress", when=REWARDERS),
     Metric("producer/hung_tasks", _MEAN, "tasks", "tasks whose code has had a third of its time limit without asking an engine"),
     Metric("producer/hung_s", _MAX, "s", "the longest of these times"),
     Metric("reward/hung", _MEAN, "calls", "calls of a custom reward that take far longer than others"),

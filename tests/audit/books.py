@@ -10,6 +10,8 @@ from tests.audit.stream import Message, Rollout
 
 _VAIN = ("dropped as duplicate ", "dropped as superseded_reward ", "dropped as late ")
 """Fates of a tombstone that has ended nothing."""
+_REFUSED = {"inexact", "truncated", "too_short", "too_long", "repetitive"}
+"""Reasons by which a rollout that came is left out of its group, which goes on without it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Books:
     """Task -> version number that trained it."""
     ended: dict[int, str] = field(default_factory=dict)
     """Task -> how it ended, by the ledger."""
+    refused: dict[int, list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Task -> (version whose entry says so, rollout) of what came and was left out by itself."""
 
     @property
     def cursor(self) -> int:
@@ -68,6 +72,10 @@ class Books:
 
     def check(self) -> None:
         """Everything that the ledger and the stream alone can show."""
+        for entry in self.chain:
+            for drop in entry["drops"]:
+                if drop["reason"] in _REFUSED:
+                    self.refused[drop["task"]] += [(entry["version"]["number"], rollout) for rollout in drop["rollouts"]]
         for entry in self.chain:
             self._entry(entry)
         self._ends()
@@ -125,6 +133,7 @@ class Books:
             found.append(message.rollouts[rollout])
         size = message.group_size
         gone = {m.ended for m in self.messages.values() if m.kind == "tombstones" and m.task == task and m.sequence <= self.cursor}
+        gone |= {rollout for at, rollout in self.refused.get(task, ()) if at <= number}
         missing = set(range(size)) - set(group["rollouts"]) - gone
         if missing:
             self._say(f"version {number}: task {task} was trained without its rollouts {sorted(missing)}, which have not ended")

@@ -111,6 +111,19 @@ async def test_a_short_last_warm_up_batch_passes(nats_bus: Bus, nats_address: Bu
     assert await problems(forged, nats_bus, nats_address, run_id, complete=False) == []
 
 
+@pytest.mark.parametrize(("reason", "passes"), [("too_short", True), ("repetitive", True), ("zero_variance", False)])
+async def test_a_group_whose_rollout_was_refused_by_itself_passes(
+    nats_bus: Bus, nats_address: BusAddress, run_id: str, reason: str, passes: bool
+) -> None:
+    forged = good_run()
+    one = forged.entries[0]
+    used, refused = (one.used[0], Used(1, (0,), (2,))), Drop(5, 1, (1,), reason)
+    tokens = one.num_tokens // one.num_samples
+    forged.entries[0] = replace(one, used=used, drops=(*one.drops, refused), num_samples=3, num_tokens=3 * tokens)
+    found = await problems(forged, nats_bus, nats_address, run_id)
+    assert (found == []) is passes and all("was trained without its rollouts [1]" in problem for problem in found)
+
+
 def change(index: int, **values: Any) -> Bend:
     def bend(forged: Forged) -> None:
         forged.entries[index] = replace(forged.entries[index], **values)

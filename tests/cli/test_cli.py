@@ -30,6 +30,7 @@ VERBS = {
     "top",
     "worker",
     "attach",
+    "eval",
     "credentials",
     "doctor",
 } | {

@@ -16,7 +16,7 @@ from streamrl.data.model import write_qwen3, write_table
 from streamrl.data.problem_sets import load_set
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import DataError
-from streamrl.history.evaluate import with_sets
+from streamrl.history.evaluate import config_of_directory, with_sets
 
 SAMPLED = ("--with", "evaluation.sampling={temperature=1.0,max_new_tokens=3}", "--with", "evaluation.n=2")
 
@@ -117,3 +117,15 @@ def test_a_set_without_rows_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"evaluation\.sets\[none\]: expected"):
         load_set(one, load_tokenizer(tmp_path))
     assert problem_sets(Config()) == ()
+
+
+def test_training_rows_of_a_configuration_are_not_looked_for(tmp_path: Path) -> None:
+    """A file with several sources, which lie somewhere else."""
+    write_table(tmp_path / "model", max_position=4)
+    (tmp_path / "run.toml").write_text(
+        '[data]\ncurriculum = "mine.py:weigh"\n[[data.sources]]\nname = "a"\ntrain = "/nowhere/rows.jsonl"\n'
+        '[[evaluation.sets]]\nname = "s"\npath = "rows.jsonl"\n'
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
+    config = config_of_directory(tmp_path / "model", tmp_path / "run.toml", [])
+    assert config.data.sources == () and [one.name for one in problem_sets(config)] == ["s"]

@@ -61,8 +61,8 @@ def test_the_schema_has_every_key_with_its_meaning() -> None:
     schema = config_schema()
     for name, values in sections(Config()):
         at = schema
-        for part in name.removesuffix("[]").split("."):
-            at = at["properties"][part]
+        for part in name.split("."):
+            at = at["properties"][part.removesuffix("[]")]
             at = at.get("items", at)
             at = schema["definitions"][at["$ref"].rpartition("/")[2]]
         assert set(at["properties"]) == {field.encode_name for field in msgspec.structs.fields(values)}

@@ -191,9 +191,9 @@ def test_named_files_must_exist(write, override, key):
 
 
 def test_a_folder_in_place_of_a_file_is_called_one(write, tmp_path):
-    (tmp_path / "rows").mkdir()
-    with raises(ConfigError, key="data.heldout") as caught:
-        load(write(""), [f"data.heldout={tmp_path / 'rows'}"])
+    (tmp_path / "code.py").mkdir()  # rows may lie in a folder, of Arrow files
+    with raises(ConfigError, key="producer.function") as caught:
+        load(write(""), [f"producer.function={tmp_path / 'code.py'}:ask"])
     assert "got a directory" in caught.value.message
 
 

@@ -183,3 +183,32 @@ def test_two_rewards_of_one_agent_become_a_dead_letter() -> None:
     first, second, third, other = rows(0)
     record, _ = judge("run.samples.main", 1, encode_samples([first, second, replace(third, agent_reward=0.5), other]), "0")
     assert isinstance(record, Poison) and "one reward for all samples of agent solver/0" in record.reason
+
+
+@pytest.mark.parametrize("rewarded", ["a", "b", "the rollout"])
+def test_a_failed_grading_ends_a_rollout_of_which_only_some_agents_have_rewards(rewarded: str) -> None:
+    """The producer has given one of two rewards, which may be what counts as the rollout's; without an end it would wait for ever."""
+    of = {"a": only_agents(0, a=1.0, b=None), "b": only_agents(0, a=None, b=1.0), "the rollout": with_agents(0, 1.0, a=None)}[rewarded]
+    s = Stream(config(1, drop_zero_variance=False))
+    # A rollout all of whose samples are of agents has the reward of the last one that has some.
+    s.rollouts(0, replace(of, reward=1.0, grading=7), with_agents(1, 0.5))
+    s.end(0, 0, reason="timeout", grading=7)
+    assert s.dropped == [(2, 0, (0,), "timeout", False)]
+    assert sorted(s.state.pending[0].rollouts) == [1] and s.state.ready == 1
+
+
+def test_a_failed_grading_behind_all_rewards_of_agents_ends_nothing() -> None:
+    s = Stream(config(1, drop_zero_variance=False))
+    s.rollouts(0, replace(only_agents(0, a=1.0, b=None), grading=7), with_agents(1, 0.5))
+    s.put(Rewarded(s.next(), 0, 0, 0.0, 1, agent="b", grading=7))
+    s.end(0, 0, grading=7)
+    assert s.dropped == [(3, 0, (0,), "superseded_reward", False)] and s.state.ready == 1
+
+
+def test_a_rollout_of_very_many_agents_loses_no_reward_that_comes_early() -> None:
+    s = Stream(config(1, drop_zero_variance=False))
+    names = [f"solver/{number}" for number in range(200)]
+    for name in names:
+        s.put(Rewarded(s.next(), 0, 0, 1.0, 1, agent=name, grading=7))
+    s.rollouts(0, replace(only_agents(0, **dict.fromkeys(names)), grading=7), group=1)
+    assert s.state.ready == 1 and s.dropped == [] and s.state.early_rewards == {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import permutations
 
 import pytest
 
 from streamrl.core.gradings import MOST_EARLY
+from streamrl.core.state import FoldState
 from tests.core.stream import Stream, config, view
 
 
@@ -45,6 +47,29 @@ def test_a_correction_is_for_any_attempt() -> None:
     s.reward(0, 0, 1.0, grading=7)
     s.rollouts(0, view(0, grading=7), view(1, reward=0.0))
     assert [one.reward for one in s.train().groups[0].rollouts.values()] == [4.0, 0.0]
+
+
+@pytest.mark.parametrize("answer_first", [True, False])
+def test_of_early_rewards_of_one_revision_the_first_counts_as_it_does_behind_the_samples(answer_first: bool) -> None:
+    """An answer and a service's reward: a replay must not choose by the hashes of its process."""
+    for early in (True, False):
+        s = Stream(config(1))
+        samples = partial(s.rollouts, 0, view(0, grading=7), view(1, reward=0.0))
+        both = [partial(s.reward, 0, 0, 1.0, grading=7), partial(s.reward, 0, 0, 4.0)]
+        rewards = both if answer_first else both[::-1]
+        for put in [*rewards, samples] if early else [samples, *rewards]:
+            put()
+        assert s.train().groups[0].rollouts[0].reward == (1.0 if answer_first else 4.0)
+
+
+def test_an_early_reward_of_a_higher_revision_stands_behind_those_before_it() -> None:
+    s = Stream(config(1))
+    s.reward(0, 0, 1.0)
+    s.reward(0, 0, 2.0, revision=2, grading=7)
+    s.reward(0, 0, 3.0, revision=2)
+    s.state = FoldState.decode(s.state.encode())
+    s.rollouts(0, view(0, grading=7), view(1, reward=0.0))
+    assert s.train().groups[0].rollouts[0].reward == 2.0
 
 
 def test_a_failed_grading_ends_a_rollout_that_has_come_and_its_group_closes_without_it() -> None:

@@ -47,6 +47,26 @@ def test_samples_of_a_rollout_share_the_greatest() -> None:
     assert found.tolist() == [-0.5, -0.5, -0.2, 0.0]
 
 
+def test_agents_with_rewards_of_their_own_are_punished_for_their_own_answers() -> None:
+    found = of_rollouts(np.array([0.0, -0.5, -0.2, -0.1]), np.array([3] * 4), np.array([0] * 4), ["", "a", "", "a"])
+    assert found.tolist() == [-0.2, -0.5, -0.2, -0.5]
+
+
+def test_a_long_helper_takes_nothing_from_the_others() -> None:
+    helper = {"agent": "helper", "agent_reward": 1.0}
+    rows = [
+        long(rollout, length, reward=float(rollout), num_samples=2, sample=index, **own)
+        for rollout in (0, 1)
+        for index, (length, own) in enumerate([(3, {}), (10 - 4 * rollout, helper)])
+    ]
+    batch, messages, state = closed([rows], CONFIG)
+    arrays = assemble(batch, messages, state, CONFIG)
+    assert arrays.agents == ("", "helper", "", "helper")
+    assert arrays.rewards.tolist() == [0.0, 0.5, 1.0, 1.0]
+    made = make_objective(arrays, LossConfig(), 1)
+    assert made.metrics["rollout/overlong_penalty"] == pytest.approx(-0.5 / 4), "of four rewards"
+
+
 def long(rollout: int, length: int, **values: Any) -> Sample:
     size = 2 + length
     mask = np.array([0, 0] + [1] * length, np.uint8)

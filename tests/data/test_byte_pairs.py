@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.check import check
+from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config, DataConfig, ModelConfig
 from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import SPECIALS
@@ -82,6 +83,18 @@ def test_texts_are_prompts_and_labels_of_the_used_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert list(training_texts(DataConfig(train=f"{path}@[0:2]", prompt_key="q", label_key="a"))) == ["one", "1", "two"]
+
+
+def test_texts_of_conversations_are_what_everybody_says(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"chat": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}], "q": "two", "a": "2"}\n')
+    data = DataConfig(
+        messages_key="chat",
+        prompt_key="q",
+        label_key="a",
+        sources=(SourceConfig(name="chats", train=str(path)), SourceConfig(name="plain", train=str(path), messages_key="")),
+    )
+    assert list(training_texts(data)) == ["one", "1", "two", "2"]
 
 
 def test_the_built_model_has_the_rows_that_were_asked_for(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("agents.md", "python"): 9,
         ("README.md", "python"): 2,
         ("algorithms.md", "python"): 2,  # the filter: tests/producers/children/test_filtering.py
+        ("data.md", "python"): 1,  # the curriculum
         ("gpu.md", "python"): 1,
         ("gateway.md", "python"): 1,  # tests/gateway/test_sdk.py
         ("dead-letters.md", "python"): 1,
@@ -99,6 +100,7 @@ def test_toml_is_taken(block: Block, tmp_path: Path) -> None:
     for rows in ("train.parquet", "test.parquet"):
         (tmp_path / rows).symlink_to(ROOT / "examples" / "gsm8k" / rows)
     (tmp_path / "Qwen3-0.6B").mkdir()
+    (tmp_path / "chats.jsonl").touch()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     data = "" if "[data]" in text or "[[data." in text else '[data]\ntrain = "rows.jsonl"\nheldout = "rows.jsonl"\n'
     (tmp_path / "page.toml").write_text(data + text)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import socket
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.config.code import check_trust, reward_addresses
+from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, SetRewardConfig
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.doctor.rewards import check_rewards
 from streamrl.errors import ConfigError
@@ -39,3 +41,12 @@ def test_where_texts_go_is_asked_of_who_runs_anothers_configuration() -> None:
     with pytest.raises(ConfigError, match="where texts and keys would be sent"):
         check_trust(named, "the recording x", trusted=False)
     assert reward_addresses(config("mine.py:score", url="http://a/")) == {}
+
+
+def test_rewards_of_sets_of_problems_are_looked_at_too() -> None:
+    reward = SetRewardConfig(kind="judge", options={"url": "http://127.0.0.1:9/", "model": "m", "token_env": "NO_SUCH_KEY"})
+    one = EvaluationSetConfig(name="hard", path="x", reward=reward)
+    asks = replace(config("exact_match"), evaluation=EvaluationConfig(sets=(one,)))
+    assert reward_addresses(asks) == {"evaluation.sets[hard].reward.options.url": "http://127.0.0.1:9/ with the value of NO_SUCH_KEY"}
+    [check] = check_rewards(asks)
+    assert check.state == "fail" and "NO_SUCH_KEY" in check.found

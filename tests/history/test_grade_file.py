@@ -187,3 +187,25 @@ def test_what_does_not_go_together_is_refused(
     else:
         text = capsys.readouterr().err
     assert code and said in text
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["math", "code.py:score"])
+def test_the_part_that_is_trained_is_what_is_compared_and_what_hangs_is_ended(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "code.py").write_text(CODE)
+    key, label, hangs = ("boxed", "8", "x^{100}(1+x)^{999}") if kind == "math" else ("bonus", "8", "7")
+    (tmp_path / "run.toml").write_text(
+        f'[data]\ntrain = "rows.jsonl"\n[reward]\nkind = "{kind}"\nkey = "{key}"\ntimeout_s = 2.0\nchildren = 1\n'
+    )
+    wrong = row(r"\boxed{7}", label=label, expected=1.0 if kind == "math" else 0.0)
+    hung = row(r"\boxed{3}", label=hangs) if kind == "math" else row("hang", label=hangs)
+    rows = write(tmp_path / "rows.jsonl", wrong, hung)
+    assert main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows"][0]["reward"] == wrong["expected"] and set(told["rows"][0]["parts"]) >= {key}
+    assert told["rows"][1]["reward"] is None
+    assert told["summary"]["failed"] == 1 and told["summary"]["differ"] == 0
+    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--kind", "exact_match"])
+    assert "0 failed" in capsys.readouterr().out, "the run's key is of the run's reward"

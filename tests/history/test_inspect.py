@@ -6,20 +6,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from streamrl.cli import main
+from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.data.tokenizer import load_tokenizer
-from streamrl.history.inspect_reward import episode_of
+from streamrl.history.inspect_reward import episode_of, score_again
 from streamrl.history.inspect_samples import group_text, sample_text, show
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.trace_text import WIDTH, printable
 from streamrl.producers.episode import samples_of
 from streamrl.schemas.samples import TurnSpan, VersionSpan
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RewardSpec, RolloutTask
 from streamrl.schemas.versions import Version
 from tests.golden.sample_rows import former_samples
 from tests.history.conftest import Recorded
@@ -127,6 +130,21 @@ def test_another_reward(recorded: Recorded, said: Say, tmp_path: Path, monkeypat
     assert code == 1 and "expected a reward called 'nothing'" in err
     code, _, err = said(recorded.path, task, "--reward", "missing.py:f")
     assert code == 1 and "there is none" in err
+
+
+@pytest.mark.process
+async def test_a_reward_that_is_named_is_asked_whatever_the_row_names(recorded: Recorded) -> None:
+    """`f1`, which the row names, has parts; `exact_match` has none."""
+    log = RecordedLog(recorded.path)
+    tokenizer = load_tokenizer(log.model_dir)
+    [given] = former_samples()[:1]
+    config = Config(data=DataConfig(train="rows.jsonl", reward_key="r"))
+    task = RolloutTask(run="a", index=0, source="main", label=tokenizer.decode(given.tokens.tolist()), reward=RewardSpec("f1"))
+    source = cast(Any, SimpleNamespace(config=config, model_dir=log.model_dir))
+    exact = RewardConfig(kind="exact_match")
+    [by_row] = await score_again(source, exact, [given], task, tokenizer, by_row=True)
+    [named] = await score_again(source, exact, [given], task, tokenizer, by_row=False)
+    assert "precision" in by_row.now_parts and not named.now_parts and not named.error
 
 
 def test_the_reward_of_a_run_whose_rewards_come_late(tmp_path: Path, said: Say) -> None:

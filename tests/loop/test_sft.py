@@ -6,10 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.config.load import load
+from streamrl.config.tree import Config
+from streamrl.core.state import FoldState
 from streamrl.data.problems import load_problems
 from streamrl.errors import ConfigError, DataError
+from streamrl.history.tap import is_over
+from streamrl.schemas.versions import Version
 from tests.support.chat_templates import family
 from tests.support.errors import raises
 from tests.support.programs import STREAMRL, Start, said
@@ -67,6 +72,17 @@ async def test_conversations_are_learned_resumed_and_replayed(start: Start, tmp_
     code, out, err = await said(await start(*STREAMRL, "replay", "chats", "--verify"))
     assert code == 0, err
     assert "40 of 40" in out
+    # Batches of half the size are twice as many: to the back-test the whole run is of demonstrations, too.
+    code, out, err = await said(await start(*STREAMRL, "replay", "chats", "--policy-only", "--json", "--set", "tasks.batch_tasks=4"))
+    assert code == 0, err
+    assert min(one["batches"] for one in json.loads(out)["outcomes"]) >= 80
+
+
+def test_a_tap_leaves_when_the_run_has_its_last_version() -> None:
+    sft, rl = (replace(Config(), run=replace(Config().run, kind=kind, steps=12)) for kind in ("sft", "rl"))
+    warm, after = (FoldState(version=Version(0, 12), warmup_end=end, granted=0, grants=()) for end in (None, 0))
+    assert is_over(sft, warm) and not is_over(rl, warm) and is_over(rl, after)
+    assert not is_over(sft, replace(warm, version=Version(0, 11)))
 
 
 async def test_a_conversation_that_cannot_be_trained_is_ended_with_the_reason(start: Start, tmp_path: Path) -> None:
@@ -110,6 +126,9 @@ def test_rows_without_a_conversation_are_named(tmp_path: Path, rows: list[object
         ("gateway.workers=1", "gateway.workers"),
         ("producer.function=json:loads", "producer.function"),
         ("tasks.expire_versions=5", "tasks.expire_versions"),
+        ("reward.workers=1", "reward.workers"),
+        ("reward.overlong_buffer=4", "reward.overlong_buffer"),
+        ("filters.min_tokens=3", "filters"),
         ("run.kind=rl", "data.messages_key"),
         ("data.chat_template=false", "data.chat_template"),
     ],
@@ -118,3 +137,22 @@ def test_what_is_for_reinforcement_learning_is_refused(tmp_path: Path, setting: 
     with raises(ConfigError, key=key):
         load(write(tmp_path), overrides=setting.split())
     assert load(tmp_path / "run.toml", overrides=["loss.reduction=token_mean"]).run.kind == "sft"
+
+
+@pytest.mark.parametrize(
+    ("source", "setting", "key"),
+    [
+        ("", "data.curriculum=json:loads", "data.curriculum"),
+        ("weight = [[0, 1], [5, 2]]", "run.steps=3", "data.sources"),
+        ('messages_key = ""\nlabel_key = ""', "run.steps=3", "data.messages_key"),
+        ('messages_key = "chat"', "run.kind=rl", "data.messages_key"),
+    ],
+)
+def test_sources_of_conversations_have_their_own_keys_and_one_weight(tmp_path: Path, source: str, setting: str, key: str) -> None:
+    one = '[[data.sources]]\nname = "{}"\ntrain = "chats.jsonl"\n'
+    plain = RUN.replace('train = "chats.jsonl"', "") + one.format("a") + one.format("b")
+    assert load(write(tmp_path, plain + 'messages_key = ""')).data.sources[1].messages_key == ""
+    if setting == "run.kind=rl":
+        plain = plain.replace('messages_key = "messages"', "")
+    with raises(ConfigError, key=key):
+        load(write(tmp_path, plain + source), overrides=[setting])

@@ -98,11 +98,12 @@ def test_hung_user_code_is_said_once_it_holds_more_than_a_quarter_of_the_credits
     assert not hung_line(view.numbers(elapsed_s=60.0))
 
 
-def test_graders_that_hang_are_said_with_how_many_were_ended_for_it() -> None:
+@pytest.mark.parametrize(("worker", "own"), [("producer-0", {"producer/in_flight_tasks": 10.0}), ("rewarder-0", {})])
+def test_graders_that_hang_are_said_with_how_many_were_ended_for_it(worker: str, own: dict[str, float]) -> None:
     view = RunView("demo", steps=100)
     held = MetricReport(
-        worker="producer-0",
-        mean={"producer/in_flight_tasks": 10.0, "reward/hung": 3.0},
+        worker=worker,
+        mean={**own, "reward/hung": 3.0},
         max={"reward/hung_s": 8.4},
         sum={"reward/ended_early_total": 5.0},
     )
@@ -112,7 +113,7 @@ def test_graders_that_hang_are_said_with_how_many_were_ended_for_it() -> None:
     said = "calls of the reward that hang: 3, for up to 8 s; 10 were ended early, as more hung than reward.max_hung"
     assert graders_line(numbers).startswith(said)
     assert any(said in line for line in Board(Look(run="demo", state="running", numbers=numbers), 200, Ink.NONE).text())
-    view.metric(MetricReport(worker="producer-0", mean={"producer/in_flight_tasks": 10.0, "reward/hung": 0.0}))
+    view.metric(MetricReport(worker=worker, mean={**own, "reward/hung": 0.0}))
     assert not graders_line(view.numbers(elapsed_s=60.0))
 
 

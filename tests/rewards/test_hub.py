@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.config.check import check
 from streamrl.config.reward_kinds import KINDS, named, options_of
@@ -285,3 +286,15 @@ def test_the_part_that_is_trained(tmp_path) -> None:
     assert asyncio.run(make_reward(RewardConfig(kind="dapo", key="acc")).score(task("4"), [Episode("Answer: 4")])) == [
         RewardValue(1, {"score": 1, "acc": 1})
     ]
+
+
+@pytest.mark.parametrize("advantage", ["maxrl", "pass_at_k"])
+def test_dapo_goes_with_estimators_of_right_and_wrong_by_its_part_of_them(advantage: str) -> None:
+    def config(kind: str, key: str) -> Config:
+        config = Config(data=DataConfig(train="x"), reward=RewardConfig(kind=kind, key=key))
+        return replace(config, loss=replace(config.loss, advantage=advantage))
+
+    for kind in ("dapo", "boxed_dapo"):
+        with raises(ConfigError, key="reward.kind"):
+            check(config(kind, ""))
+        check(config(kind, "acc"))

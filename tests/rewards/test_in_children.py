@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from streamrl.data.characters import write_tokenizer
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.graders import Scoring
 from streamrl.producers.children.jobs import NOTHING, job
 from streamrl.producers.children.pool import Children
 from streamrl.producers.episode import Episode, Segment
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.process
 async def children(folder: Path, *, score_s: float = 60.0, **hello: Any) -> AsyncIterator[Children]:
     write_tokenizer(folder)
     told = Hello(model_dir=str(folder), max_len=64, chat_template=True, memory_bytes=2 << 30, **hello)
-    made = Children(told, Limits(idle_s=60.0, total_s=60.0), score_s=score_s, count=1)
+    made = Children(told, Limits(idle_s=60.0, total_s=60.0), count=1, scoring=Scoring(timeout_s=score_s))
     try:
         await made.start()
         yield made
@@ -70,3 +73,15 @@ async def test_a_comparison_that_never_ends_is_killed(tmp_path: Path) -> None:
         assert isinstance(given, Failure) or isinstance(given[0], Exception)
         [value] = await scored(made, task("3"), r"\boxed{3}")
         assert value.value == 1
+
+
+async def test_a_row_whose_server_never_answers_has_the_limit_of_all_calls(tmp_path: Path) -> None:
+    """The run's own reward is plain, and a plain call's clock begins in the main thread, which this row's reward never needs."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        asks = RewardSpec("remote", {"timeout_s": 300.0, "total_s": 300.0})
+        shared = {"remote": {"url": f"http://127.0.0.1:{silent.getsockname()[1]}/"}}
+        async with children(tmp_path, score_s=1.0, reward="math", by_row=shared) as made, asyncio.timeout(60.0):
+            [error] = await scored(made, task("1", reward=asks), "one")
+            assert isinstance(error, TimeoutError) and "1 s of user code" in str(error)
+            [value] = await scored(made, task("3"), r"\boxed{3}")
+            assert value.value == 1

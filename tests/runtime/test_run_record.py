@@ -206,7 +206,8 @@ def test_the_server_of_a_reward_may_move_but_not_change() -> None:
 
 def test_every_free_key_exists() -> None:
     asks = RewardConfig(kind="remote", options={"url": "http://127.0.0.1:9/", "token_env": ""})
-    tree = msgspec.to_builtins(Config(reward=asks))
+    by_row = DataConfig(reward_options={kind: asks.options for kind in ("judge", "remote")})
+    tree = msgspec.to_builtins(Config(reward=asks, data=by_row))
     for key in FREE_KEYS:
         found = tree
         for part in key.split("."):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from streamrl.bus.address import BusAddress
+from streamrl.cli import main
 from streamrl.config.code import check_trust, loss_code, rollout_code
+from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, SetRewardConfig
+from streamrl.config.filters import FiltersConfig
 from streamrl.config.load import dump
 from streamrl.config.secret_options import with_secrets, without_secrets
-from streamrl.config.tree import BusConfig, Config, ProducerConfig, RewardConfig, RunConfig
+from streamrl.config.tree import BusConfig, Config, DataConfig, ProducerConfig, RewardConfig, RunConfig
 from streamrl.errors import ConfigError, WeightSyncError
 from streamrl.launch.down import stop_run
 from streamrl.runtime.rundir import RunDir
@@ -85,12 +89,53 @@ def test_code_of_others_needs_a_word() -> None:
     assert "evil.py:loss" in caught.value.message
 
 
+SETS = (
+    EvaluationSetConfig(name="a", path="a.jsonl", reward=SetRewardConfig(kind="judge", options={"url": "http://evil/v1", "model": "m"})),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "sections", "said"),
+    [
+        (["worker", "producer", "--run"], {"producer": ProducerConfig(function="evil.py:f")}, "producer.function"),
+        (["worker", "evaluator", "--run"], {"evaluation": EvaluationConfig(sets=SETS)}, "evaluation.sets[a].reward.options.url"),
+        (["worker", "feeder", "--run"], {"data": DataConfig(curriculum="evil.py:f")}, "data.curriculum"),
+        (["rewarder", "--run"], {"reward": RewardConfig(workers=1, kind="judge", options={"url": "http://evil/v1"})}, "reward.options.url"),
+        (["reward", "--check", "ROWS"], {"reward": RewardConfig(kind="evil.py:f")}, "reward.kind"),
+        (["eval"], {"evaluation": EvaluationConfig(sets=SETS)}, "evaluation.sets[a].reward.options.url"),
+    ],
+)
+def test_verbs_that_run_what_anothers_run_names_ask_first(
+    words: list[str],
+    sections: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    run.write_config(Config(run=RunConfig(name="demo"), **sections))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"completion": "7"}\n')
+    monkeypatch.setattr(RunDir, "foreign", "a run of user 12345")
+    assert main([*(str(rows) if word == "ROWS" else word for word in words), str(run.path)]) == 1
+    error = capsys.readouterr().err
+    assert "a run of user 12345 names what would run here" in error and said in error and "--trust-code" in error
+
+
 def test_every_function_of_the_configuration_is_known() -> None:
     from streamrl.config.paths import FUNCTIONS
 
     user = "file.py:name"
     loss = msgspec.structs.replace(Config().loss, advantage=user, policy=user, slime_loss=user)
-    whole = msgspec.structs.replace(Config(), loss=loss, producer=ProducerConfig(function=user), reward=RewardConfig(kind=user))
+    whole = Config(
+        loss=loss,
+        producer=ProducerConfig(function=user),
+        reward=RewardConfig(kind=user),
+        filters=FiltersConfig(function=user),
+        data=DataConfig(curriculum=user),
+    )
     assert {*loss_code(whole), *rollout_code(whole)} == set(FUNCTIONS)
 
 

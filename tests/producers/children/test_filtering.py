@@ -14,6 +14,7 @@ import pytest
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
+from streamrl.producers.children.graders import Scoring
 from streamrl.producers.children.pool import Children
 from streamrl.producers.filtering import KEEP, Filter, verdicts
 from streamrl.producers.groups import GroupRunner
@@ -82,7 +83,7 @@ async def filtered(workshop: Workshop, name: str, *, score_s: float = 20.0, **op
         chat_template=True,
         memory_bytes=0,
     )
-    children = Children(hello, Limits(idle_s=20.0, total_s=60.0), score_s=score_s, count=1)
+    children = Children(hello, Limits(idle_s=20.0, total_s=60.0), scoring=Scoring(timeout_s=score_s), count=1)
     runner = GroupRunner(
         producer=SingleTurn(),
         reward=ExactMatch(),

@@ -219,6 +219,30 @@ async def test_a_grader_that_hangs_fails_its_answers_and_no_other_set(loop: Loop
     assert (half["accuracy"], half["failed"], half["right"]) == (0.5, 0, 12)
 
 
+@pytest.mark.process
+async def test_rows_with_a_reward_of_their_own_are_scored_and_vote_by_it(loop: Loop, config: Config, tmp_path: Path) -> None:
+    """Rows of `gsm8k` in a run of `exact_match`; a set with a reward of its own has that for all its rows."""
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"prompt": "3+4", "label": "7", "grade": "gsm8k"}) + "\n" for _ in range(2)))
+    few = replace(config.evaluation.sets[1], path=f"{tmp_path}/own.jsonl", n=2)
+    sets = (replace(few, name="own"), replace(few, name="half", reward=SetRewardConfig(kind=f"{tmp_path}/grade.py:half")))
+    config = replace(
+        config,
+        data=replace(config.data, reward_key="grade"),
+        evaluation=replace(config.evaluation, sets=sets),
+        producer=replace(config.producer, children=1),
+    )
+    answer = {(0, "<|assistant|>"): "=", (1, "="): "7"}
+    logits = script(loop.tokenizer, answer)
+    async with loop.engine(logits) as engine:
+        await serve_logits(engine, logits, Version(0, 1))
+        await trained(loop, 1)
+        async with loop.serving(main, loop.worker(kind="evaluator", config=config)):
+            own, half = await told(loop, 2, within_s=60)
+    assert (own["accuracy"], own["failed"], half["accuracy"], half["failed"]) == (1.0, 0, 0.5, 0)
+    record = json.loads(stored(loop, "0.1", "own").read_text().splitlines()[1])
+    assert record["samples"][0]["answer"] == "7" and record["samples"][0]["text"] == "=7"
+
+
 async def test_no_more_is_asked_for_than_there_is_room_for() -> None:
     slots = 4.0
     room, entered = Room(lambda: slots), list[int]()

@@ -202,20 +202,22 @@ def test_what_lies_in_the_models_memory_is_digested_there(
 ) -> None:
     """As a GPU does it, beside the digest of rounded leaves: at the start and behind a step."""
     directory = (make_model if kind == "model" else make_mixture)(dtype, num_attention_heads=4, num_key_value_heads=2)
-    trainer: Any = make_trainer(config(1, 1, dtype=dtype), directory)
-    held = trainer._held
+    with open_trainer(config(1, 1, dtype=dtype), directory) as opened:
+        trainer: Any = opened
+        held = trainer._held
 
-    def in_place() -> str:
-        found = held.digests()
-        assert any(found.words.values())
-        return trainer._parallel.digest(found.elements)
+        def in_place() -> str:
+            found = held.digests()
+            assert any(found.words.values())
+            return trainer._parallel.digest(found.elements)
 
-    def rounded() -> str:
-        return digest_of([(name, leaf.detach().to(held._types[name])) for name, leaf in held.parameters], held.model_type)
+        def rounded() -> str:
+            return digest_of([(name, leaf.detach().to(held._types[name])) for name, leaf in held.parameters], held.model_type)
 
-    assert in_place() == rounded()
-    before = in_place()
-    after = trainer.step(batch(0)).digest
-    assert in_place() == after != before
-    assert after == rounded()
-    assert any("embed" in name for name in held._in_place) and not any("q_proj" in name for name in held._in_place), "rows of two groups"
+        assert in_place() == rounded()
+        before = in_place()
+        after = trainer.step(batch(0)).digest
+        assert in_place() == after != before
+        assert after == rounded()
+        assert any("embed" in name for name in held._in_place)
+        assert not any("q_proj" in name for name in held._in_place), "rows of two groups"
