@@ -14,7 +14,9 @@ import math
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -177,10 +179,13 @@ def _main(reference: str, parent: str) -> None:
     try:
         function = resolve(reference, what=CURRICULUM.what, key=CURRICULUM.key)
         check_form(CURRICULUM, reference, function)
-        said = {"weights": function(asked["version"], asked["sources"])}
-        body = msgspec.json.encode(said)
+        weights = function(asked["version"], asked["sources"])
+        if isinstance(weights, dict):  # JSON has no NaN: as a text it is refused by its name
+            weights = {name: str(one) if isinstance(one, float) and not math.isfinite(one) else one for name, one in weights.items()}
+        body = msgspec.json.encode({"weights": weights})
     except Exception as error:  # whatever the user's code raises is its answer
-        body = msgspec.json.encode({"error": f"{type(error).__name__}: {error}"})
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        body = msgspec.json.encode({"error": f"{type(error).__name__}: {error} ({Path(frame.filename).name} line {frame.lineno})"})
     answer.write(body)
     answer.close()
     os._exit(0)

@@ -81,8 +81,32 @@ def _credit(entry: LedgerEntry | None, *, gap: bool) -> str:
 
 
 def samples_in(log: TaskLog) -> dict[Place, list[Sample]]:
-    """Readable samples by rollout and message, those of a rollout in order."""
-    return dict(_samples(log))
+    """Readable samples by rollout and message, those of a rollout in order; with the rewards that came later, before the task's end."""
+    updates = sorted(_updates(log), key=lambda update: update.revision)
+    return {place: [_rewarded(row, updates) for row in rows] for place, rows in _samples(log)}
+
+
+def _updates(log: TaskLog) -> Iterator[RewardUpdate]:
+    for message in log.messages:
+        close = log.folded(message.sequence)
+        too_late = log.end is not None and (close is None or close.version.number > log.end.version.number)
+        if kind_of(message.subject) == "rewards" and message.sequence not in log.letters and not too_late:
+            try:
+                yield decode(message.body, RewardUpdate)
+            except SchemaError:
+                continue
+
+
+def _rewarded(row: Sample, updates: Sequence[RewardUpdate]) -> Sample:
+    """The sample with the last of the updates that are for it; they are in the order of their revisions, the first of equal ones counts."""
+    newest = 0
+    for update in updates:
+        agent = "" if isinstance(update.agent, msgspec.UnsetType) else update.agent
+        theirs = 0 if isinstance(update.grading, msgspec.UnsetType) else update.grading
+        if (update.rollout, agent) == (row.rollout, row.agent) and theirs in (0, row.grading) and update.revision > newest:
+            newest, name = update.revision, "agent_reward" if agent else "reward"
+            row = msgspec.structs.replace(row, **{name: update.reward}, reward_parts=update.reward_parts)
+    return row
 
 
 def _samples(log: TaskLog) -> Iterator[tuple[Place, list[Sample]]]:

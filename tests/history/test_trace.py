@@ -31,7 +31,7 @@ from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, Used
-from streamrl.schemas.samples import Tombstone
+from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_SCHEMA, LEDGER, SAMPLES, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
@@ -99,10 +99,21 @@ def check_life(life: Life, end: LedgerEntry | None, messages: dict[int, Message]
             for row, one in zip(sorted(rows, key=lambda row: row.sample), rollout.samples, strict=True):
                 sampled = [(str(span.version), span.length) for span in row.spans if span.version is not None]
                 told: list[tuple[str, int]] = [(part.version, part.tokens) for turn in one.turns for part in turn.versions]
-                assert told == sampled and (one.tokens, one.reward) == (len(row.tokens), row.reward)
+                assert told == sampled and (one.tokens, one.reward) == (len(row.tokens), reward_of(row, end, messages))
     text = life_text(life)
     assert max(map(len, text.splitlines())) <= WIDTH
     assert text.startswith(f"task {life.task} of run {life.run}")
+
+
+def reward_of(row: Sample, end: LedgerEntry | None, messages: dict[int, Message]) -> float | None:
+    """That of the highest revision up to the place of the log where its task ended; revision 0 is the sample's own."""
+    found = {0: row.reward}
+    for sequence, message in sorted(messages.items()):
+        if kind_of(message.subject) == "rewards" and (end is None or sequence <= end.cursor):
+            update = decode(message.body, RewardUpdate)
+            if (update.task, update.rollout) == (row.task, row.rollout):
+                found.setdefault(update.revision, update.reward)
+    return found[max(found)]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -106,7 +106,7 @@ async def test_a_verdict_is_on_record_before_it_is_used_and_a_restart_goes_on_wi
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("fails", "ValueError: no idea"),
+        ("fails", "ValueError: no idea (mine.py line 9)"),
         ("hangs", "no answer within"),
         ("leaves", "ended without"),
         ("quits", "ended without"),
@@ -122,6 +122,13 @@ async def test_whatever_it_does_is_said_and_ends_nothing(config: Config, name: s
         await call(mine, {"version": 1, "sources": {}}, 3.0 if name == "hangs" else 60.0)
     assert said in caught.value.message
     assert time.monotonic() - start_s < 120
+
+
+@pytest.mark.process
+async def test_a_weight_that_is_no_number_is_named_as_it_was_returned(config: Config) -> None:
+    mine = convert({"data": {"curriculum": config.data.curriculum.replace("by_reward", "talks")}}, where="test")
+    with pytest.raises(ConfigError, match=r"got .*'a': 'nan'"):
+        checked(await call(mine, {"version": 1, "sources": {}}, 60.0), ["a", "b"])
 
 
 @pytest.mark.process
