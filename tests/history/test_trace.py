@@ -63,12 +63,10 @@ async def check_every_task(log: RecordedLog, *, step: int = 1) -> list[Life]:
     lives: list[Life] = []
     for task in range(0, entries[-1].granted, step):
         found = await TaskFinder(log, None, subjects, trainer).find(task)
-        naming = [entry.version for entry in entries if names(entry, task)]
-        assert [entry.version for entry in found.entries] == naming
+        assert [entry.version for entry in found.entries] == [entry.version for entry in entries if names(entry, task)]
         ending = [entry for entry in entries if ends(entry, task)]
         assert (found.end is None) == (not ending)
-        if ending:
-            assert found.end is not None and found.end.version == ending[-1].version
+        assert not ending or (found.end is not None and found.end.version == ending[-1].version)
         assert {message.sequence for message in messages if is_of(message, task)} == {message.sequence for message in found.messages}
         life = life_of(found, config.run.name, group_size=config.tasks.num_rollouts)
         check_life(life, ending[-1] if ending else None, {message.sequence: message for message in messages})
@@ -107,13 +105,10 @@ def check_life(life: Life, end: LedgerEntry | None, messages: dict[int, Message]
 
 def reward_of(row: Sample, end: LedgerEntry | None, messages: dict[int, Message]) -> float | None:
     """That of the highest revision up to the place of the log where its task ended; revision 0 is the sample's own."""
-    found = {0: row.reward}
-    for sequence, message in sorted(messages.items()):
-        if kind_of(message.subject) == "rewards" and (end is None or sequence <= end.cursor):
-            update = decode(message.body, RewardUpdate)
-            if (update.task, update.rollout) == (row.task, row.rollout):
-                found.setdefault(update.revision, update.reward)
-    return found[max(found)]
+    last = max(messages) if end is None else end.cursor
+    bodies = [message.body for place, message in sorted(messages.items()) if kind_of(message.subject) == "rewards" and place <= last]
+    updates = [one for one in (decode(body, RewardUpdate) for body in bodies) if (one.task, one.rollout) == (row.task, row.rollout)]
+    return max({0: row.reward, **{one.revision: one.reward for one in reversed(updates)}}.items())[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
