@@ -74,7 +74,7 @@ class Compares:
         ("os._exit(7)", "exit code 7"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "signal SIGSEGV"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL"),
-        ("os.closerange(3, 4096)", "died: its"),
+        ("os.closerange(3, 4096)", "died: it"),
     ],
 )
 async def test_a_grader_that_kills_its_process_costs_its_own_rollout(workshop: Workshop, kind: str, line: str, said: str) -> None:
