@@ -24,10 +24,11 @@ def add_verbs(verbs: Any) -> None:
 
 def run_gateway(arguments: argparse.Namespace) -> int:
     """Serve agents until Ctrl-C, or until the run is down."""
+    from streamrl.cli.workers import went_down
     from streamrl.config.code import check_trust, judging_code, reward_addresses
     from streamrl.config.load import override
     from streamrl.producers.gateway.worker import addresses, main
-    from streamrl.runtime.run_bus import check_up, until_down
+    from streamrl.runtime.run_bus import check_up
     from streamrl.runtime.rundir import RunDir
     from streamrl.runtime.worker import run_worker
 
@@ -52,16 +53,8 @@ def run_gateway(arguments: argparse.Namespace) -> int:
             print(f"{worker.name} serves {address}; sessions are started with the key in {run.gateway_key_path}", flush=True)
 
         working = asyncio.create_task(main(worker, port=arguments.port, listens=say))
-        down = asyncio.create_task(until_down(run))
-        await asyncio.wait((working, down), return_when=asyncio.FIRST_COMPLETED)
-        down.cancel()
-        if working.done():
+        if not await went_down(worker, working):
             working.result()
-            return
-        # Its leases lapse on the bus's store; a run that comes up again delivers the tasks to others.
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-        print(f"{worker.name} has left run {run.name}: it is down")
 
     return run_worker("gateway", run, main=serve)
 

@@ -37,10 +37,10 @@ def run_rewarder(arguments: argparse.Namespace) -> int:
     """Score until Ctrl-C, until the run has finished, or until it is down."""
     import asyncio
 
-    from streamrl.cli.workers import attached_run, check_concurrency
+    from streamrl.cli.workers import attached_run, check_concurrency, went_down
     from streamrl.config.load import override
     from streamrl.producers.rewarder import check_wanted, join
-    from streamrl.runtime.run_bus import check_up, until_down
+    from streamrl.runtime.run_bus import check_up
     from streamrl.runtime.worker import run_worker
 
     elsewhere = arguments.credentials is not None
@@ -56,17 +56,8 @@ def run_rewarder(arguments: argparse.Namespace) -> int:
         if arguments.concurrency is not None:
             worker.config = override(worker.config, [f"producer.concurrency={arguments.concurrency}"])
         working = asyncio.create_task(join(worker))
-        # Of another host's run nothing but its end is known; while its bus is away, so are requests.
-        down = asyncio.create_task(asyncio.Event().wait() if elsewhere else until_down(run))
-        await asyncio.wait((working, down), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            # Its leases lapse on the bus's store; a run that comes up again delivers the requests to others.
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-            print(f"{worker.name} has left run {run.name}: it is down")
-            return
-        down.cancel()
-        working.result()
-        print(f"{worker.name} has left run {run.name}")
+        if not await went_down(worker, working, elsewhere=elsewhere):
+            working.result()
+            print(f"{worker.name} has left run {run.name}")
 
     return run_worker("rewarder", run, main=serve)

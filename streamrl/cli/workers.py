@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,11 +86,9 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
 
 def run_attach(arguments: argparse.Namespace) -> int:
     """Claim tasks of a running run and roll them out with the user's function until Ctrl-C, or until the run is down."""
-    import asyncio
-
     from streamrl.config.load import override
     from streamrl.producers.rollouts import attach, check_reward
-    from streamrl.runtime.run_bus import check_up, until_down
+    from streamrl.runtime.run_bus import check_up
     from streamrl.runtime.worker import run_worker
 
     async def main(worker: Worker) -> None:
@@ -98,17 +97,8 @@ def run_attach(arguments: argparse.Namespace) -> int:
         if arguments.concurrency is not None:
             worker.config = override(worker.config, [f"producer.concurrency={arguments.concurrency}"])
         working = asyncio.create_task(attach(worker, arguments.function, source=arguments.source))
-        # Of another host's run nothing but its end is known; while its bus is away, so are tasks.
-        down = asyncio.create_task(asyncio.Event().wait() if elsewhere else until_down(run))
-        await asyncio.wait((working, down), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            # Its lease lapses on the bus's store; a run that comes up again delivers the tasks to others.
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-            print(f"{worker.name} has left run {worker.run_dir.name}: it is down")
-            return
-        down.cancel()
-        print(f"{worker.name} has left run {worker.run_dir.name} after {working.result()} tasks")
+        if not await went_down(worker, working, elsewhere=elsewhere):
+            print(f"{worker.name} has left run {worker.run_dir.name} after {working.result()} tasks")
 
     elsewhere = arguments.credentials is not None
     run = attached_run(arguments, role="producer")
@@ -123,6 +113,25 @@ def run_attach(arguments: argparse.Namespace) -> int:
     if not elsewhere:
         check_up(run)
     return run_worker("producer", run, main=main)
+
+
+async def went_down(worker: Worker, working: asyncio.Task[Any], *, elsewhere: bool = False) -> bool:
+    """Wait until `working` has ended, or until the run is down: then it is cancelled, and that is printed. Whether the run is down.
+
+    Of a run `elsewhere`, on another host, nothing but its end is known; while its bus is away, so is all work.
+    """
+    from streamrl.runtime.run_bus import until_down
+
+    down = asyncio.create_task(asyncio.Event().wait() if elsewhere else until_down(worker.run_dir))
+    await asyncio.wait((working, down), return_when=asyncio.FIRST_COMPLETED)
+    down.cancel()
+    if working.done():
+        return False
+    # Its leases lapse on the bus's store; a run that comes up again delivers what it held to others.
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    print(f"{worker.name} has left run {worker.run_dir.name}: it is down")
+    return True
 
 
 def check_concurrency(arguments: argparse.Namespace) -> None:
