@@ -92,11 +92,11 @@ class Curriculum:
     async def _entries(self, version: int) -> list[LedgerEntry]:
         """Of the last `data.curriculum_every` versions up to this one."""
         subject, first = self._subjects.ledger(self._config.trainer.name), version - self._config.data.curriculum_every
-        last = (await self._bus.state(LEDGER)).last
-        begin = max((await self._bus.state(LEDGER)).first, last - 4 * self._config.data.curriculum_every, 1)
+        state = await self._bus.state(LEDGER)
+        begin = max(state.first, state.last - 4 * self._config.data.curriculum_every, 1)
         found = [
             decode(message.body, LedgerEntry, where="the ledger")
-            async for message in stretch(self._bus, LEDGER, first=begin, last=last, subject=subject)
+            async for message in stretch(self._bus, LEDGER, first=begin, last=state.last, subject=subject)
         ]
         return [entry for entry in found if first < entry.version.number <= version]
 
