@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from streamrl.history.export import choose, export, find_versions
 from streamrl.producers.evaluation.asking import AHEAD, Room, asked_digest, evaluate
 from streamrl.producers.evaluation.store import open_store
 from streamrl.producers.factory import runner_of
-from streamrl.runtime.kinds import environment
+from streamrl.runtime.kinds import take_environment
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
@@ -170,7 +169,7 @@ async def evaluate_subject(
         EngineError: the engine cannot be started.
     """
     # User code and numpy in processes of their own: a thread a core each would be too many.
-    os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})
+    take_environment(config, "producer")
     tokenizer = load_tokenizer(subject.model_dir)
     loaded = [(one, await asyncio.to_thread(load_set, one, tokenizer)) for one in sets]
     for one, rows in loaded:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from streamrl.producers.protocol import Failure
 from streamrl.rewards.factory import make_reward, runs_in_children
 from streamrl.rewards.layers import close
 from streamrl.rewards.protocol import RewardValue
-from streamrl.runtime.kinds import environment
+from streamrl.runtime.kinds import take_environment
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.tasks import RewardSpec, RolloutTask
 from streamrl.schemas.versions import Version
@@ -180,7 +179,7 @@ async def grade(rows: Sequence[Row], reward: RewardConfig, config: Config) -> li
             return [await _graded(row, lambda task, episode: score(task, [episode])) for row in rows]
         finally:
             await close(built_in)
-    os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})
+    take_environment(config, "producer")
     hello = Hello(
         reward=reward.kind,
         reward_options=reward.options,

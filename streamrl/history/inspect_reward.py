@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from streamrl.producers.protocol import Failure
 from streamrl.rewards.factory import LATE, make_reward, runs_in_children
 from streamrl.rewards.layers import close
 from streamrl.rewards.protocol import RewardValue
-from streamrl.runtime.kinds import environment
+from streamrl.runtime.kinds import take_environment
 from streamrl.schemas.control import Grant, MixtureRecord
 from streamrl.schemas.samples import Sample, VersionSpan
 from streamrl.schemas.subjects import KEY_GRANTED, KEY_MIXTURE
@@ -207,7 +206,7 @@ async def _in_child(
     source: Source, reward: RewardConfig, rows: dict[str, dict[str, Any]] | None, task: RolloutTask, episodes: Sequence[Episode]
 ) -> Sequence[RewardValue | Exception] | Failure:
     config = source.config
-    os.environ.update({name: value for name, value in environment(config, "producer").items() if name not in os.environ})
+    take_environment(config, "producer")
     hello = Hello(
         reward=reward.kind,
         reward_options=reward.options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -90,6 +91,12 @@ def environment(config: Config, kind: str) -> dict[str, str]:
     """
     threads = {"engine": config.engine.threads, "trainer": config.trainer.threads}.get(kind, 1)
     return {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def take_environment(config: Config, kind: str) -> None:
+    """Set `environment` in this process, for it and for those that it starts; what the user has set stays."""
+    for name, value in environment(config, kind).items():
+        os.environ.setdefault(name, value)
 
 
 def inherited(surroundings: Mapping[str, str], kind: str) -> dict[str, str]:

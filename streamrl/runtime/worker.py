@@ -21,7 +21,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import BusError, CannotResume, ConfigError, Fenced, StreamRLError, WeightsDiverged
 from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.collection import collect_rarely, keep_none
-from streamrl.runtime.kinds import USER_CODE, check_kind, environment, load_main, num_workers
+from streamrl.runtime.kinds import USER_CODE, check_kind, load_main, num_workers, take_environment
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE, Exit, die_with_parent
 from streamrl.schemas.codec import encode
@@ -187,7 +187,7 @@ def run_worker(kind: str, run: RunDir, index: int | None = None, *, main: Main |
         if kind in USER_CODE:
             config = run.with_secret_options(config)
         if not supervisor:
-            os.environ.update({key: value for key, value in environment(config, kind).items() if key not in os.environ})
+            take_environment(config, kind)
         asyncio.run(_serve(kind, run, config, index, main or load_main(kind), supervisor, pulse))
     except Exception as error:  # the one place of a worker process that catches everything
         return report_failure(error)
