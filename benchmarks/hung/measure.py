@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.hung.spec import CODE, HUNG, UNDISTURBED, HungSpec, config_of
-from benchmarks.loop.run import contend
+from benchmarks.loop.run import contend, totals
 from benchmarks.loop.ways import Way, write_problems
 from benchmarks.raw import Round, header, write_measured
 from benchmarks.report import turn
@@ -32,11 +31,4 @@ def _rounds(spec: HungSpec, directory: Path) -> Iterator[Round]:
         for label in turn((UNDISTURBED, HUNG), number):
             hung = spec.hung if label == HUNG else 0.0
             trained, _ = contend(Way.STREAM, config_of(spec, directory, name=f"{'hung' if hung else 'free'}-{number}", hung=hung))
-            measured = trained[spec.skip :]
-            values = {
-                "seconds": trained[-1].time_s - trained[spec.skip - 1].time_s,
-                "batches": len(measured),
-                "samples": sum(batch.samples for batch in measured),
-                "load": os.getloadavg()[0],
-            }
-            yield Round(cell="", contender=label, round=number, values=values)
+            yield Round(cell="", contender=label, round=number, values=totals(trained, spec.skip))

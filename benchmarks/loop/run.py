@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -63,22 +63,30 @@ def warm_policy(spec: LoopSpec, directory: Path) -> str:
     return str(exported[0])
 
 
+def totals(trained: Sequence[Trained], skip: int) -> dict[str, float]:
+    """Of the batches behind the first `skip`: from the end of the last one that is left out to the end of the last one."""
+    batches = trained[skip:]
+    return {
+        "seconds": trained[-1].time_s - trained[skip - 1].time_s,
+        "batches": len(batches),
+        "samples": sum(batch.samples for batch in batches),
+        "tokens": sum(batch.tokens for batch in batches),
+        "load": os.getloadavg()[0],
+    }
+
+
 def _measured(way: Way, config: Config, skip: int) -> dict[str, float]:
-    """Totals from the end of the last batch that is left out to the end of the last one; CPU seconds by kind of process."""
+    """`totals`, and what the batches and the process's parts say beside: CPU seconds by kind of process."""
     trained, sampler = contend(way, config)
     start_s, end_s = trained[skip - 1].time_s, trained[-1].time_s
     batches = trained[skip:]
     logger.info("event=measured name=%s batches_per_s=%.2f", config.run.name, len(batches) / (end_s - start_s))
     return {
-        "seconds": end_s - start_s,
-        "batches": len(batches),
-        "samples": sum(batch.samples for batch in batches),
-        "tokens": sum(batch.tokens for batch in batches),
+        **totals(trained, skip),
         "staleness": fmean(batch.staleness for batch in batches),
         "staleness_most": max(batch.staleness for batch in batches),
         "wait_s": sum(batch.wait_s for batch in batches),
         "step_s": sum(batch.step_s for batch in batches),
-        "load": os.getloadavg()[0],
         **{f"{CPU}{kind}": seconds for kind, seconds in sampler.between(start_s, end_s).items()},
     }
 

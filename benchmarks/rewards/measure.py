@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.loop.run import contend
+from benchmarks.loop.run import contend, totals
 from benchmarks.loop.ways import Way, write_problems
 from benchmarks.raw import Round, header, write_measured
 from benchmarks.report import turn
@@ -44,14 +44,7 @@ def _rounds(spec: RewardsSpec, directory: Path) -> Iterator[Round]:
         for label in turn((UNDISTURBED, HUNG), number):
             hung = spec.hung if label == HUNG else 0.0
             trained, _ = contend(Way.STREAM, config_of(spec, directory, name=f"{'hung' if hung else 'free'}-{number}", hung=hung))
-            measured = trained[spec.skip :]
-            values = {
-                "seconds": trained[-1].time_s - trained[spec.skip - 1].time_s,
-                "batches": len(measured),
-                "tokens": sum(batch.tokens for batch in measured),
-                "load": os.getloadavg()[0],
-            }
-            yield Round(cell=LOOP, contender=label, round=number, values=values)
+            yield Round(cell=LOOP, contender=label, round=number, values=totals(trained, spec.skip))
 
 
 async def _graded(spec: RewardsSpec, kind: str) -> dict[str, float]:
