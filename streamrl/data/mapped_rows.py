@@ -111,11 +111,29 @@ def blocks_digest(text: str) -> str:
     return total.hexdigest()
 
 
-class _Watched:
-    """Files that must stay as they were opened."""
+class _Files:
+    """The part of a set's rows that is used, and its files, which must stay as they were opened."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._seen = [(path, self._state(path)) for path in paths]
+    _first: int
+    _count: int
+
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        self.path = str(path)
+        self._seen = [(file, self._state(file)) for file in files]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def line(self, row: int) -> int:
+        return self._first + row + 1
+
+    def order(self, seed: int, place: int, *, shuffle: bool) -> tuple[int, int]:
+        return row_of(seed, place, self._count, shuffle=shuffle)
+
+    def _cut(self, dataset: DatasetPath, num_rows: int) -> None:
+        """Use those of all rows that the slice names."""
+        start, stop, _ = slice(dataset.start, dataset.stop).indices(num_rows)
+        self._first, self._count = start, max(0, stop - start)
 
     def check(self) -> None:
         for path, seen in self._seen:
@@ -137,20 +155,15 @@ class _Watched:
         return status.st_size, status.st_mtime_ns
 
 
-class _LineRows(_Watched):
+class _LineRows(_Files):
     def __init__(self, path: Path, dataset: DatasetPath, index: LineIndex) -> None:
-        self.path = str(path)
+        super().__init__(path, [path])
         self._index = index
-        super().__init__([path])
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
         self._size = os.fstat(self._file).st_size
-        start, stop, _ = slice(dataset.start, dataset.stop).indices(len(self._index))
-        self._first, self._count = start, max(0, stop - start)
+        self._cut(dataset, len(self._index))
         self.digest = self._index.digest
-
-    def __len__(self) -> int:
-        return self._count
 
     def read(self, row: int) -> dict[str, Any]:
         whole = self._first + row
@@ -169,40 +182,26 @@ class _LineRows(_Watched):
     def line(self, row: int) -> int:
         return self._index.line(self._first + row)
 
-    def order(self, seed: int, place: int, *, shuffle: bool) -> tuple[int, int]:
-        return row_of(seed, place, self._count, shuffle=shuffle)
-
     def _broken(self, row: int, found: str) -> DataError:
         line = self.line(row)
         hint = "each line holds one JSON object; fix or remove this one"
         return DataError(f"expected a JSON object at {self.path} line {line}, got: {found}", hint=hint, path=self.path, line=line)
 
 
-class _ArrowRows(_Watched):
+class _ArrowRows(_Files):
     def __init__(self, path: Path, dataset: DatasetPath) -> None:
-        self.path = str(path)
         files = arrow_files(path)
-        super().__init__(files)
+        super().__init__(path, files)
         self._table = open_arrow(path, files)
-        start, stop, _ = slice(dataset.start, dataset.stop).indices(self._table.num_rows)
-        self._first, self._count = start, max(0, stop - start)
+        self._cut(dataset, self._table.num_rows)
         counts = [chunk.num_rows for chunk in self._table.to_batches()]
         self.digest = hashlib.sha256(np.array(counts, np.int64).tobytes() + str(self._table.schema).encode()).hexdigest()
-
-    def __len__(self) -> int:
-        return self._count
 
     def read(self, row: int) -> dict[str, Any]:
         return self._table.slice(self._first + row, 1).to_pylist()[0]
 
-    def line(self, row: int) -> int:
-        return self._first + row + 1
 
-    def order(self, seed: int, place: int, *, shuffle: bool) -> tuple[int, int]:
-        return row_of(seed, place, self._count, shuffle=shuffle)
-
-
-class _ParquetRows(_Watched):
+class _ParquetRows(_Files):
     """Row groups are decoded whole, so rows that follow each other have to be in few of them.
 
     A shuffled pass goes through windows of row groups, whose order and whose rows are permuted; a file within WINDOW_BYTES is one window,
@@ -213,8 +212,7 @@ class _ParquetRows(_Watched):
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self.path = str(path)
-        super().__init__([path])
+        super().__init__(path, [path])
         open_data(path).close()
         try:
             self._file = pq.ParquetFile(path, memory_map=True)
@@ -225,15 +223,12 @@ class _ParquetRows(_Watched):
         self._bytes = [max(1, group.total_byte_size) for group in groups]
         self._starts = np.concatenate(([0], np.cumsum(counts)))
         self.digest = hashlib.sha256(counts.tobytes() + str(self._file.schema_arrow).encode()).hexdigest()
-        start, stop, _ = slice(dataset.start, dataset.stop).indices(int(self._starts[-1]))
-        self._first, self._count = start, max(0, stop - start)
-        used = [g for g in range(len(groups)) if self._starts[g] < stop and self._starts[g + 1] > start and counts[g]]
+        self._cut(dataset, int(self._starts[-1]))
+        first, stop = self._first, self._first + self._count
+        used = [g for g in range(len(groups)) if self._starts[g] < stop and self._starts[g + 1] > first and counts[g]]
         self._used = np.array(used, np.int64)
         self._held: OrderedDict[int, Any] = OrderedDict()
         self._windows: dict[int, tuple[Any, Any, Any]] = {}
-
-    def __len__(self) -> int:
-        return self._count
 
     def read(self, row: int) -> dict[str, Any]:
         whole = self._first + row
@@ -246,9 +241,6 @@ class _ParquetRows(_Watched):
             while len(self._held) > 1 and sum(self._bytes[one] for one in self._held) > WINDOW_BYTES:
                 self._held.popitem(last=False)
         return self._held[group].slice(whole - int(self._starts[group]), 1).to_pylist()[0]
-
-    def line(self, row: int) -> int:
-        return self._first + row + 1
 
     def order(self, seed: int, place: int, *, shuffle: bool) -> tuple[int, int]:
         if not shuffle or sum(self._bytes[group] for group in self._used) <= WINDOW_BYTES:
