@@ -71,6 +71,7 @@ def test_conditions_are_those_of_declared_metrics() -> None:
 CODE = """
 import asyncio
 import random
+import time
 
 
 async def of_many_kinds(task, engine):
@@ -85,12 +86,21 @@ async def of_many_kinds(task, engine):
 
 def rarely_equal(task, episode):
     return float(random.random() < 0.5)
+
+
+def that_may_hang(task, episode):
+    if random.random() < 0.01:
+        time.sleep(3600)
+    return rarely_equal(task, episode)
 """
+USELESS = '{"prompt": "123456789", "label": "1"}\n{"prompt": 3}\n' * 2
+"""Rows that are too long and broken."""
 ENDLESS = ("run.steps=1000000", "metrics.window_s=1", "data.max_prompt_tokens=4", "tasks.max_staleness=4", "trainer.minibatches=2")
 TROUBLED = (
     *("model.max_len=80", "sampling.max_new_tokens=64", "engine.slots=8", "debug.token_delay_s=0.004", "warmup.max_steps=4"),
     *("tasks.batch_tasks=2", "tasks.overlong=mask", "tasks.drop_zero_variance=false", "evaluation.every=20"),
-    *("producer.function=mine.py:of_many_kinds", "producer.idle_timeout_s=3", "reward.kind=mine.py:rarely_equal"),
+    *("producer.function=mine.py:of_many_kinds", "producer.idle_timeout_s=3"),
+    *("reward.kind=mine.py:that_may_hang", "reward.timeout_s=5", "reward.max_hung=1"),
     *("loss.clip_low=0.001", "loss.clip_high=0.001", "loss.correction.kind=mask", "loss.correction.low=0.99", "loss.correction.high=1.01"),
     *("bus.ack_wait_s=2", "supervise.backoff_s=0.1", "supervise.max_failed_batches=0"),
     "trainer.optimizer.decay_steps=200",
@@ -166,6 +176,8 @@ async def to_move(names: set[str], look: Callable[[], set[str]], *, within_s: fl
 @pytest.mark.timeout(900)
 async def test_every_name_without_a_condition_moves_in_a_run_that_has_all_troubles(start: Start, tmp_path: Path) -> None:
     write_digits(tmp_path, TABLE)
+    with (tmp_path / "train.jsonl").open("a") as rows:
+        rows.write(USELESS)
     async with moving(start, tmp_path, (*ENDLESS, *TROUBLED)) as (run, look):
         await to_move({"train/loss", "tokens/cut_total", "engine/share/decode"}, look)
         for kind in ("trainer", "engine", "producer"):
