@@ -71,7 +71,7 @@ async def test_messages_of_which_some_were_sent_again_keep_their_order(own_serve
     await asyncio.sleep(1.0)
     posts += [asyncio.ensure_future(bus.publish(TO.events("x"), b"%d" % number)) for number in range(5, 10)]
     async with asyncio.timeout(30):
-        while {post.body: post.attempts for post in bus._outbox._sent.values()}.get(b"0") != 2:
+        while {post.body: post.attempts for post in bus._outbox._sent.values()}.get(b"0", 0) < 2:
             await asyncio.sleep(0.01)
         own_server.kill()
         own_server.start()
