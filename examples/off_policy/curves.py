@@ -12,25 +12,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import csv
 import os
 import shutil
 import sys
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from methods import METHODS
 from picture import draw, table
+from running import execute, ledger, read_tables, run_all, write_table
 
 from streamrl.cli.numbers import seconds
-from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.codec import decode
-from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.subjects import LEDGER, WARMUP_SOURCE, Subjects
 
 QUICKSTART = Path(__file__).parents[1] / "quickstart" / "quickstart.toml"
 COLUMNS = ("method", "age", "seed", "batch", "reward", "staleness_mean", "staleness_max", "grad_norm", "ess_token")
@@ -49,10 +43,9 @@ class Job(NamedTuple):
         return f"{self.method}-{self.age}-{self.seed}".replace("_", "-")
 
 
-def settings(job: Job, batches: int, runs: Path, overrides: Sequence[str] = ()) -> list[str]:
+def settings(job: Job, batches: int, overrides: Sequence[str] = ()) -> list[str]:
     """What differs from the quickstart's file."""
     return [
-        f"run.dir={runs}",
         f"run.seed={job.seed}",
         f"run.steps={batches}",
         "run.max_seconds=0",
@@ -70,67 +63,31 @@ def settings(job: Job, batches: int, runs: Path, overrides: Sequence[str] = ()) 
 
 
 async def run_job(job: Job, sets: Sequence[str], out: Path, limit_s: float) -> bool:
-    """Run it and keep its ledger's numbers as `out/NAME.csv`; False when it failed or there was no time left for it."""
+    """Run it and keep its ledger's numbers as `out/NAME.csv`; False when it failed."""
     table_path = out / f"{job.name}.csv"
     if table_path.exists():
         return True
-    if limit_s <= 10:
-        return False
-    words = [word for text in sets for word in ("--set", text)]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    with (out / f"{job.name}.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "streamrl", "up", str(QUICKSTART), "--plain", "--name", job.name, *words,
-            stdout=log, stderr=log, env=environment,
-        )  # fmt: skip
-        try:
-            code = await asyncio.wait_for(process.wait(), limit_s)
-        except TimeoutError:
-            process.terminate()
-            code = await process.wait()
+    code = await execute(QUICKSTART, job.name, sets, out, limit_s)
     directory = RunDir.find(job.name, base=out / "runs")
     entries = await ledger(directory)
-    with table_path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for batch, entry in enumerate(entries):
-            names = ("rollout/raw_reward", "staleness/mean", "staleness/max", "train/grad_norm", "train/ess_token")
-            writer.writerow([*job, batch, *(entry.metrics.get(name, "") for name in names)])
+    names = ("rollout/raw_reward", "staleness/mean", "staleness/max", "train/grad_norm", "train/ess_token")
+    write_table(table_path, COLUMNS, ([*job, batch, *(e.metrics.get(name, "") for name in names)] for batch, e in enumerate(entries)))
     shutil.rmtree(directory.path)
     print(f"{job.name}: {len(entries)} batches, exit code {code}", flush=True)
     return code == 0
 
 
-async def ledger(directory: RunDir) -> list[LedgerEntry]:
-    """The entries of reinforcement learning, in order."""
-    config = directory.load_config()
-    subject = Subjects(config.run.name).ledger(config.trainer.name)
-    found: list[LedgerEntry] = []
-    async with open_bus(directory) as bus:
-        newest = await bus.last(subject)
-        if newest is not None:
-            async for message in bus.read(LEDGER, after=0, subject=subject):
-                found.append(decode(message.body, LedgerEntry, where=LEDGER))
-                if message.sequence >= newest.sequence:
-                    break
-    return sorted((entry for entry in found if entry.source != WARMUP_SOURCE), key=lambda entry: entry.version)
-
-
-def run_all(arguments: argparse.Namespace) -> list[str]:
-    """Run all jobs, `parallel` at a time; returns the names of those that failed."""
+def run_jobs(arguments: argparse.Namespace) -> list[str]:
+    """Run all; the names of those that failed."""
     out = Path(arguments.out).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    end = time.monotonic() + arguments.deadline
     # The oldest first: theirs take longest.
     jobs = [Job(m, age, seed) for seed in range(arguments.seeds) for age in sorted(arguments.ages, reverse=True) for m in arguments.methods]
 
-    def one(job: Job) -> bool:
-        sets = settings(job, arguments.batches, out / "runs", arguments.overrides)
-        return asyncio.run(run_job(job, sets, out, end - time.monotonic()))
+    def run(job: Job, left_s: float) -> bool:
+        return asyncio.run(run_job(job, settings(job, arguments.batches, arguments.overrides), out, left_s))
 
-    with ThreadPoolExecutor(arguments.parallel) as pool:
-        done = list(pool.map(one, jobs))
-    return [job.name for job, good in zip(jobs, done, strict=True) if not good]
+    return run_all(jobs, run, parallel=arguments.parallel, deadline=arguments.deadline)
 
 
 def main() -> None:
@@ -150,13 +107,11 @@ def main() -> None:
     reporting.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
     if arguments.verb == "run":
-        failed = run_all(arguments)
+        failed = run_jobs(arguments)
         if failed:
             sys.exit(f"{len(failed)} runs failed or had no time: {' '.join(failed)}")
         return
-    rows = [
-        row for path in sorted(arguments.directory.glob("*.csv")) for row in csv.DictReader(path.read_text(encoding="utf-8").splitlines())
-    ]
+    rows = read_tables(arguments.directory.glob("*.csv"))
     if not rows:
         sys.exit(f"no tables in {arguments.directory}: run `curves.py run --out {arguments.directory}` first")
     print(table(rows), end="")

@@ -19,13 +19,13 @@ def execute(*command: str, timeout_s: float = 170) -> subprocess.CompletedProces
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=timeout_s)
 
 
-def test_every_method_is_accepted_at_every_age(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_method_is_accepted_at_every_age(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     curves = importlib.import_module("curves")
 
     for method in curves.METHODS:
         for age in (0, 2, 32):
-            config = load(curves.QUICKSTART, curves.settings(curves.Job(method, age, 1), 20, tmp_path))
+            config = load(curves.QUICKSTART, curves.settings(curves.Job(method, age, 1), 20))
             assert (config.tasks.max_staleness, config.debug.delay_versions, config.run.seed) == (age, age, 1)
             assert config.trainer.minibatches == 2
 

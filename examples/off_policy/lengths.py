@@ -1,0 +1,163 @@
+"""What becomes of long answers under a bound on staleness: runs counting.toml under several policies, each for as long.
+
+Usage: python examples/off_policy/lengths.py run --out DIR [--parallel N] [--seeds 3] [--arms NAME ...] [--seconds 60]
+           [--deadline SECONDS] [--set SECTION.KEY=VALUE ...]
+       python examples/off_policy/lengths.py report DIR [--picture FILE.png]
+
+A third of the tasks has short answers, a third medium, a third long ones, and a rollout takes time in proportion to its tokens. Every run
+is `streamrl up` with all its processes, about two cores each. DIR keeps a table and the ledger (NAME.ledger.jsonl.gz) of each run; one
+whose table is there is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from counting import LENGTHS, write
+from length_report import draw, tables
+from running import execute, keep_ledger, ledger, read_tables, run_all, write_table
+
+from streamrl.cli.numbers import seconds
+from streamrl.data.mixture import source_of
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.control import MixtureSegment
+from streamrl.schemas.ledger import LedgerEntry
+
+HERE = Path(__file__).parent
+ARMS: Mapping[str, tuple[str, ...]] = {
+    "lockstep": ("tasks.max_staleness=0",),
+    "drop-2": ("tasks.max_staleness=2",),
+    "mask-2": ("tasks.max_staleness=2", "tasks.stale=mask"),
+    "wait-2": ("tasks.max_staleness=2", "tasks.stale=wait"),
+    "drop-8": ("tasks.max_staleness=8",),
+    "wait-8": ("tasks.max_staleness=8", "tasks.stale=wait"),
+    "drop-8-paced": ("tasks.max_staleness=8", "tasks.hold_ahead=true"),
+    "wait-8-paced": ("tasks.max_staleness=8", "tasks.stale=wait", "tasks.hold_ahead=true"),
+}
+"""Policies: what becomes of what is too old, the bound, and whether tasks are held back (`tasks.hold_ahead`)."""
+SOURCES = tuple(LENGTHS)
+COLUMNS = ("arm", "seed", "batch", "seconds", "reward", "tokens", "source", "trained", "dropped", "age", "heldout_first", "heldout_last")
+"""A row for each batch and source: groups trained and dropped, mean age in versions of the trained groups' oldest tokens."""
+
+
+class Job(NamedTuple):
+    """One run."""
+
+    arm: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of the run and of its table."""
+        return f"{self.arm}-{self.seed}"
+
+
+def settings(job: Job, seconds: float, overrides: Sequence[str] = ()) -> list[str]:
+    """What differs from counting.toml."""
+    return [f"run.seed={job.seed}", f"run.max_seconds={seconds:g}", "trainer.device=cpu", *ARMS[job.arm], *overrides]
+
+
+def by_source(entries: Sequence[LedgerEntry], seed: int) -> list[dict[str, tuple[int, int, float]]]:
+    """For each batch and source: groups trained, groups dropped, mean age of the trained ones (NaN: none).
+
+    Raises:
+        ValueError: the ledger's own count of a batch's sources differs.
+    """
+    first = min(task for entry in entries for task in (*(used.task for used in entry.used), *(drop.task for drop in entry.drops)))
+    segment = MixtureSegment(first=0, version=0, weights=(1.0,) * len(SOURCES), places=(0,) * len(SOURCES))
+
+    def source(task: int) -> str:
+        return SOURCES[source_of(seed, segment, task - first)[0]]  # sources count from the warm-up's end
+
+    found: list[dict[str, tuple[int, int, float]]] = []
+    for entry in entries:
+        trained = Counter(source(used.task) for used in entry.used)
+        ages = Counter[str]()
+        for used, age in zip(entry.used, entry.staleness, strict=True):
+            ages[source(used.task)] += age
+        dropped = Counter(source(drop.task) for drop in entry.drops if drop.retires)
+        told = {name: tally.groups for name, tally in (entry.sources or {}).items()}
+        if told != dict(trained):
+            raise ValueError(f"expected the sources of version {entry.version} to be {told}, got {dict(trained)}")
+        found.append({one: (trained[one], dropped[one], ages[one] / trained[one] if trained[one] else float("nan")) for one in SOURCES})
+    return found
+
+
+def rows(job: Job, entries: Sequence[LedgerEntry], evaluations: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
+    """The table of a run, as COLUMNS says."""
+    table: list[list[Any]] = []
+    for batch, (entry, groups) in enumerate(zip(entries, by_source(entries, job.seed), strict=True)):
+        common = [*job, batch, round(entry.time_s - entries[0].time_s, 3), entry.metrics["rollout/raw_reward"], entry.num_tokens]
+        table += [[*common, name, *groups[name], evaluations[name]["first"], evaluations[name]["last"]] for name in SOURCES]
+    return table
+
+
+async def run_job(job: Job, sets: Sequence[str], out: Path, limit_s: float) -> bool:
+    """Run it and keep its table and ledger; False when it failed."""
+    table_path = out / f"{job.name}.csv"
+    if table_path.exists():
+        return True
+    code = await execute(out / "problems" / "counting.toml", job.name, sets, out, limit_s)
+    directory = RunDir.find(job.name, base=out / "runs")
+    entries = await ledger(directory)
+    if code == 0:
+        keep_ledger(out / f"{job.name}.ledger.jsonl.gz", entries)
+        summary = json.loads((directory.path / "summary.json").read_text(encoding="utf-8"))
+        write_table(table_path, COLUMNS, rows(job, entries, summary["evaluations"]))
+        shutil.rmtree(directory.path)
+    print(f"{job.name}: {len(entries)} batches, exit code {code}", flush=True)
+    return code == 0
+
+
+def run_jobs(arguments: argparse.Namespace) -> list[str]:
+    """Run all; the names of those that failed."""
+    out = Path(arguments.out).absolute()
+    write(out / "problems")
+    for name in ("counting.toml", "counting.py"):
+        shutil.copy(HERE / name, out / "problems" / name)
+    jobs = [Job(arm, seed) for seed in range(arguments.seeds) for arm in arguments.arms]
+
+    def run(job: Job, left_s: float) -> bool:
+        return asyncio.run(run_job(job, settings(job, arguments.seconds, arguments.overrides), out, left_s))
+
+    return run_all(jobs, run, parallel=arguments.parallel, deadline=arguments.deadline)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    running = verbs.add_parser("run")
+    running.add_argument("--out", required=True)
+    running.add_argument("--parallel", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    running.add_argument("--seeds", type=int, default=3)
+    running.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    running.add_argument("--seconds", type=seconds, default=60.0)
+    running.add_argument("--deadline", type=seconds, default=86_400.0)
+    running.add_argument("--set", dest="overrides", action="append", default=[])
+    reporting = verbs.add_parser("report")
+    reporting.add_argument("directory", type=Path)
+    reporting.add_argument("--picture", type=Path)
+    arguments = parser.parse_args()
+    if arguments.verb == "run":
+        if failed := run_jobs(arguments):
+            sys.exit(f"{len(failed)} runs failed or had no time: {' '.join(failed)}")
+        return
+    found = read_tables(arguments.directory.glob("*.csv"))
+    if not found:
+        sys.exit(f"no tables in {arguments.directory}: run `lengths.py run --out {arguments.directory}` first")
+    print(tables(found), end="")
+    if arguments.picture:
+        draw(found, arguments.picture)
+
+
+if __name__ == "__main__":
+    main()
