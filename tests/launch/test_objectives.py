@@ -36,6 +36,8 @@ from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, answer, said
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(400)]
+AGAIN = pytest.mark.combination
+"""The same trouble at another strength."""
 
 CODE = """
 import asyncio
@@ -193,14 +195,21 @@ HANG = ("producer.function=mine.py:some_hang", "producer.idle_timeout_s=9")
     ("keys", "objective", "cause"),
     [
         ((STARVED, *SATURATED, "debug.token_delay_s=0.02"), "starvation", "slow_engine"),
-        ((STARVED, *SATURATED, "debug.token_delay_s=0.1"), "starvation", "slow_engine"),
+        pytest.param((STARVED, *SATURATED, "debug.token_delay_s=0.1"), "starvation", "slow_engine", marks=AGAIN),
         ((STARVED, "producer.concurrency=1", "engine.slots=64", "debug.token_delay_s=0.02"), "starvation", "few_producers"),
-        ((STARVED, "producer.concurrency=2", "engine.slots=64", "debug.token_delay_s=0.1"), "starvation", "few_producers"),
+        pytest.param(
+            (STARVED, "producer.concurrency=2", "engine.slots=64", "debug.token_delay_s=0.1"), "starvation", "few_producers", marks=AGAIN
+        ),
         ((STARVED, "producer.function=mine.py:some_hang", "producer.idle_timeout_s=9"), "starvation", "hung_tool"),
-        ((STARVED, "producer.function=mine.py:most_hang", "producer.idle_timeout_s=9"), "starvation", "hung_tool"),
+        pytest.param((STARVED, "producer.function=mine.py:most_hang", "producer.idle_timeout_s=9"), "starvation", "hung_tool", marks=AGAIN),
         ((STARVED, "reward.kind=mine.py:slow"), "starvation", "slow_reward"),
-        ((STARVED, "reward.kind=mine.py:slower", "producer.concurrency=8"), "starvation", "slow_reward"),
-        (("slo.drop_rate=0.5", "reward.kind=mine.py:mostly_equal", "tasks.drop_zero_variance=true"), "drop_rate", "zero_variance"),
+        pytest.param((STARVED, "reward.kind=mine.py:slower", "producer.concurrency=8"), "starvation", "slow_reward", marks=AGAIN),
+        pytest.param(
+            ("slo.drop_rate=0.5", "reward.kind=mine.py:mostly_equal", "tasks.drop_zero_variance=true"),
+            "drop_rate",
+            "zero_variance",
+            marks=AGAIN,
+        ),
         (("slo.drop_rate=0.5", "reward.kind=mine.py:equal", "tasks.drop_zero_variance=true"), "drop_rate", "zero_variance"),
     ],
     ids=[
@@ -222,7 +231,7 @@ async def test_the_cause_of_a_staged_trouble_is_named(start: Start, run: RunDir,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0.9, 0.97])
+@pytest.mark.parametrize("part", [0.9, pytest.param(0.97, marks=AGAIN)])
 async def test_one_sick_engine_of_several_is_named(start: Start, run: RunDir, part: float) -> None:
     keys = ("slo.starvation=0.3", "engine.workers=3", "engine.slots=4", "producer.concurrency=32", "debug.token_delay_s=0.01")
     async with a_run(start, run, *keys):
@@ -232,7 +241,7 @@ async def test_one_sick_engine_of_several_is_named(start: Start, run: RunDir, pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0.95, 0.97])
+@pytest.mark.parametrize("part", [0.95, pytest.param(0.97, marks=AGAIN)])
 async def test_a_slow_trainer_is_named(start: Start, run: RunDir, part: float) -> None:
     async with a_run(start, run, "slo.stream_lag_s=0.2", "tasks.max_staleness=16"):
         with halting(lambda: worker_pid(run, "trainer"), part=part):
@@ -240,7 +249,7 @@ async def test_a_slow_trainer_is_named(start: Start, run: RunDir, part: float) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left", [1 << 16, 1 << 8])
+@pytest.mark.parametrize("left", [pytest.param(1 << 16, marks=AGAIN), 1 << 8])
 async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> None:
     async with a_run(start, run, "slo.no_progress_s=5", "bus.samples_bytes=33554432") as process:
         assert process.returncode is None
@@ -258,7 +267,11 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> N
 @pytest.mark.parametrize(
     ("keys", "causes"),
     [
-        (("reward.kind=mine.py:mostly_equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
+        pytest.param(
+            ("reward.kind=mine.py:mostly_equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"),
+            {"zero_variance", "slow_engine"},
+            marks=AGAIN,
+        ),
         (("reward.kind=mine.py:equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
         (("reward.kind=mine.py:slow_and_equal", *VAIN), {"zero_variance", "slow_reward"}),
         (("reward.kind=mine.py:equal", *VAIN, *ONE_SLOT, "debug.token_delay_s=0.02"), {"zero_variance", "few_producers"}),

@@ -85,9 +85,9 @@ async def up(tmp_path: Path, start: Start, mesh: str) -> asyncio.subprocess.Proc
 @pytest.mark.parametrize(
     "mesh",
     [
-        "trainer.shards=1",
+        pytest.param("trainer.shards=1", marks=pytest.mark.combination),
         "trainer.shards=2",
-        "trainer.context=2",
+        pytest.param("trainer.context=2", marks=pytest.mark.combination),  # without a kill: the stretches below
         TENSOR,
         pytest.param(PIPELINE, marks=pytest.mark.combination),  # with a critic: test_critic.py
         SHARED,
@@ -221,7 +221,7 @@ async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("shards", "short"), [(1, []), (2, [0]), (2, [1]), *(pytest.param(*one, marks=pytest.mark.combination) for one in ((2, []), (1, [1])))]
+    ("shards", "short"), [(1, []), (2, [1]), *(pytest.param(*one, marks=pytest.mark.combination) for one in ((2, []), (2, [0]), (1, [1])))]
 )
 async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(
     start: Start, tmp_path: Path, shards: int, short: list[int]
