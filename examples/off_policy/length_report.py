@@ -9,6 +9,17 @@ from pathlib import Path
 import numpy as np
 from counting import LENGTHS
 
+ARMS: Mapping[str, tuple[str, ...]] = {
+    "lockstep": ("tasks.max_staleness=0",),
+    "drop-2": ("tasks.max_staleness=2",),
+    "mask-2": ("tasks.max_staleness=2", "tasks.stale=mask"),
+    "wait-2": ("tasks.max_staleness=2", "tasks.stale=wait"),
+    "drop-8": ("tasks.max_staleness=8",),
+    "wait-8": ("tasks.max_staleness=8", "tasks.stale=wait"),
+    "drop-8-paced": ("tasks.max_staleness=8", "tasks.hold_ahead=true"),
+    "wait-8-paced": ("tasks.max_staleness=8", "tasks.stale=wait", "tasks.hold_ahead=true"),
+}
+"""Policies: what becomes of what is too old, the bound, and whether tasks are held back (`tasks.hold_ahead`)."""
 Rows = Sequence[Mapping[str, str]]
 EARLY = 10
 """Batches after the warm-up in which rollouts that take long have not come yet."""
@@ -16,14 +27,12 @@ _COLORS = dict(zip(LENGTHS, ("#66a182", "#edae49", "#d1495b"), strict=True))
 
 
 def by_run(rows: Rows) -> dict[str, list[Rows]]:
-    """arm -> the rows of each of its seeds."""
+    """arm -> the rows of each of its seeds, in the order of ARMS."""
     runs: dict[tuple[str, str], list[Mapping[str, str]]] = defaultdict(list)
     for row in rows:
         runs[row["arm"], row["seed"]].append(row)
-    found: dict[str, list[Rows]] = defaultdict(list)
-    for (arm, _), one in runs.items():
-        found[arm].append(one)
-    return found
+    found = {arm: [one for (of, _), one in runs.items() if of == arm] for arm in ARMS}
+    return {arm: seeds for arm, seeds in found.items() if seeds}
 
 
 def share(run: Rows, column: str, source: str) -> float:

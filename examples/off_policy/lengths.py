@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from counting import LENGTHS, write
-from length_report import draw, tables
+from length_report import ARMS, draw, tables
 from running import execute, keep_ledger, ledger, read_tables, run_all, write_table
 
 from streamrl.cli.numbers import seconds
@@ -33,17 +33,6 @@ from streamrl.schemas.control import MixtureSegment
 from streamrl.schemas.ledger import LedgerEntry
 
 HERE = Path(__file__).parent
-ARMS: Mapping[str, tuple[str, ...]] = {
-    "lockstep": ("tasks.max_staleness=0",),
-    "drop-2": ("tasks.max_staleness=2",),
-    "mask-2": ("tasks.max_staleness=2", "tasks.stale=mask"),
-    "wait-2": ("tasks.max_staleness=2", "tasks.stale=wait"),
-    "drop-8": ("tasks.max_staleness=8",),
-    "wait-8": ("tasks.max_staleness=8", "tasks.stale=wait"),
-    "drop-8-paced": ("tasks.max_staleness=8", "tasks.hold_ahead=true"),
-    "wait-8-paced": ("tasks.max_staleness=8", "tasks.stale=wait", "tasks.hold_ahead=true"),
-}
-"""Policies: what becomes of what is too old, the bound, and whether tasks are held back (`tasks.hold_ahead`)."""
 SOURCES = tuple(LENGTHS)
 COLUMNS = ("arm", "seed", "batch", "seconds", "reward", "tokens", "source", "trained", "dropped", "age", "heldout_first", "heldout_last")
 """A row for each batch and source: groups trained and dropped, mean age in versions of the trained groups' oldest tokens."""
