@@ -14,7 +14,7 @@ from streamrl.data.model import write_qwen3
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
-from tests.support.plans import plan, write_model
+from tests.support.plans import GPUS, plan, reckoned, write_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRESETS = sorted((EXAMPLES / "presets").glob("*.toml"))
@@ -91,3 +91,20 @@ def test_a_preset_is_accepted_and_trains(preset: Path, tmp_path: Path) -> None:
         digests.append(result.digest)
     assert (digests[0] == digests[1]) == (preset.stem == "ppo"), "the critic alone is trained first"
     assert digests[1] != digests[2]
+
+
+TABLE = (EXAMPLES.parent / "docs" / "megatron.md").read_text().partition("<!-- 70b: begin -->\n")[2].partition("<!-- 70b: end -->")[0]
+ELSEWHERE = ("ray.address=auto", "bus.host=0.0.0.0", "engine.host=0.0.0.0", "engine.sglang.gpus=[]", "weights.transport=bus")
+
+
+@pytest.mark.parametrize("row", TABLE.splitlines()[2:])
+def test_what_a_70b_takes_is_what_the_page_says(row: str, tmp_path: Path) -> None:
+    gpu, seen, tensor, pipeline, ranks, llama, qwen, layers, on = (cell.strip() for cell in row.strip("|").split("|"))
+    mesh = [f"trainer.tensor={tensor}", f"trainer.pipeline={pipeline}", f"trainer.ranks={ranks}", *(ELSEWHERE if on != "one host" else ())]
+    for name, gib in (("Llama-3.3-70B-Instruct", llama), ("Qwen2.5-72B-Instruct", qwen)):
+        given = [ROWS, f"model.path={write_model(tmp_path, name)}", *mesh]
+        checks = plan(load(EXAMPLES / "presets" / "grpo_70b.toml", given), gpu)
+        assert {check.state for check in checks.values()} == {"ok"}
+        assert reckoned(checks) == float(gib)
+        assert name.startswith("Qwen") or checks["activations"].found.startswith(f"{layers} layers")
+    assert GPUS[gpu] == float(seen)
