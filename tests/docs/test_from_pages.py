@@ -1,10 +1,10 @@
-"""The pages for who comes from another system: their files are loaded and fit GPUs, their rows say what the files say, and every key is there."""
+"""The pages for who comes from another system: their files are loaded and fit GPUs, and their rows are held to files and keys."""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,8 @@ import pytest
 
 from scripts.docs.configuration import sections
 from streamrl.config.load import convert, load
+from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES
+from streamrl.config.reward_kinds import named
 from streamrl.config.tree import Config, DataConfig
 from streamrl.data.problems import read_problem
 from streamrl.data.rows import open_rows
@@ -37,6 +39,8 @@ TABLES = ("engine.sglang.flags", "producer.options")
 """Keys that hold a table of names of others."""
 MISSING = ("lora", "fp8", "vllm", "colocate", "offload", "muon", "draft", "kto", "dpo")
 """Words that no key may have while the pages say that the thing is not there."""
+NAMES: dict[str, Callable[[str], object]] = {"loss.advantage": ESTIMATORS.get, "loss.policy": POLICY_LOSSES.get, "reward.kind": named}
+"""Keys whose values are names of a table of ours, unless they are functions."""
 _SETTING = re.compile(r"`((?:[a-z_]+(?:\[\])?\.)+[a-z_0-9]+)(?: = ([^`]+))?`")
 
 
@@ -116,6 +120,8 @@ def test_every_key_is_there_and_takes_its_value(name: str, mark: str) -> None:
             assert table or key in KEYS | SECTIONS, f"{name}: {key}"
             if value and not table and "[]" not in key and not re.fullmatch(r"[A-Z]", value):
                 convert(tomllib.loads(f"{key} = {value}"), where=name)
+            if value and key in NAMES and ":" not in value:
+                assert NAMES[key](value.strip('"')), f"{name}: {key} = {value}"
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -51,8 +51,9 @@ def plan(config: Config, gpu: str) -> dict[str, Check]:
 
     Of `check_config` what goes by the configuration and a model's description: not this machine's disk, ports, interpreters and GPUs.
     """
-    found = [*check_gpu_memory(config, int(GPUS[gpu] * GIB)), *check_rewards(config), check_credits(config) if rollout_code(config) else None]
-    return {check.name: check for check in (check_backend(config), *found) if check is not None}
+    found = [check_backend(config), check_credits(config) if rollout_code(config) else None]
+    found += [*check_gpu_memory(config, int(GPUS[gpu] * GIB)), *check_rewards(config)]
+    return {check.name: check for check in found if check is not None}
 
 
 def reckoned(checks: dict[str, Check]) -> float:
