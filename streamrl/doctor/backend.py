@@ -9,6 +9,7 @@ from streamrl.config.tree import Config
 from streamrl.doctor.findings import Check
 from streamrl.errors import ConfigError
 from streamrl.trainers.megatron.buildable import buildable, check_installed, read_architecture
+from streamrl.trainers.megatron.names import Place, check_mesh
 
 
 def refuse_backend(config: Config) -> str:
@@ -58,6 +59,25 @@ def check_backend(config: Config) -> Check | None:
     except ConfigError as error:
         return Check("backend", "fail", error.message, error.hint)
     return Check("backend", "ok", found) if found else None
+
+
+def divides(config: Config) -> bool:
+    """Whether heads, layers, widths and experts of the model are divided by the mesh of `trainer.backend = "megatron"`.
+
+    True where that is not known, and with another backend.
+    """
+    trainer = config.trainer
+    if trainer.backend != "megatron":
+        return True
+    try:
+        _, arch = read_architecture(Path(config.model.path), 1)
+    except ConfigError:
+        return True
+    try:
+        check_mesh(arch, Place(tensors=trainer.tensor, expert_parts=trainer.experts, stages=trainer.pipeline))
+    except ConfigError:
+        return False
+    return True
 
 
 def _built(config: Config) -> dict[str, Any]:

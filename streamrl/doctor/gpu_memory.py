@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from streamrl.config.tree import Config
 from streamrl.core.packing import ROW
+from streamrl.doctor.backend import divides
 from streamrl.doctor.findings import Check
 from streamrl.errors import LaunchError
 from streamrl.trainers.activations import GIB, Cut, ModelShape, model_shape
@@ -198,14 +199,18 @@ def _longest(config: Config) -> int:
 
 def _fitting_parts(config: Config, gpu_bytes: int) -> str:
     trainer, shape = config.trainer, read_shape(config.model.path)
-    key = "shards" if trainer.backend == "torch" else "experts" if shape is not None and shape.met else "tensor"
-    before: int = getattr(trainer, key)
-    parts = before
-    while (parts := 2 * parts) <= _MOST_SHARDS:
-        cut = replace(config, trainer=replace(trainer, ranks=trainer.ranks // before * parts, **{key: parts}))
-        found = _reckoned(cut, gpu_bytes)
-        if found is not None and max(found.making, found.nbytes + _longest(config) * found.token) <= gpu_bytes:
-            return f"trainer.{key} = {parts}, with trainer.ranks a multiple of it, would fit GPUs of this size"
+    keys = ("shards",) if trainer.backend == "torch" else ("experts",) if shape is not None and shape.met else ("tensor", "pipeline")
+    for key in keys:
+        before: int = getattr(trainer, key)
+        parts = before
+        while (parts := 2 * parts) <= _MOST_SHARDS:
+            cut = replace(config, trainer=replace(trainer, ranks=trainer.ranks // before * parts, **{key: parts}))
+            if not divides(cut):
+                break
+            found = _reckoned(cut, gpu_bytes)
+            if found is not None and max(found.making, found.nbytes + _longest(config) * found.token) <= gpu_bytes:
+                multiple = "it" if cut.trainer.tensor == 1 or key == "tensor" else f"{cut.trainer.tensor} x {parts}"
+                return f"trainer.{key} = {parts}, with trainer.ranks a multiple of {multiple}, would fit GPUs of this size"
     return "take a larger GPU, a smaller model, weights.ring = 1, or leave out what else is loaded"
 
 

@@ -65,6 +65,8 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("metrics.md", "python"): 1,
         ("metrics.md", "sql"): 1,
         ("replay.md", "sql"): 1,
+        ("from-verl.md", "python"): 1,  # tests/docs/test_from_pages.py
+        ("from-trl.md", "python"): 1,
     }
     assert others == own_tests, "README.md: that of the root, and that of examples/calculator_tool"
 
@@ -99,7 +101,10 @@ def test_toml_is_taken(block: Block, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for rows in ("train.parquet", "test.parquet"):
         (tmp_path / rows).symlink_to(ROOT / "examples" / "gsm8k" / rows)
-    (tmp_path / "Qwen3-0.6B").mkdir()
+    for model in ("Qwen3-0.6B", "Qwen3-4B", "DeepSeek-R1-Distill-Qwen-1.5B"):
+        (tmp_path / model).mkdir()
+    for rows in ("dapo-math-17k.jsonl", "aime-2024.jsonl", "aime2024.jsonl"):
+        (tmp_path / rows).touch()
     (tmp_path / "chats.jsonl").touch()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     data = "" if "[data]" in text or "[[data." in text else '[data]\ntrain = "rows.jsonl"\nheldout = "rows.jsonl"\n'

@@ -15,6 +15,7 @@ from streamrl.config.loss import CriticConfig, DistillationConfig, KLConfig, Los
 from streamrl.config.ray import RayConfig
 from streamrl.config.tree import Config, EvaluationConfig, ModelConfig, TasksConfig, TrainerConfig, WeightsConfig
 from streamrl.doctor import gpu_memory
+from streamrl.doctor.backend import divides
 from streamrl.doctor.gpu_memory import (
     check_activations,
     check_gpu_memory,
@@ -301,3 +302,18 @@ def test_a_policy_too_large_for_a_rank_of_megatron_is_refused_with_the_tensor_ra
     assert (found := check_trainer_memory(long, 140 << 30)) is not None and found.state == "ok", "no layer keeps its activations"
     refused = check_trainer_memory(replace(long, trainer=replace(long.trainer, activations="all")), 140 << 30)
     assert refused is not None and refused.state == "fail" and "trainer.context = " in refused.hint, refused
+
+
+def test_a_mesh_that_the_model_does_not_divide_is_never_advised(tmp_path: Path) -> None:
+    """70B on 8 x 2 ranks of 80 GB needs twice as many: 8 heads of keys and values go no further, so it takes stages."""
+    llama = {"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+    model = written(tmp_path, {**llama, "intermediate_size": 28_672, "vocab_size": 128_256})
+    trainer = TrainerConfig(backend="megatron", ranks=16, tensor=8, pipeline=2)
+    config = Config(model=model, trainer=trainer, weights=WeightsConfig(ring=1))
+    found = check_trainer_memory(config, 79 << 30)
+    assert found is not None and found.state == "fail"
+    assert "trainer.pipeline = 4, with trainer.ranks a multiple of 8 x 4, would fit" in found.hint
+    advised = check_trainer_memory(replace(config, trainer=replace(trainer, ranks=32, pipeline=4)), 79 << 30)
+    assert advised is not None and advised.state == "ok"
+    assert divides(replace(config, trainer=replace(trainer, ranks=32, pipeline=4)))
+    assert not divides(replace(config, trainer=replace(trainer, ranks=32, tensor=16)))

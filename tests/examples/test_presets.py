@@ -14,6 +14,7 @@ from streamrl.data.model import write_qwen3
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
+from tests.support.plans import GPUS, plan, reckoned, write_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PRESETS = sorted((EXAMPLES / "presets").glob("*.toml"))
@@ -46,10 +47,35 @@ def batch(step: int) -> TrainBatch:
 
 
 def test_there_are_presets() -> None:
-    assert [path.stem for path in PRESETS] == ["grpo", "ppo"]
+    assert [path.stem for path in PRESETS] == ["grpo", "grpo_70b", "ppo"]
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("preset", "model", "gpu", "states"),
+    [
+        ("grpo", "Qwen3-1.7B", "H100", ("ok", "ok")),
+        ("grpo", "Qwen3-4B", "H200", ("ok", "ok")),
+        ("grpo", "Qwen3-4B", "H100", ("ok", "warn")),
+        ("ppo", "Qwen3-1.7B", "H200", ("ok", "ok")),
+        ("ppo", "Qwen3-4B", "H200", ("fail", "warn")),
+        ("grpo_70b", "Llama-3.3-70B-Instruct", "B300", ("ok", "ok")),
+        ("grpo_70b", "Qwen2.5-72B-Instruct", "B300", ("ok", "ok")),
+        ("grpo_70b", "Llama-3.3-70B-Instruct", "H200", ("fail", "warn")),
+    ],
+)
+def test_the_doctor_says_which_model_a_preset_fits(preset: str, model: str, gpu: str, states: tuple[str, str], tmp_path: Path) -> None:
+    config = load(EXAMPLES / "presets" / f"{preset}.toml", [ROWS, f"model.path={write_model(tmp_path, model)}"])
+    checks = plan(config, gpu)
+    assert (checks["trainer memory"].state, checks["activations"].state) == states
+    assert ("backend" in checks, "shared gpu" in checks) == (preset == "grpo_70b",) * 2
+    others = {name: check.state for name, check in checks.items() if name not in ("trainer memory", "activations", "shared gpu")}
+    assert set(others.values()) <= {"ok"}
+    if "shared gpu" in checks:
+        assert (checks["shared gpu"].state == "ok") == (gpu == "B300")
+        assert config.loss == load(EXAMPLES / "presets" / "grpo.toml", [ROWS, f"model.path={tmp_path / model}"]).loss
+
+
+@pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem != "grpo_70b"], ids=lambda path: path.stem)
 def test_a_preset_is_accepted_and_trains(preset: Path, tmp_path: Path) -> None:
     write_qwen3(tmp_path, ModelConfig(hidden=16, layers=1, heads=2, kv_heads=1, intermediate=24), seed=0)
     critic = ("loss.critic.only_steps=2",) if preset.stem == "ppo" else ()
@@ -65,3 +91,20 @@ def test_a_preset_is_accepted_and_trains(preset: Path, tmp_path: Path) -> None:
         digests.append(result.digest)
     assert (digests[0] == digests[1]) == (preset.stem == "ppo"), "the critic alone is trained first"
     assert digests[1] != digests[2]
+
+
+TABLE = (EXAMPLES.parent / "docs" / "megatron.md").read_text().partition("<!-- 70b: begin -->\n")[2].partition("<!-- 70b: end -->")[0]
+ELSEWHERE = ("ray.address=auto", "bus.host=0.0.0.0", "engine.host=0.0.0.0", "engine.sglang.gpus=[]", "weights.transport=bus")
+
+
+@pytest.mark.parametrize("row", TABLE.splitlines()[2:])
+def test_what_a_70b_takes_is_what_the_page_says(row: str, tmp_path: Path) -> None:
+    gpu, seen, tensor, pipeline, ranks, llama, qwen, layers, on = (cell.strip() for cell in row.strip("|").split("|"))
+    mesh = [f"trainer.tensor={tensor}", f"trainer.pipeline={pipeline}", f"trainer.ranks={ranks}", *(ELSEWHERE if on != "one host" else ())]
+    for name, gib in (("Llama-3.3-70B-Instruct", llama), ("Qwen2.5-72B-Instruct", qwen)):
+        given = [ROWS, f"model.path={write_model(tmp_path, name)}", *mesh]
+        checks = plan(load(EXAMPLES / "presets" / "grpo_70b.toml", given), gpu)
+        assert {check.state for check in checks.values()} == {"ok"}
+        assert reckoned(checks) == float(gib)
+        assert name.startswith("Qwen") or checks["activations"].found.startswith(f"{layers} layers")
+    assert GPUS[gpu] == float(seen)
