@@ -233,6 +233,26 @@ def dppo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, boun
     return surrogate + kl * log_ratio.square(), _metrics(log_ratio, ratio, left_out)
 
 
+def m2po(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, chosen: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient without the tokens that would take the second moment of the log-ratio over its bound: L = -keep r A, r = pi / mu.
+
+    arXiv 2510.01161, equation 5. Nothing else is clipped. Which tokens are left out is decided over the whole optimizer step
+    (`streamrl.algorithms.choices.second_moment`); they keep their place in the denominator, as in the paper.
+
+    Args:
+        logprobs: log pi.
+        sampler_logprobs: log mu.
+        advantages: A.
+        chosen: bool, what is left out.
+
+    Returns:
+        Loss, and metrics `train/pg_clipfrac` (1 where left out), `train/ppo_kl` (log mu - log pi), `train/ois` (r).
+    """
+    log_ratio = logprobs - sampler_logprobs.detach()
+    ratio = ratio_of(log_ratio)
+    return torch.where(chosen, 0.0, -ratio * advantages), _metrics(log_ratio, ratio, chosen)
+
+
 def opsm_keep(
     logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, sequences: Sequences, *, delta: float
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -161,6 +161,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """dppo: a token is left out once pi - mu has gone this far where its advantage pushes it."""
     dppo_kl: NonNegativeFloat = 1e-3
     """dppo: times (log pi - log mu)^2."""
+    m2po_bound: PositiveFloat = 0.04
+    """m2po: the tokens that have gone furthest are left out until the mean of (log pi - log mu)^2 is at most this (arXiv 2510.01161)."""
     opsm_delta: NonNegativeFloat = 0.0
     """Mask samples of negative advantage whose mean log(mu / pi) exceeds this (OPSM, arXiv 2512.02556, eq. 9), for example 1e-4; 0: off."""
     proximal: Literal["recomputed", "log_linear", "sampler"] = "recomputed"

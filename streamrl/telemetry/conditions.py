@@ -38,6 +38,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "train/opd_reverse_kl": "there is a teacher: `loss.distillation`",
         "train/pg_dual_clipfrac": "`loss.dual_clip` is set",
         "train/sapo_gate": "SAPO is the loss: `loss.policy`",
+        **dict.fromkeys(("train/m2", "train/m2_kept"), "M2PO is the loss: `loss.policy`"),
         "train/opsm_clipfrac": "`loss.opsm_delta` is set",
         "train/answer_probability": "there is a warm-up",
         **dict.fromkeys(("train/expert_load_max", "train/expert_load_min", "train/expert_load_entropy"), _EXPERTS),

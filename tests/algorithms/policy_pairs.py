@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, m2po, ppo_clip, sapo
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout
 
@@ -71,6 +71,14 @@ def dppo_pair(bound: float, kl: float) -> tuple[Ours, Theirs]:
     return lambda x: dppo(x.logprobs, x.mu, x.advantages, bound=bound, kl=kl), partial(reference.dppo, bound=bound, kl=kl)
 
 
+def m2po_pair(far: float) -> tuple[Ours, Theirs]:
+    """With tokens beyond a distance in the place of those that a whole step's choice leaves out."""
+    return (
+        lambda x: m2po(x.logprobs, x.mu, x.advantages, (x.logprobs.detach() - x.mu).abs() > far),
+        partial(reference.m2po, gone=lambda token: abs(token.logp.item() - token.mu) > far),
+    )
+
+
 PAIRS = {
     "ppo": ppo_pair(0.2, 0.28, 0.0),
     "ppo_narrow": ppo_pair(0.05, 0.1, 0.0),
@@ -88,4 +96,5 @@ PAIRS = {
     "aipo": aipo_pair(1.4),
     "dppo": dppo_pair(0.1, 1e-3),
     "dppo_plain": dppo_pair(0.02, 0.0),
+    "m2po": m2po_pair(0.4),
 }

@@ -139,6 +139,11 @@ def dppo(sequences: list[Sequence], bound: float, kl: float) -> PerToken:
     return _each(sequences, objective)
 
 
+def m2po(sequences: list[Sequence], gone: Callable[[Token], bool]) -> PerToken:
+    """Equation 5 of arXiv 2510.01161: M r A, where `gone` tells M = 0."""
+    return _each(sequences, lambda token: torch.exp(token.logp - token.mu) * token.advantage * (not gone(token)))
+
+
 def opsm(sequences: list[Sequence], delta: float) -> list[list[bool]]:
     """M of equation 9 of DeepSeek-V3.2, whose pi_old is the sampler: whether each token is kept; untrained ones are."""
     kept: list[list[bool]] = []

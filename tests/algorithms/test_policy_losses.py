@@ -57,6 +57,7 @@ EDGES = {
     "sapo": (),
     "sapo_steep": (),
     "aipo": (1.4,),
+    "m2po": (math.exp(0.4), math.exp(-0.4)),
     "dppo": (1 - 0.1 * math.e, 1 + 0.1 * math.e),
     "dppo_plain": (1 - 0.02 * math.e, 1 + 0.02 * math.e),
 }

@@ -128,6 +128,7 @@ PIPELINES = {
         reduction="token_mean",
         correction=CorrectionConfig(kind="clip", low=0.5, high=1.5, level="sequence", ratio="current", mask_staleness=1),
     ),
+    "chosen": LossConfig(policy="m2po", reduction="token_mean", correction=CorrectionConfig(kind="none")),
     "linear": LossConfig(advantage="rloo", policy="sapo", proximal="log_linear", reduction="constant_length", constant_length=7),
 }
 

@@ -76,6 +76,7 @@ def policy_tokens(
     *,
     proximal: npt.NDArray[np.floating] | None,
     progress: float,
+    chosen: npt.NDArray[np.bool_] | None = None,
 ) -> tuple[PolicyTokens, Tensor]:
     """What a policy loss is given, and which tokens are dropped [M]: those with a number that is not finite stand outside the mask, as 0.
 
@@ -88,6 +89,7 @@ def policy_tokens(
         loss: the section.
         proximal: [T] log-probs before the batch's first step, for `loss.proximal = "recomputed"`; None: those of `logprobs`.
         progress: how much of the batch's optimizer steps is done, in [0, 1).
+        chosen: [T] what the policy loss chose of the step's tokens, see `streamrl.algorithms.choices`.
     """
 
     def like(values: npt.NDArray[np.floating]) -> Tensor:
@@ -118,6 +120,7 @@ def policy_tokens(
         sequences=Selected(packed, finite.keep),
         entropy=entropy,
         reference=others[0] if others else None,
+        chosen=None if chosen is None else on_device(chosen[target], logprobs.device),
     )
     return tokens, packed.mask & ~finite.keep
 

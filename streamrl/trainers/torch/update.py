@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.choices import Choice, choose, chooses
 from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.estimators import needed_scores
 from streamrl.algorithms.importance import normalization
@@ -180,6 +181,7 @@ class Update:
                 sums: dict[str, float] = {"train/loss": 0.0, DROPPED: 0.0}
                 told: list[Told] = []
                 wanted = objective.weights[index] > 0
+                choice = self._choice(batch, objective, index)
                 if slime is not None:
                     wanted = slime.wanted(batch, wanted)
                 micros = self._micro_batches(batch, wanted, samples, layout, policy.width)
@@ -204,7 +206,15 @@ class Update:
                                 # At the first step the policy is pi_proximal; scored in another layout it would differ by rounding.
                                 before = objective.scores.proximal if index else None
                                 tokens, dropped = policy_tokens(
-                                    batch, objective, micro.target, logprobs, entropy, loss, proximal=before, progress=progress
+                                    batch,
+                                    objective,
+                                    micro.target,
+                                    logprobs,
+                                    entropy,
+                                    loss,
+                                    proximal=before,
+                                    progress=progress,
+                                    chosen=choice and choice.chosen,
                                 )
                                 surrogate, measured = self._policy_loss(tokens, loss)
                                 terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
@@ -218,7 +228,7 @@ class Update:
                         all_logprobs[one.target] = one.logprobs.double().cpu().numpy()
                     if one.weights is not None:
                         all_weights[one.target] = one.weights.double().cpu().numpy()
-                sums = self._parallel.sum_named(sums) | self._balancing.metrics()
+                sums = self._parallel.sum_named(sums) | self._balancing.metrics() | (choice.metrics if choice else {})
                 norms, applied = self._apply(rate, policy=learns, critic=batch.kind == "rl")
                 finite = finite and applied
                 rows.append(sums | norms | {"train/global_batch_size": float(len(samples))})
@@ -325,6 +335,15 @@ class Update:
         ages = torch.from_numpy(batch.staleness[target])
         sequences = packed_sequences(batch, target)
         return normalization(correct(torch.from_numpy(proximal[target]).to(mu.dtype), mu, ages, sequences, self._loss.correction).sums)
+
+    def _choice(self, batch: TrainBatch, objective: Objective, index: int) -> Choice | None:
+        """What the policy loss decides over all of a step's tokens, from the policy as it is before the step; equal on all ranks."""
+        if batch.kind == "sft" or not chooses(self._loss):
+            return None
+        among, before = (objective.weights[index] > 0) & objective.finite, objective.scores.proximal
+        if index or before is None:
+            before = self.score(batch, Role.POLICY, among, objective.steps[index])
+        return choose(batch, self._loss, among, logprobs=before, advantages=objective.advantages)
 
     def _teach(self, objective: Objective, index: int, micros: Sequence[MicroBatch]) -> Iterator[Told]:
         """The critic's part of an optimizer step, where there is a critic.
