@@ -9,7 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from streamrl.algorithms.corrections import finite_tokens
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, m2po, opsm_keep, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import cispo, gmpo, gspo, gspo_token, opsm_keep, ppo_clip, sapo
+from streamrl.algorithms.sampler_losses import aipo, dppo, m2po
 from streamrl.algorithms.sequences import Selected, Sequences
 from streamrl.config.loss import LossConfig, policy_loss_of, policy_name
 from streamrl.errors import ConfigError, TrainingError

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, m2po, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import cispo, gmpo, gspo, gspo_token, ppo_clip, sapo
+from streamrl.algorithms.sampler_losses import aipo, dppo, m2po
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout
 
