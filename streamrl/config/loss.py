@@ -158,7 +158,13 @@ class LossConfig(Section, frozen=True, kw_only=True):
     aipo_cap: PositiveFloat = 4.0
     """aipo: upper bound of pi / mu (arXiv 2505.24034)."""
     dppo_bound: PositiveFloat = 0.2
-    """dppo: a token is left out once pi - mu has gone this far where its advantage pushes it."""
+    """dppo: a token is left out once its divergence is above this and its advantage pushes it on (arXiv 2602.04879)."""
+    dppo_bound_low: NonNegativeFloat = 0.0
+    """dppo: the same for tokens that have become less likely; 0: `dppo_bound`."""
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    """dppo: of the token and all others, |pi - mu| or KL(mu || pi) in nats; for `kl` a bound of 0.05 is usual."""
+    dppo_symmetric: bool = False
+    """dppo: leave out every token whose divergence is above its bound, whichever way its advantage pushes."""
     dppo_kl: NonNegativeFloat = 1e-3
     """dppo: times (log pi - log mu)^2."""
     m2po_bound: PositiveFloat = 0.04

@@ -110,7 +110,16 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "cispo": PolicyLoss(settings=_CLIP, table=True),
         "sapo": PolicyLoss(settings={"tau_positive": "sapo_tau_positive", "tau_negative": "sapo_tau_negative"}),
         "aipo": PolicyLoss(settings={"cap": "aipo_cap"}, anchor="sampler"),
-        "dppo": PolicyLoss(settings={"bound": "dppo_bound", "kl": "dppo_kl"}, anchor="sampler"),
+        "dppo": PolicyLoss(
+            settings={
+                "bound": "dppo_bound",
+                "bound_low": "dppo_bound_low",
+                "divergence": "dppo_divergence",
+                "symmetric": "dppo_symmetric",
+                "kl": "dppo_kl",
+            },
+            anchor="sampler",
+        ),
         "m2po": PolicyLoss(settings={}, anchor="sampler", choice={"bound": "m2po_bound"}),
     }
 )

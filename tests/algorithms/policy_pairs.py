@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamrl.algorithms.policy_losses import cispo, gmpo, gspo, gspo_token, ppo_clip, sapo
-from streamrl.algorithms.sampler_losses import aipo, dppo, m2po
+from streamrl.algorithms.sampler_losses import Divergence, aipo, dppo, m2po
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout
 
@@ -68,8 +69,14 @@ def aipo_pair(cap: float) -> tuple[Ours, Theirs]:
     return lambda x: aipo(x.logprobs, x.mu, x.advantages, cap=cap), partial(reference.aipo, cap=cap)
 
 
-def dppo_pair(bound: float, kl: float) -> tuple[Ours, Theirs]:
-    return lambda x: dppo(x.logprobs, x.mu, x.advantages, bound=bound, kl=kl), partial(reference.dppo, bound=bound, kl=kl)
+def dppo_pair(
+    bound: float, kl: float, low: float | None = None, divergence: Divergence = "tv", symmetric: bool = False
+) -> tuple[Ours, Theirs]:
+    how: dict[str, Any] = {"bound": bound, "kl": kl, "divergence": divergence, "symmetric": symmetric}
+    return (
+        lambda x: dppo(x.logprobs, x.mu, x.advantages, bound_low=low or 0.0, **how),
+        partial(reference.dppo, low=low, **how),
+    )
 
 
 def m2po_pair(far: float) -> tuple[Ours, Theirs]:
@@ -97,5 +104,9 @@ PAIRS = {
     "aipo": aipo_pair(1.4),
     "dppo": dppo_pair(0.1, 1e-3),
     "dppo_plain": dppo_pair(0.02, 0.0),
+    "dppo_two": dppo_pair(0.1, 1e-3, low=0.03),
+    "dppo_symmetric": dppo_pair(0.1, 0.0, low=0.03, symmetric=True),
+    "dppo_kl": dppo_pair(0.02, 1e-3, low=0.01, divergence="kl"),
+    "dppo_kl_symmetric": dppo_pair(0.02, 0.0, divergence="kl", symmetric=True),
     "m2po": m2po_pair(0.4),
 }

@@ -60,6 +60,10 @@ EDGES = {
     "m2po": (math.exp(0.4), math.exp(-0.4)),
     "dppo": (1 - 0.1 * math.e, 1 + 0.1 * math.e),
     "dppo_plain": (1 - 0.02 * math.e, 1 + 0.02 * math.e),
+    "dppo_two": (1 - 0.03 * math.e, 1 + 0.03 * math.e, 1 + 0.1 * math.e),
+    "dppo_symmetric": (1 - 0.03 * math.e, 1 + 0.03 * math.e, 1 + 0.1 * math.e),
+    "dppo_kl": (),  # `test_sampler_losses` has its bounds
+    "dppo_kl_symmetric": (),
 }
 
 
