@@ -16,9 +16,8 @@ from torch import Tensor
 
 from streamrl.algorithms.choices import Choice, choose, chooses
 from streamrl.algorithms.corrections import correct
-from streamrl.algorithms.estimators import needed_scores
 from streamrl.algorithms.importance import normalization
-from streamrl.algorithms.objective import Objective, Scores, make_objective
+from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.sequences import packed_sequences
 from streamrl.config.loss import is_function
@@ -383,16 +382,3 @@ class Update:
 
     def _everyones(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return self._parallel.sum_rows(torch.from_numpy(values)).numpy()
-
-
-def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
-    """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
-    if batch.kind == "sft":
-        return frozenset()
-    roles = set(needed_scores(loss))
-    recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
-    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
-        roles.add(Role.PROXIMAL)
-    if loss.kl.loss_coef > 0:
-        roles.add(Role.REFERENCE)
-    return frozenset(roles)
