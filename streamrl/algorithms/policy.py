@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from streamrl.algorithms.corrections import finite_tokens
-from streamrl.algorithms.policy_losses import cispo, gmpo, gspo, gspo_token, opsm_keep, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import cispo, clip_cov, gmpo, gspo, gspo_token, kl_cov, opsm_keep, ppo_clip, sapo
 from streamrl.algorithms.sampler_losses import aipo, dppo, m2po
 from streamrl.algorithms.sequences import Selected, Sequences
 from streamrl.config.loss import LossConfig, policy_loss_of, policy_name
@@ -38,7 +38,9 @@ class PolicyTokens(NamedTuple):
     reference: Tensor | None = None
     """log pi_reference, where there is a reference policy."""
     chosen: Tensor | None = None
-    """Bool: what `streamrl.algorithms.choices.choose` chose of the optimizer step's tokens, for a policy loss that needs it."""
+    """Bool: what the policy loss chose of the optimizer step's tokens, where it does (`streamrl.algorithms.choices.decide`)."""
+    share: Tensor | None = None
+    """What the trainer multiplies the policy loss by, where `loss.top_entropy` leaves tokens out."""
 
 
 PolicyLoss = Callable[[PolicyTokens, LossConfig], tuple[Tensor, dict[str, Tensor]]]
@@ -53,6 +55,8 @@ POLICY_LOSSES: Mapping[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = M
         "gspo_token": gspo_token,
         "gmpo": gmpo,
         "cispo": cispo,
+        "clip_cov": clip_cov,
+        "kl_cov": kl_cov,
         "sapo": sapo,
         "aipo": aipo,
         "dppo": dppo,
@@ -104,7 +108,7 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[
         if tokens.chosen is None:
             raise TrainingError(
                 f"expected PolicyTokens.chosen, which loss.policy = {name} goes by, got None",
-                hint="ask streamrl.algorithms.choices.choose about the whole optimizer step",
+                hint="ask streamrl.algorithms.choices.decide about the whole optimizer step",
                 policy=name,
             )
         given = (*given, tokens.chosen & keep)

@@ -154,6 +154,54 @@ def cispo(
     return -weight * advantages * logprobs, clip_metrics(log_ratio, ratio, weight != ratio)
 
 
+def clip_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo_clip` without some tokens whose log-prob and advantage are high together, which use up the entropy: L = 0 where chosen.
+
+    arXiv 2505.22617, equation 12, over PPO's clip as in its listing. Which tokens are chosen is decided over the whole optimizer step
+    (`streamrl.algorithms.choices.clip_cov`); they keep their place in the denominator.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        chosen: bool, what is detached.
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+
+    Returns:
+        Loss and metrics as in `ppo_clip`, and `train/cov_fraction` (1 where chosen).
+    """
+    loss, metrics = ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+    return torch.where(chosen, 0.0, loss), {**metrics, "train/cov_fraction": chosen.to(loss.dtype)}
+
+
+def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: Tensor, *, coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient with a penalty on the tokens whose log-prob and advantage are highest together: L = -r A + chosen coef |log r|.
+
+    arXiv 2505.22617, equation 14, with r = pi / pi_old and |log r| for KL(pi_old || pi) as in its listing; nothing is clipped. Which
+    tokens are penalised is decided over the whole optimizer step (`streamrl.algorithms.choices.kl_cov`). Where a token has not moved
+    the penalty has no gradient, so without steps between pi_old and pi it does nothing.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        chosen: bool, what is penalised.
+        coef: beta; 1 in the paper.
+
+    Returns:
+        Loss, and metrics `train/pg_clipfrac` (0), `train/ppo_kl` (log pi_old - log pi), `train/ois` (r), `train/cov_fraction` (1 where
+        chosen).
+    """
+    log_ratio = logprobs - old_logprobs.detach()
+    ratio = ratio_of(log_ratio)
+    metrics = clip_metrics(log_ratio, ratio, torch.zeros_like(chosen))
+    loss = -ratio * advantages + torch.where(chosen, coef * log_ratio.abs(), 0.0)
+    return loss, {**metrics, "train/cov_fraction": chosen.to(loss.dtype)}
+
+
 def sapo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -108,6 +108,8 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "gspo_token": PolicyLoss(settings=_CLIP, sequences=True),
         "gmpo": PolicyLoss(settings={"log_low": "gmpo_low", "log_high": "gmpo_high"}, sequences=True),
         "cispo": PolicyLoss(settings=_CLIP, table=True),
+        "clip_cov": PolicyLoss(settings=_CLIP, choice={"fraction": "clip_cov_fraction", "low": "clip_cov_low", "high": "clip_cov_high"}),
+        "kl_cov": PolicyLoss(settings={"coef": "kl_cov_coef"}, choice={"fraction": "kl_cov_fraction"}),
         "sapo": PolicyLoss(settings={"tau_positive": "sapo_tau_positive", "tau_negative": "sapo_tau_negative"}),
         "aipo": PolicyLoss(settings={"cap": "aipo_cap"}, anchor="sampler"),
         "dppo": PolicyLoss(

@@ -39,6 +39,8 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "train/pg_dual_clipfrac": "`loss.dual_clip` is set",
         "train/sapo_gate": "SAPO is the loss: `loss.policy`",
         **dict.fromkeys(("train/m2", "train/m2_kept"), "M2PO is the loss: `loss.policy`"),
+        **dict.fromkeys(("train/cov", "train/cov_fraction"), "Clip-Cov or KL-Cov is the loss: `loss.policy`"),
+        **dict.fromkeys(("train/top_entropy_threshold", "train/top_entropy_fraction"), "`loss.top_entropy` is below 1"),
         "train/opsm_clipfrac": "`loss.opsm_delta` is set",
         "train/answer_probability": "there is a warm-up",
         **dict.fromkeys(("train/expert_load_max", "train/expert_load_min", "train/expert_load_entropy"), _EXPERTS),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.policy_losses import cispo, gmpo, gspo, gspo_token, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import cispo, clip_cov, gmpo, gspo, gspo_token, kl_cov, ppo_clip, sapo
 from streamrl.algorithms.sampler_losses import Divergence, aipo, dppo, m2po
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout
@@ -87,6 +87,22 @@ def m2po_pair(far: float) -> tuple[Ours, Theirs]:
     )
 
 
+def clip_cov_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    """With tokens of a log-prob above -1 in the place of those that a whole step's choice detaches."""
+    return (
+        lambda x: clip_cov(x.logprobs, x.old, x.advantages, x.logprobs.detach() > -1.0, clip_low=low, clip_high=high),
+        partial(reference.clip_cov, low=low, high=high, picked=lambda token: token.logp.item() > -1.0),
+    )
+
+
+def kl_cov_pair(coef: float) -> tuple[Ours, Theirs]:
+    """With tokens of a log-prob above -1 in the place of those that a whole step's choice penalises."""
+    return (
+        lambda x: kl_cov(x.logprobs, x.old, x.advantages, x.logprobs.detach() > -1.0, coef=coef),
+        partial(reference.kl_cov, coef=coef, picked=lambda token: token.logp.item() > -1.0),
+    )
+
+
 PAIRS = {
     "ppo": ppo_pair(0.2, 0.28, 0.0),
     "ppo_narrow": ppo_pair(0.05, 0.1, 0.0),
@@ -109,4 +125,6 @@ PAIRS = {
     "dppo_kl": dppo_pair(0.02, 1e-3, low=0.01, divergence="kl"),
     "dppo_kl_symmetric": dppo_pair(0.02, 0.0, divergence="kl", symmetric=True),
     "m2po": m2po_pair(0.4),
+    "clip_cov": clip_cov_pair(0.2, 0.28),
+    "kl_cov": kl_cov_pair(0.7),
 }

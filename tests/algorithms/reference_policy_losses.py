@@ -151,6 +151,27 @@ def m2po(sequences: list[Sequence], gone: Callable[[Token], bool]) -> PerToken:
     return _each(sequences, lambda token: torch.exp(token.logp - token.mu) * token.advantage * (not gone(token)))
 
 
+def clip_cov(sequences: list[Sequence], low: float, high: float, picked: Callable[[Token], bool]) -> PerToken:
+    """Equation 12 of arXiv 2505.22617 over PPO's clip: 0 for what is picked."""
+
+    def objective(token: Token) -> Tensor:
+        if picked(token):
+            return token.logp * 0.0
+        return _ppo_objective(torch.exp(token.logp - token.old), token.advantage, low, high)
+
+    return _each(sequences, objective)
+
+
+def kl_cov(sequences: list[Sequence], coef: float, picked: Callable[[Token], bool]) -> PerToken:
+    """Equation 14 of arXiv 2505.22617, with |log pi - log pi_old| for the KL."""
+
+    def objective(token: Token) -> Tensor:
+        value = torch.exp(token.logp) / math.exp(token.old) * token.advantage
+        return value - coef * torch.abs(token.logp - token.old) if picked(token) else value
+
+    return _each(sequences, objective)
+
+
 def opsm(sequences: list[Sequence], delta: float) -> list[list[bool]]:
     """M of equation 9 of DeepSeek-V3.2, whose pi_old is the sampler: whether each token is kept; untrained ones are."""
     kept: list[list[bool]] = []

@@ -58,6 +58,8 @@ EDGES = {
     "sapo_steep": (),
     "aipo": (1.4,),
     "m2po": (math.exp(0.4), math.exp(-0.4)),
+    "clip_cov": (0.8, 1.28),
+    "kl_cov": (),
     "dppo": (1 - 0.1 * math.e, 1 + 0.1 * math.e),
     "dppo_plain": (1 - 0.02 * math.e, 1 + 0.02 * math.e),
     "dppo_two": (1 - 0.03 * math.e, 1 + 0.03 * math.e, 1 + 0.1 * math.e),
