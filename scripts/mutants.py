@@ -54,7 +54,9 @@ streamrl/core/records.py   test_records test_admission dead/test_judged
 """
 MATHEMATICS = """
 streamrl/algorithms/policy_losses.py   test_policy_losses test_opsm test_value_loss
+streamrl/algorithms/sampler_losses.py  test_policy_losses test_sampler_losses
 streamrl/algorithms/policy.py
+streamrl/algorithms/choices.py
 streamrl/algorithms/kl.py
 streamrl/algorithms/importance.py
 streamrl/algorithms/rejection.py

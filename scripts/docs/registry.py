@@ -15,7 +15,7 @@ def registry_tables() -> str:
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     lines += ["", "| `loss.policy` | ratio against | of whole samples | without torch | reads of `loss` |", "|---|---|---|---|---|"]
     for name, policy in POLICY_LOSSES.items():
-        cells = (policy.anchor, _yes(policy.sequences), _yes(policy.table), _keys(policy.settings.values()))
+        cells = (policy.anchor, _yes(policy.sequences), _yes(policy.table), _keys(policy.keys))
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from streamrl.algorithms.kl import kl_loss
     from streamrl.algorithms.logprobs import linear_logprobs
     from streamrl.algorithms.policy import PolicyTokens, policy_loss
-    from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gspo, ppo_clip, sapo, sft, value_loss
+    from streamrl.algorithms.policy_losses import cispo, gspo, ppo_clip, sapo, sft, value_loss
     from streamrl.algorithms.reductions import token_weights
     from streamrl.algorithms.returns import gae, vtrace
+    from streamrl.algorithms.sampler_losses import aipo, dppo
     from streamrl.algorithms.sequences import Packed, Padded, packed_sequences
     from streamrl.config.loss import LossConfig
     from streamrl.core.batches import TrainBatch
@@ -64,9 +65,10 @@ _HOMES = {
     "kl": ("kl_loss",),
     "logprobs": ("linear_logprobs",),
     "policy": ("PolicyTokens", "policy_loss"),
-    "policy_losses": ("aipo", "cispo", "dppo", "gspo", "ppo_clip", "sapo", "sft", "value_loss"),
+    "policy_losses": ("cispo", "gspo", "ppo_clip", "sapo", "sft", "value_loss"),
     "reductions": ("token_weights",),
     "returns": ("gae", "vtrace"),
+    "sampler_losses": ("aipo", "dppo"),
     "sequences": ("Packed", "Padded", "packed_sequences"),
 }
 

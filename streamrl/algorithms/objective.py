@@ -7,9 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import length_metrics
-from streamrl.algorithms.estimators import token_advantages
+from streamrl.algorithms.estimators import needed_scores, token_advantages
 from streamrl.algorithms.groups import rollout_rewards
 from streamrl.algorithms.reductions import token_weights
+from streamrl.config.loss import is_function
+from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices, split_groups
@@ -69,6 +71,19 @@ def check_batch(batch: TrainBatch) -> None:
             hint="keep the prompt's tokens masked",
             field="loss_mask",
         )
+
+
+def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
+    """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
+    if batch.kind == "sft":
+        return frozenset()
+    roles = set(needed_scores(loss))
+    recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
+    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
+        roles.add(Role.PROXIMAL)
+    if loss.kl.loss_coef > 0:
+        roles.add(Role.REFERENCE)
+    return frozenset(roles)
 
 
 def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores: Scores | None = None) -> Objective:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from streamrl.algorithms.corrections import finite_tokens
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, opsm_keep, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import cispo, clip_cov, gmpo, gspo, gspo_token, kl_cov, opsm_keep, ppo_clip, sapo
+from streamrl.algorithms.sampler_losses import aipo, dppo, m2po
 from streamrl.algorithms.sequences import Selected, Sequences
 from streamrl.config.loss import LossConfig, policy_loss_of, policy_name
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, TrainingError
 
 
 class PolicyTokens(NamedTuple):
@@ -36,6 +37,10 @@ class PolicyTokens(NamedTuple):
     """Of the policy under training, in nats; with gradient where `loss.entropy_coef` is set."""
     reference: Tensor | None = None
     """log pi_reference, where there is a reference policy."""
+    chosen: Tensor | None = None
+    """Bool: what the policy loss chose of the optimizer step's tokens, where it does (`streamrl.algorithms.choices.decide`)."""
+    share: Tensor | None = None
+    """What the trainer multiplies the policy loss by, where `loss.top_entropy` leaves tokens out."""
 
 
 PolicyLoss = Callable[[PolicyTokens, LossConfig], tuple[Tensor, dict[str, Tensor]]]
@@ -44,7 +49,19 @@ PolicyLoss = Callable[[PolicyTokens, LossConfig], tuple[Tensor, dict[str, Tensor
 
 
 POLICY_LOSSES: Mapping[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = MappingProxyType(
-    {"ppo": ppo_clip, "gspo": gspo, "gspo_token": gspo_token, "gmpo": gmpo, "cispo": cispo, "sapo": sapo, "aipo": aipo, "dppo": dppo}
+    {
+        "ppo": ppo_clip,
+        "gspo": gspo,
+        "gspo_token": gspo_token,
+        "gmpo": gmpo,
+        "cispo": cispo,
+        "clip_cov": clip_cov,
+        "kl_cov": kl_cov,
+        "sapo": sapo,
+        "aipo": aipo,
+        "dppo": dppo,
+        "m2po": m2po,
+    }
 )
 """The code of what `streamrl.config.registry.POLICY_LOSSES` describes."""
 
@@ -71,6 +88,7 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[
 
     Raises:
         ConfigError: `loss.policy` names none of the losses here; a user's function is called in place of this one.
+        TrainingError: the policy loss goes by a choice, and there is none.
     """
     keep = usable_tokens(tokens)
     logprobs, proximal, sampler, advantages = (
@@ -85,9 +103,17 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[
             key="loss.policy",
         )
     anchor = sampler if known.anchor == "sampler" else proximal
-    whose = (sequences,) if known.sequences else ()
+    given = (sequences,) if known.sequences else ()
+    if known.choice is not None:
+        if tokens.chosen is None:
+            raise TrainingError(
+                f"expected PolicyTokens.chosen, which loss.policy = {name} goes by, got None",
+                hint="ask streamrl.algorithms.choices.decide about the whole optimizer step",
+                policy=name,
+            )
+        given = (*given, tokens.chosen & keep)
     settings = {argument: getattr(config, key) for argument, key in known.settings.items()}
-    loss, metrics = POLICY_LOSSES[name](logprobs, anchor, advantages, *whose, **settings)
+    loss, metrics = POLICY_LOSSES[name](logprobs, anchor, advantages, *given, **settings)
     if config.opsm_delta:
         kept, more = opsm_keep(logprobs, sampler, advantages, sequences, delta=config.opsm_delta)
         loss, metrics = loss * kept, {**metrics, **more}

@@ -46,7 +46,7 @@ def ppo_clip(
     bounded = -ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     # Not torch.maximum: it would halve the gradient between the two where they are equal.
     loss = torch.where(bounded > free, bounded, free)
-    metrics = _metrics(log_ratio, ratio, bounded > free)
+    metrics = clip_metrics(log_ratio, ratio, bounded > free)
     if dual_clip:
         ceiling = -dual_clip * advantages
         over = (advantages < 0) & (ceiling < loss)
@@ -128,7 +128,7 @@ def gmpo(
     over = ((advantages > 0) & (log_ratio > log_high)) | ((advantages < 0) & (log_ratio < -log_low))
     bounded = torch.where(over, log_ratio.detach().clamp(-log_low, log_high), log_ratio)
     loss = -ratio_of(sequences.spread(mean(sequences, bounded))) * advantages
-    return loss, _metrics(log_ratio, ratio_of(log_ratio), over)
+    return loss, clip_metrics(log_ratio, ratio_of(log_ratio), over)
 
 
 def cispo(
@@ -151,7 +151,55 @@ def cispo(
     log_ratio = (logprobs - anchor_logprobs).detach()
     ratio = ratio_of(log_ratio)
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -weight * advantages * logprobs, _metrics(log_ratio, ratio, weight != ratio)
+    return -weight * advantages * logprobs, clip_metrics(log_ratio, ratio, weight != ratio)
+
+
+def clip_cov(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: Tensor, *, clip_low: float, clip_high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`ppo_clip` without some tokens whose log-prob and advantage are high together, which use up the entropy: L = 0 where chosen.
+
+    arXiv 2505.22617, equation 12, over PPO's clip as in its listing. Which tokens are chosen is decided over the whole optimizer step
+    (`streamrl.algorithms.choices.clip_cov`); they keep their place in the denominator.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        chosen: bool, what is detached.
+        clip_low: how far r may fall below 1.
+        clip_high: how far r may rise above 1.
+
+    Returns:
+        Loss and metrics as in `ppo_clip`, and `train/cov_fraction` (1 where chosen).
+    """
+    loss, metrics = ppo_clip(logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high)
+    return torch.where(chosen, 0.0, loss), {**metrics, "train/cov_fraction": chosen.to(loss.dtype)}
+
+
+def kl_cov(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, chosen: Tensor, *, coef: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy gradient with a penalty on the tokens whose log-prob and advantage are highest together: L = -r A + chosen coef |log r|.
+
+    arXiv 2505.22617, equation 14, with r = pi / pi_old and |log r| for KL(pi_old || pi) as in its listing; nothing is clipped. Which
+    tokens are penalised is decided over the whole optimizer step (`streamrl.algorithms.choices.kl_cov`). Where a token has not moved
+    the penalty has no gradient, so without steps between pi_old and pi it does nothing.
+
+    Args:
+        logprobs: log pi.
+        old_logprobs: log pi_old.
+        advantages: A.
+        chosen: bool, what is penalised.
+        coef: beta; 1 in the paper.
+
+    Returns:
+        Loss, and metrics `train/pg_clipfrac` (0), `train/ppo_kl` (log pi_old - log pi), `train/ois` (r), `train/cov_fraction` (1 where
+        chosen).
+    """
+    log_ratio = logprobs - old_logprobs.detach()
+    ratio = ratio_of(log_ratio)
+    metrics = clip_metrics(log_ratio, ratio, torch.zeros_like(chosen))
+    loss = -ratio * advantages + torch.where(chosen, coef * log_ratio.abs(), 0.0)
+    return loss, {**metrics, "train/cov_fraction": chosen.to(loss.dtype)}
 
 
 def sapo(
@@ -183,54 +231,6 @@ def sapo(
         "train/sapo_gate": (4.0 * gate * (1.0 - gate)).detach(),
     }
     return -(4.0 / tau) * gate * advantages, metrics
-
-
-def aipo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE under a weight truncated from above: L = -sg(min(pi / mu, cap)) A log pi.
-
-    arXiv 2505.24034. The ratio is the current policy's to the sampler's, anew at every step, so it corrects for age as well as for the
-    steps of the batch, and no other correction may be multiplied. The weight is taken without gradient because the paper states the
-    gradient, min(pi / mu, cap) A grad log pi: below the cap that is the gradient of -(pi / mu) A, and above it a token still counts,
-    cap times, where the derivative of min(pi / mu, cap) would drop it. There is no bound below.
-
-    Args:
-        logprobs: log pi.
-        sampler_logprobs: log mu.
-        advantages: A.
-        cap: upper bound of the weight.
-
-    Returns:
-        Loss, and metrics `train/pg_clipfrac` (1 where the ratio is above the cap), `train/ppo_kl` (log mu - log pi), `train/ois` (pi / mu).
-    """
-    log_ratio = (logprobs - sampler_logprobs).detach()
-    ratio = ratio_of(log_ratio)
-    return -ratio.clamp(max=cap) * advantages * logprobs, _metrics(log_ratio, ratio, ratio > cap)
-
-
-def dppo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, bound: float, kl: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Policy gradient that leaves out tokens whose probability has gone far enough: L = -keep r A + kl (log r)^2, r = pi / mu.
-
-    Divergence PPO's mask by binary total variation: keep = 0 where A > 0 and pi - mu > bound, or A < 0 and pi - mu < -bound, else 1. It
-    compares probabilities, not their ratio: a rare token may become many times as likely, a frequent one may not move by more than the
-    bound. A token that comes back towards mu is always kept. The quadratic term holds every token, left out or not, near the sampler.
-
-    Args:
-        logprobs: log pi.
-        sampler_logprobs: log mu.
-        advantages: A.
-        bound: of |pi - mu|, between 0 and 1.
-        kl: factor of the quadratic term.
-
-    Returns:
-        Loss, and metrics `train/pg_clipfrac` (1 where left out), `train/ppo_kl` (log mu - log pi), `train/ois` (r).
-    """
-    sampler = sampler_logprobs.detach()
-    log_ratio = logprobs - sampler
-    ratio = ratio_of(log_ratio)
-    moved = logprobs.detach().exp() - sampler.exp()
-    left_out = torch.where(advantages > 0, moved > bound, (advantages < 0) & (moved < -bound))
-    surrogate = torch.where(left_out, 0.0, -ratio * advantages)
-    return surrogate + kl * log_ratio.square(), _metrics(log_ratio, ratio, left_out)
 
 
 def opsm_keep(
@@ -301,5 +301,6 @@ def _squared(errors: Tensor, huber: float) -> Tensor:
     return torch.where(size > huber, huber * (2.0 * size - huber), errors.square()) if huber else errors.square()
 
 
-def _metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+def clip_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor) -> dict[str, Tensor]:
+    """What every loss of a clipped ratio measures, [M] or [N, L] as its tokens, without gradient."""
     return {"train/pg_clipfrac": clipped.to(ratio.dtype), "train/ppo_kl": -log_ratio.detach(), "train/ois": ratio.detach()}

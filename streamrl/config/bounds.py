@@ -21,6 +21,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+PositiveFraction = Annotated[float, Meta(gt=0, le=1)]
 Replicas = Annotated[int, Meta(ge=1, le=5)]
 """JetStream has no more."""
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -29,6 +29,7 @@ def check_loss(config: Config) -> None:
         _check_name("loss.policy", config.loss.policy, POLICY_LOSSES)
     _check_advantages(config)
     _check_policy(config)
+    _check_choices(config)
     check_correction(config)
     _check_kl(config)
     _check_critic(config)
@@ -132,6 +133,31 @@ def _check_policy(config: Config) -> None:
     )
 
 
+def _check_choices(config: Config) -> None:
+    """What is decided over a whole optimizer step."""
+    loss = config.loss
+    refuse(
+        loss.clip_cov_low >= loss.clip_cov_high,
+        f"loss.clip_cov_low must be below loss.clip_cov_high = {loss.clip_cov_high}, got {loss.clip_cov_low}",
+        hint="arXiv 2505.22617 uses 1 and 5",
+        key="loss.clip_cov_low",
+    )
+    still = loss.correction.ratio == "current" or (loss.proximal == "recomputed" and config.trainer.minibatches == 1)
+    refuse(
+        policy_name(loss) == "kl_cov" and still,
+        "loss.policy = kl_cov penalises how far the policy is from the proximal one, which is the current one at every step here: the "
+        "penalty would always be 0",
+        hint="set trainer.minibatches >= 2, or loss.proximal = 'sampler' with loss.correction.kind = 'none'",
+        key="loss.policy",
+    )
+    refuse(
+        loss.top_entropy < 1 and bool(loss.slime_loss),
+        "loss.top_entropy says which tokens' policy loss counts, but loss.slime_loss takes the place of the policy loss",
+        hint="leave loss.top_entropy out",
+        key="loss.top_entropy",
+    )
+
+
 def _check_kl(config: Config) -> None:
     kl, name = config.loss.kl, config.loss.advantage
     refuse(
@@ -225,6 +251,7 @@ def _check_table(config: Config) -> None:
         "loss.slime_loss": bool(loss.slime_loss),
         "loss.dual_clip": loss.dual_clip > 0,
         "loss.opsm_delta": loss.opsm_delta > 0,
+        "loss.top_entropy": loss.top_entropy != 1,
         "loss.entropy_coef": loss.entropy_coef != 0,
         "loss.proximal": loss.proximal == "log_linear",
         "loss.correction.level": c.level != "token" and c.kind != "none",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta
-
-from streamrl.config.bounds import NonNegativeInt, PositiveInt, Section
+from streamrl.config.bounds import NonNegativeInt, PositiveFraction, PositiveInt, Section
 from streamrl.schemas.tasks import Sampling
 
 
@@ -75,7 +73,7 @@ class EvaluationConfig(Section, frozen=True, kw_only=True):
     engines: NonNegativeInt = 0
     """Engine processes for evaluations alone, beside engine.workers: each holds the version that is being evaluated while the others
     move on. 0: the rollouts' engines are asked, which may take newer versions meanwhile."""
-    share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    share: PositiveFraction = 0.5
     """Part of the slots of the rollouts' engines that an evaluation has requests for at once; of engines of its own it has all."""
     text_chars: NonNegativeInt = 400
     """Characters of each answer that the files of results keep, its beginning and its end; 0: none."""

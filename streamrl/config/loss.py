@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from msgspec import Meta
-
-from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt, Section
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 
 Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "prompt_mean", "constant_length"]
@@ -57,7 +55,7 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     """A sample with a token whose ratio is below this is rejected whole, for example 1e-4; 0: off."""
     mask_staleness: NonNegativeInt = 0
     """Tokens older than this many versions are masked; 0: off."""
-    staleness_decay: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    staleness_decay: PositiveFraction = 1.0
     """Weights are multiplied by this to the power of the token's age in versions."""
 
 
@@ -152,20 +150,40 @@ class LossConfig(Section, frozen=True, kw_only=True):
     gmpo_low: PositiveFloat = 0.4
     gmpo_high: PositiveFloat = 0.4
     """gmpo: how far a token's log-ratio may fall where the advantage is negative, and rise where it is positive (arXiv 2507.20673)."""
+    clip_cov_fraction: PositiveFraction = 2e-4
+    """clip_cov: so much of an optimizer step's tokens is detached, drawn from those whose covariance of log pi and advantage is within the
+    two bounds (arXiv 2505.22617)."""
+    clip_cov_low: float = 1.0
+    clip_cov_high: float = 5.0
+    kl_cov_fraction: PositiveFraction = 2e-4
+    """kl_cov: so much of an optimizer step's tokens, those of the highest covariance, is penalised (arXiv 2505.22617)."""
+    kl_cov_coef: NonNegativeFloat = 1.0
+    """kl_cov: times |log pi - log pi_proximal|."""
     sapo_tau_positive: PositiveFloat = 1.0
     sapo_tau_negative: PositiveFloat = 1.05
     """sapo: temperatures of the gate for positive and negative advantages (arXiv 2511.20347)."""
     aipo_cap: PositiveFloat = 4.0
     """aipo: upper bound of pi / mu (arXiv 2505.24034)."""
     dppo_bound: PositiveFloat = 0.2
-    """dppo: a token is left out once pi - mu has gone this far where its advantage pushes it."""
+    """dppo: a token is left out once its divergence is above this and its advantage pushes it on (arXiv 2602.04879)."""
+    dppo_bound_low: NonNegativeFloat = 0.0
+    """dppo: the same for tokens that have become less likely; 0: `dppo_bound`."""
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    """dppo: of the token and all others, |pi - mu| or KL(mu || pi) in nats; for `kl` a bound of 0.05 is usual."""
+    dppo_symmetric: bool = False
+    """dppo: leave out every token whose divergence is above its bound, whichever way its advantage pushes."""
     dppo_kl: NonNegativeFloat = 1e-3
     """dppo: times (log pi - log mu)^2."""
+    m2po_bound: PositiveFloat = 0.04
+    """m2po: the tokens that have gone furthest are left out until the mean of (log pi - log mu)^2 is at most this (arXiv 2510.01161)."""
     opsm_delta: NonNegativeFloat = 0.0
     """Mask samples of negative advantage whose mean log(mu / pi) exceeds this (OPSM, arXiv 2512.02556, eq. 9), for example 1e-4; 0: off."""
     proximal: Literal["recomputed", "log_linear", "sampler"] = "recomputed"
     """pi_proximal, the policy at the batch's first step: computed again by the trainer, interpolated between the sampler's and the current
     log-prob by the token's age (spares a forward pass), or the sampler's log-probs themselves (then there is nothing left to correct)."""
+    top_entropy: PositiveFraction = 1.0
+    """The policy loss of this part of an optimizer step's tokens counts, those of the highest entropy, and its mean is over them
+    (arXiv 2506.01939, where it is 0.2); 1: all. KL and entropy are of all tokens."""
     entropy_coef: float = 0.0
     """This times the entropy is subtracted from the loss."""
     reduction: Reduction = "rollout_mean"

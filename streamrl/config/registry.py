@@ -44,7 +44,7 @@ class Estimator(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss that `loss.policy` may name: f(log pi, log pi_anchor, advantages, [sequences,] **settings)."""
+    """A loss that `loss.policy` may name: f(log pi, log pi_anchor, advantages, [sequences,] [chosen,] **settings)."""
 
     settings: Mapping[str, str]
     """Its keyword arguments, and the keys of the section `loss` that they are."""
@@ -52,8 +52,16 @@ class PolicyLoss(msgspec.Struct, frozen=True, kw_only=True):
     """Whom its ratio is against; `sampler`: whatever `loss.proximal` says."""
     sequences: bool = False
     """Whether it looks at whole samples, and is given whose the tokens are."""
+    choice: Mapping[str, str] | None = None
+    """Of a loss that decides over all tokens of an optimizer step at once (`streamrl.algorithms.choices`), and is given what it chose: the
+    keyword arguments of that decision, and the keys of the section `loss` that they are. None: it looks at each token, or sample."""
     table: bool = False
     """Whether the trainer without torch has it, too."""
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of the section `loss` that it reads."""
+        return frozenset({*self.settings.values(), *(self.choice or {}).values()})
 
 
 class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,9 +108,21 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
         "gspo_token": PolicyLoss(settings=_CLIP, sequences=True),
         "gmpo": PolicyLoss(settings={"log_low": "gmpo_low", "log_high": "gmpo_high"}, sequences=True),
         "cispo": PolicyLoss(settings=_CLIP, table=True),
+        "clip_cov": PolicyLoss(settings=_CLIP, choice={"fraction": "clip_cov_fraction", "low": "clip_cov_low", "high": "clip_cov_high"}),
+        "kl_cov": PolicyLoss(settings={"coef": "kl_cov_coef"}, choice={"fraction": "kl_cov_fraction"}),
         "sapo": PolicyLoss(settings={"tau_positive": "sapo_tau_positive", "tau_negative": "sapo_tau_negative"}),
         "aipo": PolicyLoss(settings={"cap": "aipo_cap"}, anchor="sampler"),
-        "dppo": PolicyLoss(settings={"bound": "dppo_bound", "kl": "dppo_kl"}, anchor="sampler"),
+        "dppo": PolicyLoss(
+            settings={
+                "bound": "dppo_bound",
+                "bound_low": "dppo_bound_low",
+                "divergence": "dppo_divergence",
+                "symmetric": "dppo_symmetric",
+                "kl": "dppo_kl",
+            },
+            anchor="sampler",
+        ),
+        "m2po": PolicyLoss(settings={}, anchor="sampler", choice={"bound": "m2po_bound"}),
     }
 )
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.policy_losses import aipo, cispo, dppo, gmpo, gspo, gspo_token, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import cispo, clip_cov, gmpo, gspo, gspo_token, kl_cov, ppo_clip, sapo
+from streamrl.algorithms.sampler_losses import Divergence, aipo, dppo, m2po
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout
 
@@ -67,8 +69,38 @@ def aipo_pair(cap: float) -> tuple[Ours, Theirs]:
     return lambda x: aipo(x.logprobs, x.mu, x.advantages, cap=cap), partial(reference.aipo, cap=cap)
 
 
-def dppo_pair(bound: float, kl: float) -> tuple[Ours, Theirs]:
-    return lambda x: dppo(x.logprobs, x.mu, x.advantages, bound=bound, kl=kl), partial(reference.dppo, bound=bound, kl=kl)
+def dppo_pair(
+    bound: float, kl: float, low: float | None = None, divergence: Divergence = "tv", symmetric: bool = False
+) -> tuple[Ours, Theirs]:
+    how: dict[str, Any] = {"bound": bound, "kl": kl, "divergence": divergence, "symmetric": symmetric}
+    return (
+        lambda x: dppo(x.logprobs, x.mu, x.advantages, bound_low=low or 0.0, **how),
+        partial(reference.dppo, low=low, **how),
+    )
+
+
+def m2po_pair(far: float) -> tuple[Ours, Theirs]:
+    """With tokens beyond a distance in the place of those that a whole step's choice leaves out."""
+    return (
+        lambda x: m2po(x.logprobs, x.mu, x.advantages, (x.logprobs.detach() - x.mu).abs() > far),
+        partial(reference.m2po, gone=lambda token: abs(token.logp.item() - token.mu) > far),
+    )
+
+
+def clip_cov_pair(low: float, high: float) -> tuple[Ours, Theirs]:
+    """With tokens of a log-prob above -1 in the place of those that a whole step's choice detaches."""
+    return (
+        lambda x: clip_cov(x.logprobs, x.old, x.advantages, x.logprobs.detach() > -1.0, clip_low=low, clip_high=high),
+        partial(reference.clip_cov, low=low, high=high, picked=lambda token: token.logp.item() > -1.0),
+    )
+
+
+def kl_cov_pair(coef: float) -> tuple[Ours, Theirs]:
+    """With tokens of a log-prob above -1 in the place of those that a whole step's choice penalises."""
+    return (
+        lambda x: kl_cov(x.logprobs, x.old, x.advantages, x.logprobs.detach() > -1.0, coef=coef),
+        partial(reference.kl_cov, coef=coef, picked=lambda token: token.logp.item() > -1.0),
+    )
 
 
 PAIRS = {
@@ -88,4 +120,11 @@ PAIRS = {
     "aipo": aipo_pair(1.4),
     "dppo": dppo_pair(0.1, 1e-3),
     "dppo_plain": dppo_pair(0.02, 0.0),
+    "dppo_two": dppo_pair(0.1, 1e-3, low=0.03),
+    "dppo_symmetric": dppo_pair(0.1, 0.0, low=0.03, symmetric=True),
+    "dppo_kl": dppo_pair(0.02, 1e-3, low=0.01, divergence="kl"),
+    "dppo_kl_symmetric": dppo_pair(0.02, 0.0, divergence="kl", symmetric=True),
+    "m2po": m2po_pair(0.4),
+    "clip_cov": clip_cov_pair(0.2, 0.28),
+    "kl_cov": kl_cov_pair(0.7),
 }

@@ -125,16 +125,49 @@ def aipo(sequences: list[Sequence], cap: float) -> PerToken:
     return _each(sequences, objective)
 
 
-def dppo(sequences: list[Sequence], bound: float, kl: float) -> PerToken:
+def dppo(
+    sequences: list[Sequence], bound: float, kl: float, *, low: float | None = None, divergence: str = "tv", symmetric: bool = False
+) -> PerToken:
+    """M of equation 12 of arXiv 2602.04879 by its cases, with D of the distributions (p, 1 - p) as sums over the two outcomes."""
+
     def objective(token: Token) -> Tensor:
-        shift = math.exp(token.logp.item()) - math.exp(token.mu)
+        new, old = math.exp(token.logp.item()), math.exp(token.mu)
+        outcomes = ((old, new), (1.0 - old, 1.0 - new))
+        by = {"tv": lambda p, q: abs(p - q) / 2.0, "kl": lambda p, q: p * math.log(p / q)}[divergence]
+        far = sum(by(p, q) for p, q in outcomes)
         difference = token.logp - token.mu
         penalty = kl * difference * difference
-        pushed_up_far = token.advantage > 0 and shift > bound
-        pushed_down_far = token.advantage < 0 and shift < -bound
-        if pushed_up_far or pushed_down_far:
+        over = far > (bound if new > old or low is None else low) and new != old
+        pushed_on = (token.advantage > 0 and new > old) or (token.advantage < 0 and new < old)
+        if over and (symmetric or pushed_on):
             return -penalty
         return torch.exp(difference) * token.advantage - penalty
+
+    return _each(sequences, objective)
+
+
+def m2po(sequences: list[Sequence], gone: Callable[[Token], bool]) -> PerToken:
+    """Equation 5 of arXiv 2510.01161: M r A, where `gone` tells M = 0."""
+    return _each(sequences, lambda token: torch.exp(token.logp - token.mu) * token.advantage * (not gone(token)))
+
+
+def clip_cov(sequences: list[Sequence], low: float, high: float, picked: Callable[[Token], bool]) -> PerToken:
+    """Equation 12 of arXiv 2505.22617 over PPO's clip: 0 for what is picked."""
+
+    def objective(token: Token) -> Tensor:
+        if picked(token):
+            return token.logp * 0.0
+        return _ppo_objective(torch.exp(token.logp - token.old), token.advantage, low, high)
+
+    return _each(sequences, objective)
+
+
+def kl_cov(sequences: list[Sequence], coef: float, picked: Callable[[Token], bool]) -> PerToken:
+    """Equation 14 of arXiv 2505.22617, with |log pi - log pi_old| for the KL."""
+
+    def objective(token: Token) -> Tensor:
+        value = torch.exp(token.logp) / math.exp(token.old) * token.advantage
+        return value - coef * torch.abs(token.logp - token.old) if picked(token) else value
 
     return _each(sequences, objective)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from streamrl.algorithms.policy import PolicyTokens, policy_loss, usable_tokens
 from streamrl.algorithms.sequences import Packed
 from streamrl.config.loss import LossConfig, policy_name
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, TrainingError
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout, packed, padded, random_sequences, reference_result, weights_for
 from tests.support.errors import raises
@@ -146,3 +146,15 @@ def test_a_policy_loss_of_ones_own_takes_the_same_arguments() -> None:
     x = packed(random_sequences(0))
     loss, metrics = mine(tokens_of(x), BASE)
     assert loss.shape == x.logprobs.shape == metrics["mine"].shape
+
+
+def test_m2po_goes_by_what_was_chosen_and_says_so_where_nothing_was() -> None:
+    layout = packed(random_sequences(0))
+    tokens = tokens_of(layout)
+    with raises(TrainingError, policy="m2po"):
+        policy_loss(tokens, config("m2po"))
+    chosen = torch.arange(len(layout.mu)) % 3 == 0
+    loss, metrics = policy_loss(tokens._replace(chosen=chosen), config("m2po"))
+    want = -(layout.logprobs - layout.mu).exp() * layout.advantages * ~chosen
+    assert loss.tolist() == pytest.approx(want.tolist())
+    assert metrics["train/pg_clipfrac"].tolist() == chosen.double().tolist()

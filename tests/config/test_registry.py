@@ -9,8 +9,9 @@ from typing import get_args
 
 import msgspec
 import pytest
+from torch import Tensor
 
-from streamrl.algorithms import estimators, policy
+from streamrl.algorithms import choices, estimators, policy
 from streamrl.algorithms.sequences import Sequences
 from streamrl.config.check_files import field
 from streamrl.config.engines import EngineConfig, SglangConfig
@@ -37,8 +38,16 @@ def test_a_policy_loss_takes_what_the_table_says(name: str) -> None:
     parameters = inspect.signature(policy.POLICY_LOSSES[name], eval_str=True).parameters
     given = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY} == set(POLICY_LOSSES[name].settings)
-    assert [p.annotation for p in given[3:]] == [Sequences] * POLICY_LOSSES[name].sequences
+    known = POLICY_LOSSES[name]
+    assert [p.annotation for p in given[3:]] == [Sequences] * known.sequences + [Tensor] * (known.choice is not None)
     assert given[1].name.startswith("sampler") == (POLICY_LOSSES[name].anchor == "sampler")
+
+
+def test_a_choice_takes_what_the_table_says() -> None:
+    assert set(choices.CHOICES) == {name for name, known in POLICY_LOSSES.items() if known.choice is not None}
+    for name, chooser in choices.CHOICES.items():
+        parameters = inspect.signature(chooser).parameters.values()
+        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(POLICY_LOSSES[name].choice or {})
 
 
 def test_settings_are_keys_of_the_section() -> None:
@@ -46,7 +55,7 @@ def test_settings_are_keys_of_the_section() -> None:
         for key in known.settings:
             field(Config(), f"loss.{key}")
     for known in POLICY_LOSSES.values():
-        assert set(known.settings.values()) <= set(LossConfig.__struct_fields__)
+        assert known.keys <= set(LossConfig.__struct_fields__)
 
 
 def test_former_advantages_are_policy_losses_on_an_estimator() -> None:

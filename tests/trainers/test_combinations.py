@@ -46,7 +46,7 @@ def combinations() -> list[Any]:
         settings = {"pass_k": 2} if advantage == "pass_at_k" else {}
         loss = LossConfig(advantage=advantage, policy=policy, correction=correction, **settings)
         try:
-            check_loss(Config(loss=loss))
+            check_loss(Config(loss=loss, trainer=TrainerConfig(minibatches=2)))
         except ConfigError:
             continue
         place = [*ESTIMATORS].index(advantage) + [*POLICY_LOSSES].index(policy)
@@ -128,6 +128,9 @@ PIPELINES = {
         reduction="token_mean",
         correction=CorrectionConfig(kind="clip", low=0.5, high=1.5, level="sequence", ratio="current", mask_staleness=1),
     ),
+    "chosen": LossConfig(policy="m2po", reduction="token_mean", top_entropy=0.5, correction=CorrectionConfig(kind="none")),
+    "drawn": LossConfig(policy="clip_cov", clip_cov_fraction=0.1, clip_cov_low=-1.0, kl=KLConfig(loss_coef=0.1, estimator="k2")),
+    "ranked": LossConfig(policy="kl_cov", kl_cov_fraction=0.1, top_entropy=0.3),
     "linear": LossConfig(advantage="rloo", policy="sapo", proximal="log_linear", reduction="constant_length", constant_length=7),
 }
 
@@ -141,6 +144,18 @@ def test_micro_batches_change_nothing_but_rounding(tiny: Path, loss: LossConfig,
         # What rounding leaves of the first batch, Adam makes more of in the second.
         assert one == pytest.approx(two, rel=(2e-4, 2e-3)[step], abs=(2e-6, 2e-5)[step]), step
     assert np.abs(score(whole, make_batch(), Role.POLICY) - score(cut, make_batch(), Role.POLICY)).max() < 1e-4
+
+
+def test_what_is_decided_over_a_step_is_decided_alike_again(tiny: Path) -> None:
+    loss = LossConfig(policy="clip_cov", clip_cov_fraction=0.2, clip_cov_low=-1.0, top_entropy=0.6)
+    digests = []
+    for _ in range(2):
+        trainer = make(tiny, loss, minibatches=2)
+        results = [trainer.step(make_batch(step)) for step in range(2)]
+        assert all(0 < result.metrics["train/cov_fraction"] <= 0.2 for result in results)
+        assert all(0.6 <= result.metrics["train/top_entropy_fraction"] < 0.7 for result in results)
+        digests.append([result.digest for result in results])
+    assert digests[0] == digests[1]
 
 
 def test_a_normalised_correction_has_weights_of_mean_one(tiny: Path) -> None:

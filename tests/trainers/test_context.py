@@ -137,6 +137,7 @@ def test_losses_over_whole_samples_a_critic_and_a_reference_see_them_whole(model
     loss = LossConfig(
         advantage="ppo",
         policy="gspo",
+        top_entropy=0.5,
         entropy_coef=0.01,
         kl=KLConfig(loss_coef=0.1, estimator="k3"),
         correction=CorrectionConfig(

@@ -84,6 +84,7 @@ LOSSES = {
             level="sequence", high=5.0, normalize=True, reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.5),)
         ),
     ),
+    "chosen": LossConfig(policy="m2po", m2po_bound=0.01, top_entropy=0.5, reduction="token_mean", correction=CorrectionConfig(kind="none")),
 }
 
 

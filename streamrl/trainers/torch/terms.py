@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.choices import Decision
 from streamrl.algorithms.corrections import correct, drop_nonfinite, log_linear_proximal
 from streamrl.algorithms.kl import kl_loss
 from streamrl.algorithms.objective import Objective
@@ -76,6 +77,7 @@ def policy_tokens(
     *,
     proximal: npt.NDArray[np.floating] | None,
     progress: float,
+    decision: Decision | None = None,
 ) -> tuple[PolicyTokens, Tensor]:
     """What a policy loss is given, and which tokens are dropped [M]: those with a number that is not finite stand outside the mask, as 0.
 
@@ -88,6 +90,7 @@ def policy_tokens(
         loss: the section.
         proximal: [T] log-probs before the batch's first step, for `loss.proximal = "recomputed"`; None: those of `logprobs`.
         progress: how much of the batch's optimizer steps is done, in [0, 1).
+        decision: what was decided over the whole step.
     """
 
     def like(values: npt.NDArray[np.floating]) -> Tensor:
@@ -118,6 +121,8 @@ def policy_tokens(
         sequences=Selected(packed, finite.keep),
         entropy=entropy,
         reference=others[0] if others else None,
+        chosen=None if decision is None or decision.chosen is None else on_device(decision.chosen[target], logprobs.device),
+        share=None if decision is None or decision.share is None else like(decision.share),
     )
     return tokens, packed.mask & ~finite.keep
 
@@ -138,6 +143,8 @@ def policy_terms(
     keep, entropy, kl = tokens.sequences.mask, tokens.entropy, config.kl
     correction = correct(tokens.proximal, tokens.sampler, tokens.staleness, tokens.sequences, config.correction).scaled(factor)
     loss = surrogate.masked_fill(~keep, 0.0) * correction.weights
+    if tokens.share is not None:
+        loss = loss * tokens.share
     # pi_proximal may be the sampler itself, or drawn towards it: then only the policy's own log-probs are the trainer's.
     own = tokens.proximal if config.proximal == "recomputed" else tokens.logprobs.detach()
     distance = (own - tokens.sampler).abs().masked_fill(~keep, 0.0)

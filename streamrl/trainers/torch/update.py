@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.choices import Decision, decide, decides
 from streamrl.algorithms.corrections import correct
-from streamrl.algorithms.estimators import needed_scores
 from streamrl.algorithms.importance import normalization
-from streamrl.algorithms.objective import Objective, Scores, make_objective
+from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.sequences import packed_sequences
 from streamrl.config.loss import is_function
@@ -180,6 +180,7 @@ class Update:
                 sums: dict[str, float] = {"train/loss": 0.0, DROPPED: 0.0}
                 told: list[Told] = []
                 wanted = objective.weights[index] > 0
+                decision = self._decide(batch, objective, index)
                 if slime is not None:
                     wanted = slime.wanted(batch, wanted)
                 micros = self._micro_batches(batch, wanted, samples, layout, policy.width)
@@ -204,7 +205,15 @@ class Update:
                                 # At the first step the policy is pi_proximal; scored in another layout it would differ by rounding.
                                 before = objective.scores.proximal if index else None
                                 tokens, dropped = policy_tokens(
-                                    batch, objective, micro.target, logprobs, entropy, loss, proximal=before, progress=progress
+                                    batch,
+                                    objective,
+                                    micro.target,
+                                    logprobs,
+                                    entropy,
+                                    loss,
+                                    proximal=before,
+                                    progress=progress,
+                                    decision=decision,
                                 )
                                 surrogate, measured = self._policy_loss(tokens, loss)
                                 terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
@@ -218,7 +227,7 @@ class Update:
                         all_logprobs[one.target] = one.logprobs.double().cpu().numpy()
                     if one.weights is not None:
                         all_weights[one.target] = one.weights.double().cpu().numpy()
-                sums = self._parallel.sum_named(sums) | self._balancing.metrics()
+                sums = self._parallel.sum_named(sums) | self._balancing.metrics() | (decision.metrics if decision else {})
                 norms, applied = self._apply(rate, policy=learns, critic=batch.kind == "rl")
                 finite = finite and applied
                 rows.append(sums | norms | {"train/global_batch_size": float(len(samples))})
@@ -244,6 +253,10 @@ class Update:
         Raises:
             TrainingError: there is no such model.
         """
+        return self._scored(batch, role, wanted, samples)[0]
+
+    def _scored(self, batch: TrainBatch, role: Role, wanted: Bools, samples: Indices) -> npt.NDArray[np.float32]:
+        """[2, T] what `score` says, and the entropies of the policy that it is asked about (0 for `value`)."""
         critic = self._critic if role == Role.VALUE else None
         models = {Role.POLICY: self._policy, Role.PROXIMAL: self._policy, **self._frozen}
         if self._critic is not None:
@@ -252,17 +265,21 @@ class Update:
             raise TrainingError(
                 f"expected role {', '.join(models)}, got {role}", hint="the section loss says which models a trainer holds", role=str(role)
             )
-        found = torch.zeros(batch.num_tokens)
+        found = torch.zeros(2, batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
             micros = self._micro_batches(batch, wanted, samples, self._layout(batch, model), model.width)
-            values: list[tuple[MicroBatch, Tensor]] = []
+            told: list[tuple[MicroBatch, Tensor]] = []
             for micro in model.turns(micros, learns=False):
                 if model is self._policy:
                     model.routers.route(batch, model.share(micro).micro, model.device)
-                values.append((micro, model.predict(micro, batch)[0] if critic is None else critic.values(micro)))
+                if critic is None:
+                    told.append((micro, torch.stack(model.predict(micro, batch))))
+                else:
+                    values = critic.values(micro)
+                    told.append((micro, torch.stack((values, torch.zeros_like(values)))))
             self._policy.routers.free()
-            for micro, one in values:
-                found[torch.from_numpy(micro.target)] = one.float().cpu()
+            for micro, one in told:
+                found[:, torch.from_numpy(micro.target)] = one.float().cpu()
         return self._parallel.sum_rows(found).numpy()
 
     def _values(self, batch: TrainBatch) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
@@ -326,6 +343,23 @@ class Update:
         sequences = packed_sequences(batch, target)
         return normalization(correct(torch.from_numpy(proximal[target]).to(mu.dtype), mu, ages, sequences, self._loss.correction).sums)
 
+    def _decide(self, batch: TrainBatch, objective: Objective, index: int) -> Decision | None:
+        """What is decided over all of a step's tokens, from the policy as it is before the step; equal on all ranks."""
+        if batch.kind == "sft" or not decides(self._loss):
+            return None
+        weights = objective.weights[index]
+        logprobs, entropies = self._scored(batch, Role.POLICY, (weights > 0) & objective.finite, objective.steps[index])
+        return decide(
+            batch,
+            self._loss,
+            weights,
+            objective.finite,
+            logprobs=logprobs,
+            entropies=entropies,
+            advantages=objective.advantages,
+            step=index,
+        )
+
     def _teach(self, objective: Objective, index: int, micros: Sequence[MicroBatch]) -> Iterator[Told]:
         """The critic's part of an optimizer step, where there is a critic.
 
@@ -364,16 +398,3 @@ class Update:
 
     def _everyones(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return self._parallel.sum_rows(torch.from_numpy(values)).numpy()
-
-
-def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
-    """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
-    if batch.kind == "sft":
-        return frozenset()
-    roles = set(needed_scores(loss))
-    recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
-    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
-        roles.add(Role.PROXIMAL)
-    if loss.kl.loss_coef > 0:
-        roles.add(Role.REFERENCE)
-    return frozenset(roles)
