@@ -20,6 +20,7 @@ from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.objective import Objective, Scores, make_objective
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.sequences import packed_sequences
+from streamrl.algorithms.step_size import rollout_ess, scaled_rate
 from streamrl.config.loss import is_function
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
@@ -113,6 +114,7 @@ class Update:
     ) -> None:
         self._loss = loss
         self._minibatches = trainer.minibatches
+        self._config = trainer.optimizer
         self.budget = trainer.micro_tokens
         """Tokens of one forward and backward pass."""
         self.least_row = ROW
@@ -219,9 +221,10 @@ class Update:
                     if one.weights is not None:
                         all_weights[one.target] = one.weights.double().cpu().numpy()
                 sums = self._parallel.sum_named(sums) | self._balancing.metrics()
-                norms, applied = self._apply(rate, policy=learns, critic=batch.kind == "rl")
+                step_rate, scaling = self._rate(batch, rate, all_logprobs, samples) if learns else (rate, {})
+                norms, applied = self._apply(step_rate, policy=learns, critic=batch.kind == "rl")
                 finite = finite and applied
-                rows.append(sums | norms | {"train/global_batch_size": float(len(samples))})
+                rows.append(sums | scaling | norms | {"train/global_batch_size": float(len(samples))})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
         if batch.routed_experts is not None:
@@ -343,6 +346,16 @@ class Update:
             else:
                 critic.idle(micro)
 
+    def _rate(self, batch: TrainBatch, rate: float, logprobs: npt.NDArray[np.float64], samples: Indices) -> tuple[float, dict[str, float]]:
+        """The rate of one optimizer step, by the log-probs that its forward passes gave on all ranks, and what scaled it."""
+        if batch.kind == "sft" or self._config.ess_scaling == "off":
+            return rate, {}
+        everyones = self._everyones(logprobs.copy())
+        # One rank's number for all: exp may differ in its last bit from one host to the next, and then the copies of the model would too.
+        own = rollout_ess(batch, everyones, samples) if self._parallel.data_rank == 0 else 0.0
+        ess = float(self._parallel.sum(torch.tensor([own], dtype=torch.float64)))
+        return scaled_rate(rate, ess, self._config), {"train/ess_rollout": ess}
+
     def _apply(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
         """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""
         norms = {"train/grad_norm": 0.0, "train/lr": rate if policy else 0.0}
@@ -363,6 +376,7 @@ class Update:
         return norms, applied
 
     def _everyones(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The sum over ranks, which of several is written into `values` too."""
         return self._parallel.sum_rows(torch.from_numpy(values)).numpy()
 
 
