@@ -7,9 +7,11 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import length_metrics
-from streamrl.algorithms.estimators import token_advantages
+from streamrl.algorithms.estimators import needed_scores, token_advantages
 from streamrl.algorithms.groups import rollout_rewards
 from streamrl.algorithms.reductions import token_weights
+from streamrl.config.loss import is_function
+from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices, split_groups
@@ -34,6 +36,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     teacher: Array | None = None
     values: Array | None = None
     """The critic's, of the state before each token."""
+    energy: Array | None = None
+    """See `optimal_baselines.token_energies`."""
     ends: Array | None = None
     """[N] the critic's, of the state behind the last token of samples that a length limit cut; 0 for the others."""
 
@@ -97,6 +101,7 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         reference=scores.reference,
         teacher=scores.teacher,
         values=scores.values,
+        energy=scores.energy,
         ends=scores.ends,
     )
     return Objective(
@@ -108,6 +113,19 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         scores=scores,
         metrics={**metrics, **found.metrics},
     )
+
+
+def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
+    """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
+    if batch.kind == "sft":
+        return frozenset()
+    roles = set(needed_scores(loss))
+    recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
+    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
+        roles.add(Role.PROXIMAL)
+    if loss.kl.loss_coef > 0:
+        roles.add(Role.REFERENCE)
+    return frozenset(roles)
 
 
 def answer_probability(batch: TrainBatch, logprobs: npt.NDArray[np.float64]) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from streamrl.config.check_correction import check_correction
 from streamrl.config.loss import CriticConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
-from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, reading
+from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, Role, reading
 from streamrl.config.tree import Config, refuse
 
 _OF_ESTIMATORS = {
@@ -220,7 +220,7 @@ def _check_table(config: Config) -> None:
     """What the backend without torch has no arithmetic for."""
     loss, c = config.loss, config.loss.correction
     missing = {
-        "loss.advantage": bool(estimator_of(loss).needs),
+        "loss.advantage": Role.VALUE in estimator_of(loss).needs,
         "loss.policy": not policy_loss_of(loss).table,
         "loss.slime_loss": bool(loss.slime_loss),
         "loss.dual_clip": loss.dual_clip > 0,

@@ -130,7 +130,7 @@ class LossConfig(Section, frozen=True, kw_only=True):
     normalize_rewards: bool = True
     """Take the group's mean from the rewards (grpo, reinforce_plus_plus_baseline)."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation (grpo); off is Dr.GRPO (arXiv 2503.20783)."""
+    """Divide by the group's standard deviation (grpo, opob); off is Dr.GRPO (arXiv 2503.20783)."""
     std: Literal["group", "batch"] = "group"
     """grpo: whose standard deviation; `batch`: that of all rewards of the batch (arXiv 2508.08221)."""
     pass_k: PositiveInt = 4

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.algorithms.corrections import correct
-from streamrl.algorithms.estimators import needed_scores
 from streamrl.algorithms.importance import normalization
-from streamrl.algorithms.objective import Objective, Scores, make_objective
+from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
+from streamrl.algorithms.optimal_baselines import token_energies
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.sequences import packed_sequences
 from streamrl.algorithms.step_size import rollout_ess, scaled_rate
@@ -25,7 +26,7 @@ from streamrl.config.loss import is_function
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, uncut
 from streamrl.core.cuts import cut_samples, with_ends
 from streamrl.core.packing import ROW, Indices, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches
 from streamrl.errors import ConfigError, TrainingError
@@ -151,7 +152,7 @@ class Update:
         # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
         found: dict[Role, npt.NDArray[np.float32]] = {}
         ends: npt.NDArray[np.float32] | None = None
-        for role in sorted(roles):
+        for role in sorted(roles - {Role.ENERGY}):
             start_s = time.perf_counter()
             if role == Role.VALUE and self._loss.bootstrap_truncated:
                 found[role], ends = self._values(batch)
@@ -164,6 +165,7 @@ class Update:
             reference=found.get(Role.REFERENCE),
             teacher=found.get(Role.TEACHER),
             values=found.get(Role.VALUE),
+            energy=self._energies(batch, found[Role.PROXIMAL]) if Role.ENERGY in roles else None,
             ends=ends,
         )
         return make_objective(batch, self._loss, self._minibatches, scores)
@@ -281,6 +283,14 @@ class Update:
         behind[cut] = values[ends]
         return np.delete(values, ends), behind
 
+    def _energies(self, batch: TrainBatch, logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """[T] `token_energies` of the trained tokens, over the whole vocabulary also where what was sampled from was cut."""
+        warm = uncut(batch)
+        cold, samples = replace(warm, temperature=batch.temperature / 2), np.arange(batch.num_samples)
+        if warm is not batch:
+            logprobs = self.score(warm, Role.PROXIMAL, batch.loss_mask, samples)
+        return token_energies(logprobs, self.score(cold, Role.PROXIMAL, batch.loss_mask, samples), batch.temperature)
+
     def row_length(self, batch: TrainBatch, budget: int) -> int:
         """Of the batch's packed rows with this budget; 0 where rows are not packed."""
         return self._packed(batch, budget) if all(model.packs for model in self._trained) else 0
@@ -378,16 +388,3 @@ class Update:
     def _everyones(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """The sum over ranks, which of several is written into `values` too."""
         return self._parallel.sum_rows(torch.from_numpy(values)).numpy()
-
-
-def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
-    """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
-    if batch.kind == "sft":
-        return frozenset()
-    roles = set(needed_scores(loss))
-    recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
-    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
-        roles.add(Role.PROXIMAL)
-    if loss.kl.loss_coef > 0:
-        roles.add(Role.REFERENCE)
-    return frozenset(roles)
