@@ -233,8 +233,8 @@ def _rewards(batch: TrainBatch) -> tuple[Floats, npt.NDArray[np.int64], npt.NDAr
 
 def _grpo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, *, divided: bool = True) -> Found:
     inputs = _rewards(batch)
-    divide = {"normalize_std": divided and loss.normalize_std, "batch_std": loss.std == "batch"}
-    numbers, metrics = grpo(*inputs, **divide) if loss.normalize_rewards else raw(*inputs)
+    how = {"normalize_std": divided and loss.normalize_std, "batch_std": loss.std == "batch", "leave_one_out": loss.leave_one_out}
+    numbers, metrics = grpo(*inputs, **how) if loss.normalize_rewards else raw(*inputs)
     return _spread(batch, arrays, numbers), None, metrics
 
 

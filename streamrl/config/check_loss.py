@@ -14,6 +14,7 @@ _OF_ESTIMATORS = {
     "normalize_std": ", which divides by no group's deviation",
     "normalize_rewards": "",
     "std": ", which divides by no deviation of rewards",
+    "leave_one_out": "",
     "pass_k": "",
     "gamma": ", which knows no later tokens",
     "gae_lambda": "",
@@ -77,6 +78,12 @@ def _check_advantages(config: Config) -> None:
         "loss.std = batch is for dividing by it, got loss.normalize_std or loss.normalize_rewards = false",
         hint="leave one of the two out",
         key="loss.std",
+    )
+    refuse(
+        loss.leave_one_out and not (loss.normalize_std and loss.normalize_rewards),
+        "loss.leave_one_out is for dividing what it leaves, got loss.normalize_std or loss.normalize_rewards = false",
+        hint='take loss.advantage = "rloo", which divides by nothing',
+        key="loss.leave_one_out",
     )
     refuse(
         estimator_of(loss).whitened and loss.whiten == "off",

@@ -79,7 +79,7 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {
-        "grpo": Estimator(grouped=True, settings=frozenset({"normalize_rewards", "normalize_std", "std"})),
+        "grpo": Estimator(grouped=True, settings=frozenset({"normalize_rewards", "normalize_std", "std", "leave_one_out"})),
         "rloo": Estimator(grouped=True),
         "maxrl": Estimator(grouped=True),
         "opo": Estimator(grouped=True),
