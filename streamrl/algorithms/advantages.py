@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms.groups import rollout_rewards
+from streamrl.algorithms.groups import RolloutRewards, rollout_rewards
 from streamrl.config.loss import MAX_LOG_RATIO, KLEstimator
 from streamrl.errors import TrainingError
 
@@ -37,7 +37,14 @@ def raw(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ()) 
 
 
 def grpo(
-    rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, normalize_std: bool = True, batch_std: bool = False
+    rewards: Floats,
+    tasks: Ids,
+    rollouts: Ids,
+    agents: Sequence[str] = (),
+    *,
+    normalize_std: bool = True,
+    batch_std: bool = False,
+    leave_one_out: bool = False,
 ) -> tuple[Floats, dict[str, float]]:
     """Group-normalised rewards: A = (R - mean) / (std + 1e-6) over the rollouts of a task (arXiv 2402.03300).
 
@@ -51,14 +58,17 @@ def grpo(
         agents: [N], or none.
         normalize_std: False leaves the division out: Dr.GRPO (arXiv 2503.20783), and the baseline of REINFORCE++ (arXiv 2501.03262).
         batch_std: std is that of all rewards of the batch, which a group of nearly equal ones does not make small (arXiv 2508.08221).
+        leave_one_out: the mean is that of the others, as in `rloo`, and std still that of all; a rollout's own reward is then no part of
+            what it is compared with.
     """
     per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
+    centred_R = _left_out(per_rollout) if leave_one_out else per_rollout.centred
     std_G = (
         np.full_like(per_rollout.std, per_rollout.rewards.std(ddof=1) if len(per_rollout.rewards) > 1 else 0.0)
         if batch_std
         else per_rollout.std
     )
-    advantages_R = per_rollout.centred / (std_G + STD_EPSILON)[per_rollout.group] if normalize_std else per_rollout.centred
+    advantages_R = centred_R / (std_G + STD_EPSILON)[per_rollout.group] if normalize_std else centred_R
     return advantages_R[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
@@ -68,8 +78,13 @@ def rloo(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ())
     A group of one rollout has no others and gets 0.
     """
     per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
+    return _left_out(per_rollout)[per_rollout.rollout_of_sample], per_rollout.metrics
+
+
+def _left_out(per_rollout: RolloutRewards) -> Floats:
+    """[R] rewards less the mean of the group's others."""
     factor_G = per_rollout.size / np.maximum(per_rollout.size - 1, 1)
-    return (per_rollout.centred * factor_G[per_rollout.group])[per_rollout.rollout_of_sample], per_rollout.metrics
+    return per_rollout.centred * factor_G[per_rollout.group]
 
 
 def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ()) -> tuple[Floats, dict[str, float]]:

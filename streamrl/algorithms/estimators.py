@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from streamrl.algorithms.advantages import Reduce, distill, grpo, maxrl, raw, rloo, token_kl, token_rewards, whiten
 from streamrl.algorithms.baselines import gpg, opo, pass_at_k
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
+from streamrl.algorithms.optimal_baselines import opob, optimal_token_baseline
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
 from streamrl.config.loss import LossConfig, estimator_of, is_function
 from streamrl.config.plugins import resolve
@@ -36,6 +37,8 @@ class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
     teacher: Floats | None = None
     values: Floats | None = None
     """Of the state before each token."""
+    energy: Floats | None = None
+    """How far the policy's gradient at each token reaches (`optimal_baselines.token_energies`)."""
     ends: Floats | None = None
     """[N] values of the states behind the last tokens of samples that a length limit cut, 0 for others (`loss.bootstrap_truncated`)."""
     kl: Floats | None = None
@@ -78,6 +81,7 @@ def token_advantages(
     reference: npt.NDArray[np.floating] | None = None,
     teacher: npt.NDArray[np.floating] | None = None,
     values: npt.NDArray[np.floating] | None = None,
+    energy: npt.NDArray[np.floating] | None = None,
     ends: npt.NDArray[np.floating] | None = None,
     reduce: Reduce | None = None,
     base: Path | None = None,
@@ -99,6 +103,7 @@ def token_advantages(
         reference: [T] log-probs of the reference policy.
         teacher: [T] log-probs of the teacher.
         values: [T] the critic's, of the state before each token.
+        energy: [T] `optimal_baselines.token_energies`; read at trained tokens only.
         ends: [N] the critic's, of the state behind the last token of samples that go on from there; 0 for the others. None: none does.
         reduce: sums over ranks, where each is given other groups of the batch; the metrics are then of those.
         base: directory that a relative path in `loss.advantage` starts from.
@@ -109,7 +114,7 @@ def token_advantages(
         ConfigError: a combination that would be ignored silently, or a function that cannot be found.
     """
     _check(loss)
-    arrays = replace(_arrays(batch, loss, logprobs, reference, teacher, values), ends=_ends(batch, ends))
+    arrays = replace(_arrays(batch, loss, logprobs, reference, teacher, values, energy), ends=_ends(batch, ends))
     if is_function(loss.advantage):
         _, metrics = raw(*_rewards(batch))
         found, returns = _custom(batch, loss, arrays, base), None
@@ -162,6 +167,7 @@ def _arrays(
     reference: npt.NDArray[np.floating] | None,
     teacher: npt.NDArray[np.floating] | None,
     values: npt.NDArray[np.floating] | None,
+    energy: npt.NDArray[np.floating] | None,
 ) -> TokenArrays:
     """The arrays in float64, with the tokens where all are finite."""
     needed = needed_scores(loss)
@@ -171,6 +177,7 @@ def _arrays(
         (Role.REFERENCE, "reference", reference),
         (Role.TEACHER, "teacher", teacher),
         (Role.VALUE, "values", values),
+        (Role.ENERGY, "energy", energy),
     ):
         if array is None and role in needed:
             raise TrainingError(
@@ -185,7 +192,7 @@ def _arrays(
             )
         given[name] = None if array is None else array.astype(np.float64)
     mask = batch.loss_mask & np.isfinite(batch.sampler_logprobs)
-    for name in ("logprobs", "reference", "teacher"):
+    for name in ("logprobs", "reference", "teacher", "energy"):
         array = given[name]
         if array is not None:
             mask = mask & np.isfinite(array)
@@ -226,8 +233,8 @@ def _rewards(batch: TrainBatch) -> tuple[Floats, npt.NDArray[np.int64], npt.NDAr
 
 def _grpo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, *, divided: bool = True) -> Found:
     inputs = _rewards(batch)
-    divide = {"normalize_std": divided and loss.normalize_std, "batch_std": loss.std == "batch"}
-    numbers, metrics = grpo(*inputs, **divide) if loss.normalize_rewards else raw(*inputs)
+    how = {"normalize_std": divided and loss.normalize_std, "batch_std": loss.std == "batch", "leave_one_out": loss.leave_one_out}
+    numbers, metrics = grpo(*inputs, **how) if loss.normalize_rewards else raw(*inputs)
     return _spread(batch, arrays, numbers), None, metrics
 
 
@@ -245,6 +252,24 @@ def _opo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
     lengths = np.bincount(sample_of_token(batch)[arrays.mask], minlength=batch.num_samples)
     numbers, metrics = opo(*_rewards(batch), lengths=lengths)
     return _spread(batch, arrays, numbers), None, metrics
+
+
+def _opob(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    assert arrays.logprobs is not None and arrays.energy is not None  # `_arrays` has looked
+    sample_M = sample_of_token(batch)[arrays.mask]
+    log_ratio_M = arrays.logprobs[arrays.mask] - batch.sampler_logprobs[arrays.mask]
+    log_ratios = np.bincount(sample_M, log_ratio_M, batch.num_samples).astype(np.float64)
+    energies = np.bincount(sample_M, arrays.energy[arrays.mask], batch.num_samples).astype(np.float64)
+    numbers, metrics = opob(*_rewards(batch), log_ratios=log_ratios, energies=energies, normalize_std=loss.normalize_std)
+    return _spread(batch, arrays, numbers), None, metrics
+
+
+def _optimal_token_baseline(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    assert arrays.energy is not None  # `_arrays` has looked
+    found = np.zeros(batch.num_tokens)
+    energies, samples = arrays.energy[arrays.mask], sample_of_token(batch)[arrays.mask]
+    found[arrays.mask], metrics = optimal_token_baseline(*_rewards(batch), energies=energies, samples=samples)
+    return found, None, metrics
 
 
 def _gpg(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
@@ -303,6 +328,8 @@ ESTIMATORS: Mapping[str, Callable[[TrainBatch, LossConfig, TokenArrays], Found]]
         "rloo": _rloo,
         "maxrl": _maxrl,
         "opo": _opo,
+        "opob": _opob,
+        "optimal_token_baseline": _optimal_token_baseline,
         "gpg": _gpg,
         "pass_at_k": _pass_at_k,
         "reinforce_plus_plus": _reinforce_plus_plus,

@@ -36,6 +36,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     teacher: Array | None = None
     values: Array | None = None
     """The critic's, of the state before each token."""
+    energy: Array | None = None
+    """See `optimal_baselines.token_energies`."""
     ends: Array | None = None
     """[N] the critic's, of the state behind the last token of samples that a length limit cut; 0 for the others."""
 
@@ -112,6 +114,7 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         reference=scores.reference,
         teacher=scores.teacher,
         values=scores.values,
+        energy=scores.energy,
         ends=scores.ends,
     )
     return Objective(
@@ -123,6 +126,19 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         scores=scores,
         metrics={**metrics, **found.metrics},
     )
+
+
+def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
+    """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
+    if batch.kind == "sft":
+        return frozenset()
+    roles = set(needed_scores(loss))
+    recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
+    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
+        roles.add(Role.PROXIMAL)
+    if loss.kl.loss_coef > 0:
+        roles.add(Role.REFERENCE)
+    return frozenset(roles)
 
 
 def answer_probability(batch: TrainBatch, logprobs: npt.NDArray[np.float64]) -> float:

@@ -147,6 +147,12 @@ def _check_schedule(config: Config) -> None:
         hint="set trainer.optimizer.warmup_steps: the more, the slower the rate falls",
         key="trainer.optimizer.warmup_steps",
     )
+    refuse(
+        optimizer.ess_scaling == "off" and optimizer.ess_reference != 1,
+        f"trainer.optimizer.ess_reference = {optimizer.ess_reference} is for ess_scaling = sqrt or linear, got off",
+        hint="set trainer.optimizer.ess_scaling, or leave ess_reference out",
+        key="trainer.optimizer.ess_reference",
+    )
 
 
 def _check_expiry(config: Config) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Collection
 
 from streamrl.config.check_correction import check_correction
 from streamrl.config.loss import CriticConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
-from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, reading
+from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, Role, reading
 from streamrl.config.tree import Config, refuse
 
 _OF_ESTIMATORS = {
     "normalize_std": ", which divides by no group's deviation",
     "normalize_rewards": "",
     "std": ", which divides by no deviation of rewards",
+    "leave_one_out": "",
     "pass_k": "",
     "gamma": ", which knows no later tokens",
     "gae_lambda": "",
@@ -78,6 +79,12 @@ def _check_advantages(config: Config) -> None:
         "loss.std = batch is for dividing by it, got loss.normalize_std or loss.normalize_rewards = false",
         hint="leave one of the two out",
         key="loss.std",
+    )
+    refuse(
+        loss.leave_one_out and not (loss.normalize_std and loss.normalize_rewards),
+        "loss.leave_one_out is for dividing what it leaves, got loss.normalize_std or loss.normalize_rewards = false",
+        hint='take loss.advantage = "rloo", which divides by nothing',
+        key="loss.leave_one_out",
     )
     refuse(
         estimator_of(loss).whitened and loss.whiten == "off",
@@ -246,7 +253,7 @@ def _check_table(config: Config) -> None:
     """What the backend without torch has no arithmetic for."""
     loss, c = config.loss, config.loss.correction
     missing = {
-        "loss.advantage": bool(estimator_of(loss).needs),
+        "loss.advantage": Role.VALUE in estimator_of(loss).needs,
         "loss.policy": not policy_loss_of(loss).table,
         "loss.slime_loss": bool(loss.slime_loss),
         "loss.dual_clip": loss.dual_clip > 0,

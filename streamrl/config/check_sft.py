@@ -42,6 +42,7 @@ def check_sft(config: Config) -> None:
             "its loss is the negative log-likelihood of the answers, of which loss.reduction and loss.experts can be chosen",
         ),
         ("gateway.workers", config.gateway.workers > 0, "there are no rollouts for agents"),
+        ("trainer.optimizer.ess_scaling", config.trainer.optimizer.ess_scaling != "off", "no sampler has drawn its tokens"),
         ("tasks.expire_versions", config.tasks.expire_versions > 0, "demonstrations have no age"),
         ("producer.function", config.producer.function != "single_turn", "nobody makes rollouts"),
         ("trainer.routing_replay", config.trainer.routing_replay, "no engine has routed these tokens"),

@@ -128,9 +128,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     normalize_rewards: bool = True
     """Take the group's mean from the rewards (grpo, reinforce_plus_plus_baseline)."""
     normalize_std: bool = True
-    """Divide by the group's standard deviation (grpo); off is Dr.GRPO (arXiv 2503.20783)."""
+    """Divide by the group's standard deviation (grpo, opob); off is Dr.GRPO (arXiv 2503.20783)."""
     std: Literal["group", "batch"] = "group"
     """grpo: whose standard deviation; `batch`: that of all rewards of the batch (arXiv 2508.08221)."""
+    leave_one_out: bool = False
+    """grpo: take the mean of the group's other rollouts from a reward, in place of that of all, and divide as grpo does."""
     pass_k: PositiveInt = 4
     """pass_at_k: of so many rollouts one is to be right (arXiv 2508.10751)."""
     whiten: Literal["auto", "on", "off"] = "auto"

@@ -16,13 +16,14 @@ import msgspec
 
 
 class Role(StrEnum):
-    """Whose log-probs, or values, of a batch's tokens."""
+    """Whose log-probs, or values, of a batch's tokens; `ENERGY` is how far the policy's gradient at a token reaches (`token_energies`)."""
 
     POLICY = "policy"
     REFERENCE = "reference"
     PROXIMAL = "proximal"
     VALUE = "value"
     TEACHER = "teacher"
+    ENERGY = "energy"
 
 
 class Estimator(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +36,7 @@ class Estimator(msgspec.Struct, frozen=True, kw_only=True):
     whitened: bool = False
     """Not defined without whitening (arXiv 2501.03262)."""
     needs: frozenset[Role] = frozenset()
-    """Whose numbers it cannot do without: of `VALUE` follows a critic."""
+    """Whose numbers it cannot do without: of `VALUE` follows a critic, of `ENERGY` a forward pass more."""
 
     @property
     def token_rewards(self) -> bool:
@@ -86,10 +87,12 @@ class EngineKind(msgspec.Struct, frozen=True, kw_only=True):
 
 ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
     {
-        "grpo": Estimator(grouped=True, settings=frozenset({"normalize_rewards", "normalize_std", "std"})),
+        "grpo": Estimator(grouped=True, settings=frozenset({"normalize_rewards", "normalize_std", "std", "leave_one_out"})),
         "rloo": Estimator(grouped=True),
         "maxrl": Estimator(grouped=True),
         "opo": Estimator(grouped=True),
+        "opob": Estimator(grouped=True, settings=frozenset({"normalize_std"}), needs=frozenset({Role.PROXIMAL, Role.ENERGY})),
+        "optimal_token_baseline": Estimator(grouped=True, needs=frozenset({Role.PROXIMAL, Role.ENERGY})),
         "gpg": Estimator(grouped=True),
         "pass_at_k": Estimator(grouped=True, settings=frozenset({"pass_k"})),
         "reinforce_plus_plus": Estimator(whitened=True, settings=frozenset({"kl.reward_coef", "gamma"})),

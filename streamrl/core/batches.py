@@ -269,6 +269,13 @@ def _same(name: str, got: list[int], expected: list[int]) -> None:
         )
 
 
+def uncut(batch: TrainBatch) -> TrainBatch:
+    """The batch as if top-p, top-k and min-p were off; where they are, itself."""
+    if batch.min_p is None and (batch.top_p >= 1).all() and (batch.top_k < 1).all():
+        return batch
+    return msgspec.structs.replace(batch, top_p=np.ones_like(batch.top_p), top_k=np.full_like(batch.top_k, -1), min_p=None)
+
+
 def sample_of_token(batch: TrainBatch) -> npt.NDArray[np.int64]:
     """[T] index of the sample that each packed token belongs to."""
     return np.repeat(np.arange(batch.num_samples, dtype=np.int64), batch.lengths)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.advantages import grpo
+from streamrl.algorithms.advantages import grpo, rloo
 from streamrl.algorithms.baselines import gpg, opo, pass_at_k
 from streamrl.errors import TrainingError
 from tests.support.errors import raises
@@ -85,3 +85,17 @@ def test_the_deviation_of_the_batch_divides_every_group_alike() -> None:
     found = grpo(rewards, tasks, rollouts, batch_std=True)[0]
     assert found == pytest.approx(np.array([0.5, -0.5, 0.01, -0.01]) / (np.std(rewards, ddof=1) + 1e-6))
     assert grpo(np.array([1.0]), np.array([0]), np.array([0]), batch_std=True)[0].tolist() == [0.0]
+
+
+def test_leaving_a_rollouts_own_reward_out_of_the_mean_it_is_compared_with() -> None:
+    """LOO over std: by hand, over the batch's deviation, and beside rloo."""
+    rewards, tasks, rollouts = np.array([1.0, 0, 0, 3.0, 1.0]), np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1])
+    std = [np.std(rewards[:3], ddof=1)] * 3 + [np.std(rewards[3:], ddof=1)] * 2
+    less_others = np.array([1.0, -0.5, -0.5, 2.0, -2.0])
+    found = grpo(rewards, tasks, rollouts, leave_one_out=True)[0]
+    assert found == pytest.approx(less_others / (np.array(std) + 1e-6))
+    over_batch = grpo(rewards, tasks, rollouts, leave_one_out=True, batch_std=True)[0]
+    assert over_batch == pytest.approx(less_others / (np.std(rewards, ddof=1) + 1e-6))
+    assert rloo(rewards, tasks, rollouts)[0] == pytest.approx(less_others)
+    assert grpo(*group([2.0]), leave_one_out=True)[0].tolist() == [0.0]
+    assert grpo(*group([0.1, 0.1, 0.1]), leave_one_out=True)[0].tolist() == [0.0] * 3

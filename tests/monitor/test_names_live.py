@@ -113,6 +113,7 @@ SCORED = (
     *("loss.correction.kind=clip", "loss.correction.low=0.99", "loss.correction.high=1.01", "loss.correction.veto=0.9"),
     *("loss.correction.mask_staleness=2", "loss.correction.staleness_decay=0.9", "tasks.drop_zero_variance=false"),
     *("engine.kind=local", "trainer.backend=torch", "warmup.max_steps=0", "reward.kind=mine.py:rarely_equal"),
+    "trainer.optimizer.ess_scaling=sqrt",
 )
 """A transformer, a critic, a reference, and a correction that looks at all there is."""
 OF_SCORED = {
@@ -125,7 +126,7 @@ OF_SCORED = {
         "train/value_clipfrac",
         "train/value_grad_norm",
     ),
-    *("train/value_norm", "train/stale_masked_fraction", "train/staleness_weight", "train/mis_batch_norm_factor"),
+    *("train/value_norm", "train/stale_masked_fraction", "train/staleness_weight", "train/mis_batch_norm_factor", "train/ess_rollout"),
     *("train/mis_tis_clip_fraction_low", "train/mis_tis_clip_fraction_high", "train/mis_rs_mask_fraction_low"),
     *("train/mis_rs_mask_fraction_high", "train/mis_rs_catastrophic_token_fraction", "train/mis_rs_catastrophic_seq_fraction"),
     *("perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time", "perf/actor_train_tok_per_s"),

@@ -18,7 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
+from streamrl.algorithms.estimators import needed_scores
 from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
+from streamrl.algorithms.step_size import rollout_ess, scaled_rate
+from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import Indices
@@ -71,6 +74,7 @@ class TableTrainer:
         self._model_dir = model_dir
         self._minibatches = trainer.minibatches
         self._loss = loss
+        self._optimizer = trainer.optimizer
         self._learning_rate = learning_rate
         self._logits = _initial_logits(model_dir)
         self._adam = Adam(self._logits, trainer.optimizer)
@@ -82,8 +86,13 @@ class TableTrainer:
         trained = np.flatnonzero(batch.loss_mask)
         check_batch(batch)
         old_logprobs = np.zeros(batch.num_tokens)
-        old_logprobs[trained] = self._forward(batch, trained)[1]
-        objective = make_objective(batch, self._loss, self._minibatches, Scores(proximal=old_logprobs))
+        logp_MV, old_logprobs[trained] = self._forward(batch, trained)
+        energy = None
+        if Role.ENERGY in needed_scores(self._loss):
+            energy = np.zeros(batch.num_tokens)
+            squares_M = 1.0 - 2.0 * np.exp(old_logprobs[trained]) + np.square(np.exp(logp_MV)).sum(-1)
+            energy[trained] = np.maximum(squares_M, 0.0) / np.square(batch.temperature[trained].astype(np.float64))
+        objective = make_objective(batch, self._loss, self._minibatches, Scores(proximal=old_logprobs, energy=energy))
         if batch.kind != self._stage:
             self._adam.reset()
             self._stage = batch.kind
@@ -93,9 +102,13 @@ class TableTrainer:
         finite = True
         for index in range(len(objective.steps)):
             gradient, sums = self._gradient(batch, objective, index, logprobs, used)
-            norm, applied = self._adam.step(gradient, rate)
+            samples, step_rate = objective.steps[index], rate
+            if batch.kind == "rl" and self._optimizer.ess_scaling != "off":
+                sums["train/ess_rollout"] = rollout_ess(batch, logprobs, samples)
+                step_rate = scaled_rate(rate, sums["train/ess_rollout"], self._optimizer)
+            norm, applied = self._adam.step(gradient, step_rate)
             finite = finite and applied
-            rows.append({**sums, "train/grad_norm": norm, "train/lr": rate, "train/global_batch_size": float(len(objective.steps[index]))})
+            rows.append({**sums, "train/grad_norm": norm, "train/lr": step_rate, "train/global_batch_size": float(len(samples))})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
         if score is not None:

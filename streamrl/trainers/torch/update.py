@@ -12,19 +12,22 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.algorithms.choices import Decision, decide, decides
 from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
+from streamrl.algorithms.optimal_baselines import token_energies
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.sequences import packed_sequences
+from streamrl.algorithms.step_size import rollout_ess, scaled_rate
 from streamrl.config.loss import is_function
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.balance import split_ranks
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, uncut
 from streamrl.core.cuts import cut_samples, with_ends
 from streamrl.core.packing import ROW, Indices, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches
 from streamrl.errors import ConfigError, TrainingError
@@ -113,6 +116,7 @@ class Update:
     ) -> None:
         self._loss = loss
         self._minibatches = trainer.minibatches
+        self._config = trainer.optimizer
         self.budget = trainer.micro_tokens
         """Tokens of one forward and backward pass."""
         self.least_row = ROW
@@ -149,7 +153,7 @@ class Update:
         # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
         found: dict[Role, npt.NDArray[np.float32]] = {}
         ends: npt.NDArray[np.float32] | None = None
-        for role in sorted(roles):
+        for role in sorted(roles - {Role.ENERGY}):
             start_s = time.perf_counter()
             if role == Role.VALUE and self._loss.bootstrap_truncated:
                 found[role], ends = self._values(batch)
@@ -162,6 +166,7 @@ class Update:
             reference=found.get(Role.REFERENCE),
             teacher=found.get(Role.TEACHER),
             values=found.get(Role.VALUE),
+            energy=self._energies(batch, found[Role.PROXIMAL]) if Role.ENERGY in roles else None,
             ends=ends,
         )
         return make_objective(batch, self._loss, self._minibatches, scores)
@@ -228,9 +233,10 @@ class Update:
                     if one.weights is not None:
                         all_weights[one.target] = one.weights.double().cpu().numpy()
                 sums = self._parallel.sum_named(sums) | self._balancing.metrics() | (decision.metrics if decision else {})
-                norms, applied = self._apply(rate, policy=learns, critic=batch.kind == "rl")
+                step_rate, scaling = self._rate(batch, rate, all_logprobs, samples) if learns else (rate, {})
+                norms, applied = self._apply(step_rate, policy=learns, critic=batch.kind == "rl")
                 finite = finite and applied
-                rows.append(sums | norms | {"train/global_batch_size": float(len(samples))})
+                rows.append(sums | scaling | norms | {"train/global_batch_size": float(len(samples))})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
         if batch.routed_experts is not None:
@@ -294,6 +300,14 @@ class Update:
         values = self.score(longer, Role.VALUE, wanted, samples)
         behind[cut] = values[ends]
         return np.delete(values, ends), behind
+
+    def _energies(self, batch: TrainBatch, logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+        """[T] `token_energies` of the trained tokens, over the whole vocabulary also where what was sampled from was cut."""
+        warm = uncut(batch)
+        cold, samples = replace(warm, temperature=batch.temperature / 2), np.arange(batch.num_samples)
+        if warm is not batch:
+            logprobs = self.score(warm, Role.PROXIMAL, batch.loss_mask, samples)
+        return token_energies(logprobs, self.score(cold, Role.PROXIMAL, batch.loss_mask, samples), batch.temperature)
 
     def row_length(self, batch: TrainBatch, budget: int) -> int:
         """Of the batch's packed rows with this budget; 0 where rows are not packed."""
@@ -377,6 +391,16 @@ class Update:
             else:
                 critic.idle(micro)
 
+    def _rate(self, batch: TrainBatch, rate: float, logprobs: npt.NDArray[np.float64], samples: Indices) -> tuple[float, dict[str, float]]:
+        """The rate of one optimizer step, by the log-probs that its forward passes gave on all ranks, and what scaled it."""
+        if batch.kind == "sft" or self._config.ess_scaling == "off":
+            return rate, {}
+        everyones = self._everyones(logprobs.copy())
+        # One rank's number for all: exp may differ in its last bit from one host to the next, and then the copies of the model would too.
+        own = rollout_ess(batch, everyones, samples) if self._parallel.data_rank == 0 else 0.0
+        ess = float(self._parallel.sum(torch.tensor([own], dtype=torch.float64)))
+        return scaled_rate(rate, ess, self._config), {"train/ess_rollout": ess}
+
     def _apply(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
         """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""
         norms = {"train/grad_norm": 0.0, "train/lr": rate if policy else 0.0}
@@ -397,4 +421,5 @@ class Update:
         return norms, applied
 
     def _everyones(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The sum over ranks, which of several is written into `values` too."""
         return self._parallel.sum_rows(torch.from_numpy(values)).numpy()
