@@ -23,4 +23,13 @@ METHODS = {
         ("loss.policy=cispo", "loss.proximal=sampler", "loss.correction.kind=none", "loss.clip_low=1.0", "loss.clip_high=4.0"),
         "#66a182",
     ),
+    "m2po": Method("M2PO", ("loss.policy=m2po", "loss.m2po_bound=0.04", "loss.proximal=sampler", "loss.correction.kind=none"), "#8e6c8a"),
+    "vcpo": Method(
+        "VCPO",
+        (
+            *("trainer.optimizer.ess_scaling=sqrt", "loss.advantage=opob", "loss.clip_low=1.0", "loss.clip_high=1e9"),
+            *("loss.correction.kind=truncate", "loss.correction.level=sequence", "loss.correction.high=8.0"),
+        ),
+        "#2f3e46",
+    ),
 }
