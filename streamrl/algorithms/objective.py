@@ -75,19 +75,6 @@ def check_batch(batch: TrainBatch) -> None:
         )
 
 
-def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
-    """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
-    if batch.kind == "sft":
-        return frozenset()
-    roles = set(needed_scores(loss))
-    recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
-    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
-        roles.add(Role.PROXIMAL)
-    if loss.kl.loss_coef > 0:
-        roles.add(Role.REFERENCE)
-    return frozenset(roles)
-
-
 def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores: Scores | None = None) -> Objective:
     """Advantages over the whole batch, then `minibatches` steps of whole groups with weights of their own.
 
