@@ -31,7 +31,7 @@ def by_run(rows: Rows) -> dict[str, list[Rows]]:
     runs: dict[tuple[str, str], list[Mapping[str, str]]] = defaultdict(list)
     for row in rows:
         runs[row["arm"], row["seed"]].append(row)
-    found = {arm: [one for (of, _), one in runs.items() if of == arm] for arm in ARMS}
+    found: dict[str, list[Rows]] = {arm: [one for (of, _), one in runs.items() if of == arm] for arm in ARMS}
     return {arm: seeds for arm, seeds in found.items() if seeds}
 
 
