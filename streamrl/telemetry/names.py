@@ -121,6 +121,7 @@ def _parts_of_ages() -> Iterator[Metric]:
 _DECLARED = (
     # One value a batch; they also stand in the batch's ledger entry. Those of a loss are weighted as the loss is.
     Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the rollouts that arrived for the batch, dropped ones included"),
+    Metric("rollout/length_reward", _MEAN, "reward", "what `reward.length` has added to the batch's rewards, mean over rollouts"),
     Metric("rollout/overlong_penalty", _MEAN, "reward", "what length has added to the batch's rewards (0 or less), mean over rollouts"),
     Metric("rollout/raw_reward_std", _MEAN, "reward", "standard deviation of the rewards within a group, mean over groups"),
     Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal"),
