@@ -46,6 +46,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "train/routing_replayed": "`trainer.routing_replay` is set",
         "train/mfu": "the policy learns, and the peak of the trainer's GPU is known: H100 and H200 (SXM) in bfloat16",
         "train/stale_masked_fraction": "`loss.correction.mask_staleness` is set",
+        "train/grad_cosine": "`trainer.gradient_cosine` is set, and there was a step of this kind before",
         "train/ess_rollout": "`trainer.optimizer.ess_scaling` is set",
         "train/staleness_weight": "`loss.correction.staleness_decay` is below 1",
         **dict.fromkeys(("train/float32_sampler_abs_diff_max", "train/float32_trainer_abs_diff_max"), _FLOAT32),
