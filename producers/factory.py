@@ -59,7 +59,7 @@ def make_runner(
     """A runner for `producer`, or the one that `function` names, and the run's reward, or those of `config`; raises ConfigError.
 
     The caller starts and closes it. Without `scores` episodes keep what rewards their producer gave: others give the rest. With `filters`
-    the run's filter is asked, if there is one.
+    the run's filter is asked, if there is one, and rewards must have the parts that `loss.objectives` names.
     """
     config = config or worker.config
     model_dir = worker.run_dir.policy_dir(config)
@@ -98,6 +98,7 @@ def runner_of(
         else None,
         max_deaths=config.tasks.max_deliveries,
         filter=_filter(config, model_dir, engine) if filters and config.filters.function else None,
+        objectives=tuple(config.loss.objectives) if filters else (),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -51,6 +51,7 @@ class GroupRunner:
         children: run user code; None: there is none. Closed with the runner.
         max_deaths: children that one task may kill, alone in them (`tasks.max_deliveries`).
         filter: what rollouts have to pass once they are scored; None: nothing. Closed with the runner.
+        objectives: parts that every reward must have; a rollout whose reward lacks one ends as failed.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class GroupRunner:
         children: Children | None = None,
         max_deaths: int = 1,
         filter: Filter | None = None,
+        objectives: Collection[str] = (),
     ) -> None:
         self._producer = producer
         self._reward = reward
@@ -81,6 +83,7 @@ class GroupRunner:
         self._children = children
         self._max_deaths = max_deaths
         self._filter = filter
+        self._objectives = objectives
 
     @property
     def notice(self) -> str:
@@ -188,6 +191,10 @@ class GroupRunner:
                     failures[episode.rollout] = _ungraded(task, episode, value)
                 elif value is not None:
                     episode.reward, episode.reward_parts = value.value, value.parts
+        for episode in episodes:
+            lacking = [name for name in self._objectives if name not in episode.reward_parts]
+            if episode.reward is not None and lacking and episode.rollout not in failures:
+                failures[episode.rollout] = _ungraded(task, episode, _lacks(episode, lacking[0]))
         now_s = time.time()
         for episode in episodes:
             episode.scored_s = now_s if episode.reward is not None else 0.0
@@ -211,6 +218,14 @@ def _ungraded(task: RolloutTask, episode: Episode, error: Exception) -> Failure:
     text = error.message if isinstance(error, StreamRLError) else str(error) if timeout else f"{type(error).__name__}: {error}"
     where = f"(task {task.index}, row {task.row}, rollout {episode.rollout})"
     return Failure(episode.rollout, "timeout" if timeout else "failed", f"reward: {text} {where}")
+
+
+def _lacks(episode: Episode, objective: str) -> SchemaError:
+    return SchemaError(
+        f"loss.objectives has {objective!r}, but the reward was given the parts {', '.join(sorted(episode.reward_parts)) or 'none'}",
+        hint="have the reward give this part always, or take it out of loss.objectives",
+        key="loss.objectives",
+    )
 
 
 async def _counted(values: Awaitable[Sequence[T]], count: int) -> Sequence[T]:

@@ -262,6 +262,11 @@ class SampleBatch:
             return ""
         return found[:64]
 
+    def reward_part(self, name: str) -> npt.NDArray[np.float64]:
+        """[N] float64: the part of this name of each sample's reward, NaN where it has none."""
+        parts = self._column("reward_parts")
+        return np.array([dict(row or ()).get(name, np.nan) for row in parts.to_pylist()], np.float64)
+
     def rows(self) -> list[Sample]:
         """Every row as a Sample (views of the same bytes); raises SchemaError when a label or metadata is no JSON."""
         return [self._row(index, values) for index, values in enumerate(self.batch.to_pylist())]

@@ -5,7 +5,7 @@ Letters and what all take, return and raise are those of `streamrl.algorithms.ad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 
 import numpy as np
@@ -48,6 +48,53 @@ def gpg(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ()) 
     uneven = int((~per_rollout.flat[per_rollout.group]).sum())
     alpha = len(per_rollout.rewards) / max(uneven, 1)
     return (alpha * per_rollout.centred)[per_rollout.rollout_of_sample], per_rollout.metrics
+
+
+def gdpo(
+    rewards: Floats,
+    tasks: Ids,
+    rollouts: Ids,
+    agents: Sequence[str] = (),
+    *,
+    parts: Mapping[str, Floats],
+    weights: Mapping[str, float],
+) -> tuple[Floats, dict[str, float]]:
+    """Each objective normalised by itself: A = (S - mean S) / (std S + 1e-6) over the batch's rollouts (arXiv 2601.05242).
+
+    S is the sum over objectives k of weight_k (r_k - mean of r_k) / (std of r_k + 1e-6) over the rollouts of a task. So rewards that add up
+    to the same are told apart where they are made of other parts, and a part of wide values hides no other. An objective that is
+    equal in all rollouts of a task adds 0 there.
+
+    Args:
+        rewards: [N] the whole rewards, for the metrics alone.
+        tasks: [N]
+        rollouts: [N]
+        agents: [N], or none.
+        parts: [N] values of each objective.
+        weights: what each counts; the objectives that are looked at.
+
+    Raises:
+        TrainingError: also where a sample's reward has no such part.
+    """
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
+    total_R = np.zeros(len(per_rollout.rewards))
+    for name, weight in weights.items():
+        values = parts.get(name, np.full(len(rewards), np.nan))
+        if not np.isfinite(values).all():
+            bad = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise TrainingError(
+                f"gdpo expects a finite part {name!r} of every reward, got {values[bad]} for task {tasks[bad]}, rollout {rollouts[bad]}",
+                hint=f"have the reward give {name!r} always, or take it out of loss.objectives",
+                estimator="gdpo",
+                objective=name,
+                task=int(tasks[bad]),
+                rollout=int(rollouts[bad]),
+            )
+        own = rollout_rewards(values, tasks, rollouts, agents)
+        total_R += weight * own.centred / (own.std + STD_EPSILON)[own.group]
+    std = total_R.std(ddof=1) if len(total_R) > 1 else 0.0
+    advantages_R = (total_R - total_R.mean()) / (std + STD_EPSILON)
+    return advantages_R[per_rollout.rollout_of_sample], per_rollout.metrics
 
 
 def pass_at_k(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, k: int) -> tuple[Floats, dict[str, float]]:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from streamrl.algorithms.advantages import Reduce, distill, grpo, maxrl, raw, rloo, token_kl, token_rewards, whiten
-from streamrl.algorithms.baselines import gpg, opo, pass_at_k
+from streamrl.algorithms.baselines import gdpo, gpg, opo, pass_at_k
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.optimal_baselines import opob, optimal_token_baseline
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
@@ -277,6 +277,11 @@ def _gpg(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
     return _spread(batch, arrays, numbers), None, metrics
 
 
+def _gdpo(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    numbers, metrics = gdpo(*_rewards(batch), parts=batch.reward_parts, weights=loss.objectives)
+    return _spread(batch, arrays, numbers), None, metrics
+
+
 def _pass_at_k(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
     numbers, metrics = pass_at_k(*_rewards(batch), k=loss.pass_k)
     return _spread(batch, arrays, numbers), None, metrics
@@ -331,6 +336,7 @@ ESTIMATORS: Mapping[str, Callable[[TrainBatch, LossConfig, TokenArrays], Found]]
         "opob": _opob,
         "optimal_token_baseline": _optimal_token_baseline,
         "gpg": _gpg,
+        "gdpo": _gdpo,
         "pass_at_k": _pass_at_k,
         "reinforce_plus_plus": _reinforce_plus_plus,
         "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,

@@ -94,6 +94,9 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
     if batch.penalties is not None:
         taken = rollout_rewards(batch.penalties, batch.tasks, batch.rollouts, batch.agents).rewards
         metrics["rollout/overlong_penalty"] = float(taken.mean())
+    if batch.length_rewards is not None:
+        given = rollout_rewards(batch.length_rewards, batch.tasks, batch.rollouts, batch.agents).rewards
+        metrics["rollout/length_reward"] = float(given.mean())
     found = token_advantages(
         batch,
         loss,

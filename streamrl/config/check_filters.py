@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from streamrl.config.loss import is_function
+from streamrl.config.reward import LengthConfig
 from streamrl.config.tree import Config, refuse
 
 
 def check_filters(config: Config) -> None:
     """Raise ConfigError for bounds that contradict each other or could never be met."""
     _check_overlong(config)
+    _check_length(config)
     _check_function(config)
     filters = config.filters
     refuse(
@@ -88,3 +90,28 @@ def _check_overlong(config: Config) -> None:
         hint='take loss.advantage = "grpo", or leave the penalty out',
         key="reward.overlong_buffer",
     )
+
+
+def _check_length(config: Config) -> None:
+    length, advantage = config.reward.length, config.loss.advantage
+    refuse(
+        length.kind == "none" and length != LengthConfig(),
+        "reward.length has numbers, but reward.length.kind is none",
+        hint="set reward.length.kind = 'kimi', 'alp' or 'cosine', or leave them out",
+        key="reward.length.kind",
+    )
+    refuse(
+        length.kind != "none" and advantage in ("maxrl", "pass_at_k"),
+        f"reward.length with loss.advantage = {advantage}, which takes no rewards below 0: length makes some",
+        hint='take loss.advantage = "grpo", or leave reward.length out',
+        key="reward.length.kind",
+    )
+    unread = {
+        "weight": length.kind == "cosine" and length.weight != 1,
+        "longest": length.kind == "kimi" and length.longest > 0,
+        "cosine_right": length.kind in ("kimi", "alp") and length.cosine_right != LengthConfig().cosine_right,
+        "cosine_wrong": length.kind in ("kimi", "alp") and length.cosine_wrong != LengthConfig().cosine_wrong,
+        "cosine_exceeded": length.kind in ("kimi", "alp") and length.cosine_exceeded != LengthConfig().cosine_exceeded,
+    }
+    for name, is_set in unread.items():
+        refuse(is_set, f"reward.length.{name} is not read by kind {length.kind}", hint="leave it out", key=f"reward.length.{name}")

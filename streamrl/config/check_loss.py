@@ -15,6 +15,7 @@ _OF_ESTIMATORS = {
     "normalize_rewards": "",
     "std": ", which divides by no deviation of rewards",
     "leave_one_out": "",
+    "objectives": "",
     "pass_k": "",
     "gamma": ", which knows no later tokens",
     "gae_lambda": "",
@@ -29,6 +30,7 @@ def check_loss(config: Config) -> None:
     if config.loss.policy:
         _check_name("loss.policy", config.loss.policy, POLICY_LOSSES)
     _check_advantages(config)
+    _check_objectives(config)
     _check_policy(config)
     _check_choices(config)
     check_correction(config)
@@ -91,6 +93,37 @@ def _check_advantages(config: Config) -> None:
         f"loss.whiten = off with loss.advantage = {name}: whitening is what scales its advantages (arXiv 2501.03262)",
         hint="leave loss.whiten out, or use grpo",
         key="loss.whiten",
+    )
+
+
+def _check_objectives(config: Config) -> None:
+    loss, reward = config.loss, config.reward
+    if loss.advantage != "gdpo":
+        return
+    zero = [name for name, weight in loss.objectives.items() if weight == 0 or not name]
+    refuse(
+        not loss.objectives or bool(zero),
+        f"loss.advantage = gdpo needs loss.objectives: parts of the reward and weights other than 0, got {loss.objectives}",
+        hint="for example loss.objectives = { correct = 1.0, format = 0.5 }",
+        key="loss.objectives",
+    )
+    refuse(
+        reward.kind == "late" or reward.workers > 0,
+        "loss.advantage = gdpo reads the parts of rewards beside the samples, where those of rewards that come later do not stand",
+        hint="let producers score: leave out reward.workers, and name a reward in reward.kind",
+        key="loss.advantage",
+    )
+    refuse(
+        config.tasks.drop_zero_variance,
+        "loss.advantage = gdpo with tasks.drop_zero_variance, which drops groups whose rewards add up to the same, whatever their parts",
+        hint="set tasks.drop_zero_variance = false",
+        key="tasks.drop_zero_variance",
+    )
+    refuse(
+        reward.overlong_buffer > 0 or reward.length.kind != "none",
+        "loss.advantage = gdpo looks at parts of the rewards alone: reward.overlong_buffer and reward.length would do nothing",
+        hint="leave them out, or give length as a part of the reward",
+        key="reward.overlong_buffer" if reward.overlong_buffer else "reward.length.kind",
     )
 
 

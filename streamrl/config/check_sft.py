@@ -6,6 +6,7 @@ from streamrl.config.check_data import pairs
 from streamrl.config.data import data_sets
 from streamrl.config.filters import FiltersConfig
 from streamrl.config.loss import LossConfig
+from streamrl.config.reward import LengthConfig
 from streamrl.config.tree import Config, refuse
 
 
@@ -33,6 +34,7 @@ def check_sft(config: Config) -> None:
         ),
         ("reward.workers", config.reward.workers > 0, "there is nothing to score"),
         ("reward.overlong_buffer", config.reward.overlong_buffer > 0, "its batches have no rewards"),
+        ("reward.length", config.reward.length != LengthConfig(), "its batches have no rewards"),
         ("filters", config.filters != unfiltered, "they are for rollouts, and never refuse demonstrations"),
         ("warmup.max_steps", config.warmup.max_steps > 0, "the whole run is what a warm-up is"),
         ("run.until_reward", bool(config.run.until_reward), "its batches have no rewards"),

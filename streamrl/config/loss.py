@@ -133,6 +133,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """grpo: whose standard deviation; `batch`: that of all rewards of the batch (arXiv 2508.08221)."""
     leave_one_out: bool = False
     """grpo: take the mean of the group's other rollouts from a reward, in place of that of all, and divide as grpo does."""
+    objectives: dict[str, float] = {}
+    """gdpo: the parts of the reward that are normalised each by itself, and what each counts (arXiv 2601.05242)."""
     pass_k: PositiveInt = 4
     """pass_at_k: of so many rollouts one is to be right (arXiv 2508.10751)."""
     whiten: Literal["auto", "on", "off"] = "auto"

@@ -94,6 +94,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "opob": Estimator(grouped=True, settings=frozenset({"normalize_std"}), needs=frozenset({Role.PROXIMAL, Role.ENERGY})),
         "optimal_token_baseline": Estimator(grouped=True, needs=frozenset({Role.PROXIMAL, Role.ENERGY})),
         "gpg": Estimator(grouped=True),
+        "gdpo": Estimator(grouped=True, settings=frozenset({"objectives"})),
         "pass_at_k": Estimator(grouped=True, settings=frozenset({"pass_k"})),
         "reinforce_plus_plus": Estimator(whitened=True, settings=frozenset({"kl.reward_coef", "gamma"})),
         "reinforce_plus_plus_baseline": Estimator(grouped=True, whitened=True, settings=frozenset({"normalize_rewards", "kl.reward_coef"})),

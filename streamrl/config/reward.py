@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from streamrl.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class LengthConfig(Section, frozen=True, kw_only=True):
+    """A reward on the length of answers, added to every reward when a batch is made (docs/algorithms.md)."""
+
+    kind: Literal["none", "kimi", "alp", "cosine"] = "none"
+    """`kimi`: by the shortest and the longest answer to the task (arXiv 2501.12599). `alp`: a price on tokens that rises with the share of
+    answers that are right (arXiv 2506.05256). `cosine`: the reward itself goes along half a cosine of the length (arXiv 2502.03373)."""
+    right: float = 1.0
+    """An answer is right whose reward is at least this."""
+    weight: PositiveFloat = 1.0
+    """`kimi` and `alp`: times what length gives."""
+    longest: NonNegativeInt = 0
+    """`alp` and `cosine`: L, in sampled tokens of a whole rollout; 0: its sampling.max_new_tokens, which is of one turn."""
+    cosine_right: tuple[float, float] = (2.0, 1.0)
+    """The reward of right answers of no length, and of L."""
+    cosine_wrong: tuple[float, float] = (-10.0, 0.0)
+    """That of wrong ones."""
+    cosine_exceeded: float = -10.0
+    """That of answers of L tokens and more, right or wrong."""
 
 
 class RewardConfig(Section, frozen=True, kw_only=True):
@@ -31,6 +51,7 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     """The greatest penalty."""
     overlong_length: NonNegativeInt = 0
     """The greatest length, in sampled tokens of a sample; 0: its own sampling.max_new_tokens, which is of one turn."""
+    length: LengthConfig = LengthConfig()
     timeout_s: PositiveFloat = 10.0
     """A custom reward that takes longer for a rollout (a class with `score`: for a group) is cut off, and the rollout ends as `timeout`."""
     children: NonNegativeInt = 0

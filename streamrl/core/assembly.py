@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from streamrl.core.batches import STATUS_CODES, LogitBiases, TrainBatch
 from streamrl.core.fold import Batch
+from streamrl.core.length_rewards import length_rewards
 from streamrl.core.overlong import of_rollouts, overlong_penalty, sampled_tokens
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
@@ -126,12 +128,8 @@ def assemble(
         return samplewise(lambda message: message.ints(column))
 
     tasks, rollouts = ints("task").astype(np.int64), ints("rollout").astype(np.int64)
-    penalties = None
-    if config.overlong_buffer and not warmup:
-        lengths, longest = samplewise(sampled_tokens), ints("max_new_tokens").astype(np.int64)
-        limit = np.full_like(longest, config.overlong_length) if config.overlong_length else longest
-        found = overlong_penalty(lengths, limit, buffer=config.overlong_buffer, penalty=config.overlong_penalty)
-        penalties = of_rollouts(found, tasks, rollouts, packed.agents)
+    penalties, added = (None, None) if warmup else _by_length(packed, config, tasks, rollouts)
+    rewards = sum((one for one in (added, penalties) if one is not None), start=packed.rewards)
     # A sampler that reports log-probs from before top-k, top-p and min-p is compared with the policy's from before them too.
     modes = samplewise(lambda message: np.array(message.texts("logprob_mode")))
     truncated = np.repeat(modes == LogprobMode.SAMPLED, np.diff(offsets))
@@ -150,8 +148,10 @@ def assemble(
         top_k=np.where(truncated, tokenwise(lambda message: message.drawn_at("top_k")), -1).astype(np.int32),
         min_p=min_p if min_p.any() else None,
         logit_biases=packed.biases(np.repeat(modes != LogprobMode.NONE, np.diff(offsets))),
-        rewards=packed.rewards if penalties is None else packed.rewards + penalties,
+        rewards=rewards,
         penalties=penalties,
+        length_rewards=added,
+        reward_parts={} if warmup else {name: samplewise(partial(SampleBatch.reward_part, name=name)) for name in config.objectives},
         routed_experts=tokenwise(routed) if routed is not None and packed.routed else None,
         tasks=tasks,
         rollouts=rollouts,
@@ -159,6 +159,24 @@ def assemble(
         status=status,
         sources=by_source(batch, messages),
     )
+
+
+def _by_length(
+    packed: _Packed, config: FoldConfig, tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
+    """[N] the penalty on answers near their greatest length, and [N] the reward on length; None where there is none."""
+    if not config.overlong_buffer and config.length.kind == "none":
+        return None, None
+    lengths = packed.samplewise(sampled_tokens)
+    longest = packed.samplewise(lambda message: message.ints("max_new_tokens")).astype(np.int64)
+    penalties = added = None
+    if config.length.kind != "none":
+        added = length_rewards(config.length, packed.rewards, lengths, longest, tasks, rollouts, packed.agents)
+    if config.overlong_buffer:
+        limit = np.full_like(longest, config.overlong_length) if config.overlong_length else longest
+        found = overlong_penalty(lengths, limit, buffer=config.overlong_buffer, penalty=config.overlong_penalty)
+        penalties = of_rollouts(found, tasks, rollouts, packed.agents)
+    return penalties, added
 
 
 def by_source(batch: Batch, messages: Mapping[int, SampleBatch]) -> dict[str, SourceTally]:

@@ -82,6 +82,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[N]; how the sample ended, as `STATUS_CODES` has it."""
     penalties: npt.NDArray[np.float64] | None = None
     """[N]; what `rewards` have of the penalty on long answers, at most 0 and equal where rewards are; None: there is none."""
+    length_rewards: npt.NDArray[np.float64] | None = None
+    """[N]; what `rewards` have of the reward on length, equal where rewards are; None: there is none."""
+    reward_parts: dict[str, npt.NDArray[np.float64]] = {}
+    """[N] each; the parts of the rewards that `loss.objectives` names, NaN where a sample has none of the name."""
     min_p: npt.NDArray[np.float32] | None = None
     """[T]; 0.0 = off; None: off everywhere."""
     logit_biases: LogitBiases | None = None

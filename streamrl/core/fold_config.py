@@ -34,5 +34,7 @@ def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
         overlong_buffer=config.reward.overlong_buffer,
         overlong_penalty=config.reward.overlong_penalty,
         overlong_length=config.reward.overlong_length,
+        length=config.reward.length,
+        objectives=tuple(config.loss.objectives),
         filters=config.filters,
     )

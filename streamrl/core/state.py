@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.config.filters import FiltersConfig
+from streamrl.config.reward import LengthConfig
 from streamrl.core.lengths import added, histogram
 from streamrl.errors import SchemaError
 from streamrl.schemas.control import Grant
@@ -56,6 +57,10 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     overlong_penalty: float = 1.0
     overlong_length: int = 0
     """Greatest length of a sample, in sampled tokens; 0: what its sampling says."""
+    length: LengthConfig = LengthConfig()
+    """What length adds to rewards beside (`streamrl.core.length_rewards`); it changes no decision either."""
+    objectives: tuple[str, ...] = ()
+    """Parts of the rewards that a trainer is given by name."""
     filters: FiltersConfig = FiltersConfig(min_reward_std=0.0)
     """What else is left out, by lengths, repetition and rewards."""
 

@@ -44,6 +44,7 @@ CHANGES_LOSS = (
     "reward.overlong_buffer",
     "reward.overlong_penalty",
     "reward.overlong_length",
+    "reward.length",
     "trainer.optimizer",
     "trainer.minibatches",
     "trainer.micro_tokens",

@@ -121,6 +121,7 @@ def _parts_of_ages() -> Iterator[Metric]:
 _DECLARED = (
     # One value a batch; they also stand in the batch's ledger entry. Those of a loss are weighted as the loss is.
     Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the rollouts that arrived for the batch, dropped ones included"),
+    Metric("rollout/length_reward", _MEAN, "reward", "what `reward.length` has added to the batch's rewards, mean over rollouts"),
     Metric("rollout/overlong_penalty", _MEAN, "reward", "what length has added to the batch's rewards (0 or less), mean over rollouts"),
     Metric("rollout/raw_reward_std", _MEAN, "reward", "standard deviation of the rewards within a group, mean over groups"),
     Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal"),
@@ -197,6 +198,7 @@ _DECLARED = (
     Metric("train/ess_token", _MEAN, "fraction", "effective sample size of the tokens' rho over the number of tokens"),
     Metric("train/ess_sequence", _MEAN, "fraction", "effective sample size of the samples' product of rho over the number of samples"),
     Metric("train/ess_weights", _MEAN, "fraction", "effective sample size of the weights that were used over the number of tokens"),
+    Metric("train/grad_cosine", _MEAN, "1", "cosine between the gradients of consecutive optimizer steps, before clipping"),
     Metric("train/ess_rollout", _MEAN, "fraction", "the same of rollouts, of an optimizer step at that step; it scales `train/lr`"),
     Metric("train/mis_training_log_ppl", _MEAN, "nats", "log-perplexity of a sample under the trainer's policy"),
     Metric("train/mis_training_ppl", _MEAN, "1", "perplexity of a sample under the trainer's policy"),

@@ -110,6 +110,8 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
         versions = config.tasks.max_staleness + 1
         each = (versions + 1) * 4 if shards > 1 else versions * itemsize  # see `Recheck`
         lasting.append(("of versions for trainer.check_logprobs", each * part))
+    if trainer.gradient_cosine:
+        lasting.append(("of the last gradient (trainer.gradient_cosine)", 4 * part))
     token = max(pass_bytes(shape, itemsize=itemsize, compiled=compiled, context=trainer.context) for _, shape in models.trained)
     making = itemsize * max(shape.parameters for _, shape in [*models.trained, *models.frozen])
     return RankMemory(lasting, token, making)
@@ -151,5 +153,7 @@ def _megatron_memory(config: Config, models: Models, *, compiled: bool) -> RankM
     lasting.append(("of versions to publish (weights.ring)", config.weights.buffers * itemsize * part))
     if trainer.check_logprobs:
         lasting.append(("of versions for trainer.check_logprobs", 4 * (config.tasks.max_staleness + 1) * part))
+    if trainer.gradient_cosine:
+        lasting.append(("of the last gradient (trainer.gradient_cosine)", 4 * part))
     # Policy and critic go through a micro-batch one after the other.
     return RankMemory(lasting, max(token_bytes(shape) for _, shape in models.trained), itemsize * part)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.advantages import grpo, rloo
-from streamrl.algorithms.baselines import gpg, opo, pass_at_k
+from streamrl.algorithms.baselines import gdpo, gpg, opo, pass_at_k
 from streamrl.errors import TrainingError
 from tests.support.errors import raises
 
@@ -99,3 +99,50 @@ def test_leaving_a_rollouts_own_reward_out_of_the_mean_it_is_compared_with() -> 
     assert rloo(rewards, tasks, rollouts)[0] == pytest.approx(less_others)
     assert grpo(*group([2.0]), leave_one_out=True)[0].tolist() == [0.0]
     assert grpo(*group([0.1, 0.1, 0.1]), leave_one_out=True)[0].tolist() == [0.0] * 3
+
+
+def by_objective(parts: list[list[float]], weights: list[float], tasks: list[int]) -> list[float]:
+    """GDPO in plain Python: z-scores of each objective within its task, their weighted sum, and its z-score over the batch."""
+
+    def z(values: list[float]) -> list[float]:
+        mean = sum(values) / len(values)
+        deviation = (sum((v - mean) ** 2 for v in values) / max(len(values) - 1, 1)) ** 0.5
+        return [0.0 if len(set(values)) == 1 else (v - mean) / (deviation + 1e-6) for v in values]
+
+    total = [0.0] * len(tasks)
+    for values, weight in zip(parts, weights, strict=True):
+        for task in set(tasks):
+            members = [i for i, one in enumerate(tasks) if one == task]
+            for i, score in zip(members, z([values[i] for i in members]), strict=True):
+                total[i] += weight * score
+    return z(total) if len(set(total)) > 1 else [0.0] * len(total)
+
+
+numbers = st.integers(-4, 4).map(lambda n: n / 2)
+
+
+@given(st.lists(st.tuples(numbers, numbers, st.integers(0, 2)), min_size=1, max_size=9), st.floats(0.1, 3))
+def test_gdpo_normalises_each_objective_by_itself(rows: list[tuple[float, float, int]], weight: float) -> None:
+    rows = sorted(rows, key=lambda row: row[2])
+    first, second, tasks = ([row[k] for row in rows] for k in range(3))
+    parts = {"a": np.array(first, np.float64), "b": np.array(second, np.float64), "unread": np.full(len(rows), np.nan)}
+    inputs = parts["a"] + parts["b"], np.array(tasks, np.int64), np.arange(len(rows))
+    found, metrics = gdpo(*inputs, parts=parts, weights={"a": 1.0, "b": weight})
+    assert found == pytest.approx(by_objective([first, second], [1.0, weight], tasks), abs=1e-6)  # type: ignore[arg-type]
+    assert metrics["rollout/raw_reward"] == pytest.approx(np.mean(inputs[0]))
+
+
+def test_gdpo_tells_apart_what_adds_up_to_the_same() -> None:
+    """Rewards 1 + 0 and 0 + 1 are equal to grpo; the part whose values differ less often weighs more to gdpo."""
+    right, form = np.array([1.0, 0, 1, 1]), np.array([0.0, 1, 0, 0])
+    inputs = right + form, np.zeros(4, np.int64), np.arange(4)
+    assert grpo(*inputs)[0].tolist() == [0.0] * 4
+    found = gdpo(*inputs, parts={"right": right, "form": form}, weights={"right": 2.0, "form": 1.0})[0]
+    assert found[1] < 0 < found[0] == found[2] == found[3]
+
+
+def test_gdpo_names_the_part_that_is_missing() -> None:
+    inputs = group([1, 0])
+    for parts in ({}, {"form": np.array([1.0, np.nan])}):
+        with raises(TrainingError, estimator="gdpo", objective="form"):
+            gdpo(*inputs, parts=parts, weights={"form": 1.0})

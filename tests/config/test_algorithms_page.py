@@ -16,7 +16,7 @@ from streamrl.config.check import check
 from streamrl.config.load import load, override
 from streamrl.config.loss import CorrectionConfig, LossConfig
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES
-from streamrl.config.tree import Config, DataConfig, TrainerConfig
+from streamrl.config.tree import Config, DataConfig, TasksConfig, TrainerConfig
 from streamrl.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -99,8 +99,10 @@ def test_every_cell_is_what_the_check_says(column: str) -> None:
     proximal, corrections = COLUMNS[column]
     for (advantage, policy, name), cell in cells().items():
         for correction in corrections if name == column else []:
-            loss = LossConfig(advantage=advantage, policy=policy, proximal=proximal, correction=correction)  # type: ignore[arg-type]
-            config = Config(data=ROWS, loss=loss, trainer=TrainerConfig(minibatches=2))
+            objectives = {"correct": 1.0} if advantage == "gdpo" else {}
+            loss = LossConfig(advantage=advantage, policy=policy, proximal=proximal, correction=correction, objectives=objectives)  # type: ignore[arg-type]
+            tasks = TasksConfig(drop_zero_variance=advantage != "gdpo")
+            config = Config(data=ROWS, loss=loss, tasks=tasks, trainer=TrainerConfig(minibatches=2))
             if cell == "yes":
                 check(config)
                 continue

@@ -71,7 +71,7 @@ def test_not_utf8(tmp_path):
             "[reward]\nzzz = 1\n",
             "reward.zzz",
             "known here: kind, options, key, workers, late_versions, overlong_buffer, "
-            "overlong_penalty, overlong_length, timeout_s, children, concurrency, max_hung",
+            "overlong_penalty, overlong_length, length, timeout_s, children, concurrency, max_hung",
         ),
     ],
 )

@@ -61,7 +61,7 @@ async def one_turn(task: RolloutTask, engine: RolloutEngine) -> Episode:
     return chat.episode()
 
 
-def runner(engine: TableEngine, tokenizer: Tokenizer, function: Any = one_turn, reward: Any = None) -> GroupRunner:
+def runner(engine: TableEngine, tokenizer: Tokenizer, function: Any = one_turn, reward: Any = None, **more: Any) -> GroupRunner:
     return GroupRunner(
         producer=function if hasattr(function, "rollout") else FunctionProducer(function),
         reward=reward or ExactMatch(),
@@ -70,6 +70,7 @@ def runner(engine: TableEngine, tokenizer: Tokenizer, function: Any = one_turn, 
         options={},
         max_len=128,
         chat_template=True,
+        **more,
     )
 
 
@@ -260,3 +261,22 @@ async def test_rollouts_that_engines_refuse_again_and_again_fail_without_the_oth
 def test_what_is_no_demonstration_is_refused(tokenizer: Tokenizer, fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SchemaError, match=complaint):
         demonstration(replace(make_task(tokenizer, 1), **fields), tokenizer, end_token=5, max_len=64, producer="p")
+
+
+async def test_a_reward_without_an_objective_fails_its_rollout(engine: TableEngine, tokenizer: Tokenizer) -> None:
+    """Whoever gave it: the run's reward, or the producer with an episode of its own."""
+
+    async def scores_one(task: RolloutTask, engine: RolloutEngine) -> Episode:
+        chat = engine.chat(task)
+        await chat.generate()
+        return chat.episode(reward=1.0, reward_parts={"form": 1.0}) if engine.context.rollout_index == 2 else chat.episode()
+
+    def score(task: RolloutTask, episode: ScoredEpisode) -> dict[str, float]:
+        return {"right": 1.0, "form": 0.5} if episode.rollout == 0 else {"right": 1.0}
+
+    made = runner(engine, tokenizer, scores_one, FunctionReward(score, {}), objectives=("right", "form"))
+    episodes, failures = await run(made, make_task(tokenizer))
+    assert episodes == [(0, 1.5)]
+    assert [(failure.rollout, failure.reason) for failure in failures] == [(1, "failed"), (2, "failed")]
+    assert "'form', but the reward was given the parts right" in failures[0].detail
+    assert "'right', but the reward was given the parts form" in failures[1].detail

@@ -53,7 +53,8 @@ def batch(kind, step, groups):
     )
 
 def train(loss, out):
-    options = TrainerConfig(ranks=ranks, shards=shards, minibatches=2, optimizer=OptimizerConfig(clip_norm=0.0, ess_scaling="sqrt"))
+    optimizer = OptimizerConfig(clip_norm=0.0, ess_scaling="sqrt")
+    options = TrainerConfig(ranks=ranks, shards=shards, minibatches=2, gradient_cosine=True, optimizer=optimizer)
     trainer = make_trainer(Config(trainer=options, loss=loss), model)
     scores = score(trainer, batch("rl", 9, 5), Role.POLICY).tolist()
     results = [trainer.step(batch("sft", 0, 7)), trainer.step(batch("rl", 0, 7))]

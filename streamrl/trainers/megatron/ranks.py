@@ -145,6 +145,13 @@ class MegatronParallel(Parallel):
             return torch.nn.utils.get_total_norm(tensors)
         return super().norm([t for t, leaf in zip(tensors, self.leaves, strict=True) if self.speaks(leaf)])
 
+    def dot(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+        """See `Parallel.dot`; what several parts hold counts once."""
+        if not self.sharded:
+            return super().dot(first, second)
+        spoken = [number for number, leaf in enumerate(self.leaves) if self.speaks(leaf)]
+        return super().dot([first[number] for number in spoken], [second[number] for number in spoken])
+
     def speaks(self, leaf: Leaf) -> bool:
         """Whether it is this rank, of those of its copy that hold the same, by which the leaf counts."""
         return not (leaf.shared and self.lane) and not (leaf.doubled and self.stage)

@@ -75,6 +75,8 @@ class TableTrainer:
         self._minibatches = trainer.minibatches
         self._loss = loss
         self._optimizer = trainer.optimizer
+        self._compares = trainer.gradient_cosine
+        self._last: tuple[str, npt.NDArray[np.float64]] | None = None
         self._learning_rate = learning_rate
         self._logits = _initial_logits(model_dir)
         self._adam = Adam(self._logits, trainer.optimizer)
@@ -106,10 +108,13 @@ class TableTrainer:
             if batch.kind == "rl" and self._optimizer.ess_scaling != "off":
                 sums["train/ess_rollout"] = rollout_ess(batch, logprobs, samples)
                 step_rate = scaled_rate(rate, sums["train/ess_rollout"], self._optimizer)
+            if (cosine := self._turned(batch.kind, gradient)) is not None:
+                sums["train/grad_cosine"] = cosine
             norm, applied = self._adam.step(gradient, step_rate)
             finite = finite and applied
             rows.append({**sums, "train/grad_norm": norm, "train/lr": step_rate, "train/global_batch_size": float(len(samples))})
-        metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        # A cosine is not there at the first step of all.
+        metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[-1]}
         score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
         if score is not None:
             metrics["train/answer_probability"] = score
@@ -240,6 +245,17 @@ class TableTrainer:
         if batch.kind == "rl":
             sums["train/nonfinite_tokens"] = float(dropped.sum())
         return gradient.reshape(self._logits.shape), sums
+
+    def _turned(self, kind: str, gradient: npt.NDArray[np.float64]) -> float | None:
+        """The cosine between this gradient and that of the optimizer step before; None: there is none of this kind, or one of them is 0."""
+        if not self._compares:
+            return None
+        last, self._last = self._last, (kind, gradient)
+        if last is None or last[0] != kind:
+            return None
+        with np.errstate(divide="ignore", invalid="ignore"):
+            cosine = float((gradient * last[1]).sum() / np.sqrt((gradient**2).sum() * (last[1] ** 2).sum()))
+        return max(-1.0, min(1.0, cosine)) if np.isfinite(cosine) else None
 
     def _proximal(
         self, objective: Objective, target: Indices, current: npt.NDArray[np.float64], sampler: npt.NDArray[np.float64]

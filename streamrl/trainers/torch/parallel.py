@@ -137,6 +137,13 @@ class Parallel:
             total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         return self._sum_parts(total.cpu()).sqrt().to(tensors[0])
 
+    def dot(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+        """Sum in float64 of the products of all elements of two lists of tensors, of which this rank holds parts; the same on all ranks."""
+        total = torch.zeros((), dtype=torch.float64)
+        for a, b in zip(first, second, strict=True):
+            total += (a * b).sum(dtype=torch.float64).cpu()
+        return float(self._sum_parts(total) if self.sharded else total)
+
     def digest(self, sums: Mapping[str, int]) -> str:
         """Digest of named tensors, 16 hex digits, from the partial sums of the elements that this rank holds."""
         if not self.sharded:

@@ -150,7 +150,7 @@ class TorchTrainer:
             parallel=self._parallel,
             budget=trainer.micro_tokens,
             deterministic=deterministic,
-            copies=(snapshots if cuda else 0) + kept,
+            copies=(snapshots if cuda else 0) + kept + (4 // dtype.itemsize if trainer.gradient_cosine else 0),
         )
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"

@@ -34,6 +34,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.balancing import Balancing
 from streamrl.trainers.torch.critic import Critic
+from streamrl.trainers.torch.direction import Direction
 from streamrl.trainers.torch.language_model import LanguageModel
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
@@ -133,6 +134,7 @@ class Update:
         self._parallel = parallel
         self._deterministic = deterministic
         self._settle = settle
+        self._direction = Direction(parallel) if trainer.gradient_cosine else None
         self._balancing = Balancing(policy, loss.experts, parallel)
         if trainer.routing_replay and not len(policy.routers):
             raise ConfigError(
@@ -234,10 +236,11 @@ class Update:
                         all_weights[one.target] = one.weights.double().cpu().numpy()
                 sums = self._parallel.sum_named(sums) | self._balancing.metrics() | (decision.metrics if decision else {})
                 step_rate, scaling = self._rate(batch, rate, all_logprobs, samples) if learns else (rate, {})
-                norms, applied = self._apply(step_rate, policy=learns, critic=batch.kind == "rl")
+                norms, applied = self._apply(step_rate, batch.kind, learns=learns)
                 finite = finite and applied
                 rows.append(sums | scaling | norms | {"train/global_batch_size": float(len(samples))})
-        metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+        # A cosine is not there at the first step of all.
+        metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[-1]}
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
         if batch.routed_experts is not None:
             metrics["train/routing_replayed"] = float((batch.routed_experts >= 0).all((1, 2)).mean())
@@ -401,17 +404,20 @@ class Update:
         ess = float(self._parallel.sum(torch.tensor([own], dtype=torch.float64)))
         return scaled_rate(rate, ess, self._config), {"train/ess_rollout": ess}
 
-    def _apply(self, rate: float, *, policy: bool, critic: bool) -> tuple[dict[str, float], bool]:
-        """One step of the policy and of the critic; the gradients' norms, and whether all were finite."""
-        norms = {"train/grad_norm": 0.0, "train/lr": rate if policy else 0.0}
+    def _apply(self, rate: float, kind: str, *, learns: bool) -> tuple[dict[str, float], bool]:
+        """One step of the policy, where it learns, and of the critic; the gradients' norms, and whether all were finite."""
+        norms = {"train/grad_norm": 0.0, "train/lr": rate if learns else 0.0}
         applied = True
-        if policy:
-            self._parallel.sum_gradients(self._optimizer.gradients())
+        if learns:
+            gradients = self._optimizer.gradients()
+            self._parallel.sum_gradients(gradients)
+            if self._direction is not None and (cosine := self._direction.turned(kind, gradients)) is not None:
+                norms["train/grad_cosine"] = cosine
             self._settle()
             self.wrote = True
             norms["train/grad_norm"], applied = self._optimizer.step(rate)
             self._policy.forget()
-        if critic and self._critic is not None:
+        if kind == "rl" and self._critic is not None:
             self._critic.sum_gradients()
             self._settle()
             self.wrote = True

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
@@ -82,15 +83,20 @@ def parameters_of(model_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("initial", "mesh"), [(TIED, (4, 2, 2)), (UNTIED, (2, 1, 2))], indirect=["initial"], ids=str)
 def test_the_first_step_has_torchs_log_probs_and_gradient(initial: Path, mesh: tuple[int, int, int]) -> None:
+    """With what the whole batch and all parameters decide: the rate by the effective sample size, energies, the cosine of a second step."""
     found = []
-    for asked in (config(1, 1, 1, "torch", minibatches=1), config(*mesh, minibatches=1, check_logprobs=2)):
-        with open_trainer(asked, initial) as trainer:
+    options = {"minibatches": 1, "gradient_cosine": True, "optimizer": OptimizerConfig(learning_rate=1e-3, ess_scaling="sqrt")}
+    for asked in (config(1, 1, 1, "torch", **options), config(*mesh, check_logprobs=2, **options)):
+        with open_trainer(replace(asked, loss=LossConfig(advantage="opob")), initial) as trainer:
             result = trainer.step(batch(0))
             assert result.tokens is not None
-            found.append((result.tokens.logprobs, result.metrics["train/grad_norm"], result.metrics["train/loss"]))
-    (ours, norm, loss), (theirs, other_norm, other_loss) = found
+            cosine = trainer.step(batch(1)).metrics["train/grad_cosine"]
+            found.append((result.tokens.logprobs, [result.metrics[f"train/{name}"] for name in ("grad_norm", "ess_rollout", "lr")], cosine))
+            found[-1] += (result.metrics["train/loss"],)
+    (ours, numbers, cosine, loss), (theirs, others, other_cosine, other_loss) = found
     assert abs(ours - theirs).max() < 2e-5  # float32 sums in another order
-    assert other_norm == pytest.approx(norm, rel=1e-5) and other_loss == pytest.approx(loss, rel=1e-4)
+    assert others == pytest.approx(numbers, rel=2e-5) and other_loss == pytest.approx(loss, rel=1e-4)
+    assert 0 < others[1] < 1 and other_cosine == pytest.approx(cosine, abs=1e-3)
 
 
 @pytest.mark.parametrize("initial", [TIED], indirect=True)
