@@ -50,33 +50,45 @@ class Expander:
             pieces.clear()
             begun = False
 
-        for part in word.parts:
-            if isinstance(part, Parameter) and self._all_elements(part):
-                elements = self._elements(part, place)
-                if isinstance(elements, Unknown):
-                    flush()
-                    done.append(Field(elements, place, word.raw, many=True))
-                    continue
-                if len(word.parts) == 1:
-                    done += elements if part.quoted else [one for field in elements for one in _cut(field)]
-                    continue
-                value: Value = _joined([piece for field in elements for piece in (" ", field.value)][1:])
-            else:
-                value = self._value(part)
-            if isinstance(value, Unknown) or getattr(part, "quoted", True) or isinstance(part, Text):
+        def add(value: Value, *, quoted: bool) -> None:
+            nonlocal begun
+            if isinstance(value, Unknown) or quoted:
                 pieces.append(value)
                 begun = True
-                continue
-            cut = value.split()
+                return
             if value[:1].isspace():
                 flush()
-            for index, piece in enumerate(cut):
+            for index, piece in enumerate(cut := value.split()):
                 if index:
                     flush()
                 pieces.append(piece)
                 begun = True
             if cut and value[-1:].isspace():
                 flush()
+
+        def take(part: Part, *, alone: bool) -> None:
+            quoted = isinstance(part, Opaque) or part.quoted
+            if isinstance(part, Parameter) and self._all_elements(part):
+                elements = self._elements(part, place)
+                if isinstance(elements, Unknown):
+                    flush()
+                    done.append(Field(elements, place, word.raw, many=True))
+                elif alone:
+                    done.extend(elements if quoted else [one for field in elements for one in _cut(field)])
+                else:
+                    for index, field in enumerate(elements):
+                        if index:
+                            flush()
+                        add(field.value, quoted=quoted)
+            elif isinstance(part, Parameter) and not quoted and (operand := self._used_operand(part, place)) is not None:
+                with self._budget.deeper(place):
+                    for inner in operand.parts:
+                        take(inner, alone=False)
+            else:
+                add(self._value(part), quoted=quoted)
+
+        for part in word.parts:
+            take(part, alone=len(word.parts) == 1)
         flush()
         self._budget.spend(len(done) + sum(len(one.value) for one in done if isinstance(one.value, str)) // 100, place)
         return done
@@ -151,18 +163,10 @@ class Expander:
                 fields = self.state.fields(name)
                 return fields if isinstance(fields, Unknown) else str(len(fields or ()))
             return value if isinstance(value, Unknown) else str(len(value or ""))
-        if part.operator in (":-", "-", ":=", "=") and (value is None or (value == "" and part.operator.startswith(":"))):
-            default = self.whole(self._operand(part))
-            if isinstance(default, str) and not name.isdigit() and value is None:
-                self.defaults.setdefault(name, (default, place))
-            if part.operator in (":=", "="):
-                self.state.set(name, default, place)
-            return default
+        if (operand := self._used_operand(part, place)) is not None:
+            return self.whole(operand)
         if part.operator in (":+", "+"):
-            if isinstance(value, Unknown):
-                return value
-            set_ = value is not None and not (value == "" and part.operator == ":+")
-            return self.whole(self._operand(part)) if set_ else ""
+            return value if isinstance(value, Unknown) else ""
         if value is None:
             # bash makes the empty text of it, but the environment may have set it.
             return "" if name.isdigit() else _not_set(name, place)
@@ -171,6 +175,23 @@ class Expander:
         if part.operator in ("%", "%%", "#", "##"):
             return self._without(value, part, place)
         return self._odd(part)
+
+    def _used_operand(self, part: Parameter, place: Place) -> Word | None:
+        """The word in `${name:-word}` and its like, where it is what counts; a default is noted, and with `=` assigned."""
+        if part.length or part.operator not in (":-", "-", ":=", "=", ":+", "+"):
+            return None
+        value = self._found(part)
+        if isinstance(value, Unknown) or (part.operator in (":+", "+")) == (value is None or (value == "" and ":" in part.operator)):
+            return None
+        operand = self._operand(part)
+        if part.operator in (":+", "+"):
+            return operand
+        default = self.whole(operand)
+        if isinstance(default, str) and not part.name.isdigit() and value is None:
+            self.defaults.setdefault(part.name, (default, place))
+        if "=" in part.operator:
+            self.state.set(part.name, default, place)
+        return operand
 
     def _found(self, part: Parameter) -> Value | None:
         name, arguments = part.name, self.state.arguments

@@ -8,23 +8,24 @@ from pathlib import Path
 
 from streamrl.errors import ConfigError
 
-_LARGEST = 1 << 20
+_LARGEST = 1 << 18
 
 
 def read_text(path: Path) -> str:
     """A script's text.
 
     Raises:
-        ConfigError: no such file, no regular one (a device, a pipe), larger than 1 MiB, or not UTF-8 text.
+        ConfigError: no such file, no regular one (a device, a pipe), larger than 256 KiB, or not UTF-8 text.
     """
     try:
         # Not to wait for a writer where it is a named pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"expected a bash script, got {error.strerror}: {path}", hint="check the path", path=str(path)) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ConfigError(f"expected a bash script, got no regular file: {path}", hint="check the path", path=str(path))
     with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ConfigError(f"expected a bash script, got no regular file: {path}", hint="check the path", path=str(path))
         data = file.read(_LARGEST + 1)
     if len(data) > _LARGEST:
         raise ConfigError(f"expected a bash script of at most {_LARGEST:,} bytes, got more: {path}", hint="check the path", path=str(path))

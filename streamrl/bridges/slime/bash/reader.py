@@ -10,7 +10,7 @@ import os.path
 import re
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from streamrl.bridges.slime.bash import builtins
@@ -35,41 +35,13 @@ from streamrl.bridges.slime.bash.statements import (
     Test,
     parse,
 )
+from streamrl.bridges.slime.bash.training import Script, Training, training_of
 from streamrl.bridges.slime.bash.values import Field, Place, Unknown
 from streamrl.bridges.slime.bash.words import Parameter, Word
 from streamrl.errors import ConfigError
 
-_ENTRY = re.compile(r"(?:.*/)?train\w*\.py")
-_PYTHON = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun)")
 _MOST_FILES = 64
 _DEEPEST_CALL = 32
-
-
-@dataclass(frozen=True)
-class Training:
-    """The words behind `train.py`, and how they came about."""
-
-    entry: str
-    words: tuple[Field, ...]
-    place: Place
-    cwd: Path
-    uncertain: Unknown | None
-    """What decides whether the command is run at all; None: it is."""
-    dangling: Place | None = None
-    """A command behind it that begins with an array or a flag: a `\\` before it is missing."""
-
-
-@dataclass(frozen=True)
-class Script:
-    """What is known of a script."""
-
-    trainings: tuple[Training, ...]
-    defaults: Mapping[str, tuple[str, Place]]
-    """Variables that are taken to be unset, what the script has instead, and where."""
-    unread: tuple[Unknown, ...]
-    """What was passed over and may have set variables."""
-    ended: Place | None
-    """An `exit` that it came to."""
 
 
 class _Exit(Exception):
@@ -163,8 +135,7 @@ class _Reader:
         command = pipeline.commands[0]
         first = command.words[0] if isinstance(command, Simple) else None
         if isinstance(first, Word) and (first.raw.startswith("--") or (isinstance(first.parts[0], Parameter) and first.parts[0].index)):
-            last = self.trainings[-1]
-            self.trainings[-1] = Training(last.entry, last.words, last.place, last.cwd, last.uncertain, self.place(statement.line))
+            self.trainings[-1] = replace(self.trainings[-1], dangling=self.place(statement.line))
 
     def _statement(self, statement: Statement) -> bool | None:
         self.budget.spend(1, self.place(statement.line))
@@ -351,7 +322,9 @@ class _Reader:
             raise _Exit(place, whole=name == "exit")
         if isinstance(name, str) and name in ("source", "."):
             return self._source(fields[1:], place)
-        self._look_for_training(fields, place)
+        doubts = [why for why, counts in self._doubts if not counts]
+        if (found := training_of(fields, place, self.state.cwd, doubts[0] if doubts else None)) is not None:
+            self.trainings.append(found)
         return builtins.apply(self.state, fields, place, self.unread)
 
     def _call(self, function: Function, arguments: list[Field], place: Place) -> bool | None:
@@ -375,7 +348,7 @@ class _Reader:
             self._pass_over(Unknown(f"the file that is sourced at {place} is not known: {named.why}", place, named.hint, named.names))
             return None
         path = Path(os.path.normpath(self.state.cwd / named))
-        if not path.exists():
+        if not os.path.exists(path):
             hint = "give the folder that the script is started in with --cwd DIR" if not named.startswith("/") else "put it there"
             self._pass_over(Unknown(f"the file that is sourced at {place} is not there: {path}", place, hint))
             return None
@@ -389,14 +362,3 @@ class _Reader:
     def _pass_over(self, unread: Unknown) -> None:
         self.unread.append(unread)
         self.state.foreign = unread
-
-    def _look_for_training(self, fields: list[Field], place: Place) -> None:
-        for index, one in enumerate(fields):
-            if not isinstance(one.value, str) or not _ENTRY.fullmatch(one.value):
-                continue
-            if index and not any(isinstance(other.value, str) and _PYTHON.fullmatch(other.value) for other in fields[:index]):
-                continue
-            doubts = [why for why, counts in self._doubts if not counts]
-            found = Training(os.path.basename(one.value), tuple(fields[index + 1 :]), place, self.state.cwd, doubts[0] if doubts else None)
-            self.trainings.append(found)
-            return

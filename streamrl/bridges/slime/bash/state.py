@@ -15,7 +15,7 @@ LONGEST = 1 << 16
 """Characters of a variable, and elements of an array."""
 _DEEPEST = 20
 """Expansions within one another."""
-_WORK = 1_000_000
+_WORK = 200_000
 """Statements, and what they copy, before a script is given up."""
 
 

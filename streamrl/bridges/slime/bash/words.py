@@ -174,6 +174,12 @@ class Cursor:
 
     def _double(self) -> list[Part]:
         begin, parts, plain = self.at, list[Part](), list[str]()
+
+        def flush() -> None:
+            if text := "".join(plain):
+                parts.append(Text(text, quoted=True))
+            plain.clear()
+
         self.at += 1
         while True:
             if self.at >= len(self.text):
@@ -182,15 +188,16 @@ class Cursor:
             character = self.text[self.at]
             if character == '"':
                 self.at += 1
-                return [*parts, Text("".join(plain), quoted=True)]
+                flush()
+                # Around an empty array alone quotes make no word; around nothing they do.
+                return parts or [Text("", quoted=True)]
             if character == "\\":
                 after = self.text[self.at + 1 : self.at + 2]
                 # Within double quotes a backslash is one before these only.
                 plain.append("" if after == "\n" else after if after in '$`"\\' else "\\" + after)
                 self.at += 2
             elif character in "`$":
-                parts.append(Text("".join(plain), quoted=True))
-                plain.clear()
+                flush()
                 parts += self._special(character, quoted=True)
             else:
                 plain.append(character)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from streamrl.bridges.slime.bash.builtins import is_nowhere
-from streamrl.bridges.slime.bash.reader import Training
+from streamrl.bridges.slime.bash.training import Training
 from streamrl.bridges.slime.script.arguments import Arguments
 from streamrl.bridges.slime.script.report import Finding, finding
 from streamrl.bridges.slime.script.toml import Entry

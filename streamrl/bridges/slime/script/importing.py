@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.bridges.slime.bash.reader import Script, Training, read_script
+from streamrl.bridges.slime.bash.reader import read_script
+from streamrl.bridges.slime.bash.training import Script, Training
 from streamrl.bridges.slime.script import serving, training, work
 from streamrl.bridges.slime.script.arguments import Arguments
 from streamrl.bridges.slime.script.draft import Draft, Options
@@ -113,7 +114,7 @@ def _command(script: Script, path: Path) -> Training:
             hint="keep one of them, or set what chooses between them with --var NAME=VALUE",
             path=str(path),
         )
-    return found[0]
+    return next(iter(found))
 
 
 def _wanted(name: str, given: Arguments) -> str:
