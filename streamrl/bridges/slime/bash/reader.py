@@ -36,7 +36,7 @@ from streamrl.bridges.slime.bash.statements import (
     parse,
 )
 from streamrl.bridges.slime.bash.training import Script, Training, training_of
-from streamrl.bridges.slime.bash.values import Field, Place, Unknown
+from streamrl.bridges.slime.bash.values import Field, Place, Unknown, Value
 from streamrl.bridges.slime.bash.words import Parameter, Word
 from streamrl.errors import ConfigError
 
@@ -84,6 +84,8 @@ class _Reader:
         self.unread: list[Unknown] = []
         self._files: list[str] = []
         self._num_files = self._calls = 0
+        self._missing: Unknown | None = None
+        """What the newest condition would have had to know."""
         self._doubts: list[tuple[Unknown, bool]] = []
         """Of the branches around: what decides it, and whether a training command in it still counts."""
 
@@ -134,7 +136,9 @@ class _Reader:
         [(_, pipeline), *_] = statement.pipelines
         command = pipeline.commands[0]
         first = command.words[0] if isinstance(command, Simple) else None
-        if isinstance(first, Word) and (first.raw.startswith("--") or (isinstance(first.parts[0], Parameter) and first.parts[0].index)):
+        if isinstance(first, Word) and (
+            first.raw.startswith("--") or any(isinstance(part, Parameter) and part.index for part in first.parts[:1])
+        ):
             self.trainings[-1] = replace(self.trainings[-1], dangling=self.place(statement.line))
 
     def _statement(self, statement: Statement) -> bool | None:
@@ -175,8 +179,7 @@ class _Reader:
         if isinstance(command, Simple):
             return self._simple(command)
         if isinstance(command, Test):
-            words = [self.expander().whole(word, pattern=index > 0) for index, word in enumerate(command.words)]
-            return holds(words, patterns=True)
+            return self._holds([self.expander().whole(word, pattern=index > 0) for index, word in enumerate(command.words)], patterns=True)
         if isinstance(command, Calculation):
             return self._calculation(command)
         if isinstance(command, If):
@@ -202,11 +205,12 @@ class _Reader:
 
     def _if(self, command: If) -> bool | None:
         for index, (condition, body) in enumerate(command.branches):
+            self._missing = None
             status = self.run(condition)
             if status:
                 return self.run(body)
             if status is None:
-                why = self._because("the condition", condition[0].line if condition else command.line)
+                why = self._because("the condition", condition[0].line if condition else command.line, self._missing)
                 for branch in (body, *(one for _, one in command.branches[index + 1 :]), command.otherwise):
                     with self._perhaps(why):
                         self.run(branch)
@@ -227,7 +231,8 @@ class _Reader:
         return None
 
     def _case(self, command: Case) -> bool | None:
-        subject, why = self.expander().whole(command.subject), self._because("the case", command.line)
+        subject = self.expander().whole(command.subject)
+        why = self._because("the case", command.line, subject if isinstance(subject, Unknown) else None)
         for index, (patterns, body) in enumerate(command.branches):
             if not isinstance(subject, Unknown):
                 known = [self.expander().whole(pattern, pattern=True) for pattern in patterns]
@@ -242,8 +247,16 @@ class _Reader:
             return None
         return True
 
-    def _because(self, what: str, line: int) -> Unknown:
-        return Unknown(f"{what} at {self.place(line)} is not decided by the script's text", self.place(line))
+    def _holds(self, words: list[Value], *, patterns: bool) -> bool | None:
+        answer = holds(words, patterns=patterns)
+        self._missing = next((word for word in words if isinstance(word, Unknown)), None) if answer is None else None
+        return answer
+
+    def _because(self, what: str, line: int, missing: Unknown | None = None) -> Unknown:
+        said = f"{what} at {self.place(line)} is not decided by the script's text"
+        if missing is None:
+            return Unknown(said, self.place(line))
+        return Unknown(f"{said}: {missing.why}", self.place(line), missing.hint, missing.names)
 
     @contextmanager
     def _apart(self) -> Generator[None]:
@@ -317,7 +330,7 @@ class _Reader:
             return self._call(function, fields[1:], place)
         if isinstance(name, str) and name in ("[", "test"):
             inner = fields[1:-1] if name == "[" else fields[1:]
-            return holds([one.value for one in inner], patterns=False)
+            return self._holds([one.value for one in inner], patterns=False)
         if isinstance(name, str) and name in ("exit", "return"):
             raise _Exit(place, whole=name == "exit")
         if isinstance(name, str) and name in ("source", "."):

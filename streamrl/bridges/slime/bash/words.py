@@ -142,9 +142,9 @@ class Cursor:
             if character == "\\":
                 after = self.text[self.at + 1 : self.at + 2]
                 self.at += 2
-                if after != "\n":
+                if after not in ("", "\n"):  # bash reads none of the two, nor a backslash that nothing follows
                     flush()
-                    parts.append(Text(after or "\\", quoted=True))
+                    parts.append(Text(after, quoted=True))
             elif character in "'\"`$":
                 flush()
                 parts += self._special(character, quoted=False)

@@ -34,6 +34,8 @@ class Draft:
         self.findings: list[Finding] = []
         self.flags: dict[str, tuple[str, ...]] = {}
         """By key, the flags that it is from."""
+        self.used: set[str] = set()
+        """Those that values are from, also values in tables."""
         self.spoken: set[str] = set()
         """Flags of which more was said than their table says, or of which nothing is to be said."""
 
@@ -46,6 +48,7 @@ class Draft:
 
     def entry(self, value: Any, *flags: str, note: str = "") -> Entry:
         """The value with where it is from."""
+        self.used |= {flag for flag in flags if self.arguments.on(flag)}
         given = [f"{self.arguments.given[flag].spelled}, {self._where(flag)}" for flag in flags if self.arguments.on(flag)]
         said = "; ".join(given) if given else f"slime's default of {flags[0]}" if flags else ""
         return Entry(value, "; ".join(filter(None, (said, note))))

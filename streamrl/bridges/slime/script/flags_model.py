@@ -16,7 +16,7 @@ _FORM = """
     moe-shared-expert-intermediate-size moe-shared-expert-gate first-k-dense-replace post-self-attn-layernorm post-mlp-layernorm
     multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim beta-fast beta-slow
     attention-output-gate use-gated-attention linear-attention-freq linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim
-    linear-num-key-heads linear-num-value-heads mtp-num-layers
+    linear-num-key-heads linear-num-value-heads mtp-num-layers megatron-to-hf-mode
 """
 _SPEED = """
     sequence-parallel overlap-grad-reduce overlap-param-gather tp-comm-overlap use-mcore-models transformer-impl

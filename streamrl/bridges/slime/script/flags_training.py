@@ -67,7 +67,7 @@ LOSS: tuple[Flag, ...] = (
     *refused(
         "all parameters are trained", "leave it out", "--only-train-params-name-list", "--freeze-params-name-list", "--freeze-indexer"
     ),
-    *refused("heads that predict further tokens are not trained", "leave it out", "--enable-mtp-training"),
+    *refused("heads that predict further tokens are not trained", "leave it out", "--enable-mtp-training", "--mtp-loss-scaling-factor"),
     *refused(
         "the objective is that of loss.policy", "loss.policy, or a function of yours there", "--pg-loss-type", "--use-score-centering"
     ),

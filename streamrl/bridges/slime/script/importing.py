@@ -162,7 +162,24 @@ def _drafted(given: Arguments, command: Training, options: Options) -> Draft:
             draft.say(name, one.flag.says)
     if not any(one.outcome == "refused" for one in (*given.findings, *draft.findings)):
         _check(draft)
+    _say_what_is_unused(given, draft)
     return draft
+
+
+def _say_what_is_unused(given: Arguments, draft: Draft) -> None:
+    """A flag that no key is from, and of which nothing was said, does nothing beside the others, unless it says what slime does anyway."""
+    said = {one.subject for one in (*given.findings, *draft.findings)} | draft.spoken | draft.used
+    for name, one in given.given.items():
+        as_ever = one.flag.default is not None and given.text(name) is not None and _same(given.text(name), one.flag.default)
+        if one.flag.fate == "mapped" and not {name, one.spelled} & said and not as_ever:
+            draft.findings.append(finding("assumed", one.spelled, "counts for nothing beside the other flags", "", one.place))
+
+
+def _same(text: str | None, default: object) -> bool:
+    try:
+        return text == default or float(text or "nan") == default
+    except ValueError:
+        return False
 
 
 def _check(draft: Draft) -> None:
@@ -199,7 +216,7 @@ def _of_script(script: Script, command: Training, *, accepted: bool) -> list[Fin
 
 def _written(draft: Draft, report: Report) -> str:
     get = draft.get
-    tasks, rollouts, steps = get("tasks.batch_tasks"), get("tasks.num_rollouts"), get("trainer.minibatches")
+    tasks, rollouts, steps = get("tasks.batch_tasks"), get("tasks.num_rollouts", 1), get("trainer.minibatches")
     head = [
         f"Made by `streamrl import-slime` from the {report.num_flags} flags of {report.command}.",
         f"A batch: {tasks} tasks x {rollouts} rollouts = {tasks * rollouts} samples, optimizer steps: {steps}.",

@@ -46,6 +46,7 @@ def write_mesh(draft: Draft) -> None:
         draft.refuse("--train-backend", f"{backend} is none here", "megatron or fsdp")
     if (args.whole("--expert-tensor-parallel-size", least=1) or 1) > 1:
         draft.refuse("--expert-tensor-parallel-size", "an expert stays whole", "1, and --expert-model-parallel-size")
+    draft.spoken |= {"--expert-tensor-parallel-size", "--num-gpus-per-node"}
     megatron = max(cuts.values()) > 1 and not fsdp
     draft.put(
         "trainer.backend",
@@ -78,8 +79,7 @@ def _write_memory(draft: Draft, context: int) -> None:
         shared = draft.get("trainer.context", 1)
         draft.put("trainer.micro_tokens", tokens * shared, "--max-tokens-per-gpu", note=f"x {shared} ranks a row" if shared > 1 else "")
     if args.text("--recompute-granularity") == "full" or args.on("--gradient-checkpointing"):
-        flag = "--recompute-granularity" if args.on("--recompute-granularity") else "--gradient-checkpointing"
-        draft.put("trainer.activations", 0, flag)
+        draft.put("trainer.activations", 0, "--recompute-granularity", "--gradient-checkpointing")
     minutes = args.whole("--distributed-timeout-minutes", least=1)
     draft.put("trainer.rank_timeout_s", 60.0 * minutes if minutes else None, "--distributed-timeout-minutes")
     if args.on("--use-rollout-routing-replay") or args.on("--use-routing-replay") or args.on("--sglang-enable-return-routed-experts"):
@@ -215,7 +215,8 @@ def write_sampling(draft: Draft) -> None:
 def write_hooks(draft: Draft) -> None:
     """Code: in `[slime]` where this version has it, else what serves in its place."""
     args = draft.arguments
-    draft.put("tasks.drop_zero_variance", False, note="slime trains such groups")
+    if not is_sft(draft):
+        draft.put("tasks.drop_zero_variance", False, note="slime trains such groups")
     for hook in HOOKS:
         if not args.on(hook.flag):
             continue

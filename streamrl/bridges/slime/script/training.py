@@ -141,8 +141,6 @@ def write_optimizer(draft: Draft) -> None:
     draft.put(f"{section}.schedule", _SCHEDULES[style], "--lr-decay-style")
     if style != "constant":
         draft.put(f"{section}.final_fraction", (args.number("--min-lr") or 0.0) / rate if rate else 0.0, "--min-lr")
-    elif args.on("--min-lr"):
-        draft.spoken.add("--min-lr")
     _write_schedule(draft, style)
     for flag, key in (("--weight-decay", "weight_decay"), ("--adam-beta1", "beta1"), ("--adam-beta2", "beta2")):
         draft.put(f"{section}.{key}", args.number(flag), flag)
@@ -213,7 +211,8 @@ def check_unset(draft: Draft) -> None:
     for flag in ("--attention-dropout", "--hidden-dropout"):
         if not args.on(flag):
             draft.assume(flag, "is not given, and Megatron's default is 0.1; here nothing is dropped")
-        elif args.number(flag):
+        draft.spoken.add(flag)
+        if args.on(flag) and args.number(flag):
             draft.refuse(flag, f"nothing is dropped here, got {args.text(flag)}", "0")
     rollout = args.number("--rollout-temperature")
     if rollout is not None and rollout <= 0 and not is_sft(draft):

@@ -25,7 +25,11 @@ def write_batches(draft: Draft) -> None:
             draft.refuse("--rollout-batch-size", "is not given", "slime needs it, too")
         return
     draft.put("tasks.batch_tasks", prompts, "--rollout-batch-size")
-    draft.put("tasks.num_rollouts", samples, "--n-samples-per-prompt")
+    if is_sft(draft):  # a conversation is trained once, whatever tasks.num_rollouts is
+        if samples != 1:
+            draft.refuse("--n-samples-per-prompt", f"a conversation is trained once, got {samples} samples of it", "1")
+    else:
+        draft.put("tasks.num_rollouts", samples, "--n-samples-per-prompt")
     steps = _steps(draft, prompts * samples)
     by = "--num-steps-per-rollout" if args.on("--num-steps-per-rollout") else "--global-batch-size"
     if steps is not None and steps > prompts:
