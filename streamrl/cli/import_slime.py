@@ -58,6 +58,8 @@ def run_import(arguments: argparse.Namespace) -> int:
         return _explain(arguments.explain)
     if arguments.script is None:
         raise ConfigError("expected a training script of slime, got none", hint="`streamrl import-slime train.sh -o my.toml`")
+    if arguments.rows < 0:
+        raise ConfigError(f"expected --rows of at least 0, got {arguments.rows}", hint="it is the number of rows of the training data")
     if arguments.output is not None and arguments.output.exists():
         raise ConfigError(f"expected a new file, got one that is there: {arguments.output}", hint="remove it, or choose another name")
     done = import_script(

@@ -11,6 +11,8 @@ from pathlib import Path
 from streamrl.bridges.slime.bash.values import Field, Place, Unknown
 
 _ENTRY = re.compile(r"(?:.*/)?train\w*\.py")
+_SAYING = ("echo", "printf", ":")
+"""Commands that only show their words."""
 _PYTHON = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun)")
 
 
@@ -43,6 +45,8 @@ class Script:
 
 def training_of(fields: Sequence[Field], place: Place, cwd: Path, uncertain: Unknown | None) -> Training | None:
     """What stands behind `train.py` in a command that hands it to Python, or runs it itself; None for other commands."""
+    if fields and fields[0].value in _SAYING:
+        return None
     for index, one in enumerate(fields):
         if not isinstance(one.value, str) or not _ENTRY.fullmatch(one.value):
             continue
