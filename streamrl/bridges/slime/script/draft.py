@@ -33,7 +33,7 @@ class Draft:
         self.head: list[str] = []
         self.findings: list[Finding] = []
         self.flags: dict[str, tuple[str, ...]] = {}
-        """By key, the flags that it is from."""
+        """By key, the flags that it is from, or would be."""
         self.used: set[str] = set()
         """Those that values are from, also values in tables."""
         self.spoken: set[str] = set()
@@ -44,7 +44,7 @@ class Draft:
         if value is None:
             return
         self.entries[key] = self.entry(value, *flags, note=note)
-        self.flags[key] = tuple(flag for flag in flags if self.arguments.on(flag))
+        self.flags[key] = flags
 
     def entry(self, value: Any, *flags: str, note: str = "") -> Entry:
         """The value with where it is from."""

@@ -188,10 +188,9 @@ def _check(draft: Draft) -> None:
         check(convert(draft.tree(), where="the configuration that the flags make"))
     except ConfigError as error:
         key = str(error.values.get("key", ""))
-        exact = list(draft.flags.get(key, ()))
-        below = [flag for name, flags in draft.flags.items() if key and name.startswith(key) for flag in flags]
-        if blamed := (exact + below)[:1]:
-            draft.refuse(blamed[0], error.message, error.hint)
+        near = [*draft.flags.get(key, ()), *(flag for name, flags in draft.flags.items() if key and name.startswith(key) for flag in flags)]
+        if near:
+            draft.refuse(next(filter(draft.arguments.on, near), near[0]), error.message, error.hint)
         else:
             draft.findings.append(finding("refused", key or "the configuration", error.message, error.hint))
 

@@ -255,10 +255,8 @@ def write_reward(draft: Draft) -> None:
             "--rm-type", "is not given, nor --custom-rm-path: nothing scores", "one of the two; rows may name their own by data.reward_key"
         )
     elif kind is None and not custom and "reward.kind" not in draft.entries:
-        draft.say(
-            "--custom-generate-function-path",
-            "it gives the reward in slime; here reward.kind does, and exact_match stands for it until you set it",
-        )
+        says = "no flag says what scores; in slime the function may, here it is reward.kind, exact_match until you set it"
+        draft.assume("--custom-generate-function-path", says)
     if args.on("--rm-url") and "reward.options.url" not in draft.entries:
         draft.refuse("--rm-url", "is for --rm-type remote_rm", "reward.options")
     draft.put("reward.key", args.text("--reward-key"), "--reward-key")

@@ -126,7 +126,7 @@ def _write_distillation(draft: Draft) -> None:
         says = f"a teacher of the kind {args.text('--opd-type')} is on a server; here the trainer asks it"
         return draft.refuse("--opd-type", says, "loss.distillation.teacher, a model directory")
     draft.put("loss.distillation.coef", args.number("--opd-kl-coef"), "--opd-kl-coef", "--use-opd")
-    draft.put("loss.distillation.teacher", draft.path("--opd-teacher-load"), "--opd-teacher-load")
+    draft.put("loss.distillation.teacher", draft.path("--opd-teacher-load"), "--opd-teacher-load", "--opd-type")
 
 
 def write_optimizer(draft: Draft) -> None:
