@@ -60,7 +60,18 @@ def test_any_texts_come_back_from_quotes(tmp_path_factory: pytest.TempPathFactor
 LINES = st.sampled_from(
     [
         *("A=foo", "A='x  y'", 'A="$A$B"', "A+=z", "B=${A:-none}", 'B="${U-$A b}"', "B=", "unset A", "N=$((N * 2 + 1))", "N=$(( -7 / 2 ))"),
-        *("X=(1 'a b' \"\")", 'X+=($A "$B")', "X=()", 'X=("${X[@]}" ${#X[@]})', "Y=(p${X[@]}q)", 'Y=("p${X[@]}q" # no\n)', "export A=$N"),
+        *(
+            "X=(1 'a b' \"\")",
+            'X+=($A "$B")',
+            "X=()",
+            "X=one",
+            "X+=more",
+            "Y=z",
+            'X=("${X[@]}" ${#X[@]})',
+            "Y=(p${X[@]}q)",
+            'Y=("p${X[@]}q" # no\n)',
+            "export A=$N",
+        ),
         *("B=${P%.*}", "B=${P##*/}", "B=${P%%.*}", 'B="${P#*/}"', "A=$(dirname /a/b/c)", "X=($(seq 1 3 $N))", "A=$(basename /a/b.x .x)"),
         *("if [ $N -gt 3 ]; then A=big; else A=small; fi", '[[ $A == f* && -n "$B" ]] && B=both', '[ -z "$B" ] || B=full', "(A=sub)"),
         *('case "$A" in foo|b*) B=case;; *) B=other;; esac', "f() { A=$1; N=$#; }; f one two", "{ A=group; }", "false && A=never"),
@@ -128,6 +139,7 @@ def test_defaults_stand_for_an_environment_that_is_not_read(tmp_path: Path, monk
         ("A=$(( 1 << 3 ))\npython train.py --a $A", "is arithmetic that is not read"),
         ("source missing.sh\npython train.py --a $A", "the file that is sourced at"),
         ('eval "$(conda shell.bash hook)"\npython train.py --a $A', "what eval runs at"),
+        ("A=([1]=x [0]=y)\npython train.py --a ${A[0]}", "A is set by its elements"),
         ("declare -A A=([x]=1)\npython train.py --a ${A[x]}", "A is a reference or a table"),
     ],
 )

@@ -40,6 +40,8 @@ from streamrl.bridges.slime.bash.values import Field, Place, Unknown, Value
 from streamrl.bridges.slime.bash.words import Parameter, Word
 from streamrl.errors import ConfigError
 
+_ELEMENT = re.compile(r"\[[^\]]*\]\+?=")
+"""Of an array, by its index."""
 _MOST_FILES = 64
 _DEEPEST_CALL = 32
 
@@ -292,12 +294,12 @@ class _Reader:
             if after.cwd != before.cwd:
                 before.cwd = builtins.nowhere(why.place)
 
-    def assign(self, one: Assignment) -> None:
+    def _assign(self, one: Assignment) -> None:
         place, expander, state = self.place(one.line), self.expander(), self.state
-        if one.index is not None:
+        array = state.arrays.get(one.name)
+        if one.index is not None or (isinstance(one.value, tuple) and any(_ELEMENT.match(word.raw) for word in one.value)):
             state.forget(one.name, Unknown(f"{one.name} is set by its elements", place), array=True)
         elif isinstance(one.value, tuple):
-            # `[index]=value` within the brackets is none of the words that flags are made of.
             words = expander.fields(one.value)
             former = state.fields(one.name) if one.append else None
             if isinstance(former, Unknown):
@@ -306,18 +308,22 @@ class _Reader:
                 state.set(one.name, [*(former or ()), *words], place)
         else:
             value = expander.whole(one.value)
-            former = (state.get(one.name) or "") if one.append else ""
-            if isinstance(former, Unknown) or isinstance(value, Unknown):
-                state.forget(one.name, former if isinstance(former, Unknown) else value, array=False)  # type: ignore[arg-type]
+            before = (state.get(one.name) or "") if one.append else ""
+            if isinstance(before, Unknown):
+                state.forget(one.name, before, array=array is not None)
+            elif isinstance(value, Unknown):
+                state.forget(one.name, value, array=array is not None)
+            elif isinstance(array, list):  # of an array it is the first element
+                state.set(one.name, [Field(before + value, place, one.value.raw), *array[1:]], place)
             else:
-                state.set(one.name, former + value, place)
+                state.set(one.name, before + value, place)
 
     def _simple(self, command: Simple) -> bool | None:
         assignments = [one for one in command.words if isinstance(one, Assignment)]
         words = [one for one in command.words if isinstance(one, Word)]
         if not words or words[0].literal in DECLARING:
             for one in assignments:
-                self.assign(one)
+                self._assign(one)
             fields = self.expander().fields(words)
             if words and any(isinstance(one.value, str) and re.fullmatch(r"-\w*[nA]\w*", one.value) for one in fields):
                 for one in assignments:
@@ -343,7 +349,11 @@ class _Reader:
     def _call(self, function: Function, arguments: list[Field], place: Place) -> bool | None:
         self._calls += 1
         if self._calls > _DEEPEST_CALL:
-            raise ConfigError(f"expected calls that end, got more than {_DEEPEST_CALL} within one another at {place}", line=place.line)
+            raise ConfigError(
+                f"expected calls that end, got more than {_DEEPEST_CALL} within one another at {place}",
+                hint="hand over the script that has the arguments, without what is around it",
+                line=place.line,
+            )
         before, self.state.arguments = self.state.arguments, arguments
         try:
             return self._command(function.body)

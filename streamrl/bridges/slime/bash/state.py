@@ -32,7 +32,12 @@ class Budget:
         self._depth += 1
         try:
             if self._depth > _DEEPEST:
-                raise ConfigError(f"expected at most {_DEEPEST} expansions within one another at {place}", path=place.file, line=place.line)
+                raise ConfigError(
+                    f"expected at most {_DEEPEST} expansions within one another at {place}",
+                    hint="take them apart, by variables of their own",
+                    path=place.file,
+                    line=place.line,
+                )
             yield
         finally:
             self._depth -= 1
@@ -101,7 +106,11 @@ class State:
     def set(self, name: str, value: Value | list[Field], place: Place) -> None:
         """Assign; raises ConfigError for what is too long to be meant."""
         if not isinstance(value, Unknown) and len(value) > LONGEST:
-            raise ConfigError(f"expected at most {LONGEST:,} characters or words in {name}, got {len(value):,} at {place}", line=place.line)
+            raise ConfigError(
+                f"expected at most {LONGEST:,} characters or words in {name}, got {len(value):,} at {place}",
+                hint="a script that builds such texts is not read",
+                line=place.line,
+            )
         self.scalars.pop(name, None)
         self.arrays.pop(name, None)
         if isinstance(value, list):

@@ -20,6 +20,8 @@ def write_batches(draft: Draft) -> None:
     """
     args = draft.arguments
     prompts, samples = args.whole("--rollout-batch-size", least=1), args.whole("--n-samples-per-prompt", least=1)
+    if not args.on("--num-rollout") and not args.on("--num-epoch"):
+        draft.refuse("--num-rollout", "is not given, nor --num-epoch", "slime needs one of them, too")
     if prompts is None or samples is None:
         if not args.on("--rollout-batch-size"):
             draft.refuse("--rollout-batch-size", "is not given", "slime needs it, too")
@@ -92,8 +94,6 @@ def _write_length(draft: Draft, prompts: int) -> None:
         draft.refuse(
             "--num-epoch", "the number of rollouts follows from that of rows, which the script does not say", "give it with --rows N"
         )
-    elif not args.on("--num-rollout") and not args.on("--num-epoch"):
-        draft.refuse("--num-rollout", "is not given, nor --num-epoch", "slime needs one of them, too")
 
 
 def write_staleness(draft: Draft) -> None:
