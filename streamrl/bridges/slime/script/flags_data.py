@@ -49,7 +49,11 @@ DATA: tuple[Flag, ...] = (
     *nothing("what is trained of a conversation is read from the chat template", "--loss-mask-type"),
     *refused("prompts are text", "leave it out; images are not trained here", "--multimodal-keys"),
     *refused("rows come from files", "data.train, [[data.sources]], or a function in data.curriculum", "--data-source-path"),
-    *refused("rows come from files", "data.train", "--disable-rollout-global-dataset", "--rollout-buffer-url"),
+    *refused("rows come from files", "data.train", "--disable-rollout-global-dataset"),
+    *refused("there is no service that collects rollouts: they go over the bus", "producer.function", "--rollout-buffer-url"),
+    *refused("there is no service that collects rollouts: they go over the bus", "producer.function", "--rollout-task-type"),
+    *refused("there is no service that collects rollouts: they go over the bus", "tasks.stale", "--min-batch-collection-ratio"),
+    *refused("there is no service that collects rollouts: they go over the bus", "bus.patience_s", "--fetch-trajectory-retry-times"),
     *refused("`streamrl up` goes on where the ledger ends", "leave it out; `streamrl replay RUN --from N` branches", "--start-rollout-id"),
 )
 BATCHES: tuple[Flag, ...] = (

@@ -128,6 +128,10 @@ CHECKPOINTS: tuple[Flag, ...] = (
     ),
     *nothing("weights are read from --hf-checkpoint", "--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step", "--ref-ckpt-step"),
     near("--no-save-optim", "switch", says="checkpoints have the optimizer's state, without which no run goes on"),
+    *refused(
+        "it is of slime's tools that convert checkpoints", "`streamrl convert SOURCE DEST --model DIR`", "--input-dir", "--origin-hf-dir"
+    ),
+    *refused("a teacher is a model directory", "`streamrl convert` makes one of a step", "--opd-teacher-ckpt-step"),
     near("--no-save-rng", "switch", says="checkpoints are whole"),
 )
 LOGS: tuple[Flag, ...] = (
@@ -165,6 +169,7 @@ DEBUG: tuple[Flag, ...] = (
         "`streamrl replay` trains on a run's own",
         "--load-debug-rollout-data",
         "--load-debug-rollout-data-subsample",
+        "--load-forge-rollout-data",
     ),
     *refused("a run has a trainer", "`streamrl bench` measures engines alone", "--debug-rollout-only"),
     *refused(
