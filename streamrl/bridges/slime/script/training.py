@@ -209,7 +209,7 @@ def check_unset(draft: Draft) -> None:
     """Defaults of Megatron that change what is learned."""
     args = draft.arguments
     for flag in ("--attention-dropout", "--hidden-dropout"):
-        if not args.on(flag):
+        if not args.on(flag) and args.text("--train-backend") == "megatron":
             draft.assume(flag, "is not given, and Megatron's default is 0.1; here nothing is dropped")
         draft.spoken.add(flag)
         if args.on(flag) and args.number(flag):

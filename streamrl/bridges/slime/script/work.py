@@ -114,6 +114,8 @@ def write_staleness(draft: Draft) -> None:
         draft.put("tasks.max_staleness", 0, note=f"{entry} samples and trains in turn")
     if interval == 1:
         draft.spoken.add("--update-weights-interval")
+    elif "async" not in entry + function:
+        draft.say("--update-weights-interval", f"{entry} takes new weights after every rollout, and so does streamrl")
     known = ("generate_rollout", "generate_rollout_fully_async", "generate_rollout_streaming")
     sft = "sft_rollout" in (args.text("--rollout-function-path") or "")
     if args.on("--rollout-function-path") and args.text("--rollout-function-path") and function not in known and not sft:
