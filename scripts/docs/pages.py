@@ -13,6 +13,7 @@ from scripts.docs.loop_picture import loop_picture
 from scripts.docs.metrics import metrics_table
 from scripts.docs.registry import registry_tables
 from scripts.docs.rights import rights_table
+from scripts.docs.slime_flags import flag_tables
 from scripts.docs.slime_metrics import slime_table
 
 WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -28,6 +29,7 @@ PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType(
         ("docs/metrics.md", "metrics"): metrics_table,
         ("docs/metrics.md", "slime"): slime_table,
         ("docs/algorithms.md", "registry"): registry_tables,
+        ("docs/import-slime.md", "flags"): flag_tables,
         ("docs/security.md", "rights"): rights_table,
     }
 )

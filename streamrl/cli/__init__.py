@@ -18,6 +18,7 @@ from streamrl.cli import (
     export,
     files,
     gateway,
+    import_slime,
     inspect,
     logs,
     metrics,
@@ -87,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_verbs(verbs)
     evaluate.add_verbs(verbs)
     convert.add_verbs(verbs)
+    import_slime.add_verbs(verbs)
     dead.add_verbs(verbs)
     reward.add_verbs(verbs)
     trace.add_verbs(verbs)

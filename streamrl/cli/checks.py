@@ -19,6 +19,9 @@ def add_verbs(verbs: Any) -> None:
     doctor.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated"
     )
+    doctor.add_argument(
+        "--plan", action="store_true", help="check the TOML file alone: not this machine, nor whether paths, devices and packages are there"
+    )
     doctor.add_argument("--run", help="also check what this run asks for, whether its bus answers, and its clock")
     doctor.add_argument(
         "--nats-accounts",
@@ -33,7 +36,7 @@ def add_verbs(verbs: Any) -> None:
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the checks; 1 if one of them failed."""
     from streamrl.doctor.findings import print_checks
-    from streamrl.doctor.machine import examine, examine_config, examine_run
+    from streamrl.doctor.machine import examine, examine_config, examine_plan, examine_run
     from streamrl.runtime.rundir import RunDir
 
     if arguments.config and arguments.run:
@@ -42,11 +45,15 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "--set needs a TOML file to be put over, got none", hint="for example `streamrl doctor my.toml --set bus.port=4222`"
         )
+    if arguments.plan and not arguments.config:
+        raise ConfigError("--plan checks a TOML file, got none", hint="for example `streamrl doctor my.toml --plan`")
     if arguments.nats_accounts:
         return _print_accounts(arguments)
     run = RunDir.find(arguments.run, base=arguments.dir) if arguments.run else None
-    checks = examine(arguments.dir)
-    if arguments.config:
+    checks = [] if arguments.plan else examine(arguments.dir)
+    if arguments.plan:
+        checks += examine_plan(arguments.config, arguments.overrides)
+    elif arguments.config:
         checks += examine_config(arguments.config, arguments.overrides)
     if run is not None:
         checks += examine_run(run)

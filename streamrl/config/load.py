@@ -45,11 +45,13 @@ _RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load(path: str | Path, overrides: Sequence[str] = (), *, plan: bool = False) -> Config:
     """Read a TOML file, put `a.b=c` overrides over it, and check the whole.
 
     Relative paths in the file are relative to its folder, those in overrides to the working directory; `run.dir` is always
-    relative to the working directory. Raises ConfigError: missing or malformed file, unknown key (with the nearest known one),
+    relative to the working directory. Of a `plan`, for another machine or for later, no file that it names is looked for.
+
+    Raises ConfigError: missing or malformed file, unknown key (with the nearest known one),
     wrong type, a value out of its range, sections that contradict each other, a file that is named but not there.
     """
     source = Path(path)
@@ -60,7 +62,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     merged = _merge(tree, resolve(given, Path.cwd()))
     config = convert(merged, where=str(source))
     check(config)
-    check_files(config)
+    if not plan:
+        check_files(config)
     return config
 
 

@@ -19,7 +19,7 @@ from streamrl.config.tree import Config
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import least_memory
 from streamrl.doctor.limits import check_cores, check_disk, check_files, check_memory, check_shm
-from streamrl.doctor.run_checks import check_bus, check_config
+from streamrl.doctor.run_checks import check_bus, check_config, check_plan
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
@@ -56,6 +56,15 @@ def examine_config(path: str, overrides: Sequence[str] = ()) -> list[Check]:
     except ConfigError as error:
         return [Check("config", "fail", error.message, error.hint)]
     return [Check("config", "ok", path), *check_config(config, num_gpus=count_gpus(), gpu_bytes=gpu_memory(config))]
+
+
+def examine_plan(path: str, overrides: Sequence[str] = ()) -> list[Check]:
+    """What can be said of a TOML file without the machine that it is for: its files, devices, ports and packages are not looked at."""
+    try:
+        config = load(path, overrides, plan=True)
+    except ConfigError as error:
+        return [Check("config", "fail", error.message, error.hint)]
+    return [Check("config", "ok", path), *check_plan(config)]
 
 
 def examine_run(run: RunDir) -> list[Check]:

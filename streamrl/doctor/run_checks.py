@@ -42,16 +42,19 @@ def check_config(config: Config, *, num_gpus: int, gpu_bytes: int = 0, up: bool 
     checks += check_gpu_memory(config, gpu_bytes)
     if not up:
         checks.append(check_ports_wanted(config))
-    if config.bus.url:
-        checks.append(check_logins(config))
-    if rollout_code(config):
-        checks.append(check_credits(config))
+    checks += check_plan(config)
     checks += check_rewards(config)
     if config.engine.traits.server:
         checks.append(check_sglang(config.engine.sglang.python))
     if config.ray.address:
         checks.append(check_ray())
     return checks
+
+
+def check_plan(config: Config) -> list[Check]:
+    """Those checks that need nothing but the configuration: no path, device, port or package of this machine."""
+    checks = [check_logins(config)] if config.bus.url else []
+    return [*checks, check_credits(config)] if rollout_code(config) else checks
 
 
 def check_budgets(config: Config) -> Check:

@@ -43,6 +43,7 @@ VERBS = {
     "export",
     "compare",
     "convert",
+    "import-slime",
     "tap",
     "trace",
     "inspect",

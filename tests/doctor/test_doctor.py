@@ -335,3 +335,19 @@ def test_a_configuration_is_examined_and_the_exit_code_says_so(tmp_path: Path, c
 def test_flags_that_do_not_go_together_are_refused(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *arguments, "--dir", str(tmp_path)]) == 1
     assert "hint:" in capsys.readouterr().err
+
+
+def test_a_plan_is_checked_without_the_machine_that_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text('[data]\ntrain = "gone.jsonl"\n[bus]\nurl = "tls://nowhere.invalid"\n[producer]\nfunction = "gone.py:agent"\n')
+    assert main(["doctor", str(plan), "--plan", "--json"]) == 0
+    assert [(check["name"], check["state"]) for check in json.loads(capsys.readouterr().out)] == [
+        ("config", "ok"),
+        ("roles", "warn"),
+        ("credits", "ok"),
+    ]
+    plan.write_text('[data]\ntrain = "gone.jsonl"\n[tasks]\nmax_staleness = 0\nhold_ahead = true\n')
+    assert main(["doctor", str(plan), "--plan"]) == 1
+    assert "tasks.hold_ahead needs tasks.max_staleness" in " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", "--plan"]) == 1
+    assert "--plan checks a TOML file, got none" in capsys.readouterr().err

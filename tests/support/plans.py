@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.code import rollout_code
 from streamrl.config.tree import Config
 from streamrl.doctor.backend import check_backend
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import check_gpu_memory
 from streamrl.doctor.rewards import check_rewards
-from streamrl.doctor.run_checks import check_credits
+from streamrl.doctor.run_checks import check_plan
 from streamrl.trainers.activations import GIB
 
 _QWEN3 = {"model_type": "qwen3", "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True}
@@ -51,7 +50,7 @@ def plan(config: Config, gpu: str) -> dict[str, Check]:
 
     Of `check_config` what goes by the configuration and a model's description: not this machine's disk, ports, interpreters and GPUs.
     """
-    found = [check_backend(config), check_credits(config) if rollout_code(config) else None]
+    found = [check_backend(config), *check_plan(config)]
     found += [*check_gpu_memory(config, int(GPUS[gpu] * GIB)), *check_rewards(config)]
     return {check.name: check for check in found if check is not None}
 

@@ -1,0 +1,1 @@
+"""slime: its hooks, and its training scripts."""

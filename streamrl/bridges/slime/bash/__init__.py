@@ -1,0 +1,1 @@
+"""Bash scripts read as text: what their variables and words are, without running anything."""

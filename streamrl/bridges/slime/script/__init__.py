@@ -1,0 +1,1 @@
+"""From the arguments of a training script of slime to a configuration of streamrl."""

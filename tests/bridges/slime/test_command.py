@@ -1,0 +1,141 @@
+"""`streamrl import-slime` and `streamrl doctor --plan` as users call them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from streamrl.bridges.slime.script.explain import explain
+from streamrl.bridges.slime.script.flags import FLAGS
+from streamrl.bridges.slime.script.hooks import HOOKS, key_of
+from streamrl.cli import main
+from streamrl.config.load import convert
+from streamrl.errors import ConfigError
+from tests.bridges.slime.recipes import QWEN3_4B, script, without
+from tests.support.errors import raises
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.sh"
+    path.write_text(script(QWEN3_4B))
+    return path
+
+
+def test_a_script_becomes_a_file_that_the_doctor_takes(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-slime", "train.sh", "-o", "my.toml"]) == 0
+    said = capsys.readouterr()
+    assert said.out == "" and "approximated:" in said.err and "written: my.toml" in said.err
+    assert main(["doctor", "my.toml", "--plan"]) == 0
+    assert "ready" in capsys.readouterr().out
+    assert main(["doctor", "my.toml", "--plan", "--set", "tasks.batch_tasks=0", "--json"]) == 1
+    [check] = json.loads(capsys.readouterr().out)
+    assert check["state"] == "fail" and "tasks.batch_tasks" in check["found"]
+    assert main(["import-slime", "train.sh", "-o", "my.toml"]) == 1
+    assert "got one that is there: my.toml" in capsys.readouterr().err
+
+
+def test_the_toml_goes_to_stdout_and_the_report_does_not(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-slime", "train.sh"]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["run"]["steps"] == 3000
+    assert main(["import-slime", "train.sh", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert tomllib.loads(done["toml"])["tasks"]["batch_tasks"] == 32
+    assert {"approximated", "assumed"} <= {one["outcome"] for one in done["report"]["findings"]}
+
+
+def test_what_is_refused_writes_nothing_until_it_is_left_out(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.write_text(script({**QWEN3_4B, "use-stateless-adam": "", "num-rolout": "1"}))
+    assert main(["import-slime", "train.sh", "-o", "my.toml"]) == 1
+    said = capsys.readouterr().err
+    assert "--use-stateless-adam: the optimizer keeps its moments" in said and "did you mean --num-rollout?" in said
+    assert not Path("my.toml").exists()
+    assert main(["import-slime", "train.sh", "--leave-out", "use-stateless-adam"]) == 1
+    assert main(["import-slime", "train.sh", "-o", "my.toml", "--leave-out", "use-stateless-adam", "--leave-out=--num-rolout"]) == 0
+    assert "# left out: " in Path("my.toml").read_text()
+    assert main(["import-slime", "train.sh", "--leave-out", "use-tis"]) == 1
+    assert "--leave-out use-tis: the training command has no such flag" in capsys.readouterr().err
+
+
+def test_variables_arguments_and_rows_are_given_on_the_command_line(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {**without(QWEN3_4B, "num-rollout"), "num-epoch": "${1:-1}", "hf-checkpoint": "$BASE/Qwen3-4B"}
+    train.write_text(script(arguments))
+    assert main(["import-slime", "train.sh"]) == 1
+    said = capsys.readouterr().err
+    assert "BASE is not set in the script" in said and "--var BASE=VALUE" in said and "give it with --rows N" in said
+    assert main(["import-slime", "train.sh", "2", "--var", "BASE=/data", "--rows", "1000"]) == 0
+    written = tomllib.loads(capsys.readouterr().out)
+    assert written["model"]["path"] == "/data/Qwen3-4B" and written["run"]["steps"] == 2 * 1000 // 32
+    for wrong in (["--var", "BASE"], ["--var", "1=2"], ["--rows", "-3"]):
+        assert main(["import-slime", "train.sh", *wrong]) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo python train.py\n", "expected a command that runs slime's train.py or train_async.py, got none"),
+        ("exit 1\npython train.py\n", "it ends with exit at"),
+        ("python train.py --a\npython train.py --b\n", "expected one training command, got 2"),
+        ("if [ -e x ]; then python train.py; fi\n", "is run only if the condition at"),
+        ("python train.py --num-rollout 1\n--global-batch-size 4\n", "a \\ at the end of the line before it is missing"),
+        ("python train.py x --colocate\n", "stands before the first flag"),
+        ("python train.py ${ARGS[@]} $(cat args)\n", "these words are not known: $(cat args) is what a command prints"),
+    ],
+)
+def test_a_script_without_one_training_command_is_refused(train: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
+    train.write_text(text)
+    assert main(["import-slime", "train.sh"]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_name_in_a_script_cannot_command_the_terminal_or_the_file(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.write_text(script({**QWEN3_4B, "wandb-group": "$'a\\nb = 1'", "hf-checkpoint": "\"$'\x1b[2J'/m\"", "x\x1b[31m": ""}))
+    assert main(["import-slime", "train.sh", "--leave-out", "all"]) == 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.err and "\x1b" not in said.out
+    assert "b" not in tomllib.loads(said.out)
+
+
+def test_each_flag_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import-slime", "--explain", "--tis-clip", "rollout_batch_size", "--sglang-mem-fraction-static=0.7"]) == 0
+    said = capsys.readouterr().out
+    assert "--tis-clip: mapped to loss.correction.high" in said and "default of slime: 2.0" in said
+    assert "--rollout-batch-size: mapped to tasks.batch_tasks" in said
+    assert "--sglang-mem-fraction-static: mapped to engine.sglang.flags.mem_fraction_static" in said
+    assert "slime calls it --tis-clip" in explain("--tis-threshold") and "loss.correction.high" in explain("--tis-threshold")
+    assert all(explain(name).startswith(f"{name}: ") for name in FLAGS)
+    with raises(ConfigError, flag="--tis-clp") as caught:
+        explain("--tis-clp")
+    assert caught.value.hint == "did you mean --tis-clip?"
+    assert main(["import-slime", "--explain"]) == 1 and main(["import-slime"]) == 1
+
+
+def test_every_key_in_the_table_is_one_of_the_configuration() -> None:
+    for flag in FLAGS.values():
+        for key in flag.keys:
+            *sections, name = key.removeprefix("evaluation.sets[].").split(".")
+            tree = _nested(sections, name)
+            if "[]" in key:
+                tree = {"evaluation": {"sets": [tree]}}
+            try:
+                convert(tree, where="the table")
+            except ConfigError as error:
+                assert "expected a known key" not in error.message, f"{flag.name}: {key}"
+
+
+def _nested(sections: list[str], name: str) -> dict[str, object]:
+    tree: dict[str, object] = {name: None}
+    for section in reversed(sections):
+        tree = {section: tree}
+    return tree
+
+
+def test_code_is_named_once_and_never_both_kept_and_refused() -> None:
+    for hook in HOOKS:
+        fate = FLAGS[hook.flag].fate
+        assert fate == ("mapped" if key_of(hook) else "approximated" if hook.instead else "refused")
