@@ -106,8 +106,8 @@ def optimal_token_baseline(
     owner_M = per_rollout.rollout_of_sample[samples][order]
     length_R = np.bincount(owner_M, minlength=len(per_rollout.rewards))
     first_M = (np.cumsum(length_R) - length_R)[owner_M]
-    summed = np.concatenate([[0.0], np.cumsum(energies[order])])
-    weight_M = summed[1:] - summed[first_M]
+    # Rollout by rollout: in one sum over all, a sure model's energies would be lost beside what came before.
+    weight_M = np.concatenate([np.cumsum(own) for own in np.split(energies[order], np.cumsum(length_R)[:-1])])
     position_M, group_M = np.arange(len(owner_M)) - first_M, per_rollout.group[owner_M]
     longest_G = np.zeros(len(per_rollout.size), np.int64)
     np.maximum.at(longest_G, per_rollout.group, length_R)

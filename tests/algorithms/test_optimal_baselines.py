@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.advantages import grpo
@@ -119,6 +119,7 @@ rollouts_of_tasks = st.lists(
 
 
 @given(rollouts_of_tasks)
+@example(rows=[(0.5, 0, [0.0, 1.0]), (0.0, 0, [1.5e-82])])
 def test_the_token_baseline_is_the_papers(rows: list[tuple[float, int, list[float]]]) -> None:
     rows = sorted(rows, key=lambda row: row[1])
     rewards, tasks, energies = ([row[k] for row in rows] for k in range(3))
