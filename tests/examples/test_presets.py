@@ -11,6 +11,7 @@ from streamrl.config.load import load
 from streamrl.config.tree import ModelConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.data.model import write_qwen3
+from streamrl.doctor.machine import examine_plan
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
@@ -73,6 +74,13 @@ def test_the_doctor_says_which_model_a_preset_fits(preset: str, model: str, gpu:
     if "shared gpu" in checks:
         assert (checks["shared gpu"].state == "ok") == (gpu == "B300")
         assert config.loss == load(EXAMPLES / "presets" / "grpo.toml", [ROWS, f"model.path={tmp_path / model}"]).loss
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_passes_the_checks_of_a_plan(preset: Path) -> None:
+    checks = examine_plan(str(preset), ["data.train=rows.parquet", "model.path=DIR"])
+    assert {check.state for check in checks} == {"ok"}, checks
+    assert "fail" in {check.state for check in examine_plan(str(preset), ["data.train=rows.parquet", "loss.reduction=mean"])}
 
 
 @pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem != "grpo_70b"], ids=lambda path: path.stem)
