@@ -174,6 +174,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """dppo: leave out every token whose divergence is above its bound, whichever way its advantage pushes."""
     dppo_kl: NonNegativeFloat = 1e-3
     """dppo: times (log pi - log mu)^2."""
+    vespo_c1_positive: PositiveFloat = 2.0
+    vespo_c2_positive: PositiveFloat = 3.0
+    vespo_c1_negative: PositiveFloat = 3.0
+    vespo_c2_negative: PositiveFloat = 2.0
+    """vespo: of the weight W^c1 exp(c2 (1 - W)), W = pi / mu of a whole sample, by the sign of the advantage (arXiv 2602.10693)."""
     m2po_bound: PositiveFloat = 0.04
     """m2po: the tokens that have gone furthest are left out until the mean of (log pi - log mu)^2 is at most this (arXiv 2510.01161)."""
     opsm_delta: NonNegativeFloat = 0.0

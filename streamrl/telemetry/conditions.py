@@ -38,6 +38,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "train/opd_reverse_kl": "there is a teacher: `loss.distillation`",
         "train/pg_dual_clipfrac": "`loss.dual_clip` is set",
         "train/sapo_gate": "SAPO is the loss: `loss.policy`",
+        "train/vespo_weight": "VESPO is the loss: `loss.policy`",
         **dict.fromkeys(("train/m2", "train/m2_kept"), "M2PO is the loss: `loss.policy`"),
         **dict.fromkeys(("train/cov", "train/cov_fraction"), "Clip-Cov or KL-Cov is the loss: `loss.policy`"),
         **dict.fromkeys(("train/top_entropy_threshold", "train/top_entropy_fraction"), "`loss.top_entropy` is below 1"),

@@ -148,6 +148,7 @@ _DECLARED = (
     Metric("train/sapo_gate", _MEAN, "1", "weight of the gradient that SAPO's gate leaves"),
     Metric("train/ppo_kl", _MEAN, "nats", "log-probability before the batch minus the one after the step so far"),
     Metric("train/ois", _MEAN, "ratio", "probability under the policy over the one before the batch"),
+    Metric("train/vespo_weight", _MEAN, "1", "weight of a sample's gradient"),
     Metric("train/m2", _MEAN, "nats^2", "(log pi - log mu)^2 of the trained tokens that their advantage pushes further from the sampler"),
     Metric("train/m2_kept", _MEAN, "nats^2", "the same of those that M2PO kept"),
     Metric("train/cov", _MEAN, "nats", "covariance of the trained tokens' log-probabilities and advantages"),

@@ -146,6 +146,21 @@ def dppo(
     return _each(sequences, objective)
 
 
+def vespo(sequences: list[Sequence], positive: tuple[float, float], negative: tuple[float, float]) -> PerToken:
+    """Equation 20 of arXiv 2602.10693: W as the quotient of two products of probabilities, the kernel as a plain float."""
+    losses: PerToken = []
+    for sequence in sequences:
+        trained = [token for token in sequence if token.trained]
+        whole = math.prod(math.exp(token.logp.item()) for token in trained) / math.prod(math.exp(token.mu) for token in trained)
+        found: list[Tensor | None] = []
+        for token in sequence:
+            c1, c2 = positive if token.advantage > 0 else negative
+            kernel = whole**c1 * math.exp(c2 * (1.0 - whole))
+            found.append(-kernel * token.advantage * token.logp if token.trained else None)
+        losses.append(found)
+    return losses
+
+
 def m2po(sequences: list[Sequence], gone: Callable[[Token], bool]) -> PerToken:
     """Equation 5 of arXiv 2510.01161: M r A, where `gone` tells M = 0."""
     return _each(sequences, lambda token: torch.exp(token.logp - token.mu) * token.advantage * (not gone(token)))
