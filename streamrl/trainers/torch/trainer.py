@@ -48,8 +48,8 @@ from streamrl.trainers.torch.profiling import StepProfiler
 from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.saving import Saving
 from streamrl.trainers.torch.snapshot import SnapshotRing
-from streamrl.trainers.torch.terms import DROPPED
-from streamrl.trainers.torch.update import Update, Updated
+from streamrl.trainers.torch.terms import DROPPED, Updated
+from streamrl.trainers.torch.update import Update
 from streamrl.weights.protocol import Shard
 
 COPY_WAIT = "perf/checkpoint_wait_s"

@@ -36,7 +36,7 @@ from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
 from streamrl.trainers.torch.slime_loss import SlimeLoss
-from streamrl.trainers.torch.terms import DROPPED, Sums, demonstration_terms, policy_terms, policy_tokens, user_loss
+from streamrl.trainers.torch.terms import DROPPED, Sums, Told, Updated, demonstration_terms, policy_terms, policy_tokens, user_loss
 
 Bools = npt.NDArray[np.bool_]
 _SCORING = {Role.PROXIMAL: "perf/log_probs_time", Role.REFERENCE: "perf/ref_log_probs_time"}
@@ -50,33 +50,6 @@ class Layout(NamedTuple):
     """Several samples a row, their prompts shared; else one sample a row."""
     row_length: int
     """Of packed rows; 0: rows are not packed."""
-
-
-class Told(NamedTuple):
-    """Of one micro-batch, where it was computed. It is read after the last one: the host lays out the next while the device works."""
-
-    sums: Sums
-    target: Indices
-    """[m] of the batch's tokens."""
-    logprobs: Tensor | None = None
-    """[m] of the policy."""
-    weights: Tensor | None = None
-    """[m] of the policy loss."""
-
-
-class Updated(NamedTuple):
-    """What the optimizer steps of a batch did; equal on all ranks."""
-
-    metrics: dict[str, float]
-    """Means over the optimizer steps, weighted as the loss is."""
-    finite: bool
-    """False when a gradient was not finite and its update was skipped."""
-    logprobs: npt.NDArray[np.float64]
-    """[T] log-probs of the trained tokens as their optimizer step had them."""
-    weights: npt.NDArray[np.float64]
-    """[T] what the policy loss of the trained tokens was multiplied by."""
-    factor: float
-    """What normalisation multiplied these weights by."""
 
 
 class Update:
