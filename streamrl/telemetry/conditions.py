@@ -34,6 +34,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         "perf/log_probs_time": _SCORED,
         "perf/ref_log_probs_time": _KEPT_KL,
         **{"rollout/kl": _KL_REWARD, "train/kl_loss": _KL_LOSS, "rollout/ref_log_probs": _KEPT_KL},
+        "train/kl_coef": "it is not constant: `loss.kl.target`, `loss.kl.decay_steps`",
         "rollout/overlong_penalty": "a penalty on long answers: `reward.overlong_buffer`",
         "train/opd_reverse_kl": "there is a teacher: `loss.distillation`",
         "train/pg_dual_clipfrac": "`loss.dual_clip` is set",

@@ -156,6 +156,7 @@ _DECLARED = (
     Metric("train/top_entropy_threshold", _MEAN, "nats", "least entropy of a token whose policy loss counts"),
     Metric("train/top_entropy_fraction", _MEAN, "fraction", "trained tokens whose policy loss counts"),
     Metric("train/opsm_clipfrac", _MEAN, "fraction", "trained tokens in samples that OPSM masked"),
+    Metric("train/kl_coef", _MEAN, "1", "coefficient of the distance from the reference, in the loss or in the rewards"),
     Metric("train/kl_loss", _MEAN, "nats", "distance from the reference in the loss, before its coefficient"),
     Metric("train/entropy_loss", _MEAN, "nats", "entropy of the policy at the trained tokens"),
     Metric("train/opd_reverse_kl", _MEAN, "nats", "log-probability under the policy minus the one under the teacher"),

@@ -209,11 +209,15 @@ def value(new: Tensor, old: float, target: float, clip: float) -> Tensor:
 def kl(sequences: list[Sequence], estimator: str, unbiased: bool) -> PerToken:
     def one(token: Token) -> Tensor:
         quotient = torch.exp(token.ref - token.logp)
-        estimate = {
+        by_name = {
             "k1": -torch.log(quotient),
             "k2": 0.5 * torch.log(quotient) ** 2,
             "k3": quotient - torch.log(quotient) - 1.0,
-        }["k3" if estimator == "low_var_kl" else estimator]
+            "abs": torch.abs(torch.log(quotient)),
+        }
+        estimate = by_name["k3" if estimator == "low_var_kl" else estimator.rstrip("+")]
+        if estimator.endswith("+"):  # the value as a plain float, and what is left of k2 where its own value is taken off
+            estimate = by_name["k2"] - by_name["k2"].item() + estimate.item()
         if estimator == "low_var_kl" and estimate.item() > 10.0:
             estimate = estimate * 0.0 + 10.0
         return -estimate * torch.exp(token.logp - token.old) if unbiased else -estimate

@@ -17,6 +17,7 @@ from torch import Tensor
 from streamrl.algorithms.choices import Decision, decide, decides
 from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.importance import normalization
+from streamrl.algorithms.kl_coefficient import adapted, coefficient, decayed, measured_kl, with_factor
 from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.sequences import packed_sequences
@@ -85,6 +86,10 @@ class Update:
         settle: Callable[[], None],
     ) -> None:
         self._loss = loss
+        self._now = loss
+        """With the KL's coefficient of the batch that was prepared last."""
+        self.kl_factor = 1.0
+        """Of that coefficient, where it is adapted: the next batch's."""
         self._minibatches = trainer.minibatches
         self.budget = trainer.micro_tokens
         """Tokens of one forward and backward pass."""
@@ -118,7 +123,8 @@ class Update:
         self.wrote, self.times = False, {}
         self._policy.routers.check(batch)
         samples = np.arange(batch.num_samples)
-        roles = needed_roles(batch, self._loss, min(self._minibatches, len(np.unique(batch.tasks))))
+        self._now = with_factor(self._loss, self.kl_factor * decayed(self._loss.kl, batch.stage_step)) if batch.kind == "rl" else self._loss
+        roles = needed_roles(batch, self._now, min(self._minibatches, len(np.unique(batch.tasks))))
         # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
         found: dict[Role, npt.NDArray[np.float32]] = {}
         ends: npt.NDArray[np.float32] | None = None
@@ -137,12 +143,16 @@ class Update:
             values=found.get(Role.VALUE),
             ends=ends,
         )
-        return make_objective(batch, self._loss, self._minibatches, scores)
+        return make_objective(batch, self._now, self._minibatches, scores)
+
+    def adapt(self, metrics: Mapping[str, float]) -> None:
+        """After a batch that the policy has learnt from: the KL's coefficient of the next one, see `loss.kl.target`."""
+        self.kl_factor = adapted(self._loss.kl, self.kl_factor, measured_kl(self._loss.kl, metrics))
 
     def run(self, batch: TrainBatch, objective: Objective, rate: float, *, learns: bool) -> Updated:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
         start_s = time.perf_counter()
-        loss, policy, slime = self._loss, self._policy, self._slime if batch.kind == "rl" else None
+        loss, policy, slime = self._now, self._policy, self._slime if batch.kind == "rl" else None
         layout = self._layout(batch, *self._trained)
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
         factor = self._factor(batch, objective)
@@ -206,6 +216,8 @@ class Update:
                 rows.append(sums | norms | {"train/global_batch_size": float(len(samples))})
         metrics = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
+        if batch.kind == "rl":
+            metrics |= coefficient(loss)
         if batch.routed_experts is not None:
             metrics["train/routing_replayed"] = float((batch.routed_experts >= 0).all((1, 2)).mean())
         if policy.device.type == "cuda":
