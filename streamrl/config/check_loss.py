@@ -126,6 +126,12 @@ def _check_policy(config: Config) -> None:
         key="loss.constant_length",
     )
     refuse(
+        (loss.reduction == "token_mean_legacy") != (loss.legacy_samples > 0),
+        f"loss.reduction = token_mean_legacy and loss.legacy_samples go together, got {loss.reduction} and {loss.legacy_samples}",
+        hint="as many samples as a micro-batch had; or reduction = 'token_mean', which has no parts",
+        key="loss.legacy_samples",
+    )
+    refuse(
         loss.opsm_delta > 0 and (is_function(policy) or bool(loss.slime_loss)),
         "loss.opsm_delta belongs to the built-in policy losses, but the policy loss is a function",
         hint="use streamrl.algorithms.policy_losses.opsm_keep in it, and leave loss.opsm_delta out",

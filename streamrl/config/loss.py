@@ -7,7 +7,7 @@ from typing import Literal
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt, Section
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 
-Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "prompt_mean", "constant_length"]
+Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "prompt_mean", "token_mean_legacy", "constant_length"]
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"]
 
 MAX_LOG_RATIO = 20.0
@@ -208,9 +208,13 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """This times the entropy is subtracted from the loss."""
     reduction: Reduction = "rollout_mean"
     """Mean over each rollout's tokens then over rollouts; mean over all tokens; mean over each sample's tokens then over samples; mean over
-    all tokens of each task then over tasks; or a rollout's sum over its tokens / constant_length, then the mean over rollouts (Dr.GRPO)."""
+    all tokens of each task then over tasks; mean over the tokens of `legacy_samples` samples at a time then over these parts; or a
+    rollout's sum over its tokens / constant_length, then the mean over rollouts (Dr.GRPO)."""
     constant_length: NonNegativeInt = 0
     """Tokens, for `reduction = "constant_length"`."""
+    legacy_samples: NonNegativeInt = 0
+    """For `reduction = "token_mean_legacy"`: mean over the tokens of so many samples at a time, in the order of the batch, then over these
+    parts, whatever the trainer's own micro-batches are. To repeat what a trainer with micro-batches of that size did."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()

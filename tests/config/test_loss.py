@@ -62,6 +62,7 @@ GOOD = [
     ("loss.correction.kind=mask", "loss.correction.low=0.5", "loss.correction.high=2.0"),
     ("loss.correction.reject=k1", "loss.correction.reject_low=-0.1", "loss.correction.reject_high=0.1"),
     ("loss.reduction=constant_length", "loss.constant_length=64"),
+    ("loss.reduction=token_mean_legacy", "loss.legacy_samples=4"),
     ("loss.kl.loss_coef=0.1", "loss.kl.estimator=k2", "loss.kl.reference=somewhere", "warmup.max_steps=5"),
     ("loss.kl.loss_coef=0.1", "loss.kl.unbiased=true"),
     ("loss.kl.loss_coef=0.1", "loss.kl.estimator=k1+", "loss.kl.target=0.05", "loss.kl.gain=0.2"),
@@ -120,6 +121,8 @@ BAD = [
     (("loss.slime_loss=mine",), "loss.slime_loss must be a function"),
     (("loss.reduction=constant_length",), "constant_length go together"),
     (("loss.constant_length=64",), "constant_length go together"),
+    (("loss.reduction=token_mean_legacy",), "legacy_samples go together"),
+    (("loss.legacy_samples=4",), "legacy_samples go together"),
     (("loss.opsm_delta=1e-4", "trainer.minibatches=2", "loss.policy=a.py:b"), "belongs to the built-in policy losses"),
     # over a whole step
     (("loss.policy=clip_cov", "loss.clip_cov_low=5.0"), "loss.clip_cov_low must be below"),
