@@ -58,6 +58,7 @@ streamrl/algorithms/sampler_losses.py  test_policy_losses test_sampler_losses
 streamrl/algorithms/policy.py
 streamrl/algorithms/choices.py
 streamrl/algorithms/kl.py
+streamrl/algorithms/kl_coefficient.py
 streamrl/algorithms/importance.py
 streamrl/algorithms/rejection.py
 streamrl/algorithms/corrections.py

@@ -113,15 +113,17 @@ def maxrl(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = ()
 def token_kl(log_ratio: Floats, estimator: KLEstimator) -> Floats:
     """Estimates of KL(pi || reference) from tokens that pi sampled (J. Schulman, "Approximating KL Divergence").
 
-    With r = log pi - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r (never negative), low_var_kl = min(k3, 10). The last two
-    take r as -20 where it is less.
+    With r = log pi - log reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r (never negative), low_var_kl = min(k3, 10). These two
+    take r as -20 where it is less. abs = |r|; k1+ and k3+ differ from k1 and k3 in a gradient alone, which nothing here has.
 
     Args:
         log_ratio: r, any shape.
         estimator: which.
     """
-    if estimator == "k1":
+    if estimator in ("k1", "k1+"):
         return log_ratio
+    if estimator == "abs":
+        return np.abs(log_ratio)
     if estimator == "k2":
         return np.square(log_ratio) / 2
     r = np.maximum(log_ratio, -MAX_LOG_RATIO)

@@ -19,7 +19,8 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
 
     k1 = r: unbiased, of either sign. k2 = r^2 / 2: biased, never negative. k3 = exp(-r) - 1 + r: unbiased and never negative
     (arXiv 2402.03300 uses it). low_var_kl = min(k3, 10), without gradient beyond. In exp(-r), r is taken as -20 where it is less:
-    there k3 is constant.
+    there k3 is constant. abs = |r|, which pulls equally from wherever the policy is. k1+ and k3+ have the value of k1 and k3 and the
+    gradient of k2, whose mean at tokens of pi is the gradient of KL(pi || pi_ref); those of k1 and k3 are not (arXiv 2506.09477).
 
     Args:
         log_ratio: r.
@@ -37,6 +38,12 @@ def kl_estimate(log_ratio: Tensor, estimator: KLEstimator) -> Tensor:
             return _k3(log_ratio)
         case "low_var_kl":
             return _k3(log_ratio).clamp(max=LOW_VAR_BOUND)
+        case "abs":
+            return log_ratio.abs()
+        case "k1+":
+            return _straight_through(log_ratio, log_ratio)
+        case "k3+":
+            return _straight_through(_k3(log_ratio), log_ratio)
 
 
 def kl_loss(
@@ -62,6 +69,11 @@ def kl_loss(
     if unbiased:
         loss = loss * ratio_of(logprobs - old_logprobs.detach())
     return loss, {"train/kl_loss": loss.detach()}
+
+
+def _straight_through(value: Tensor, log_ratio: Tensor) -> Tensor:
+    slope = log_ratio.square() / 2.0
+    return value.detach() + (slope - slope.detach())  # exactly the value
 
 
 def _k3(log_ratio: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
     check_batch(batch)
     scores = scores or Scores()
     steps = split_groups(batch, minibatches)
-    weights = tuple(token_weights(batch, samples, loss.reduction, constant_length=loss.constant_length) for samples in steps)
+    sizes = {"constant_length": loss.constant_length, "legacy_samples": loss.legacy_samples}
+    weights = tuple(token_weights(batch, samples, loss.reduction, **sizes) for samples in steps)
     metrics = length_metrics(batch)
     if batch.kind == "sft":
         nothing, every = np.zeros(batch.num_tokens), np.ones(batch.num_tokens, np.bool_)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streamrl.algorithms.corrections import finite_tokens
 from streamrl.algorithms.policy_losses import cispo, clip_cov, gmpo, gspo, gspo_token, kl_cov, opsm_keep, ppo_clip, sapo
-from streamrl.algorithms.sampler_losses import aipo, dppo, m2po
+from streamrl.algorithms.sampler_losses import aipo, dppo, m2po, vespo
 from streamrl.algorithms.sequences import Selected, Sequences
 from streamrl.config.loss import LossConfig, policy_loss_of, policy_name
 from streamrl.errors import ConfigError, TrainingError
@@ -60,6 +60,7 @@ POLICY_LOSSES: Mapping[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = M
         "sapo": sapo,
         "aipo": aipo,
         "dppo": dppo,
+        "vespo": vespo,
         "m2po": m2po,
     }
 )

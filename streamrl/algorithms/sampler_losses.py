@@ -13,6 +13,7 @@ from torch import Tensor
 
 from streamrl.algorithms.importance import ratio_of
 from streamrl.algorithms.policy_losses import clip_metrics
+from streamrl.algorithms.sequences import Sequences
 
 Divergence = Literal["tv", "kl"]
 
@@ -120,3 +121,45 @@ def m2po(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, chosen:
     log_ratio = logprobs - sampler_logprobs.detach()
     ratio = ratio_of(log_ratio)
     return torch.where(chosen, 0.0, -ratio * advantages), clip_metrics(log_ratio, ratio, chosen)
+
+
+def vespo(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    sequences: Sequences,
+    *,
+    c1_positive: float,
+    c2_positive: float,
+    c1_negative: float,
+    c2_negative: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """REINFORCE under a smooth weight of the whole sequence: L = -sg(phi(W)) A log pi, phi(W) = W^c1 exp(c2 (1 - W)).
+
+    arXiv 2602.10693, equation 20; W = pi / mu of all the sequence's trained tokens together, their product, which no length divides.
+    phi(1) = 1; it falls to 0 on both sides of c1 / c2, so that no sequence, however old, has a large gradient: c1 says how fast below and
+    c2 how fast above.
+
+    Args:
+        logprobs: log pi.
+        sampler_logprobs: log mu.
+        advantages: A; each token's own sign says which c1 and c2 are its.
+        sequences: whose tokens these are; outside its mask anything may stand, and the loss there is 0.
+        c1_positive: above 0, where A > 0; 2 in the paper.
+        c2_positive: above 0, where A > 0; 3 in the paper.
+        c1_negative: above 0, elsewhere; 3 in the paper.
+        c2_negative: above 0, elsewhere; 2 in the paper.
+
+    Returns:
+        Loss, and metrics `train/vespo_weight` (phi), `train/ppo_kl` (log mu - log pi), `train/ois` (W).
+    """
+    inside = logprobs.masked_fill(~sequences.mask, 0.0)
+    log_ratio = (logprobs - sampler_logprobs).detach().masked_fill(~sequences.mask, 0.0)
+    advantages = advantages.masked_fill(~sequences.mask, 0.0)
+    log_whole = sequences.spread(sequences.sum(log_ratio))
+    whole = ratio_of(log_whole)
+    c1 = torch.full_like(whole, c1_negative).masked_fill(advantages > 0, c1_positive)
+    c2 = torch.full_like(whole, c2_negative).masked_fill(advantages > 0, c2_positive)
+    weight = (c1 * log_whole + c2 * (1.0 - whole)).exp()
+    metrics = {"train/vespo_weight": weight, "train/ppo_kl": -log_ratio, "train/ois": whole}
+    return -weight * advantages * inside, metrics

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection
 
 from streamrl.config.check_correction import check_correction
-from streamrl.config.loss import CriticConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
+from streamrl.config.loss import CriticConfig, KLConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
 from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, Role, reading
 from streamrl.config.tree import Config, refuse
 
@@ -166,6 +166,12 @@ def _check_policy(config: Config) -> None:
         key="loss.constant_length",
     )
     refuse(
+        (loss.reduction == "token_mean_legacy") != (loss.legacy_samples > 0),
+        f"loss.reduction = token_mean_legacy and loss.legacy_samples go together, got {loss.reduction} and {loss.legacy_samples}",
+        hint="as many samples as a micro-batch had; or reduction = 'token_mean', which has no parts",
+        key="loss.legacy_samples",
+    )
+    refuse(
         loss.opsm_delta > 0 and (is_function(policy) or bool(loss.slime_loss)),
         "loss.opsm_delta belongs to the built-in policy losses, but the policy loss is a function",
         hint="use streamrl.algorithms.policy_losses.opsm_keep in it, and leave loss.opsm_delta out",
@@ -236,10 +242,42 @@ def _check_kl(config: Config) -> None:
         hint="set one of the two coefficients, or leave it out",
         key="loss.kl.reference",
     )
+    straight = kl.estimator.endswith("+")
+    refuse(
+        straight and (kl.unbiased or kl.reward_coef > 0),
+        f"loss.kl.estimator = {kl.estimator} has a gradient of its own, of no use to "
+        f"{'loss.kl.unbiased' if kl.unbiased else 'loss.kl.reward_coef'}",
+        hint=f"set loss.kl.estimator = '{kl.estimator.rstrip('+')}'",
+        key="loss.kl.estimator",
+    )
+    refuse(
+        kl.varies and kl.reward_coef == 0 and kl.loss_coef == 0,
+        "loss.kl.target and loss.kl.decay_steps move the coefficient of the KL, but loss.kl.reward_coef and loss.kl.loss_coef are 0",
+        hint="set one of the two coefficients, which is what the first batch has",
+        key="loss.kl.target" if kl.target else "loss.kl.decay_steps",
+    )
+    refuse(
+        kl.target > 0 and kl.decay_steps > 0,
+        "loss.kl.target adapts the coefficient to the KL, and loss.kl.decay_steps lowers it whatever the KL is",
+        hint="keep one of the two",
+        key="loss.kl.target",
+    )
+    refuse(
+        kl.varies and bool(config.loss.slime_loss),
+        "loss.kl.target and loss.kl.decay_steps move a coefficient that loss.slime_loss does not see move",
+        hint="leave them out",
+        key="loss.kl.target" if kl.target else "loss.kl.decay_steps",
+    )
+    refuse(
+        (kl.gain != KLConfig().gain and not kl.target) or (kl.final_fraction != 0 and not kl.decay_steps),
+        "loss.kl.gain belongs to loss.kl.target and loss.kl.final_fraction to loss.kl.decay_steps, which is 0",
+        hint="set loss.kl.target or loss.kl.decay_steps",
+        key="loss.kl.gain" if kl.gain != KLConfig().gain else "loss.kl.final_fraction",
+    )
     refuse(
         kl.loss_coef > 0 and kl.estimator == "k1" and not kl.unbiased and not config.loss.slime_loss,
         "loss.kl.estimator = k1 in the loss has the gradient of log pi alone, whatever the reference is, and on fresh tokens 0 on average",
-        hint="set loss.kl.estimator = 'k2' or 'k3', or loss.kl.unbiased = true",
+        hint="set loss.kl.estimator = 'k2', 'k3' or 'k1+', or loss.kl.unbiased = true",
         key="loss.kl.estimator",
     )
 

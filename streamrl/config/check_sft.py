@@ -15,7 +15,9 @@ def check_sft(config: Config) -> None:
     if config.run.kind != "sft":
         return
     data, loss = config.data, config.loss
-    own = LossConfig(reduction=loss.reduction, constant_length=loss.constant_length, experts=loss.experts)
+    own = LossConfig(
+        reduction=loss.reduction, constant_length=loss.constant_length, legacy_samples=loss.legacy_samples, experts=loss.experts
+    )
     # A recorded configuration may have another min_reward_std: a decision that is off.
     unfiltered = FiltersConfig(min_reward_std=config.filters.min_reward_std)
     for name, one in data_sets(data):

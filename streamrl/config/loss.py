@@ -7,8 +7,8 @@ from typing import Literal
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt, Section
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 
-Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "prompt_mean", "constant_length"]
-KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
+Reduction = Literal["rollout_mean", "token_mean", "sequence_mean", "prompt_mean", "token_mean_legacy", "constant_length"]
+KLEstimator = Literal["k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+"]
 
 MAX_LOG_RATIO = 20.0
 """No key: wherever exp of a log-ratio is taken, it is clamped to plus and minus this; e^20 is 5e8, whose square float32 still holds."""
@@ -63,12 +63,22 @@ class KLConfig(Section, frozen=True, kw_only=True):
     """Distance from a reference policy: in the reward or in the loss, not in both."""
 
     estimator: KLEstimator = "k1"
-    """With r = log pi - log pi_reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r; low_var_kl is k3 within +-10. In the loss, k1 is of
-    use only where `unbiased`: its own gradient does not see the reference."""
+    """With r = log pi - log pi_reference: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r; low_var_kl is k3 within +-10, abs is |r|; k1+ and
+    k3+ have k1's and k3's value and k2's gradient. In the loss, k1 is of use only where `unbiased`: its own gradient does not see the
+    reference."""
     reward_coef: NonNegativeFloat = 0.0
     """Each token's reward is reduced by this times its KL (reinforce_plus_plus, reinforce_plus_plus_baseline, ppo)."""
     loss_coef: NonNegativeFloat = 0.0
     """This times the KL is added to the loss."""
+    target: NonNegativeFloat = 0.0
+    """Nats a token. After each batch the coefficient is multiplied by 1 + gain clip(KL / target - 1, -0.2, 0.2) (arXiv 1909.08593), and it
+    is a part of the checkpoints; 0: constant."""
+    gain: PositiveFraction = 0.1
+    """See `target`."""
+    decay_steps: NonNegativeInt = 0
+    """Over so many batches of reinforcement learning the coefficient falls in equal parts to `final_fraction` of itself; 0: constant."""
+    final_fraction: Fraction = 0.0
+    """What `decay_steps` leaves."""
     unbiased: bool = False
     """Multiply the loss's KL by pi / pi_proximal, which makes its gradient that of the KL (arXiv 2512.02556)."""
     reference: str = ""
@@ -76,6 +86,11 @@ class KLConfig(Section, frozen=True, kw_only=True):
     reference_every: NonNegativeInt = 0
     """After every so many batches of reinforcement learning the policy as it is then becomes the reference, and a part of the checkpoints;
     0: never."""
+
+    @property
+    def varies(self) -> bool:
+        """Whether the coefficient is not the same in all batches."""
+        return self.target > 0 or self.decay_steps > 0
 
 
 class CriticConfig(Section, frozen=True, kw_only=True):
@@ -178,6 +193,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """dppo: leave out every token whose divergence is above its bound, whichever way its advantage pushes."""
     dppo_kl: NonNegativeFloat = 1e-3
     """dppo: times (log pi - log mu)^2."""
+    vespo_c1_positive: PositiveFloat = 2.0
+    vespo_c2_positive: PositiveFloat = 3.0
+    vespo_c1_negative: PositiveFloat = 3.0
+    vespo_c2_negative: PositiveFloat = 2.0
+    """vespo: of the weight W^c1 exp(c2 (1 - W)), W = pi / mu of a whole sample, by the sign of the advantage (arXiv 2602.10693)."""
     m2po_bound: PositiveFloat = 0.04
     """m2po: the tokens that have gone furthest are left out until the mean of (log pi - log mu)^2 is at most this (arXiv 2510.01161)."""
     opsm_delta: NonNegativeFloat = 0.0
@@ -192,9 +212,13 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """This times the entropy is subtracted from the loss."""
     reduction: Reduction = "rollout_mean"
     """Mean over each rollout's tokens then over rollouts; mean over all tokens; mean over each sample's tokens then over samples; mean over
-    all tokens of each task then over tasks; or a rollout's sum over its tokens / constant_length, then the mean over rollouts (Dr.GRPO)."""
+    all tokens of each task then over tasks; mean over the tokens of `legacy_samples` samples at a time then over these parts; or a
+    rollout's sum over its tokens / constant_length, then the mean over rollouts (Dr.GRPO)."""
     constant_length: NonNegativeInt = 0
     """Tokens, for `reduction = "constant_length"`."""
+    legacy_samples: NonNegativeInt = 0
+    """For `reduction = "token_mean_legacy"`: mean over the tokens of so many samples at a time, in the order of the batch, then over these
+    parts, whatever the trainer's own micro-batches are. To repeat what a trainer with micro-batches of that size did."""
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()

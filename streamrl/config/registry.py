@@ -126,6 +126,16 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
             },
             anchor="sampler",
         ),
+        "vespo": PolicyLoss(
+            settings={
+                "c1_positive": "vespo_c1_positive",
+                "c2_positive": "vespo_c2_positive",
+                "c1_negative": "vespo_c1_negative",
+                "c2_negative": "vespo_c2_negative",
+            },
+            anchor="sampler",
+            sequences=True,
+        ),
         "m2po": PolicyLoss(settings={}, anchor="sampler", choice={"bound": "m2po_bound"}),
     }
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.policy_losses import cispo, clip_cov, gmpo, gspo, gspo_token, kl_cov, ppo_clip, sapo
-from streamrl.algorithms.sampler_losses import Divergence, aipo, dppo, m2po
+from streamrl.algorithms.sampler_losses import Divergence, aipo, dppo, m2po, vespo
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout
 
@@ -87,6 +87,14 @@ def m2po_pair(far: float) -> tuple[Ours, Theirs]:
     )
 
 
+def vespo_pair(positive: tuple[float, float], negative: tuple[float, float]) -> tuple[Ours, Theirs]:
+    names = {"c1_positive": positive[0], "c2_positive": positive[1], "c1_negative": negative[0], "c2_negative": negative[1]}
+    return (
+        lambda x: vespo(x.logprobs, x.mu, x.advantages, x.sequences, **names),
+        partial(reference.vespo, positive=positive, negative=negative),
+    )
+
+
 def clip_cov_pair(low: float, high: float) -> tuple[Ours, Theirs]:
     """With tokens of a log-prob above -1 in the place of those that a whole step's choice detaches."""
     return (
@@ -124,6 +132,8 @@ PAIRS = {
     "dppo_symmetric": dppo_pair(0.1, 0.0, low=0.03, symmetric=True),
     "dppo_kl": dppo_pair(0.02, 1e-3, low=0.01, divergence="kl"),
     "dppo_kl_symmetric": dppo_pair(0.02, 0.0, divergence="kl", symmetric=True),
+    "vespo": vespo_pair((2.0, 3.0), (3.0, 2.0)),
+    "vespo_flat": vespo_pair((0.5, 0.2), (1.0, 0.7)),
     "m2po": m2po_pair(0.4),
     "clip_cov": clip_cov_pair(0.2, 0.28),
     "kl_cov": kl_cov_pair(0.7),

@@ -146,6 +146,21 @@ def dppo(
     return _each(sequences, objective)
 
 
+def vespo(sequences: list[Sequence], positive: tuple[float, float], negative: tuple[float, float]) -> PerToken:
+    """Equation 20 of arXiv 2602.10693: W as the quotient of two products of probabilities, the kernel as a plain float."""
+    losses: PerToken = []
+    for sequence in sequences:
+        trained = [token for token in sequence if token.trained]
+        whole = math.prod(math.exp(token.logp.item()) for token in trained) / math.prod(math.exp(token.mu) for token in trained)
+        found: list[Tensor | None] = []
+        for token in sequence:
+            c1, c2 = positive if token.advantage > 0 else negative
+            kernel = whole**c1 * math.exp(c2 * (1.0 - whole))
+            found.append(-kernel * token.advantage * token.logp if token.trained else None)
+        losses.append(found)
+    return losses
+
+
 def m2po(sequences: list[Sequence], gone: Callable[[Token], bool]) -> PerToken:
     """Equation 5 of arXiv 2510.01161: M r A, where `gone` tells M = 0."""
     return _each(sequences, lambda token: torch.exp(token.logp - token.mu) * token.advantage * (not gone(token)))
@@ -194,11 +209,15 @@ def value(new: Tensor, old: float, target: float, clip: float) -> Tensor:
 def kl(sequences: list[Sequence], estimator: str, unbiased: bool) -> PerToken:
     def one(token: Token) -> Tensor:
         quotient = torch.exp(token.ref - token.logp)
-        estimate = {
+        by_name = {
             "k1": -torch.log(quotient),
             "k2": 0.5 * torch.log(quotient) ** 2,
             "k3": quotient - torch.log(quotient) - 1.0,
-        }["k3" if estimator == "low_var_kl" else estimator]
+            "abs": torch.abs(torch.log(quotient)),
+        }
+        estimate = by_name["k3" if estimator == "low_var_kl" else estimator.rstrip("+")]
+        if estimator.endswith("+"):  # the value as a plain float, and what is left of k2 where its own value is taken off
+            estimate = by_name["k2"] - by_name["k2"].item() + estimate.item()
         if estimator == "low_var_kl" and estimate.item() > 10.0:
             estimate = estimate * 0.0 + 10.0
         return -estimate * torch.exp(token.logp - token.old) if unbiased else -estimate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Thread
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -158,6 +159,7 @@ R = np.array([0.5, -1.0, 0.0])
         ("k2", [0.125, 0.5, 0]),
         ("k3", [0.106531, 0.718282, 0]),
         ("low_var_kl", [0.106531, 0.718282, 0]),
+        ("abs", [0.5, 1, 0]),
     ],
 )
 def test_kl_golden(estimator: KLEstimator, expected: list[float]) -> None:
@@ -169,7 +171,7 @@ def test_kl_bounds() -> None:
     assert token_kl(np.array([-30.0, 30.0]), "k3") == pytest.approx([np.exp(20.0) - 21, np.exp(-30.0) + 29])
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
+@pytest.mark.parametrize("estimator", get_args(KLEstimator))
 def test_a_penalty_in_the_reward_is_the_one_in_the_loss(estimator: KLEstimator) -> None:
     r = np.concatenate([np.linspace(-25, 25, 41), [1e-6, -0.3]])
     assert token_kl(r, estimator) == pytest.approx(kl_estimate(torch.from_numpy(r), estimator).numpy(), rel=1e-9, abs=1e-12)

@@ -55,6 +55,20 @@ def test_prompt_mean_counts_each_task_once(make_batch: MakeBatch, batch: TrainBa
     assert token_weights(two, np.arange(2), "prompt_mean") == pytest.approx([0, 1 / 2, 0, 1 / 8, 1 / 8, 1 / 8, 1 / 8])
 
 
+def test_token_mean_legacy_counts_each_part_once(batch: TrainBatch) -> None:
+    """Of trained tokens 2, 3, 1 and 0: parts of two samples have 5 and 1, of three 6 and 0."""
+    every = np.arange(4)
+    two = token_weights(batch, every, "token_mean_legacy", legacy_samples=2)
+    assert two == pytest.approx(np.array([0, 1 / 5, 1 / 5, 0, 1 / 5, 0, 1 / 5, 1 / 5, 0, 1, 0, 0]) / 2)
+    three = token_weights(batch, every, "token_mean_legacy", legacy_samples=3)
+    assert three == pytest.approx(batch.loss_mask / 6 / 2)
+    assert token_weights(batch, every, "token_mean_legacy", legacy_samples=1) == pytest.approx(token_weights(batch, every, "sequence_mean"))
+    assert token_weights(batch, every, "token_mean_legacy", legacy_samples=9) == pytest.approx(token_weights(batch, every, "token_mean"))
+    # In the order of the step's samples, and of no other's: the first and the third are a part.
+    some = token_weights(batch, np.array([2, 0, 1]), "token_mean_legacy", legacy_samples=2)
+    assert some == pytest.approx(np.array([0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0]) / 2)
+
+
 def test_constant_length_divides_by_the_same_number_everywhere(batch: TrainBatch) -> None:
     got = token_weights(batch, np.arange(4), "constant_length", constant_length=10)
     assert got == pytest.approx(batch.loss_mask / 10 / 3)
@@ -65,7 +79,7 @@ def test_constant_length_divides_by_the_same_number_everywhere(batch: TrainBatch
 
 @pytest.mark.parametrize("reduction", get_args(Reduction))
 def test_a_step_over_nothing_weighs_nothing(batch: TrainBatch, reduction: Reduction) -> None:
-    assert not token_weights(batch, np.arange(0), reduction, constant_length=7).any()
+    assert not token_weights(batch, np.arange(0), reduction, constant_length=7, legacy_samples=2).any()
 
 
 @pytest.mark.parametrize("reduction", get_args(Reduction))
@@ -84,7 +98,7 @@ def test_the_loss_does_not_depend_on_how_its_tokens_are_spread(
     ]
     batch = make_batch(samples)
     values_T = rng.normal(size=batch.num_tokens)
-    weights_T = token_weights(batch, np.arange(batch.num_samples), reduction, constant_length=7)
+    weights_T = token_weights(batch, np.arange(batch.num_samples), reduction, constant_length=7, legacy_samples=3)
     whole = _reduced_by_hand(batch, values_T, reduction)
     assert weights_T @ values_T == pytest.approx(whole, rel=1e-12, abs=1e-12)
     spread = 0.0
@@ -103,6 +117,9 @@ def _reduced_by_hand(batch: TrainBatch, values_T: np.ndarray, reduction: Reducti
         every = [value for sample in trained for value in sample]
         return sum(every) / max(len(every), 1)
     rollouts: dict[tuple[int, int], list[float]] = {}
+    if reduction == "token_mean_legacy":
+        parts = [[value for sample in trained[first : first + 3] for value in sample] for first in range(0, len(trained), 3)]
+        return sum(sum(part) / max(len(part), 1) for part in parts) / len(parts)
     for n, sample in enumerate(trained):
         key = (int(batch.tasks[n]), int(batch.rollouts[n]))
         if reduction in ("sequence_mean", "prompt_mean"):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.algorithms.sampler_losses import aipo, binary_divergence, dppo
+from streamrl.algorithms.sampler_losses import aipo, binary_divergence, dppo, vespo
+from streamrl.algorithms.sequences import Packed
 from tests.algorithms.policy_pairs import t
 
 
@@ -116,3 +117,30 @@ def test_the_binary_kl_where_one_token_is_all_there_is(dtype: torch.dtype) -> No
     assert abs(kl[4]) < 1e-12
     assert kl[5] == pytest.approx(0.0, abs=1e-12)
     assert binary_divergence(near, before, "tv").isfinite().all()
+
+
+def test_vespo_weighs_a_sequence_by_the_product_of_its_ratios() -> None:
+    """W = 0.5 2 = 1 for two tokens that moved apart: weight 1. The single token of the other sequence has W = 2."""
+    logprobs = t(math.log(0.5), math.log(0.4), -1.0).requires_grad_()
+    mu = t(0.0, math.log(0.2), -1.0 - math.log(2.0))
+    sequences = Packed(torch.tensor([0, 0, 1]), 2)
+    settings = {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0}
+    for sign, c1, c2 in ((1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):
+        loss, metrics = vespo(logprobs, mu, t(sign, sign, sign), sequences, **settings)
+        weight = 2.0**c1 * math.exp(-c2)
+        assert metrics["train/vespo_weight"].tolist() == pytest.approx([1.0, 1.0, weight])
+        assert metrics["train/ois"].tolist() == pytest.approx([1.0, 1.0, 2.0])
+        (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+        assert gradient.tolist() == pytest.approx([-sign, -sign, -sign * weight])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vespo_of_far_sequences_is_bounded(dtype: torch.dtype) -> None:
+    logprobs = torch.tensor([-1.0, -500.0, -1.0], dtype=dtype)
+    settings = {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0}
+    loss, metrics = vespo(
+        logprobs, torch.tensor([-500.0, -1.0, -6.0], dtype=dtype), torch.ones(3, dtype=dtype), Packed(torch.arange(3), 3), **settings
+    )
+    assert loss.tolist() == [0, 0, pytest.approx(0.0, abs=1e-100)]
+    assert metrics["train/vespo_weight"].tolist() == loss.tolist()  # of log-probs of -1
+    assert metrics["train/ois"].isfinite().all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,10 @@ def other_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "low_var_kl"])
-@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize(
+    ("estimator", "unbiased"),
+    [*product(["k1", "k2", "k3", "low_var_kl"], [False, True]), ("abs", False), ("k1+", False), ("k3+", False)],
+)
 def test_a_kl_in_the_loss_begins_at_zero_and_holds_the_policy(model_dir: Path, rollouts: Rollouts, estimator: Any, unbiased: bool) -> None:
     kl = KLConfig(loss_coef=3.0, estimator=estimator, unbiased=unbiased)
     trainer = make(model_dir, LossConfig(kl=kl))
@@ -77,6 +80,43 @@ def test_a_kl_in_the_reward_is_measured_on_the_proximal_policy(model_dir: Path, 
         (policy - reference)[a:b][batch.loss_mask[a:b]].mean() for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
     ]
     assert trainer.step(batch).metrics["rollout/kl"] == pytest.approx(np.mean(per_rollout), abs=1e-5)
+
+
+def test_an_adapted_coefficient_follows_the_kl_and_is_in_checkpoints(
+    model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    """Each batch's coefficient is the last one's moved by the last one's KL; who goes on from a checkpoint goes on with it."""
+    kl = KLConfig(loss_coef=0.2, estimator="k3+", reference=str(other_dir), target=0.01, gain=0.5)
+    trainer = make(model_dir, LossConfig(kl=kl))
+    metrics: list[dict[str, float]] = []
+    digests: list[str] = []
+    for step in range(4):
+        if step == 2:
+            trainer.save(tmp_path / "at", b"", version=Version(0, 2)).result()
+        result = trainer.step(rollouts(step))
+        metrics.append(result.metrics)
+        digests.append(result.digest)
+    assert metrics[0]["train/kl_coef"] == 0.2
+    for before, after in pairwise(metrics):
+        error = min(max(before["train/kl_loss"] / 0.01 - 1.0, -0.2), 0.2)
+        assert after["train/kl_coef"] == pytest.approx(before["train/kl_coef"] * (1 + 0.5 * error))
+    assert metrics[3]["train/kl_coef"] != 0.2
+    again = make(model_dir, LossConfig(kl=kl))
+    again.load(tmp_path / "at")
+    results = [again.step(rollouts(step)) for step in (2, 3)]
+    assert [result.digest for result in results] == digests[2:]
+    assert [result.metrics["train/kl_coef"] for result in results] == [one["train/kl_coef"] for one in metrics[2:]]
+
+
+@pytest.mark.parametrize("where", ["loss_coef", "reward_coef"])
+def test_a_coefficient_that_has_come_to_nothing_needs_no_reference(
+    model_dir: Path, other_dir: Path, rollouts: Rollouts, where: str
+) -> None:
+    kl = KLConfig(**{where: 0.2}, estimator="k2", reference=str(other_dir), decay_steps=2)  # type: ignore[arg-type]
+    trainer = make(model_dir, LossConfig(advantage="reinforce_plus_plus", kl=kl))
+    results = [trainer.step(rollouts(step)) for step in range(4)]
+    assert [result.metrics["train/kl_coef"] for result in results] == pytest.approx([0.2, 0.1, 0.0, 0.0])
+    assert ["perf/ref_log_probs_time" in result.times for result in results] == [True, True, False, False]
 
 
 def test_distillation_draws_the_policy_to_its_teacher(model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:

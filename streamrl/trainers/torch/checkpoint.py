@@ -54,6 +54,8 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the critic's parameters; empty where there is none."""
     reference: str = ""
     """Digest of the reference's parameters; empty where it is never renewed."""
+    kl_factor: float = 1.0
+    """Of the KL's coefficient, where it is adapted."""
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +88,8 @@ class TorchState(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     reference: ModelState | None = None
     """Without an optimizer; None where it is never renewed."""
+    kl_factor: float = 1.0
+    """See `streamrl.algorithms.kl_coefficient`."""
 
     def on_host(self, copy: Callable[[Tensor], Tensor]) -> TorchState:
         """The same, of tensors that `copy` has made, on the host."""
@@ -140,6 +144,7 @@ def write_checkpoint(directory: Path, state: TorchState, extra: bytes, mesh: Mes
         digest=state.policy.digest,
         critic=state.critic.digest if state.critic is not None else "",
         reference=state.reference.digest if state.reference is not None else "",
+        kl_factor=state.kl_factor,
     )
     (directory / "meta.json").write_bytes(msgspec.json.format(msgspec.json.encode(meta)))
 
@@ -182,6 +187,7 @@ def read_checkpoint(
             stage=meta.stage,
             version=meta.version,
             reference=read("reference", "", meta.reference) if meta.reference else None,
+            kl_factor=meta.kl_factor,
         )
         return state, (path / "extra.bin").read_bytes()
     except OSError as error:

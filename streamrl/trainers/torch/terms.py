@@ -60,6 +60,33 @@ class Terms(NamedTuple):
         return Sums((*self.metrics, DROPPED), torch.cat([sums, count[None]]))
 
 
+class Told(NamedTuple):
+    """Of one micro-batch, where it was computed. It is read after the last one: the host lays out the next while the device works."""
+
+    sums: Sums
+    target: Indices
+    """[m] of the batch's tokens."""
+    logprobs: Tensor | None = None
+    """[m] of the policy."""
+    weights: Tensor | None = None
+    """[m] of the policy loss."""
+
+
+class Updated(NamedTuple):
+    """What the optimizer steps of a batch did; equal on all ranks."""
+
+    metrics: dict[str, float]
+    """Means over the optimizer steps, weighted as the loss is."""
+    finite: bool
+    """False when a gradient was not finite and its update was skipped."""
+    logprobs: npt.NDArray[np.float64]
+    """[T] log-probs of the trained tokens as their optimizer step had them."""
+    weights: npt.NDArray[np.float64]
+    """[T] what the policy loss of the trained tokens was multiplied by."""
+    factor: float
+    """What normalisation multiplied these weights by."""
+
+
 def demonstration_terms(logprobs: Tensor, entropy: Tensor) -> Terms:
     """Negative log-likelihood, for demonstrations."""
     loss, _ = sft(logprobs)

@@ -48,8 +48,8 @@ from streamrl.trainers.torch.profiling import StepProfiler
 from streamrl.trainers.torch.recheck import Recheck
 from streamrl.trainers.torch.saving import Saving
 from streamrl.trainers.torch.snapshot import SnapshotRing
-from streamrl.trainers.torch.terms import DROPPED
-from streamrl.trainers.torch.update import Update, Updated
+from streamrl.trainers.torch.terms import DROPPED, Updated
+from streamrl.trainers.torch.update import Update
 from streamrl.weights.protocol import Shard
 
 COPY_WAIT = "perf/checkpoint_wait_s"
@@ -185,6 +185,8 @@ class TorchTrainer:
                 try:
                     objective, learns = self._begin(batch)
                     done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
+                    if learns and batch.kind == "rl":
+                        self._update.adapt({**objective.metrics, **done.metrics})
                     return self._result(batch, objective, done)
                 except torch.OutOfMemoryError as error:
                     budget = self._repeatable(batch, error)
@@ -300,6 +302,7 @@ class TorchTrainer:
             stage=self._stage,
             version=str(version),
             reference=self._reference.state() if self._reference is not None else None,
+            kl_factor=self._update.kl_factor,
         )
 
     def load(self, path: Path) -> bytes:
@@ -325,6 +328,7 @@ class TorchTrainer:
         self._policy.forget()
         self._optimizer.restore(state.policy.optimizer)
         self._stage = state.stage
+        self._update.kl_factor = state.kl_factor
         restore_random(state.random, self._policy.device)
         return extra
 

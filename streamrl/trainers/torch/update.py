@@ -18,6 +18,7 @@ from torch import Tensor
 from streamrl.algorithms.choices import Decision, decide, decides
 from streamrl.algorithms.corrections import correct
 from streamrl.algorithms.importance import normalization
+from streamrl.algorithms.kl_coefficient import adapted, coefficient, decayed, measured_kl, with_factor
 from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
 from streamrl.algorithms.optimal_baselines import token_energies
 from streamrl.algorithms.policy import policy_loss
@@ -40,7 +41,7 @@ from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
 from streamrl.trainers.torch.slime_loss import SlimeLoss
-from streamrl.trainers.torch.terms import DROPPED, Sums, demonstration_terms, policy_terms, policy_tokens, user_loss
+from streamrl.trainers.torch.terms import DROPPED, Sums, Told, Updated, demonstration_terms, policy_terms, policy_tokens, user_loss
 
 Bools = npt.NDArray[np.bool_]
 _SCORING = {Role.PROXIMAL: "perf/log_probs_time", Role.REFERENCE: "perf/ref_log_probs_time"}
@@ -54,33 +55,6 @@ class Layout(NamedTuple):
     """Several samples a row, their prompts shared; else one sample a row."""
     row_length: int
     """Of packed rows; 0: rows are not packed."""
-
-
-class Told(NamedTuple):
-    """Of one micro-batch, where it was computed. It is read after the last one: the host lays out the next while the device works."""
-
-    sums: Sums
-    target: Indices
-    """[m] of the batch's tokens."""
-    logprobs: Tensor | None = None
-    """[m] of the policy."""
-    weights: Tensor | None = None
-    """[m] of the policy loss."""
-
-
-class Updated(NamedTuple):
-    """What the optimizer steps of a batch did; equal on all ranks."""
-
-    metrics: dict[str, float]
-    """Means over the optimizer steps, weighted as the loss is."""
-    finite: bool
-    """False when a gradient was not finite and its update was skipped."""
-    logprobs: npt.NDArray[np.float64]
-    """[T] log-probs of the trained tokens as their optimizer step had them."""
-    weights: npt.NDArray[np.float64]
-    """[T] what the policy loss of the trained tokens was multiplied by."""
-    factor: float
-    """What normalisation multiplied these weights by."""
 
 
 class Update:
@@ -116,6 +90,10 @@ class Update:
         settle: Callable[[], None],
     ) -> None:
         self._loss = loss
+        self._now = loss
+        """With the KL's coefficient of the batch that was prepared last."""
+        self.kl_factor = 1.0
+        """Of that coefficient, where it is adapted: the next batch's."""
         self._minibatches = trainer.minibatches
         self._config = trainer.optimizer
         self.budget = trainer.micro_tokens
@@ -151,7 +129,8 @@ class Update:
         self.wrote, self.times = False, {}
         self._policy.routers.check(batch)
         samples = np.arange(batch.num_samples)
-        roles = needed_roles(batch, self._loss, min(self._minibatches, len(np.unique(batch.tasks))))
+        self._now = with_factor(self._loss, self.kl_factor * decayed(self._loss.kl, batch.stage_step)) if batch.kind == "rl" else self._loss
+        roles = needed_roles(batch, self._now, min(self._minibatches, len(np.unique(batch.tasks))))
         # Sorted: every rank must come to each sum in the same order, and a set's order is that of its process.
         found: dict[Role, npt.NDArray[np.float32]] = {}
         ends: npt.NDArray[np.float32] | None = None
@@ -171,12 +150,16 @@ class Update:
             energy=self._energies(batch, found[Role.PROXIMAL]) if Role.ENERGY in roles else None,
             ends=ends,
         )
-        return make_objective(batch, self._loss, self._minibatches, scores)
+        return make_objective(batch, self._now, self._minibatches, scores)
+
+    def adapt(self, metrics: Mapping[str, float]) -> None:
+        """After a batch that the policy has learnt from: the KL's coefficient of the next one, see `loss.kl.target`."""
+        self.kl_factor = adapted(self._loss.kl, self.kl_factor, measured_kl(self._loss.kl, metrics))
 
     def run(self, batch: TrainBatch, objective: Objective, rate: float, *, learns: bool) -> Updated:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
         start_s = time.perf_counter()
-        loss, policy, slime = self._loss, self._policy, self._slime if batch.kind == "rl" else None
+        loss, policy, slime = self._now, self._policy, self._slime if batch.kind == "rl" else None
         layout = self._layout(batch, *self._trained)
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
         factor = self._factor(batch, objective)
@@ -242,6 +225,8 @@ class Update:
         # A cosine is not there at the first step of all.
         metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[-1]}
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
+        if batch.kind == "rl":
+            metrics |= coefficient(loss)
         if batch.routed_experts is not None:
             metrics["train/routing_replayed"] = float((batch.routed_experts >= 0).all((1, 2)).mean())
         if policy.device.type == "cuda":
