@@ -11,11 +11,13 @@ from torch import Tensor
 
 from streamrl.algorithms.choices import Decision
 from streamrl.algorithms.corrections import correct, drop_nonfinite, log_linear_proximal
+from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.kl import kl_loss
 from streamrl.algorithms.objective import Objective
 from streamrl.algorithms.policy import PolicyLoss, PolicyTokens
 from streamrl.algorithms.policy_losses import sft
 from streamrl.algorithms.sequences import Selected, packed_sequences
+from streamrl.config.loss import CorrectionConfig
 from streamrl.config.plugins import resolve
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
@@ -207,3 +209,15 @@ def user_loss(reference: str) -> PolicyLoss:
         return loss, metrics
 
     return checked
+
+
+def weight_factor(batch: TrainBatch, objective: Objective, correction: CorrectionConfig) -> float:
+    """What the correction's weights are multiplied by in all of a batch's steps: makes their mean 1 where that is asked for."""
+    proximal = objective.scores.proximal
+    if batch.kind == "sft" or not correction.normalize or proximal is None:
+        return 1.0
+    target = np.flatnonzero(batch.loss_mask & objective.finite)
+    mu = torch.from_numpy(batch.sampler_logprobs[target])
+    ages = torch.from_numpy(batch.staleness[target])
+    sequences = packed_sequences(batch, target)
+    return normalization(correct(torch.from_numpy(proximal[target]).to(mu.dtype), mu, ages, sequences, correction).sums)

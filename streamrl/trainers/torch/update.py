@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,45 +15,43 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.algorithms.choices import Decision, decide, decides
-from streamrl.algorithms.corrections import correct
-from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.kl_coefficient import adapted, coefficient, decayed, measured_kl, with_factor
 from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
 from streamrl.algorithms.optimal_baselines import token_energies
 from streamrl.algorithms.policy import policy_loss
-from streamrl.algorithms.sequences import packed_sequences
 from streamrl.algorithms.step_size import rollout_ess, scaled_rate
 from streamrl.config.loss import is_function
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
-from streamrl.core.balance import split_ranks
 from streamrl.core.batches import TrainBatch, uncut
 from streamrl.core.cuts import cut_samples, with_ends
-from streamrl.core.packing import ROW, Indices, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches
+from streamrl.core.packing import ROW, Indices, MicroBatch, packed_row_length
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.balancing import Balancing
 from streamrl.trainers.torch.critic import Critic
 from streamrl.trainers.torch.direction import Direction
 from streamrl.trainers.torch.language_model import LanguageModel
+from streamrl.trainers.torch.layout import Layout, micro_batches
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
 from streamrl.trainers.torch.slime_loss import SlimeLoss
-from streamrl.trainers.torch.terms import DROPPED, Sums, Told, Updated, demonstration_terms, policy_terms, policy_tokens, user_loss
+from streamrl.trainers.torch.terms import (
+    DROPPED,
+    Sums,
+    Told,
+    Updated,
+    demonstration_terms,
+    policy_terms,
+    policy_tokens,
+    user_loss,
+    weight_factor,
+)
 
 Bools = npt.NDArray[np.bool_]
 _SCORING = {Role.PROXIMAL: "perf/log_probs_time", Role.REFERENCE: "perf/ref_log_probs_time"}
 """Metrics of the time that scoring takes."""
-
-
-class Layout(NamedTuple):
-    """How samples are laid out for some models: see `plan_micro_batches`."""
-
-    free_masks: bool
-    """Several samples a row, their prompts shared; else one sample a row."""
-    row_length: int
-    """Of packed rows; 0: rows are not packed."""
 
 
 class Update:
@@ -162,7 +159,7 @@ class Update:
         loss, policy, slime = self._now, self._policy, self._slime if batch.kind == "rl" else None
         layout = self._layout(batch, *self._trained)
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
-        factor = self._factor(batch, objective)
+        factor = weight_factor(batch, objective, self._loss.correction)
         rows: list[dict[str, float]] = []
         finite = True
         with reproducible(self._deterministic):
@@ -173,7 +170,7 @@ class Update:
                 decision = self._decide(batch, objective, index)
                 if slime is not None:
                     wanted = slime.wanted(batch, wanted)
-                micros = self._micro_batches(batch, wanted, samples, layout, policy.width)
+                micros = micro_batches(batch, wanted, samples, layout, policy.width, self.budget, self._parallel)
                 self._balancing.begin(batch, micros, learns=learns)
                 for place, micro in enumerate(policy.turns(micros, learns=learns)):
                     self._balancing.at(batch, micro)
@@ -261,7 +258,7 @@ class Update:
             )
         found = torch.zeros(2, batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
-            micros = self._micro_batches(batch, wanted, samples, self._layout(batch, model), model.width)
+            micros = micro_batches(batch, wanted, samples, self._layout(batch, model), model.width, self.budget, self._parallel)
             told: list[tuple[MicroBatch, Tensor]] = []
             for micro in model.turns(micros, learns=False):
                 if model is self._policy:
@@ -316,34 +313,6 @@ class Update:
 
     def _packed(self, batch: TrainBatch, budget: int) -> int:
         return self._parallel.mesh.whole(packed_row_length(batch, budget, self.least_row))
-
-    def _micro_batches(self, batch: TrainBatch, wanted: Bools, samples: Indices, layout: Layout, width: int) -> list[MicroBatch]:
-        """This rank's share of `samples`, the same for all that share its rows; empty ones at the end where others have more and wait."""
-        rank, ranks = self._parallel.row_share
-        own = plan_micro_batches(
-            batch,
-            wanted,
-            samples if layout.row_length else split_ranks(batch, samples, ranks, width=width)[rank],
-            budget=self.budget,
-            share_prefixes=layout.free_masks,
-            several_per_row=layout.free_masks,
-            row_length=layout.row_length,
-            width=width,
-            rank=rank,
-            ranks=ranks,
-        )
-        return own + [empty_micro_batch(batch, layout.row_length)] * (self._parallel.most(len(own)) - len(own))
-
-    def _factor(self, batch: TrainBatch, objective: Objective) -> float:
-        """What the correction's weights are multiplied by in all of a batch's steps: makes their mean 1 where that is asked for."""
-        proximal = objective.scores.proximal
-        if batch.kind == "sft" or not self._loss.correction.normalize or proximal is None:
-            return 1.0
-        target = np.flatnonzero(batch.loss_mask & objective.finite)
-        mu = torch.from_numpy(batch.sampler_logprobs[target])
-        ages = torch.from_numpy(batch.staleness[target])
-        sequences = packed_sequences(batch, target)
-        return normalization(correct(torch.from_numpy(proximal[target]).to(mu.dtype), mu, ages, sequences, self._loss.correction).sums)
 
     def _decide(self, batch: TrainBatch, objective: Objective, index: int) -> Decision | None:
         """What is decided over all of a step's tokens, from the policy as it is before the step; equal on all ranks."""
