@@ -16,12 +16,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.bridges.slime.contracts import check_hook
 from streamrl.config.code import loss_code, rollout_code
 from streamrl.config.curriculum import CURRICULUM
 from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.evaluation_sets import HELDOUT, problem_sets
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
+from streamrl.config.slime import is_hook
 from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.filtering import FILTER_FORM
@@ -160,7 +162,10 @@ def main(arguments: Sequence[str]) -> None:
         for key, reference in asked.named.items():
             say(answer, Said(key))
             prefix, name = split(reference)
-            if prefix:
+            if key.startswith("slime."):
+                check_hook(key.removeprefix("slime.").partition("[")[0], reference, key=key)
+                continue
+            if prefix and not is_hook(reference):
                 importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producers[key])
                 continue
             found = resolve(reference, what=_form(key).what, key=key)

@@ -1,0 +1,1 @@
+"""What lets users of other systems bring their code and settings along: a room for each system."""

@@ -1,0 +1,1 @@
+"""Functions written for slime, by slime's names and signatures, on the seams that are here anyway (docs/slime-hooks.md)."""
