@@ -19,6 +19,7 @@ FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_
 EXECUTABLES = ("engine.sglang.python", "producer.python")
 """A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""
 FUNCTIONS = (
+    *SLIME_FUNCTIONS,  # before the keys that they stand at, for messages
     "producer.function",
     "reward.kind",
     "filters.function",
@@ -26,7 +27,6 @@ FUNCTIONS = (
     "loss.advantage",
     "loss.policy",
     "loss.slime_loss",
-    *SLIME_FUNCTIONS,
 )
 """`file.py:name` has a path; `pkg.mod:name`, `pkg.mod.name` and built-in names have none."""
 

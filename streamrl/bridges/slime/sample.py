@@ -128,8 +128,8 @@ def blank(task: RolloutTask, rollout: int, prompt: str) -> Sample:
     )
 
 
-def sample_of(task: RolloutTask, episode: Any, prompt: str) -> Sample:
-    """A sample of an episode (`streamrl.producers.episode.Episode`), with its reward if it has one by now."""
+def sample_of(task: RolloutTask, episode: Any, prompt: Any, *, parts: bool = False) -> Sample:
+    """A sample of an episode (`streamrl.producers.episode.Episode`), with its reward if it has one by now, or with `parts` those."""
     head, *rest = episode.segments
     numbers = [span.version.number for segment in rest for span in segment.spans if span.version is not None]
     found = blank(task, episode.rollout, prompt)
@@ -139,7 +139,7 @@ def sample_of(task: RolloutTask, episode: Any, prompt: str) -> Sample:
     found.loss_mask = [int(segment.is_model) for segment in rest for _ in segment.token_ids]
     found.rollout_log_probs = [value for segment in rest for value in segment.logprobs or [0.0] * len(segment.token_ids)]
     found.weight_versions = [str(number) for number in dict.fromkeys(numbers)]
-    found.reward = copy.deepcopy(episode.reward_parts) or episode.reward
+    found.reward = dict(episode.reward_parts) if parts and episode.reward_parts else episode.reward
     found.status = SampleStatus(episode.status.value)
     found.metadata |= copy.deepcopy(episode.metadata)
     return found

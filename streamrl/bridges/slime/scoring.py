@@ -32,7 +32,8 @@ def samples_of(task: RolloutTask, episodes: Sequence[Any], args: Args) -> list[S
     """Samples of a task's episodes, with the prompt's text where the policy's tokenizer is at hand, else as the row has it."""
     tokenizer = _tokenizer(getattr(args, "hf_checkpoint", ""))
     prompt = task.prompt if tokenizer is None else prompt_text(task, tokenizer)
-    return [sample_of(task, episode, prompt) for episode in episodes]
+    parts = bool(getattr(args, "reward_key", None))
+    return [sample_of(task, episode, prompt, parts=parts) for episode in episodes]
 
 
 def reward_value(given: Any, args: Args) -> float | dict[str, float]:

@@ -15,7 +15,6 @@ from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.schemas.samples import LogprobMode, Status, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
-from tests.support.errors import raises
 
 TASK = RolloutTask(run="r", index=3, source="main", prompt_ids=(1, 2), prompt="a", label="7", metadata={"level": 1}, num_rollouts=4)
 
@@ -55,7 +54,8 @@ def test_a_sample_becomes_what_engines_gave_and_what_a_tool_said() -> None:
 def test_and_back_again() -> None:
     sample = sample_of(TASK, episode_of(made(metadata={"level": 1, "tries": 2}), TASK, 2, ASKED, seed=11), "a")
     want = made(metadata={"level": 1, "tries": 2}, weight_versions=["8", "9"])
-    want.rollout_log_probs = pytest.approx([-0.1, -0.2, -0.3, 0, 0, -0.1, -0.2])
+    assert sample.rollout_log_probs == pytest.approx([-0.1, -0.2, -0.3, 0, 0, -0.1, -0.2])
+    want.rollout_log_probs = sample.rollout_log_probs
     assert sample == want
     assert (sample.group_index, sample.index, sample.effective_response_length) == (3, 14, 5)
 
@@ -104,7 +104,8 @@ def test_a_turn_of_any_producer_is_a_sample() -> None:
     answer = Segment(token_ids=(5,), logprobs=(-0.7,), spans=(VersionSpan(1, Version(0, 3)),))
     parts = {"score": 1.0}
     episode = Episode(segments=(Segment((1, 2)), answer), finish_reason="stop", turns=("5",), reward=1.0, reward_parts=parts)
-    sample = sample_of(TASK, episode, "a")
+    assert sample_of(TASK, episode, "a").reward == 1.0
+    sample = sample_of(TASK, episode, "a", parts=True)
     assert (sample.tokens, sample.response, sample.reward, sample.status) == ([1, 2, 5], "5", {"score": 1.0}, Sample.Status.COMPLETED)
     assert sample.get_reward_value(Args({"reward_key": "score"})) == 1.0
 
@@ -126,5 +127,5 @@ def test_append_keeps_masks_and_log_probs_beside_tokens() -> None:
     sample.append_response_tokens(Args({}), tokens=[40], trainable=False, text="y")
     assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([1, 2, 5, 6, 40], [1, 1, 0], [-0.1, -0.2, 0.0])
     assert (sample.response, sample.response_length, sample.weight_versions, sample.status) == ("xy", 3, ["8"], Sample.Status.COMPLETED)
-    with raises(ValueError):
+    with pytest.raises(ValueError, match="a log-prob for each of 2 tokens, got 1"):
         sample.append_response_tokens(Args({}), tokens=[5, 6], log_probs=[-0.1])

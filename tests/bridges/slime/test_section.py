@@ -9,6 +9,7 @@ import pytest
 
 from streamrl.config.code import code_digests, loss_code, rollout_code
 from streamrl.config.load import convert, dump, from_json, load, override
+from streamrl.config.secret_options import with_secrets, without_secrets
 from streamrl.config.slime import GROUP, PLACES, SlimeConfig
 from streamrl.config.slime_flags import run_flags
 from streamrl.config.slime_hooks import HOOKS, REFUSED
@@ -70,6 +71,14 @@ def test_paths_are_relative_to_the_file_and_their_code_is_digested(tmp_path: Pat
     assert {"reward.kind", "loss.advantage", "slime.rollout_sample_hook_path[0]"} <= set(code_digests(named))
 
 
+@pytest.mark.parametrize("line", ['custom_rm_path = "hoks.py:rm"', 'rollout_sample_hook_path = ["hoks.py:look"]'])
+def test_a_file_that_is_not_there_is_named_by_slimes_key(tmp_path: Path, line: str) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1", "label": "1"}\n')
+    (tmp_path / "my.toml").write_text(f'[slime]\n{line}\n[data]\ntrain = "train.jsonl"\n')
+    with pytest.raises(ConfigError, match=rf"expected slime.{line.partition(' ')[0]}.* to name a file, got no such file"):
+        load(tmp_path / "my.toml")
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_has_no_place_is_refused_with_what_is_nearest(name: str) -> None:
     for spelled in (name, name.replace("_", "-")):
@@ -116,3 +125,11 @@ def test_args_have_slimes_names_for_what_the_run_says() -> None:
     expected |= {"rollout_temperature": 0.7, "eps_clip": 0.1, "tis_clip": 3.0, "tis_clip_low": 0.2, "max_turns": 3}
     expected |= {"custom_rm_path": "a.b", "hf_checkpoint": "/model"}
     assert expected.items() <= flags.items()
+
+
+def test_secrets_of_custom_config_are_not_recorded() -> None:
+    config = convert({"slime": {"custom_rm_path": "a.b", "custom_config": {"judge_api_key": "sk-1", "turns": 2}}}, where="test")
+    told, secrets = without_secrets(config)
+    assert "sk-1" not in dump(told) and told.slime.custom_config == {"turns": 2}
+    assert with_secrets(told, secrets) == config
+    assert run_flags(with_secrets(told, secrets), "")["judge_api_key"] == "sk-1"

@@ -70,6 +70,7 @@ def test_truncated_weights_are_those_of_the_closed_form(hooks: Path) -> None:
     np.testing.assert_allclose(loss.detach().numpy(), -np.arange(1.0, 8.0) * weights, rtol=1e-12)
     np.testing.assert_allclose(metrics["train/tis"].numpy(), np.exp(difference.numpy()), rtol=1e-12)
     loss.sum().backward()
+    assert logprobs.grad is not None
     np.testing.assert_allclose(logprobs.grad.numpy(), -np.arange(1.0, 8.0) * weights, rtol=1e-12)
 
 
@@ -84,4 +85,4 @@ def test_tokens_that_are_masked_have_no_loss_and_no_gradient(hooks: Path) -> Non
     loss.sum().backward()
     # The first trained token of each of the samples of 2, 2, 1 and 2.
     assert loss.tolist() == [0.0, -1.0, 0.0, -1.0, 0.0, 0.0, -1.0]
-    assert logprobs.grad.tolist() == [0.0, -1.0, 0.0, -1.0, 0.0, 0.0, -1.0]
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, -1.0, 0.0, -1.0, 0.0, 0.0, -1.0]

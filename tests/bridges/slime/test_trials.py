@@ -77,6 +77,12 @@ def test_what_does_not_fit_is_said_in_words(hooks: Path, flag: str, name: str, e
         assert caught.value.hint
 
 
+def test_the_pages_function_is_called(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "slime-hooks.md").read_text()
+    (tmp_path / "page.py").write_text(page.split("```python\n")[1].split("```")[0])
+    assert "2 trained, completed" in tried("custom_generate_function_path", tmp_path / "page.py", "generate")[0]
+
+
 def test_a_group_reward_of_another_length_is_said(hooks: Path) -> None:
     with pytest.raises(SchemaError, match="a list of 4 rewards, one for each sample of the group, got 1 values"):
         tried("custom_rm_path", hooks, "short_group", group=True)
