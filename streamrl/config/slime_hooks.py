@@ -103,7 +103,7 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             becomes="loss.advantage",
             differs="runs in the trainer, on the groups of a batch; the samples have tokens, masks, log-probs, rewards, status, `index`, "
             "`group_index`, and no text and no metadata. `rewards` become the advantages of all trained tokens, raw rewards stay as they "
-            "were recorded. Samples of one rollout must get one number",
+            "were recorded",
         ),
         "custom_advantage_function_path": Hook(
             takes=("args", "rollout_data"),
@@ -119,7 +119,7 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             form="plain",
             gives="(pg_loss, masks, metrics)",
             becomes="loss.policy",
-            differs='around the policy loss `ppo`, with `loss.correction.kind = "none"`; the torch trainer only. Lists hold trained tokens '
+            differs='around the policy loss `ppo`, with `loss.correction.kind = "none"`; not with the table trainer. Lists hold trained '
             "tokens alone, so that `total_lengths` are `response_lengths`. Masked tokens keep their place in the denominators",
         ),
         "custom_loss_function_path": Hook(

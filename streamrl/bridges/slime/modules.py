@@ -1,7 +1,7 @@
 """The few names that hooks import from `slime`, where that is not installed: the same words, for what is here.
 
-So `from slime.utils.types import Sample` in a user's file works unchanged. Every other name of slime's is an ImportError, as it would be
-without this.
+So `from slime.utils.types import Sample` in a user's file works unchanged. Every other module of slime's is an ImportError that says which
+there are.
 """
 
 from __future__ import annotations
@@ -31,6 +31,18 @@ NAMES: Mapping[str, Mapping[str, object]] = MappingProxyType(
 """By module."""
 
 
+class _Others:
+    """Finds no module of slime's, and says so."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        """As `importlib.abc.MetaPathFinder.find_spec`."""
+        if name.startswith("slime."):
+            raise ModuleNotFoundError(
+                f"streamrl has no {name}; of slime it has {', '.join(NAMES)}: install slime, or copy what you need of it", name=name
+            )
+
+
 def provide() -> None:
     """Have these modules be there for the code of this process; where slime is installed, or given already, nothing is changed."""
     if "slime" in sys.modules or importlib.util.find_spec("slime") is not None:
@@ -40,6 +52,7 @@ def provide() -> None:
         for depth in range(1, len(parts) + 1):
             _module(".".join(parts[:depth]))
         vars(sys.modules[name]).update(values)
+    sys.meta_path.append(_Others)
 
 
 def _module(name: str) -> None:

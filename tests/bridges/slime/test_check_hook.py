@@ -30,10 +30,12 @@ def test_what_fits_is_called(hooks: Path, capsys: pytest.CaptureFixture[str]) ->
         ("hooks.py:dies", "while it was called its process ended with exit code 7"),
         ("hoks.py:rm", "there is none"),
         ("broken.py:rm", "SyntaxError"),
+        ("more.py:rm", "streamrl has no slime.utils.mask_utils; of slime it has slime.utils.types, "),
     ],
 )
 def test_what_does_not_is_said(hooks: Path, capsys: pytest.CaptureFixture[str], function: str, words: str) -> None:
     hooks.with_name("broken.py").write_text("async def rm(:\n")
+    hooks.with_name("more.py").write_text("from slime.utils.mask_utils import MultiTurnLossMaskGenerator\n")
     assert main(["check-hook", "custom_rm_path", function]) == 1
     said = capsys.readouterr().err
     assert words in said and "hint: " in said
