@@ -80,7 +80,7 @@ def test_the_command_line_takes_every_command(command: str) -> None:
 
 
 def test_verbs_in_the_text_are_verbs() -> None:
-    said = {verb for page in PAGES for verb in re.findall(r"`streamrl ([a-z]+)", page.read_text())}
+    said = {verb for page in PAGES for verb in re.findall(r"`streamrl ([a-z-]+)", page.read_text())}
     for verb in said:
         with pytest.raises(SystemExit) as ended:
             given = parser().parse_args([verb, "--help"])
