@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.plugins import Form, check_form, resolve
+from streamrl.config.slime import is_hook
 from streamrl.errors import ConfigError, EngineError, StreamRLError
 from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.branches import branched
@@ -126,7 +127,7 @@ def make_producer(
     if not any(mark in reference for mark in ".:"):
         raise ConfigError(f"{key} must be single_turn or name user code, got {reference!r}", hint="write it as file.py:name", key=key)
     prefix, name = split(reference)
-    if prefix:
+    if prefix and not is_hook(reference):
         adapter = importlib.import_module(ADAPTERS[prefix[:-1]])
         return FunctionProducer(adapter.producer(name), in_thread=in_thread)
     form = replace(PRODUCER, key=key)

@@ -14,6 +14,7 @@ from scripts.docs.metrics import metrics_table
 from scripts.docs.registry import registry_tables
 from scripts.docs.rights import rights_table
 from scripts.docs.slime_flags import flag_tables
+from scripts.docs.slime_hooks import hooks_table, names_table, refused_table
 from scripts.docs.slime_metrics import slime_table
 
 WHOLE: Mapping[str, Callable[[], str]] = MappingProxyType(
@@ -28,6 +29,9 @@ PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType(
     {
         ("docs/metrics.md", "metrics"): metrics_table,
         ("docs/metrics.md", "slime"): slime_table,
+        ("docs/slime-hooks.md", "hooks"): hooks_table,
+        ("docs/slime-hooks.md", "refused"): refused_table,
+        ("docs/slime-hooks.md", "names"): names_table,
         ("docs/algorithms.md", "registry"): registry_tables,
         ("docs/import-slime.md", "flags"): flag_tables,
         ("docs/security.md", "rights"): rights_table,

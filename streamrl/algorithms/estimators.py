@@ -354,6 +354,8 @@ def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path
             key="loss.advantage",
             got=type(function).__name__,
         )
+    if told := getattr(function, "with_loss", None):  # of a foreign form, and to be told the section
+        function = told(loss)
     found = np.asarray(function(batch, arrays), np.float64)
     if found.shape != (batch.num_tokens,):
         raise TrainingError(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from streamrl import __version__
 from streamrl.cli import (
     bench,
+    check_hook,
     checks,
     convert,
     dead,
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     gateway.add_verbs(verbs)
     rewarder.add_verbs(verbs)
     checks.add_verbs(verbs)
+    check_hook.add_verbs(verbs)
     records.add_verbs(verbs)
     export.add_verbs(verbs)
     evaluate.add_verbs(verbs)

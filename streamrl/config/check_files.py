@@ -26,6 +26,9 @@ def check_files(config: Config) -> None:
     check_grammars(config, config.sampling, "sampling")
     check_grammars(config, config.evaluation.sampling, "evaluation.sampling")
     _check_sets(config)
+    for index, function in enumerate(config.slime.rollout_sample_hook_path):
+        if file := file_of(function):
+            _check_there(f"slime.rollout_sample_hook_path[{index}]", file)
     for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
         text: str = field(config, key)
         if key in DATASETS:

@@ -12,6 +12,7 @@ from pathlib import Path
 from streamrl.config.environments import split
 from streamrl.config.loss import is_function
 from streamrl.config.reward_kinds import ASKS, BOXED
+from streamrl.config.slime import BESIDE_FILTER, beside
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 
@@ -25,7 +26,8 @@ def loss_code(config: Config) -> Mapping[str, str]:
 
 def judging_code(config: Config) -> Mapping[str, str]:
     """Those of `rollout_code` that judge what any producer has made, one from another host too."""
-    return {key: name for key, name in rollout_code(config).items() if key in ("reward.kind", "filters.function")}
+    judges = ("reward.kind", "filters.function", *BESIDE_FILTER)
+    return {key: name for key, name in rollout_code(config).items() if key in judges}
 
 
 def rollout_code(config: Config) -> Mapping[str, str]:
@@ -38,6 +40,7 @@ def rollout_code(config: Config) -> Mapping[str, str]:
     }
     for one in config.evaluation.sets:
         named |= {f"evaluation.sets[{one.name}].function": one.function, f"evaluation.sets[{one.name}].reward.kind": one.reward.kind}
+    named |= beside(config.slime)
     return {key: reference for key, reference in named.items() if is_function(reference)}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from streamrl.config.slime import GROUP, REWARDS, ROLLOUT, SLIME
 from streamrl.errors import ConfigError
 
 VERIFIERS = "verifiers:"
@@ -21,9 +22,10 @@ ADAPTERS: Mapping[str, str] = MappingProxyType(
 
 
 def split(reference: str) -> tuple[str, str]:
-    """`skyrl_gym:` and what stands behind it, or an empty text and the reference."""
+    """`skyrl_gym:` or `slime:` and what stands behind it, or an empty text and the reference."""
     prefix, colon, name = reference.partition(":")
-    return (prefix + colon, name) if colon and prefix in ADAPTERS else ("", reference)
+    known = prefix in ADAPTERS or prefix + colon in (SLIME, GROUP, ROLLOUT, REWARDS)
+    return (prefix + colon, name) if colon and known else ("", reference)
 
 
 def check_options(options: Mapping[str, Any], known: Mapping[str, type | tuple[type, ...]]) -> None:

@@ -28,6 +28,7 @@ from streamrl.config.former import (
     kept_layers,
 )
 from streamrl.config.paths import resolve
+from streamrl.config.slime import lowered, raised
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
 
@@ -74,7 +75,7 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
     given: dict[str, Any] = {}
     for text in overrides:
         _place(given, *_parse_override(text))
-    changed = convert(_merge(msgspec.to_builtins(config, str_keys=True), resolve(given, Path.cwd())), where="--set")
+    changed = convert(_merge(raised(msgspec.to_builtins(config, str_keys=True)), resolve(given, Path.cwd())), where="--set")
     check(changed)
     return changed
 
@@ -98,6 +99,7 @@ def convert(tree: Mapping[str, Any], *, where: str) -> Config:
         present = in_present_words(tree)
     except ConfigError as error:
         raise _located(error, where) from error
+    present = lowered(present, where)
     _refuse_unknown(present, Config, where=where)
     try:
         return msgspec.convert(present, Config, strict=True, str_keys=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from streamrl.config.environments import split
+from streamrl.config.slime import FUNCTIONS as SLIME_FUNCTIONS
 from streamrl.errors import ConfigError
 
 DATASETS = ("data.train", "data.heldout")
@@ -18,6 +19,7 @@ FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_
 EXECUTABLES = ("engine.sglang.python", "producer.python")
 """A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""
 FUNCTIONS = (
+    *SLIME_FUNCTIONS,  # before the keys that they stand at, for messages
     "producer.function",
     "reward.kind",
     "filters.function",
@@ -81,6 +83,8 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             table[field] = _function(text, base)
         else:
             table[field] = _absolute(text, base)
+    if isinstance(slime := resolved.get("slime"), dict) and isinstance(hooks := slime.get("rollout_sample_hook_path"), list):
+        slime["rollout_sample_hook_path"] = [_function(one, base) if isinstance(one, str) and one else one for one in hooks]
     data = resolved.get("data")
     if isinstance(data, dict) and isinstance(data.get("sources"), list | tuple):
         data["sources"] = [_source(one, base) for one in data["sources"]]

@@ -21,6 +21,7 @@ from streamrl.config.metrics import MetricsConfig
 from streamrl.config.page import PageConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.reward import RewardConfig
+from streamrl.config.slime import SlimeConfig
 from streamrl.config.slo import SloConfig
 from streamrl.config.weights import WeightsConfig
 from streamrl.errors import ConfigError
@@ -311,6 +312,7 @@ class Config(Section, frozen=True, kw_only=True):
     gateway: GatewayConfig = GatewayConfig()
     reward: RewardConfig = RewardConfig()
     filters: FiltersConfig = FiltersConfig()
+    slime: SlimeConfig = SlimeConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     loss: LossConfig = LossConfig()

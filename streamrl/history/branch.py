@@ -41,6 +41,10 @@ LEDGER_FILE = "ledger.jsonl"
 
 CHANGES_LOSS = (
     "loss",
+    *(
+        f"slime.{name}_path"
+        for name in ("custom_reward_post_process", "custom_advantage_function", "custom_tis_function", "custom_loss_function")
+    ),
     "reward.overlong_buffer",
     "reward.overlong_penalty",
     "reward.overlong_length",

@@ -8,27 +8,22 @@ not called and classes not built.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import faulthandler
 import importlib
 import os
-import re
-import signal
 import sys
-import sysconfig
-import tempfile
 from collections.abc import Mapping, Sequence
-from typing import BinaryIO
 
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.bridges.slime.contracts import check_hook
 from streamrl.config.code import loss_code, rollout_code
 from streamrl.config.curriculum import CURRICULUM
 from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.evaluation_sets import HELDOUT, problem_sets
 from streamrl.config.loss import is_function
 from streamrl.config.plugins import Form, check_form, resolve
+from streamrl.config.slime import is_hook
 from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.filtering import FILTER_FORM
@@ -36,16 +31,11 @@ from streamrl.producers.functions import PRODUCER, make_producer
 from streamrl.producers.verifiers.rows import rows_are_due
 from streamrl.rewards.factory import REWARD, make_reward
 from streamrl.rewards.layers import close
+from streamrl.runtime.apart import TAIL_BYTES, Ended, begin, run_apart, say
 from streamrl.runtime.kinds import environment, inherited
-from streamrl.runtime.service import describe_exit, die_with_parent
 
 LIMIT_S = 120.0
 """Importing torch from a slow disk is to pass."""
-_TAIL_BYTES = 4096
-_FRAME = re.compile(r'^  File "([^"<]+)", line (\d+) in ', re.MULTILINE)
-"""A line of faulthandler's, which begins with the innermost frame."""
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
 
 _ALGORITHMS = "; see docs/algorithms.md"
 FORMS: Mapping[str, Form] = {
@@ -142,89 +132,49 @@ def _form(key: str) -> Form:
 
 
 async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> None:
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as answer:
-        command = (sys.executable, "-m", "streamrl.launch.code_check", str(answer.fileno()), str(os.getpid()), str(limit_s))
-        child = await asyncio.create_subprocess_exec(
-            *command,
-            msgspec.json.encode(asked).decode(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=surroundings,
-            pass_fds=(answer.fileno(),),
-            start_new_session=True,
-        )
-        try:
-            async with asyncio.timeout(limit_s):
-                code = await child.wait()
-        except TimeoutError:
-            code = None
-        finally:
-            # What it has started goes with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            await child.wait()
-        _judge(asked, _lines(answer), code, _tail(output), limit_s)
+    text = msgspec.json.encode(asked).decode()
+    _judge(asked, await run_apart("streamrl.launch.code_check", text, surroundings, limit_s), limit_s)
 
 
-def _judge(asked: Asked, said: Sequence[Said], code: int | None, tail: str, limit_s: float) -> None:
+def _judge(asked: Asked, ended: Ended, limit_s: float) -> None:
     """Raise ConfigError for what the process found, or for how it ended."""
+    said = [msgspec.json.decode(line, type=Said) for line in ended.lines]
     last = said[-1] if said else Said(next(iter(asked.named)))
     if last.message:
         raise ConfigError(last.message, hint=last.hint, key=last.key)
     if last.done:
         return
-    frames = _FRAME.findall(tail)
-    theirs = [frame for frame in frames if not frame[0].startswith(_INSTALLED)] or frames
-    at = f" at {theirs[0][0]} line {theirs[0][1]}" if theirs else ""
-    named = f"{last.key} = {asked.named[last.key]!r}: expected code that can be imported"
-    if code is None:
-        raise ConfigError(
-            f"{named}, it was still busy{at} after {limit_s:g} s",
-            hint="importing a file runs its statements; move work that takes long into functions",
-            key=last.key,
-        )
+    busy = "importing a file runs its statements; move work that takes long into functions"
     raise ConfigError(
-        f"{named}, its process ended with {describe_exit(code)}{at}",
-        hint="run the file with python to see why",
+        f"{last.key} = {asked.named[last.key]!r}: expected code that can be imported, {ended.words(limit_s)}",
+        hint=busy if ended.code is None else "run the file with python to see why",
         key=last.key,
-        code=code,
+        code=ended.code,
     )
-
-
-def _lines(answer: BinaryIO) -> list[Said]:
-    answer.seek(0)
-    return [msgspec.json.decode(line, type=Said) for line in answer.read().splitlines()]
-
-
-def _tail(output: BinaryIO) -> str:
-    size = output.seek(0, os.SEEK_END)
-    output.seek(max(0, size - _TAIL_BYTES))
-    return output.read().decode(errors="replace")
 
 
 def main(arguments: Sequence[str]) -> None:
     """The process: imports and looks; its words go to the descriptor that is its first argument."""
-    answer, parent, limit_s, text = int(arguments[0]), int(arguments[1]), float(arguments[2]), arguments[3]
-    die_with_parent(parent)
-    faulthandler.enable()
-    faulthandler.dump_traceback_later(limit_s / 2)
+    answer, text = begin(arguments)
     asked = msgspec.json.decode(text, type=Asked)
     key = ""
     try:
         for key, reference in asked.named.items():
-            _say(answer, Said(key))
+            say(answer, Said(key))
             prefix, name = split(reference)
-            if prefix:
+            if key.startswith("slime."):
+                check_hook(key.removeprefix("slime.").partition("[")[0], reference, key=key)
+                continue
+            if prefix and not is_hook(reference):
                 importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producers[key])
                 continue
             found = resolve(reference, what=_form(key).what, key=key)
             check_form(_form(key), reference, found, asked.options.get(key, ()))
-        _say(answer, Said(key, done=True))
+        say(answer, Said(key, done=True))
     except ConfigError as error:
-        _say(answer, Said(key, message=error.message[:_TAIL_BYTES], hint=error.hint))
+        say(answer, Said(key, message=error.message[:TAIL_BYTES], hint=error.hint))
     except BaseException as error:
-        _say(
+        say(
             answer,
             Said(
                 key,
@@ -233,10 +183,6 @@ def main(arguments: Sequence[str]) -> None:
             ),
         )
     os._exit(0)  # threads that the code has left behind are not waited for
-
-
-def _say(answer: int, said: Said) -> None:
-    os.write(answer, msgspec.json.encode(said) + b"\n")
 
 
 if __name__ == "__main__":

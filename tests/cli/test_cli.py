@@ -19,6 +19,7 @@ from streamrl.runtime.rundir import RunDir
 ROOT = Path(__file__).parents[2]
 VERBS = {
     "init",
+    "check-hook",
     "config",
     "completion",
     "up",

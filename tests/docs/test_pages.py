@@ -60,6 +60,7 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("gateway.md", "python"): 1,  # tests/gateway/test_sdk.py
         ("dead-letters.md", "python"): 1,
         ("sandbox.md", "python"): 1,
+        ("slime-hooks.md", "python"): 1,  # tests/bridges/slime/test_trials.py
         ("metrics.md", "json"): 1,
         ("rewards.md", "json"): 3,  # tests/rewards/test_page.py
         ("metrics.md", "python"): 1,
@@ -95,6 +96,7 @@ def test_toml_is_taken(block: Block, tmp_path: Path) -> None:
     text = re.sub(r'python = "[^"]*"', f'python = "{tmp_path / "python"}"', block.text)
     (tmp_path / "python").touch(mode=0o755)
     (tmp_path / "agent.py").touch()
+    (tmp_path / "hooks.py").touch()
     (tmp_path / "teacher").mkdir()
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets" / "operator").write_text("secret\n")

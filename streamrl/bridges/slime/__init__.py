@@ -1,1 +1,1 @@
-"""slime: its hooks, and its training scripts."""
+"""slime: its hooks (docs/slime-hooks.md), and its training scripts (docs/import-slime.md)."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from streamrl.algorithms.groups import rollout_of_sample
 from streamrl.algorithms.objective import Objective
 from streamrl.config.plugins import resolve
+from streamrl.config.slime_flags import loss_flags
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token, samples_at
 from streamrl.core.packing import Indices, MicroBatch
@@ -167,26 +168,4 @@ class _Layout:
 
 def slime_args(loss: LossConfig) -> SimpleNamespace:
     """Slime's names for what the section `loss` says."""
-    correction, kl = loss.correction, loss.kl
-    return SimpleNamespace(
-        loss_type="custom_loss",
-        advantage_estimator=loss.policy or loss.advantage,  # slime's gspo and cispo are estimators
-        rollout_temperature=1.0,
-        eps_clip=loss.clip_low,
-        eps_clip_high=loss.clip_high,
-        eps_clip_c=loss.dual_clip or None,
-        value_clip=loss.critic.clip,
-        entropy_coef=loss.entropy_coef,
-        use_kl_loss=kl.loss_coef > 0,
-        kl_loss_coef=kl.loss_coef,
-        kl_loss_type=kl.estimator,
-        use_unbiased_kl=kl.unbiased,
-        kl_coef=kl.reward_coef,
-        use_tis=correction.kind != "none",
-        tis_clip=correction.high,
-        tis_clip_low=correction.low,
-        use_rollout_logprobs=loss.proximal == "sampler",
-        calculate_per_token_loss=loss.reduction == "token_mean",
-        gamma=loss.gamma,
-        lambd=loss.gae_lambda,
-    )
+    return SimpleNamespace(**{**loss_flags(loss), "rollout_temperature": 1.0})

@@ -1,0 +1,224 @@
+"""A user's file of hooks, written for slime: its imports, names and signatures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+HOOKS = '''
+import asyncio
+import os
+import sys
+import time
+
+import numpy as np
+
+from slime.rollout.base_types import RolloutFnTrainOutput
+from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import generate as one_turn
+from slime.utils.async_utils import run
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+
+async def two_turns(args, sample, sampling_params, evaluation=False):
+    """Asks, appends what a tool says, asks again: ids in, ids out."""
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    ids, mask, logprobs, text = [], [], [], ""
+    for turn in range(2):
+        asked = {"input_ids": prompt_ids + ids, "sampling_params": sampling_params, "return_logprob": True}
+        output = await post(url, asked)
+        new = output["meta_info"]["output_token_logprobs"]
+        ids += [item[1] for item in new]
+        logprobs += [item[0] for item in new]
+        mask += [1] * len(new)
+        text += output["text"]
+        if turn == 0:
+            told = state.tokenizer.encode("<|tool|>ok<|end|><|assistant|>", add_special_tokens=False)
+            ids += told
+            mask += [0] * len(told)
+            logprobs += [0.0] * len(told)
+    sample.tokens, sample.response_length = prompt_ids + ids, len(ids)
+    sample.response, sample.loss_mask, sample.rollout_log_probs = text, mask, logprobs
+    sample.weight_versions.append(output["meta_info"]["weight_version"])
+    sample.metadata["evaluation"] = evaluation
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+async def fan_out(args, sample, sampling_params):
+    first = await one_turn(args, sample, sampling_params)
+    other = Sample(index=sample.index, group_index=sample.group_index, prompt=sample.prompt)
+    second = await one_turn(args, other, sampling_params)
+    second.reward = 0.25
+    return [first, second]
+
+
+async def makes_up(args, sample, sampling_params):
+    sample = await one_turn(args, sample, sampling_params)
+    sample.tokens[-1] += 1
+    return sample
+
+
+async def gives_up(args, sample, sampling_params):
+    sample = await one_turn(args, sample, sampling_params)
+    sample.status = Sample.Status.ABORTED
+    return sample
+
+
+async def text_back(args, sample, sampling_params):
+    return "a text"
+
+
+async def rm(args, sample, **kwargs):
+    return float(sample.response.startswith(str(sample.label))) + kwargs.get("bonus", 0.0)
+
+
+async def table_rm(args, sample, **kwargs):
+    return {"score": float(sample.response.startswith("2")), "pred": sample.response}
+
+
+async def ranks(args, samples, **kwargs):
+    return [rank / args.n_samples_per_prompt for rank in range(len(samples))]
+
+
+async def nan_rm(args, sample, **kwargs):
+    return float("nan")
+
+
+async def text_rm(args, sample, **kwargs):
+    return "1.0"
+
+
+async def short_group(args, samples, **kwargs):
+    return [0.0]
+
+
+def plain_rm(args, sample, **kwargs):
+    return 1.0
+
+
+async def one_argument(args):
+    return 1.0
+
+
+async def exits(args, sample, **kwargs):
+    sys.exit(3)
+
+
+async def dies(args, sample, **kwargs):
+    os._exit(7)
+
+
+async def hangs(args, sample, **kwargs):
+    time.sleep(600)
+
+
+async def asks_too_much(args, sample, **kwargs):
+    return args.tensor_model_parallel_size
+
+
+def spread(args, samples, **kwargs):
+    rewards = [sample.reward for sample in samples]
+    return DynamicFilterOutput(keep=bool(np.std(rewards) > 1e-6), reason=f"zero_std_{rewards[0]}")
+
+
+def keep_all(args, samples):
+    return True
+
+
+def forgets(args, samples, **kwargs):
+    pass
+
+
+def mark_wrong(args, groups):
+    for group in groups:
+        for sample in group:
+            sample.remove_sample = sample.reward == 0.0
+
+
+def show(args, all_groups, data_source):
+    assert [sample.group_index for sample in all_groups[0]] == [5, 5, 5, 5]
+    data_source(1)
+
+
+def shout(args, sample, *, rollout_id=None, evaluation=False):
+    sample.response = sample.response.upper()
+    sample.metadata["hooked"] = True
+
+
+async def mask_first(args, sample, *, rollout_id=None, evaluation=False):
+    sample.loss_mask = [0] + [1] * (sample.response_length - 1)
+    return sample
+
+
+def whole_rollout(args, rollout_id, data_source, evaluation=False):
+    async def work():
+        assert args.rollout_batch_size == 1
+        groups = []
+        while found := data_source.get_samples(4):
+            params = {"max_new_tokens": args.rollout_max_response_len}
+            groups += [list(await asyncio.gather(*(one_turn(args, one, dict(params)) for one in group))) for group in found]
+        for group in groups:
+            for sample in group:
+                sample.reward = float(sample.index % 2)
+        return RolloutFnTrainOutput(samples=[groups[0][:3]], metrics={})
+
+    return run(work())
+
+
+def normalized(args, samples):
+    rewards = np.array([sample.reward for sample in samples])
+    groups = np.array([sample.group_index for sample in samples])
+    done = rewards.copy()
+    for group in set(groups):
+        of = rewards[groups == group]
+        done[groups == group] = (of - of.mean()) / (of.std(ddof=1) + 1e-6)
+    return rewards.tolist(), done.tolist()
+
+
+def reads_text(args, samples):
+    return [sample.response for sample in samples], [0.0] * len(samples)
+
+
+def advantages(args, rollout_data):
+    import torch
+
+    rollout_data["advantages"] = [
+        torch.full((length,), reward * args.gamma)
+        for length, reward in zip(rollout_data["response_lengths"], rollout_data["rewards"])
+    ]
+    rollout_data["returns"] = rollout_data["advantages"]
+
+
+def no_advantages(args, rollout_data):
+    pass
+
+
+def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs):
+    import torch
+
+    rho = torch.exp(torch.cat(train_log_probs) - torch.cat(rollout_log_probs))
+    weights = rho.clamp(args.tis_clip_low, args.tis_clip)
+    return pg_loss * weights, loss_masks, {"tis": rho}
+
+
+def masks_first(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
+    masks = [mask.clone() for mask in loss_masks]
+    for mask in masks:
+        mask[0] = 0
+    return pg_loss, masks, {}
+'''
+
+
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file; the working directory is its folder."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "hooks.py"
+    file.write_text(HOOKS)
+    return file

@@ -1,0 +1,63 @@
+"""`streamrl check-hook` as a user runs it: whatever the function does, its end is a sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrl.bridges.slime.check_hook import try_hook
+from streamrl.bridges.slime.contracts import Asked
+from streamrl.cli import main
+from streamrl.errors import ConfigError
+from tests.support.errors import raises
+
+pytestmark = pytest.mark.process
+
+
+def test_what_fits_is_called(hooks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-hook", "--", "custom-rm-path", "hooks.py:rm"]) == 0
+    assert "response '2', label '2': 1.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("hooks.py:plain_rm", "expected `async def`, got a plain function"),
+        ("hooks.py:exits", "it raises SystemExit: 3 at "),
+        ("hooks.py:dies", "while it was called its process ended with exit code 7"),
+        ("hoks.py:rm", "there is none"),
+        ("broken.py:rm", "SyntaxError"),
+        ("more.py:rm", "streamrl has no slime.utils.mask_utils; of slime it has slime.utils.types, "),
+    ],
+)
+def test_what_does_not_is_said(hooks: Path, capsys: pytest.CaptureFixture[str], function: str, words: str) -> None:
+    hooks.with_name("broken.py").write_text("async def rm(:\n")
+    hooks.with_name("more.py").write_text("from slime.utils.mask_utils import MultiTurnLossMaskGenerator\n")
+    assert main(["check-hook", "custom_rm_path", function]) == 1
+    said = capsys.readouterr().err
+    assert words in said and "hint: " in said
+
+
+def test_one_that_hangs_is_ended_and_named_by_its_line(hooks: Path) -> None:
+    line = next(n for n, text in enumerate(hooks.read_text().splitlines(), 1) if "time.sleep(600)" in text)
+    with raises(ConfigError, key="custom_rm_path") as caught:
+        asyncio.run(try_hook(Asked("custom_rm_path", "hooks.py:hangs"), limit_s=10.0, surroundings=os.environ))
+    assert f"still busy at {hooks} line {line} after 10 s" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["buffer_filter_path", "hooks.py:rm"], "there is no buffer"),
+        (["custom_rm_pth", "hooks.py:rm"], "expected one of slime's hooks"),
+        (["custom_generate_function_path", "hooks.py:two_turns", "--group-rm"], "--group-rm is for custom_rm_path"),
+        (["custom_rm_path", "hooks.py:rm", "--options", "{"], "expected JSON behind --options"),
+        (["custom_rm_path", "hooks.py:rm", "--args", "[]"], "expected a table behind --args"),
+    ],
+)
+def test_what_is_asked_wrongly_is_said(hooks: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["check-hook", *words]) == 1
+    assert said in capsys.readouterr().err
