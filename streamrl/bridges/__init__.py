@@ -1,0 +1,1 @@
+"""Ways into streamrl from other systems."""
