@@ -198,3 +198,18 @@ async def test_a_run_that_fails_says_why_and_one_that_is_cancelled_leaves_nothin
     with pytest.raises(asyncio.CancelledError):
         await training
     assert not [pid for pid in pids if pid is not None and alive(pid)]
+
+
+@pytest.mark.process
+def test_neither_retrain_nor_slime_nor_ray_is_needed_and_torch_is_not_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "sys.modules |= dict.fromkeys(('retrain', 'slime', 'ray', 'sglang'))\n"
+        "from streamrl.bridges.retrain import create_retrain_bridge\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
+        "create_retrain_bridge('retrain.environment:get_environment')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "expected a module retrain.environment with the environment, there is none" in done.stderr, done.stderr
+    assert "hint: install it" in done.stderr
