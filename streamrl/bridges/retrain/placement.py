@@ -68,17 +68,20 @@ def place(free: int, asked: Asked) -> Placed:
             f"expected {replica} free GPUs for the trainer and {asked.per_engine} for an engine, {free} are free",
             hint="lower tensor_model_parallel_size, pipeline_model_parallel_size or rollout_num_gpus_per_engine, or free some",
         )
-    engines = asked.rollout or max(1, min(free // 2, free - replica))
-    trainer = asked.trainer or max(replica, free - engines)
-    if trainer + engines > free:
-        wanted = trainer + engines
-        engines = min(max(asked.per_engine, free * engines // wanted), free - replica)
-        trainer = min(trainer, free - engines)
+    engines = _whole(asked.rollout or min(free // 2, free - replica), asked.per_engine)
+    trainer = _whole(asked.trainer or free - engines, replica)
+    if (wanted := trainer + engines) > free:
+        engines = _whole(min(free * engines // wanted, free - replica), asked.per_engine)
+        trainer = _whole(min(trainer, free - engines), replica)
         notes.append(f"{wanted} GPUs are asked for and {free} are free")
-    engines, trainer = max(asked.per_engine, engines - engines % asked.per_engine), max(replica, trainer - trainer % replica)
     if notes or (asked.trainer, asked.rollout) != (trainer, engines):
         notes.append(f"GPUs: {trainer} train, {engines} generate")
     return Placed(_keys(trainer, engines, asked) | {"engine.sglang.gpus": [*range(trainer, trainer + engines)]}, tuple(notes))
+
+
+def _whole(count: int, unit: int) -> int:
+    """As many units as `count` has, one at least."""
+    return max(unit, count - count % unit)
 
 
 def _on_nodes(asked: Asked) -> Placed:

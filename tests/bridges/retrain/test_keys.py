@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ SHAPES = [  # free GPUs, what is asked for -> trainer's GPUs, engines, GPUs of a
     (2, {"trainer": 8, "rollout": 4}, (1, 1, 1)),
     (6, {"tensor": 2, "pipeline": 2}, (4, 2, 1)),
     (5, {"rollout": 4, "per_engine": 2}, (1, 2, 2)),
+    (3, {"per_engine": 2}, (1, 1, 2)),
 ]
 
 
@@ -183,6 +185,20 @@ def test_trainer_and_engines_share_what_is_free(tmp_path: Path, free: int, asked
         (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
         (tmp_path / "run.toml").write_text(toml(nested(keys | {"data.train": str(tmp_path / "rows.jsonl"), "model.dtype": "bfloat16"})))
         assert load(tmp_path / "run.toml").trainer.shards == trainer, "a large model is cut over the trainer's GPUs"
+
+
+def test_whatever_is_asked_for_fits_or_is_refused() -> None:
+    sizes = (None, 1, 2, 5, 8)
+    for free, per_engine, tensor, trainer, rollout in product(range(2, 9), (1, 2, 4), (1, 2), sizes, sizes):
+        asked = Asked(trainer=trainer, rollout=rollout, per_engine=per_engine, tensor=tensor)
+        if free < tensor + per_engine:
+            with pytest.raises(ConfigError, match="are free"):
+                place(free, asked)
+            continue
+        keys = place(free, asked).keys
+        engines, ranks = keys["engine.sglang.gpus"], keys["trainer.ranks"]
+        assert len(engines) == keys["engine.workers"] * per_engine and ranks % tensor == 0
+        assert min(engines) == ranks and max(engines) < free
 
 
 def test_one_gpu_is_shared_and_none_is_the_cpu(tmp_path: Path) -> None:
