@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT
+from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT, counters_of
 from streamrl.engines.protocol import Chunk, Engine, GenerateRequest
 from streamrl.errors import EngineError
 from streamrl.producers.episode import Origin, Segment
@@ -87,7 +87,8 @@ async def finished(engine: Engine, request: GenerateRequest) -> tuple[dict[int, 
 def _join(parts: Sequence[Chunk], sampling: Sampling, asked_s: float, finished_s: float) -> Completion:
     last = parts[-1]
     inexact = bool(last.extras.get(INEXACT))
-    origin = Origin(last.engine, last.finish_reason or "", asked_s, last.extras.get(BEGAN, 0.0), finished_s)
+    began_s, counters = last.extras.get(BEGAN, 0.0), counters_of(last.extras)
+    origin = Origin(last.engine, last.finish_reason or "", asked_s, began_s, finished_s, counters)
     experts = last.extras.get(EXPERTS)
     if len(parts) == 1:
         segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, sampling.temperature, origin, experts, sampling)

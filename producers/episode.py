@@ -39,6 +39,8 @@ class Origin(msgspec.Struct, frozen=True):
     began_s: float = 0.0
     """At which the engine began to compute it."""
     finished_s: float = 0.0
+    counters: dict[str, float] = {}
+    """Of the engine, by their names in `streamrl.engines.extras`."""
 
 
 _NOBODY = Origin()
@@ -302,11 +304,22 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         began_s=(turns[0][1].origin or _NOBODY).began_s,
         scored_s=episode.scored_s,
         branch=episode.branch,
+        counters=_counters(turns),
         agent=episode.agent,
         agent_reward=own.reward if own else None,
         turns=() if _told_by(episode, turns) else tuple(_turn(episode, *turn) for turn in turns),
         **told,
     )
+
+
+def _counters(turns: Sequence[tuple[int, Segment]]) -> dict[str, float]:
+    """Sums over the calls that gave these turns; one that was handed over in pieces counts once."""
+    calls = {id(turn.origin): turn.origin for _, turn in turns if turn.origin is not None}
+    total: dict[str, float] = {}
+    for call in calls.values():
+        for name, value in call.counters.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def routed_experts(episode: Episode) -> npt.NDArray[np.unsignedinteger] | None:
@@ -375,5 +388,6 @@ def _own_sampling(episode: Episode, turn: Segment) -> dict[str, Any]:
 
 def _turn(episode: Episode, start: int, turn: Segment) -> TurnSpan:
     made = {} if turn.origin is None else msgspec.structs.asdict(turn.origin)
+    made.pop("counters", None)  # they are the sample's
     sampling, inexact = _own_sampling(episode, turn), _is_inexact(episode, turn)
     return TurnSpan(start=start, length=len(turn.token_ids), inexact=inexact, sampling=sampling, **made)

@@ -182,7 +182,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     images: BlobRef | None = None
     """A row for each image, in order."""
     counters: dict[str, float] = {}
-    """Counts of the engine, such as cached or drafted tokens, by their names in `streamrl.engines.extras`."""
+    """Counts of the engine over the calls of its turns, such as cached or drafted tokens, by their names in `streamrl.engines.extras`."""
     agent: str = ""
     """Who made it, where that is one with a reward of its own (`is_agent`); empty: it is trained on the rollout's."""
     agent_reward: float | None = None

@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT
+from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT, counters_of
 from streamrl.engines.protocol import Chunk, Engine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Problem, Returned, Save, Told
@@ -50,7 +50,8 @@ class Recorded:
         self.experts = chunk.extras.get(EXPERTS)
         self.mode, self.engine = chunk.logprob_mode, chunk.engine
         asked_s = 0.0 if self.origin is None else self.origin.asked_s
-        self.origin = Origin(chunk.engine, chunk.finish_reason or "", asked_s, chunk.extras.get(BEGAN, 0.0), time.time())
+        began_s, counters = chunk.extras.get(BEGAN, 0.0), counters_of(chunk.extras)
+        self.origin = Origin(chunk.engine, chunk.finish_reason or "", asked_s, began_s, time.time(), counters)
 
     def key(self) -> Hashable:
         """Equal for completions of which one says what the other does."""

@@ -25,6 +25,11 @@ BEGAN = "began_s"
 """When the engine began to compute it, by its own clock."""
 
 
+def counters_of(extras: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among a chunk's extras, for `Sample.counters`."""
+    return {name: float(extras[name]) for name in NUMBERS if name in extras}
+
+
 def read_extras(meta: MetaInfo) -> dict[str, Any]:
     """The extras in a last result of ours, or of SGLang's own (without routed experts, whose shape it does not say).
 

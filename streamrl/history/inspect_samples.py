@@ -60,6 +60,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     producer: str
     seed: int
+    counters: dict[str, float]
+    """Of its engine, over the calls of its turns (docs/inspect.md)."""
     sampling: dict[str, Any]
     label: Any
     metadata: dict[str, Any]
@@ -102,6 +104,7 @@ def show(sample: Sample, sequence: int, decode: Decode, *, life: Life | None = N
         engine=sample.engine,
         producer=sample.producer,
         seed=sample.seed,
+        counters=sample.counters,
         sampling=msgspec.to_builtins(sample.sampling, str_keys=True),
         label=sample.label,
         metadata=sample.metadata,
@@ -167,6 +170,8 @@ def sample_text(one: Shown) -> str:
     sampling = ", ".join(f"{key} {value}" for key, value in one.sampling.items() if value not in ([], (), {}, "", -1, False))
     by = f"by {one.engine or 'no engine'}, {one.producer or 'no producer'}; seed {one.seed}; {sampling}"
     lines += textwrap.wrap(by, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    counts = ", ".join(f"{name} {value:g}" for name, value in one.counters.items())
+    lines += textwrap.wrap(f"engine: {counts}", WIDTH, initial_indent="  ", subsequent_indent="  ") if counts else []
     lines += [] if one.label is None else _folded("  label   ", str(one.label))
     lines += [] if not one.metadata else _folded("  metadata ", msgspec.json.encode(one.metadata).decode())
     lines += ["", "  VERSION  MASK  TEXT"]

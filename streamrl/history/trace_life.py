@@ -67,6 +67,8 @@ class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
     finished_s: float | None
     scored_s: float | None
     turns: tuple[TurnLife, ...]
+    counters: dict[str, float]
+    """Of its engine, over the calls of these turns."""
     demonstration: bool
 
 

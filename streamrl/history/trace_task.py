@@ -219,6 +219,7 @@ def _sample(row: Sample, base: int | None) -> SampleLife:
         finished_s=row.finished_s or None,
         scored_s=row.scored_s or None,
         turns=tuple(_turns(row, base)),
+        counters=row.counters,
         demonstration=row.logprob_mode is LogprobMode.NONE,
     )
 

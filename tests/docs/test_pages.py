@@ -64,6 +64,7 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("metrics.md", "json"): 1,
         ("rewards.md", "json"): 3,  # tests/rewards/test_page.py
         ("metrics.md", "python"): 1,
+        ("retrain.md", "python"): 3,  # tests/bridges/retrain/test_page.py
         ("metrics.md", "sql"): 1,
         ("replay.md", "sql"): 1,
         ("from-verl.md", "python"): 1,  # tests/docs/test_from_pages.py

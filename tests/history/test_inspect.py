@@ -190,6 +190,13 @@ def test_text_that_would_move_the_cursor_is_shown_as_escapes() -> None:
     assert printable("a\nb") == "a\\nb" and printable("a\nb", lines=True) == "a\nb"
 
 
+def test_counts_of_the_engine_are_shown() -> None:
+    counted = replace(former_samples()[0], counters={"cached_tokens": 64.0, "spec_num_proposed_drafts": 12.0})
+    one = show(counted, 7, lambda ids: "x" * len(ids))
+    assert "\n  engine: cached_tokens 64, spec_num_proposed_drafts 12\n" in sample_text(one)
+    assert "engine:" not in sample_text(show(replace(counted, counters={}), 7, lambda ids: "x" * len(ids)))
+
+
 def test_an_episode_put_together_again_gives_the_same_sample(recorded: Recorded) -> None:
     """Segments, turns and versions of a rollout of two turns, one of which two versions sampled."""
     tokenizer = load_tokenizer(RecordedLog(recorded.path).model_dir)

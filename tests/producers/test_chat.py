@@ -271,6 +271,40 @@ async def test_guessed_versions_reach_the_sample(engine: TableEngine, tokenizer:
             assert row.loss_mask[turn.start : turn.start + turn.length].all() and not row.loss_mask[turn.start - 1]
 
 
+@pytest.mark.parametrize("producer", ["chat", "single_turn"])
+async def test_the_engines_counters_are_those_of_each_sample(engine: TableEngine, tokenizer: Tokenizer, producer: str) -> None:
+    """Cached tokens, and drafts with the passes that verified them, as SGLang counts them for each completion."""
+    task = make_task(tokenizer, num_rollouts=3)
+    told: dict[tuple[int, ...], list[dict[str, float]]] = {}
+
+    class Counting:
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+            async for chunk in engine.generate(request):
+                if chunk.finish_reason is None:
+                    yield chunk
+                    continue
+                counts = {"cached_tokens": len(request.prompt_ids) // 2, "spec_verify_ct": 3 + chunk.completion}
+                told.setdefault(request.seeds, []).append(counts)
+                yield msgspec.structs.replace(chunk, extras={**counts, "began_s": 5.0})
+
+    async def two_turns(task: RolloutTask, engine: RolloutEngine) -> Episode:
+        chat = engine.chat(task)
+        await chat.generate()
+        chat.tool("7")
+        await chat.generate()
+        return chat.episode()
+
+    context = make_context(Counting(), tokenizer, task)
+    made = await (SingleTurn() if producer == "single_turn" else FunctionProducer(two_turns)).rollout(task, context)
+    rows = decode_samples(encode_samples(samples_of(task, [e for e in made if isinstance(e, Episode)], producer="p"))).rows()
+    prompt = len(task.prompt_ids)
+    for row in rows:
+        before = [turn.start for turn in row.turns] or [prompt]
+        verified = [3 + row.rollout] if producer == "single_turn" else [3, 3]
+        assert row.counters == {"cached_tokens": sum(start // 2 for start in before), "spec_verify_ct": sum(verified)}
+    assert {name for each in told.values() for counts in each for name in counts} == {"cached_tokens", "spec_verify_ct"}
+
+
 async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> None:
     task = make_task(tokenizer)
     rollout = rollout_engine(make_context(engine, tokenizer, task))
