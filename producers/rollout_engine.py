@@ -34,6 +34,10 @@ class RolloutEngine:
         """Logs with the task's index and the rollout's."""
         return self.context.log
 
+    async def image(self, place: int = 0) -> bytes:
+        """As `Context.image`: an image of the task's row, which no engine looks at: send it to what does."""
+        return await self.context.image(place)
+
     def chat(
         self,
         prompt: RolloutTask | str | Sequence[Any],
