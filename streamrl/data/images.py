@@ -144,16 +144,19 @@ class ImageReader:
         try:
             folder, path = self._folder.resolve(strict=True), (self._folder / name).resolve(strict=True)
             if not path.is_relative_to(folder):
-                raise DataError(f"expected a file in {folder}, got {name!r}, which lies outside", hint="set data.images_folder")
+                raise DataError(f"expected a file in {folder}, got {name[:200]!r}, which lies outside", hint="set data.images_folder")
             # By descriptor, and without waiting: what is no file any more is not read.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with open(descriptor, "rb") as file:
+            try:
                 status = os.fstat(descriptor)
                 if not stat.S_ISREG(status.st_mode):
-                    raise DataError(f"expected a file, got {name!r}, which is none")
+                    raise DataError(f"expected a file, got {name[:200]!r}, which is none")
                 if status.st_size > room:
                     raise self._too_large(status.st_size, room)
-                return file.read(status.st_size)
+                with open(descriptor, "rb", closefd=False) as file:
+                    return file.read(status.st_size)
+            finally:
+                os.close(descriptor)
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name with a zero byte
             said = error.strerror if isinstance(error, OSError) else error
             raise DataError(
