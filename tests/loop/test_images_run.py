@@ -59,6 +59,8 @@ async def test_from_a_row_to_a_recording(tmp_path: Path, nats_bus: Bus, run_id: 
     assert {await log.sample_blobs.get(name) for name in stored} and len(list((tmp_path / "recording/sample_blobs").iterdir())) == len(
         given
     )
+    name = next(name for name, images in stored.items() if images == (png(0),)).rpartition("/")[2]
+    assert decode((tmp_path / "recording/sample_blobs" / name).read_bytes(), StoredImages).images == (png(0),), "as docs/data.md has it"
     replay = await asyncio.wait_for(verify(config, log, run.model_dir), 60)
     assert replay.ok and replay.versions == 8, replay.lines
     live = await verify(config, nats_bus, run.model_dir)

@@ -7,6 +7,7 @@ import json
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 
 def png(shade: int, side: int = 8) -> bytes:
@@ -45,11 +46,11 @@ async def look(task, engine):
 """A producer function that says what it was given."""
 
 
-def write_rows(folder: Path) -> dict[str, dict[str, object]]:
+def write_rows(folder: Path) -> dict[str, dict[str, Any]]:
     """Thirty rows with images in each form, ten of them with the same one, and sections of a configuration that reads them."""
     (folder / "pics").mkdir()
     (folder / "look.py").write_text(LOOK)
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for number in range(10):
         (folder / "pics" / f"{number}.png").write_bytes(png(number))
         parts = [{"type": "image_url", "image_url": {"url": data_url(png(100 + number))}}, {"type": "text", "text": f"{number}="}]
