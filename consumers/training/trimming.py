@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Set
+from typing import NamedTuple
 
 from msgspec import UnsetType
 
@@ -32,17 +33,33 @@ ORPHAN_S = 300.0
 """Parts of a blob to which nothing was added for so long are of a producer that was killed; looked for as often."""
 
 
+class _Place(NamedTuple):
+    """Where the sample stream and its run stand."""
+
+    first: int = 0
+    last: int = 0
+    first_open: int = 0
+
+
 async def keep_trimmed(bus: Bus) -> None:
     """Trim again and again, for ever, while the run's trainer lives.
 
     A trainer trims with its checkpoints, but once a tap's position has let the stream fill up there are no more steps and no checkpoints:
-    then it is this that notices that the tap has moved on, or has lapsed.
+    then it is this that notices that the tap has moved on, or has lapsed. And when all stands still and waits for room, it looks for images
+    whose tasks the grant did not say yet to have ended when the stream was trimmed last.
     """
     swept_s = time.monotonic()
+    before = looked = _Place()
     while True:
         await asyncio.sleep(TRIM_EVERY_S)
         try:
-            await trim_if_full(bus, warn=False)
+            if await trim_if_full(bus, warn=False):
+                state = await bus.state(SAMPLES)
+                now = _Place(state.first, state.last, await _first_open(bus))
+                if now == before != looked:
+                    await _retire_images(bus, state.first - 1, state.last)
+                    looked = now
+                before = now
             if time.monotonic() - swept_s > ORPHAN_S:
                 swept_s = time.monotonic()
                 await bus.sample_blobs.sweep(ORPHAN_S)
@@ -130,10 +147,8 @@ async def _remove_blobs(bus: Bus, tasks: Set[str]) -> None:
 
 async def _retire_images(bus: Bus, through: int, last: int) -> None:
     """Remove the images of windows of which nothing is left but messages that are about to go."""
-    grant = await read_key(bus.kv, KEY_GRANTED, Grant)
-    if grant is None or not isinstance(grant.first_open, int):
-        return
-    windows = {name: window for name in await bus.sample_blobs.names() if (window := window_named(name)) and window[1] < grant.first_open}
+    first_open = await _first_open(bus)
+    windows = {name: window for name in await bus.sample_blobs.names() if (window := window_named(name)) and window[1] < first_open}
     if not windows:
         return
     kept = await _carried(bus)
@@ -144,6 +159,12 @@ async def _retire_images(bus: Bus, through: int, last: int) -> None:
     for name, (first, end) in windows.items():
         if not any(first <= task <= end for task in kept):
             await bus.sample_blobs.delete(name)
+
+
+async def _first_open(bus: Bus) -> int:
+    """All tasks below it have ended, as the grant says."""
+    grant = await read_key(bus.kv, KEY_GRANTED, Grant)
+    return 0 if grant is None or isinstance(grant.first_open, UnsetType) else grant.first_open
 
 
 async def _carried(bus: Bus) -> set[int]:

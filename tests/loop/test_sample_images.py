@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import BusConfig, Config, DataConfig, RunConfig, TasksConfig
+from streamrl.consumers.training import trimming
 from streamrl.consumers.training.checkpoints import hold
 from streamrl.consumers.training.trimming import trim_if_full
 from streamrl.core.fold import BLOB_MISSING
@@ -190,7 +191,7 @@ async def test_they_are_there_before_their_tasks_and_wait_for_room(make_bus: Mak
         await TaskImages(Away(), tasks[2])(0)
 
 
-async def test_they_go_with_the_last_message_of_their_window(make_bus: MakeBus, run_id: str) -> None:
+async def test_they_go_with_the_last_message_of_their_window(make_bus: MakeBus, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of four tasks: one that is gone, one of which a message is left, one that a checkpoint holds, one with an open task."""
     bus = await make_bus(BusConfig(sample_blobs_bytes=100_000, patience_s=10))
     for first in range(0, 20, 4):
@@ -210,6 +211,15 @@ async def test_they_go_with_the_last_message_of_their_window(make_bus: MakeBus, 
     assert await left() == [8, 12, 16], "those of the second window with its last message, task 7's"
     await bus.publish(Subjects(run_id).tombstones("main"), b"x", headers={HEADER_TASK: "12"})
     await bus.kv.put(KEY_GRANTED, encode(Grant(20, 2, 18, 0, 18)))
-    await bus.sample_blobs.put(f"20-23/{'ab' * 32}", bytes(30_000))
+    await bus.sample_blobs.put(f"20-23/{'ab' * 32}", bytes(45_000))
     await hold(bus, "main", 18, Version(0, 2))
     assert await left() == [12, 16, 20], "a late record keeps the fourth"
+    await bus.trim(SAMPLES, through=(await bus.state(SAMPLES)).last)
+    assert await left() == [12, 16, 20], "there is nothing to trim any more"
+    monkeypatch.setattr(trimming, "TRIM_EVERY_S", 0.02)
+    keeping = asyncio.create_task(trimming.keep_trimmed(bus))
+    async with asyncio.timeout(20):
+        while await left() != [16, 20]:
+            await asyncio.sleep(0.02)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
