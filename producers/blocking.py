@@ -52,6 +52,10 @@ class BlockingEngine:
         chat = self._engine.chat(prompt, sampling=sampling, tools=tools, template_kwargs=template_kwargs)
         return BlockingChat(chat, self._loop)
 
+    def image(self, place: int = 0) -> bytes:
+        """As `RolloutEngine.image`."""
+        return _wait(self._engine.image(place), self._loop)
+
     def checkpoint(self, data: bytes) -> None:
         """As `Context.checkpoint`."""
         _wait(self._engine.context.checkpoint(data), self._loop)

@@ -74,6 +74,8 @@ def demonstration(
         seed=task.seed,
         label=None if rest else task.label,
         metadata=task.metadata,
+        images=None if isinstance(task.image_blob, msgspec.UnsetType) else task.image_blob,
+        image_rows=task.images,
         producer=producer,
         started_s=now_s,
         finished_s=now_s,

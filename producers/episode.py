@@ -307,6 +307,8 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         counters=_counters(turns),
         agent=episode.agent,
         agent_reward=own.reward if own else None,
+        images=None if isinstance(task.image_blob, msgspec.UnsetType) else task.image_blob,
+        image_rows=task.images,
         turns=() if _told_by(episode, turns) else tuple(_turn(episode, *turn) for turn in turns),
         **told,
     )

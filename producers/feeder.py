@@ -1,7 +1,7 @@
 """The feeder: turns grants into rollout tasks. It has no state of its own; the task stream's last sequence is its position.
 
 ```text
-dataset row --plan_tasks--> RolloutTask i --expect_last = i--> stream `tasks` (sequence i + 1)
+dataset row --plan--> RolloutTask i --expect_last = i--> stream `tasks` (sequence i + 1)
 ```
 
 Two feeders fence each other: each publication demands that the stream ends where the plan begins, so of two the second is refused, reads
@@ -17,15 +17,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import read_key
-from streamrl.config.data import data_sets
+from streamrl.config.data import data_sets, has_images
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.mixed import Drawn, MixedRows, draw
-from streamrl.data.problems import BROKEN, TOO_LONG, Problems, TaskRows, Unusable
+from streamrl.data.problems import BROKEN, TOO_LONG, Problem, Problems, TaskRows, Unusable
 from streamrl.data.streamed import Hope, open_task_rows, rows_digest
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.data.vocabulary import vocab_size
@@ -35,6 +36,7 @@ from streamrl.producers.mixture import first_segments, settled
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import DataRecord, Grant, RunRecord
+from streamrl.schemas.images import image_blob, window_named, window_of
 from streamrl.schemas.subjects import KEY_DATA, KEY_GRANTED, KEY_RUN, MAIN_SOURCE, TASKS, WARMUP_SOURCE, Subjects
 from streamrl.schemas.tasks import Refused, RolloutTask, turn_sampling
 
@@ -45,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 256
 """Publications that are sent before the first answer is awaited."""
+_WITH_IMAGES = 16
+"""The same where rows have images, each at most `data.max_image_bytes`: they are held meanwhile."""
 _FULL_FIRST_S = 0.25
 _FULL_MAX_S = 5.0
 _REPORT_EVERY_S = 2.0
@@ -54,7 +58,20 @@ _REFUSED = {TOO_LONG: "feeder/row_too_long_total", BROKEN: "feeder/row_broken_to
 """Metrics by reason."""
 
 
+class Plan(msgspec.Struct, frozen=True):
+    """Tasks, and what has to be stored before them."""
+
+    tasks: list[RolloutTask]
+    blobs: dict[str, bytes]
+    """The images that they name."""
+
+
 def plan_tasks(grant: Grant, start: int, stop: int, problems: TaskRows | MixedRows, config: Config) -> list[RolloutTask]:
+    """The tasks of a `plan`."""
+    return plan(grant, start, stop, problems, config).tasks
+
+
+def plan(grant: Grant, start: int, stop: int, problems: TaskRows | MixedRows, config: Config) -> Plan:
     """Tasks `start` to `stop` (or to the end of the grant), a function of its arguments alone. May read the rows from files.
 
     While the warm-up has no end yet, and below its end after that, a task belongs to the warm-up: one demonstration of its row, which
@@ -68,7 +85,19 @@ def plan_tasks(grant: Grant, start: int, stop: int, problems: TaskRows | MixedRo
     seed, shuffle = config.run.seed, config.data.shuffle
     drawn = draw(problems, warm, warmup=first, seed=seed, shuffle=shuffle)
     drawn += draw(problems, [index - end for index in main], warmup=(), seed=seed, shuffle=shuffle)
-    return [_task(grant, index, base, one, config) for index, one in zip([*warm, *main], drawn, strict=True)]
+    tasks, blobs = list[RolloutTask](), dict[str, bytes]()
+    for index, one in zip([*warm, *main], drawn, strict=True):
+        task = _task(grant, index, base, one, config)
+        if isinstance(one.problem, Problem) and (images := one.problem.images):
+            ref, blobs[ref.name] = image_blob([each.data for each in images], window_of(index, _window(config)))
+            task = replace(task, image_blob=ref, image_rows=tuple(each.image for each in images))
+        tasks.append(task)
+    return Plan(tasks, blobs)
+
+
+def _window(config: Config) -> int:
+    """Tasks that have one blob for rows with the same images: as many as may be issued at once."""
+    return (config.tasks.max_staleness + 1) * config.tasks.batch_tasks
 
 
 def min_version(grant: Grant, index: int, config: Config) -> int:
@@ -138,6 +167,9 @@ class Feeder:
         self._config = config
         self._problems = problems
         self._hope = Hope(len(problems))
+        self._at_once = _WITH_IMAGES if has_images(config.data) else MAX_IN_FLIGHT
+        self._stored: set[str] = set()
+        """Blobs that tasks to come may name."""
         self._grant: Grant | None = None
         self._changed = asyncio.Event()
 
@@ -171,9 +203,9 @@ class Feeder:
                 rows = self._problems
                 if isinstance(rows, MixedRows):
                     rows = await settled(self._bus, rows, self._config, grant, self.curriculum and self.curriculum.weights)
-                plan = await asyncio.to_thread(plan_tasks, grant, issued, issued + MAX_IN_FLIGHT, rows, self._config)
-                failure = await self._publish(plan)
-                before, issued = issued, (await self._bus.state(TASKS)).last if failure else plan[-1].index + 1
+                planned = await asyncio.to_thread(plan, grant, issued, issued + self._at_once, rows, self._config)
+                failure = await self._store(planned) or await self._publish(planned.tasks)
+                before, issued = issued, (await self._bus.state(TASKS)).last if failure else planned.tasks[-1].index + 1
                 if isinstance(failure, StreamFull):
                     self._stall(failure)
                     refusals += 1
@@ -185,7 +217,7 @@ class Feeder:
                     logger.info("event=overtaken position=%d reason=another_feeder", issued)
                 self._resume()
                 refusals = 0
-                self._look_at(plan)
+                self._look_at(planned.tasks)
             if self._grant is not None:
                 self.state = f"waits for credit: {issued} tasks are issued"
 
@@ -198,6 +230,19 @@ class Feeder:
                 logger.warning("event=%s task=%d row=%d detail=%s", said.reason, task.index, task.row, said.detail)
             self.refused[said.reason] += 1
         self._hope.tell(len(plan), [said for _, said in refused])
+
+    async def _store(self, planned: Plan) -> StreamFull | None:
+        """Store the images of tasks before them, once in a window; the failure, if there is no room."""
+        first = planned.tasks[0].index
+        self._stored = {name for name in self._stored if (window := window_named(name)) and window[1] >= first}
+        for name, body in planned.blobs.items():
+            if name not in self._stored:
+                try:
+                    await self._bus.sample_blobs.put(name, body)
+                except StreamFull as error:
+                    return error
+                self._stored.add(name)
+        return None
 
     async def _publish(self, plan: Sequence[RolloutTask]) -> BusError | None:
         """Publish tasks in order without waiting in between; the first failure, if any. What follows a failure is refused by the server."""

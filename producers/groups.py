@@ -170,6 +170,7 @@ class GroupRunner:
             tool_calls=self._tool_calls,
             resumes=keeping.resumes,
             store=keeping.store,
+            images=keeping.images,
         )
         given = await _guarded(task, "producer", lambda: producer.rollout(task, context))
         return _all_failed(task, given) if isinstance(given, Failure) else given

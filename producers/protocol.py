@@ -10,6 +10,7 @@ import msgspec
 
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.protocol import Engine
+from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode
 from streamrl.schemas.tasks import RolloutTask
 
@@ -93,6 +94,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """By rollout: what an earlier producer of this task stored with `checkpoint` before it died."""
     store: Callable[[int, bytes], Awaitable[None]] | None = None
     """Stores a rollout's checkpoint; None where there is nothing to come back to (evaluation)."""
+    images: Callable[[int], Awaitable[bytes]] | None = None
+    """Reads an image of the task's row by its place; None where it has none."""
 
     @property
     def resume(self) -> bytes | None:
@@ -109,6 +112,19 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.store is not None:
             await self.store(self.rollout_index, data)
+
+    async def image(self, place: int = 0) -> bytes:
+        """An image of the task's row, as the row has it; `task.images` says of which type and size.
+
+        Raises:
+            SchemaError: the row has no image there.
+            NotFound: it is gone; so is the rollout's sample then, whatever it does.
+            EngineError: it cannot be read now; the rollout is begun again.
+        """
+        count = len(self.task.images)
+        if type(place) is not int or not 0 <= place < count or self.images is None:
+            raise SchemaError(f"expected the place of one of {count} images of task {self.task.index}, from 0 on, got {place!r}")
+        return await self.images(place)
 
     def for_rollout(self, rollout: int) -> Context:
         """The same for one rollout of the group."""

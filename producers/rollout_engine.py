@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from streamrl.data.images import has_image_parts
+from streamrl.errors import SchemaError
 from streamrl.producers.chat import Chat, Style
 from streamrl.producers.chat_format import ChatFormat, Message
 from streamrl.producers.chat_saves import ChatSaves
@@ -34,6 +36,10 @@ class RolloutEngine:
         """Logs with the task's index and the rollout's."""
         return self.context.log
 
+    async def image(self, place: int = 0) -> bytes:
+        """As `Context.image`: an image of the task's row, which no engine looks at: send it to what does."""
+        return await self.context.image(place)
+
     def chat(
         self,
         prompt: RolloutTask | str | Sequence[Any],
@@ -54,7 +60,7 @@ class RolloutEngine:
                 change what follows its prompt, which is there already.
 
         Raises:
-            SchemaError: an empty prompt.
+            SchemaError: an empty prompt, or one with an image.
             ConfigError: the chat template refuses the messages, or reads no such variable.
         """
         task = self.context.task
@@ -67,6 +73,9 @@ class RolloutEngine:
                 opening = _messages(prompt.prompt)
         elif isinstance(prompt, str) or (prompt and isinstance(prompt[0], Mapping)):
             opening = _messages(prompt)
+            if has_image_parts(opening):
+                hint = "send it to what looks at images, and write into the prompt what that says"
+                raise SchemaError("expected messages of texts, got an image: no engine looks at images", hint=hint)
             prompt_ids = self._format.opening(opening, tools, given)
         else:
             prompt_ids = prompt

@@ -27,6 +27,7 @@ from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import samples_of
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.grading import ask_for_rewards
+from streamrl.producers.images import TaskImages
 from streamrl.producers.protocol import Claim, Failure, Producer
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
@@ -256,6 +257,7 @@ def _roll_out(
             store=partial(checkpoints.save, task.index),
             attempts=await attempts.load(task.index) if again else 0,
             died=partial(attempts.add, task.index),
+            images=TaskImages(worker.bus.sample_blobs, task) if task.images else None,
         )
         group = await runner.run(task, keeping=keeping)
         samples = samples_of(task, group.episodes, producer=worker.name, more=claim.told)

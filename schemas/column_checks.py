@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import SCALARS, TURNS
+from streamrl.schemas.columns import IMAGES, SCALARS, TURNS
+from streamrl.schemas.images import MEDIA_TYPES
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status, is_agent
 from streamrl.schemas.tasks import FORMER_FIELDS, Sampling, turn_sampling
@@ -143,6 +144,8 @@ def optional_problem(b: SampleBatch) -> str:
                 ref["name"] and _SHA256.fullmatch(ref["sha256"] or "") and _least(0, ref["start_row"]) and _least(0, ref["num_rows"])
             ):
                 return f"expected a name, a SHA-256 in hex, and rows of at least 0 in {name}, got {ref}"
+    if any(name.startswith("image_") for name in names) and (problem := _images_problem(b)):
+        return problem
     if not all([np.isfinite(b.scalars(name)).all() for name in SCALARS if name in names]):
         return "expected finite times"
     if not all(value is not None and math.isfinite(value) for row in b.optional("counters") or () for _, value in row or ()):
@@ -152,6 +155,22 @@ def optional_problem(b: SampleBatch) -> str:
 
 def _least(bound: int, value: int | None) -> bool:
     return value is not None and value >= bound
+
+
+def _images_problem(b: SampleBatch) -> str:
+    refs = b.optional("images") or [None] * b.num_rows
+    columns = [b.optional(f"image_{name}") or [None] * b.num_rows for name in IMAGES]
+    for ref, *lists in zip(refs, *columns, strict=True):
+        rows = 0 if ref is None else ref["num_rows"]
+        if any(values is not None for values in lists) and not (
+            rows and all(values is not None and len(values) == rows for values in lists) and all(map(_is_image, *lists))
+        ):
+            return f"expected a SHA-256 in hex, a media type and a number of bytes for each of {rows} images, got {lists}"[:400]
+    return ""
+
+
+def _is_image(sha256: str | None, media_type: str | None, num_bytes: int | None) -> bool:
+    return bool(_SHA256.fullmatch(sha256 or "")) and media_type in MEDIA_TYPES and _least(1, num_bytes)
 
 
 def _turns_problem(b: SampleBatch) -> str:

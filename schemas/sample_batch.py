@@ -15,8 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import OPTIONAL, SCALARS, TURNS, arrow_schema, canonical
-from streamrl.schemas.samples import BlobRef, Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan
+from streamrl.schemas.blobs import BlobRef
+from streamrl.schemas.columns import IMAGES, OPTIONAL, SCALARS, TURNS, arrow_schema, canonical
+from streamrl.schemas.images import Image
+from streamrl.schemas.samples import Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling, turn_sampling
 from streamrl.schemas.versions import Version
 
@@ -358,6 +360,8 @@ def _more(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("routed_experts", "images"):
         if values.get(name) is not None:
             found[name] = BlobRef(**values[name])
+    if values.get("image_sha256") is not None:
+        found["image_rows"] = tuple(map(Image, *(values[f"image_{name}"] for name in IMAGES)))
     for name in SCALARS:
         if values.get(name) is not None:
             found[name] = values[name]

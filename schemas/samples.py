@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.schemas.blobs import BlobRef
+from streamrl.schemas.images import Image
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 
@@ -46,16 +48,6 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
     length: int
     version: Version | None
-
-
-class BlobRef(msgspec.Struct, frozen=True):
-    """A slice of rows of a blob: large columns (routed experts, images) stay out of the stream."""
-
-    name: str
-    sha256: str
-    """Of the whole blob, hex."""
-    start_row: int = 0
-    num_rows: int = 0
 
 
 def is_turn_temperature(value: float) -> bool:
@@ -180,7 +172,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: BlobRef | None = None
     """A row for each token."""
     images: BlobRef | None = None
-    """A row for each image, in order."""
+    """A row for each image of its task's row, in order. Its tokens were sampled without them: no engine looks at images."""
+    image_rows: tuple[Image, ...] = ()
+    """What these rows hold."""
     counters: dict[str, float] = {}
     """Counts of the engine over the calls of its turns, such as cached or drafted tokens, by their names in `streamrl.engines.extras`."""
     agent: str = ""

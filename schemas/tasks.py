@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from streamrl.errors import SchemaError
+from streamrl.schemas.blobs import BlobRef
+from streamrl.schemas.images import Image
 
 MOST_STOPS = 32
 """Stop strings of a request."""
@@ -221,6 +223,15 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """The row's own reward, in place of the run's; not on the wire when unset."""
     refused: Refused | msgspec.UnsetType = msgspec.UNSET
     """Set where there is nothing to roll out: whoever claims the task stores its end. Not on the wire when unset."""
+    image_blob: BlobRef | msgspec.UnsetType = msgspec.UNSET
+    """Where the feeder has stored the images of the row, before the task: a row for each. Not on the wire when unset."""
+    image_rows: tuple[Image, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What these rows hold; not on the wire when unset."""
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The row's images, whose bytes a producer has of its engine: `await engine.image(0)`."""
+        return () if isinstance(self.image_rows, msgspec.UnsetType) else self.image_rows
 
 
 def on_the_wire(task: RolloutTask) -> dict[str, Any]:

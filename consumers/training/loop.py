@@ -24,6 +24,7 @@ from functools import partial
 from typing import Protocol
 
 from streamrl.bus.protocol import Bus
+from streamrl.config.data import has_images
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.budget import lower_budget, read_budget
@@ -182,7 +183,7 @@ class LiveTrainer:
             gaps=[gap for _, gap in sorted(ledger.gaps.items())],
             effects=self._take_effects,
             waiting=partial(self._wait, saver),
-            blobs=sample_blobs(self.bus, call.loop, self._routing, self.config),
+            blobs=sample_blobs(self.bus, call.loop, self._routing, self.config, images=has_images(self.config.data)),
             lost=lambda group, rollout, why: call(publish_blob_missing(self.bus, self.subjects, group, rollout, why)),
         )
         logger.info("event=training version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)

@@ -58,8 +58,8 @@ class HeldMessages:
         if self._blobs is not None:
             self._blobs.keep(self.messages.values())
 
-    def missing(self, batch: Batch) -> list[tuple[PendingTask, int, str]]:
-        """Rollouts of a batch that cannot be trained on for want of what they keep beside them, and why."""
+    def missing(self, batch: Batch, *, again: bool = False) -> list[tuple[PendingTask, int, str]]:
+        """Rollouts of a batch that cannot be trained on for want of what they keep beside them, and why; `again`: see `SampleBlobs`."""
         found: list[tuple[PendingTask, int, str]] = []
         if self._blobs is None:
             return found
@@ -67,18 +67,18 @@ class HeldMessages:
             self._blobs.want(self.messages[sequence], now=True)
         for group in batch.groups:
             for sequence in {pending.sequence for pending in group.rollouts.values()}:
-                problems = self._blobs.problems(self.messages[sequence])
+                problems = self._blobs.problems(self.messages[sequence], again=again)
                 found += [(group, k, why) for k, why in problems.items() if k in group.rollouts and group.rollouts[k].sequence == sequence]
         return found
 
     def assemble(self, batch: Batch, state: FoldState, config: FoldConfig) -> TrainBatch:
         """A batch of what is held; raises SchemaError where a blob of its rollouts cannot be used."""
-        for group, rollout, why in self.missing(batch):
+        for group, rollout, why in self.missing(batch, again=True):
             raise SchemaError(
                 f"version {state.version.number + 1} cannot be trained again, rollout {rollout} of task {group.task} lacks {why}",
                 hint="its blobs were trimmed with their samples, or lost: go on from a later version",
             )
-        return assemble(batch, self.messages, state, config, None if self._blobs is None else self._blobs.routed)
+        return assemble(batch, self.messages, state, config, None if self._blobs is None else self._blobs.replayed)
 
     def _want(self, samples: SampleBatch) -> None:
         if self._blobs is not None:

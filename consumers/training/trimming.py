@@ -2,7 +2,8 @@
 
 A blob goes before the message that names it, so that a crash between leaves a message whose blobs are removed again. It goes with the first
 message of its task, a tombstone too: so what a producer stored and died before it could name goes as well. Where a checkpoint holds the
-message itself, it stays until no checkpoint does (`release`).
+message itself, it stays until no checkpoint does (`release`). Images go when all tasks of their window have ended, and neither the stream
+nor a checkpoint has a message of one of them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Set
+from typing import NamedTuple
 
 from msgspec import UnsetType
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import read_key, stretch
 from streamrl.errors import BusError
-from streamrl.schemas.control import Position
-from streamrl.schemas.subjects import HEADER_TASK, PREFIX_POSITIONS, SAMPLES
+from streamrl.schemas.control import Grant, Position
+from streamrl.schemas.images import window_named
+from streamrl.schemas.subjects import HEADER_TASK, KEY_GRANTED, PREFIX_POSITIONS, SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +33,33 @@ ORPHAN_S = 300.0
 """Parts of a blob to which nothing was added for so long are of a producer that was killed; looked for as often."""
 
 
+class _Place(NamedTuple):
+    """Where the sample stream and its run stand."""
+
+    first: int = 0
+    last: int = 0
+    first_open: int = 0
+
+
 async def keep_trimmed(bus: Bus) -> None:
     """Trim again and again, for ever, while the run's trainer lives.
 
     A trainer trims with its checkpoints, but once a tap's position has let the stream fill up there are no more steps and no checkpoints:
-    then it is this that notices that the tap has moved on, or has lapsed.
+    then it is this that notices that the tap has moved on, or has lapsed. And when all stands still and waits for room, it looks for images
+    whose tasks the grant did not say yet to have ended when the stream was trimmed last.
     """
     swept_s = time.monotonic()
+    before = looked = _Place()
     while True:
         await asyncio.sleep(TRIM_EVERY_S)
         try:
-            await trim_if_full(bus, warn=False)
+            if await trim_if_full(bus, warn=False):
+                state = await bus.state(SAMPLES)
+                now = _Place(state.first, state.last, await _first_open(bus))
+                if now == before != looked:
+                    await _retire_images(bus, state.first - 1, state.last)
+                    looked = now
+                before = now
             if time.monotonic() - swept_s > ORPHAN_S:
                 swept_s = time.monotonic()
                 await bus.sample_blobs.sweep(ORPHAN_S)
@@ -86,6 +105,7 @@ async def trim_if_full(bus: Bus, *, warn: bool = True) -> bool:
     through = min((await read_positions(bus)).values(), default=1) - 1
     if through >= state.first:
         await _retire_blobs(bus, state.first, through)
+        await _retire_images(bus, through, state.last)
         await bus.trim(SAMPLES, through=through)
         logger.info("event=samples_trimmed through=%d bytes=%d", through, state.bytes)
         return await nearly_full(bus)
@@ -119,8 +139,35 @@ async def _remove_blobs(bus: Bus, tasks: Set[str]) -> None:
     """Of these tasks, but for those whose messages a checkpoint holds."""
     if not tasks:
         return
-    positions = [await read_key(bus.kv, key, Position) for key in await bus.kv.keys(PREFIX_POSITIONS)]
-    kept = {str(task) for one in positions if one is not None and not isinstance(one.carried, UnsetType) for task in one.carried}
+    kept = {str(task) for task in await _carried(bus)}
     for name in await bus.sample_blobs.names():
         if name.partition("/")[0] in tasks - kept:
             await bus.sample_blobs.delete(name)
+
+
+async def _retire_images(bus: Bus, through: int, last: int) -> None:
+    """Remove the images of windows of which nothing is left but messages that are about to go."""
+    first_open = await _first_open(bus)
+    windows = {name: window for name in await bus.sample_blobs.names() if (window := window_named(name)) and window[1] < first_open}
+    if not windows:
+        return
+    kept = await _carried(bus)
+    async for message in stretch(bus, SAMPLES, first=through + 1, last=last):
+        task = message.headers.get(HEADER_TASK, "")
+        if task.isdecimal() and len(task) <= 18:
+            kept.add(int(task))
+    for name, (first, end) in windows.items():
+        if not any(first <= task <= end for task in kept):
+            await bus.sample_blobs.delete(name)
+
+
+async def _first_open(bus: Bus) -> int:
+    """All tasks below it have ended, as the grant says."""
+    grant = await read_key(bus.kv, KEY_GRANTED, Grant)
+    return 0 if grant is None or isinstance(grant.first_open, UnsetType) else grant.first_open
+
+
+async def _carried(bus: Bus) -> set[int]:
+    """Tasks whose messages a checkpoint holds."""
+    positions = [await read_key(bus.kv, key, Position) for key in await bus.kv.keys(PREFIX_POSITIONS)]
+    return {task for one in positions if one is not None and not isinstance(one.carried, UnsetType) for task in one.carried}

@@ -12,8 +12,8 @@ import msgspec
 
 from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT, counters_of
 from streamrl.engines.protocol import Chunk, Engine
-from streamrl.errors import EngineError, SchemaError
-from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Problem, Returned, Save, Told
+from streamrl.errors import EngineError, NotFound, SchemaError
+from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Look, Problem, Returned, Save, Told
 from streamrl.producers.episode import Episode, Origin, Segment
 from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.samples import LogprobMode, VersionSpan
@@ -94,6 +94,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 Store = Callable[[int, bytes, Sequence[Recorded]], Awaitable[None]]
 """Stores (rollout, data, what the call has recorded)."""
+Images = Callable[[int], Awaitable[bytes]]
+"""Reads an image of the task's row by its place."""
 
 
 class Call:
@@ -107,6 +109,7 @@ class Call:
         send: to its child.
         store: for its checkpoints; None: they are not kept.
         turns: recorded in a child before this one.
+        images: of the task's row; None: there are none.
     """
 
     TIMEOUT = "timeout"
@@ -121,6 +124,7 @@ class Call:
         send: Callable[[Told], None],
         store: Store | None = None,
         turns: Sequence[Recorded] = (),
+        images: Images | None = None,
     ) -> None:
         self.number = number
         self.task = task
@@ -138,6 +142,7 @@ class Call:
         self._engine = engine
         self._send = send
         self._store = store
+        self._images = images
         self._idle_s = 0.0
         self._total_s = 0.0
         self._waits: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -178,7 +183,7 @@ class Call:
         if not self.done.done():
             self.done.set_result(self.TIMEOUT if self.expired else result)
 
-    def ask(self, frame: Ask | Save | Abort | Info) -> None:
+    def ask(self, frame: Ask | Save | Abort | Info | Look) -> None:
         """Do what user code asks for, and answer it."""
         if isinstance(frame, Ask):
             key, work = ("turn", frame.turn), self._generate(frame)
@@ -224,22 +229,26 @@ class Call:
         else:
             self._send(Given(self.number, frame.turn))
 
-    async def _answer(self, frame: Save | Abort | Info) -> None:
-        info = None
+    async def _answer(self, frame: Save | Abort | Info | Look) -> None:
+        info = image = None
         try:
             if isinstance(frame, Save):
                 if self._store is not None:
                     await self._store(frame.rollout, frame.data, [self.turns[turn] for turn in sorted(self.turns)])
+            elif isinstance(frame, Look):
+                if self._images is None:
+                    raise SchemaError("the task has no images")
+                image = await self._images(frame.place)
             elif self._engine is None:
                 raise EngineError("a reward has no engine to ask")
             elif isinstance(frame, Abort):
                 await self._engine.abort(frame.request_id)
             else:
                 info = await self._engine.info()
-        except (EngineError, SchemaError) as error:
+        except (EngineError, SchemaError, NotFound) as error:
             self._send(Answer(self.number, frame.number, problem=Problem.of(error)))
         else:
-            self._send(Answer(self.number, frame.number, info=info))
+            self._send(Answer(self.number, frame.number, info=info, image=image))
 
     def episode(self, returned: Returned) -> Episode:
         """What a child returned, with tokens, log-probs and versions of the model's turns as they were recorded here.

@@ -217,18 +217,7 @@ class Child:
             case _:
                 self._of_call(frame)
 
-    def _of_call(
-        self,
-        frame: frames.Began
-        | frames.Waits
-        | frames.Ask
-        | frames.Hush
-        | frames.Save
-        | frames.Abort
-        | frames.Info
-        | frames.Ended
-        | frames.Scored,
-    ) -> None:
+    def _of_call(self, frame: frames.OfCall) -> None:
         call = self._calls.get(frame.call)
         if isinstance(frame, frames.Scored) and frame.worn:
             self.worn = True

@@ -117,12 +117,13 @@ class Given(Told, frozen=True):
 
 
 class Answer(Told, frozen=True):
-    """Of a `Save`, `Abort` or `Info`."""
+    """Of a `Save`, `Abort`, `Info` or `Look`."""
 
     call: int
     number: int
     problem: Problem | None = None
     info: EngineInfo | None = None
+    image: bytes | None = None
 
 
 class Ping(Told, frozen=True):
@@ -203,6 +204,14 @@ class Info(Said, frozen=True):
 
     call: int
     number: int
+
+
+class Look(Said, frozen=True):
+    """For an image of the task's row."""
+
+    call: int
+    number: int
+    place: int
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -294,7 +303,8 @@ class Line(Said, frozen=True):
 
 
 Down = Hello | RollOut | Score | Cancel | Given | Answer | Ping
-Up = Ready | Broken | Began | Waits | Ask | Hush | Save | Abort | Info | Ended | Scored | Pong | Held | Slow | Line
+OfCall = Began | Waits | Ask | Hush | Save | Abort | Info | Look | Ended | Scored
+Up = Ready | Broken | OfCall | Pong | Held | Slow | Line
 
 _encoder = msgspec.msgpack.Encoder()
 down_decoder = msgspec.msgpack.Decoder(Down)

@@ -129,6 +129,7 @@ class Host:
             tool_calls=self._hello.tool_calls,
             resumes=begin.resumes,
             store=asking.store,
+            images=asking.image,
         )
         if begin.rollout is not None:
             context = context.for_rollout(begin.rollout)

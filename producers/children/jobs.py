@@ -20,7 +20,7 @@ import msgspec
 from streamrl.engines.protocol import Engine
 from streamrl.errors import EngineError, SchemaError
 from streamrl.producers.children import frames
-from streamrl.producers.children.calls import Call, Recorded
+from streamrl.producers.children.calls import Call, Images, Recorded
 from streamrl.producers.children.child import Child
 from streamrl.producers.children.pool import Children
 from streamrl.producers.children.saved import pack, unpack
@@ -51,10 +51,12 @@ class Keeping(msgspec.Struct, frozen=True):
     """Children that have died of it alone, in earlier deliveries."""
     died: Callable[[], Awaitable[int]] | None = None
     """Counts one more, and says how many there are now."""
+    images: Images | None = None
+    """Reads the images of its row; None: it has none."""
 
 
 NOTHING = Keeping()
-"""For tasks that are not on the bus."""
+"""For tasks that are not on the bus, and have no images."""
 
 
 class Job:
@@ -146,7 +148,8 @@ class Job:
             def make(number: int, turns: Sequence[Recorded] = turns) -> Call:
                 store = self._store if self._keeping.store is not None else None
                 limits, task = self._children.limits, self._task.index
-                return Call(number, limits, task=task, engine=self._engine, send=child.send, store=store, turns=turns)
+                images = self._keeping.images
+                return Call(number, limits, task=task, engine=self._engine, send=child.send, store=store, turns=turns, images=images)
 
             begun = tuple(turn.part(0, len(turn.token_ids)) for turn in turns)
             call = child.begin(

@@ -113,6 +113,13 @@ class Asking:
             raise EngineError("expected an engine's state, got none")
         return info
 
+    async def image(self, place: int) -> bytes:
+        """As `Context.images`."""
+        image = (await self._answered(lambda number: frames.Look(self.call, number, place))).image
+        if image is None:
+            raise EngineError("expected an image, got none")
+        return image
+
     async def store(self, rollout: int, data: bytes) -> None:
         """As `Context.store`."""
         await self._answered(lambda number: frames.Save(self.call, number, rollout, data))

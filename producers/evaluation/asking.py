@@ -19,7 +19,8 @@ from streamrl.config.slime import is_hook
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.problems import Problem, Problems
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, SchemaError
+from streamrl.producers.children.jobs import Keeping
 from streamrl.producers.episode import Episode, reward_of
 from streamrl.producers.evaluation.results import summarize
 from streamrl.producers.evaluation.store import ProblemRecord, SampleRecord, SetStore
@@ -79,6 +80,7 @@ def asked_digest(one: ProblemSet, rows: Problems, weights: str) -> str:
         *(data.reward_key, data.reward_options if data.reward_key else {}, data.max_prompt_tokens),
         *(config.model.max_len, config.run.seed),
         *([config.slime] if any(map(is_hook, named.values())) else []),
+        *((data.images_key, data.max_image_bytes) if data.images_key else ()),
     ]
     return hashlib.sha256(msgspec.json.encode(msgspec.to_builtins(told, str_keys=True), order="deterministic")).hexdigest()
 
@@ -111,7 +113,7 @@ async def evaluate(
     async def ask(problem: Problem) -> None:
         try:
             with counted():
-                record = _record(one, problem, await _ask(runner, _task(one, problem, number)))
+                record = _record(one, problem, await _ask(runner, _task(one, problem, number), problem))
             store.add(record)
             told(len(store.found), len(problems))
         finally:
@@ -151,15 +153,22 @@ def _task(one: ProblemSet, problem: Problem, number: int) -> RolloutTask:
         sampling=msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
         min_version=number,
         seed=task_seed(run_seed(config.run.name, config.run.seed), problem.row),
+        image_rows=tuple(one.image for one in problem.images) or msgspec.UNSET,
     )
 
 
-async def _ask(runner: GroupRunner, task: RolloutTask) -> Group:
+async def _ask(runner: GroupRunner, task: RolloutTask, problem: Problem) -> Group:
     """One problem's answers; when an engine goes away another one is asked, a few times, and then they count as failed."""
     failure = Failure(0)
+
+    async def image(place: int) -> bytes:
+        if not 0 <= place < len(problem.images):
+            raise SchemaError(f"expected the place of one of {len(problem.images)} images, from 0 on, got {place}")
+        return problem.images[place].data
+
     for attempt in range(_ATTEMPTS):
         try:
-            return await runner.run(task)
+            return await runner.run(task, keeping=Keeping(images=image))
         except EngineError as error:
             logger.warning("event=problem_retried row=%d attempt=%d error=%s", task.row, attempt + 1, error.message)
             failure = Failure(0, "failed", f"engine: {error.message}")

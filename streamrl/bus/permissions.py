@@ -11,7 +11,8 @@
 |           |                                                                  | turns                      |                              |
 | engine    | presence of engines, pins, events `weights` and `engine`         | weights, blobs             |                              |
 | rewarder  | rewards, tombstones, `stalled`                                   | events                     | claims requests for rewards  |
-| feeder    | tasks, keys `data` and `mixture`, events `stalled`, `resumed`    | queued tasks, ledger       |                              |
+| feeder    | tasks and their images, keys `data` and `mixture`, events        | queued tasks, ledger       |                              |
+|           | `stalled`, `resumed`                                             |                            |                              |
 | evaluator | event `evaluation`, pins                                         | ledger, events             |                              |
 | reader    | nothing                                                          | everything but tasks       |                              |
 
@@ -79,13 +80,13 @@ def allowed(role: str, run: str) -> Rights:
     worker = [f"{run}.metrics.*", f"$KV.{run}.presence.workers.*"]
     stalls = [f"{run}.events.stalled", f"{run}.events.resumed"]
     of_tasks = [f"$KV.{run}.checkpoints.*.*", f"$KV.{run}.attempts.*"]  # the trainer's reaper removes them
+    stores_beside = [f"$O.{bucket}.C.*", f"$O.{bucket}.M.*"]
     produces = [
         *worker,
         *stalls,
         *(f"{run}.{subject}" for subject in ("samples.*", "tombstones.*", "rewards", "grading.*")),
         *of_tasks,
-        f"$O.{bucket}.C.*",
-        f"$O.{bucket}.M.*",
+        *stores_beside,
         f"{API}.CONSUMER.INFO.{tasks}.*",
         f"$JS.ACK.{tasks}.>",
     ]
@@ -131,6 +132,9 @@ def allowed(role: str, run: str) -> Rights:
             f"{run}.tasks.*",
             f"{API}.STREAM.INFO.{tasks}",
             f"{API}.STREAM.MSG.GET.{tasks}",
+            *stores_beside,
+            f"{API}.STREAM.INFO.{beside}",
+            f"{API}.STREAM.MSG.GET.{beside}",
         ],
         "evaluator": [*worker, f"{run}.events.evaluation", f"$KV.{run}.pins.*.*.*"],
         READER: [f"{API}.STREAM.INFO.{tasks}", f"{API}.STREAM.INFO.{grading}"],

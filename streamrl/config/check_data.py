@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 import re
 
-from streamrl.config.data import data_sets
-from streamrl.config.environments import VERIFIERS
+from streamrl.config.data import data_sets, has_images
+from streamrl.config.environments import VERIFIERS, split
 from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config, refuse
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def check_data(config: Config) -> None:
-    """Raise ConfigError for sources that are none, variables of a chat template that is not used, conversations that nobody trains on."""
+def check_data(config: Config, *, asked: bool = False) -> None:
+    """Raise ConfigError for sources that are none, variables of a chat template that is not used, what nobody trains on or looks at.
+
+    With `asked` it is the configuration of problems that are asked, not of rows that are trained on.
+    """
     _check_sources(config)
+    if bool(config.data.images_key) if asked else has_images(config.data):
+        _check_images(config)
     conversations = any(one.messages_key for _, one in data_sets(config.data))
     refuse(
         conversations and config.run.kind != "sft",
@@ -36,6 +41,34 @@ def check_data(config: Config) -> None:
             hint="leave it out, or use the chat template",
             key=f"data.{key}",
         )
+
+
+def _check_images(config: Config) -> None:
+    refuse(
+        config.run.kind != "rl",
+        f"data.images_key is for run.kind = rl, got it with run.kind = {config.run.kind}: nothing is trained on images",
+        hint="leave it out",
+        key="data.images_key",
+    )
+    refuse(
+        config.data.reading == "whole",
+        "images are read when their row's turn comes, got data.images_key with data.reading = whole",
+        hint="leave data.reading out",
+        key="data.reading",
+    )
+    refuse(
+        config.gateway.workers > 0,
+        f"data.images_key is for producer functions, got gateway.workers = {config.gateway.workers}, whose agents are given no images",
+        hint="leave data.images_key or the gateway out",
+        key="gateway.workers",
+    )
+    function = config.producer.function
+    refuse(
+        not any(mark in function for mark in ".:") or bool(split(function)[0]),
+        f"data.images_key needs a producer function that looks at images, got producer.function = {function}: no engine does",
+        hint="write one that asks for them with `await engine.image(0)` (docs/data.md), or leave data.images_key out",
+        key="producer.function",
+    )
 
 
 def _check_sources(config: Config) -> None:

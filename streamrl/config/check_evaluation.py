@@ -34,7 +34,7 @@ def check_evaluation(config: Config) -> None:
 def _check_set(config: Config, one: ProblemSet) -> None:
     key = one.key.partition("[")[0]
     check_drawn(config, one.sampling, f"{one.key}.sampling" if key != one.key else "evaluation.sampling", trained=False)
-    check_data(one.config)
+    check_data(one.config, asked=True)
     refuse(
         one.config.data.max_prompt_tokens >= config.model.max_len,
         f"{one.key}: prompts of up to {one.config.data.max_prompt_tokens} tokens leave no room for an answer within model.max_len = "

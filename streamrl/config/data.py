@@ -39,6 +39,13 @@ class DataConfig(Section, frozen=True, kw_only=True):
     Empty: all have the run's."""
     reward_options: dict[str, dict[str, Any]] = {}
     """By kind, options of the rewards that rows name, under those of the row itself; an address, a key and an isolation only here."""
+    images_key: str = ""
+    """Field with the row's images, for producer functions (docs/data.md): a path, bytes, a data URL, or a list of them; parts of messages
+    may be images too. Null: the row has none. Empty: no row has."""
+    images_folder: str = ""
+    """Folder that paths of images begin in, and may not leave. Empty: that of the rows."""
+    max_image_bytes: PositiveInt = 16_000_000
+    """Bytes of all images of a row; tasks of rows with more end as `row_broken`."""
     sampling_key: str = ""
     """Field with a table of `sampling` fields for the row's own tasks, put over `sampling` (over `evaluation.sampling` in an evaluation);
     empty: none."""
@@ -68,3 +75,8 @@ def data_sets(data: DataConfig) -> list[tuple[str, DataConfig]]:
     own = [name for name in SourceConfig.__struct_fields__ if name not in ("name", "weight")]
     given = [{key: getattr(one, key) for key in own if getattr(one, key) is not None} for one in data.sources]
     return [(one.name, replace(data, sources=(), **keys)) for one, keys in zip(data.sources, given, strict=True)]
+
+
+def has_images(data: DataConfig) -> bool:
+    """Whether rows of some set of training rows may have images."""
+    return any(one.images_key for _, one in data_sets(data))

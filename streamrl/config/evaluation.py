@@ -51,6 +51,8 @@ class EvaluationSetConfig(Section, frozen=True, kw_only=True):
     """Field with tool definitions for the chat template; empty: none."""
     reward_key: str | None = None
     """Field with the row's own reward, as `data.reward_key`; empty: none. Without it a set with a reward of its own has none either."""
+    images_key: str | None = None
+    """Field with the row's images, as `data.images_key`; empty: none."""
     sampling_key: str | None = None
     """Field with a table of `sampling` fields for the row's own task; empty: none."""
     chat_template_kwargs: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ from streamrl.schemas.tasks import Sampling, turn_sampling
 HELDOUT = "heldout"
 """Name of the set that `data.heldout` is."""
 _DATA_KEYS = (
-    *("prompt_key", "label_key", "metadata_key", "tools_key", "reward_key", "sampling_key"),
+    *("prompt_key", "label_key", "metadata_key", "tools_key", "reward_key", "images_key", "sampling_key"),
     *("chat_template_kwargs", "max_prompt_tokens"),
 )
 

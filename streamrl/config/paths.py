@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError
 
 DATASETS = ("data.train", "data.heldout")
 """`path` or `path@[a:b]`."""
-DIRECTORIES = ("model.path", "loss.kl.reference", "loss.critic.path", "loss.distillation.teacher")
+DIRECTORIES = ("model.path", "data.images_folder", "loss.kl.reference", "loss.critic.path", "loss.distillation.teacher")
 FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_file")
 EXECUTABLES = ("engine.sglang.python", "producer.python")
 """A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""

@@ -24,6 +24,8 @@ class SourceConfig(Section, frozen=True, kw_only=True):
     """`data.metadata_key` of this set, where it has another."""
     tools_key: str | None = None
     """`data.tools_key` of this set, where it has another."""
+    images_key: str | None = None
+    """`data.images_key` of this set, where it has another; empty: its rows have no images."""
     sampling_key: str | None = None
     """`data.sampling_key` of this set, where it has another."""
     chat_template_kwargs_key: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from streamrl.config.row_rewards import row_reward
 from streamrl.config.tree import DataConfig
 from streamrl.data.conversations import split
+from streamrl.data.images import ImageReader, RowImage, has_image_parts
 from streamrl.data.order import row_of
 from streamrl.data.rows import BadRows, digest, open_rows
 from streamrl.data.tokenizer import Tokenizer
@@ -45,6 +47,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `Sampling` for this row, checked one by one."""
     reward: RewardSpec | msgspec.UnsetType = msgspec.UNSET
     """The row's own, where it has one."""
+    images: tuple[RowImage, ...] = ()
 
 
 class Unusable(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +185,7 @@ def read_problem(row: dict[str, Any], config: DataConfig, *, row_number: int, li
         return _wrong(row, config, option, expected, path, line)
 
     prompt, label = (_conversation if config.messages_key else _prompt)(row, config, wrong)
+    prompt, images = _images(row, prompt, config, wrong, path, line)
     metadata = (row.get(config.metadata_key) if config.metadata_key else None) or {}
     if not isinstance(metadata, dict):
         raise wrong("metadata_key", "a table")
@@ -205,6 +209,7 @@ def read_problem(row: dict[str, Any], config: DataConfig, *, row_number: int, li
         chat_template_kwargs=given or msgspec.UNSET,
         sampling=_sampling({name: value for name, value in said.items() if value is not None}, config, path, line),
         reward=_reward(row, config, path, line),
+        images=images,
     )
 
 
@@ -234,6 +239,29 @@ def _conversation(row: dict[str, Any], config: DataConfig, wrong: Wrong) -> tupl
     if not head or not answer:
         raise wrong("messages_key", "a message for the assistant and a turn of the assistant's after it")
     return head, answer
+
+
+def _images(row: dict[str, Any], prompt: Any, config: DataConfig, wrong: Wrong, path: str, line: int) -> tuple[Any, tuple[RowImage, ...]]:
+    """The prompt as a text or messages of texts, and the row's images."""
+    key, in_parts = config.images_key, has_image_parts(prompt)
+    if not key and not in_parts:
+        return prompt, ()
+    if key and key not in row and not in_parts:
+        raise wrong("images_key", "images, or null for none,")
+    try:
+        if not key:
+            raise DataError("expected messages without images, got one", hint="set data.images_key where a producer function looks at them")
+        folder = Path(config.images_folder or path)
+        reader = ImageReader(folder if folder.is_dir() else folder.parent, config.max_image_bytes)
+        return reader.read(row.get(key), prompt)
+    except DataError as error:
+        raise DataError(
+            f"{error.message}, at {path} line {line}",
+            hint=error.hint or "mend the row; docs/data.md says how rows have images",
+            path=path,
+            line=line,
+            key="data.images_key",
+        ) from error
 
 
 def _sampling(said: dict[str, Any], config: DataConfig, path: str, line: int) -> dict[str, Any]:

@@ -35,7 +35,9 @@ _LONGEST_DETAIL = 500
 _LARGEST_TASK = 4 << 20
 """Bytes of a row's values on the wire."""
 _TRIED = 256
-"""Rows that are looked at before a run starts."""
+"""Rows that are looked at before a run starts, and"""
+_WITH_IMAGES = 16
+"""at once: each may have `data.max_image_bytes`."""
 _HOPELESS_ROWS = 1000
 _HOPELESS_SHARE = 0.95
 
@@ -155,8 +157,9 @@ def try_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_size: in
     found: list[tuple[str, list[Unusable], int]] = []
     for name, data in data_sets(config.data):
         rows = open_first(data.train, kept, _TRIED)
-        tried = _streamed(rows, data, config, tokenizer, vocab_size).take(range(min(_TRIED, len(rows))))
-        unusable = [one for one in tried if isinstance(one, Unusable)]
+        problems, tried = _streamed(rows, data, config, tokenizer, vocab_size), range(min(_TRIED, len(rows)))
+        read = (problems.take(tried[first : first + _WITH_IMAGES]) for first in range(0, len(tried), _WITH_IMAGES))
+        unusable = [one for some in read for one in some if isinstance(one, Unusable)]
         if len(unusable) == len(tried):
             raise _hopeless(unusable[0], len(unusable), len(tried))
         found.append((name, unusable, len(tried)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.permissions import READER
 from streamrl.config.code import rollout_code
+from streamrl.config.data import has_images
 from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config
@@ -61,7 +62,9 @@ def check_budgets(config: Config) -> Check:
     """Whether the disk holds what the bus may store; the rest of a run directory is checkpoints, logs and keys."""
     if config.bus.url:
         return Check("budgets", "ok", "the log is on the cluster's disks")
-    wanted = config.bus.samples_bytes + config.bus.blobs_bytes + config.bus.sample_blobs_bytes * config.trainer.routing_replay
+    wanted = config.bus.samples_bytes + config.bus.blobs_bytes
+    if config.trainer.routing_replay or has_images(config.data):
+        wanted += config.bus.sample_blobs_bytes
     place, free = _room(config)
     found = f"samples and blobs may take {wanted / GIBIBYTE:.1f} GB, {free / GIBIBYTE:.1f} GB are free at {place}"
     if wanted > free:

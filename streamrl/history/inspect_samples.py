@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from streamrl.history.trace_life import Life, counted
+from streamrl.history.trace_life import Life, counted, images_text
 from streamrl.history.trace_text import WIDTH, printable
+from streamrl.schemas.images import Image
 from streamrl.schemas.samples import Sample
 
 Decode = Callable[[Sequence[int]], str]
@@ -65,6 +66,8 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any]
     label: Any
     metadata: dict[str, Any]
+    images: tuple[Image, ...] = ()
+    """Of its task's row; its tokens were sampled without them."""
     prompt: str
     answer: str
     """What follows the prompt, the environment's part of it too."""
@@ -108,6 +111,7 @@ def show(sample: Sample, sequence: int, decode: Decode, *, life: Life | None = N
         sampling=msgspec.to_builtins(sample.sampling, str_keys=True),
         label=sample.label,
         metadata=sample.metadata,
+        images=sample.image_rows,
         prompt=decode(sample.tokens[:prompt].tolist()),
         answer=decode(sample.tokens[prompt:].tolist()),
         pieces=pieces,
@@ -174,6 +178,7 @@ def sample_text(one: Shown) -> str:
     lines += textwrap.wrap(f"engine: {counts}", WIDTH, initial_indent="  ", subsequent_indent="  ") if counts else []
     lines += [] if one.label is None else _folded("  label   ", str(one.label))
     lines += [] if not one.metadata else _folded("  metadata ", msgspec.json.encode(one.metadata).decode())
+    lines += textwrap.wrap(images_text(one.images), WIDTH, initial_indent="  ", subsequent_indent="  ") if one.images else []
     lines += ["", "  VERSION  MASK  TEXT"]
     for piece in one.pieces:
         lines += _folded(f"  {piece.version or '-':8} {'1' if piece.trained else '.':4}  ", piece.text)

@@ -39,6 +39,7 @@ from streamrl.history.replay_log import read_initial_digest
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunRecord
+from streamrl.schemas.images import window_named
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
@@ -168,7 +169,9 @@ async def _write_ledger(bus: Log, facts: StreamFacts, directory: Path, subject: 
 
 
 def blob_path(recording: Path, name: str, folder: str = BLOBS) -> Path:
-    """Where a recording keeps a blob."""
+    """Where a recording keeps a blob; images of one row are kept once, whatever the window of their tasks."""
+    if window_named(name):
+        return recording / folder / name.rpartition("/")[2]
     return recording / folder / name.replace("/", "~")
 
 
@@ -191,6 +194,8 @@ async def _write_samples(bus: Log, facts: StreamFacts, directory: Path) -> int:
 
 async def _copy_blob(bus: Log, name: str, path: Path) -> None:
     """One that is gone is left out: its rollout ended for that, or its group was dropped before anybody asked for it."""
+    if window_named(name) and await asyncio.to_thread(path.is_file):
+        return
     try:
         body = await bus.sample_blobs.get(name)
         await asyncio.to_thread(path.parent.mkdir, exist_ok=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+from streamrl.schemas.images import Image
 
 
 class Tokens(msgspec.Struct, frozen=True):
@@ -57,6 +61,8 @@ class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     trained_tokens: int
     """With a loss mask of 1."""
+    images: tuple[Image, ...] = ()
+    """Of its task's row; its tokens were sampled without them."""
     status: str
     agent: str = ""
     """Whose own reward it is trained on; empty: it is the rollout's."""
@@ -124,6 +130,11 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     rollouts: tuple[RolloutLife, ...]
     notes: tuple[str, ...]
     """What the log does not have."""
+
+
+def images_text(images: Sequence[Image]) -> str:
+    """Number, types and sizes of a sample's images."""
+    return f"{counted(len(images), 'image')}: {', '.join(f'{one.media_type} of {one.num_bytes} bytes' for one in images)}"
 
 
 def counted(number: int, what: str = "version") -> str:

@@ -211,6 +211,7 @@ def _sample(row: Sample, base: int | None) -> SampleLife:
         sample=row.sample,
         tokens=len(row.tokens),
         trained_tokens=int(row.loss_mask.sum()),
+        images=row.image_rows,
         status=row.status.value,
         agent=row.agent,
         reward=row.trained_reward,

@@ -6,7 +6,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 
-from streamrl.history.trace_life import Life, RolloutLife, SampleLife, TurnLife, counted
+from streamrl.history.trace_life import Life, RolloutLife, SampleLife, TurnLife, counted, images_text
 from streamrl.schemas.ledger import ranges
 
 WIDTH = 80
@@ -61,6 +61,8 @@ def _rollout(rollout: RolloutLife, start: float | None) -> Iterator[str]:
         name = f"sample {sample.sample}" if len(rollout.samples) > 1 else "sample"
         agent = f"agent {printable(sample.agent)}, " if sample.agent else ""
         yield from _row(name, f"{agent}{counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on; {sample.status}")
+        if sample.images:
+            yield from _row("images", images_text(sample.images))
         yield from _turns(sample, start)
         scored = f"{_after(sample.scored_s, start)}  " if sample.scored_s or sample.reward is not None else ""
         yield from _row("reward", f"{'' if sample.demonstration else scored}{reward}")

@@ -31,6 +31,7 @@ FREE_KEYS = (
     "model.path",
     "data.train",
     "data.heldout",
+    "data.images_folder",
     "tasks.max_deliveries",
     "producer",
     "slime.custom_generate_function_path",

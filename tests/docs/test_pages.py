@@ -55,7 +55,7 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("agents.md", "python"): 9,
         ("README.md", "python"): 2,
         ("algorithms.md", "python"): 2,  # the filter: tests/producers/children/test_filtering.py
-        ("data.md", "python"): 1,  # the curriculum
+        ("data.md", "python"): 3,  # the curriculum; images: tests/loop/test_images_run.py
         ("gpu.md", "python"): 1,
         ("gateway.md", "python"): 1,  # tests/gateway/test_sdk.py
         ("dead-letters.md", "python"): 1,

@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from streamrl.schemas.blobs import BlobRef
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import (
     DataRecord,
@@ -28,6 +29,7 @@ from streamrl.schemas.control import (
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
+from streamrl.schemas.images import Image
 from streamrl.schemas.ledger import Choices, Drop, Gap, LedgerEntry, SourceTally, SpilledDrops, TrainedOn, Used
 from streamrl.schemas.samples import (
     EpochMark,
@@ -49,7 +51,7 @@ from streamrl.schemas.weights import (
     TensorSpec,
     WantedSlices,
 )
-from tests.golden.sample_rows import SAMPLING, agents_samples, claimed_samples, graded_samples, sampled_samples, samples
+from tests.golden.sample_rows import SAMPLING, agents_samples, claimed_samples, graded_samples, image_samples, sampled_samples, samples
 
 FOLDER = Path(__file__).parent
 
@@ -97,6 +99,13 @@ def records() -> dict[str, Any]:
             seed=123456789,
         ),
         "task-sampling": RolloutTask(run="golden", index=41, source="main", prompt_ids=(5, 6), sampling=SAMPLING),
+        "task-images": RolloutTask(
+            run="golden",
+            index=41,
+            source="main",
+            image_blob=BlobRef(f"0-63/{'cd' * 32}", "cd" * 32, 0, 1),
+            image_rows=(Image("ab" * 32, "image/png", 67),),
+        ),
         "task-refused": RolloutTask(run="golden", index=41, source="main", refused=Refused("row_broken", "line 3")),
         "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
         "tombstone-claimed": Tombstone(
@@ -335,6 +344,7 @@ def main(arguments: list[str]) -> None:
     files |= {"samples-2": encode_samples(samples()), "samples-2-claimed": encode_samples(claimed_samples())}
     files |= {"samples-2-sampling": encode_samples(sampled_samples()), "samples-2-agents": encode_samples(agents_samples())}
     files["samples-2-grading"] = encode_samples(graded_samples())
+    files["samples-2-images"] = encode_samples(image_samples())
     for name, data in files.items():
         path = FOLDER / f"{name}.bin"
         if not path.exists() or arguments == ["--force", name]:

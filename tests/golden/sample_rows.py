@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
+from streamrl.schemas.images import Image
 from streamrl.schemas.samples import BlobRef, Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
@@ -77,6 +78,13 @@ def agents_samples() -> list[Sample]:
 def graded_samples() -> list[Sample]:
     """The column that was added to `samples/2` for requests for a reward."""
     return [replace(sample, grading=(1 << 40) + number) for number, sample in enumerate(sampled_samples())]
+
+
+def image_samples() -> list[Sample]:
+    """The columns that were added to `samples/2` for what images hold: two of them in one sample, none in the others."""
+    full, *others = graded_samples()
+    rows = (Image("ab" * 32, "image/png", 67), Image("ef" * 32, "image/webp", 1 << 33))
+    return [replace(full, images=BlobRef(f"0-63/{'cd' * 32}", "cd" * 32, 0, 2), image_rows=rows), *others]
 
 
 def former_samples() -> list[Sample]:

@@ -74,6 +74,8 @@ def episode(rollout: int, answer: list[int], experts: Experts | None) -> Episode
 class World:
     """A producer's side and a trainer's side of one stream."""
 
+    images = False
+
     def __init__(self, bus: Bus, run: str) -> None:
         self.bus = bus
         self.subjects = Subjects(run)
@@ -87,7 +89,7 @@ class World:
 
     def fold(self, call: Caller) -> tuple[StreamFold, RecordReader]:
         reader = RecordReader(self.bus, call.loop, after=0, capacity=16)
-        blobs = SampleBlobs(self.bus.sample_blobs, call.loop, ROUTING, ahead=4)
+        blobs = SampleBlobs(self.bus.sample_blobs, call.loop, None if self.images else ROUTING, ahead=4, images=self.images)
         made = StreamFold(
             reader=reader,
             config=RULES,

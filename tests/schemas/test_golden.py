@@ -16,11 +16,20 @@ from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample
 from tests.golden.generate import records
-from tests.golden.sample_rows import agents_samples, claimed_samples, former_samples, graded_samples, sampled_samples, samples
+from tests.golden.sample_rows import (
+    agents_samples,
+    claimed_samples,
+    former_samples,
+    graded_samples,
+    image_samples,
+    sampled_samples,
+    samples,
+)
 from tests.schemas.rows import plain
 
 AGENTS = ("agent", "agent_reward")
-LATER = ("issued_s", "began_s", "deliveries", "sampling", *AGENTS, "grading")
+IMAGES = ("image_sha256", "image_media_type", "image_num_bytes")
+LATER = ("issued_s", "began_s", "deliveries", "sampling", *AGENTS, "grading", *IMAGES)
 """Columns that `samples/2` did not have at first."""
 ROWS: dict[str, Callable[[], list[Sample]]] = {
     "samples-2": samples,
@@ -28,6 +37,7 @@ ROWS: dict[str, Callable[[], list[Sample]]] = {
     "samples-2-sampling": sampled_samples,
     "samples-2-agents": agents_samples,
     "samples-2-grading": graded_samples,
+    "samples-2-images": image_samples,
 }
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -65,20 +75,22 @@ def test_arrow_reads_the_golden_bytes() -> None:
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in claimed_samples()]
     with pa.ipc.open_stream(data) as reader:
         assert reader.schema.equals(
-            arrow_schema(*(name for name in OPTIONAL if name not in ("sampling", *AGENTS, "grading"))), check_metadata=True
+            arrow_schema(*(name for name in OPTIONAL if name not in ("sampling", *AGENTS, "grading", *IMAGES))), check_metadata=True
         )
     data = (GOLDEN / "samples-2-sampling.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in sampled_samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in (*AGENTS, "grading"))), check_metadata=True)
+        assert reader.schema.equals(
+            arrow_schema(*(name for name in OPTIONAL if name not in (*AGENTS, "grading", *IMAGES))), check_metadata=True
+        )
     data = (GOLDEN / "samples-2-agents.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in agents_samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name != "grading")), check_metadata=True)
+        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in ("grading", *IMAGES))), check_metadata=True)
     data = (GOLDEN / "samples-2-grading.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in graded_samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in AGENTS)), check_metadata=True)
+        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in (*AGENTS, *IMAGES))), check_metadata=True)
 
 
 @pytest.mark.parametrize("name", ROWS)

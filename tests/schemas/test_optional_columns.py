@@ -77,6 +77,17 @@ def test_messages_that_say_different_things_are_decoded_together() -> None:
         {"routed_experts": [BLOB | {"start_row": -1}, None]},
         {"routed_experts": [BLOB | {"num_rows": None}, None]},
         {"images": [BLOB | {"name": None}, None]},
+        {"image_sha256": [["ab" * 32], None], "image_media_type": [["image/png"], None], "image_num_bytes": [[7], None]},
+        {"images": [BLOB | {"num_rows": 1}, None], "image_sha256": [["ab" * 32], None]},
+        *(
+            {
+                "images": [BLOB | {"num_rows": 1}, None],
+                "image_sha256": [[a], None],
+                "image_media_type": [[b], None],
+                "image_num_bytes": [c, None],
+            }
+            for a, b, c in (("ab", "image/png", [7]), ("ab" * 32, "text/html", [7]), ("ab" * 32, "image/png", [0]), ("ab" * 32, None, [7]))
+        ),
         {"claimed_s": [float("inf"), None]},
         {"counters": [[("cached_tokens", float("nan"))], None]},
         {"counters": [[("cached_tokens", None)], None]},

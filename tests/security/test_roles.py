@@ -89,7 +89,7 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "engine started": (publish(TO.events("engine")), {"engine", "trainer"}),
     "stalled": (publish(TO.events("stalled")), {*PRODUCES, "rewarder", "feeder", "trainer"}),
     "blob": (lambda bus: bus.blobs.put("new", b"x"), {"trainer"}),
-    "blob of a sample": (lambda bus: bus.sample_blobs.put("new", b"x"), PRODUCES),
+    "blob of a sample": (lambda bus: bus.sample_blobs.put("new", b"x"), {*PRODUCES, "feeder"}),
     "grant": (put("granted"), {"trainer"}),
     "checkpoint": (put("latest/main"), {"trainer"}),
     "position": (put("positions/main"), {"trainer"}),

@@ -82,15 +82,15 @@ class JetStreamBlobs:
     async def put(self, name: str, data: bytes | memoryview) -> str:
         """Store under a new name. The same bytes under the same name again are no error (a writer that was restarted)."""
         view = memoryview(data).cast("B")
-        if not self._tidy:
-            await self._check_room(name, len(view))
-        elif self._swept_s is None or time.monotonic() - self._swept_s > ORPHAN_S:
+        if self._tidy and (self._swept_s is None or time.monotonic() - self._swept_s > ORPHAN_S):
             self._swept_s = time.monotonic()
             await self.sweep(ORPHAN_S)
         digest = await asyncio.to_thread(hashlib.sha256, view)
         described = f"SHA-256={base64.urlsafe_b64encode(digest.digest()).decode()}"
         present = await self._describe(name)
         if present is None:
+            if not self._tidy:
+                await self._check_room(name, len(view))
             upload = f"{int(time.time() * 1000):013x}{secrets.token_hex(8)}"
             chunk = min(CHUNK_BYTES, self._connection.max_payload - PAYLOAD_ROOM_BYTES - 256)
             chunks = await self._upload(name, upload, view, chunk)
