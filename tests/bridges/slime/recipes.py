@@ -318,7 +318,7 @@ RECIPES: dict[str, Recipe] = {
             **{"advantage-estimator": "on_policy_distillation", "actor-num-gpus-per-node": "2", "rollout-num-gpus": "4"},
         },
         (16, 4, 1, 300),
-        refused=("--rm-url", "--custom-reward-post-process-path", "--advantage-estimator"),
+        refused=("--rm-url", "--advantage-estimator"),
     ),
 }
 

@@ -10,9 +10,10 @@ import pytest
 
 from streamrl.bridges.slime.script.explain import explain
 from streamrl.bridges.slime.script.flags import FLAGS
-from streamrl.bridges.slime.script.hooks import HOOKS, key_of
+from streamrl.bridges.slime.script.hooks import flag_of
 from streamrl.cli import main
 from streamrl.config.load import convert
+from streamrl.config.slime_hooks import HOOKS, REFUSED
 from streamrl.errors import ConfigError
 from tests.bridges.slime.recipes import QWEN3_4B, script, without
 from tests.support.errors import raises
@@ -135,7 +136,11 @@ def _nested(sections: list[str], name: str) -> dict[str, object]:
     return tree
 
 
-def test_code_is_named_once_and_never_both_kept_and_refused() -> None:
-    for hook in HOOKS:
-        fate = FLAGS[hook.flag].fate
-        assert fate == ("mapped" if key_of(hook) else "approximated" if hook.instead else "refused")
+def test_every_hook_is_a_key_of_its_name_or_refused_with_the_reason() -> None:
+    for name, hook in HOOKS.items():
+        flag = FLAGS[flag_of(name)]
+        assert flag.fate in ("mapped", "approximated")
+        assert f"slime.{name}" in flag.keys or flag.keys == (hook.becomes,)
+    for name, (reason, nearest) in REFUSED.items():
+        flag = FLAGS[flag_of(name)]
+        assert (flag.fate, flag.says, flag.nearest) == ("refused", reason, nearest)

@@ -11,7 +11,7 @@ from streamrl.bridges.slime.script.flag import Flag
 from streamrl.bridges.slime.script.flags_data import BATCHES, CLUSTER, DATA, EVALUATION, REWARD, ROLLOUT
 from streamrl.bridges.slime.script.flags_model import MODEL, PARALLEL
 from streamrl.bridges.slime.script.flags_training import CHECKPOINTS, DEBUG, LOGS, LOSS, OPTIMIZER
-from streamrl.bridges.slime.script.hooks import HOOKS, flag_of
+from streamrl.bridges.slime.script.hooks import CODE
 from streamrl.config.check_engine import FIXED, OURS
 
 SECTIONS: Mapping[str, tuple[Flag, ...]] = MappingProxyType(
@@ -20,7 +20,7 @@ SECTIONS: Mapping[str, tuple[Flag, ...]] = MappingProxyType(
         "Data": DATA,
         "Batches": BATCHES,
         "Rollouts": ROLLOUT,
-        "Code": tuple(flag_of(hook) for hook in HOOKS),
+        "Code": CODE,
         "Rewards": REWARD,
         "Evaluation": EVALUATION,
         "Loss": LOSS,

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from streamrl.bridges.slime.script.draft import Draft
-from streamrl.bridges.slime.script.hooks import HOOKS, NONZERO_STD, key_of
+from streamrl.bridges.slime.script.hooks import GROUP_RM, NAMED, NONZERO_STD, SAMPLE_HOOKS, key_of
 from streamrl.bridges.slime.script.toml import Entry
 from streamrl.bridges.slime.script.work import is_sft
 from streamrl.config.reward_kinds import BOXED
@@ -213,24 +213,24 @@ def write_sampling(draft: Draft) -> None:
 
 
 def write_hooks(draft: Draft) -> None:
-    """Code: in `[slime]` where this version has it, else what serves in its place."""
+    """Code, in the table `[slime]`."""
     args = draft.arguments
     if not is_sft(draft):
         draft.put("tasks.drop_zero_variance", False, note="slime trains such groups")
-    for hook in HOOKS:
-        if not args.on(hook.flag):
+    for flag in NAMED:
+        if not args.on(flag):
             continue
-        path = args.texts(hook.flag) if hook.flag == "--rollout-sample-hook-path" else args.text(hook.flag)
+        path = args.texts(flag) if flag == SAMPLE_HOOKS else args.text(flag)
         own = (path.rpartition(":")[2] if isinstance(path, str) else "").rpartition(".")[2]
         if own in (NONZERO_STD, f"{NONZERO_STD}_with_fallback"):
-            draft.put("tasks.drop_zero_variance", True, hook.flag)
-            draft.spoken.add(hook.flag)
+            draft.put("tasks.drop_zero_variance", True, flag)
+            draft.spoken.add(flag)
             if own != NONZERO_STD:
-                draft.say(hook.flag, "batches are always filled with groups that are kept: there is no fallback")
-        elif key := key_of(hook):
-            draft.put(key, path if hook.flag != "--group-rm" else True, hook.flag)
-        elif hook.instead:
-            draft.put(hook.instead, path, hook.flag)
+                draft.say(flag, "batches are always filled with groups that are kept: there is no fallback")
+        else:
+            draft.put(key_of(flag), path, flag)
+    if args.on(GROUP_RM):
+        draft.put(key_of(GROUP_RM), True, GROUP_RM)
 
 
 def write_reward(draft: Draft) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from streamrl.bridges.slime.script.draft import Draft
+from streamrl.config.slime_hooks import HOOKS
 
 _PROMPT = 2048
 """Tokens of a prompt, where slime sets no bound."""
@@ -117,15 +118,12 @@ def write_staleness(draft: Draft) -> None:
     elif "async" not in entry + function:
         draft.say("--update-weights-interval", f"{entry} takes new weights after every rollout, and so does streamrl")
     known = ("generate_rollout", "generate_rollout_fully_async", "generate_rollout_streaming")
-    sft = "sft_rollout" in (args.text("--rollout-function-path") or "")
-    if args.on("--rollout-function-path") and args.text("--rollout-function-path") and function not in known and not sft:
-        draft.refuse(
-            "--rollout-function-path",
-            f"{function} has slime's loop in it, which is streamrl's own here",
-            "producer.function makes one rollout",
-        )
-    elif "sleep" in (args.text("--rollout-function-path") or ""):
+    path = args.text("--rollout-function-path") or ""
+    if "sleep" in path:
         draft.refuse("--rollout-function-path", "engines are not kept idle", "`streamrl bench` measures them")
+    elif args.on("--rollout-function-path") and path and function not in known and "sft_rollout" not in path:
+        draft.put("slime.rollout_function_path", path, "--rollout-function-path")
+        draft.say("--rollout-function-path", HOOKS["rollout_function_path"].differs)
     if is_sft(draft):
         draft.put("run.kind", "sft", "--loss-type")
     if args.on("--debug-train-only"):
