@@ -150,6 +150,7 @@ def test_vespo_of_far_sequences_is_bounded(dtype: torch.dtype) -> None:
 
 def test_dppo_keeps_what_is_exactly_at_its_bound() -> None:
     logprobs, mu, advantages = t(0.75, 0.25).log(), t(0.5, 0.5).log(), t(1, -1)
+    assert dppo(t(0.45).log(), t(0.5).log(), t(-1), bound=0.2, kl=0.0)[1]["train/pg_clipfrac"].tolist() == [0]
     up, down = binary_divergence(logprobs, mu, "tv").tolist()
     _, metrics = dppo(logprobs, mu, advantages, bound=up, bound_low=down, kl=0.0)
     assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
