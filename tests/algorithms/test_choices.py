@@ -89,6 +89,12 @@ def test_a_covariance_is_the_mean_of_its_parts() -> None:
             assert found.metrics == {"train/cov": pytest.approx(mean)}
 
 
+def test_a_token_s_part_of_the_covariance_is_a_product_of_two_distances_from_a_mean() -> None:
+    """Equation 10, by hand: means -2 and 1."""
+    tokens = tokens_of(np.array([-1.0, -4.0, -1.0]), np.zeros(3), np.array([2.0, 1.0, 0.0]))
+    assert covariances(tokens).tolist() == [1.0, 0.0, -1.0]
+
+
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.34, 1.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_kl_cov_takes_the_highest(seed: int, fraction: float) -> None:
@@ -193,6 +199,16 @@ def test_a_choice_is_of_the_tokens_it_was_asked_about_and_of_finite_ones(batch: 
     assert ask() == want
     logprobs[2] += 3.0
     assert ask()[0] == [2]
+
+
+def test_of_a_single_token_all_counts(batch: TrainBatch) -> None:
+    every, loss = np.ones(batch.num_tokens), LossConfig(policy="kl_cov", kl_cov_fraction=1.0, top_entropy=0.5)
+    weights = np.where(np.arange(batch.num_tokens) == 3, 0.25, 0.0)
+    found = decide(batch, loss, weights, every > 0, logprobs=-every, entropies=every, advantages=every, step=0)
+    assert found.chosen is not None and found.share is not None
+    assert np.flatnonzero(found.chosen).tolist() == np.flatnonzero(found.share).tolist() == [3]
+    assert found.share[3] == 1.0
+    assert found.metrics == {"train/cov": 0.0, "train/top_entropy_threshold": 1.0, "train/top_entropy_fraction": 1.0}
 
 
 def test_who_decides() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from streamrl.algorithms.sampler_losses import aipo, binary_divergence, dppo, vespo
-from streamrl.algorithms.sequences import Packed
+from streamrl.algorithms.sequences import Packed, Padded
 from tests.algorithms.policy_pairs import t
 
 
@@ -117,6 +117,8 @@ def test_the_binary_kl_where_one_token_is_all_there_is(dtype: torch.dtype) -> No
     assert abs(kl[4]) < 1e-12
     assert kl[5] == pytest.approx(0.0, abs=1e-12)
     assert binary_divergence(near, before, "tv").isfinite().all()
+    above = torch.tensor([1e-6], dtype=dtype)
+    assert binary_divergence(above, torch.tensor([-0.5], dtype=dtype), "kl").tolist() == [math.inf]
 
 
 def test_vespo_weighs_a_sequence_by_the_product_of_its_ratios() -> None:
@@ -144,3 +146,25 @@ def test_vespo_of_far_sequences_is_bounded(dtype: torch.dtype) -> None:
     assert loss.tolist() == [0, 0, pytest.approx(0.0, abs=1e-100)]
     assert metrics["train/vespo_weight"].tolist() == loss.tolist()  # of log-probs of -1
     assert metrics["train/ois"].isfinite().all()
+
+
+def test_dppo_keeps_what_is_exactly_at_its_bound() -> None:
+    logprobs, mu, advantages = t(0.75, 0.25).log(), t(0.5, 0.5).log(), t(1, -1)
+    assert dppo(t(0.45).log(), t(0.5).log(), t(-1), bound=0.2, kl=0.0)[1]["train/pg_clipfrac"].tolist() == [0]
+    up, down = binary_divergence(logprobs, mu, "tv").tolist()
+    _, metrics = dppo(logprobs, mu, advantages, bound=up, bound_low=down, kl=0.0)
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
+
+
+def test_vespo_reads_nothing_outside_the_mask_and_weighs_without_an_advantage_as_with_a_negative_one() -> None:
+    nan = math.nan
+    mask = torch.tensor([[True, False], [True, True]])
+    logprobs = torch.tensor([[-1.0, nan], [-2.0, -0.5]], dtype=torch.float64)
+    mu = torch.tensor([[-1.5, nan], [-2.5, -0.5]], dtype=torch.float64)
+    settings = {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0}
+    loss, metrics = vespo(logprobs, mu, torch.tensor([[0.0, nan], [-1.0, 1.0]], dtype=torch.float64), Padded(mask), **settings)
+    whole = math.exp(0.5)
+    negative, positive = whole**3 * math.exp(2 * (1 - whole)), whole**2 * math.exp(3 * (1 - whole))
+    assert metrics["train/vespo_weight"][mask].tolist() == pytest.approx([negative, negative, positive])
+    assert loss.tolist() == [[0, 0], [pytest.approx(-2.0 * negative), pytest.approx(0.5 * positive)]]
+    assert metrics["train/ppo_kl"].tolist() == [[-0.5, 0], [-0.5, 0]]
