@@ -14,8 +14,9 @@ from streamrl.cli import main
 from streamrl.config.code import check_trust, loss_code, rollout_code
 from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, SetRewardConfig
 from streamrl.config.filters import FiltersConfig
-from streamrl.config.load import dump
+from streamrl.config.load import convert, dump
 from streamrl.config.secret_options import with_secrets, without_secrets
+from streamrl.config.slime import BESIDE_FILTER, PLACES, SlimeConfig
 from streamrl.config.tree import BusConfig, Config, DataConfig, ProducerConfig, RewardConfig, RunConfig
 from streamrl.errors import ConfigError, WeightSyncError
 from streamrl.launch.down import stop_run
@@ -125,6 +126,7 @@ def test_verbs_that_run_what_anothers_run_names_ask_first(
 
 
 def test_every_function_of_the_configuration_is_known() -> None:
+
     from streamrl.config.paths import FUNCTIONS
 
     user = "file.py:name"
@@ -135,8 +137,14 @@ def test_every_function_of_the_configuration_is_known() -> None:
         reward=RewardConfig(kind=user),
         filters=FiltersConfig(function=user),
         data=DataConfig(curriculum=user),
+        slime=SlimeConfig(**{key.removeprefix("slime."): user for key in BESIDE_FILTER}),
     )
-    assert {*loss_code(whole), *rollout_code(whole)} == set(FUNCTIONS)
+    moved = {f"slime.{place.flag}": f"{place.section}.{place.key}" for place in PLACES}
+    assert {*loss_code(whole), *rollout_code(whole)} == set(FUNCTIONS) - moved.keys()
+    for place in PLACES:
+        config = convert({"slime": {place.flag: user}, "data": {"train": "rows.jsonl"}}, where="test")
+        named = {**loss_code(config), **rollout_code(config)}
+        assert named[f"{place.section}.{place.key}"] == place.prefix + user
 
 
 def folder(tmp_path: Path) -> Path:
