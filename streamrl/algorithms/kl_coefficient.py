@@ -53,9 +53,17 @@ def adapted(kl: KLConfig, factor: float, measured: float) -> float:
     return min(max(factor * (1.0 + kl.gain * error), LEAST), MOST)
 
 
-def measured_kl(kl: KLConfig, metrics: Mapping[str, float]) -> float:
-    """The estimate that the coefficient multiplies, from a batch's metrics; NaN where there is none."""
-    return metrics.get("rollout/kl" if kl.reward_coef > 0 else "train/kl_loss", math.nan)
+def measured_kl(kl: KLConfig, metrics: Mapping[str, float], total: float) -> float:
+    """The estimate that the coefficient multiplies, in nats a token, from a batch's metrics; NaN where there is none.
+
+    Args:
+        kl: the section.
+        metrics: of the batch; `train/kl_loss` is a sum over tokens with the weights of the reduction.
+        total: sum of these weights: 1, but for `constant_length` and for rollouts without a trained token.
+    """
+    if kl.reward_coef > 0:
+        return metrics.get("rollout/kl", math.nan)
+    return metrics.get("train/kl_loss", math.nan) / total if total > 0 else math.nan
 
 
 def coefficient(loss: LossConfig) -> dict[str, float]:

@@ -32,6 +32,7 @@ def check_loss(config: Config) -> None:
     _check_advantages(config)
     _check_objectives(config)
     _check_policy(config)
+    _check_policy_settings(config)
     _check_choices(config)
     check_correction(config)
     _check_kl(config)
@@ -148,12 +149,6 @@ def _check_policy(config: Config) -> None:
         key="loss.dual_clip",
     )
     refuse(
-        loss.dual_clip > 0 and "dual_clip" not in policy_loss_of(loss).settings,
-        f"loss.dual_clip is for the policy loss ppo, got {policy}",
-        hint="leave loss.dual_clip out",
-        key="loss.dual_clip",
-    )
-    refuse(
         loss.clip_low > 1,
         f"loss.clip_low must be at most 1, got {loss.clip_low}: a ratio is never below 0",
         hint="1.0 leaves the lower side open",
@@ -176,6 +171,27 @@ def _check_policy(config: Config) -> None:
         "loss.opsm_delta belongs to the built-in policy losses, but the policy loss is a function",
         hint="use streamrl.algorithms.policy_losses.opsm_keep in it, and leave loss.opsm_delta out",
         key="loss.opsm_delta",
+    )
+
+
+def _check_policy_settings(config: Config) -> None:
+    """What only some policy losses read; a function may read all of the section."""
+    loss, policy = config.loss, policy_name(config.loss)
+    for setting in sorted({key for known in POLICY_LOSSES.values() for key in known.keys}):
+        readers = [name for name, known in POLICY_LOSSES.items() if setting in known.keys]
+        value, default = getattr(loss, setting), getattr(LossConfig(), setting)
+        refuse(
+            value != default and policy not in readers and not is_function(policy),
+            f"loss.{setting} = {str(value).lower()} is for the policy loss {' or '.join(readers)}, got {policy}, which does not read it",
+            hint=f"leave loss.{setting} out, or at {str(default).lower()}",
+            key=f"loss.{setting}",
+        )
+    refuse(
+        policy == "dppo" and loss.dppo_divergence == "tv" and max(loss.dppo_bound, loss.dppo_bound_low) >= 1,
+        "loss.dppo_bound and loss.dppo_bound_low must be below 1 with loss.dppo_divergence = tv, got "
+        f"{loss.dppo_bound} and {loss.dppo_bound_low}: |pi - mu| is never above 1, and nothing would be left out",
+        hint="for example 0.2; loss.dppo_divergence = 'kl' has nats",
+        key="loss.dppo_bound" if loss.dppo_bound >= 1 else "loss.dppo_bound_low",
     )
 
 

@@ -45,9 +45,11 @@ def test_both_coefficients_are_multiplied_and_nothing_else() -> None:
 
 def test_what_is_measured_is_what_is_multiplied() -> None:
     metrics = {"rollout/kl": 1.0, "train/kl_loss": 2.0}
-    assert measured_kl(KLConfig(reward_coef=0.1), metrics) == 1.0
-    assert measured_kl(KLConfig(loss_coef=0.1), metrics) == 2.0
-    assert math.isnan(measured_kl(KLConfig(loss_coef=0.1), {}))
+    assert measured_kl(KLConfig(reward_coef=0.1), metrics, 0.25) == 1.0
+    assert measured_kl(KLConfig(loss_coef=0.1), metrics, 1.0) == 2.0
+    assert measured_kl(KLConfig(loss_coef=0.1), metrics, 0.25) == 8.0
+    assert math.isnan(measured_kl(KLConfig(loss_coef=0.1), {}, 1.0))
+    assert math.isnan(measured_kl(KLConfig(loss_coef=0.1), metrics, 0.0))
 
 
 def test_a_coefficient_that_moves_is_a_metric() -> None:

@@ -159,6 +159,27 @@ def test_what_is_decided_over_a_step_is_decided_alike_again(tiny: Path) -> None:
     assert digests[0] == digests[1]
 
 
+def test_m2po_leaves_out_of_the_loss_what_its_algorithm_does_whatever_a_micro_batch_sees(tiny: Path) -> None:
+    """Algorithm 1 of arXiv 2510.01161 on the whole step, by hand, against micro-batches of one or two samples."""
+    loss = LossConfig(policy="m2po", m2po_bound=0.3, reduction="token_mean", correction=CorrectionConfig(kind="none"))
+    trainer, batch = make(tiny, loss, micro_tokens=9), make_batch()
+    mask = batch.loss_mask
+    moved = (score(trainer, batch, Role.POLICY).astype(np.float64) - batch.sampler_logprobs)[mask]
+    groups = batch.rewards.reshape(-1, GROUP)
+    each = (groups - groups.mean(1, keepdims=True)) / groups.std(1, ddof=1, keepdims=True)
+    advantages = np.repeat(each.flatten(), batch.lengths)[mask]
+    kept = moved * advantages > 0
+    pushed = int(kept.sum())
+    while (moved[kept] ** 2).mean() > 0.3:
+        kept[np.flatnonzero(kept)[np.argmax(moved[kept] ** 2)]] = False
+    gone = pushed - int(kept.sum())
+    assert 2 < gone < pushed - 2
+    kept |= moved * advantages <= 0
+    metrics = trainer.step(batch).metrics
+    assert metrics["train/pg_clipfrac"] == pytest.approx(gone / mask.sum())
+    assert metrics["train/pg_loss"] == pytest.approx((-np.exp(moved) * advantages)[kept].sum() / mask.sum(), rel=1e-4)
+
+
 def test_a_normalised_correction_has_weights_of_mean_one(tiny: Path) -> None:
     batch = make_batch()
     plain = make(tiny, LossConfig()).step(batch).metrics

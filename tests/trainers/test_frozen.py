@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.config.loss import CorrectionConfig, DistillationConfig, KLConfig, LossConfig
 from streamrl.config.registry import Role
@@ -106,6 +107,31 @@ def test_an_adapted_coefficient_follows_the_kl_and_is_in_checkpoints(
     results = [again.step(rollouts(step)) for step in (2, 3)]
     assert [result.digest for result in results] == digests[2:]
     assert [result.metrics["train/kl_coef"] for result in results] == [one["train/kl_coef"] for one in metrics[2:]]
+
+
+def test_a_coefficient_is_adapted_to_nats_a_token_whatever_the_reduction(model_dir: Path, other_dir: Path, rollouts: Rollouts) -> None:
+    """A sum over `constant_length` is a tenth of a mean over tokens, or less; what it is held against is not."""
+    kl = KLConfig(loss_coef=1e-9, estimator="k3+", reference=str(other_dir), gain=1.0)
+    mean = make(model_dir, LossConfig(kl=kl, reduction="token_mean")).step(rollouts()).metrics["train/kl_loss"]
+    assert mean > 0
+    kl = replace(kl, target=mean / 1.05)
+    trainer = make(model_dir, LossConfig(kl=kl, reduction="constant_length", constant_length=1000))
+    assert trainer.step(rollouts()).metrics["train/kl_loss"] < mean / 10
+    assert trainer.step(rollouts(1)).metrics["train/kl_coef"] == pytest.approx(1.05e-9, rel=1e-3)
+
+
+def test_who_goes_on_without_a_target_has_the_coefficient_of_the_file(
+    model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path
+) -> None:
+    """From the first batch on: a branch of a run whose coefficient had moved may leave the target out, or let it fall instead."""
+    kl = KLConfig(loss_coef=0.2, estimator="k3+", reference=str(other_dir), target=1e-4, gain=1.0)
+    trainer = make(model_dir, LossConfig(kl=kl))
+    trainer.step(rollouts())
+    trainer.save(tmp_path / "at", b"", version=Version(0, 1)).result()
+    kl = replace(kl, target=0.0, gain=KLConfig().gain, decay_steps=10)
+    branch = make(model_dir, LossConfig(kl=kl))
+    branch.load(tmp_path / "at")
+    assert [branch.step(rollouts(step)).metrics["train/kl_coef"] for step in (1, 2)] == pytest.approx([0.18, 0.16])
 
 
 @pytest.mark.parametrize("where", ["loss_coef", "reward_coef"])

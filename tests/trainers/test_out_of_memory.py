@@ -25,6 +25,7 @@ BUDGET = 32
 LOSSES = {
     "policy": LossConfig(),
     "critic and reference": LossConfig(advantage="ppo", kl=KLConfig(loss_coef=0.1, estimator="k2", reference_every=1)),
+    "chosen over the step": LossConfig(policy="m2po", top_entropy=0.5, correction=CorrectionConfig(kind="none")),
 }
 DIRECT = LossConfig(proximal="sampler", correction=CorrectionConfig(kind="none"))
 """Without a pass before the first optimizer step."""

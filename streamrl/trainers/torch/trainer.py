@@ -186,7 +186,7 @@ class TorchTrainer:
                     objective, learns = self._begin(batch)
                     done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
                     if learns and batch.kind == "rl":
-                        self._update.adapt({**objective.metrics, **done.metrics})
+                        self._update.adapt(objective, {**objective.metrics, **done.metrics})
                     return self._result(batch, objective, done)
                 except torch.OutOfMemoryError as error:
                     budget = self._repeatable(batch, error)
@@ -328,7 +328,7 @@ class TorchTrainer:
         self._policy.forget()
         self._optimizer.restore(state.policy.optimizer)
         self._stage = state.stage
-        self._update.kl_factor = state.kl_factor
+        self._update.kl_factor = state.kl_factor if self._loss.kl.target else 1.0  # a branch may have left the target out
         restore_random(state.random, self._policy.device)
         return extra
 

@@ -149,9 +149,10 @@ class Update:
         )
         return make_objective(batch, self._now, self._minibatches, scores)
 
-    def adapt(self, metrics: Mapping[str, float]) -> None:
+    def adapt(self, objective: Objective, metrics: Mapping[str, float]) -> None:
         """After a batch that the policy has learnt from: the KL's coefficient of the next one, see `loss.kl.target`."""
-        self.kl_factor = adapted(self._loss.kl, self.kl_factor, measured_kl(self._loss.kl, metrics))
+        total = float(np.mean([weights.sum() for weights in objective.weights]))
+        self.kl_factor = adapted(self._loss.kl, self.kl_factor, measured_kl(self._loss.kl, metrics, total))
 
     def run(self, batch: TrainBatch, objective: Objective, rate: float, *, learns: bool) -> Updated:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
