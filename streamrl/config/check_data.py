@@ -59,13 +59,23 @@ def _check_images(config: Config) -> None:
         hint="leave data.reading out",
         key="data.reading",
     )
+    if config.gateway.workers > 0:
+        check_gateway(config)
+    check_looks(config.producer.function)
+
+
+def check_gateway(config: Config) -> None:
+    """Raise ConfigError where rows have images, of which a gateway's agents are given none."""
     refuse(
-        config.gateway.workers > 0,
-        f"data.images_key is for producer functions, got gateway.workers = {config.gateway.workers}, whose agents are given no images",
+        has_images(config.data),
+        "data.images_key is for producer functions, got a gateway (gateway.workers), whose agents are given no images",
         hint="leave data.images_key or the gateway out",
         key="gateway.workers",
     )
-    function = config.producer.function
+
+
+def check_looks(function: str) -> None:
+    """Raise ConfigError for a producer that looks at no image."""
     refuse(
         not any(mark in function for mark in ".:") or bool(split(function)[0]),
         f"data.images_key needs a producer function that looks at images, got producer.function = {function}: no engine does",

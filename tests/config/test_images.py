@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from streamrl.cli import main
 from streamrl.config.check import check
 from streamrl.config.load import convert
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
+from streamrl.runtime.rundir import RunDir
 from tests.support.errors import raises
 
 
@@ -52,3 +55,21 @@ def test_a_source_and_a_set_of_an_evaluation_are_looked_at_too() -> None:
     with raises(ConfigError, key="producer.function"):
         images(data={"images_key": ""}, evaluation={"sets": [asked]})
     images(data={"images_key": ""}, evaluation={"sets": [asked | {"function": "look.py:look"}]}, bus={"sample_blobs_bytes": 1_000_000})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gateway",), "agents are given no images"),
+        (("worker", "gateway"), "agents are given no images"),
+        (("attach", "single_turn"), "got producer.function = single_turn: no engine does"),
+        (("attach", "look.py:look"), "nobody supervises run 'demo'"),
+    ],
+)
+def test_who_joins_a_run_and_looks_at_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "demo").mkdir()
+    RunDir(tmp_path / "demo").write_config(images())
+    assert main([*arguments, "--run", "demo", "--dir", str(tmp_path)]) == 1
+    assert said in (found := capsys.readouterr().err) and "\nhint: " in found
