@@ -36,6 +36,7 @@ from streamrl.producers.mixture import first_segments, settled
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import DataRecord, Grant, RunRecord
+from streamrl.schemas.events import FULL_BLOBS, FULL_STREAM
 from streamrl.schemas.images import image_blob, window_named, window_of
 from streamrl.schemas.subjects import KEY_DATA, KEY_GRANTED, KEY_RUN, MAIN_SOURCE, TASKS, WARMUP_SOURCE, Subjects
 from streamrl.schemas.tasks import Refused, RolloutTask, turn_sampling
@@ -158,8 +159,8 @@ class Feeder:
         self.curriculum = Curriculum(bus, subjects, config) if config.data.curriculum else None
         self.by_source: Counter[str] = Counter()
         """Tasks issued of each of several sources."""
-        self.stalled = False
-        """Whether the stream is full just now."""
+        self.full = ""
+        """FULL_STREAM or FULL_BLOBS, where a task or its images find no room just now."""
         self.state = "waits for the trainer's first grant"
         """What it does, for people."""
         self._bus = bus
@@ -204,10 +205,11 @@ class Feeder:
                 if isinstance(rows, MixedRows):
                     rows = await settled(self._bus, rows, self._config, grant, self.curriculum and self.curriculum.weights)
                 planned = await asyncio.to_thread(plan, grant, issued, issued + self._at_once, rows, self._config)
-                failure = await self._store(planned) or await self._publish(planned.tasks)
+                unstored = await self._store(planned)
+                failure = unstored or await self._publish(planned.tasks)
                 before, issued = issued, (await self._bus.state(TASKS)).last if failure else planned.tasks[-1].index + 1
                 if isinstance(failure, StreamFull):
-                    self._stall(failure)
+                    self._stall(failure, FULL_BLOBS if unstored else FULL_STREAM)
                     refusals += 1
                     await asyncio.sleep(pause_s(refusals, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
                     continue
@@ -257,15 +259,15 @@ class Feeder:
                 raise failure
         return next((failure for failure in failures if isinstance(failure, BusError)), None)
 
-    def _stall(self, failure: StreamFull) -> None:
+    def _stall(self, failure: StreamFull, full: str) -> None:
         self.num_full += 1
-        if not self.stalled:
-            self.stalled = True
+        if not self.full:
             logger.warning("event=stalled reason=stream_full error=%s", failure.message)
+        self.full = full
 
     def _resume(self) -> None:
-        if self.stalled:
-            self.stalled = False
+        if self.full:
+            self.full = ""
             logger.info("event=resumed")
 
 
@@ -327,15 +329,15 @@ async def main(worker: Worker) -> None:
 
 async def _report(worker: Worker, feeder: Feeder) -> None:
     """Publish metrics until the worker drains, and then the last ones; say when a full stream stalls it and when it goes on."""
-    issued, full, stalled, last = 0, 0, False, False
+    issued, full, stalled, last = 0, 0, "", False
     refused: Counter[str] = Counter()
     while not last:
         with contextlib.suppress(TimeoutError):
             last = await asyncio.wait_for(worker.draining.wait(), _REPORT_EVERY_S) is True
-        worker.state = "stalled: stream full" if feeder.stalled else feeder.state
-        if feeder.stalled != stalled:
-            stalled = feeder.stalled
-            await worker.event("stalled" if stalled else "resumed", {"reason": "stream full", "stream": TASKS})
+        worker.state = feeder.full or feeder.state
+        if feeder.full != stalled:
+            stalled = feeder.full
+            await worker.event("stalled" if stalled else "resumed", {"reason": stalled})
         values = {"feeder/issued_total": feeder.num_issued - issued, "bus/full_total": feeder.num_full - full}
         values |= {name: feeder.refused[reason] - refused[reason] for reason, name in _REFUSED.items()}
         await worker.metrics(values)

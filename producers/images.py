@@ -50,8 +50,13 @@ class TaskImages:
             raise
         except BusError as error:
             raise EngineUnavailable(f"the images of task {index} cannot be read now: {error.message}", hint=error.hint) from error
-        images = decode(body, StoredImages, where=f"blob {ref.name}").images
-        said = [image.sha256 for image in self._task.images]
-        if said != [hashlib.sha256(image).hexdigest() for image in images]:
+        images, found = await asyncio.to_thread(_opened, body, ref.name)
+        if found != [image.sha256 for image in self._task.images]:
             raise NotFound(f"expected the images of task {index} in blob {ref.name}, got others", name=ref.name)
         return images
+
+
+def _opened(body: bytes, name: str) -> tuple[tuple[bytes, ...], list[str]]:
+    """The images of a blob and their SHA-256: of many megabytes, which is no work for an event loop."""
+    images = decode(body, StoredImages, where=f"blob {name}").images
+    return images, [hashlib.sha256(image).hexdigest() for image in images]

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -26,6 +27,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.events import FULL_BLOBS, FULL_STREAM
 from streamrl.schemas.samples import LogprobMode, RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
 from streamrl.schemas.tasks import RolloutTask
@@ -105,13 +107,18 @@ class Publisher:
         self._subjects = subjects
         self._producer = producer
         self._part_bytes = part_bytes
-        self._num_waiting = 0
+        self._waiting_for = Counter[str]()
         self._counts = Published()
 
     @property
     def stalled(self) -> bool:
-        """Whether a record is waiting for room on the stream."""
-        return self._num_waiting > 0
+        """Whether a record, or what it names, is waiting for room."""
+        return bool(self.full)
+
+    @property
+    def full(self) -> str:
+        """FULL_BLOBS or FULL_STREAM, by what there is no room in; empty: nothing waits."""
+        return next((place for place in (FULL_BLOBS, FULL_STREAM) if self._waiting_for[place] > 0), "")
 
     def take_counts(self) -> Published:
         """What has happened since the last call."""
@@ -165,7 +172,7 @@ class Publisher:
     async def beside(self, task: int, rollout: int, body: bytes) -> tuple[str, str]:
         """Store what a rollout's samples will name, before them; returns name and SHA-256 (hex). A name is never used again."""
         name = f"{task}/{rollout}.{secrets.token_hex(4)}"
-        return name, await self._with_room(lambda: self._bus.sample_blobs.put(name, body))
+        return name, await self._with_room(lambda: self._bus.sample_blobs.put(name, body), FULL_BLOBS)
 
     async def reward(self, update: RewardUpdate) -> Receipt:
         """Store a reward that comes by itself; a repeat of the same task, rollout, agent, revision and request is recognised by its id."""
@@ -202,15 +209,15 @@ class Publisher:
             headers[HEADER_SCHEMA] = schema
         return await self._with_room(lambda: self._bus.publish(subject, body, id=id, headers=headers))
 
-    async def _with_room(self, store: Callable[[], Awaitable[T]]) -> T:
+    async def _with_room(self, store: Callable[[], Awaitable[T]], place: str = FULL_STREAM) -> T:
         try:
             return await store()
         except StreamFull as error:
-            return await self._wait_for_room(store, error)
+            return await self._wait_for_room(store, place, error)
 
-    async def _wait_for_room(self, store: Callable[[], Awaitable[T]], error: StreamFull) -> T:
+    async def _wait_for_room(self, store: Callable[[], Awaitable[T]], place: str, error: StreamFull) -> T:
         self._counts.num_full += 1
-        self._waiting(+1, error)
+        self._waiting(place, +1, error)
         try:
             attempt = 0
             with phase("wait_room"):
@@ -220,11 +227,11 @@ class Publisher:
                     with contextlib.suppress(StreamFull):
                         return await store()
         finally:
-            self._waiting(-1, error)
+            self._waiting(place, -1, error)
 
-    def _waiting(self, change: int, error: StreamFull) -> None:
+    def _waiting(self, place: str, change: int, error: StreamFull) -> None:
         was_stalled = self.stalled
-        self._num_waiting += change
+        self._waiting_for[place] += change
         if self.stalled and not was_stalled:
             logger.warning("event=stalled reason=stream_full error=%s", error.message)
         elif was_stalled and not self.stalled:

@@ -313,10 +313,10 @@ async def _keep_reporting(worker: Worker, publisher: Publisher, report: Callable
     while True:
         await asyncio.sleep(_REPORT_EVERY_S)
         await report()
-        worker.state = "stalled: stream full" if publisher.stalled else "running"
+        worker.state = publisher.full or "running"
         if publisher.stalled != stalled:
             stalled = publisher.stalled
-            await worker.event("stalled" if stalled else "resumed", {"reason": "the sample stream is full"})
+            await worker.event("stalled" if stalled else "resumed", {"reason": publisher.full})
 
 
 async def _report(

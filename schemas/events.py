@@ -12,6 +12,10 @@ NOTICE_EVENT = "notice"
 """Event by which a worker tells people something that they should know; its detail has `text`."""
 
 
+FULL_STREAM = "stalled: stream full"
+"""State of a worker that waits for room on a stream, and"""
+FULL_BLOBS = "stalled: sample blobs full"
+"""for what samples name."""
 STANDING_EVENT = "standing"
 """Event by which the supervisor says what a run waits for in which nothing has moved for a while: {what, hint, since_s}."""
 FAILURES_EVENT = "failures"

@@ -18,7 +18,7 @@ from msgspec import UnsetType
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import read_key, stretch
-from streamrl.errors import BusError
+from streamrl.errors import BusError, LogTruncated
 from streamrl.schemas.control import Grant, Position
 from streamrl.schemas.images import window_named
 from streamrl.schemas.subjects import HEADER_TASK, KEY_GRANTED, PREFIX_POSITIONS, SAMPLES
@@ -99,19 +99,22 @@ async def trim_if_full(bus: Bus, *, warn: bool = True) -> bool:
     Returns:
         Whether it is nearly full all the same.
     """
-    if not await nearly_full(bus):
-        return False
-    state = await bus.state(SAMPLES)
-    through = min((await read_positions(bus)).values(), default=1) - 1
-    if through >= state.first:
-        await _retire_blobs(bus, state.first, through)
-        await _retire_images(bus, through, state.last)
+    while await nearly_full(bus):
+        state = await bus.state(SAMPLES)
+        through = min((await read_positions(bus)).values(), default=1) - 1
+        if through < state.first:
+            if warn:
+                logger.warning("event=samples_nearly_full first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)
+            return True
+        try:
+            await _retire_blobs(bus, state.first, through)
+            await _retire_images(bus, through, state.last)
+        except LogTruncated:  # by a trimmer beside this one, while the messages were read
+            continue
         await bus.trim(SAMPLES, through=through)
         logger.info("event=samples_trimmed through=%d bytes=%d", through, state.bytes)
         return await nearly_full(bus)
-    if warn:
-        logger.warning("event=samples_nearly_full first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)
-    return True
+    return False
 
 
 async def release(bus: Bus, carried: Mapping[int, int]) -> None:

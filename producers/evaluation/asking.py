@@ -80,7 +80,8 @@ def asked_digest(one: ProblemSet, rows: Problems, weights: str) -> str:
         *(data.reward_key, data.reward_options if data.reward_key else {}, data.max_prompt_tokens),
         *(config.model.max_len, config.run.seed),
         *([config.slime] if any(map(is_hook, named.values())) else []),
-        *((data.images_key, data.max_image_bytes) if data.images_key else ()),
+        # Of images, what the files have now: the digest of the rows has their names.
+        *([data.images_key, *(each.image.sha256 for problem in rows.problems for each in problem.images)] if data.images_key else []),
     ]
     return hashlib.sha256(msgspec.json.encode(msgspec.to_builtins(told, str_keys=True), order="deterministic")).hexdigest()
 

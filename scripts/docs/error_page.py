@@ -93,8 +93,8 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
     errors.StreamFull: Entry(
         "A byte budget is used up, and nothing was stored. Producers wait (`stalled: stream full`) and try again; see "
         "[operations.md](operations.md#when-a-stream-is-full).",
-        "Usually nothing. If it lasts: is there a reader that holds the stream (a tap, a slow trainer)? Raise `bus.samples_bytes` or "
-        "`bus.blobs_bytes`, for a new run.",
+        "Usually nothing. If it lasts: is there a reader that holds the stream (a tap, a slow trainer)? Raise `bus.samples_bytes`, "
+        "`bus.blobs_bytes` or, for images and experts, `bus.sample_blobs_bytes`, for a new run.",
         (provoked.no_room,),
     ),
     errors.LogTruncated: Entry(

@@ -25,6 +25,7 @@ def add_verbs(verbs: Any) -> None:
 def run_gateway(arguments: argparse.Namespace) -> int:
     """Serve agents until Ctrl-C, or until the run is down."""
     from streamrl.cli.workers import went_down
+    from streamrl.config.check_data import check_gateway
     from streamrl.config.code import check_trust, judging_code, reward_addresses
     from streamrl.config.load import override
     from streamrl.producers.gateway.worker import addresses, main
@@ -41,6 +42,7 @@ def run_gateway(arguments: argparse.Namespace) -> int:
     changes = [f"gateway.host={arguments.host}"] if arguments.host is not None else []
     override(run.load_config(), changes)  # what is wrong with them is said before anything starts
     config = run.load_config()
+    check_gateway(config)
     named = {**judging_code(config), **reward_addresses(config)}
     check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_up(run)

@@ -8,7 +8,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.config.check_data import check_gateway, check_looks
 from streamrl.config.code import check_trust, engine_code, judging_code, loss_code, reward_addresses, rollout_code
+from streamrl.config.data import has_images
 from streamrl.errors import ConfigError
 from streamrl.runtime.kinds import MAINS, USER_CODE
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
@@ -71,6 +73,8 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"expected --index of at least 0, got {arguments.index}", hint="leave it out for the first free one")
     run = RunDir.find(arguments.run, base=arguments.dir)
     config = run.load_config()
+    if kind == "gateway":
+        check_gateway(config)
     named = (
         {**rollout_code(config), **reward_addresses(config), **loss_code(config)}
         if kind in (*USER_CODE, "trainer", "feeder")
@@ -107,6 +111,8 @@ def run_attach(arguments: argparse.Namespace) -> int:
             f"expected --source {MAIN_SOURCE} or {WARMUP_SOURCE}, got {arguments.source!r}", hint=f"leave it out for {MAIN_SOURCE}"
         )
     config = run.load_config()
+    if has_images(config.data):
+        check_looks(arguments.function)
     named = {**judging_code(config), **reward_addresses(config)}
     check_trust(named, run.foreign, trusted=arguments.trust_code)
     check_concurrency(arguments)

@@ -11,6 +11,8 @@ from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config, refuse
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ROWS_OF_ROOM = 4
+"""Of the largest rows of images: one of them fits into the part above which the trainer trims, with what the server keeps beside it."""
 
 
 def check_data(config: Config, *, asked: bool = False) -> None:
@@ -21,6 +23,7 @@ def check_data(config: Config, *, asked: bool = False) -> None:
     _check_sources(config)
     if bool(config.data.images_key) if asked else has_images(config.data):
         _check_images(config)
+        _check_room(config, asked)
     conversations = any(one.messages_key for _, one in data_sets(config.data))
     refuse(
         conversations and config.run.kind != "sft",
@@ -56,18 +59,40 @@ def _check_images(config: Config) -> None:
         hint="leave data.reading out",
         key="data.reading",
     )
+    if config.gateway.workers > 0:
+        check_gateway(config)
+    check_looks(config.producer.function)
+
+
+def check_gateway(config: Config) -> None:
+    """Raise ConfigError where rows have images, of which a gateway's agents are given none."""
     refuse(
-        config.gateway.workers > 0,
-        f"data.images_key is for producer functions, got gateway.workers = {config.gateway.workers}, whose agents are given no images",
+        has_images(config.data),
+        "data.images_key is for producer functions, got a gateway (gateway.workers), whose agents are given no images",
         hint="leave data.images_key or the gateway out",
         key="gateway.workers",
     )
-    function = config.producer.function
+
+
+def check_looks(function: str) -> None:
+    """Raise ConfigError for a producer that looks at no image."""
     refuse(
         not any(mark in function for mark in ".:") or bool(split(function)[0]),
         f"data.images_key needs a producer function that looks at images, got producer.function = {function}: no engine does",
         hint="write one that asks for them with `await engine.image(0)` (docs/data.md), or leave data.images_key out",
         key="producer.function",
+    )
+
+
+def _check_room(config: Config, asked: bool) -> None:
+    """Trimming begins once their room is 70 % full: where what is left holds no row's images, a feeder may wait for it for ever."""
+    least = _ROWS_OF_ROOM * config.data.max_image_bytes
+    refuse(
+        not asked and config.bus.sample_blobs_bytes < least,
+        f"bus.sample_blobs_bytes must be at least {_ROWS_OF_ROOM} data.max_image_bytes = {least}, got {config.bus.sample_blobs_bytes}: the "
+        "images of one row must find room before any are removed",
+        hint="raise it (docs/data.md says how much is needed), or lower data.max_image_bytes",
+        key="bus.sample_blobs_bytes",
     )
 
 

@@ -170,7 +170,8 @@ class ImageReader:
 
 def has_image_parts(prompt: Any) -> bool:
     """Whether a message of these has a part that is an image."""
-    if not isinstance(prompt, list):
+    if not isinstance(prompt, list | tuple):
         return False
-    parts = (part for message in prompt if isinstance(content := message.get("content"), list) for part in content)
-    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
+    contents = (message.get("content") for message in cast("Sequence[Any]", prompt) if isinstance(message, Mapping))
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in cast("Sequence[Any]", content))
+    return any(isinstance(part, Mapping) and part.get("type") in ("image", "image_url") for part in parts)

@@ -76,7 +76,7 @@ def check_disk(runs_dir: Path) -> Check:
     if free < _MIN_DISK_BYTES:
         return Check("disk", "fail", found, "free some space, or choose another place with --set run.dir=DIR")
     if free < _WARN_DISK_BYTES:
-        return Check("disk", "warn", found, "lower bus.samples_bytes and bus.blobs_bytes, or free some space")
+        return Check("disk", "warn", found, "lower bus.samples_bytes, bus.blobs_bytes and bus.sample_blobs_bytes, or free some space")
     return Check("disk", "ok", found)
 
 

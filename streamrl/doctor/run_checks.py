@@ -62,13 +62,14 @@ def check_budgets(config: Config) -> Check:
     """Whether the disk holds what the bus may store; the rest of a run directory is checkpoints, logs and keys."""
     if config.bus.url:
         return Check("budgets", "ok", "the log is on the cluster's disks")
-    wanted = config.bus.samples_bytes + config.bus.blobs_bytes
+    keys = ["samples_bytes", "blobs_bytes"]
     if config.trainer.routing_replay or has_images(config.data):
-        wanted += config.bus.sample_blobs_bytes
+        keys.append("sample_blobs_bytes")
+    wanted = sum(getattr(config.bus, key) for key in keys)
     place, free = _room(config)
     found = f"samples and blobs may take {wanted / GIBIBYTE:.1f} GB, {free / GIBIBYTE:.1f} GB are free at {place}"
     if wanted > free:
-        hint = "lower bus.samples_bytes and bus.blobs_bytes, or choose another place with run.dir; a full disk stops the bus"
+        hint = f"lower {', '.join(f'bus.{key}' for key in keys)}, or choose another place with run.dir; a full disk stops the bus"
         return Check("budgets", "warn", found, hint)
     return Check("budgets", "ok", found)
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.bus.reading import read_key
+from streamrl.config.data import has_images
 from streamrl.config.slime_flags import with_args
 from streamrl.config.tree import Config, RewardConfig
 from streamrl.data.mixed import MixedRows
@@ -39,7 +40,9 @@ from streamrl.schemas.subjects import KEY_GRANTED, KEY_MIXTURE
 from streamrl.schemas.tasks import RolloutTask
 
 _TAKEN = 1024
-"""Rows of a search that are read at a time."""
+"""Rows of a search that are read at a time, and"""
+_WITH_IMAGES = 16
+"""where each may have `data.max_image_bytes`."""
 
 
 class Again(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +97,7 @@ async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: 
         num_rollouts=first.group_size,
         sampling=first.sampling,
         seed=first.seed,
+        image_rows=first.image_rows or msgspec.UNSET,
     )
     lacks = "the task has what its samples have (its prompt as text, no tools)"
     try:
@@ -108,20 +112,22 @@ async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: 
         segments = known.segments if known is not None else ()
         problems = MixedRows(problems.names, problems.sets, segments or first_segments(source.config))
     [planned] = plan_tasks(Grant(first.task + 1, 0, 0, warmup_end), first.task, first.task + 1, problems, source.config)
-    if (planned.prompt_ids, planned.label, planned.source) == (prompt_ids, first.label, first.source):
+    if (planned.prompt_ids, planned.label, planned.source, planned.images) == (prompt_ids, first.label, first.source, first.image_rows):
         return replace(planned, num_rollouts=first.group_size), ""
     # Where the warm-up ended is not in a recording; and the order of the rows may be another one now.
-    same = _row_of(problems, prompt_ids, first.label)
+    same = _row_of(problems, first, prompt_ids, _WITH_IMAGES if has_images(source.config.data) else _TAKEN)
     if same is None:
         return made, f"{lacks}: no row of {source.config.data.train} is it"
     return replace(made, row=same.row, prompt=same.prompt, tools=same.tools, metadata=same.metadata, reward=same.reward), ""
 
 
-def _row_of(problems: TaskRows | MixedRows, prompt_ids: Sequence[int], label: Any) -> Problem | None:
-    """The first row with this prompt and label."""
-    for start in range(0, len(problems), _TAKEN):
-        for one in problems.take(range(start, min(start + _TAKEN, len(problems)))):
-            if isinstance(one, Problem) and (one.prompt_ids, one.label) == (prompt_ids, label):
+def _row_of(problems: TaskRows | MixedRows, sample: Sample, prompt_ids: Sequence[int], at_once: int) -> Problem | None:
+    """The first row with this prompt and a sample's label and images."""
+    for start in range(0, len(problems), at_once):
+        for one in problems.take(range(start, min(start + at_once, len(problems)))):
+            if not isinstance(one, Problem) or tuple(each.image for each in one.images) != sample.image_rows:
+                continue
+            if (one.prompt_ids, one.label) == (prompt_ids, sample.label):
                 return one
     return None
 

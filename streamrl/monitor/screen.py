@@ -95,7 +95,8 @@ def warnings(numbers: RunNumbers) -> list[tuple[str, str]]:
     """What people should look at, each with the word that it stands behind."""
     found: list[tuple[str, str]] = []
     if numbers.stalled:
-        found.append(("full", f"the sample stream is full; {', '.join(numbers.stalled)} wait for the trainer to free room"))
+        waiting = ", ".join(numbers.stalled)
+        found.append(("full", f"the sample stream, or the room for its blobs, is full; {waiting} wait for the trainer to free room"))
     if held := hung_line(numbers):
         found.append(("hung", held))
     if stuck := graders_line(numbers):

@@ -196,8 +196,8 @@ def _full(signs: Signs) -> Cause | None:
         return None
     return Cause(
         "full_stream",
-        "the sample stream is full, and producers wait for room",
-        "raise bus.samples_bytes; does the trainer get on, or does a tap hold the stream?",
+        "the sample stream, or the room for what its samples name, is full, and others wait for it",
+        "raise bus.samples_bytes (for images and experts bus.sample_blobs_bytes); does the trainer get on, or does a tap hold the stream?",
     )
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from streamrl.errors import SchemaError
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
 from streamrl.runtime.worker import LOADING
-from streamrl.schemas.events import STANDING_EVENT, Event
+from streamrl.schemas.events import FULL_BLOBS, STANDING_EVENT, Event
 
 STILL_S = 25.0
 """A run in which nothing has moved for this long has its wait named: with the delay of what it is seen by, within 30 s."""
@@ -106,9 +106,10 @@ def _room(numbers: RunNumbers) -> Standing | None:
     full = [worker.worker for worker in numbers.workers if worker.state.startswith("stalled")]
     if not full and not numbers.stalled:
         return None
+    key = "bus.sample_blobs_bytes" if any(worker.state == FULL_BLOBS for worker in numbers.workers) else "bus.samples_bytes"
     return Standing(
         what=f"room on a full stream, for which {', '.join(full or numbers.stalled)} wait",
-        hint="the trainer, or a tap that holds the stream, has to get on; or raise bus.samples_bytes and resume (docs/operations.md)",
+        hint=f"the trainer, or a tap that holds the stream, has to get on; or raise {key} and resume (docs/operations.md)",
     )
 
 

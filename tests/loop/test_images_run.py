@@ -11,10 +11,12 @@ from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
 from streamrl.consumers.training.reader import open_message
 from streamrl.data.tokenizer import load_tokenizer
+from streamrl.history.inspect_reward import task_of_samples
 from streamrl.history.inspect_samples import sample_text, show
 from streamrl.history.record import record
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import verify
+from streamrl.history.source import Source
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.codec import decode
@@ -65,3 +67,12 @@ async def test_from_a_row_to_a_recording(tmp_path: Path, nats_bus: Bus, run_id: 
     assert replay.ok and replay.versions == 8, replay.lines
     live = await verify(config, nats_bus, run.model_dir)
     assert live.ok and live.versions == 8, "no image is needed to train the same again"
+
+    facts = {"model_dir": run.model_dir, "checkpoints": tmp_path, "foreign": "", "record": None, "initial_digest": ""}
+    source = Source(config=config, log=log, **facts)
+    task, note = await task_of_samples(source, [two], load_tokenizer(run.model_dir))
+    assert task.images == two.image_rows and not note
+    for path in (tmp_path / "pics").iterdir():
+        path.write_bytes(png(55))
+    task, note = await task_of_samples(source, [two], load_tokenizer(run.model_dir))
+    assert task.images == two.image_rows and "no row of" in note, "of the same name, another image"

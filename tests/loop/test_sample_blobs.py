@@ -28,6 +28,7 @@ from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
 from streamrl.schemas.codec import encode
+from streamrl.schemas.events import FULL_BLOBS
 from streamrl.schemas.experts import RoutedExperts, compact
 from streamrl.schemas.samples import BlobRef, Sample, VersionSpan
 from streamrl.schemas.subjects import Subjects
@@ -275,7 +276,7 @@ async def test_a_full_bucket_stalls_the_producer_until_there_is_room(make_bus: A
     assert "bus.sample_blobs_bytes" in caught.value.hint
     publisher = Publisher(bus, Subjects(run_id))
     storing = asyncio.create_task(publisher.beside(0, 0, bytes(40_000)))
-    while not publisher.stalled:
+    while publisher.full != FULL_BLOBS:
         await asyncio.sleep(0.01)
     await bus.sample_blobs.delete("9/0.00000000")
     name, digest = await asyncio.wait_for(storing, 30)

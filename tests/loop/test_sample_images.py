@@ -23,6 +23,7 @@ from streamrl.producers.images import TaskImages
 from streamrl.schemas.blobs import BlobRef
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
+from streamrl.schemas.events import FULL_BLOBS
 from streamrl.schemas.images import StoredImages, image_blob, image_of, window_named
 from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import HEADER_TASK, KEY_GRANTED, SAMPLES, TASKS, Subjects
@@ -164,7 +165,7 @@ async def test_they_are_there_before_their_tasks_and_wait_for_room(make_bus: Mak
     try:
         await bus.kv.put(KEY_GRANTED, encode(Grant(40, 0, 0)))
         async with asyncio.timeout(20):
-            while not feeder.stalled:
+            while feeder.full != FULL_BLOBS:
                 await asyncio.sleep(0.01)
             assert (await bus.state(TASKS)).last == 0
             await bus.sample_blobs.delete("9/0.00000000")

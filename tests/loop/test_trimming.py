@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 
 import pytest
 
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.bus import JetStreamBus
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, Message
 from streamrl.bus.topology import blobs_name, sample_bucket
 from streamrl.config.tree import BusConfig
+from streamrl.consumers.training import trimming
 from streamrl.consumers.training.checkpoints import hold
 from streamrl.consumers.training.trimming import nearly_full, release, trim_if_full
 from streamrl.schemas.subjects import HEADER_TASK, SAMPLES, Subjects
@@ -72,6 +74,26 @@ async def test_a_second_trimmer_beside_the_first_changes_nothing(make_bus: MakeB
     await hold(bus, "main", 10, Version(0, 1))
     await asyncio.gather(*(trim_if_full(bus) for _ in range(3)))
     assert await tasks_of(bus) == set(range(9, 15)) and (await bus.state(SAMPLES)).first == 10
+
+
+async def test_a_trimmer_whose_messages_go_while_it_reads_them_looks_again(
+    make_bus: MakeBus, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's, with its checkpoint, beside the one that looks every second: it is no error that ends the trainer."""
+    bus = await make_bus(CONFIG)
+    await fill(bus, run_id, 15)
+    await hold(bus, "main", 10, Version(0, 1))
+    read, others = trimming.stretch, [4, 9]
+
+    async def overtaken(bus: Bus, stream: str, *, first: int, last: int) -> AsyncIterator[Message]:
+        if others:
+            await bus.trim(SAMPLES, through=others.pop(0))
+        async for message in read(bus, stream, first=first, last=last):
+            yield message
+
+    monkeypatch.setattr(trimming, "stretch", overtaken)
+    assert await trim_if_full(bus), "these others trim, and leave the blobs"
+    assert not others and (await bus.state(SAMPLES)).first == 10
 
 
 @pytest.mark.nats

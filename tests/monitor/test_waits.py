@@ -14,7 +14,7 @@ from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import LONG_S, STILL_S, Watch, diagnose, graders_line, hung_line, standing_line
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
-from streamrl.schemas.events import MOVING_EVENT, STANDING_EVENT, Event, MetricReport
+from streamrl.schemas.events import FULL_BLOBS, FULL_STREAM, MOVING_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.versions import Version
 from tests.monitor.conftest import MakeEntry, as_line
 
@@ -45,6 +45,7 @@ def standing_run(
         (standing_run({"producer-0": "waiting"}), "producer-0, which has ended"),
         (standing_run({"engine-0": "loading"}, ()), "engine-0, which is loading"),
         (standing_run({"producer-0": "stalled: stream full"}), "room on a full stream, for which producer-0 wait"),
+        (standing_run({"feeder-0": FULL_BLOBS}), "room on a full stream, for which feeder-0 wait"),
         (standing_run({"trainer-0": "trains version 4"}), "trainer-0, which trains version 4"),
         (standing_run({"trainer-0": ""}), "a trainer: none is there"),
         (standing_run({"engine-0": ""}, ()), "an engine: none serves"),
@@ -67,6 +68,11 @@ def test_what_a_standing_run_waits_for_has_a_name_and_a_hint(numbers: RunNumbers
     found = diagnose(numbers)
     assert found.what.startswith(what)
     assert found.hint
+
+
+def test_what_is_full_says_which_budget_to_raise() -> None:
+    assert "bus.samples_bytes" in diagnose(standing_run({"producer-0": FULL_STREAM})).hint
+    assert "bus.sample_blobs_bytes" in diagnose(standing_run({"producer-0": FULL_STREAM, "feeder-0": FULL_BLOBS})).hint
 
 
 def test_the_bus_comes_before_all_that_waits_for_it_and_a_silent_worker_before_what_waits_for_that() -> None:

@@ -315,6 +315,10 @@ async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> N
         chat.episode()
     with pytest.raises(SchemaError, match="at least one token"):
         rollout.chat([])
+    parts = {"type": "image_url", "image_url": {"url": "data:"}}, {"type": "text", "text": "7"}
+    for messages in ([{"role": "user", "content": [*parts]}], ({"role": "user", "content": parts},)):
+        with pytest.raises(SchemaError, match="got an image"):
+            rollout.chat(messages)
 
 
 async def test_sub_agents_take_texts_messages_and_ids(engine: TableEngine, tokenizer: Tokenizer) -> None:

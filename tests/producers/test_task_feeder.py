@@ -23,6 +23,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import DataRecord, Grant, RunRecord
+from streamrl.schemas.events import FULL_STREAM
 from streamrl.schemas.subjects import KEY_DATA, KEY_GRANTED, KEY_RUN, TASKS, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
@@ -152,14 +153,14 @@ async def test_a_full_stream_stalls_it_and_it_goes_on_by_itself(nats_bus, nats_a
         async with feeding(config, nats_bus) as [feeder]:
             now = await grant(nats_bus, 30, 0, 0)
             async with asyncio.timeout(20):
-                while not feeder.stalled:
+                while feeder.full != FULL_STREAM:
                     await asyncio.sleep(0.01)
             assert (await nats_bus.state(TASKS)).last == 10
             await stream.update_stream(settings.evolve(max_msgs=-1))
             assert await issued(nats_bus, 30) == plan_tasks(now, 0, 30, PROBLEMS, config)
             assert feeder.num_full >= 1
             async with asyncio.timeout(20):
-                while feeder.stalled:
+                while feeder.full:
                     await asyncio.sleep(0.01)
     finally:
         await client.close()

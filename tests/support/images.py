@@ -60,5 +60,5 @@ def write_rows(folder: Path) -> dict[str, dict[str, Any]]:
             {"prompt": [{"role": "user", "content": parts}], "images": None},
         ]
     (folder / "images.jsonl").write_text("".join(json.dumps(row | {"label": "1"}) + "\n" for row in rows))
-    data = {"train": str(folder / "images.jsonl"), "images_key": "images", "max_prompt_tokens": 24}
+    data = {"train": str(folder / "images.jsonl"), "images_key": "images", "max_image_bytes": 8_000, "max_prompt_tokens": 24}
     return {"data": data, "model": {"max_len": 40}, "producer": {"function": f"{folder / 'look.py'}:look", "children": 1}}

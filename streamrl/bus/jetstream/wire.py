@@ -229,7 +229,7 @@ def error_of(refusal: Refusal, *, doing: str, expected: int | None = None) -> Bu
     if "no space left" in text or refusal.err_code in (10023, 10047):
         return StreamFull(
             f"{doing}: the server has no room: {text}",
-            hint="free disk space for the server's store, or lower bus.samples_bytes and bus.blobs_bytes",
+            hint="free disk space for the server's store, or lower bus.samples_bytes, bus.blobs_bytes and bus.sample_blobs_bytes",
         )
     if refusal.err_code == 10077 or "maximum bytes exceeded" in text or "maximum messages exceeded" in text:
         return StreamFull(f"{doing}: the byte budget is used up ({text})", hint="trim the stream, or raise its budget in [bus]")

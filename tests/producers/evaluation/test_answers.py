@@ -10,10 +10,14 @@ from msgspec.structs import replace
 
 from streamrl.config.evaluation_sets import problem_sets
 from streamrl.config.tree import Config, DataConfig, RewardConfig
+from streamrl.data.images import RowImage
+from streamrl.data.problems import Problem, Problems
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.evaluation.asking import asked_digest, sample_record
+from streamrl.schemas.images import image_of
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
+from tests.support.images import png
 
 CONFIG = Config(data=DataConfig(train="rows.jsonl", heldout="rows.jsonl"))
 
@@ -46,3 +50,13 @@ def test_answers_are_not_kept_for_another_reward(change: dict[str, Any]) -> None
     rows = cast(Any, type("Rows", (), {"digest": "r"}))
     [one], [other] = problem_sets(CONFIG), problem_sets(replace(CONFIG, **change))
     assert asked_digest(one, rows, "w") == asked_digest(problem_sets(CONFIG)[0], rows, "w") != asked_digest(other, rows, "w")
+
+
+def test_answers_are_not_kept_for_other_images_of_the_same_names() -> None:
+    def rows(data: bytes) -> Any:
+        return Problems(
+            problems=(Problem(row=0, line=1, prompt_ids=(1,), prompt="p", images=(RowImage(image_of(data), data),)),), digest="r"
+        )
+
+    [one] = problem_sets(replace(CONFIG, data=replace(CONFIG.data, images_key="images")))
+    assert asked_digest(one, rows(png(1)), "w") == asked_digest(one, rows(png(1)), "w") != asked_digest(one, rows(png(2)), "w")
