@@ -22,7 +22,7 @@ def add_verbs(verbs: Any) -> None:
         "said on stderr is what is not the same. Exit code 1, and no TOML, if something is refused that --leave-out does not name.",
     )
     importer.add_argument("script", nargs="?", type=Path, metavar="SCRIPT", help="bash script that runs train.py or train_async.py")
-    importer.add_argument("arguments", nargs="*", metavar="ARG", help="what the script is started with")
+    importer.add_argument("arguments", nargs="*", metavar="ARG", help="what the script is started with; flags among it behind --")
     importer.add_argument("-o", "--output", type=Path, metavar="TOML", help="file to write, which must not be there; default: stdout")
     importer.add_argument(
         "--var",

@@ -107,6 +107,19 @@ def test_a_file_beside_the_script_is_sourced_by_its_own_folder(tmp_path: Path) -
     assert known(tmp_path, "cd scripts; cd models\n. m.sh\ntorchrun train.py ${MODEL_ARGS[@]}\n") == ["--num-layers", "36"]
 
 
+def test_a_function_has_the_lines_of_the_file_that_defines_it(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    command = 'python train.py --at "$(dirname "${BASH_SOURCE[0]}")" --of $(basename $0)'
+    text = f'\n\nlaunch() {{\n  {command} \\\n    "$@"\n}}\nOF=$(basename $0)\n'
+    (tmp_path / "lib" / "launch.sh").write_text(text)
+    main = "source lib/launch.sh\nlaunch --lr 1 --more $OF\n"
+    assert known(tmp_path, main) == ["--at", str(tmp_path / "lib"), "--of", "run.sh", "--lr", "1", "--more", "run.sh"]
+    [training] = read(tmp_path, main).trainings
+    lib = str(tmp_path / "lib" / "launch.sh")
+    assert [(one.place.file, one.place.line) for one in training.words[:1]] == [(lib, 4)]
+    assert (training.place.file, training.place.line) == (lib, 4)
+
+
 def test_defaults_stand_for_an_environment_that_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPS", "7")
     text = 'STEPS="${STEPS:-10}"\npython train.py --num-rollout "$STEPS" --size ${1:-small} $#\n'
@@ -132,6 +145,8 @@ def test_defaults_stand_for_an_environment_that_is_not_read(tmp_path: Path, monk
         ("case $HOME in a) A=1;; esac\npython train.py --a $A", "the case at"),
         ("A=1\nfoo || A=2\npython train.py --a $A", "the result of the command at"),
         ("A=1\n(( A++ ))\npython train.py --a $A", "((A++)) changes A"),
+        ("A=1\n(( A <<= 2 ))\npython train.py --a $A", "((A <<= 2)) changes A"),
+        ("A=1\n: $((A += 2))\npython train.py --a $A", "((A += 2)) changes A"),
         ("A=${B/x/y}\npython train.py --a $A", "B is not set in the script"),
         ("B=x\nA=${B/x/y}\npython train.py --a $A", "is an expansion that is not read"),
         ("python train.py --a {1,2}", "{1,2} is a brace expansion"),
@@ -214,11 +229,16 @@ HARM = {
     "long": "a\n" * 200_000,
     "Windows": "a\r\n",
     "binary": "\x7fELF\0",
+    "braces": "X={" + "," * 200_000,
+    "dots": "X={" + "." * 200_000,
+    "patterns": "A=" + "a" * 4000 + "\n" + "B=${A%%*q}\n" * 2000,
+    "array grows": "A=($(seq 10000))\n" + "A+=(x)\n" * 3000,
 }
 
 
 @pytest.mark.parametrize("name", HARM)
 def test_scripts_that_mean_harm_end_in_an_error(tmp_path: Path, name: str) -> None:
+    """That it ends at all is a part of it."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "b.sh").write_text("source run.sh\n")
     (tmp_path / "run.sh").write_bytes(HARM[name].encode())

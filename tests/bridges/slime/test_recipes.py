@@ -206,6 +206,29 @@ DEFAULTS = without(
 )
 
 
+def test_a_rate_that_falls_otherwise_is_said(tmp_path: Path) -> None:
+    wsd: Arguments = {**QWEN3_4B, "lr-decay-style": "WSD", "lr-wsd-decay-iters": "10"}
+
+    def said(arguments: Arguments) -> dict[str, str]:
+        return {one.subject: one.says for one in imported(tmp_path, arguments).report.findings}
+
+    assert said(wsd)["--lr-wsd-decay-style"].startswith("exponential is how")  # Megatron's default
+    assert "--lr-wsd-decay-style" not in said({**wsd, "lr-wsd-decay-style": "linear"})
+    assert refusals(imported(tmp_path, {**QWEN3_4B, "lr-decay-style": "WSD"})) == ["--lr-wsd-decay-iters"]
+    same: Arguments = {"weight-decay-incr-style": "constant", "lr-warmup-init": "0.0"}
+    assert refusals(imported(tmp_path, {**QWEN3_4B, **same})) == []
+    other: Arguments = {"weight-decay-incr-style": "cosine", "lr-warmup-init": "1e-7"}
+    assert sorted(refusals(imported(tmp_path, {**QWEN3_4B, **other}))) == ["--lr-warmup-init", "--weight-decay-incr-style"]
+    falls: Arguments = {"lr-decay-style": "inverse-square-root", "lr-warmup-iters": "2", "lr-decay-iters": "10"}
+    assert "--min-lr behind it" in said({**QWEN3_4B, **falls})["--lr-decay-iters"]
+
+
+def test_model_directories_are_written_where_slime_saves(tmp_path: Path) -> None:
+    never: Arguments = {**without(QWEN3_4B, "save-interval"), "save-hf": "/out/{rollout_id}"}
+    assert "trainer.export_every" not in keys(imported(tmp_path, never))
+    assert keys(imported(tmp_path, {**never, "save-interval": "5"}))["trainer.export_every"] == 5
+
+
 def test_defaults_of_slime_are_written_where_they_are_others(tmp_path: Path) -> None:
     written = keys(imported(tmp_path, {**DEFAULTS, "n-samples-per-prompt": "8"}))
     expected = {

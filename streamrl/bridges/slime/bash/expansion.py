@@ -13,7 +13,9 @@ from streamrl.bridges.slime.bash.words import Arithmetic, Cursor, Opaque, Output
 from streamrl.errors import ConfigError
 
 _LONGEST_CUT = 4096
-"""Of a text that a pattern is taken off."""
+"""Of a text that a pattern is taken off, and of arithmetic."""
+_CHANGED = re.compile(r"\b([A-Za-z_]\w*+)\s*+(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*+)", re.ASCII)
+"""A name that arithmetic assigns to."""
 
 
 class Expander:
@@ -90,7 +92,8 @@ class Expander:
         for part in word.parts:
             take(part, alone=len(word.parts) == 1)
         flush()
-        self._budget.spend(len(done) + sum(len(one.value) for one in done if isinstance(one.value, str)) // 100, place)
+        characters = sum(len(one.value) for one in done if isinstance(one.value, str))
+        self._budget.spend(len(word.parts) // 10 + len(done) + characters // 100, place)
         return done
 
     def whole(self, word: Word, *, pattern: bool = False) -> Value:
@@ -105,7 +108,7 @@ class Expander:
             quoted = getattr(part, "quoted", True)
             pieces.append(re.sub(r"([*?[])", r"[\1]", value) if pattern and quoted and isinstance(value, str) else value)
         joined = _joined(pieces)
-        self._budget.spend(1 + (len(joined) if isinstance(joined, str) else 0) // 100, Place(self.file, word.line))
+        self._budget.spend(1 + len(word.parts) // 10 + (len(joined) if isinstance(joined, str) else 0) // 100, Place(self.file, word.line))
         return joined
 
     def _all_elements(self, part: Parameter) -> bool:
@@ -139,6 +142,10 @@ class Expander:
 
     def calculated(self, text: str, place: Place) -> Value:
         """The number that `$((text))` stands for."""
+        for name in map("".join, _CHANGED.findall(text)):
+            self.state.forget(name, Unknown(f"(({text})) changes {name}", place), array=False)
+        if len(text) > _LONGEST_CUT:
+            return Unknown(f"$(({text[:20]}...)) is too long for arithmetic", place)
         inner = self.whole(_inner_word(text, self.file, place.line))
         if isinstance(inner, Unknown):
             return inner
@@ -195,7 +202,9 @@ class Expander:
 
     def _found(self, part: Parameter) -> Value | None:
         name, arguments = part.name, self.state.arguments
-        if name == "0" or (name == "BASH_SOURCE" and part.index in (None, "0")):
+        if name == "0":
+            return self.state.script
+        if name == "BASH_SOURCE" and part.index in (None, "0"):
             return self.file
         if name == "#":
             many = [one for one in arguments if isinstance(one.value, Unknown)]
@@ -221,6 +230,7 @@ class Expander:
         pattern = self.whole(self._operand(part), pattern=True)
         if isinstance(pattern, Unknown) or len(value) > _LONGEST_CUT:
             return pattern if isinstance(pattern, Unknown) else Unknown(f"{part.name} is too long for a pattern", place)
+        self._budget.spend(len(value) ** 2 // 1000, place)  # each length is tried, and a try reads the whole
         lengths = range(len(value) + 1) if len(part.operator) == 1 else range(len(value), -1, -1)
         for length in lengths:
             cut = len(value) - length if part.operator[0] == "%" else length
@@ -229,6 +239,7 @@ class Expander:
         return value
 
     def _operand(self, part: Parameter) -> Word:
+        self._budget.spend(len(part.operand) // 10, Place(self.file, part.line))
         return _inner_word(part.operand, self.file, part.line, quoted=part.quoted)
 
     def _odd(self, part: Parameter) -> Unknown:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from streamrl.bridges.slime.bash.state import State
+from streamrl.bridges.slime.bash.state import Budget, State
 from streamrl.bridges.slime.bash.statements import Simple, Word, parse
 from streamrl.bridges.slime.bash.values import Place, Unknown, Value
 from streamrl.bridges.slime.bash.words import Output
@@ -21,12 +21,13 @@ _MOST = 10_000
 class Printed:
     """Of one file in a state; `expander` expands the words of the commands."""
 
-    def __init__(self, state: State, expander: Callable[[], Expander], file: str) -> None:
-        self._state, self._expander, self._file = state, expander, file
+    def __init__(self, state: State, expander: Callable[[], Expander], file: str, budget: Budget) -> None:
+        self._state, self._expander, self._file, self._budget = state, expander, file, budget
 
     def __call__(self, output: Output) -> Value:
         """The text in place of `$(...)`, without ends of lines behind it."""
         place = Place(self._file, output.line)
+        self._budget.spend(len(output.text) // 10, place)
         shown = " ".join(output.text.split())
         unknown = Unknown(f"$({shown[:80]}) is what a command prints", place, "put its text in its place")
         commands = self._commands(output.text, output.line)

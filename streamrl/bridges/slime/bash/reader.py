@@ -66,7 +66,7 @@ def read_script(path: Path, *, arguments: Sequence[str] = (), variables: Mapping
     Raises:
         ConfigError: no such file; no text, too long, or not bash; files that source each other; a script that builds too much.
     """
-    reader = _Reader(State.first(variables, arguments, cwd))
+    reader = _Reader(State.first(path, variables, arguments, cwd))
     ended = None
     try:
         reader.run_file(path, Place(str(path), 1))
@@ -85,21 +85,20 @@ class _Reader:
         self.defaults: dict[str, tuple[str, Place]] = {}
         self.unread: list[Unknown] = []
         self._files: list[str] = []
+        """Those that are being gone through, each sourced by the one before it."""
+        self._file = ""
+        """Of the line at hand: in a function, the one that defines it."""
         self._num_files = self._calls = 0
         self._missing: Unknown | None = None
         """What the newest condition would have had to know."""
         self._doubts: list[tuple[Unknown, bool]] = []
         """Of the branches around: what decides it, and whether a training command in it still counts."""
 
-    @property
-    def _file(self) -> str:
-        return self._files[-1]
-
     def place(self, line: int) -> Place:
         return Place(self._file, line)
 
     def expander(self) -> Expander:
-        expander = Expander(self.state, self._file, self.budget, Printed(self.state, self.expander, self._file))
+        expander = Expander(self.state, self._file, self.budget, Printed(self.state, self.expander, self._file, self.budget))
         expander.defaults = self.defaults
         return expander
 
@@ -117,12 +116,21 @@ class _Reader:
         statements = parse(read_text(path), name)
         self._files.append(name)
         try:
-            self.run(statements)
+            with self._in_file(name):
+                self.run(statements)
         except _Exit as stop:
             if stop.whole or len(self._files) == 1:
                 raise
         finally:
             self._files.pop()
+
+    @contextmanager
+    def _in_file(self, name: str) -> Generator[None]:
+        before, self._file = self._file, name
+        try:
+            yield
+        finally:
+            self._file = before
 
     def run(self, statements: Statements) -> bool | None:
         """Go through them; the status of the last: True for 0, None where it is not known."""
@@ -199,10 +207,7 @@ class _Reader:
         return self.run(command.body)
 
     def _calculation(self, command: Calculation) -> bool | None:
-        place = self.place(command.line)
-        for name in re.findall(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))|(?:\+\+|--)([A-Za-z_]\w*)", command.text):
-            self.state.forget("".join(name), Unknown(f"(({command.text})) changes {''.join(name)}", place), array=False)
-        number = self.expander().calculated(command.text, place)
+        number = self.expander().calculated(command.text, self.place(command.line))
         return None if isinstance(number, Unknown) else number != "0"
 
     def _if(self, command: If) -> bool | None:
@@ -305,6 +310,7 @@ class _Reader:
             if isinstance(former, Unknown):
                 state.forget(one.name, former, array=True)
             else:
+                self.budget.spend(len(former or ()) // 10, place)
                 state.set(one.name, [*(former or ()), *words], place)
         else:
             value = expander.whole(one.value)
@@ -356,7 +362,8 @@ class _Reader:
             )
         before, self.state.arguments = self.state.arguments, arguments
         try:
-            return self._command(function.body)
+            with self._in_file(function.file):
+                return self._command(function.body)
         except _Exit as stop:
             if stop.whole:
                 raise

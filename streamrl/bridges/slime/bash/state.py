@@ -63,16 +63,18 @@ class State:
     functions: dict[str, Function]
     arguments: list[Field]
     cwd: Path
+    script: str
+    """`$0`, in sourced files too."""
     foreign: Unknown | None = None
     """Something that was not read may have set names that the script does not."""
     changed: set[str] = field(default_factory=set[str])
     """Names that were assigned since this was last emptied."""
 
     @classmethod
-    def first(cls, variables: Mapping[str, str], arguments: Iterable[str], cwd: Path) -> State:
+    def first(cls, script: Path, variables: Mapping[str, str], arguments: Iterable[str], cwd: Path) -> State:
         """Before the first line."""
         place = Place("the command line", 1)
-        return cls(dict(variables), {}, {}, [Field(one, place, one) for one in arguments], cwd)
+        return cls(dict(variables), {}, {}, [Field(one, place, one) for one in arguments], cwd, str(script))
 
     def copied(self) -> State:
         """For a branch or a sub-shell."""

@@ -98,6 +98,8 @@ class Function:
 
     name: str
     body: Command
+    file: str
+    """Where it is defined: its lines are of that file, whoever calls it."""
     line: int
 
 
@@ -194,7 +196,7 @@ class _Parser:
             self._enter()
             body = self._command()
             self._depth -= 1
-            return Function(function["named"] or function["name"], body, line)
+            return Function(function["named"] or function["name"], body, self.cursor.file, line)
         compound = {"if": self._if, "case": self._case, "for": self._for, "select": self._for, "while": self._while, "until": self._while}
         if self.cursor.peek(2) == "[[" and self.cursor.text[self.cursor.at + 2 : self.cursor.at + 3] in tuple(" \t\n\\"):
             command: Command = self._test(line)

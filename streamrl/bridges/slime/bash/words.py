@@ -17,7 +17,7 @@ _PARAMETER = re.compile(
     r"(?P<length>#(?=.))?(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?(?P<rest>.*)", re.ASCII | re.DOTALL
 )
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|%%|%|##|#|//|/|\^\^|\^|,,|,|:|@")
-_BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
+_BRACES = re.compile(r"\{[^{}\s]*+\}")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
 
@@ -153,7 +153,8 @@ class Cursor:
                 self.at += 1
         flush()
         raw = self.text[start : self.at]
-        if _BRACES.search("".join(part.text if isinstance(part, Text) and not part.quoted else "\0" for part in parts)):
+        bare = "".join(part.text if isinstance(part, Text) and not part.quoted else "\0" for part in parts)
+        if any("," in braces or ".." in braces for braces in _BRACES.findall(bare)):
             return Word((Opaque(f"{raw} is a brace expansion", line),), line, raw)
         return Word(tuple(parts), line, raw)
 

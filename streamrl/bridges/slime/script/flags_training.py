@@ -99,11 +99,10 @@ OPTIMIZER: tuple[Flag, ...] = (
         near(name, "switch", says="the optimizer's state stays on the GPU; trainer.shards cuts it")
         for name in ("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d", "--fsdp-cpu-offload", "--fsdp-state-dict-cpu-offload")
     ),
-    *refused(
-        "the decay of weights is constant", "--weight-decay", "--weight-decay-incr-style", "--start-weight-decay", "--end-weight-decay"
-    ),
-    *refused("the rate rises from 0", "leave it out", "--lr-warmup-init"),
-    *refused("wsd cools down linearly", "leave it out", "--lr-wsd-decay-style"),
+    *refused("the decay of weights is constant", "--weight-decay", "--start-weight-decay", "--end-weight-decay"),
+    mapped("--weight-decay-incr-style", "text", default="constant", says="constant"),
+    mapped("--lr-warmup-init", "number", default=0.0, says="0"),
+    mapped("--lr-wsd-decay-style", "text", default="exponential", says="linear; WSD falls in no other way here"),
 )
 CHECKPOINTS: tuple[Flag, ...] = (
     near(

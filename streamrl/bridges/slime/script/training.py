@@ -141,6 +141,10 @@ def write_optimizer(draft: Draft) -> None:
     draft.put(f"{section}.schedule", _SCHEDULES[style], "--lr-decay-style")
     if style != "constant":
         draft.put(f"{section}.final_fraction", (args.number("--min-lr") or 0.0) / rate if rate else 0.0, "--min-lr")
+    if args.text("--weight-decay-incr-style") != "constant":
+        draft.refuse("--weight-decay-incr-style", "the decay of weights is constant", "--weight-decay")
+    if args.number("--lr-warmup-init"):
+        draft.refuse("--lr-warmup-init", "the rate rises from 0", "leave it out")
     _write_schedule(draft, style)
     for flag, key in (("--weight-decay", "weight_decay"), ("--adam-beta1", "beta1"), ("--adam-beta2", "beta2")):
         draft.put(f"{section}.{key}", args.number(flag), flag)
@@ -162,7 +166,15 @@ def _write_schedule(draft: Draft, style: str) -> None:
     else:
         rise, flag = math.ceil((args.whole("--lr-warmup-iters", least=0) or 0) / each), "--lr-warmup-iters"
     draft.put(f"{section}.warmup_steps", rise, flag)
-    if style == "WSD" and args.on("--lr-wsd-decay-iters") and (lasts or whole):
+    if args.on("--lr-decay-iters") and style == "inverse-square-root":
+        draft.say("--lr-decay-iters", "slime's rate is --min-lr behind it; here it goes on to fall, and --min-lr is its least")
+    if style == "WSD":
+        draft.spoken.add("--lr-wsd-decay-style")
+        if (cooling := args.text("--lr-wsd-decay-style")) != "linear":
+            draft.say("--lr-wsd-decay-style", f"{cooling} is how the rate falls in slime; here it falls linearly")
+    if style == "WSD" and not args.on("--lr-wsd-decay-iters"):
+        draft.refuse("--lr-wsd-decay-iters", "is not given with --lr-decay-style WSD", "Megatron needs it, too")
+    elif style == "WSD" and (lasts or whole):
         part = min(1.0, math.ceil((args.whole("--lr-wsd-decay-iters", least=0) or 0) / each) / (lasts or whole))
         draft.put(f"{section}.cooldown_fraction", part, "--lr-wsd-decay-iters")
     given = [one for one in ("--lr-warmup-iters", "--lr-decay-iters", "--lr-wsd-decay-iters", "--lr-warmup-fraction") if args.on(one)]
@@ -183,8 +195,10 @@ def write_checkpoints(draft: Draft) -> None:
     if args.on("--load") and args.on("--save") and (draft.path("--load") or "").rstrip("/") == (save or "").rstrip("/"):
         draft.spoken.add("--load")
     draft.put("trainer.checkpoint_every", every, "--save-interval")
-    if args.on("--save-hf"):
-        draft.put("trainer.export_every", every or 1, "--save-hf", "--save-interval")
+    if args.on("--save-hf") and args.on("--save-interval"):
+        draft.put("trainer.export_every", every, "--save-hf", "--save-interval")
+    elif args.on("--save-hf"):
+        draft.say("--save-hf", "without --save-interval slime saves nothing: no model directory is written")
 
 
 def write_logs(draft: Draft) -> None:

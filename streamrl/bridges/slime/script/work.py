@@ -196,6 +196,10 @@ def write_lengths(draft: Draft) -> None:
     elif context is not None and context > answer:
         prompt = context - answer
         draft.put("data.max_prompt_tokens", prompt, "--rollout-max-context-len", "--rollout-max-response-len")
+        draft.say(
+            "--rollout-max-context-len",
+            f"a prompt of more than {prompt} tokens ends its task: a whole answer has no room; slime leaves out those of {context} or more",
+        )
     elif context is not None:
         draft.refuse(
             "--rollout-max-context-len",
