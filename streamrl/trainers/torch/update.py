@@ -353,7 +353,7 @@ class Update:
         if batch.kind == "sft" or self._config.ess_scaling == "off":
             return rate, {}
         everyones = self._everyones(logprobs.copy())
-        # One rank's number for all: exp may differ in its last bit from one host to the next, and then the copies of the model would too.
+        # One rank's number for all that share the batch: exp may differ in its last bit between hosts, and then copies of the model would.
         own = rollout_ess(batch, everyones, samples) if self._parallel.data_rank == 0 else 0.0
         ess = float(self._parallel.sum(torch.tensor([own], dtype=torch.float64)))
         return scaled_rate(rate, ess, self._config), {"train/ess_rollout": ess}
