@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
@@ -193,7 +194,7 @@ class GroupRunner:
                 elif value is not None:
                     episode.reward, episode.reward_parts = value.value, value.parts
         for episode in episodes:
-            lacking = [name for name in self._objectives if name not in episode.reward_parts]
+            lacking = [name for name in self._objectives if not math.isfinite(episode.reward_parts.get(name, math.nan))]
             if episode.reward is not None and lacking and episode.rollout not in failures:
                 failures[episode.rollout] = _ungraded(task, episode, _lacks(episode, lacking[0]))
         now_s = time.time()
@@ -222,9 +223,11 @@ def _ungraded(task: RolloutTask, episode: Episode, error: Exception) -> Failure:
 
 
 def _lacks(episode: Episode, objective: str) -> SchemaError:
+    parts = episode.reward_parts
+    given = f"this part as {parts[objective]}" if objective in parts else f"the parts {', '.join(sorted(parts)) or 'none'}"
     return SchemaError(
-        f"loss.objectives has {objective!r}, but the reward was given the parts {', '.join(sorted(episode.reward_parts)) or 'none'}",
-        hint="have the reward give this part always, or take it out of loss.objectives",
+        f"loss.objectives has {objective!r}, but the reward was given {given}",
+        hint="have the reward give this part always, finite, or take it out of loss.objectives",
         key="loss.objectives",
     )
 

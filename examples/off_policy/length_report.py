@@ -80,14 +80,14 @@ def tables(rows: Rows) -> str:
     learning: list[tuple[str, Callable[[Rows], float], str]] = [
         ("batches a minute", per_minute, ".0f"),
         ("trained tokens/s", lambda run: per_minute(run, "tokens") / 60, ".0f"),
-        *((f"held-out {one}", lambda run, one=one: _heldout(run, one, "last"), ".2f") for one in LENGTHS),
-        ("held-out long before", lambda run: _heldout(run, "long", "first"), ".2f"),
+        *((f"accuracy {one}", lambda run, one=one: _accuracy(run, one, "last"), ".2f") for one in LENGTHS),
+        ("accuracy long before", lambda run: _accuracy(run, "long", "first"), ".2f"),
     ]
     return "\n".join((_table(runs, sampling), _table(runs, learning)))
 
 
-def _heldout(run: Rows, source: str, when: str) -> float:
-    return next(float(row[f"heldout_{when}"]) for row in run if row["source"] == source)
+def _accuracy(run: Rows, source: str, when: str) -> float:
+    return next(float(row[f"accuracy_{when}"]) for row in run if row["source"] == source)
 
 
 def _table(runs: Mapping[str, list[Rows]], columns: Sequence[tuple[str, Callable[[Rows], float], str]]) -> str:
@@ -127,8 +127,8 @@ def draw(rows: Rows, path: Path) -> None:
     left.set_xlabel("part of the trained groups; a third of the tasks each")
     left.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=8)
     for place, seeds in zip(places, runs.values(), strict=True):
-        right.plot([_heldout(run, "long", "last") for run in seeds], [place] * len(seeds), "o", color=_COLORS["long"], alpha=0.8)
-    right.set_xlabel("held-out accuracy on long answers at the end")
+        right.plot([_accuracy(run, "long", "last") for run in seeds], [place] * len(seeds), "o", color=_COLORS["long"], alpha=0.8)
+    right.set_xlabel("accuracy on long answers at the end")
     right.set_xlim(-0.02, 1.02)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

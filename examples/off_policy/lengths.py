@@ -34,7 +34,7 @@ from streamrl.schemas.ledger import LedgerEntry
 
 HERE = Path(__file__).parent
 SOURCES = tuple(LENGTHS)
-COLUMNS = ("arm", "seed", "batch", "seconds", "reward", "tokens", "source", "trained", "dropped", "age", "heldout_first", "heldout_last")
+COLUMNS = ("arm", "seed", "batch", "seconds", "reward", "tokens", "source", "trained", "dropped", "age", "accuracy_first", "accuracy_last")
 """A row for each batch and source: groups trained and dropped, mean age in versions of the trained groups' oldest tokens."""
 
 

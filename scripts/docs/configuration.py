@@ -18,8 +18,9 @@ HEAD = """# Configuration
 Made from `streamrl/config/` by `make docs`; do not edit it.
 
 A run is one TOML file: a table for each section below, all keys optional but `data.train`. `--set section.key=value` puts a value over the
-file's, as in `streamrl up my.toml --set tasks.max_staleness=2 --set data.train=rows.jsonl`; strings need no quotes there. An unknown key, a
-value of another type and sections that contradict each other are refused before anything starts, with the nearest known key as a hint.
+file's, as in `streamrl up my.toml --set tasks.max_staleness=2 --set data.train=rows.jsonl`; strings need no quotes there, and
+a table is put over the file's key by key (`{}` empties it). An unknown key, a value of another type and sections that contradict each other
+are refused before anything starts, with the nearest known key as a hint.
 Paths in the file are relative to the file, those in `--set` and `run.dir` to the working directory.
 
 Names end in their unit: `_s` are seconds, `_bytes` bytes, `_versions` versions (batches trained). A run keeps its whole configuration,

@@ -7,6 +7,8 @@ rho = pi / mu: probability under the trainer's policy (the proximal one) over th
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +31,12 @@ def effective_fraction(weights: npt.NDArray[np.floating]) -> float:
         return 0.0
     scaled = weights.astype(np.float64) / top
     return min(1.0, float(scaled.sum() ** 2 / (scaled.size * np.square(scaled).sum())))
+
+
+def step_means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over those optimizer steps of a batch that have it: one without trained tokens has none of its loss."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: float(np.mean([row[name] for row in rows if name in row])) for name in names}
 
 
 def ratio_metrics(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -> dict[str, float]:

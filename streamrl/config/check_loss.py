@@ -13,7 +13,7 @@ from streamrl.config.tree import Config, refuse
 _OF_ESTIMATORS = {
     "normalize_std": ", which divides by no group's deviation",
     "normalize_rewards": "",
-    "std": ", which divides by no deviation of rewards",
+    "std": ", which divides by no deviation of a batch's rewards",
     "leave_one_out": "",
     "objectives": "",
     "pass_k": "",

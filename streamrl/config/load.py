@@ -8,7 +8,7 @@ import math
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 from urllib.parse import urlsplit, urlunsplit
@@ -225,10 +225,11 @@ def _place(tree: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """`above` put over `below` key by key; an empty table takes the place of what is there."""
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
-        merged[key] = _merge(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+        merged[key] = _merge(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) and value else value
     return merged
 
 
@@ -239,7 +240,7 @@ def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: s
             raise ConfigError(
                 f"expected a known key, got {prefix}{key} in {where}", hint=_suggest(key, prefix, fields), key=prefix + key, path=where
             )
-        for number in value if isinstance(value, list | tuple) else (value,):
+        for number in _numbers(value, fields[key]):
             if isinstance(number, float) and not math.isfinite(number):
                 raise _out_of_range(prefix + key, "a finite number", number, where)
         if _is_struct(fields[key]) and isinstance(value, Mapping):
@@ -248,6 +249,13 @@ def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: s
             for index, table in enumerate(value):
                 if isinstance(table, Mapping):
                     _refuse_unknown(table, get_args(fields[key])[0], where=where, prefix=f"{prefix}{key}[{_called(table, index)}].")
+
+
+def _numbers(value: Any, kind: Any) -> Iterable[Any]:
+    """What must be finite: of a list or a table of named numbers each one."""
+    if isinstance(value, Mapping) and get_args(kind) == (str, float):
+        return value.values()
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _called(table: Any, index: int) -> str | int:

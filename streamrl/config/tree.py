@@ -178,7 +178,7 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     """Global gradient norm is clipped to this; 0: not clipped."""
     ess_scaling: Literal["off", "sqrt", "linear"] = "off"
     """The rate of each optimizer step times the effective sample size of its rollouts over their number, or its root (VCPO, arXiv
-    2602.17616): steps on batches that a few heavy weights lead are small. `sqrt` is for AdamW; not in the warm-up."""
+    2602.17616): steps on batches that a few heavy weights lead are small. `sqrt` is for AdamW; demonstrations keep the rate."""
     ess_reference: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """The effective fraction from which on the rate is the whole one: that of fresh rollouts."""
 

@@ -53,6 +53,7 @@ CHANGES_LOSS = (
     "trainer.minibatches",
     "trainer.micro_tokens",
     "trainer.routing_replay",
+    "trainer.gradient_cosine",
     "warmup.learning_rate",
     "run.steps",
 )

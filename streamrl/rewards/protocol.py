@@ -17,7 +17,7 @@ LARGEST = 1e38
 
 
 class RewardValue(msgspec.Struct, frozen=True):
-    """A reward and the named parts it was made of (parts are kept with the sample and never trained on by themselves)."""
+    """A reward and the named parts it was made of (parts are kept with the sample; `loss.objectives` alone trains on them)."""
 
     value: float
     parts: dict[str, float] = {}

@@ -201,7 +201,7 @@ _DECLARED = (
     Metric("train/ess_sequence", _MEAN, "fraction", "effective sample size of the samples' product of rho over the number of samples"),
     Metric("train/ess_weights", _MEAN, "fraction", "effective sample size of the weights that were used over the number of tokens"),
     Metric("train/grad_cosine", _MEAN, "1", "cosine between the gradients of consecutive optimizer steps, before clipping"),
-    Metric("train/ess_rollout", _MEAN, "fraction", "the same of rollouts, of an optimizer step at that step; it scales `train/lr`"),
+    Metric("train/ess_rollout", _MEAN, "fraction", "effective sample size of a step's rollouts over their number; it scales `train/lr`"),
     Metric("train/mis_training_log_ppl", _MEAN, "nats", "log-perplexity of a sample under the trainer's policy"),
     Metric("train/mis_training_ppl", _MEAN, "1", "perplexity of a sample under the trainer's policy"),
     Metric("train/mis_rollout_log_ppl", _MEAN, "nats", "log-perplexity of a sample under the sampler's policy"),

@@ -5,7 +5,7 @@ from unittest.mock import ANY
 
 import pytest
 
-from streamrl.config.load import dump, from_json, load
+from streamrl.config.load import dump, from_json, load, override
 from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TasksConfig, WeightsConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import Subjects
@@ -95,6 +95,7 @@ def test_unknown_key_is_refused_with_a_suggestion(write, text, key, hint):
         ("[trainer.optimizer]\nlearning_rate = nan\n", "trainer.optimizer.learning_rate must be a finite number, got nan"),
         ("[trainer.optimizer]\nlearning_rate = inf\n", "trainer.optimizer.learning_rate must be a finite number, got inf"),
         ("[sampling]\ntop_p = nan\n", "sampling.top_p must be a finite number, got nan"),
+        ("[loss.objectives]\nright = 1\nform = inf\n", "loss.objectives must be a finite number, got inf"),
         ("[trainer.optimizer]\nbeta1 = 1.0\n", "trainer.optimizer.beta1 must be below 1, got 1.0"),
         ("[engine.sglang]\ngpus = [0, -1]\n", "engine.sglang.gpus[1] must be at least 0, got -1"),
         ("[ray.engine.resources]\n'a.b' = 0\n", "ray.engine.resources.a.b must be above 0, got 0"),
@@ -138,6 +139,13 @@ def test_override_into_a_free_table(write):
     )
     assert config.producer.options == {"turns": 3, "mode": "fast"}
     assert config.reward.options == {"a": [1, 2]}
+
+
+def test_an_empty_table_takes_the_place_of_one(write):
+    """Only so a branch of a run with gdpo leaves it: keys of a table cannot be taken out one by one."""
+    text = '[loss]\nadvantage = "gdpo"\nobjectives = { right = 1.0 }\n[tasks]\ndrop_zero_variance = false\n'
+    changed = override(load(write(text)), ["loss.advantage=grpo", "loss.objectives={}"])
+    assert (changed.loss.objectives, changed.tasks.drop_zero_variance) == ({}, False)
 
 
 @pytest.mark.parametrize("text", ["tasks.batch_tasks", "=3", "tasks..x=1"])

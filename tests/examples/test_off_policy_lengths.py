@@ -84,7 +84,7 @@ def test_tables_are_means_over_seeds(lengths: ModuleType) -> None:
         {
             **{"arm": "wait-2", "seed": str(seed), "batch": str(batch), "seconds": str(2.0 * batch), "reward": "0.5", "tokens": "100"},
             **{"source": source, "trained": trained, "dropped": "0" if source == "short" else "3", "age": age},
-            **{"heldout_first": "0.1", "heldout_last": str(0.4 + 0.2 * seed)},
+            **{"accuracy_first": "0.1", "accuracy_last": str(0.4 + 0.2 * seed)},
         }
         for seed in (0, 1)
         for batch in range(20)

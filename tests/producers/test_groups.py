@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -269,14 +270,16 @@ async def test_a_reward_without_an_objective_fails_its_rollout(engine: TableEngi
     async def scores_one(task: RolloutTask, engine: RolloutEngine) -> Episode:
         chat = engine.chat(task)
         await chat.generate()
-        return chat.episode(reward=1.0, reward_parts={"form": 1.0}) if engine.context.rollout_index == 2 else chat.episode()
+        given = {2: {"form": 1.0}, 3: {"right": math.nan, "form": 1.0}}.get(engine.context.rollout_index)
+        return chat.episode() if given is None else chat.episode(reward=1.0, reward_parts=given)
 
     def score(task: RolloutTask, episode: ScoredEpisode) -> dict[str, float]:
         return {"right": 1.0, "form": 0.5} if episode.rollout == 0 else {"right": 1.0}
 
     made = runner(engine, tokenizer, scores_one, FunctionReward(score, {}), objectives=("right", "form"))
-    episodes, failures = await run(made, make_task(tokenizer))
+    episodes, failures = await run(made, make_task(tokenizer, 4))
     assert episodes == [(0, 1.5)]
-    assert [(failure.rollout, failure.reason) for failure in failures] == [(1, "failed"), (2, "failed")]
+    assert [(failure.rollout, failure.reason) for failure in failures] == [(1, "failed"), (2, "failed"), (3, "failed")]
     assert "'form', but the reward was given the parts right" in failures[0].detail
     assert "'right', but the reward was given the parts form" in failures[1].detail
+    assert "'right', but the reward was given this part as nan" in failures[2].detail

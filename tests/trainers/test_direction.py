@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import TrainBatch, sample_of_token
+from streamrl.core.packing import split_groups
 from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.mesh import mesh_of
@@ -73,3 +74,20 @@ def test_it_changes_no_bit_and_is_off_where_nobody_asks(make: Callable[..., Trai
         assert NAME not in theirs.metrics and -1.0 < ours.metrics[NAME] < 1.0
         assert ours.metrics["train/loss"] == theirs.metrics["train/loss"]
     assert np.isfinite(ours.metrics[NAME])
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_last_step_without_a_gradient_takes_no_metric_from_the_others(
+    make: Callable[..., Trainer], rollouts: Callable[..., TrainBatch], masked: bool
+) -> None:
+    """Rewards that are all equal in its groups, or no trained token at all."""
+    trainer, batch = make(gradient_cosine=True, minibatches=2), rollouts(1)
+    _, last = split_groups(batch, 2)
+    rewards, mask = batch.rewards.copy(), batch.loss_mask.copy()
+    rewards[last] = 0.0
+    if masked:
+        mask &= ~np.isin(sample_of_token(batch), last)
+    names = set(trainer.step(rollouts()).metrics)
+    metrics = trainer.step(msgspec.structs.replace(batch, rewards=rewards, loss_mask=mask)).metrics
+    assert names <= set(metrics)
+    assert -1.0 < metrics[NAME] < 1.0

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
+from streamrl.algorithms.batch_metrics import ratio_metrics, step_means, weight_metrics
 from streamrl.algorithms.estimators import needed_scores
 from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
 from streamrl.algorithms.step_size import rollout_ess, scaled_rate
@@ -113,8 +113,7 @@ class TableTrainer:
             norm, applied = self._adam.step(gradient, step_rate)
             finite = finite and applied
             rows.append({**sums, "train/grad_norm": norm, "train/lr": step_rate, "train/global_batch_size": float(len(samples))})
-        # A cosine is not there at the first step of all.
-        metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[-1]}
+        metrics = step_means(rows)
         score = answer_probability(batch, logprobs) if batch.kind == "sft" else None
         if score is not None:
             metrics["train/answer_probability"] = score

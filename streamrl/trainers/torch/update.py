@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from streamrl.algorithms.batch_metrics import step_means
 from streamrl.algorithms.choices import Decision, decide, decides
 from streamrl.algorithms.kl_coefficient import adapted, coefficient, decayed, measured_kl, with_factor
 from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
@@ -220,8 +221,7 @@ class Update:
                 norms, applied = self._apply(step_rate, batch.kind, learns=learns)
                 finite = finite and applied
                 rows.append(sums | scaling | norms | {"train/global_batch_size": float(len(samples))})
-        # A cosine is not there at the first step of all.
-        metrics = {name: float(np.mean([row[name] for row in rows if name in row])) for name in rows[-1]}
+        metrics = step_means(rows)
         metrics[DROPPED] = float(sum(row[DROPPED] for row in rows))
         if batch.kind == "rl":
             metrics |= coefficient(loss)
@@ -354,7 +354,7 @@ class Update:
         if batch.kind == "sft" or self._config.ess_scaling == "off":
             return rate, {}
         everyones = self._everyones(logprobs.copy())
-        # One rank's number for all: exp may differ in its last bit from one host to the next, and then the copies of the model would too.
+        # One rank's number for all that share the batch: exp may differ in its last bit between hosts, and then copies of the model would.
         own = rollout_ess(batch, everyones, samples) if self._parallel.data_rank == 0 else 0.0
         ess = float(self._parallel.sum(torch.tensor([own], dtype=torch.float64)))
         return scaled_rate(rate, ess, self._config), {"train/ess_rollout": ess}
