@@ -77,26 +77,36 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any,
+        args: Any = None,
         *,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | None = None,
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
-        text: str = "",
+        text: str | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
-        """Put tokens behind the response, masks and log-probs with them; of a model's, `meta_info` gives version and status."""
-        given = list(log_probs) if log_probs is not None else [0.0] * len(tokens)
-        if len(given) != len(tokens):
-            raise ValueError(f"expected a log-prob for each of {len(tokens)} tokens, got {len(given)}")
-        before = self.response_length
-        self.loss_mask = [*(self.loss_mask or [1] * before), *([int(trainable)] * len(tokens))]
-        self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *given]
-        self.tokens = [*self.tokens, *tokens]
-        self.response += text
-        self.response_length += len(tokens)
+        """Put tokens behind the response, masks and log-probs with them; of a model's, `meta_info` gives version and status.
+
+        The lists grow in place, as in slime, where hooks keep hold of them. Without `update_terminal_info` the status stays.
+        """
+        ids = [int(token) for token in tokens or ()]
+        given = [0.0] * len(ids) if log_probs is None else list(log_probs)
+        if len(given) != len(ids):
+            raise ValueError(f"expected a log-prob for each of {len(ids)} tokens, got {len(given)}")
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        if self.rollout_log_probs is None:
+            self.rollout_log_probs = [0.0] * self.response_length
+        self.loss_mask += [int(trainable)] * len(ids)
+        self.rollout_log_probs += given
+        self.tokens += ids
+        self.response += text or ""
+        self.response_length += len(ids)
         if meta_info is not None:
+            before = self.status
             self.update_from_meta_info(args, meta_info)
+            self.status = self.status if update_terminal_info else before
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Version and status of an engine's answer."""
@@ -204,20 +214,23 @@ def _checked(sample: Any) -> tuple[list[int], list[int]]:
 def _sampled(tokens: Sequence[int], asked: Sequence[Asked]) -> tuple[dict[int, int], int]:
     """By place in the sequence: which request gave the token; and the last request that gave one.
 
-    A request counts where the sequence begins with what it was asked, and for as many tokens as the sequence has of its answer.
+    A request counts where the sequence begins with what it was asked, and for as many tokens as the sequence has of its answer. Of several
+    that gave a token, as where one of many answers was chosen, it is the one whose answer the sequence follows furthest, then the newest.
     """
-    places: dict[int, int] = {}
-    last = -1
+    found: list[tuple[int, int, int]] = []  # end, request, start: tokens start to end are its own
     for number, one in enumerate(asked):
-        start = len(one.prompt_ids)
+        start = end = len(one.prompt_ids)
         if list(one.prompt_ids) != list(tokens[:start]):
             continue
-        for offset, token in enumerate(one.completion.token_ids):
-            if start + offset >= len(tokens) or tokens[start + offset] != token:
+        for token in one.completion.token_ids:
+            if end >= len(tokens) or tokens[end] != token:
                 break
-            places[start + offset] = number
-            last = number
-    return places, last
+            end += 1
+        if end > start:
+            found.append((end, number, start))
+    found.sort()
+    places = {place: number for end, number, start in found for place in range(start, end)}
+    return places, found[-1][1] if found else -1
 
 
 def _runs(mask: Sequence[int], places: Mapping[int, int], start: int) -> list[tuple[int, int, int | None]]:

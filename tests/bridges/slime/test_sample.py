@@ -129,3 +129,25 @@ def test_append_keeps_masks_and_log_probs_beside_tokens() -> None:
     assert (sample.response, sample.response_length, sample.weight_versions, sample.status) == ("xy", 3, ["8"], Sample.Status.COMPLETED)
     with pytest.raises(ValueError, match="a log-prob for each of 2 tokens, got 1"):
         sample.append_response_tokens(Args({}), tokens=[5, 6], log_probs=[-0.1])
+
+
+def test_the_lists_grow_in_place_as_hooks_that_keep_hold_of_them_expect() -> None:
+    sample = blank(TASK, 0, "a")
+    sample.tokens = prompt = [1, 2]
+    sample.loss_mask = mask = []
+    sample.append_response_tokens(Args({}), tokens=[5, 6], log_probs=[-0.1, -0.2])
+    sample.append_response_tokens(tokens=[40], trainable=False)
+    assert (prompt, mask) == ([1, 2, 5, 6, 40], [1, 1, 0])
+    sample.append_response_tokens(meta_info={"finish_reason": {"type": "length"}}, update_terminal_info=False)
+    assert (sample.response_length, sample.status) == (3, Sample.Status.PENDING)
+
+
+def test_of_many_answers_the_one_that_was_chosen_counts() -> None:
+    # The second answer begins as the first does, at another version, and was cut off.
+    asked = [request((1, 2), (5, 6, 7), (3, 8)), request((1, 2), (5, 9), (2, 9), ends="length")]
+    sample = made(tokens=[1, 2, 5, 6, 7], response_length=3, loss_mask=None, status=Sample.Status.PENDING)
+    episode = episode_of(sample, TASK, 2, asked, seed=11)
+    assert [(tuple(one.token_ids), [span.version and span.version.number for span in one.spans]) for one in episode.segments] == [
+        ((1, 2), []), ((5, 6, 7), [8])
+    ]  # fmt: skip
+    assert (episode.finish_reason, episode.status) == ("stop", Status.COMPLETED)
