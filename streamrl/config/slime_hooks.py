@@ -59,7 +59,7 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
         ),
         "rollout_sample_hook_path": Hook(
             takes=("args", "sample"),
-            named=("rollout_id", "evaluation"),
+            optional=("rollout_id", "evaluation"),
             form="either",
             gives="Sample | None",
             becomes="producer.function",
@@ -114,8 +114,8 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             "not learnt from",
         ),
         "custom_tis_function_path": Hook(
-            takes=("args",),
-            named=_LOGPROBS,
+            takes=(),
+            named=("args", *_LOGPROBS),
             form="plain",
             gives="(pg_loss, masks, metrics)",
             becomes="loss.policy",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.bridges.slime import session
-from streamrl.bridges.slime.args import Args, args_of
+from streamrl.bridges.slime.args import Args, args_of, taken
 from streamrl.bridges.slime.sample import Sample, blank, episode_of
 from streamrl.bridges.slime.session import Session
 from streamrl.config.plugins import resolve
@@ -133,8 +133,9 @@ def _samples(given: Any) -> list[Any]:
 
 
 async def _hooked(hooks: Sequence[Callable[..., Any]], args: Args, sample: Any, evaluation: bool) -> Any:
+    told = {"rollout_id": None, EVALUATION: evaluation}
     for hook in hooks:
-        given = hook(args, sample, rollout_id=None, evaluation=evaluation)
+        given = hook(args, sample, **{name: told[name] for name in taken(hook, tuple(told))})
         given = await given if inspect.isawaitable(given) else given
         if given is not None:
             [sample] = _samples(given)

@@ -181,7 +181,7 @@ def _correction(function: Callable[..., Any], reference: str) -> Callable[..., A
 
         masks = split(torch.ones_like(surrogate))
         given, new_masks, metrics = function(
-            Args(loss_flags(config)),
+            args=Args(loss_flags(config)),
             pg_loss=surrogate[order],
             train_log_probs=split(tokens.proximal.detach()),
             rollout_log_probs=split(tokens.sampler),
@@ -189,25 +189,26 @@ def _correction(function: Callable[..., Any], reference: str) -> Callable[..., A
             total_lengths=lengths,
             response_lengths=lengths,
         )
-        flat = _flat(given, reference, len(order)) * torch.cat([torch.as_tensor(one, device=kept.device) for one in new_masks])
+        keep = _flat([torch.as_tensor(one, device=kept.device) for one in new_masks], reference, len(order), "masks")
+        flat = _flat(given, reference, len(order), "a loss") * keep
         found = torch.zeros_like(surrogate).index_put((order,), flat.to(surrogate.dtype))
         told = dict(measured)
         for name, values in metrics.items():
-            numbers = _flat(values, reference, len(order)).detach().to(surrogate.dtype)
+            numbers = _flat(values, reference, len(order), f"the metric {name}").detach().to(surrogate.dtype)
             told[name if "/" in name else f"train/{name}"] = torch.zeros_like(surrogate).index_put((order,), numbers)
         return found, told
 
     return loss_of
 
 
-def _flat(given: Any, reference: str, count: int) -> Any:
+def _flat(given: Any, reference: str, count: int, what: str) -> Any:
     """[M] of a tensor or a list of them, one for each response; raises TrainingError for another number of values."""
     import torch
 
     values = torch.cat(list(given)) if isinstance(given, list | tuple) else given
     if not isinstance(values, torch.Tensor) or values.shape != (count,):
         raise TrainingError(
-            f"expected {reference} to return a loss and metrics of {count} tokens, got {getattr(values, 'shape', type(values).__name__)}",
+            f"expected {reference} to return {what} of {count} tokens, got {getattr(values, 'shape', type(values).__name__)}",
             function=reference,
         )
     return values

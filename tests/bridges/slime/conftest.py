@@ -156,6 +156,18 @@ async def mask_first(args, sample, *, rollout_id=None, evaluation=False):
     return sample
 
 
+def looks(args, sample):
+    assert sample.status is Sample.Status.COMPLETED
+
+
+def wants_both(args, sample, rollout_id, evaluation):
+    assert rollout_id is None and evaluation is False
+
+
+async def wants_evaluation(args, sample, sampling_params, evaluation):
+    return await one_turn(args, sample, sampling_params)
+
+
 def whole_rollout(args, rollout_id, data_source, evaluation=False):
     async def work():
         assert args.rollout_batch_size == 1
@@ -212,6 +224,14 @@ def masks_first(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks
     for mask in masks:
         mask[0] = 0
     return pg_loss, masks, {}
+
+
+def by_name(*, args, pg_loss, loss_masks, **others):
+    return pg_loss, loss_masks, {"ones": loss_masks}
+
+
+def one_mask(args, *, pg_loss, **others):
+    return pg_loss, [pg_loss[:1].detach()], {}
 '''
 
 
