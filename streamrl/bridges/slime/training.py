@@ -1,7 +1,7 @@
 """slime's hooks of the trainer: rewards of a batch, advantages, the correction of the policy loss.
 
 Letters: `T` tokens of the batch, `N` samples, `M` tokens of a micro-batch, `S` its samples. A response goes from a sample's first trained
-token to its last.
+token to the sample's end, so that `tokens[-response_length:]` are its tokens; none of a sample without a trained token.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ class _Advantages:
 
 
 def _responses(batch: TrainBatch, mask: npt.NDArray[np.bool_]) -> list[slice]:
-    """[N] from the first trained token of each sample to its last; empty where it has none."""
+    """[N] from the first trained token of each sample to its end; empty where it has none."""
     found: list[slice] = []
     for begin, end in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
         trained = np.flatnonzero(mask[begin:end])
-        found.append(slice(begin + int(trained[0]), begin + int(trained[-1]) + 1) if len(trained) else slice(begin, begin))
+        found.append(slice(begin + int(trained[0]) if len(trained) else end, end))
     return found
 
 
