@@ -116,7 +116,8 @@ def producer(function: Callable[..., Any]) -> Callable[[RolloutTask, RolloutEngi
         with session.running(asking):
             given = await function(args, sample, session.sampling_params(context), **named)
             samples = [await _hooked(hooks, args, one, evaluation) for one in _samples(given)]
-        return [episode_of(one, task, context.rollout_index, asking.asked, seed=context.seed) for one in samples]
+        kept = [one for one in samples if not one.remove_sample]
+        return [episode_of(one, task, context.rollout_index, asking.asked, seed=context.seed) for one in kept]
 
     return roll_out
 
@@ -124,7 +125,7 @@ def producer(function: Callable[..., Any]) -> Callable[[RolloutTask, RolloutEngi
 def _samples(given: Any) -> list[Any]:
     samples = given if isinstance(given, list) else [given]
     for one in samples:
-        if not all(hasattr(one, name) for name in ("tokens", "response_length", "status")):
+        if not all(hasattr(one, name) for name in ("tokens", "response_length", "status", "remove_sample")):
             raise SchemaError(
                 f"expected a generate function to return a Sample or a list of them, got {type(one).__name__}",
                 hint="end it with `return sample`",

@@ -193,8 +193,6 @@ def episode_of(sample: Any, task: RolloutTask, rollout: int, asked: Sequence[Ask
 
 def _checked(sample: Any) -> tuple[list[int], list[int]]:
     """Tokens, and [R] the loss mask of the response."""
-    if sample.remove_sample:
-        raise SchemaError("the sample came back with remove_sample, so there is nothing to train on", hint="return [] to leave it out")
     tokens, length = [int(token) for token in sample.tokens], int(sample.response_length)
     if not 0 < length < len(tokens):
         raise SchemaError(
@@ -207,7 +205,7 @@ def _checked(sample: Any) -> tuple[list[int], list[int]]:
             f"expected a loss_mask of {length} zeros and ones, as response_length says, got {len(mask)} values {sorted(set(mask))[:4]}"
         )
     if not any(mask):
-        raise SchemaError("the sample's loss_mask is 0 everywhere, so there is nothing to train on", hint="return [] to leave it out")
+        raise SchemaError("the sample's loss_mask is 0 everywhere, so there is nothing to train on", hint="set remove_sample to leave it out")
     return tokens, mask
 
 
@@ -295,4 +293,6 @@ def _reward(sample: Any) -> float | None:
             "the sample came back with a table as its reward, of which no part is the reward here",
             hint="set sample.reward to a number, or leave the table to custom_rm_path, whose part reward.key names",
         )
+    if isinstance(sample.reward, str):
+        raise SchemaError(f"expected a number as the sample's reward, got the text {sample.reward!r}", hint="set sample.reward = float(...)")
     return None if sample.reward is None else float(sample.reward)

@@ -160,6 +160,10 @@ def looks(args, sample):
     assert sample.status is Sample.Status.COMPLETED
 
 
+def removes(args, sample):
+    sample.remove_sample = sample.response.startswith("3")
+
+
 def wants_both(args, sample, rollout_id, evaluation):
     assert rollout_id is None and evaluation is False
 
@@ -178,6 +182,7 @@ def whole_rollout(args, rollout_id, data_source, evaluation=False):
         for group in groups:
             for sample in group:
                 sample.reward = float(sample.index % 2)
+        groups[0][2].remove_sample = True
         return RolloutFnTrainOutput(samples=[groups[0][:3]], metrics={})
 
     return run(work())

@@ -88,7 +88,7 @@ def test_tokens_that_a_hook_masks_or_cuts_off_are_not_trained() -> None:
         ({"loss_mask": [0] * 7}, "0 everywhere"),
         ({"response_length": 9}, "9 tokens and response_length = 9"),
         ({"response_length": 0}, "response_length = 0"),
-        ({"remove_sample": True}, "remove_sample"),
+        ({"reward": "1.0"}, "the text '1.0'"),
         ({"status": Sample.Status.ABORTED}, "ABORTED"),
         ({"status": "done"}, "expected a Sample.Status"),
         ({"reward": {"score": 1.0}}, "a table as its reward"),

@@ -26,6 +26,7 @@ def tried(flag: str, file: Path, name: str, **more: Any) -> list[str]:
         ("custom_generate_function_path", "fan_out", {}, "reward 0.25"),
         ("rollout_sample_hook_path", "mask_first", {}, "1 trained"),
         ("rollout_sample_hook_path", "looks", {}, "2 trained"),
+        ("rollout_sample_hook_path", "removes", {}, "rollout 1: no sample, so it ends as filtered"),
         ("rollout_sample_hook_path", "wants_both", {}, "2 trained"),
         ("custom_generate_function_path", "wants_evaluation", {}, "2 trained"),
         ("custom_tis_function_path", "by_name", {}, "train/ois, train/ones"),
