@@ -18,11 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from streamrl.errors import SchemaError
 from streamrl.producers.completions import Completion
 from streamrl.producers.episode import Episode, Segment
 from streamrl.schemas.samples import Status, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
+
+ATTRIBUTES = "slime_attributes"
+"""In an episode's metadata: attributes that a hook has made up, which go with the sample to its reward and its filters."""
+_UNREAD = ("multimodal_inputs", "multimodal_train_inputs", "teacher_log_probs", "mopd_teacher_log_probs", "train_metadata",
+           "generate_function_path", "custom_rm_path")  # fmt: skip
+"""Fields of slime's samples that would change what it trains, and that nothing here reads."""
 
 
 class SampleStatus(enum.Enum):
@@ -152,6 +160,8 @@ def sample_of(task: RolloutTask, episode: Any, prompt: Any, *, parts: bool = Fal
     found.reward = dict(episode.reward_parts) if parts and episode.reward_parts else episode.reward
     found.status = SampleStatus(episode.status.value)
     found.metadata |= copy.deepcopy(episode.metadata)
+    for name, value in found.metadata.pop(ATTRIBUTES, {}).items():
+        setattr(found, name, value)
     return found
 
 
@@ -187,12 +197,29 @@ def episode_of(sample: Any, task: RolloutTask, rollout: int, asked: Sequence[Ask
         engine=completion.engine,
         rollout=rollout,
         reward=_reward(sample),
-        metadata={name: value for name, value in dict(sample.metadata).items() if task.metadata.get(name) != value},
+        metadata={name: value for name, value in dict(sample.metadata).items() if task.metadata.get(name) != value} | _own(sample),
     )
+
+
+def _own(sample: Any) -> dict[str, dict[str, Any]]:
+    """Attributes that are no fields."""
+    fields = getattr(sample, "__dataclass_fields__", {})
+    own = {name: value for name, value in vars(sample).items() if name not in fields and value is not None}
+    for name, value in own.items():
+        try:
+            msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SchemaError(
+                f"sample.{name} cannot be kept for its reward, which another process computes: {error}",
+                hint="set it to plain numbers, texts, lists and tables, or back to None",
+            ) from error
+    return {ATTRIBUTES: own} if own else {}
 
 
 def _checked(sample: Any) -> tuple[list[int], list[int]]:
     """Tokens, and [R] the loss mask of the response."""
+    if unread := next((name for name in _UNREAD if getattr(sample, name, None) is not None), ""):
+        raise SchemaError(f"the sample came back with {unread}, which nothing here reads", hint="leave it None")
     tokens, length = [int(token) for token in sample.tokens], int(sample.response_length)
     if not 0 < length < len(tokens):
         raise SchemaError(
@@ -205,7 +232,9 @@ def _checked(sample: Any) -> tuple[list[int], list[int]]:
             f"expected a loss_mask of {length} zeros and ones, as response_length says, got {len(mask)} values {sorted(set(mask))[:4]}"
         )
     if not any(mask):
-        raise SchemaError("the sample's loss_mask is 0 everywhere, so there is nothing to train on", hint="set remove_sample to leave it out")
+        raise SchemaError(
+            "the sample's loss_mask is 0 everywhere, so there is nothing to train on", hint="set remove_sample to leave it out"
+        )
     return tokens, mask
 
 
@@ -294,5 +323,7 @@ def _reward(sample: Any) -> float | None:
             hint="set sample.reward to a number, or leave the table to custom_rm_path, whose part reward.key names",
         )
     if isinstance(sample.reward, str):
-        raise SchemaError(f"expected a number as the sample's reward, got the text {sample.reward!r}", hint="set sample.reward = float(...)")
+        raise SchemaError(
+            f"expected a number as the sample's reward, got the text {sample.reward!r}", hint="set sample.reward = float(...)"
+        )
     return None if sample.reward is None else float(sample.reward)

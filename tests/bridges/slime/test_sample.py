@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,13 @@ def test_the_rows_own_tables_cannot_be_changed_through_a_sample() -> None:
     assert before == TASK
 
 
+def test_what_a_hook_hangs_on_a_sample_is_there_when_it_is_scored() -> None:
+    episode = episode_of(made(tool_call_count=2, payload={"a": [1]}, sandbox=None), TASK, 2, ASKED, seed=11)
+    sample: Any = sample_of(TASK, episode, "a")
+    assert (sample.tool_call_count, sample.payload, sample.metadata) == (2, {"a": [1]}, {"level": 1})
+    assert not hasattr(sample, "sandbox")
+
+
 def test_tokens_that_a_hook_masks_or_cuts_off_are_not_trained() -> None:
     masked = episode_of(made(loss_mask=[0, 1, 1, 0, 0, 0, 0]), TASK, 2, ASKED, seed=11)
     assert [(tuple(s.token_ids), s.is_model) for s in masked.segments] == [
@@ -89,6 +97,8 @@ def test_tokens_that_a_hook_masks_or_cuts_off_are_not_trained() -> None:
         ({"response_length": 9}, "9 tokens and response_length = 9"),
         ({"response_length": 0}, "response_length = 0"),
         ({"reward": "1.0"}, "the text '1.0'"),
+        ({"teacher_log_probs": [-0.1] * 7}, "came back with teacher_log_probs, which nothing here reads"),
+        ({"sandbox": object()}, "sample.sandbox cannot be kept for its reward"),
         ({"status": Sample.Status.ABORTED}, "ABORTED"),
         ({"status": "done"}, "expected a Sample.Status"),
         ({"reward": {"score": 1.0}}, "a table as its reward"),
