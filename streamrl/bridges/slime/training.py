@@ -61,7 +61,7 @@ class _Rewards:
     def __call__(self, batch: TrainBatch, arrays: TokenArrays) -> Floats:
         """[T] of the whole batch."""
         given = self._function(self._args, _samples(batch))
-        if not isinstance(given, tuple) or len(given) != 2 or any(len(one) != batch.num_samples for one in given):
+        if not isinstance(given, tuple | list) or len(given) != 2 or any(np.shape(one) != (batch.num_samples,) for one in given):
             raise TrainingError(
                 f"expected {self._reference} to return (raw_rewards, rewards), a number for each of {batch.num_samples} samples, "
                 f"got {given!r:.80}",
@@ -180,7 +180,7 @@ def _correction(function: Callable[..., Any], reference: str) -> Callable[..., A
             return list(values[order].split(lengths))
 
         masks = split(torch.ones_like(surrogate))
-        given, new_masks, metrics = function(
+        returned = function(
             args=Args(loss_flags(config)),
             pg_loss=surrogate[order],
             train_log_probs=split(tokens.proximal.detach()),
@@ -189,6 +189,11 @@ def _correction(function: Callable[..., Any], reference: str) -> Callable[..., A
             total_lengths=lengths,
             response_lengths=lengths,
         )
+        if not isinstance(returned, tuple | list) or len(returned) != 3 or not isinstance(returned[2], Mapping):
+            raise TrainingError(
+                f"expected {reference} to return (pg_loss, masks, metrics), the last one a table, got {returned!r:.80}", function=reference
+            )
+        given, new_masks, metrics = returned
         keep = _flat([torch.as_tensor(one, device=kept.device) for one in new_masks], reference, len(order), "masks")
         flat = _flat(given, reference, len(order), "a loss") * keep
         found = torch.zeros_like(surrogate).index_put((order,), flat.to(surrogate.dtype))

@@ -198,6 +198,10 @@ def normalized(args, samples):
     return rewards.tolist(), done.tolist()
 
 
+def two_numbers(args, samples):
+    return 1.0, 0.0
+
+
 def reads_text(args, samples):
     return [sample.response for sample in samples], [0.0] * len(samples)
 
@@ -233,6 +237,10 @@ def masks_first(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks
 
 def by_name(*, args, pg_loss, loss_masks, **others):
     return pg_loss, loss_masks, {"ones": loss_masks}
+
+
+def loss_alone(args, *, pg_loss, **others):
+    return pg_loss
 
 
 def one_mask(args, *, pg_loss, **others):

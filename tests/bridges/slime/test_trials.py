@@ -74,6 +74,8 @@ def test_functions_are_found_by_file_and_by_module(hooks: Path) -> None:
         ("custom_advantage_function_path", "truncated", ConfigError, "pg_loss"),
         ("custom_advantage_function_path", "no_advantages", TrainingError, "got none"),
         ("custom_tis_function_path", "one_mask", TrainingError, "masks of"),
+        ("custom_tis_function_path", "loss_alone", TrainingError, "to return (pg_loss, masks, metrics)"),
+        ("custom_reward_post_process_path", "two_numbers", TrainingError, "a number for each of 4 samples, got (1.0, 0.0)"),
     ],
 )
 def test_what_does_not_fit_is_said_in_words(hooks: Path, flag: str, name: str, error: type[BaseException], words: str) -> None:
