@@ -272,7 +272,13 @@ async def _all(stream: asyncio.StreamReader | None) -> str:
 
 
 async def _lines(stream: asyncio.StreamReader | None, tail: deque[str]) -> None:
-    while stream is not None and (line := await stream.readline()):
+    while stream is not None:
+        try:
+            line = await stream.readline()
+        except ValueError:  # longer than _LONGEST_LINE: that much of it is gone, and what follows is read
+            line = b"(a long line)\n"
+        if not line:
+            return
         text = line.decode(errors="replace").rstrip()
         tail.append(text)
         logger.info("event=run_line text=%s", text)
