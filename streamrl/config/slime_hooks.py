@@ -29,6 +29,11 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True):
     """From slime."""
 
     @property
+    def is_in_trainer(self) -> bool:
+        """Whether the trainer calls it, with an `args` of what the section `loss` says."""
+        return self.becomes.startswith("loss.")
+
+    @property
     def signature(self) -> str:
         """As it is written in Python."""
         parts = [*self.takes, *(("*", *self.named) if self.named else ()), *(f"{name}=..." for name in self.optional)]
@@ -45,8 +50,8 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             gives="Sample | list[Sample]",
             becomes="producer.function",
             differs="engines are asked by `slime.utils.http_utils.post`, and what they give is recorded: a token with loss mask 1 that "
-            "none of them gave fails the rollout. `ABORTED` fails it too (there is no buffer to go back to), and `remove_sample` leaves it out; the "
-            "samples of a list share the reward of the last",
+            "none of them gave fails the rollout. `ABORTED` fails it too (there is no buffer to go back to), and `remove_sample` "
+            "leaves it out; the samples of a list share the reward of the last",
         ),
         "rollout_function_path": Hook(
             takes=("args", "rollout_id", "data_source"),
@@ -63,8 +68,8 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             form="either",
             gives="Sample | None",
             becomes="producer.function",
-            differs="`rollout_id` is None: tasks are in no rollout of a batch. A list of paths, called in order. `remove_sample` leaves the sample out, as in "
-            "`rollout_sample_filter_path`",
+            differs="`rollout_id` is None: tasks are in no rollout of a batch. A list of paths, called in order. `remove_sample` "
+            "leaves the sample out, as in `rollout_sample_filter_path`",
         ),
         "custom_rm_path": Hook(
             takes=("args", "sample"),
@@ -182,7 +187,7 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "custom_config_path": (
             "the configuration is one file",
-            "put values of your own into [slime] custom_config, from which `args` has them",
+            "put values of your own into [slime] custom_config, from which `args` has them outside of the trainer",
         ),
     }
 )

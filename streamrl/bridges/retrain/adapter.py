@@ -206,7 +206,7 @@ class StreamrlTrainerAdapter:
         )
         tail: deque[str] = deque(maxlen=_TAIL)
         try:
-            said, _, code = await asyncio.gather(_all(process.stdout), _lines(process.stderr, tail), process.wait())
+            said, _, code = await asyncio.gather(_all(process.stdout), read_lines(process.stderr, tail), process.wait())
         except BaseException:
             await _stopped(process)
             raise
@@ -271,7 +271,8 @@ async def _all(stream: asyncio.StreamReader | None) -> str:
     return "" if stream is None else (await stream.read()).decode(errors="replace")
 
 
-async def _lines(stream: asyncio.StreamReader | None, tail: deque[str]) -> None:
+async def read_lines(stream: asyncio.StreamReader | None, tail: deque[str]) -> None:
+    """A run's lines to the log, and the last ones to `tail`."""
     while stream is not None:
         try:
             line = await stream.readline()

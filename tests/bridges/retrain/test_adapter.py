@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from streamrl.bridges.retrain import StreamrlTrainerAdapter
-from streamrl.bridges.retrain.adapter import _lines
+from streamrl.bridges.retrain.adapter import read_lines
 from streamrl.bridges.retrain.run_files import producer, reference, toml, write_rows
 from streamrl.config.load import load
 from streamrl.errors import ConfigError, SchemaError, TrainingError
@@ -221,5 +221,5 @@ async def test_a_runs_long_line_does_not_end_it() -> None:
     stream, tail = asyncio.StreamReader(limit=64), deque[str](maxlen=3)
     stream.feed_data(b"begun\n" + b"x" * 1000 + b"\nended\n")
     stream.feed_eof()
-    await _lines(stream, tail)
+    await read_lines(stream, tail)
     assert [*tail] == ["begun", "(a long line)", "ended"]

@@ -56,6 +56,7 @@ def test_one_that_hangs_is_ended_and_named_by_its_line(hooks: Path) -> None:
         (["custom_generate_function_path", "hooks.py:two_turns", "--group-rm"], "--group-rm is for custom_rm_path"),
         (["custom_rm_path", "hooks.py:rm", "--options", "{"], "expected JSON behind --options"),
         (["custom_rm_path", "hooks.py:rm", "--args", "[]"], "expected a table behind --args"),
+        (["custom_tis_function_path", "hooks.py:truncated", "--args", '{"low": 1}'], "what the section loss says"),
     ],
 )
 def test_what_is_asked_wrongly_is_said(hooks: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
