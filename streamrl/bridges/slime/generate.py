@@ -78,10 +78,19 @@ class GenerateState:
 
 
 async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One turn of the model, appended to what the sample has; the prompt's tokens first where it has none."""
+    """One turn of the model, appended to what the sample has; the prompt's tokens first where it has none.
+
+    As in slime `max_new_tokens` is for the whole response, of which a sample may have a part already.
+    """
+    asking = session.current()
     if not sample.tokens:
         sample.tokens = GenerateState(args).tokenizer.encode(sample.prompt)
-    answer = await session.current().post({"input_ids": list(sample.tokens), "sampling_params": sampling_params, "return_logprob": True})
+    left = sampling_params.get("max_new_tokens", asking.context.task.sampling.max_new_tokens) - sample.response_length
+    if left <= 0:
+        sample.status = Sample.Status.TRUNCATED
+        return sample
+    params = {**sampling_params, "max_new_tokens": left}
+    answer = await asking.post({"input_ids": list(sample.tokens), "sampling_params": params, "return_logprob": True})
     given = answer["meta_info"]["output_token_logprobs"]
     sample.append_response_tokens(
         args,
