@@ -36,15 +36,22 @@ def run_check_hook(arguments: argparse.Namespace) -> int:
     """Print what the hook gave; raises ConfigError for what is wrong with it."""
     from streamrl.bridges.slime.check_hook import flag_of, try_hook
     from streamrl.bridges.slime.contracts import Asked
+    from streamrl.config.slime_hooks import HOOKS
 
     flag = flag_of(arguments.hook)
     if arguments.group_rm and flag != "custom_rm_path":
         raise ConfigError(f"--group-rm is for custom_rm_path, got {flag}", hint="leave it out")
+    own = _table(arguments.args, "--args")
+    if own and HOOKS[flag].is_in_trainer:
+        raise ConfigError(
+            f"--args is for hooks outside of the trainer, {flag} finds in args what the section loss says",
+            hint="leave it out, and keep values of your own in the function's file",
+        )
     asked = Asked(
         flag,
         arguments.function,
         group=arguments.group_rm,
-        args=_table(arguments.args, "--args"),
+        args=own,
         options=_table(arguments.options, "--options"),
         reward_key=arguments.reward_key,
         metadata=_table(arguments.metadata, "--metadata"),

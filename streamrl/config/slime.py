@@ -60,7 +60,7 @@ class SlimeConfig(Section, frozen=True, kw_only=True):
     custom_loss_function_path: str = ""
     """Becomes `loss.slime_loss`."""
     custom_config: dict[str, Any] = {}
-    """Values of your own in `args`, which slime reads from the file of --custom-config-path."""
+    """Values of your own in `args`, which slime reads from the file of --custom-config-path; not in that of hooks of the trainer."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -208,7 +208,7 @@ def beside(config: SlimeConfig) -> dict[str, str]:
 def unknown_flag(name: str, known: Mapping[str, Any]) -> str:
     """What to say of a value of `args` that is not there."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    hint = f"did you mean {near[0]}?" if near else "values of your own go into [slime] custom_config"
+    hint = f"did you mean {near[0]}?" if near else "values of your own go into [slime] custom_config, which hooks of the trainer do not see"
     return f"slime's args has no {name!r} here; {hint} (docs/slime-hooks.md lists what it has)"
 
 

@@ -29,6 +29,11 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True):
     """From slime."""
 
     @property
+    def is_in_trainer(self) -> bool:
+        """Whether the trainer calls it, with an `args` of what the section `loss` says."""
+        return self.becomes.startswith("loss.")
+
+    @property
     def signature(self) -> str:
         """As it is written in Python."""
         parts = [*self.takes, *(("*", *self.named) if self.named else ()), *(f"{name}=..." for name in self.optional)]
@@ -45,8 +50,8 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             gives="Sample | list[Sample]",
             becomes="producer.function",
             differs="engines are asked by `slime.utils.http_utils.post`, and what they give is recorded: a token with loss mask 1 that "
-            "none of them gave fails the rollout. `ABORTED` fails it too (there is no buffer to go back to); the samples of a list share "
-            "the reward of the last",
+            "none of them gave fails the rollout. `ABORTED` fails it too (there is no buffer to go back to), and `remove_sample` "
+            "leaves it out; the samples of a list share the reward of the last",
         ),
         "rollout_function_path": Hook(
             takes=("args", "rollout_id", "data_source"),
@@ -55,15 +60,16 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             gives="RolloutFnTrainOutput | list[list[Sample]]",
             becomes="producer.function",
             differs="a rollout is one task here: `args.rollout_batch_size` is 1, `rollout_id` the task's index, `get_samples` gives its "
-            "group once and then nothing. Samples that are not given back end as `filtered`",
+            "group once and then nothing. Samples that are not given back, or with `remove_sample`, end as `filtered`",
         ),
         "rollout_sample_hook_path": Hook(
             takes=("args", "sample"),
-            named=("rollout_id", "evaluation"),
+            optional=("rollout_id", "evaluation"),
             form="either",
             gives="Sample | None",
             becomes="producer.function",
-            differs="`rollout_id` is None: tasks are in no rollout of a batch. A list of paths, called in order",
+            differs="`rollout_id` is None: tasks are in no rollout of a batch. A list of paths, called in order. `remove_sample` "
+            "leaves the sample out, as in `rollout_sample_filter_path`",
         ),
         "custom_rm_path": Hook(
             takes=("args", "sample"),
@@ -114,8 +120,8 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             "not learnt from",
         ),
         "custom_tis_function_path": Hook(
-            takes=("args",),
-            named=_LOGPROBS,
+            takes=(),
+            named=("args", *_LOGPROBS),
             form="plain",
             gives="(pg_loss, masks, metrics)",
             becomes="loss.policy",
@@ -181,7 +187,7 @@ REFUSED: Mapping[str, tuple[str, str]] = MappingProxyType(
         ),
         "custom_config_path": (
             "the configuration is one file",
-            "put values of your own into [slime] custom_config, from which `args` has them",
+            "put values of your own into [slime] custom_config, from which `args` has them outside of the trainer",
         ),
     }
 )

@@ -50,7 +50,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 async def run_apart(module: str, text: str, surroundings: Mapping[str, str], limit_s: float) -> Ended:
-    """Run `python -m MODULE`, which calls `begin` with its arguments; it is killed at its end with all that it has started.
+    """Run `python -m MODULE`, which calls `begin` with its arguments; it is killed at its end with its whole session.
 
     Args:
         module: its name.
@@ -74,7 +74,7 @@ async def run_apart(module: str, text: str, surroundings: Mapping[str, str], lim
         except TimeoutError:
             code = None
         finally:
-            # What it has started goes with it.
+            # What it has started goes with it, unless that has begun a session of its own.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             await child.wait()

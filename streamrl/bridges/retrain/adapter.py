@@ -206,7 +206,7 @@ class StreamrlTrainerAdapter:
         )
         tail: deque[str] = deque(maxlen=_TAIL)
         try:
-            said, _, code = await asyncio.gather(_all(process.stdout), _lines(process.stderr, tail), process.wait())
+            said, _, code = await asyncio.gather(_all(process.stdout), read_lines(process.stderr, tail), process.wait())
         except BaseException:
             await _stopped(process)
             raise
@@ -271,8 +271,15 @@ async def _all(stream: asyncio.StreamReader | None) -> str:
     return "" if stream is None else (await stream.read()).decode(errors="replace")
 
 
-async def _lines(stream: asyncio.StreamReader | None, tail: deque[str]) -> None:
-    while stream is not None and (line := await stream.readline()):
+async def read_lines(stream: asyncio.StreamReader | None, tail: deque[str]) -> None:
+    """A run's lines to the log, and the last ones to `tail`."""
+    while stream is not None:
+        try:
+            line = await stream.readline()
+        except ValueError:  # longer than _LONGEST_LINE: that much of it is gone, and what follows is read
+            line = b"(a long line)\n"
+        if not line:
+            return
         text = line.decode(errors="replace").rstrip()
         tail.append(text)
         logger.info("event=run_line text=%s", text)

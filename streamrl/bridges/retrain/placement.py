@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -131,6 +132,7 @@ def free_gpus(surroundings: Mapping[str, str] = os.environ) -> list[str]:
     except (subprocess.SubprocessError, OSError, ValueError) as error:
         raise ConfigError(f"expected nvidia-smi to tell which GPUs are free, got {type(error).__name__}: {error}", hint="try it") from error
     visible = surroundings.get("CUDA_VISIBLE_DEVICES")
-    named = [*used] if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
-    # Devices that are named by UUID are taken as they are.
+    named = [*used] if visible is None else [name.strip() for name in visible.split(",")]
+    # CUDA sees the devices before the first name that is none, so that "-1" hides all; those named by UUID are taken as they are.
+    named = [*itertools.takewhile(lambda name: name in used or name.startswith(("GPU-", "MIG-")), named)]
     return [name for name in named if used.get(name, 0.0) <= FREE]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.config.slime import OPTION, unknown_flag
@@ -38,3 +39,10 @@ class Args:
 def args_of(options: Mapping[str, Any]) -> Args:
     """Those that user code was given with its options; a worker of another build gives none."""
     return Args(options.get(OPTION, {}))
+
+
+def taken(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Those of these arguments by name that a function takes."""
+    parameters = inspect.signature(function).parameters
+    anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return [name for name in names if anything or name in parameters]

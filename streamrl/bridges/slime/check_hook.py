@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.runtime.apart import TAIL_BYTES, begin, run_apart, say
 
 _OURS = str(Path(__file__).parents[2])
+_PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -80,8 +83,9 @@ def main(arguments: Sequence[str]) -> None:
 def _words(error: BaseException, named: str) -> tuple[str, str]:
     if isinstance(error, StreamRLError):
         return error.message.removeprefix(named), error.hint
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
-    theirs = [frame for frame in frames if f"{os.sep}lib{os.sep}python" not in frame.filename] or frames
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_OURS, "<"))]
+    frames = [frame for frame in frames if not frame.filename.startswith(_PYTHON) or _INSTALLED in frame.filename]
+    theirs = [frame for frame in frames if _INSTALLED not in frame.filename] or frames
     place = f" at {theirs[-1].filename} line {theirs[-1].lineno}" if theirs else ""
     text = str(error)
     return f"it raises {type(error).__name__}{f': {text}' if text else ''}{place}", ""

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from streamrl.bridges.slime import modules
+from streamrl.bridges.slime.args import taken
 from streamrl.config.plugins import resolve
 from streamrl.config.slime import GROUP, REWARDS, ROLLOUT, SLIME
 from streamrl.config.slime_hooks import HOOKS
@@ -83,7 +84,7 @@ def _misformed(flag: str, found: Any) -> str:
     except (TypeError, ValueError):  # written in C: it does not say
         return ""
     try:
-        signature.bind(*hook.takes, **dict.fromkeys(hook.named))
+        signature.bind(*hook.takes, **dict.fromkeys((*hook.named, *taken(found, hook.optional))))
     except TypeError as error:
         given = ", ".join((*hook.takes, *(f"{one}=" for one in hook.named)))
         return f"it takes {signature}, which does not go with a call of {given}: {error}"

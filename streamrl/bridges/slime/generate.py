@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.bridges.slime import session
-from streamrl.bridges.slime.args import Args, args_of
+from streamrl.bridges.slime.args import Args, args_of, taken
 from streamrl.bridges.slime.sample import Sample, blank, episode_of
 from streamrl.bridges.slime.session import Session
 from streamrl.config.plugins import resolve
@@ -78,10 +78,19 @@ class GenerateState:
 
 
 async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
-    """One turn of the model, appended to what the sample has; the prompt's tokens first where it has none."""
+    """One turn of the model, appended to what the sample has; the prompt's tokens first where it has none.
+
+    As in slime `max_new_tokens` is for the whole response, of which a sample may have a part already.
+    """
+    asking = session.current()
     if not sample.tokens:
         sample.tokens = GenerateState(args).tokenizer.encode(sample.prompt)
-    answer = await session.current().post({"input_ids": list(sample.tokens), "sampling_params": sampling_params, "return_logprob": True})
+    left = sampling_params.get("max_new_tokens", asking.context.task.sampling.max_new_tokens) - sample.response_length
+    if left <= 0:
+        sample.status = Sample.Status.TRUNCATED
+        return sample
+    params = {**sampling_params, "max_new_tokens": left}
+    answer = await asking.post({"input_ids": list(sample.tokens), "sampling_params": params, "return_logprob": True})
     given = answer["meta_info"]["output_token_logprobs"]
     sample.append_response_tokens(
         args,
@@ -116,7 +125,8 @@ def producer(function: Callable[..., Any]) -> Callable[[RolloutTask, RolloutEngi
         with session.running(asking):
             given = await function(args, sample, session.sampling_params(context), **named)
             samples = [await _hooked(hooks, args, one, evaluation) for one in _samples(given)]
-        return [episode_of(one, task, context.rollout_index, asking.asked, seed=context.seed) for one in samples]
+        kept = [one for one in samples if not one.remove_sample]
+        return [episode_of(one, task, context.rollout_index, asking.asked, seed=context.seed) for one in kept]
 
     return roll_out
 
@@ -124,7 +134,7 @@ def producer(function: Callable[..., Any]) -> Callable[[RolloutTask, RolloutEngi
 def _samples(given: Any) -> list[Any]:
     samples = given if isinstance(given, list) else [given]
     for one in samples:
-        if not all(hasattr(one, name) for name in ("tokens", "response_length", "status")):
+        if not all(hasattr(one, name) for name in ("tokens", "response_length", "status", "remove_sample")):
             raise SchemaError(
                 f"expected a generate function to return a Sample or a list of them, got {type(one).__name__}",
                 hint="end it with `return sample`",
@@ -133,8 +143,9 @@ def _samples(given: Any) -> list[Any]:
 
 
 async def _hooked(hooks: Sequence[Callable[..., Any]], args: Args, sample: Any, evaluation: bool) -> Any:
+    told = {"rollout_id": None, EVALUATION: evaluation}
     for hook in hooks:
-        given = hook(args, sample, rollout_id=None, evaluation=evaluation)
+        given = hook(args, sample, **{name: told[name] for name in taken(hook, tuple(told))})
         given = await given if inspect.isawaitable(given) else given
         if given is not None:
             [sample] = _samples(given)

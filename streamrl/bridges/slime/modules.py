@@ -1,7 +1,8 @@
-"""The few names that hooks import from `slime`, where that is not installed: the same words, for what is here.
+"""The few names that hooks import from `slime`: the same words, for what is here.
 
-So `from slime.utils.types import Sample` in a user's file works unchanged. Every other module of slime's is an ImportError that says which
-there are.
+So `from slime.utils.types import Sample` in a user's file works unchanged. These modules stand in the place of those of a slime that is
+installed, whose `post` knows no engine of a run and whose `Sample.Status` equals none of ours; its other modules are its own. Without one
+each is an ImportError that says which there are.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 from streamrl.bridges.slime.generate import GenerateState, generate
@@ -44,22 +46,27 @@ class _Others:
 
 
 def provide() -> None:
-    """Have these modules be there for the code of this process; where slime is installed, or given already, nothing is changed."""
-    if "slime" in sys.modules or importlib.util.find_spec("slime") is not None:
+    """Have these modules be there for the code of this process; where it has imported slime already, nothing is changed."""
+    if "slime" in sys.modules:
         return
+    found = importlib.util.find_spec("slime")
+    if found is not None and found.submodule_search_locations is None:
+        return  # a file of this name, which is another's
+    roots = [] if found is None else [*(found.submodule_search_locations or ())]
     for name, values in NAMES.items():
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
-            _module(".".join(parts[:depth]))
+            _module(".".join(parts[:depth]), [str(Path(root, *parts[1:depth])) for root in roots])
         vars(sys.modules[name]).update(values)
     sys.meta_path.append(_Others)
 
 
-def _module(name: str) -> None:
+def _module(name: str, places: list[str]) -> None:
+    """One that is a package, whose further modules are in these folders."""
     if name in sys.modules:
         return
     module = ModuleType(name, f"What streamrl.bridges.slime has of {name}.")
-    module.__path__ = []  # a package: it may have modules below it, of which none is on disk
+    module.__path__ = places
     module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
     sys.modules[name] = module
     parent, _, last = name.rpartition(".")

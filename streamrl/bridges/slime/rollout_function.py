@@ -86,10 +86,12 @@ def _episodes(task: RolloutTask, samples: Sequence[Any], asking: Session) -> lis
         rollout = int(sample.index) - task.index * task.num_rollouts
         if not 0 <= rollout < task.num_rollouts:
             raise SchemaError(f"expected samples of group {task.index}, got one with index {sample.index}", hint="keep sample.index")
+        if sample.remove_sample:
+            continue
         try:
             made: Episode | Failure = episode_of(sample, task, rollout, asking.asked, seed=rollout_seed(task.seed, rollout))
         except Exception as error:  # fields may hold anything: what is wrong with one sample ends its rollout
             made = Failure(rollout, "failed", describe(error))
         found.setdefault(rollout, []).append(made)
-    nothing = "the rollout function returned no sample of it"
+    nothing = "the rollout function returned no sample of it, or one with remove_sample"
     return [item for k in range(task.num_rollouts) for item in found.get(k, [Failure(k, "filtered", nothing)])]

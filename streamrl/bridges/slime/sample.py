@@ -18,11 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from streamrl.errors import SchemaError
 from streamrl.producers.completions import Completion
 from streamrl.producers.episode import Episode, Segment
 from streamrl.schemas.samples import Status, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
+
+ATTRIBUTES = "slime_attributes"
+"""In an episode's metadata: attributes that a hook has made up, which go with the sample to its reward and its filters."""
+_UNREAD = ("multimodal_inputs", "multimodal_train_inputs", "teacher_log_probs", "mopd_teacher_log_probs", "train_metadata",
+           "generate_function_path", "custom_rm_path")  # fmt: skip
+"""Fields of slime's samples that would change what it trains, and that nothing here reads."""
 
 
 class SampleStatus(enum.Enum):
@@ -77,26 +85,36 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any,
+        args: Any = None,
         *,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | None = None,
         log_probs: Sequence[float] | None = None,
         trainable: bool = True,
         meta_info: Mapping[str, Any] | None = None,
-        text: str = "",
+        text: str | None = None,
+        update_terminal_info: bool = True,
     ) -> None:
-        """Put tokens behind the response, masks and log-probs with them; of a model's, `meta_info` gives version and status."""
-        given = list(log_probs) if log_probs is not None else [0.0] * len(tokens)
-        if len(given) != len(tokens):
-            raise ValueError(f"expected a log-prob for each of {len(tokens)} tokens, got {len(given)}")
-        before = self.response_length
-        self.loss_mask = [*(self.loss_mask or [1] * before), *([int(trainable)] * len(tokens))]
-        self.rollout_log_probs = [*(self.rollout_log_probs or [0.0] * before), *given]
-        self.tokens = [*self.tokens, *tokens]
-        self.response += text
-        self.response_length += len(tokens)
+        """Put tokens behind the response, masks and log-probs with them; of a model's, `meta_info` gives version and status.
+
+        The lists grow in place, as in slime, where hooks keep hold of them. Without `update_terminal_info` the status stays.
+        """
+        ids = [int(token) for token in tokens or ()]
+        given = [0.0] * len(ids) if log_probs is None else list(log_probs)
+        if len(given) != len(ids):
+            raise ValueError(f"expected a log-prob for each of {len(ids)} tokens, got {len(given)}")
+        if self.loss_mask is None:
+            self.loss_mask = [1] * self.response_length
+        if self.rollout_log_probs is None:
+            self.rollout_log_probs = [0.0] * self.response_length
+        self.loss_mask += [int(trainable)] * len(ids)
+        self.rollout_log_probs += given
+        self.tokens += ids
+        self.response += text or ""
+        self.response_length += len(ids)
         if meta_info is not None:
+            before = self.status
             self.update_from_meta_info(args, meta_info)
+            self.status = self.status if update_terminal_info else before
 
     def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
         """Version and status of an engine's answer."""
@@ -142,6 +160,8 @@ def sample_of(task: RolloutTask, episode: Any, prompt: Any, *, parts: bool = Fal
     found.reward = dict(episode.reward_parts) if parts and episode.reward_parts else episode.reward
     found.status = SampleStatus(episode.status.value)
     found.metadata |= copy.deepcopy(episode.metadata)
+    for name, value in found.metadata.pop(ATTRIBUTES, {}).items():
+        setattr(found, name, value)
     return found
 
 
@@ -177,14 +197,29 @@ def episode_of(sample: Any, task: RolloutTask, rollout: int, asked: Sequence[Ask
         engine=completion.engine,
         rollout=rollout,
         reward=_reward(sample),
-        metadata={name: value for name, value in dict(sample.metadata).items() if task.metadata.get(name) != value},
+        metadata={name: value for name, value in dict(sample.metadata).items() if task.metadata.get(name) != value} | _own(sample),
     )
+
+
+def _own(sample: Any) -> dict[str, dict[str, Any]]:
+    """Attributes that are no fields."""
+    fields = getattr(sample, "__dataclass_fields__", {})
+    own = {name: value for name, value in vars(sample).items() if name not in fields and value is not None}
+    for name, value in own.items():
+        try:
+            msgspec.json.encode(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SchemaError(
+                f"sample.{name} cannot be kept for its reward, which another process computes: {error}",
+                hint="set it to plain numbers, texts, lists and tables, or back to None",
+            ) from error
+    return {ATTRIBUTES: own} if own else {}
 
 
 def _checked(sample: Any) -> tuple[list[int], list[int]]:
     """Tokens, and [R] the loss mask of the response."""
-    if sample.remove_sample:
-        raise SchemaError("the sample came back with remove_sample, so there is nothing to train on", hint="return [] to leave it out")
+    if unread := next((name for name in _UNREAD if getattr(sample, name, None) is not None), ""):
+        raise SchemaError(f"the sample came back with {unread}, which nothing here reads", hint="leave it None")
     tokens, length = [int(token) for token in sample.tokens], int(sample.response_length)
     if not 0 < length < len(tokens):
         raise SchemaError(
@@ -197,27 +232,32 @@ def _checked(sample: Any) -> tuple[list[int], list[int]]:
             f"expected a loss_mask of {length} zeros and ones, as response_length says, got {len(mask)} values {sorted(set(mask))[:4]}"
         )
     if not any(mask):
-        raise SchemaError("the sample's loss_mask is 0 everywhere, so there is nothing to train on", hint="return [] to leave it out")
+        raise SchemaError(
+            "the sample's loss_mask is 0 everywhere, so there is nothing to train on", hint="set remove_sample to leave it out"
+        )
     return tokens, mask
 
 
 def _sampled(tokens: Sequence[int], asked: Sequence[Asked]) -> tuple[dict[int, int], int]:
     """By place in the sequence: which request gave the token; and the last request that gave one.
 
-    A request counts where the sequence begins with what it was asked, and for as many tokens as the sequence has of its answer.
+    A request counts where the sequence begins with what it was asked, and for as many tokens as the sequence has of its answer. Of several
+    that gave a token, as where one of many answers was chosen, it is the one whose answer the sequence follows furthest, then the newest.
     """
-    places: dict[int, int] = {}
-    last = -1
+    found: list[tuple[int, int, int]] = []  # end, request, start: tokens start to end are its own
     for number, one in enumerate(asked):
-        start = len(one.prompt_ids)
+        start = end = len(one.prompt_ids)
         if list(one.prompt_ids) != list(tokens[:start]):
             continue
-        for offset, token in enumerate(one.completion.token_ids):
-            if start + offset >= len(tokens) or tokens[start + offset] != token:
+        for token in one.completion.token_ids:
+            if end >= len(tokens) or tokens[end] != token:
                 break
-            places[start + offset] = number
-            last = number
-    return places, last
+            end += 1
+        if end > start:
+            found.append((end, number, start))
+    found.sort()
+    places = {place: number for end, number, start in found for place in range(start, end)}
+    return places, found[-1][1] if found else -1
 
 
 def _runs(mask: Sequence[int], places: Mapping[int, int], start: int) -> list[tuple[int, int, int | None]]:
@@ -281,5 +321,9 @@ def _reward(sample: Any) -> float | None:
         raise SchemaError(
             "the sample came back with a table as its reward, of which no part is the reward here",
             hint="set sample.reward to a number, or leave the table to custom_rm_path, whose part reward.key names",
+        )
+    if isinstance(sample.reward, str):
+        raise SchemaError(
+            f"expected a number as the sample's reward, got the text {sample.reward!r}", hint="set sample.reward = float(...)"
         )
     return None if sample.reward is None else float(sample.reward)

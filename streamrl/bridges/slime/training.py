@@ -1,7 +1,7 @@
 """slime's hooks of the trainer: rewards of a batch, advantages, the correction of the policy loss.
 
 Letters: `T` tokens of the batch, `N` samples, `M` tokens of a micro-batch, `S` its samples. A response goes from a sample's first trained
-token to its last.
+token to the sample's end, so that `tokens[-response_length:]` are its tokens; none of a sample without a trained token.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Rewards:
     def __call__(self, batch: TrainBatch, arrays: TokenArrays) -> Floats:
         """[T] of the whole batch."""
         given = self._function(self._args, _samples(batch))
-        if not isinstance(given, tuple) or len(given) != 2 or any(len(one) != batch.num_samples for one in given):
+        if not isinstance(given, tuple | list) or len(given) != 2 or any(np.shape(one) != (batch.num_samples,) for one in given):
             raise TrainingError(
                 f"expected {self._reference} to return (raw_rewards, rewards), a number for each of {batch.num_samples} samples, "
                 f"got {given!r:.80}",
@@ -152,11 +152,11 @@ class _Advantages:
 
 
 def _responses(batch: TrainBatch, mask: npt.NDArray[np.bool_]) -> list[slice]:
-    """[N] from the first trained token of each sample to its last; empty where it has none."""
+    """[N] from the first trained token of each sample to its end; empty where it has none."""
     found: list[slice] = []
     for begin, end in zip(batch.offsets.tolist(), batch.offsets.tolist()[1:], strict=False):
         trained = np.flatnonzero(mask[begin:end])
-        found.append(slice(begin + int(trained[0]), begin + int(trained[-1]) + 1) if len(trained) else slice(begin, begin))
+        found.append(slice(begin + int(trained[0]) if len(trained) else end, end))
     return found
 
 
@@ -180,8 +180,8 @@ def _correction(function: Callable[..., Any], reference: str) -> Callable[..., A
             return list(values[order].split(lengths))
 
         masks = split(torch.ones_like(surrogate))
-        given, new_masks, metrics = function(
-            Args(loss_flags(config)),
+        returned = function(
+            args=Args(loss_flags(config)),
             pg_loss=surrogate[order],
             train_log_probs=split(tokens.proximal.detach()),
             rollout_log_probs=split(tokens.sampler),
@@ -189,25 +189,31 @@ def _correction(function: Callable[..., Any], reference: str) -> Callable[..., A
             total_lengths=lengths,
             response_lengths=lengths,
         )
-        flat = _flat(given, reference, len(order)) * torch.cat([torch.as_tensor(one, device=kept.device) for one in new_masks])
+        if not isinstance(returned, tuple | list) or len(returned) != 3 or not isinstance(returned[2], Mapping):
+            raise TrainingError(
+                f"expected {reference} to return (pg_loss, masks, metrics), the last one a table, got {returned!r:.80}", function=reference
+            )
+        given, new_masks, metrics = returned
+        keep = _flat([torch.as_tensor(one, device=kept.device) for one in new_masks], reference, len(order), "masks")
+        flat = _flat(given, reference, len(order), "a loss") * keep
         found = torch.zeros_like(surrogate).index_put((order,), flat.to(surrogate.dtype))
         told = dict(measured)
         for name, values in metrics.items():
-            numbers = _flat(values, reference, len(order)).detach().to(surrogate.dtype)
+            numbers = _flat(values, reference, len(order), f"the metric {name}").detach().to(surrogate.dtype)
             told[name if "/" in name else f"train/{name}"] = torch.zeros_like(surrogate).index_put((order,), numbers)
         return found, told
 
     return loss_of
 
 
-def _flat(given: Any, reference: str, count: int) -> Any:
+def _flat(given: Any, reference: str, count: int, what: str) -> Any:
     """[M] of a tensor or a list of them, one for each response; raises TrainingError for another number of values."""
     import torch
 
     values = torch.cat(list(given)) if isinstance(given, list | tuple) else given
     if not isinstance(values, torch.Tensor) or values.shape != (count,):
         raise TrainingError(
-            f"expected {reference} to return a loss and metrics of {count} tokens, got {getattr(values, 'shape', type(values).__name__)}",
+            f"expected {reference} to return {what} of {count} tokens, got {getattr(values, 'shape', type(values).__name__)}",
             function=reference,
         )
     return values

@@ -87,6 +87,7 @@ class Trial:
             beside[flag] = reference
         self._args = {OPTION: {**run_flags(Config(), folder), **own, **asked.args, **beside}}
         self._key = f"slime.{flag}"
+        self._engine = cast(Any, Answering(self._tokenizer, ("2", "3")))
         prompt = "<|user|>1+1=<|end|><|assistant|>"
         self._task = RolloutTask(
             run="check",
@@ -119,9 +120,8 @@ class Trial:
                 return await self._filtered()
 
     def _context(self) -> Context:
-        engine = cast(Any, Answering(self._tokenizer, ("2", "3")))
         log = logging.getLogger(__name__)
-        return Context(engine=engine, tokenizer=self._tokenizer, task=self._task, seed=1, options=self._args, log=log, max_len=256)
+        return Context(engine=self._engine, tokenizer=self._tokenizer, task=self._task, seed=1, options=self._args, log=log, max_len=256)
 
     async def _generated(self, rollout: int) -> list[str]:
         hooks = self._flag == "rollout_sample_hook_path"

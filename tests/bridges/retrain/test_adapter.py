@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 import tomllib
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from streamrl.bridges.retrain import StreamrlTrainerAdapter
+from streamrl.bridges.retrain.adapter import read_lines
 from streamrl.bridges.retrain.run_files import producer, reference, toml, write_rows
 from streamrl.config.load import load
 from streamrl.errors import ConfigError, SchemaError, TrainingError
@@ -213,3 +215,11 @@ def test_neither_retrain_nor_slime_nor_ray_is_needed_and_torch_is_not_loaded(tmp
     assert done.returncode == 1
     assert "expected a module retrain.environment with the environment, there is none" in done.stderr, done.stderr
     assert "hint: install it" in done.stderr
+
+
+async def test_a_runs_long_line_does_not_end_it() -> None:
+    stream, tail = asyncio.StreamReader(limit=64), deque[str](maxlen=3)
+    stream.feed_data(b"begun\n" + b"x" * 1000 + b"\nended\n")
+    stream.feed_eof()
+    await read_lines(stream, tail)
+    assert [*tail] == ["begun", "(a long line)", "ended"]

@@ -156,6 +156,22 @@ async def mask_first(args, sample, *, rollout_id=None, evaluation=False):
     return sample
 
 
+def looks(args, sample):
+    assert sample.status is Sample.Status.COMPLETED
+
+
+def removes(args, sample):
+    sample.remove_sample = sample.response.startswith("3")
+
+
+def wants_both(args, sample, rollout_id, evaluation):
+    assert rollout_id is None and evaluation is False
+
+
+async def wants_evaluation(args, sample, sampling_params, evaluation):
+    return await one_turn(args, sample, sampling_params)
+
+
 def whole_rollout(args, rollout_id, data_source, evaluation=False):
     async def work():
         assert args.rollout_batch_size == 1
@@ -166,6 +182,7 @@ def whole_rollout(args, rollout_id, data_source, evaluation=False):
         for group in groups:
             for sample in group:
                 sample.reward = float(sample.index % 2)
+        groups[0][2].remove_sample = True
         return RolloutFnTrainOutput(samples=[groups[0][:3]], metrics={})
 
     return run(work())
@@ -179,6 +196,10 @@ def normalized(args, samples):
         of = rewards[groups == group]
         done[groups == group] = (of - of.mean()) / (of.std(ddof=1) + 1e-6)
     return rewards.tolist(), done.tolist()
+
+
+def two_numbers(args, samples):
+    return 1.0, 0.0
 
 
 def reads_text(args, samples):
@@ -212,6 +233,18 @@ def masks_first(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks
     for mask in masks:
         mask[0] = 0
     return pg_loss, masks, {}
+
+
+def by_name(*, args, pg_loss, loss_masks, **others):
+    return pg_loss, loss_masks, {"ones": loss_masks}
+
+
+def loss_alone(args, *, pg_loss, **others):
+    return pg_loss
+
+
+def one_mask(args, *, pg_loss, **others):
+    return pg_loss, [pg_loss[:1].detach()], {}
 '''
 
 

@@ -56,8 +56,27 @@ def test_one_that_hangs_is_ended_and_named_by_its_line(hooks: Path) -> None:
         (["custom_generate_function_path", "hooks.py:two_turns", "--group-rm"], "--group-rm is for custom_rm_path"),
         (["custom_rm_path", "hooks.py:rm", "--options", "{"], "expected JSON behind --options"),
         (["custom_rm_path", "hooks.py:rm", "--args", "[]"], "expected a table behind --args"),
+        (["custom_tis_function_path", "hooks.py:truncated", "--args", '{"low": 1}'], "what the section loss says"),
     ],
 )
 def test_what_is_asked_wrongly_is_said(hooks: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     assert main(["check-hook", *words]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_where_slime_is_installed_its_other_modules_are_its_own(hooks: Path) -> None:
+    for place, text in {
+        "utils/types.py": "class Sample: pass\n",
+        "utils/grades.py": "from slime.utils.types import Sample\n\ndef grade(sample):\n    return float(isinstance(sample, Sample))\n",
+    }.items():
+        file = hooks.parent / "installed" / "slime" / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    hooks.with_name("graded.py").write_text(
+        "from slime.utils.grades import grade\nfrom slime.utils.types import Sample\n\n"
+        "async def rm(args, sample):\n    return grade(sample) + (sample.status == Sample.Status.COMPLETED)\n"
+    )
+    path = os.pathsep.join((str(hooks.parent / "installed"), os.environ.get("PYTHONPATH", "")))
+    asked = Asked("custom_rm_path", "graded.py:rm")
+    gave = asyncio.run(try_hook(asked, limit_s=60.0, surroundings={**os.environ, "PYTHONPATH": path}))
+    assert all(line.endswith(": 2.0") for line in gave) and len(gave) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -67,6 +68,13 @@ def test_the_rows_own_tables_cannot_be_changed_through_a_sample() -> None:
     assert before == TASK
 
 
+def test_what_a_hook_hangs_on_a_sample_is_there_when_it_is_scored() -> None:
+    episode = episode_of(made(tool_call_count=2, payload={"a": [1]}, sandbox=None), TASK, 2, ASKED, seed=11)
+    sample: Any = sample_of(TASK, episode, "a")
+    assert (sample.tool_call_count, sample.payload, sample.metadata) == (2, {"a": [1]}, {"level": 1})
+    assert not hasattr(sample, "sandbox")
+
+
 def test_tokens_that_a_hook_masks_or_cuts_off_are_not_trained() -> None:
     masked = episode_of(made(loss_mask=[0, 1, 1, 0, 0, 0, 0]), TASK, 2, ASKED, seed=11)
     assert [(tuple(s.token_ids), s.is_model) for s in masked.segments] == [
@@ -88,7 +96,9 @@ def test_tokens_that_a_hook_masks_or_cuts_off_are_not_trained() -> None:
         ({"loss_mask": [0] * 7}, "0 everywhere"),
         ({"response_length": 9}, "9 tokens and response_length = 9"),
         ({"response_length": 0}, "response_length = 0"),
-        ({"remove_sample": True}, "remove_sample"),
+        ({"reward": "1.0"}, "the text '1.0'"),
+        ({"teacher_log_probs": [-0.1] * 7}, "came back with teacher_log_probs, which nothing here reads"),
+        ({"sandbox": object()}, "sample.sandbox cannot be kept for its reward"),
         ({"status": Sample.Status.ABORTED}, "ABORTED"),
         ({"status": "done"}, "expected a Sample.Status"),
         ({"reward": {"score": 1.0}}, "a table as its reward"),
@@ -129,3 +139,25 @@ def test_append_keeps_masks_and_log_probs_beside_tokens() -> None:
     assert (sample.response, sample.response_length, sample.weight_versions, sample.status) == ("xy", 3, ["8"], Sample.Status.COMPLETED)
     with pytest.raises(ValueError, match="a log-prob for each of 2 tokens, got 1"):
         sample.append_response_tokens(Args({}), tokens=[5, 6], log_probs=[-0.1])
+
+
+def test_the_lists_grow_in_place_as_hooks_that_keep_hold_of_them_expect() -> None:
+    sample = blank(TASK, 0, "a")
+    sample.tokens = prompt = [1, 2]
+    sample.loss_mask = mask = []
+    sample.append_response_tokens(Args({}), tokens=[5, 6], log_probs=[-0.1, -0.2])
+    sample.append_response_tokens(tokens=[40], trainable=False)
+    assert (prompt, mask) == ([1, 2, 5, 6, 40], [1, 1, 0])
+    sample.append_response_tokens(meta_info={"finish_reason": {"type": "length"}}, update_terminal_info=False)
+    assert (sample.response_length, sample.status) == (3, Sample.Status.PENDING)
+
+
+def test_of_many_answers_the_one_that_was_chosen_counts() -> None:
+    # The second answer begins as the first does, at another version, and was cut off.
+    asked = [request((1, 2), (5, 6, 7), (3, 8)), request((1, 2), (5, 9), (2, 9), ends="length")]
+    sample = made(tokens=[1, 2, 5, 6, 7], response_length=3, loss_mask=None, status=Sample.Status.PENDING)
+    episode = episode_of(sample, TASK, 2, asked, seed=11)
+    assert [(tuple(one.token_ids), [span.version and span.version.number for span in one.spans]) for one in episode.segments] == [
+        ((1, 2), []), ((5, 6, 7), [8])
+    ]  # fmt: skip
+    assert (episode.finish_reason, episode.status) == ("stop", Status.COMPLETED)

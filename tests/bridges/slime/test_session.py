@@ -10,6 +10,9 @@ from typing import Any, cast
 import pytest
 
 from streamrl.bridges.slime import session
+from streamrl.bridges.slime.args import Args
+from streamrl.bridges.slime.generate import generate
+from streamrl.bridges.slime.sample import Sample
 from streamrl.bridges.slime.session import Session, post
 from streamrl.bridges.slime.trials import Answering
 from streamrl.config.slime_flags import ROUTER_HOST
@@ -75,6 +78,16 @@ async def test_where_nothing_fits_no_engine_is_asked(engine: Listening, tmp_path
         none = await post(URL, {"input_ids": [1, 8, 9]})
     assert [request.sampling.max_new_tokens for request in engine.requests] == [1]
     assert [(a["meta_info"]["finish_reason"]["type"], len(a["output_ids"])) for a in (one, none)] == [("length", 1), ("length", 0)]
+
+
+async def test_a_second_turn_has_what_the_first_left_of_the_response(engine: Listening, tmp_path: Path) -> None:
+    found = begun(engine, tmp_path)
+    sample, params = Sample(prompt="1+1="), {"max_new_tokens": 5}
+    with session.running(found):
+        for _ in range(3):  # of 3 tokens, of the 2 that are left, of none
+            sample = await generate(Args({}), sample, params)
+    assert [request.sampling.max_new_tokens for request in engine.requests] == [5, 2] and params == {"max_new_tokens": 5}
+    assert (sample.response_length, sample.status) == (5, Sample.Status.TRUNCATED)
 
 
 @pytest.mark.parametrize(

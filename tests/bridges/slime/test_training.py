@@ -86,3 +86,18 @@ def test_tokens_that_are_masked_have_no_loss_and_no_gradient(hooks: Path) -> Non
     # The first trained token of each of the samples of 2, 2, 1 and 2.
     assert loss.tolist() == [0.0, -1.0, 0.0, -1.0, 0.0, 0.0, -1.0]
     assert logprobs.grad is not None and logprobs.grad.tolist() == [0.0, -1.0, 0.0, -1.0, 0.0, 0.0, -1.0]
+
+
+def test_a_response_goes_to_the_end_of_its_sample(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(
+        "import torch\n\ndef ends(args, data):\n"
+        "    lengths = data['response_lengths']\n"
+        "    data['advantages'] = [tokens[-length:] * mask for tokens, length, mask in zip(data['tokens'], lengths, data['loss_masks'])]\n"
+    )
+    masks = [[False, True, True, False], [True, False]]
+    given = TrainBatch.from_lists(
+        [[1, 2]] * 2, [[5, 6, 7, 8], [9, 4]], rewards=[1.0, 0.0], sampler_logprobs=[[-0.5] * 4, [-0.5] * 2], loss_mask=masks, tasks=[3] * 2
+    )
+    loss = LossConfig(advantage=f"slime:{tmp_path / 'ends.py'}:ends")
+    found = token_advantages(given, loss, logprobs=given.sampler_logprobs)
+    assert found.advantages.tolist() == [0, 0, 0, 6, 7, 0, 0, 0, 9, 0]  # each trained token's own id
