@@ -6,7 +6,7 @@ from unittest.mock import ANY
 import pytest
 
 from streamrl.config.load import dump, from_json, load, override
-from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TasksConfig, WeightsConfig
+from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TasksConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import Subjects
 from tests.support.errors import raises
@@ -390,18 +390,3 @@ def test_what_is_no_choice_is_told_the_choices(write, override, key, got, hint):
         load(write(""), [override])
     assert f"{key} must be one of '" in caught.value.message and f"got {got}" in caught.value.message
     assert hint in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    ("weights", "snapshots"),
-    [
-        (WeightsConfig(), 1),
-        (WeightsConfig(transport="ipc"), 2),
-        (WeightsConfig(transport="bus"), 2),
-        (WeightsConfig(also_on_bus=True), 2),
-        (WeightsConfig(ring=3), 3),
-        (WeightsConfig(transport="ipc", ring=1), 1),
-    ],
-)
-def test_a_trainer_keeps_one_snapshot_where_it_is_copied_at_once(weights: WeightsConfig, snapshots: int) -> None:
-    assert weights.snapshots == snapshots
