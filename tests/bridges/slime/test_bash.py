@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamrl.bridges.slime.bash.arithmetic import calculate
 from streamrl.bridges.slime.bash.conditions import holds
 from streamrl.bridges.slime.bash.reader import read_script
+from streamrl.bridges.slime.bash.statements import parse
 from streamrl.bridges.slime.bash.training import Script
 from streamrl.bridges.slime.bash.values import Place, Unknown
 from streamrl.errors import ConfigError
@@ -57,6 +58,13 @@ def test_any_texts_come_back_from_quotes(tmp_path_factory: pytest.TempPathFactor
     assert known(folder, f'A=(\n{lines}\n  # --lr 1\n)\npython train.py \\\n  "${{A[@]}}" \\\n') == expected
 
 
+def of_bash(folder: Path) -> list[str]:
+    """What bash itself hands to the training command of the script that was read last."""
+    script = f'python() {{ shift; printf "%s\\0" "$@"; }}; set -f; . {folder}/run.sh 3>&1 >/dev/null'
+    real = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]})
+    return real.stdout.split("\0")[:-1]
+
+
 LINES = st.sampled_from(
     [
         *("A=foo", "A='x  y'", 'A="$A$B"', "A+=z", "B=${A:-none}", 'B="${U-$A b}"', "B=", "unset A", "N=$((N * 2 + 1))", "N=$(( -7 / 2 ))"),
@@ -75,6 +83,12 @@ LINES = st.sampled_from(
         *("B=${P%.*}", "B=${P##*/}", "B=${P%%.*}", 'B="${P#*/}"', "A=$(dirname /a/b/c)", "X=($(seq 1 3 $N))", "A=$(basename /a/b.x .x)"),
         *("if [ $N -gt 3 ]; then A=big; else A=small; fi", '[[ $A == f* && -n "$B" ]] && B=both', '[ -z "$B" ] || B=full', "(A=sub)"),
         *('case "$A" in foo|b*) B=case;; *) B=other;; esac', "f() { A=$1; N=$#; }; f one two", "{ A=group; }", "false && A=never"),
+        *(
+            'A=$(cat <<E\nx $B\n\\$N "q" don\'t )\nE\n)',
+            "B=$(cat <<-'E'\n\t$A 'it\n\tE\n)",
+            ": <<'E'\nA=no (\nE",
+            "cat >/dev/null <<E && B=done\n`\nE",
+        ),
         *('[[ "$A" == "f*" ]] && B=literal', 'Y=(${X[@]:-none} "${U:-a  b}" ${U:-"a  b"} ${A:+"s t"})', "A=$'t\\ta'", 'A="\\$B \\x"'),
     ]
 )
@@ -87,12 +101,83 @@ def test_words_are_those_that_bash_makes(tmp_path_factory: pytest.TempPathFactor
     """bash itself is the reference: whatever is said to be known is what it hands to the training command."""
     folder = tmp_path_factory.mktemp("bash")
     text = "\n".join(["A=first; B=second; N=4; P=/d/e.f/g.tar.gz; X=(1 2); Y=()", *lines])
-    text += '\npython train.py $A "$B" ${A}"$N"$B ${X[@]} "${X[@]}" "${Y[@]}" ${#X[@]}\n'
+    text += '\npython train.py $A "$B" ${A}"$N"$B ${X[@]} "${X[@]}" "${Y[@]}" ${#X[@]} >&3\n'
     found = words(folder, text)
-    script = f'python() {{ shift; printf "%s\\0" "$@"; }}; set -f; . {folder}/run.sh'
-    real = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]})
+    real = of_bash(folder)
     if not any(isinstance(one, Unknown) for one in found):
-        assert found == real.stdout.split("\0")[:-1]
+        assert found == real
+
+
+BODY = st.text(st.sampled_from("ab $`\\\"'(){}<#;\n\t"), max_size=24)
+
+
+@pytest.mark.process
+@settings(max_examples=80, deadline=None)
+@given(BODY, st.sampled_from(["<<E", "<<'E'", "<<-E", '<<-"E"', "<< \\E", "0<<E 2>/dev/null"]), st.booleans(), st.booleans())
+def test_the_body_of_a_here_document_is_that_of_bash(
+    tmp_path_factory: pytest.TempPathFactory, body: str, operator: str, substituted: bool, quoted: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("body")
+    document = f"cat {operator} # it's )\n{body}\nE\n"
+    lines = f"X={chr(34) * quoted}$({document}){chr(34) * quoted}" if substituted else f"{document}X=after"
+    try:
+        found = words(folder, f"a=1; b='2  3'; ab=; E=e\n{lines}\nf() {{ python train.py \"$X\"; }} >&3\nf\n")
+    except ConfigError:
+        return
+    if not any(isinstance(one, Unknown) for one in found):
+        assert found == of_bash(folder)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat <<A <<'B' >/dev/null; X=1\n$(\nA\n`\nB\n",
+        "cat <<A; X=$(cat <<B\nA\n)\nB\n)\n(\nA\n",
+        "f() {\n  if true; then\n    X=$(cat <<-EOF\n\t\tone $N\n\t\ttwo\\\n three\n\tEOF\n)\n  fi\n}\nf\n",
+        "while false; do :; done <<E\n'\nE\nX=1\n",
+        "X=$(cat <<'A' | tr a b\na'\nA\n)\nX=known\n",
+        "cat <<E | cat >/dev/null\n)\nE\nX=1\n",
+        'cat <<E >/dev/null &&\n"\nE\nX=1\n',
+        "X=(1 $(cat <<E\na b )\nE\n) 2)\n",
+        "X=$( (cat <<E\n(\nE\n); echo )\nX=${N:-$(cat <<E\n}\nE\n)}\n",
+        'X=$(cat <<E\n{"a": "$(cat <<F\n$N\nF\n)"}\nE\n)\n',
+        "X=$(cat <<E >/dev/null\nx\nE\n)\nX=1\n",
+        "cat() { echo mine; }\nX=$(cat <<E\nx\nE\n)\n",
+        "X=$(cat <<''\na\n\n)\n",
+        "X=$(cat <<E\nE x\nxE\nE\n)$((1<<2))\n",
+        "X=`cat <<E\n\\$N \\\\$N\nE\n`\n",
+        "X=$(cat <<E\na\\\nE\n\\\\\nE\n)\n",
+        "<<E\n'\nE\nX=1 # <<F\n",
+        "cat <<E # <<F\n$(echo ')')\nE\nX='<<G'\n",
+        "X=$(cat 01<<E </dev/null\nx\nE\n)\n",
+        "case a in a) cat <<E >/dev/null ;;\n;; esac\nE\nesac\nX=1\n",
+    ],
+)
+def test_here_documents_stand_where_bash_finds_them(tmp_path: Path, text: str) -> None:
+    found = words(tmp_path, f'N=7\n{text}python train.py "${{X[@]}}" >&3\n')
+    real = of_bash(tmp_path)
+    assert found == real or any(isinstance(one, Unknown) for one in found)
+
+
+def test_what_a_here_document_makes_is_known_only_by_cat(tmp_path: Path) -> None:
+    env = 'ENV_JSON=$(cat <<EOF\n{"env": {"A": "$A"}}\nEOF\n)\n'
+    train = 'python train.py --env "$ENV_JSON"\n'
+    assert known(tmp_path, "A=1\n" + env + train) == ["--env", '{"env": {"A": "1"}}']
+    assert known(tmp_path, env + "python train.py --lr 1\n") == ["--lr", "1"]
+    found = unknown(tmp_path, "\n" + env + train)
+    assert "A is not set in the script" in found.why and found.place.line == 3
+    found = unknown(tmp_path, "ENV_JSON=$(cat <<-EOF\n\t\\\n\tx\\\n\n$A\\\n\tB $X\nEOF\n)\nA=1\n" + train)
+    assert "A is not set in the script" in found.why and found.place.line == 5
+    found = unknown(tmp_path, "A=1\n" + env.replace("cat", "envsubst") + train)
+    assert "$(envsubst" in found.why and found.place.line == 2
+
+
+@pytest.mark.parametrize("document", ["cat <<EOF\n{}\nEOF\n", "X=$(cat <<'EOF'\n{}\nEOF\n)\n", 'X="$(cat <<-EOF\n{}\nEOF\n)"\n'])
+def test_many_and_large_here_documents_are_read_once(document: str) -> None:
+    assert len(parse(document.format("x\\\n" * 300_000), "f")) == 1
+    assert len(parse(document.format("x") * 10_000, "f")) == 10_000
+    assert len(parse("cat" + " <<E" * 10_000 + "\n" + "E\n" * 10_000, "f")) == 1
 
 
 def test_a_file_beside_the_script_is_sourced_by_its_own_folder(tmp_path: Path) -> None:
@@ -198,7 +283,13 @@ def test_nothing_of_a_script_is_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line", "expected"),
     [
-        ("a\ncat <<EOF\nx\nEOF\n", 2, "no here-document"),
+        ("a\ncat <<EOF\nx\n EOF\n", 2, "a line 'EOF' that ends the here-document"),
+        ("a\nA=$(cat <<EOF\nx\n)\n", 2, "a line 'EOF' that ends the here-document"),
+        ("a\nA=$(cat <<EOF\nx\nEOF)\nEOF\n)\n", 2, "a line 'EOF' that ends the here-document"),
+        ("a\nA=$(cat <<EOF)\nEOF\n", 2, "a line 'EOF' that ends the here-document"),
+        ("a\ncat <<EOF", 2, "a line 'EOF' that ends the here-document"),
+        ("cat <<$A\n", 1, "a plain word that ends the here-document"),
+        ("A=$((cat <<E\n)\nE\n) )\n", 1, "no here-document within (("),
         ("a\nA='x\n", 2, "an end of the quote"),
         ("a\n\nA=(x\n", 4, "')'"),
         ("if a; then b\n", 2, "'fi'"),
@@ -217,6 +308,8 @@ HARM = {
     "doubles": "A=xxxxxxxx\n" + "A=$A$A\n" * 60 + "python train.py $A",
     "array doubles": "A=(a a a a)\n" + "A+=(${A[@]})\n" * 60,
     "nested substitutions": "X=" + "$(" * 3000 + "a" + ")" * 3000,
+    "nested documents": "X=$(cat <<A\n" * 500 + "A\n)\n" * 500 + "python train.py $X",
+    "quoted substitutions": 'X="$(' * 3000,
     "nested defaults": "X=" + "${A:-" * 3000 + "a" + "}" * 3000,
     "calls itself": "f() { f; }; f\n",
     "calls itself deeply": "f() { " + "if true; then " * 40 + "f; " + "fi; " * 40 + "}; f\n",
@@ -246,7 +339,7 @@ def test_scripts_that_mean_harm_end_in_an_error(tmp_path: Path, name: str) -> No
         read_script(tmp_path / "run.sh", variables={}, cwd=tmp_path)
 
 
-PIECES = [*"ab $(){}[]<>;&|'\"`\\\n#=+-!*?~:/1", "if ", "fi\n", "then ", "do ", "$((", "${", "<<", "&&", "A=("]
+PIECES = [*"ab $(){}[]<>;&|'\"`\\\n#=+-!*?~:/1", "if ", "fi\n", "then ", "do ", "$((", "${", "<<", "<<a", "\na\n", "&&", "A=("]
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,21 +1,29 @@
-"""What a few commands print, known from their words: paths by name, and `seq`. Others are not run, and what they print is unknown."""
+"""What a few commands print, by their words: paths, `seq`, `cat` of a here-document. Others are not run: what they print is unknown."""
 
 from __future__ import annotations
 
 import os.path
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from streamrl.bridges.slime.bash.documents import Document
 from streamrl.bridges.slime.bash.state import Budget, State
-from streamrl.bridges.slime.bash.statements import Simple, Word, parse
+from streamrl.bridges.slime.bash.statements import Simple, parse
 from streamrl.bridges.slime.bash.values import Place, Unknown, Value
-from streamrl.bridges.slime.bash.words import Output
+from streamrl.bridges.slime.bash.words import Cursor, Output, Text, Word
 
 if TYPE_CHECKING:
     from streamrl.bridges.slime.bash.expansion import Expander
 
 _MOST = 10_000
+
+
+class _Run(NamedTuple):
+    """A simple command."""
+
+    words: list[str]
+    document: Document | None
 
 
 class Printed:
@@ -34,16 +42,18 @@ class Printed:
         if commands is None:
             return unknown
         folder = str(self._state.cwd)
-        for name, *words in commands[:-1]:
+        if len(commands) == 1 and (document := commands[0].document) and commands[0].words in (["cat"], ["cat", "-"]):
+            return self._body(document)
+        for name, *words in (command.words for command in commands[:-1]):
             if name != "cd" or (changed := _path(words, folder)) is None:
                 return unknown
             folder = changed
-        name, *words = commands[-1]
+        name, *words = commands[-1].words
         return _print(name, words, folder) or unknown
 
-    def _commands(self, text: str, line: int) -> list[list[str]] | None:
+    def _commands(self, text: str, line: int) -> list[_Run] | None:
         """The words of simple commands with `&&` or `;` between them; None for anything else."""
-        found: list[list[str]] = []
+        found: list[_Run] = []
         for statement in parse(text, self._file, line):
             for operator, pipeline in statement.pipelines:
                 [command, *others] = pipeline.commands
@@ -53,10 +63,20 @@ class Printed:
                 fields = self._expander().fields(words)
                 if len(words) != len(command.words) or not fields:
                     return None
-                found.append([one.value for one in fields if isinstance(one.value, str)])
-                if len(found[-1]) != len(fields):
+                texts = [one.value for one in fields if isinstance(one.value, str)]
+                if len(texts) != len(fields) or texts[0] in self._state.functions:
                     return None
+                found.append(_Run(texts, command.document))
         return found or None
+
+    def _body(self, document: Document) -> Value:
+        if document.literal:
+            word = Word((Text(document.body, quoted=True),), document.line, document.body)
+        else:
+            self._budget.spend(len(document.body) // 5, Place(self._file, document.line))
+            word = Cursor(document.body, self._file, document.line, document.breaks).body()
+        value = self._expander().whole(word)
+        return value.rstrip("\n") if isinstance(value, str) else value
 
 
 def _print(name: str, words: list[str], folder: str) -> str | None:

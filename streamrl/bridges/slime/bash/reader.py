@@ -145,7 +145,7 @@ class _Reader:
     def _note_dangling(self, statement: Statement) -> None:
         [(_, pipeline), *_] = statement.pipelines
         command = pipeline.commands[0]
-        first = command.words[0] if isinstance(command, Simple) else None
+        first = command.words[0] if isinstance(command, Simple) and command.words else None
         if isinstance(first, Word) and (
             first.raw.startswith("--") or any(isinstance(part, Parameter) and part.index for part in first.parts[:1])
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from streamrl.bridges.slime.bash.documents import Document
 from streamrl.bridges.slime.bash.words import ENDS, Cursor, Text, Word
 
 _DEEPEST = 60
@@ -31,10 +32,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Simple:
-    """Assignments and the words of a command; redirections are left out."""
+    """Assignments and the words of a command; of redirections nothing but a here-document."""
 
     words: tuple[Word | Assignment, ...]
     line: int
+    document: Document | None = None
+    """Its input, where nothing else but the standard error is redirected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +132,14 @@ def parse(text: str, file: str, first_line: int = 1) -> Statements:
     """The statements of a script.
 
     Raises:
-        ConfigError: a quote or a bracket without its end, a here-document, or what else is no statement; names file and line.
+        ConfigError: a quote, a bracket or a here-document without its end, or what else is no statement; names file and line.
     """
     parser = _Parser(Cursor(text, file, first_line))
     statements = parser.statements(frozenset())
     if parser.cursor.peek():
         parser.cursor.fail("a statement")
+    if parser.cursor.awaited:
+        parser.cursor.no_body(parser.cursor.awaited[0])
     return statements
 
 
@@ -192,6 +197,8 @@ class _Parser:
     def _command(self) -> Command:
         line, word = self.cursor.line, self._reserved()
         if function := _FUNCTION.match(self.cursor.text, self.cursor.at):
+            if self.cursor.awaited and "\n" in function[0]:
+                self.cursor.fail("a here-document's body", "put the function on lines of its own")
             self.cursor.at = function.end()
             self._enter()
             body = self._command()
@@ -306,15 +313,17 @@ class _Parser:
                     self.cursor.at = end.end() if end else self.cursor.at
 
     def _simple(self, line: int) -> Simple:
-        words: list[Word | Assignment] = []
+        words, redirections = list[Word | Assignment](), list[tuple[str, Document | None]]()
         while True:
             self.cursor.skip_blanks()
-            if self._redirections():
+            if found := self._redirections():
+                redirections += found
                 continue
             if self.cursor.peek() in ("", "\n", ";", "&", "|", ")"):
-                if not words:
+                if not words and not redirections:
                     self.cursor.fail("a command")
-                return Simple(tuple(words), line)
+                inputs = [document for operator, document in redirections if not operator.startswith("2")]
+                return Simple(tuple(words), line, inputs[0] if len(inputs) == 1 else None)
             assignable = all(isinstance(one, Assignment) for one in words) or (isinstance(words[0], Word) and words[0].literal in DECLARING)
             words.append((self._assignment() if assignable else None) or self._nonempty())
 
@@ -348,21 +357,25 @@ class _Parser:
             self.cursor.fail("a word")
         return word
 
-    def _redirections(self) -> bool:
-        """Over redirections and the files that they name; whether there were any."""
-        found = False
+    def _redirections(self) -> list[tuple[str, Document | None]]:
+        """Over redirections and the files that they name: the operator of each, and what stands for the standard input."""
+        found: list[tuple[str, Document | None]] = []
         while redirection := _REDIRECTION.match(self.cursor.text, self.cursor.at):
-            if redirection[0].endswith(("<<", "<<-")):
-                self.cursor.fail("no here-document: its text is not read", "put the text into a file of its own, or build it with quotes")
-            self.cursor.at = redirection.end()
-            self.cursor.skip_blanks()
-            self.cursor.at += self.cursor.peek(2) in ("<(", ">(")
-            if self.cursor.peek() == "(":  # <(commands)
-                self.cursor.balanced("(", ")")
+            operator, document = redirection[0], None
+            if operator.endswith(("<<", "<<-")):
+                self.cursor.at += operator.index("<")
+                self.cursor.awaited.append(self.cursor.document())
+                document = self.cursor.awaited[-1] if operator.rstrip("<-") in ("", "0") else None
             else:
-                self._nonempty()
+                self.cursor.at = redirection.end()
+                self.cursor.skip_blanks()
+                self.cursor.at += self.cursor.peek(2) in ("<(", ">(")
+                if self.cursor.peek() == "(":  # <(commands)
+                    self.cursor.balanced("(", ")")
+                else:
+                    self._nonempty()
             self.cursor.skip_blanks()
-            found = True
+            found.append((operator, document))
         return found
 
     def _reserved(self) -> str:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NoReturn
 
+from streamrl.bridges.slime.bash.documents import Document
 from streamrl.bridges.slime.bash.values import Place
 from streamrl.errors import ConfigError
 
@@ -17,6 +18,7 @@ _PARAMETER = re.compile(
     r"(?P<length>#(?=.))?(?P<name>[A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?(?P<rest>.*)", re.ASCII | re.DOTALL
 )
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|%%|%|##|#|//|/|\^\^|\^|,,|,|:|@")
+_BACKTICKS = re.compile(r"`((?:[^`\\]|\\.)*+)`", re.DOTALL)
 _BRACES = re.compile(r"\{[^{}\s]*+\}")
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
 
@@ -91,10 +93,12 @@ class Word:
 class Cursor:
     """A place in a text, and words from there on."""
 
-    def __init__(self, text: str, file: str, first_line: int = 1) -> None:
+    def __init__(self, text: str, file: str, first_line: int = 1, breaks: list[int] | None = None) -> None:
         self.text, self.file, self.at = text, file, 0
         self._first = first_line
-        self._breaks = [found.start() for found in re.finditer("\n", text)]
+        self._breaks = [found.start() for found in re.finditer("\n", text)] if breaks is None else breaks
+        self.awaited: list[Document] = []
+        """Here-documents whose bodies begin behind this line."""
 
     @property
     def line(self) -> int:
@@ -109,7 +113,9 @@ class Cursor:
         """Over blanks, continued lines and comments; with `lines` over the ends of lines too."""
         while self.at < len(self.text):
             character = self.text[self.at]
-            if character in " \t" or (lines and character == "\n"):
+            if character == "\n" and lines:
+                self._bodies(self.awaited, closes=False)
+            elif character in " \t":
                 self.at += 1
             elif self.peek(2) == "\\\n":
                 self.at += 2
@@ -118,6 +124,35 @@ class Cursor:
                 self.at = len(self.text) if end < 0 else end
             else:
                 return
+
+    def document(self) -> Document:
+        """The here-document whose operator is here; its body is still to be read."""
+        at, tabs_off = self.at, self.peek(3) == "<<-"
+        self.at += 3 if tabs_off else 2
+        self.skip_blanks()
+        word = self.word()
+        texts = [part for part in word.parts if isinstance(part, Text)]
+        if not word.raw or len(texts) < len(word.parts) or any(character in word.raw for character in "$`\n"):
+            self.at = at
+            self.fail("a plain word that ends the here-document", "write <<EOF, or <<'EOF' for a text without expansions")
+        return Document("".join(part.text for part in texts), any(part.quoted for part in texts), tabs_off, at)
+
+    def _bodies(self, documents: list[Document], *, closes: bool) -> None:
+        """Over the end of a line and the bodies behind it."""
+        self.at += 1
+        for document in documents:
+            document.line = self.line
+            end = document.read(self.text, self.at, closes=closes)
+            if end is None:
+                self.no_body(document)
+            self.at = end
+        documents.clear()
+
+    def no_body(self, document: Document) -> NoReturn:
+        """Raise ConfigError for a here-document without its end."""
+        self.at = document.at
+        hint = "the delimiter stands alone on its line, without blanks; behind <<- tabs may be before it"
+        self.fail(f"a line {document.delimiter!r} that ends the here-document", hint)
 
     def fail(self, expected: str, hint: str = "") -> NoReturn:
         """Raise ConfigError that names the line."""
@@ -174,28 +209,38 @@ class Cursor:
         return Text(text, quoted=True)
 
     def _double(self) -> list[Part]:
-        begin, parts, plain = self.at, list[Part](), list[str]()
+        begin = self.at
+        self.at += 1
+        parts = self._expanded('"')
+        if self.at >= len(self.text):
+            self.at = begin
+            self.fail("an end of the quote that begins here")
+        self.at += 1
+        # Around an empty array alone quotes make no word; around nothing they do.
+        return parts or [Text("", quoted=True)]
+
+    def body(self) -> Word:
+        """The whole text as the body of a here-document, in which quotes are characters."""
+        line, parts = self.line, self._expanded("")
+        for index, part in enumerate(parts):
+            if isinstance(part, Parameter) and any(character in part.operand for character in "'\"\\"):
+                parts[index] = Opaque(f"${{{part.name}{part.operator}{part.operand}}} has quotes in a here-document", part.line)
+        return Word(tuple(parts), line, self.text)
+
+    def _expanded(self, end: str) -> list[Part]:
+        """Up to the character `end`, or of a here-document to the end of the text: what is expanded in double quotes."""
+        parts, plain = list[Part](), list[str]()
 
         def flush() -> None:
             if text := "".join(plain):
                 parts.append(Text(text, quoted=True))
             plain.clear()
 
-        self.at += 1
-        while True:
-            if self.at >= len(self.text):
-                self.at = begin
-                self.fail("an end of the quote that begins here")
-            character = self.text[self.at]
-            if character == '"':
-                self.at += 1
-                flush()
-                # Around an empty array alone quotes make no word; around nothing they do.
-                return parts or [Text("", quoted=True)]
+        while self.at < len(self.text) and (character := self.text[self.at]) != end:
             if character == "\\":
                 after = self.text[self.at + 1 : self.at + 2]
-                # Within double quotes a backslash is one before these only.
-                plain.append("" if after == "\n" else after if after in '$`"\\' else "\\" + after)
+                # A backslash is one before these only.
+                plain.append("" if after == "\n" else after if after in "$`\\" + end else "\\" + after)
                 self.at += 2
             elif character in "`$":
                 flush()
@@ -203,14 +248,15 @@ class Cursor:
             else:
                 plain.append(character)
                 self.at += 1
+        flush()
+        return parts
 
     def _backticks(self, *, quoted: bool) -> Output:
-        line, end = self.line, self.text.find("`", self.at + 1)
-        if end < 0:
+        line, found = self.line, _BACKTICKS.match(self.text, self.at)
+        if found is None:
             self.fail("an end of the backticks that begin here")
-        text = self.text[self.at + 1 : end]
-        self.at = end + 1
-        return Output(text, line, quoted)
+        self.at = found.end()
+        return Output(re.sub(r"\\([$`\\])", r"\1", found[1]), line, quoted)
 
     def _dollar(self, *, quoted: bool) -> Part:
         line, after = self.line, self.text[self.at + 1 : self.at + 2]
@@ -250,7 +296,8 @@ class Cursor:
 
         Within `quoted`, double quotes, a single quote is a letter.
         """
-        begin, depth = self.at, 0
+        begin, brackets = self.at, list[list[Document]]()  # of each open one: here-documents whose bodies follow
+        commands = opening == "(" and self.peek(2) != "(("  # in arithmetic << is a shift
         while self.at < len(self.text):
             character = self.text[self.at]
             if character == "\\":
@@ -260,31 +307,63 @@ class Cursor:
             elif character == '"':
                 self._pass_double()
                 continue
-            elif character == opening and (opening == "(" or depth == 0 or self.text[self.at - 1] == "$"):
-                depth += 1
+            elif not commands and self.peek(2) == "$(":
+                self._pass_substitution()
+                continue
+            elif commands and self.peek(2) == "((":
+                self.balanced("(", ")")
+                continue
+            elif character == opening and (opening == "(" or not brackets or self.text[self.at - 1] == "$"):
+                brackets.append([] if not brackets or self.text[self.at - 1] in "$<>" else brackets[-1])
             elif character == closing:
-                depth -= 1
-                if depth == 0:
+                if (left := brackets.pop()) and (not brackets or left is not brackets[-1]):
+                    self.no_body(left[0])
+                if not brackets:
                     self.at += 1
-                    return self.text[begin + 1 : self.at - 1]
+                    return self._inner(begin, arithmetic=opening == "(" and not commands)
+            elif commands and character in "#<\n" and self._pass_of_commands(brackets[-1]):
+                continue
             self.at += 1
         self.at = begin
         self.fail(f"an end ({closing}) of what begins here")
 
+    def _inner(self, begin: int, *, arithmetic: bool) -> str:
+        inner = self.text[begin + 1 : self.at - 1]
+        if arithmetic and "<<" in inner and not inner.endswith(")"):
+            self.at = begin
+            self.fail("no here-document within ((", "put a blank between the two brackets")
+        return inner
+
+    def _pass_of_commands(self, awaited: list[Document]) -> bool:
+        """Over what only commands have: a comment, a here-document's operator, a line's end with bodies behind it; whether it was one."""
+        if self.peek() == "#" and self.text[self.at - 1] in ENDS:
+            self.skip_blanks()
+        elif self.peek(3) == "<<<":
+            self.at += 3
+        elif self.peek(2) == "<<":
+            awaited.append(self.document())
+        elif self.peek() == "\n":
+            self._bodies(awaited, closes=True)
+        else:
+            return False
+        return True
+
+    def _pass_substitution(self) -> None:
+        self.at += 1
+        self.balanced("(", ")")
+
     def _pass_double(self) -> None:
         """Over a string in double quotes, with strings of substitutions within it."""
-        begin, depth = self.at, 0
+        begin = self.at
         self.at += 1
         while self.at < len(self.text):
             character = self.text[self.at]
             if character == "\\":
                 self.at += 1
             elif self.peek(2) == "$(":
-                depth += 1
-                self.at += 1
-            elif character == ")" and depth:
-                depth -= 1
-            elif character == '"' and depth == 0:
+                self._pass_substitution()
+                continue
+            elif character == '"':
                 self.at += 1
                 return
             self.at += 1
