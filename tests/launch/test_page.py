@@ -58,14 +58,14 @@ async def test_a_page_that_is_killed_comes_again_under_the_same_address_and_goes
 
 
 async def test_a_page_that_hangs_writes_its_stacks_and_comes_again(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sidecars, "_SILENT_S", 3.0)
+    monkeypatch.setattr(sidecars, "_SILENT_S", 8.0)
     notes: list[str] = []
     async with beside(run, notes):
         await until(lambda: notes, within_s=60)
         (first,) = pages(run)
         os.kill(first, signal.SIGSTOP)
         await until(lambda: pages(run) not in ([], [first]) and address_of(run, pid=pages(run)[0]), within_s=90)
-    assert notes[1].startswith("the page ended with signal SIGKILL (silent for 3 s)")
+    assert notes[1].startswith("the page ended with signal SIGKILL (silent for 8 s)")
     assert "most recent call first" in run.log_path("page-0").read_text()
 
 
