@@ -101,7 +101,7 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(up: asyn
     assert ranks[0] is not None and ranks[1] is not None
     os.kill(ranks[1], signal.SIGKILL)
     await until(lambda: not alive(ranks[0]))
-    out, err = await asyncio.wait_for(up.communicate(), 150)
+    out, err = await asyncio.wait_for(up.communicate(), 300)
     assert up.returncode == 0, err.decode()
     summary = json.loads(out)
     assert summary["steps"] == 12
