@@ -12,19 +12,16 @@ whose table is there is not run again.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import os
 import shutil
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from counting import LENGTHS, write
 from length_report import ARMS, draw, tables
-from running import execute, keep_ledger, ledger, read_tables, run_all, write_table
+from running import Comparison, command
 
 from streamrl.cli.numbers import seconds
 from streamrl.data.mixture import source_of
@@ -81,8 +78,9 @@ def by_source(entries: Sequence[LedgerEntry], seed: int) -> list[dict[str, tuple
     return found
 
 
-def rows(job: Job, entries: Sequence[LedgerEntry], evaluations: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
+def rows(job: Job, entries: Sequence[LedgerEntry], directory: RunDir) -> list[list[Any]]:
     """The table of a run, as COLUMNS says."""
+    evaluations = json.loads((directory.path / "summary.json").read_text(encoding="utf-8"))["evaluations"]
     table: list[list[Any]] = []
     for batch, (entry, groups) in enumerate(zip(entries, by_source(entries, job.seed), strict=True)):
         common = [*job, batch, round(entry.time_s - entries[0].time_s, 3), entry.metrics["rollout/raw_reward"], entry.num_tokens]
@@ -90,63 +88,34 @@ def rows(job: Job, entries: Sequence[LedgerEntry], evaluations: Mapping[str, Map
     return table
 
 
-async def run_job(job: Job, sets: Sequence[str], out: Path, limit_s: float) -> bool:
-    """Run it and keep its table and ledger; False when it failed."""
-    table_path = out / f"{job.name}.csv"
-    if table_path.exists():
-        return True
-    code = await execute(out / "problems" / "counting.toml", job.name, sets, out, limit_s)
-    directory = RunDir.find(job.name, base=out / "runs")
-    entries = await ledger(directory)
-    if code == 0:
-        keep_ledger(out / f"{job.name}.ledger.jsonl.gz", entries)
-        summary = json.loads((directory.path / "summary.json").read_text(encoding="utf-8"))
-        write_table(table_path, COLUMNS, rows(job, entries, summary["evaluations"]))
-        shutil.rmtree(directory.path)
-    print(f"{job.name}: {len(entries)} batches, exit code {code}", flush=True)
-    return code == 0
+def options(running: argparse.ArgumentParser) -> None:
+    running.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    running.add_argument("--seconds", type=seconds, default=60.0)
 
 
-def run_jobs(arguments: argparse.Namespace) -> list[str]:
-    """Run all; the names of those that failed."""
-    out = Path(arguments.out).absolute()
+def jobs(arguments: argparse.Namespace) -> list[Job]:
+    return [Job(arm, seed) for seed in range(arguments.seeds) for arm in arguments.arms]
+
+
+def problems(out: Path) -> Path:
+    """The run's file beside its rows and its producer, in a folder of `out`."""
     write(out / "problems")
     for name in ("counting.toml", "counting.py"):
         shutil.copy(HERE / name, out / "problems" / name)
-    jobs = [Job(arm, seed) for seed in range(arguments.seeds) for arm in arguments.arms]
-
-    def run(job: Job, left_s: float) -> bool:
-        return asyncio.run(run_job(job, settings(job, arguments.seconds, arguments.overrides), out, left_s))
-
-    return run_all(jobs, run, parallel=arguments.parallel, deadline=arguments.deadline)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    running = verbs.add_parser("run")
-    running.add_argument("--out", required=True)
-    running.add_argument("--parallel", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    running.add_argument("--seeds", type=int, default=3)
-    running.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    running.add_argument("--seconds", type=seconds, default=60.0)
-    running.add_argument("--deadline", type=seconds, default=86_400.0)
-    running.add_argument("--set", dest="overrides", action="append", default=[])
-    reporting = verbs.add_parser("report")
-    reporting.add_argument("directory", type=Path)
-    reporting.add_argument("--picture", type=Path)
-    arguments = parser.parse_args()
-    if arguments.verb == "run":
-        if failed := run_jobs(arguments):
-            sys.exit(f"{len(failed)} runs failed or had no time: {' '.join(failed)}")
-        return
-    found = read_tables(arguments.directory.glob("*.csv"))
-    if not found:
-        sys.exit(f"no tables in {arguments.directory}: run `lengths.py run --out {arguments.directory}` first")
-    print(tables(found), end="")
-    if arguments.picture:
-        draw(found, arguments.picture)
+    return out / "problems" / "counting.toml"
 
 
 if __name__ == "__main__":
-    main()
+    command(
+        Comparison(
+            usage=__doc__,
+            options=options,
+            jobs=jobs,
+            file=problems,
+            settings=lambda job, arguments: settings(job, arguments.seconds, arguments.overrides),
+            columns=COLUMNS,
+            rows=rows,
+            report=tables,
+            draw=draw,
+        )
+    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
+
+QUICKSTART = Path(__file__).parents[1] / "quickstart" / "quickstart.toml"
 
 
 class Method(NamedTuple):
@@ -33,3 +36,18 @@ METHODS = {
         "#2f3e46",
     ),
 }
+
+
+def shared(method: str, bound: int, seed: int, batches: int) -> list[str]:
+    """What differs from the quickstart's file wherever methods are compared."""
+    return [
+        f"run.seed={seed}",
+        f"run.steps={batches}",
+        "run.max_seconds=0",
+        "run.until_reward=0",
+        f"tasks.max_staleness={bound}",
+        "trainer.device=cpu",
+        "trainer.minibatches=2",
+        f"trainer.checkpoint_every={10 * batches}",
+        *METHODS[method].settings,
+    ]

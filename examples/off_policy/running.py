@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import csv
 import gzip
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from streamrl.cli.numbers import seconds
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
@@ -86,17 +90,84 @@ def read_tables(paths: Iterable[Path]) -> list[dict[str, str]]:
     return found
 
 
-def run_all(jobs: Sequence[Each], run: Callable[[Each, float], bool], *, parallel: int, deadline: float) -> list[str]:
-    """Run all jobs, `parallel` at a time; the names of those that failed, or for which fewer than 10 of the `deadline` seconds were left.
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Generic[Each]):
+    """What a command compares, and how it looks at it."""
 
-    `run` takes a job and the seconds that are left for it, and says whether it went well.
-    """
-    end = time.monotonic() + deadline
+    usage: str | None
+    options: Callable[[argparse.ArgumentParser], None]
+    """Adds those that it has besides the common ones."""
+    jobs: Callable[[argparse.Namespace], Sequence[Each]]
+    """In the order in which they begin."""
+    file: Callable[[Path], Path]
+    """What `streamrl up` runs; given the folder of the results."""
+    settings: Callable[[Each, argparse.Namespace], Sequence[str]]
+    """What differs from that file."""
+    columns: Sequence[str]
+    rows: Callable[[Each, Sequence[LedgerEntry], RunDir], Iterable[Sequence[Any]]]
+    """The table of a run, from the entries of its ledger and what else it has left."""
+    keeps_ledgers: bool = True
+    """Beside the tables."""
+    keeps_failed: bool = False
+    """The table of a run that failed, too."""
+    report: Callable[[Sequence[dict[str, str]]], str]
+    draw: Callable[[Sequence[dict[str, str]], Path], None]
+
+
+async def run_job(comparison: Comparison[Each], job: Each, arguments: argparse.Namespace, out: Path, file: Path, limit_s: float) -> bool:
+    """Run it and keep its table as `out/NAME.csv`; False when it failed."""
+    code = await execute(file, job.name, comparison.settings(job, arguments), out, limit_s)
+    directory = RunDir.find(job.name, base=out / "runs")
+    entries = await ledger(directory)
+    if code == 0 or comparison.keeps_failed:
+        if comparison.keeps_ledgers:
+            keep_ledger(out / f"{job.name}.ledger.jsonl.gz", entries)
+        write_table(out / f"{job.name}.csv", comparison.columns, comparison.rows(job, entries, directory))
+        shutil.rmtree(directory.path)
+    print(f"{job.name}: {len(entries)} batches, exit code {code}", flush=True)
+    return code == 0
+
+
+def run_all(comparison: Comparison[Each], arguments: argparse.Namespace) -> list[str]:
+    """Run all jobs that have no table yet; the names of those that failed, or for which fewer than 10 seconds were left."""
+    out = Path(arguments.out).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    file, end = comparison.file(out), time.monotonic() + arguments.deadline
 
     def one(job: Each) -> bool:
+        if (out / f"{job.name}.csv").exists():
+            return True
         left = end - time.monotonic()
-        return left > 10 and run(job, left)
+        return left > 10 and asyncio.run(run_job(comparison, job, arguments, out, file, left))
 
-    with ThreadPoolExecutor(parallel) as pool:
+    jobs = comparison.jobs(arguments)
+    with ThreadPoolExecutor(arguments.parallel) as pool:
         done = list(pool.map(one, jobs))
     return [job.name for job, good in zip(jobs, done, strict=True) if not good]
+
+
+def command(comparison: Comparison[Each]) -> None:
+    """The command line: `run` and `report`."""
+    parser = argparse.ArgumentParser(description=comparison.usage, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    running = verbs.add_parser("run")
+    running.add_argument("--out", required=True)
+    running.add_argument("--parallel", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    running.add_argument("--seeds", type=int, default=3)
+    comparison.options(running)
+    running.add_argument("--deadline", type=seconds, default=86_400.0)
+    running.add_argument("--set", dest="overrides", action="append", default=[])
+    reporting = verbs.add_parser("report")
+    reporting.add_argument("directory", type=Path)
+    reporting.add_argument("--picture", type=Path)
+    arguments = parser.parse_args()
+    if arguments.verb == "run":
+        if failed := run_all(comparison, arguments):
+            sys.exit(f"{len(failed)} runs failed or had no time: {' '.join(failed)}")
+        return
+    found = read_tables(arguments.directory.glob("*.csv"))
+    if not found:
+        sys.exit(f"no tables in {arguments.directory}: run `{parser.prog} run --out {arguments.directory}` first")
+    print(comparison.report(found), end="")
+    if arguments.picture:
+        comparison.draw(found, arguments.picture)
