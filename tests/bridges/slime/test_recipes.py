@@ -277,3 +277,16 @@ def test_no_flag_is_dropped_in_silence(tmp_path: Path) -> None:
             said = {one.subject for one in done.report.findings} | set(re.findall(r"(--[\w-]+), run\.sh:", done.toml))
             quiet += [] if flag.name in said else [flag.name]
     assert set(quiet) <= AS_EVER | {"--load"}, "--load is where --save is"
+
+
+def test_the_scripts_name_is_no_line_of_the_configuration(tmp_path: Path) -> None:
+    (tmp_path / "a\nb = [.sh").write_text(script(QWEN3_4B))
+    done = import_script(tmp_path / "a\nb = [.sh", options=OPTIONS)
+    assert tomllib.loads(done.toml)["run"]
+
+
+def test_rows_of_an_evaluation_in_a_folder_that_is_not_known_are_refused_as_those_to_train_on(tmp_path: Path) -> None:
+    text = script({**QWEN3_4B, "eval-prompt-data": "aime rows.jsonl"})
+    (tmp_path / "run.sh").write_text(text.replace("set -ex", 'cd "$(somewhere)"', 1))
+    done = import_script(tmp_path / "run.sh", options=OPTIONS)
+    assert "--eval-prompt-data" in refusals(done) and not done.toml

@@ -30,7 +30,6 @@ class Draft:
         self.entries: dict[str, Entry] = {}
         self.sets: list[dict[str, Entry]] = []
         """`[[evaluation.sets]]`."""
-        self.head: list[str] = []
         self.findings: list[Finding] = []
         self.flags: dict[str, tuple[str, ...]] = {}
         """By key, the flags that it is from, or would be."""
@@ -81,7 +80,11 @@ class Draft:
     def path(self, flag: str) -> str | None:
         """A path, absolute: the file of the configuration may lie elsewhere than the script is started."""
         text = self.arguments.text(flag)
-        if text is None or text.startswith(("/", "~")):
+        return None if text is None else self.absolute(flag, text)
+
+    def absolute(self, flag: str, text: str) -> str | None:
+        """A path of a flag's, absolute; None where it is refused."""
+        if text.startswith(("/", "~")):
             return text
         if is_nowhere(self.training.cwd):
             self.refuse(

@@ -222,6 +222,5 @@ def _written(draft: Draft, report: Report) -> str:
         f"The run: {get('run.steps')} batches, {get('run.steps') * steps} optimizer steps.",
     ]
     for one in report.findings:
-        text = f"{one.outcome}: {one.place + ' ' if one.place else ''}{one.subject}: {one.says}"
-        head.append(re.sub(r"[\x00-\x1f\x7f]+", " ", text))
+        head.append(f"{one.outcome}: {one.place + ' ' if one.place else ''}{one.subject}: {one.says}")
     return document(draft.entries, {"evaluation.sets": draft.sets} if draft.sets else {}, head)

@@ -69,10 +69,10 @@ def write_mesh(draft: Draft) -> None:
         draft.put(
             "trainer.shards", nodes * each, "--actor-num-gpus-per-node", note="parameters and the optimizer's state are cut over all ranks"
         )
-    _write_memory(draft, context)
+    _write_memory(draft)
 
 
-def _write_memory(draft: Draft, context: int) -> None:
+def _write_memory(draft: Draft) -> None:
     args = draft.arguments
     tokens = args.whole("--max-tokens-per-gpu", least=1) if args.on("--use-dynamic-batch-size") or args.on("--max-tokens-per-gpu") else None
     if tokens is not None:
@@ -292,8 +292,7 @@ def write_evaluation(draft: Draft) -> None:
 def _set(draft: Draft, name: str, path: str) -> dict[str, Entry]:
     args, flag = draft.arguments, "--eval-prompt-data"
     table = {"name": draft.entry(re.sub(r"[^A-Za-z0-9_-]+", "-", name), flag)}
-    absolute = path if path.startswith(("/", "~")) else str(draft.training.cwd / path)
-    table["path"] = draft.entry(absolute, flag)
+    table["path"] = draft.entry(draft.absolute(flag, path) or path, flag)
     table["n"] = draft.entry(args.whole("--n-samples-per-eval-prompt", least=1) or 1, "--n-samples-per-eval-prompt")
     for other, key in (("--eval-input-key", "prompt_key"), ("--eval-label-key", "label_key"), ("--eval-tool-key", "tools_key")):
         if (value := args.text(other)) is not None:

@@ -27,7 +27,7 @@ def document(entries: Mapping[str, Entry], tables: Mapping[str, Sequence[Mapping
         tables: by the dotted name of an array of tables, such as `evaluation.sets`, what each of them holds.
         head: lines of the comment that it begins with.
     """
-    lines = [f"# {line}".rstrip() for line in head]
+    lines = [f"# {_one_line(line)}".rstrip() for line in head]
     order = {name: place for place, name in enumerate(field.encode_name for field in msgspec.structs.fields(Config))}
     sections = {key.rpartition(".")[0] for key in entries} | set(tables)
     for section in sorted(sections, key=lambda one: (order.get(one.partition(".")[0], len(order)), one.count("."), one)):
