@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import NamedTuple
 
 from msgspec import UnsetType
@@ -57,7 +57,7 @@ async def keep_trimmed(bus: Bus) -> None:
                 state = await bus.state(SAMPLES)
                 now = _Place(state.first, state.last, await _first_open(bus))
                 if now == before != looked:
-                    await _retire_images(bus, state.first - 1, state.last)
+                    await _retire_images(bus, await bus.sample_blobs.names(), state.first - 1)
                     looked = now
                 before = now
             if time.monotonic() - swept_s > ORPHAN_S:
@@ -85,8 +85,12 @@ async def holds_the_stream(bus: Bus, reader: str) -> bool:
 
 async def read_positions(bus: Bus) -> dict[str, int]:
     """The oldest message that each reader needs."""
+    return {position.reader: position.oldest_needed for position in await _positions(bus)}
+
+
+async def _positions(bus: Bus) -> list[Position]:
     found = [await read_key(bus.kv, key, Position) for key in await bus.kv.keys(PREFIX_POSITIONS)]
-    return {position.reader: position.oldest_needed for position in found if position is not None}
+    return [position for position in found if position is not None]
 
 
 async def trim_if_full(bus: Bus, *, warn: bool = True) -> bool:
@@ -107,8 +111,9 @@ async def trim_if_full(bus: Bus, *, warn: bool = True) -> bool:
                 logger.warning("event=samples_nearly_full first=%d bytes=%d max_bytes=%d", state.first, state.bytes, state.max_bytes)
             return True
         try:
-            await _retire_blobs(bus, state.first, through)
-            await _retire_images(bus, through, state.last)
+            if names := await bus.sample_blobs.names():
+                await _retire_blobs(bus, state.first, through)
+                await _retire_images(bus, names, through)
         except LogTruncated:  # by a trimmer beside this one, while the messages were read
             continue
         await bus.trim(SAMPLES, through=through)
@@ -130,8 +135,6 @@ async def release(bus: Bus, carried: Mapping[int, int]) -> None:
 
 async def _retire_blobs(bus: Bus, first: int, through: int) -> None:
     """Remove the blobs of tasks whose messages are about to go."""
-    if not await bus.sample_blobs.names():
-        return
     tasks: set[str] = set()
     async for message in stretch(bus, SAMPLES, first=first, last=through):
         tasks.add(message.headers.get(HEADER_TASK, ""))
@@ -148,20 +151,26 @@ async def _remove_blobs(bus: Bus, tasks: Set[str]) -> None:
             await bus.sample_blobs.delete(name)
 
 
-async def _retire_images(bus: Bus, through: int, last: int) -> None:
-    """Remove the images of windows of which nothing is left but messages that are about to go."""
-    first_open = await _first_open(bus)
-    windows = {name: window for name in await bus.sample_blobs.names() if (window := window_named(name)) and window[1] < first_open}
+async def _retire_images(bus: Bus, names: Iterable[str], through: int) -> None:
+    """Remove the images, of these blobs, of windows of which nothing is left but messages that are about to go."""
+    windows = {name: window for name in names if (window := window_named(name))}
     if not windows:
         return
-    kept = await _carried(bus)
+    first_open, carried = await _first_open(bus), await _carried(bus)
+    windows = {name: (a, b) for name, (a, b) in windows.items() if b < first_open and not any(a <= task <= b for task in carried)}
+    if not windows:
+        return
+    # Asked for behind the grant: what has ended by then has all its messages within.
+    last = (await bus.state(SAMPLES)).last
     async for message in stretch(bus, SAMPLES, first=through + 1, last=last):
-        task = message.headers.get(HEADER_TASK, "")
-        if task.isdecimal() and len(task) <= 18:
-            kept.add(int(task))
-    for name, (first, end) in windows.items():
-        if not any(first <= task <= end for task in kept):
-            await bus.sample_blobs.delete(name)
+        text = message.headers.get(HEADER_TASK, "")
+        if text.isdecimal() and len(text) <= 18:
+            task = int(text)
+            windows = {name: (a, b) for name, (a, b) in windows.items() if not a <= task <= b}
+            if not windows:
+                return
+    for name in windows:
+        await bus.sample_blobs.delete(name)
 
 
 async def _first_open(bus: Bus) -> int:
@@ -172,5 +181,4 @@ async def _first_open(bus: Bus) -> int:
 
 async def _carried(bus: Bus) -> set[int]:
     """Tasks whose messages a checkpoint holds."""
-    positions = [await read_key(bus.kv, key, Position) for key in await bus.kv.keys(PREFIX_POSITIONS)]
-    return {task for one in positions if one is not None and not isinstance(one.carried, UnsetType) for task in one.carried}
+    return {task for one in await _positions(bus) if not isinstance(one.carried, UnsetType) for task in one.carried}
