@@ -38,16 +38,9 @@ NAME = re.compile(r"[0-9]{1,18}/[0-9]{1,9}\.[0-9a-f]{8}")
 _AT_ONCE = 4
 
 
-def refs(samples: SampleBatch) -> Iterator[tuple[int, BlobRef]]:
-    """Row and slice of each sample of a message that says where its tokens went."""
-    for row, said in enumerate(samples.optional("routed_experts") or ()):
-        if said is not None:
-            yield row, BlobRef(**said)
-
-
-def images_named(samples: SampleBatch) -> Iterator[tuple[int, BlobRef]]:
-    """Row and slice of each sample of a message that has images."""
-    for row, said in enumerate(samples.optional("images") or ()):
+def refs(samples: SampleBatch, column: str = "routed_experts") -> Iterator[tuple[int, BlobRef]]:
+    """Row and slice of each sample of a message that has something in this column: where its tokens went, or `images`."""
+    for row, said in enumerate(samples.optional(column) or ()):
         if said is not None:
             yield row, BlobRef(**said)
 
@@ -55,7 +48,7 @@ def images_named(samples: SampleBatch) -> Iterator[tuple[int, BlobRef]]:
 def blobs_named(samples: SampleBatch, *, images: bool = True) -> set[str]:
     """Names of a message's blobs, with `images` those of images too; what could not be one is left out."""
     found = {ref.name for _, ref in refs(samples) if NAME.fullmatch(ref.name)}
-    return found | ({ref.name for _, ref in images_named(samples) if window_named(ref.name)} if images else set())
+    return found | ({ref.name for _, ref in refs(samples, "images") if window_named(ref.name)} if images else set())
 
 
 def replayed_routing(config: Config, model_dir: Path) -> Routing | None:
@@ -112,9 +105,9 @@ class SampleBlobs:
         self._gate = asyncio.Semaphore(_AT_ONCE)
         self._loading: dict[str, Future[Loaded]] = {}
 
-    def want(self, samples: SampleBatch, *, now: bool = False) -> None:
-        """Begin to fetch a message's blobs, unless many are there already and they are not asked for `now`."""
-        for name in self._named(samples):
+    def want(self, samples: SampleBatch, *, now: bool = False, again: bool = False) -> None:
+        """Begin to fetch a message's blobs, unless many are there already and they are not asked for `now`; `again` as in `problems`."""
+        for name in blobs_named(samples, images=self._images and not again):
             if now or len(self._loading) < self._ahead:
                 self._load(name)
 
@@ -135,7 +128,7 @@ class SampleBlobs:
                 found.setdefault(int(samples.rollouts[row]), f"routed experts of sample {int(samples.ints('sample')[row])}: {problem}")
         if self._images and not again:
             said = [samples.optional(f"image_{name}") or [None] * samples.num_rows for name in IMAGES]
-            for row, ref in images_named(samples):
+            for row, ref in refs(samples, "images"):
                 stated = tuple(map(Image, *(column[row] or () for column in said)))
                 if problem := self._image_problem(ref, samples.task, stated):
                     found.setdefault(int(samples.rollouts[row]), f"images of sample {int(samples.ints('sample')[row])}: {problem}")
@@ -159,12 +152,9 @@ class SampleBlobs:
 
     def keep(self, held: Iterable[SampleBatch]) -> None:
         """Let go of all blobs but those of these messages."""
-        kept = {name for samples in held for name in self._named(samples)}
+        kept = {name for samples in held for name in blobs_named(samples, images=self._images)}
         for name in [name for name in self._loading if name not in kept]:
             self._loading.pop(name).cancel()
-
-    def _named(self, samples: SampleBatch) -> set[str]:
-        return blobs_named(samples, images=self._images)
 
     def _image_problem(self, ref: BlobRef, task: int, stated: tuple[Image, ...]) -> str:
         window = window_named(ref.name)

@@ -64,7 +64,7 @@ class HeldMessages:
         if self._blobs is None:
             return found
         for sequence in batch.sequences:
-            self._blobs.want(self.messages[sequence], now=True)
+            self._blobs.want(self.messages[sequence], now=True, again=again)
         for group in batch.groups:
             for sequence in {pending.sequence for pending in group.rollouts.values()}:
                 problems = self._blobs.problems(self.messages[sequence], again=again)
