@@ -92,12 +92,9 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         return Objective(
             steps=tuple(steps), weights=weights, advantages=nothing, returns=None, finite=every, scores=scores, metrics=metrics
         )
-    if batch.penalties is not None:
-        taken = rollout_rewards(batch.penalties, batch.tasks, batch.rollouts, batch.agents).rewards
-        metrics["rollout/overlong_penalty"] = float(taken.mean())
-    if batch.length_rewards is not None:
-        given = rollout_rewards(batch.length_rewards, batch.tasks, batch.rollouts, batch.agents).rewards
-        metrics["rollout/length_reward"] = float(given.mean())
+    for name, added in (("rollout/overlong_penalty", batch.penalties), ("rollout/length_reward", batch.length_rewards)):
+        if added is not None:
+            metrics[name] = float(rollout_rewards(added, batch.tasks, batch.rollouts, batch.agents).rewards.mean())
     found = token_advantages(
         batch,
         loss,

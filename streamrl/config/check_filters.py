@@ -6,6 +6,13 @@ from streamrl.config.loss import is_function
 from streamrl.config.reward import LengthConfig
 from streamrl.config.tree import Config, refuse
 
+_LENGTH_READS = {
+    "kimi": ("kind", "right", "weight"),
+    "alp": ("kind", "right", "weight", "longest"),
+    "cosine": ("kind", "right", "longest", "cosine_right", "cosine_wrong", "cosine_exceeded"),
+}
+"""By kind of `reward.length`, the keys that it reads."""
+
 
 def check_filters(config: Config) -> None:
     """Raise ConfigError for bounds that contradict each other or could never be met."""
@@ -106,12 +113,11 @@ def _check_length(config: Config) -> None:
         hint='take loss.advantage = "grpo", or leave reward.length out',
         key="reward.length.kind",
     )
-    unread = {
-        "weight": length.kind == "cosine" and length.weight != 1,
-        "longest": length.kind == "kimi" and length.longest > 0,
-        "cosine_right": length.kind in ("kimi", "alp") and length.cosine_right != LengthConfig().cosine_right,
-        "cosine_wrong": length.kind in ("kimi", "alp") and length.cosine_wrong != LengthConfig().cosine_wrong,
-        "cosine_exceeded": length.kind in ("kimi", "alp") and length.cosine_exceeded != LengthConfig().cosine_exceeded,
-    }
-    for name, is_set in unread.items():
-        refuse(is_set, f"reward.length.{name} is not read by kind {length.kind}", hint="leave it out", key=f"reward.length.{name}")
+    read = _LENGTH_READS.get(length.kind, LengthConfig.__struct_fields__)
+    for name in LengthConfig.__struct_fields__:
+        refuse(
+            name not in read and getattr(length, name) != getattr(LengthConfig(), name),
+            f"reward.length.{name} is not read by kind {length.kind}",
+            hint="leave it out",
+            key=f"reward.length.{name}",
+        )

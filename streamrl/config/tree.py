@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt, Section
 from streamrl.config.bus import BusConfig
 from streamrl.config.data import DataConfig
 from streamrl.config.engines import EngineConfig
@@ -179,7 +179,7 @@ class OptimizerConfig(Section, frozen=True, kw_only=True):
     ess_scaling: Literal["off", "sqrt", "linear"] = "off"
     """The rate of each optimizer step times the effective sample size of its rollouts over their number, or its root (VCPO, arXiv
     2602.17616): steps on batches that a few heavy weights lead are small. `sqrt` is for AdamW; demonstrations keep the rate."""
-    ess_reference: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    ess_reference: PositiveFraction = 1.0
     """The effective fraction from which on the rate is the whole one: that of fresh rollouts."""
 
 

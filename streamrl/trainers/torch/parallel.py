@@ -139,9 +139,9 @@ class Parallel:
 
     def dot(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
         """Sum in float64 of the products of all elements of two lists of tensors, of which this rank holds parts; the same on all ranks."""
-        total = torch.zeros((), dtype=torch.float64)
-        for a, b in zip(first, second, strict=True):
-            total += (a * b).sum(dtype=torch.float64).cpu()
+        parts = [(a * b).sum(dtype=torch.float64) for a, b in zip(first, second, strict=True)]
+        # One by one in their order: the digits do not depend on how a device sums.
+        total = torch.tensor(sum(torch.stack(parts).cpu().tolist()) if parts else 0.0, dtype=torch.float64)
         return float(self._sum_parts(total) if self.sharded else total)
 
     def digest(self, sums: Mapping[str, int]) -> str:

@@ -152,6 +152,8 @@ class Update:
 
     def adapt(self, objective: Objective, metrics: Mapping[str, float]) -> None:
         """After a batch that the policy has learnt from: the KL's coefficient of the next one, see `loss.kl.target`."""
+        if not self._loss.kl.target:
+            return
         total = float(np.mean([weights.sum() for weights in objective.weights]))
         self.kl_factor = adapted(self._loss.kl, self.kl_factor, measured_kl(self._loss.kl, metrics, total))
 
@@ -247,8 +249,10 @@ class Update:
         """
         return self._scored(batch, role, wanted, samples)[0]
 
-    def _scored(self, batch: TrainBatch, role: Role, wanted: Bools, samples: Indices) -> npt.NDArray[np.float32]:
-        """[2, T] what `score` says, and the entropies of the policy that it is asked about (0 for `value`)."""
+    def _scored(
+        self, batch: TrainBatch, role: Role, wanted: Bools, samples: Indices, *, entropies: bool = False
+    ) -> npt.NDArray[np.float32]:
+        """[1, T] what `score` says; with `entropies`, not for `value`, [2, T]: those of the model's distributions are the second row."""
         critic = self._critic if role == Role.VALUE else None
         models = {Role.POLICY: self._policy, Role.PROXIMAL: self._policy, **self._frozen}
         if self._critic is not None:
@@ -257,7 +261,7 @@ class Update:
             raise TrainingError(
                 f"expected role {', '.join(models)}, got {role}", hint="the section loss says which models a trainer holds", role=str(role)
             )
-        found = torch.zeros(2, batch.num_tokens)
+        found = torch.zeros(1 + entropies, batch.num_tokens)
         with torch.no_grad(), reproducible(self._deterministic):
             micros = micro_batches(batch, wanted, samples, self._layout(batch, model), model.width, self.budget, self._parallel)
             told: list[tuple[MicroBatch, Tensor]] = []
@@ -265,10 +269,9 @@ class Update:
                 if model is self._policy:
                     model.routers.route(batch, model.share(micro).micro, model.device)
                 if critic is None:
-                    told.append((micro, torch.stack(model.predict(micro, batch))))
+                    told.append((micro, torch.stack(model.predict(micro, batch)[: 1 + entropies])))
                 else:
-                    values = critic.values(micro)
-                    told.append((micro, torch.stack((values, torch.zeros_like(values)))))
+                    told.append((micro, critic.values(micro)[None]))
             self._policy.routers.free()
             for micro, one in told:
                 found[:, torch.from_numpy(micro.target)] = one.float().cpu()
@@ -320,7 +323,8 @@ class Update:
         if batch.kind == "sft" or not decides(self._loss):
             return None
         weights = objective.weights[index]
-        logprobs, entropies = self._scored(batch, Role.POLICY, (weights > 0) & objective.finite, objective.steps[index])
+        wanted = (weights > 0) & objective.finite
+        logprobs, entropies = self._scored(batch, Role.POLICY, wanted, objective.steps[index], entropies=True)
         return decide(
             batch,
             self._loss,
