@@ -38,6 +38,10 @@ from streamrl.schemas.tasks import RolloutTask
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
+_HURRY_S = 0.02
+"""Between two looks while something hangs or calls wait for seats: what hangs holds its seat until it is seen."""
+_SAID_S = 0.1
+"""A call that hangs for less than that is nothing that people should hear of."""
 _MOST = 4
 _LOSSES = 2
 """Processes that a call may lose without being suspected."""
@@ -127,7 +131,7 @@ class Graders:
 
     def take_hung(self) -> Hung:
         """What hangs now."""
-        hung_s = [running.spent_s for _, running in self._running.values() if self._patience.hangs(running)]
+        hung_s = [running.spent_s for _, running in self._running.values() if running.spent_s > _SAID_S and self._patience.hangs(running)]
         ended, self._num_ended_early = self._num_ended_early, 0
         return Hung(len(hung_s), max(hung_s, default=0.0), ended)
 
@@ -324,6 +328,7 @@ class Graders:
         for child in stuck[: max(0, len(stuck) - self._max_hung)]:
             child.kill("a call did not end at once, and too many of them hang")
         self._serve()
+        self._crew.hurry_s = _HURRY_S if hung or self._waiting else 0.0
 
 
 def _only(given: frames.Scored | Exception) -> RewardValue | Exception:

@@ -9,8 +9,8 @@ import msgspec
 
 K = TypeVar("K")
 
-LEAST_S = 0.1
-"""No call hangs before."""
+LEAST_S = 0.02
+"""No call hangs before: a call that hangs keeps others from its seat for so long."""
 _MEANS = 10.0
 """Of the mean of those that ended: beyond it a call hangs."""
 _TIMES = 2.0
