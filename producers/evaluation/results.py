@@ -87,8 +87,8 @@ def _rates(one: ProblemSet, ordered: Sequence[ProblemRecord]) -> tuple[Estimate 
     ks, voted = powers(one.n), majority_ks(one.n)
     columns = [[_mean(sample.reward or 0.0 for sample in samples) for samples in given]]
     columns += [pass_at(counts, correct, k).tolist() for k in ks]
-    for k in voted:
-        columns.append([majority_at([s.answer for s in samples], [s.reward or 0.0 for s in samples], k) for samples in given])
+    majorities = [majority_at([s.answer for s in samples], [s.reward or 0.0 for s in samples], voted) for samples in given]
+    columns += [list(of_k) for of_k in zip(*majorities, strict=True)] if majorities else [[] for _ in voted]
     mean, *others = estimates(np.array(columns, np.float64).T)
     passes = {k: found for k, found in zip(ks, others, strict=False) if found is not None}
     return mean, passes, {k: found for k, found in zip(voted, others[len(ks) :], strict=True) if found is not None}

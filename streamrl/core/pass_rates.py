@@ -20,7 +20,6 @@ Counts = npt.NDArray[np.int64]
 MOST_VOTERS = 16
 """Up to so many samples the majority of k is computed for k = 2, 4, ..., beyond for all of them alone: ways to choose grow too fast."""
 _DRAWS = 1000
-_CHUNK = 64
 _LEVEL = 0.95
 
 
@@ -68,7 +67,7 @@ def majority_ks(n: int) -> tuple[int, ...]:
     return tuple(sorted({*powers(n)[1:], n} - {1})) if n <= MOST_VOTERS else (n,)
 
 
-def majority_at(answers: Sequence[Hashable | None], rewards: Sequence[float], k: int) -> float:
+def majority_at(answers: Sequence[Hashable | None], rewards: Sequence[float], ks: Sequence[int]) -> list[float]:
     """The expected reward of the answer that most of k samples give, over all ways to choose k of the n samples: maj@k, exactly.
 
     Answers that equally many give win equally often. A sample without an answer (None) is chosen as any other and votes for nothing; where
@@ -78,17 +77,25 @@ def majority_at(answers: Sequence[Hashable | None], rewards: Sequence[float], k:
     Args:
         answers: of the samples of one problem.
         rewards: of the same, finite.
-        k: 1 <= k <= n, else the result is NaN.
+        ks: each at least 1.
+
+    Returns:
+        One for each k; NaN where n < k.
     """
-    if not 1 <= k <= len(answers):
-        return float("nan")
-    votes = Counter(answer for answer in answers if answer is not None)
-    totals = dict.fromkeys(votes, 0.0)
+    # By answer: how many samples gave it, and the sum of their rewards.
+    votes: dict[Hashable, int] = {}
+    totals: dict[Hashable, float] = {}
     for answer, reward in zip(answers, rewards, strict=True):
         if answer is not None:
-            totals[answer] += reward
-    chances = _chances(tuple(sorted(votes.values())), len(answers) - votes.total(), k)
-    return float(sum(chances[size] * totals[answer] / size for answer, size in votes.items()))
+            votes[answer] = votes.get(answer, 0) + 1
+            totals[answer] = totals.get(answer, 0.0) + reward
+    sizes, silent = tuple(sorted(votes.values())), len(answers) - sum(votes.values())
+    found: list[float] = []
+    for k in ks:
+        chances = _chances(sizes, silent, k) if 1 <= k <= len(answers) else None
+        won = (chances[size] * totals[answer] / size for answer, size in votes.items()) if chances is not None else (float("nan"),)
+        found.append(float(sum(won)))
+    return found
 
 
 @lru_cache(maxsize=1 << 14)
@@ -134,20 +141,22 @@ def estimates(values_PS: Floats, *, seed: int = 0) -> list[Estimate | None]:
     num_problems, num_columns = values_PS.shape
     there_PS = np.isfinite(values_PS)
     filled_PS = np.where(there_PS, values_PS, 0.0)
+    # [P, 2 S]: a value and whether it is there, so that one product gives sums and counts.
+    both = np.hstack([filled_PS, there_PS])
     generator = np.random.default_rng(seed)
-    means: list[Floats] = []
-    for first in range(0, _DRAWS if num_problems else 0, _CHUNK):
-        draws = min(_CHUNK, _DRAWS - first)
-        weights_DP = generator.multinomial(num_problems, np.full(num_problems, 1 / num_problems), size=draws).astype(np.float64)
+    means_DS = np.full((_DRAWS if num_problems else 0, num_columns), np.nan)
+    for drawn in range(len(means_DS)):
+        times_P = np.bincount(generator.integers(0, num_problems, num_problems), minlength=num_problems)
+        sums = times_P @ both
         with np.errstate(invalid="ignore"):
-            means.append((weights_DP @ filled_PS) / (weights_DP @ there_PS.astype(np.float64)))
+            means_DS[drawn] = sums[:num_columns] / sums[num_columns:]
     found: list[Estimate | None] = []
     for column in range(num_columns):
         count = int(there_PS[:, column].sum())
         if not count:
             found.append(None)
             continue
-        drawn = np.concatenate([chunk[:, column] for chunk in means])
-        low, high = np.quantile(drawn[np.isfinite(drawn)], [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
+        means = means_DS[:, column]
+        low, high = np.quantile(means[np.isfinite(means)], [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
         found.append(Estimate(float(filled_PS[:, column].sum() / count), float(low), float(high), count))
     return found

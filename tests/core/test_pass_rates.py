@@ -59,14 +59,14 @@ def test_the_majority_is_that_of_every_choice() -> None:
         answers = [generator.choice(["a", "b", "c", "d", None]) for _ in range(n)]
         rewards = [generator.choice([0.0, 1.0, 0.5]) for _ in range(n)]
         for k in range(1, n + 1):
-            assert majority_at(answers, rewards, k) == pytest.approx(float(enumerated(answers, rewards, k)), abs=1e-12)
+            assert majority_at(answers, rewards, [k]) == pytest.approx([float(enumerated(answers, rewards, k))], abs=1e-12)
 
 
 def test_a_tie_is_worth_the_mean_of_those_who_share_it() -> None:
-    assert majority_at(["7", "8"], [1.0, 0.0], 2) == 0.5
-    assert majority_at(["7", "7", "8"], [1.0, 1.0, 0.0], 3) == 1.0
-    assert majority_at([None, None], [0.0, 0.0], 2) == 0.0
-    assert np.isnan(majority_at(["7"], [1.0], 2))
+    assert majority_at(["7", "8"], [1.0, 0.0], [2, 1]) == [0.5, 0.5]
+    assert majority_at(["7", "7", "8"], [1.0, 1.0, 0.0], [3]) == [1.0]
+    assert majority_at([None, None], [0.0, 0.0], [2]) == [0.0]
+    assert np.isnan(majority_at(["7"], [1.0], [2])).all()
 
 
 def test_for_which_k_there_is_a_majority() -> None:
