@@ -94,7 +94,9 @@ def _engine(given: argparse.Namespace) -> int:
 def _add_evaluation(kinds: Any) -> None:
     evaluation = kinds.add_parser("eval", help="tokens/s of an evaluation beside the engine alone with the same requests")
     flag = evaluation.add_argument
-    flag("--engine", default="table", help="table, with an artificial time of a token, or local (default table)")
+    flag("--engine", default="table", help="table, with an artificial time of a token, local or sglang (default table)")
+    flag("--model", default="", help="Hugging Face directory that SGLang serves")
+    flag("--set", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated")
     flag("--problems", type=int, default=10_000, help="problems of the set (default 10000)")
     flag("--n", type=int, default=16, help="samples of each (default 16)")
     flag("--tokens", type=int, default=4, help="tokens of each sample (default 4)")

@@ -48,7 +48,15 @@ async def _measure(spec: EvaluationSpec, config: Config, directory: Path) -> lis
     [one] = problem_sets(config)
     rows = load_set(one, load_tokenizer(model_dir))
     delay = TokenDelay(mean_s=spec.token_ms / 1e3, sigma=0.0) if spec.token_ms and config.engine.traits.tabular else None
-    engine = make_engine(config.engine, model_dir, engine_id="bench", max_len=config.model.max_len, delay=delay)
+    engine = make_engine(
+        config.engine,
+        model_dir,
+        engine_id="bench",
+        max_len=config.model.max_len,
+        dtype=config.model.dtype,
+        delay=delay,
+        log_path=directory / "engine.log",
+    )
     subject = Subject(name="bench", model_dir=model_dir, version=Version(0, 0), weights="bench", out=directory)
     found: list[Record] = []
     await engine.start()

@@ -49,13 +49,18 @@ def build_report(raw: Raw) -> Report:
         None if found is None else found.p50 >= LEAST,
     )
     all_there = all(one.values["tokens"] == spec.num_tokens for one in raw.rounds)
-    what = f"the table engine with {spec.token_ms:g} ms a token" if spec.engine == "table" else "the local engine with a model of 0.5 M"
+    what = {
+        "table": f"the table engine with {spec.token_ms:g} ms a token",
+        "local": "the local engine with a model of 0.5 M",
+        "sglang": f"SGLang with {Path(spec.model).name}",
+    }[spec.engine]
+    beside = "in one process" if spec.engine != "sglang" else "with the server in processes of its own"
     return Report(
         **about(raw.header),
         rows=rows,
         shown=[
             Table(_HEADER, lines),
-            f"{spec.problems:,} problems, {spec.n} samples of {spec.tokens} tokens each, on {what} and {spec.slots} slots, in one process. "
+            f"{spec.problems:,} problems, {spec.n} samples of {spec.tokens} tokens each, on {what} and {spec.slots} slots, {beside}. "
             "An evaluation also decodes, scores and stores each answer and computes pass@k, maj@k and intervals, which is in its time.",
         ],
         targets=[target],

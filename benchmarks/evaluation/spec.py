@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from streamrl.config.load import override
+from streamrl.config.registry import EngineName
 from streamrl.config.tree import Config, DataConfig, EngineConfig, EvaluationConfig, ModelConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
@@ -16,8 +18,12 @@ ALONE, EVALUATION = "the engine alone", "an evaluation"
 class EvaluationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One benchmark."""
 
-    engine: str = "table"
-    """`table`, with an artificial time of a token, or `local`, with the quickstart's model."""
+    engine: EngineName = "table"
+    """`table`, with an artificial time of a token; `local`, with the quickstart's model; `sglang`, a server with `model`."""
+    model: str = ""
+    """Hugging Face directory that SGLang serves."""
+    changes: tuple[str, ...] = ()
+    """`SECTION.KEY=VALUE`: keys of the configuration, such as engine.sglang.gpus."""
     problems: int = 10_000
     n: int = 16
     """Samples of each."""
@@ -29,8 +35,13 @@ class EvaluationSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        if self.engine not in ("table", "local"):
-            raise ConfigError(f"--engine: expected table or local, got {self.engine!r}", hint="sglang is measured by a run of its own")
+        if self.engine not in ("table", "local", "sglang"):
+            raise ConfigError(f"--engine: expected table, local or sglang, got {self.engine!r}")
+        if bool(self.model) != (self.engine == "sglang"):
+            raise ConfigError(
+                f"expected --model with --engine sglang alone, got engine {self.engine} and model {self.model!r}",
+                hint="scripts/gpu/one_gpu.py model 0.6B DIR makes one with random weights",
+            )
         if min(self.problems, self.n, self.tokens, self.slots, self.rounds) < 1 or not self.token_ms >= 0:
             raise ConfigError(
                 f"expected problems, samples, tokens, slots and rounds, got {self.problems} x {self.n} of {self.tokens} tokens in "
@@ -45,12 +56,12 @@ class EvaluationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_of(spec: EvaluationSpec, directory: Path) -> Config:
-    """One set of problems, of whose samples each has its length."""
+    """One set of problems, of whose samples each has its length; raises ConfigError for changes that cannot be."""
     tabular = spec.engine == "table"
-    return Config(
-        model=ModelConfig(max_len=64 + spec.tokens),
+    config = Config(
+        model=ModelConfig(max_len=64 + spec.tokens, path=spec.model, dtype="bfloat16" if spec.model else "float32"),
         data=DataConfig(heldout=str(directory / "rows.jsonl"), max_prompt_tokens=63),
-        engine=EngineConfig(kind="table" if tabular else "local", slots=spec.slots),
+        engine=EngineConfig(kind=spec.engine, slots=spec.slots),
         trainer=TrainerConfig(backend="table" if tabular else "torch"),
         evaluation=EvaluationConfig(
             num_problems=spec.problems,
@@ -58,3 +69,4 @@ def config_of(spec: EvaluationSpec, directory: Path) -> Config:
             sampling=Sampling(temperature=1.0, max_new_tokens=spec.tokens, ignore_eos=True),
         ),
     )
+    return override(config, spec.changes)

@@ -41,7 +41,7 @@ def test_speeds_are_compared_within_a_round() -> None:
     assert build_report(lost).checks[0].held is False
 
 
-@pytest.mark.parametrize("wrong", [{"engine": "sglang"}, {"n": 0}, {"token_ms": -1.0}])
+@pytest.mark.parametrize("wrong", [{"engine": "sglang"}, {"engine": "vllm"}, {"model": "m"}, {"n": 0}, {"token_ms": -1.0}])
 def test_what_cannot_be_measured_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         EvaluationSpec(**wrong)  # type: ignore[arg-type]
