@@ -57,10 +57,11 @@ class EvaluationSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 def config_of(spec: EvaluationSpec, directory: Path) -> Config:
     """One set of problems, of whose samples each has its length; raises ConfigError for changes that cannot be."""
-    tabular = spec.engine == "table"
+    tabular, rows = spec.engine == "table", str(directory / "rows.jsonl")
     config = Config(
         model=ModelConfig(max_len=64 + spec.tokens, path=spec.model, dtype="bfloat16" if spec.model else "float32"),
-        data=DataConfig(heldout=str(directory / "rows.jsonl"), max_prompt_tokens=63),
+        data=DataConfig(train=rows, heldout=rows, max_prompt_tokens=63),
+        sampling=Sampling(max_new_tokens=spec.tokens),
         engine=EngineConfig(kind=spec.engine, slots=spec.slots),
         trainer=TrainerConfig(backend="table" if tabular else "torch"),
         evaluation=EvaluationConfig(

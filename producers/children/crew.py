@@ -26,7 +26,7 @@ class Crew:
     Args:
         hello: what each of them loads.
         limits: of their start and of their calls.
-        tick_s: seconds between two looks at them, for as long as `hurry_s` is 0.
+        tick_s: seconds between two looks at them.
         looked: called after each look, with the seconds that it counted.
     """
 
@@ -36,8 +36,6 @@ class Crew:
         self.all: list[Child] = []
         self.failure: BaseException | None = None
         """Why no more can be started."""
-        self.hurry_s = 0.0
-        """Seconds between two looks while somebody waits for what they find; 0: nobody does."""
         self._tick_s = tick_s
         self._looked = looked
         self._numbers = itertools.count()
@@ -103,7 +101,7 @@ class Crew:
     async def _tick(self) -> None:
         before = time.monotonic()
         while True:
-            await asyncio.sleep(self.hurry_s or self._tick_s)
+            await asyncio.sleep(self._tick_s)
             now = time.monotonic()
             # What lies beyond is time in which this process stood still itself.
             seconds, before = min(now - before, 2 * self._tick_s), now

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import signal
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -38,8 +39,8 @@ from streamrl.schemas.tasks import RolloutTask
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_HURRY_S = 0.02
-"""Between two looks while something hangs or calls wait for seats: what hangs holds its seat until it is seen."""
+_HURRY_S = 0.01
+"""Between two looks at what hangs while something does, or calls wait for seats: what hangs holds its seat until it is seen."""
 _SAID_S = 0.1
 """A call that hangs for less than that is nothing that people should hear of."""
 _MOST = 4
@@ -108,6 +109,9 @@ class Graders:
         self._alone = asyncio.Semaphore(self._count)
         self._running: dict[Call, tuple[_Seat, Running]] = {}
         self._num_ended_early = 0
+        self._spare = 0
+        """Processes beyond `_count`: as many again once plain calls have been ended early, for until they are they hold one each."""
+        self._hurry: asyncio.TimerHandle | None = None
 
     @property
     def seats(self) -> int:
@@ -141,6 +145,8 @@ class Graders:
 
     async def close(self) -> None:
         """End all of them."""
+        if self._hurry is not None:
+            self._hurry.cancel()
         for starting in self._starting:
             starting.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
@@ -186,7 +192,7 @@ class Graders:
                     lambda number, child=child: Call(number, self._limits, task=task.index, engine=None, send=child.send),
                     lambda call: frames.Score(call.number, task, episodes),
                 )
-                running = Running(self._patience.num_ended)
+                running = Running(self._patience.num_ended, began_s=time.monotonic())
                 self._running[call] = seat, running
                 try:
                     given = await child.wait(call)
@@ -249,8 +255,9 @@ class Graders:
                 waiting.set_result(_Seat(child))
         if not self._waiting:
             return
+        self._look_soon()
         if (failure := self._crew.failure) is None:
-            missing = min(self._count - len(self._usable()), len(self._waiting), os.cpu_count() or 1) - len(self._starting)
+            missing = min(self._count + self._spare - len(self._usable()), len(self._waiting), os.cpu_count() or 1) - len(self._starting)
             for _ in range(missing if self._plain or self._num_seated < self.seats else 0):
                 starting = asyncio.ensure_future(self._grow())
                 self._starting.add(starting)
@@ -310,16 +317,19 @@ class Graders:
     # What hangs
 
     def _looked(self, seconds: float) -> None:
+        now_s = time.monotonic()
         calls = {call: running for call, (_, running) in self._running.items()}
         for call, running in calls.items():
-            running.spent_s = call.spent_s
+            # Watched time, with that which has not been counted yet: the watch looks at a process every `_TICK_S` and waits for its answer.
+            running.spent_s = min(now_s - running.began_s, call.spent_s + 2 * _TICK_S)
         for call in self._patience.too_many(calls):
             self._num_ended_early += 1
+            self._spare = self._count if self._plain else 0
             child = self._running[call][0].child
-            child.give_up(call, f"it hung for {call.spent_s:.1f} s while others did too (reward.max_hung = {self._max_hung})")
+            child.give_up(call, f"it hung for {calls[call].spent_s:.2f} s while others did too (reward.max_hung = {self._max_hung})")
             calls.pop(call)
         in_slots = sum(seat.in_slot for seat, _ in self._running.values())
-        hung = sorted((call for call, running in calls.items() if self._patience.hangs(running)), key=lambda call: -call.spent_s)
+        hung = sorted((call for call, running in calls.items() if self._patience.hangs(running)), key=lambda call: -calls[call].spent_s)
         movable = [seat for seat in (self._running[call][0] for call in hung) if not (seat.in_slot or seat.alone)]
         for seat in movable[: max(0, self._max_hung - in_slots)]:
             self._move_to_slot(seat)
@@ -328,7 +338,17 @@ class Graders:
         for child in stuck[: max(0, len(stuck) - self._max_hung)]:
             child.kill("a call did not end at once, and too many of them hang")
         self._serve()
-        self._crew.hurry_s = _HURRY_S if hung or self._waiting else 0.0
+        if hung:
+            self._look_soon()
+
+    def _look_soon(self) -> None:
+        """Look again before the watch does, once."""
+        if self._hurry is None:
+            self._hurry = asyncio.get_running_loop().call_later(_HURRY_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._hurry = None
+        self._looked(0.0)
 
 
 def _only(given: frames.Scored | Exception) -> RewardValue | Exception:

@@ -31,6 +31,8 @@ class Running(msgspec.Struct):
     ended_before: int
     """`Patience.num_ended` when it began."""
     spent_s: float = 0.0
+    began_s: float = 0.0
+    """By the caller's clock."""
 
 
 class Patience:

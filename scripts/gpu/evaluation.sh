@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # evaluation.sh: on this host's first GPU, `streamrl bench eval` with SGLang and a random model of Qwen3-0.6B's shape, then `streamrl eval`
-# of that model's directory, twice: the second finds all answers there. About four minutes; LIMIT (seconds, default 420) ends it.
+# of that model's directory, twice: the second finds all answers there. About eight minutes; LIMIT (seconds, default 480) ends it.
 #
-# SGLANG_PYTHON: SGLang's interpreter (default python3). ARGS is handed to the benchmark (default 2,500 problems x 16 samples of 64 tokens).
+# SGLANG_PYTHON: SGLang's interpreter (default python3). ARGS is handed to the benchmark (default one round of 1,000 problems x 16 samples of 64 tokens).
 # OUT (default ./out) gets the benchmark's files, the table of the evaluation and the server's log.
 set -uo pipefail
 # shellcheck disable=SC1091
@@ -12,7 +12,12 @@ out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=${WORK:-/tmp/evaluation}
 rm -rf "$work" && mkdir -p "$work" && cd "$work" || exit 1
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-within() { timeout --foreground --signal=INT --kill-after=20 $((${LIMIT:-420} - SECONDS)) "$@"; }
+# within COMMAND...: never past LIMIT in all.
+within() {
+    local left=$((${LIMIT:-480} - SECONDS - 20))
+    [ "$left" -ge 15 ] || { echo "== no time left for: $*"; return 1; }
+    timeout --foreground --signal=INT --kill-after=20 "$left" "$@"
+}
 
 within python3 "$code/scripts/gpu/one_gpu.py" model 0.6B model || exit 1
 engine=("engine.sglang.python=$python" "engine.sglang.gpus=[0]")
@@ -23,14 +28,15 @@ changes=()
 for change in "${engine[@]}"; do changes+=(--set "$change"); done
 # shellcheck disable=SC2086
 within python3 -m benchmarks eval --engine sglang --model model --out "$out/bench-eval" "${changes[@]}" \
-    ${ARGS:---problems 2500 --tokens 64 --rounds 2} || result=1
+    ${ARGS:---problems 1000 --tokens 64 --rounds 1} || result=1
 python3 - <<'PY'
 import json
 rows = ({"prompt": f"{n % 89}+{n % 97}=", "label": str(n % 89 + n % 97)} for n in range(200))
 open("rows.jsonl", "w").write("".join(json.dumps(row) + "\n" for row in rows))
 PY
 changes=(--with 'engine.kind="sglang"' --with model.dtype=bfloat16 --with evaluation.n=4 --with evaluation.num_problems=200
-    --with evaluation.sampling.max_new_tokens=32)
+    --with evaluation.sampling.max_new_tokens=32
+    --with evaluation.sampling.temperature=1.0)
 for change in "${engine[@]}"; do changes+=(--with "$change"); done
 for _ in 1 2; do
     within python3 -m streamrl eval model --set sums=rows.jsonl --out answers "${changes[@]}" > eval.log 2>&1 || result=1

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from benchmarks.evaluation.measure import measure
 from benchmarks.evaluation.report import build_report, report_of
-from benchmarks.evaluation.spec import ALONE, EVALUATION, EvaluationSpec
+from benchmarks.evaluation.spec import ALONE, EVALUATION, EvaluationSpec, config_of
 from benchmarks.machine import Machine
 from benchmarks.raw import Header, Raw, Round
 from benchmarks.report import render
@@ -53,3 +53,11 @@ def test_a_short_one_gives_every_sample(tmp_path: Path) -> None:
     report = report_of(tmp_path)
     assert report.checks[0].held
     assert [row.contender for row in report.rows] == [ALONE, EVALUATION]
+
+
+def test_a_key_of_the_engine_can_be_changed(tmp_path: Path) -> None:
+    spec = EvaluationSpec(engine="sglang", model=str(tmp_path), changes=("engine.sglang.gpus=[1]", "engine.slots=3"))
+    engine = config_of(spec, tmp_path).engine
+    assert (engine.kind, engine.sglang.gpus, engine.slots) == ("sglang", (1,), 3)
+    with pytest.raises(ConfigError, match=r"engine\.slot"):
+        config_of(replace(spec, changes=("engine.slot=3",)), tmp_path)
