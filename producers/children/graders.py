@@ -57,7 +57,7 @@ class Scoring(msgspec.Struct, frozen=True):
     children: int = 0
     """Processes; 0: one a core, at most four."""
     concurrency: int = 64
-    max_hung: int = 2
+    max_hung: int = 8
 
     @classmethod
     def of(cls, config: RewardConfig) -> Scoring:
@@ -109,8 +109,6 @@ class Graders:
         self._alone = asyncio.Semaphore(self._count)
         self._running: dict[Call, tuple[_Seat, Running]] = {}
         self._num_ended_early = 0
-        self._spare = 0
-        """Processes beyond `_count`: as many again once plain calls have been ended early, for until they are they hold one each."""
         self._hurry: asyncio.TimerHandle | None = None
 
     @property
@@ -257,7 +255,7 @@ class Graders:
             return
         self._look_soon()
         if (failure := self._crew.failure) is None:
-            missing = min(self._count + self._spare - len(self._usable()), len(self._waiting), os.cpu_count() or 1) - len(self._starting)
+            missing = min(self._count - len(self._usable()), len(self._waiting), os.cpu_count() or 1) - len(self._starting)
             for _ in range(missing if self._plain or self._num_seated < self.seats else 0):
                 starting = asyncio.ensure_future(self._grow())
                 self._starting.add(starting)
@@ -324,7 +322,6 @@ class Graders:
             running.spent_s = min(now_s - running.began_s, call.spent_s + 2 * _TICK_S)
         for call in self._patience.too_many(calls):
             self._num_ended_early += 1
-            self._spare = self._count if self._plain else 0
             child = self._running[call][0].child
             child.give_up(call, f"it hung for {calls[call].spent_s:.2f} s while others did too (reward.max_hung = {self._max_hung})")
             calls.pop(call)
