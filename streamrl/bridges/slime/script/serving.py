@@ -174,12 +174,8 @@ def _write_flags(draft: Draft, *, colocate: bool) -> None:
         if len(values) != len(given.values):
             continue
         value: Any = True if not values else values[0] if len(values) == 1 else values
-        if key == "engine.slots":
-            draft.put(key, value, name)
-        elif key == "engine.deterministic":
-            draft.put(key, True, name)
-        elif key.startswith("engine.sglang.flags."):
-            draft.put(key, value, name)
+        if key.startswith("engine."):
+            draft.put(key, True if key == "engine.deterministic" else value, name)
     fraction = draft.get(_FRACTION)
     if colocate and (not isinstance(fraction, float) or fraction > _SHARED):
         draft.put(
@@ -277,13 +273,14 @@ def write_evaluation(draft: Draft) -> None:
             draft.refuse("--eval-interval", "there are no rows: --eval-prompt-data is not given", "name a file of rows")
         return
     draft.put("evaluation.every", every, "--eval-interval")
-    for flag, other, key in (("--eval-temperature", "--rollout-temperature", "temperature"), ("--eval-top-p", "--rollout-top-p", "top_p")):
-        used = flag if args.on(flag) else other
-        draft.put(f"evaluation.sampling.{key}", args.number(used), used)
-    used = "--eval-top-k" if args.on("--eval-top-k") else "--rollout-top-k"
-    draft.put("evaluation.sampling.top_k", args.whole(used), used)
-    used = "--eval-max-response-len" if args.on("--eval-max-response-len") else "--rollout-max-response-len"
-    draft.put("evaluation.sampling.max_new_tokens", args.whole(used), used)
+    for name, read, key in (
+        ("temperature", args.number, "temperature"),
+        ("top-p", args.number, "top_p"),
+        ("top-k", args.whole, "top_k"),
+        ("max-response-len", args.whole, "max_new_tokens"),
+    ):
+        flag = f"--eval-{name}" if args.on(f"--eval-{name}") else f"--rollout-{name}"
+        draft.put(f"evaluation.sampling.{key}", read(flag), flag)
     pairs = [("aime", names[0])] if len(names) == 1 else list(zip(names[::2], names[1::2], strict=True))
     draft.flags["evaluation.sets"] = ("--eval-prompt-data",)
     draft.sets = [_set(draft, name, path) for name, path in pairs]
