@@ -191,7 +191,7 @@ def _typed(text: str) -> Any:
         return text.lower() == "true"
     if re.fullmatch(r"[+-]?\d{1,15}", text):
         return int(text)
-    return float(text) if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d{1,3})?", text) else text
+    return float(text) if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d{1,2})?", text) else text
 
 
 def write_sampling(draft: Draft) -> None:
