@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import csv
 import gzip
+import math
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from streamrl.cli.numbers import seconds
 from streamrl.runtime.run_bus import open_bus
@@ -90,6 +92,15 @@ def read_tables(paths: Iterable[Path]) -> list[dict[str, str]]:
     return found
 
 
+def mean_with_range(values: Iterable[float], form: str) -> str:
+    """The mean of the finite ones, with the lowest and the highest where these differ by more than rounding."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return "-"
+    low, high = format(min(known), form), format(max(known), form)
+    return format(float(np.mean(known)), form) + (f" ({low}-{high})" if low != high else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Generic[Each]):
     """What a command compares, and how it looks at it."""
@@ -108,8 +119,6 @@ class Comparison(Generic[Each]):
     """The table of a run, from the entries of its ledger and what else it has left."""
     keeps_ledgers: bool = True
     """Beside the tables."""
-    keeps_failed: bool = False
-    """The table of a run that failed, too."""
     report: Callable[[Sequence[dict[str, str]]], str]
     draw: Callable[[Sequence[dict[str, str]], Path], None]
 
@@ -119,7 +128,7 @@ async def run_job(comparison: Comparison[Each], job: Each, arguments: argparse.N
     code = await execute(file, job.name, comparison.settings(job, arguments), out, limit_s)
     directory = RunDir.find(job.name, base=out / "runs")
     entries = await ledger(directory)
-    if code == 0 or comparison.keeps_failed:
+    if code == 0:
         if comparison.keeps_ledgers:
             keep_ledger(out / f"{job.name}.ledger.jsonl.gz", entries)
         write_table(out / f"{job.name}.csv", comparison.columns, comparison.rows(job, entries, directory))
