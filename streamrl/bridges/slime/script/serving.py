@@ -27,6 +27,7 @@ _DIFFERENT = {
     "gpqa": "the letter behind `the answer is` is read",
     "remote": "the server is sent the row's metadata, too",
 }
+_BY_ROW = "put it into a field of its own and name that in data.reward_key"
 _SHARED = 0.35
 """An engine's part of a GPU that the trainer has, too (docs/gpu.md)."""
 _FRACTION = "engine.sglang.flags.mem_fraction_static"
@@ -244,11 +245,12 @@ def write_reward(draft: Draft) -> None:
             draft.put("reward.kind", boxed + ours, "--rm-type")
             if ours in _DIFFERENT:
                 draft.say("--rm-type", f"{_DIFFERENT[ours]} (docs/rewards.md)")
+            draft.assume("--rm-type", f"no row has metadata.rm_type, which slime looks at first; if some do, {_BY_ROW}")
         if ours == "remote":
             draft.put("reward.options.url", args.text("--rm-url"), "--rm-url")
     elif kind is None and not custom and not args.on("--custom-generate-function-path"):
         draft.refuse(
-            "--rm-type", "is not given, nor --custom-rm-path: nothing scores", "one of the two; rows may name their own by data.reward_key"
+            "--rm-type", "is not given, nor --custom-rm-path: nothing scores", f"one of the two; if rows have metadata.rm_type, {_BY_ROW}"
         )
     elif kind is None and not custom and "reward.kind" not in draft.entries:
         says = "no flag says what scores; in slime the function may, here it is reward.kind, exact_match until you set it"
