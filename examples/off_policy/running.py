@@ -41,7 +41,10 @@ Each = TypeVar("Each", bound=Job)
 
 
 async def execute(file: Path, name: str, settings: Iterable[str], out: Path, limit_s: float) -> int:
-    """Run `streamrl up` on a file, all its processes on the CPU with one thread each; its exit code. `out/NAME.log` has what it printed."""
+    """Run `streamrl up` on a file, all its processes on the CPU with one thread each, and keep what it prints in `out/NAME.log`.
+
+    Its exit code, which is not 0 of a run that is ended at the limit.
+    """
     words = [word for text in (f"run.dir={out / 'runs'}", *settings) for word in ("--set", text)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with (out / f"{name}.log").open("wb") as log:
@@ -52,7 +55,7 @@ async def execute(file: Path, name: str, settings: Iterable[str], out: Path, lim
             return await asyncio.wait_for(process.wait(), limit_s)
         except TimeoutError:
             process.terminate()
-            return await process.wait()
+            return await process.wait() or 1  # it drains, and says that this went well
 
 
 async def ledger(directory: RunDir) -> list[LedgerEntry]:
