@@ -26,7 +26,7 @@ from streamrl.config.data import data_sets, has_images
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.mixed import Drawn, MixedRows, draw
-from streamrl.data.problems import BROKEN, TOO_LONG, Problem, Problems, TaskRows, Unusable
+from streamrl.data.problems import BROKEN, TOO_LONG, WITH_IMAGES, Problem, Problems, TaskRows, Unusable
 from streamrl.data.streamed import Hope, open_task_rows, rows_digest
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.data.vocabulary import vocab_size
@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 256
-"""Publications that are sent before the first answer is awaited."""
-_WITH_IMAGES = 16
-"""The same where rows have images, each at most `data.max_image_bytes`: they are held meanwhile."""
+"""Publications that are sent before the first answer is awaited; WITH_IMAGES where rows have images, which are held meanwhile."""
 _FULL_FIRST_S = 0.25
 _FULL_MAX_S = 5.0
 _REPORT_EVERY_S = 2.0
@@ -168,7 +166,7 @@ class Feeder:
         self._config = config
         self._problems = problems
         self._hope = Hope(len(problems))
-        self._at_once = _WITH_IMAGES if has_images(config.data) else MAX_IN_FLIGHT
+        self._at_once = WITH_IMAGES if has_images(config.data) else MAX_IN_FLIGHT
         self._stored: set[str] = set()
         """Blobs that tasks to come may name."""
         self._grant: Grant | None = None

@@ -41,19 +41,23 @@ class _Place(NamedTuple):
     first_open: int = 0
 
 
-async def keep_trimmed(bus: Bus) -> None:
+async def keep_trimmed(bus: Bus, *, images: bool) -> None:
     """Trim again and again, for ever, while the run's trainer lives.
 
     A trainer trims with its checkpoints, but once a tap's position has let the stream fill up there are no more steps and no checkpoints:
     then it is this that notices that the tap has moved on, or has lapsed. And when all stands still and waits for room, it looks for images
     whose tasks the grant did not say yet to have ended when the stream was trimmed last.
+
+    Args:
+        bus: connected.
+        images: whether rows may have some.
     """
     swept_s = time.monotonic()
     before = looked = _Place()
     while True:
         await asyncio.sleep(TRIM_EVERY_S)
         try:
-            if await trim_if_full(bus, warn=False):
+            if await trim_if_full(bus, warn=False) and images:
                 state = await bus.state(SAMPLES)
                 now = _Place(state.first, state.last, await _first_open(bus))
                 if now == before != looked:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from functools import partial
 
+from streamrl.config.data import has_images
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.loop import LiveTrainer, trained_steps
 from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_process_group, lead, others_of
@@ -36,7 +37,7 @@ async def main(worker: Worker) -> None:
         return await follow_rank_0(worker)
     clock = StateClock("setup")
     worker.timed("trainer", clock)
-    trimming = asyncio.create_task(keep_trimmed(worker.bus))
+    trimming = asyncio.create_task(keep_trimmed(worker.bus, images=has_images(worker.config.data)))
     try:
         result = await asyncio.to_thread(train, worker, Caller(asyncio.get_running_loop(), clock))
     finally:

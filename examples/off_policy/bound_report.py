@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from methods import METHODS
+from running import mean_with_range
 
 Rows = Sequence[Mapping[str, str]]
 LAST = 20
@@ -47,14 +48,9 @@ def table(rows: Rows) -> str:
     for bound, methods in by_cell(rows).items():
         for method, (title, *_) in METHODS.items():
             if runs := methods.get(method):
-                cells = [_cell([measure(run) for run in runs], form) for _, measure, form in MEASURES]
+                cells = [mean_with_range([measure(run) for run in runs], form) for _, measure, form in MEASURES]
                 lines.append(f"| {bound} | {title} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _cell(values: Sequence[float], form: str) -> str:
-    low, high = format(min(values), form), format(max(values), form)
-    return format(float(np.mean(values)), form) + (f" ({low}-{high})" if low != high else "")
 
 
 def draw(rows: Rows, path: Path) -> None:

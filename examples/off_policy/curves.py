@@ -76,7 +76,6 @@ if __name__ == "__main__":
             columns=COLUMNS,
             rows=rows,
             keeps_ledgers=False,
-            keeps_failed=True,
             report=table,
             draw=draw,
         )

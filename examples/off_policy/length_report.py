@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from counting import LENGTHS
+from running import mean_with_range
 
 ARMS: Mapping[str, tuple[str, ...]] = {
     "lockstep": ("tasks.max_staleness=0",),
@@ -93,17 +94,9 @@ def _accuracy(run: Rows, source: str, when: str) -> float:
 def _table(runs: Mapping[str, list[Rows]], columns: Sequence[tuple[str, Callable[[Rows], float], str]]) -> str:
     lines = [f"| policy | {' | '.join(title for title, *_ in columns)} |", "|---|" + "---|" * len(columns)]
     for arm, seeds in runs.items():
-        cells = [_cell([f(run) for run in seeds], form) for _, f, form in columns]
+        cells = [mean_with_range([f(run) for run in seeds], form) for _, f, form in columns]
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _cell(values: Sequence[float], form: str) -> str:
-    known = [value for value in values if np.isfinite(value)]
-    if not known:
-        return "-"
-    low, high = format(min(known), form), format(max(known), form)
-    return format(float(np.mean(known)), form) + (f" ({low}-{high})" if low != high else "")
 
 
 def draw(rows: Rows, path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import csv
 import gzip
+import math
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
+import numpy as np
 
 from streamrl.cli.numbers import seconds
 from streamrl.runtime.run_bus import open_bus
@@ -39,7 +41,10 @@ Each = TypeVar("Each", bound=Job)
 
 
 async def execute(file: Path, name: str, settings: Iterable[str], out: Path, limit_s: float) -> int:
-    """Run `streamrl up` on a file, all its processes on the CPU with one thread each; its exit code. `out/NAME.log` has what it printed."""
+    """Run `streamrl up` on a file, all its processes on the CPU with one thread each, and keep what it prints in `out/NAME.log`.
+
+    Its exit code, which is not 0 of a run that is ended at the limit.
+    """
     words = [word for text in (f"run.dir={out / 'runs'}", *settings) for word in ("--set", text)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with (out / f"{name}.log").open("wb") as log:
@@ -50,7 +55,7 @@ async def execute(file: Path, name: str, settings: Iterable[str], out: Path, lim
             return await asyncio.wait_for(process.wait(), limit_s)
         except TimeoutError:
             process.terminate()
-            return await process.wait()
+            return await process.wait() or 1  # it drains, and says that this went well
 
 
 async def ledger(directory: RunDir) -> list[LedgerEntry]:
@@ -90,6 +95,15 @@ def read_tables(paths: Iterable[Path]) -> list[dict[str, str]]:
     return found
 
 
+def mean_with_range(values: Iterable[float], form: str) -> str:
+    """The mean of the finite ones, with the lowest and the highest where these differ by more than rounding."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return "-"
+    low, high = format(min(known), form), format(max(known), form)
+    return format(float(np.mean(known)), form) + (f" ({low}-{high})" if low != high else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Generic[Each]):
     """What a command compares, and how it looks at it."""
@@ -108,8 +122,6 @@ class Comparison(Generic[Each]):
     """The table of a run, from the entries of its ledger and what else it has left."""
     keeps_ledgers: bool = True
     """Beside the tables."""
-    keeps_failed: bool = False
-    """The table of a run that failed, too."""
     report: Callable[[Sequence[dict[str, str]]], str]
     draw: Callable[[Sequence[dict[str, str]], Path], None]
 
@@ -119,7 +131,7 @@ async def run_job(comparison: Comparison[Each], job: Each, arguments: argparse.N
     code = await execute(file, job.name, comparison.settings(job, arguments), out, limit_s)
     directory = RunDir.find(job.name, base=out / "runs")
     entries = await ledger(directory)
-    if code == 0 or comparison.keeps_failed:
+    if code == 0:
         if comparison.keeps_ledgers:
             keep_ledger(out / f"{job.name}.ledger.jsonl.gz", entries)
         write_table(out / f"{job.name}.csv", comparison.columns, comparison.rows(job, entries, directory))

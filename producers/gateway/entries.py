@@ -10,7 +10,7 @@ Tokens are stored as they were sampled. Of messages only digests are: a call's m
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -124,8 +124,3 @@ def packed_ids(ids: Iterable[int]) -> bytes:
 def unpacked_ids(data: bytes) -> tuple[int, ...]:
     """The other way round."""
     return tuple(array("i", data))
-
-
-def num_ids(data: Sequence[int]) -> int:
-    """How many there are."""
-    return len(data) // array("i").itemsize

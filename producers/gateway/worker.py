@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POLICY = "policy"
-MIN_TURNS_BYTES = 1 << 20
-"""So much room in the store of turns one session may have, however small it is."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.core.numbering import group_of_owner, owner_of_sample
 from streamrl.errors import TrainingError
-from streamrl.schemas.samples import role_of
 
 
 class RolloutRewards(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,18 +59,7 @@ class RolloutRewards(msgspec.Struct, frozen=True, kw_only=True):
 
 def rollout_of_sample(tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """[N] number of each sample's rollout, 0 to R - 1, in ascending order of (task, rollout)."""
-    return _numbered(tasks, rollouts)
-
-
-def _numbered(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """[n] number of each row, from 0, in ascending order of the rows."""
-    _, found = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    return found.reshape(-1).astype(np.int64)
-
-
-def _codes(names: Sequence[str]) -> npt.NDArray[np.int64]:
-    """[n] number of each name, in ascending order of names."""
-    return np.unique(np.array(names), return_inverse=True)[1].reshape(-1).astype(np.int64)
+    return owner_of_sample(tasks, rollouts)
 
 
 def rollout_rewards(
@@ -96,7 +85,7 @@ def rollout_rewards(
             task=int(tasks[bad]),
             rollout=int(rollouts[bad]),
         )
-    owner_N = _numbered(tasks, rollouts, _codes(agents)) if agents else rollout_of_sample(tasks, rollouts)
+    owner_N = owner_of_sample(tasks, rollouts, agents)
     _, first_R = np.unique(owner_N, return_index=True)
     rewards_R = rewards[first_R].astype(np.float64)
     if not np.array_equal(rewards_R[owner_N], rewards):
@@ -107,11 +96,7 @@ def rollout_rewards(
             task=int(tasks[bad]),
             rollout=int(rollouts[bad]),
         )
-    if agents:
-        group_R = _numbered(tasks[first_R], _codes([role_of(agents[int(first)]) for first in first_R]))
-    else:
-        _, group_R = np.unique(tasks[first_R], return_inverse=True)
-        group_R = group_R.reshape(-1).astype(np.int64)
+    group_R = group_of_owner(first_R, tasks, agents)
     size = np.bincount(group_R).astype(np.float64)
     mean = np.bincount(group_R, rewards_R) / size
     low, high = np.full(len(size), np.inf), np.full(len(size), -np.inf)

@@ -11,16 +11,18 @@ from streamrl.config.tree import OptimizerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 
 
-def rollout_log_ratios(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+def rollout_log_ratios(
+    batch: TrainBatch, logprobs: npt.NDArray[np.floating], rollout_N: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """[R] log of pi / mu of whole rollouts, the sum over the trained tokens of all their samples, and [R] whether there is such a token.
 
-    Tokens with a log-prob that is not finite are left out. Rollouts are in the order of `groups.rollout_of_sample`.
+    Tokens with a log-prob that is not finite are left out.
 
     Args:
         batch: of sampled tokens.
         logprobs: [T] log pi; only those of trained tokens are read.
+        rollout_N: `groups.rollout_of_sample`.
     """
-    rollout_N = rollout_of_sample(batch.tasks, batch.rollouts)
     kept_T = batch.loss_mask & np.isfinite(logprobs) & np.isfinite(batch.sampler_logprobs)
     owner_M, rollouts = rollout_N[sample_of_token(batch)[kept_T]], int(rollout_N.max()) + 1
     log_ratio_M = logprobs[kept_T].astype(np.float64) - batch.sampler_logprobs[kept_T].astype(np.float64)
@@ -38,9 +40,10 @@ def rollout_ess(batch: TrainBatch, logprobs: npt.NDArray[np.floating], samples: 
         logprobs: [T] log pi at that step; only those of the trained tokens of `samples` are read.
         samples: [n] indices of the step's samples; a rollout's samples are all in it or all not.
     """
-    log_ratio_R, held_R = rollout_log_ratios(batch, logprobs)
+    rollout_N = rollout_of_sample(batch.tasks, batch.rollouts)
+    log_ratio_R, held_R = rollout_log_ratios(batch, logprobs, rollout_N)
     chosen_R = np.zeros(len(log_ratio_R), np.bool_)
-    chosen_R[rollout_of_sample(batch.tasks, batch.rollouts)[samples]] = True
+    chosen_R[rollout_N[samples]] = True
     found = log_ratio_R[chosen_R & held_R]
     return effective_fraction(np.exp(found - found.max())) if len(found) else 0.0
 

@@ -23,7 +23,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.config.tree import BusConfig
-from streamrl.errors import BusError, SchemaError
+from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.schemas import subjects
 from streamrl.schemas.subjects import check_name, kind_of
 
@@ -157,6 +157,17 @@ def check_key(key: str) -> str:
     for part in key.split("/"):
         check_name("key", part)
     return key
+
+
+def truncated(stream: str, needed: int, first: int) -> LogTruncated:
+    """What a reader is told that needs a message of which only later ones are there, from `first` on."""
+    return LogTruncated(
+        f"stream {stream}: expected message {needed} next, got {first}: the messages between were removed",
+        hint="start from a newer checkpoint, or keep more with a larger byte budget",
+        stream=stream,
+        needed=needed,
+        first=first,
+    )
 
 
 def check_headers(headers: Mapping[str, str] | None) -> None:

@@ -65,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _print_error(error: StreamRLError) -> None:
     """In lines without commands for the terminal: it may quote what user code has said."""
-    from streamrl.monitor.drawing import visible
+    from streamrl.monitor.drawing import visible_lines
 
-    print("\n".join(map(visible, f"error: {error}".split("\n"))), file=sys.stderr)
+    print(visible_lines(f"error: {error}"), file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -53,6 +53,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     from streamrl.bridges.slime.script.draft import Options
     from streamrl.bridges.slime.script.importing import import_script
     from streamrl.bridges.slime.script.report import text_of
+    from streamrl.monitor.drawing import visible_lines
 
     if arguments.explain is not None:
         return _explain(arguments.explain)
@@ -77,7 +78,7 @@ def run_import(arguments: argparse.Namespace) -> int:
     else:
         if done.toml and arguments.output is None:
             print(done.toml, end="")
-        print(_printable(text_of(done.report)), file=sys.stderr)
+        print(visible_lines(text_of(done.report)), file=sys.stderr)  # it quotes the script
         print(_last_line(bool(done.toml), arguments.output), file=sys.stderr)
     return 0 if done.toml else 1
 
@@ -105,10 +106,3 @@ def _variable(text: str) -> tuple[str, str]:
     if not equals or not name.isidentifier():
         raise ConfigError(f"expected --var NAME=VALUE, got {text!r}", hint="for example --var BASE_DIR=/data")
     return name, value
-
-
-def _printable(text: str) -> str:
-    """Without commands for the terminal: it quotes the script."""
-    from streamrl.monitor.drawing import visible
-
-    return "\n".join(map(visible, text.split("\n")))

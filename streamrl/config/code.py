@@ -26,7 +26,7 @@ def loss_code(config: Config) -> Mapping[str, str]:
 
 def judging_code(config: Config) -> Mapping[str, str]:
     """Those of `rollout_code` that judge what any producer has made, one from another host too."""
-    judges = ("reward.kind", "filters.function", *BESIDE_FILTER)
+    judges = ("reward.kind", "filters.function", *(f"slime.{flag}" for flag in BESIDE_FILTER))
     return {key: name for key, name in rollout_code(config).items() if key in judges}
 
 

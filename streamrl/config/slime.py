@@ -86,8 +86,8 @@ PLACES = (
 )
 
 
-BESIDE_FILTER = ("slime.rollout_sample_filter_path", "slime.rollout_all_samples_process_path")
-"""Keys of functions that are called beside the filter."""
+BESIDE_FILTER = ("rollout_sample_filter_path", "rollout_all_samples_process_path")
+"""Functions that are called beside the filter."""
 FUNCTIONS = tuple(
     f"slime.{name}" for name in SlimeConfig.__struct_fields__ if name.endswith("_path") and name != "rollout_sample_hook_path"
 )
@@ -165,9 +165,7 @@ def _and_more(tree: dict[str, Any], given: Mapping[str, Any], taken: Mapping[str
             )
         if "producer.function" not in taken:
             _put(tree, Place("rollout_sample_hook_path", "producer", "function", "", ("single_turn",)), DEFAULT_GENERATE, where)
-    if (
-        marks := next((flag for key in BESIDE_FILTER if given.get(flag := key.removeprefix("slime."))), "")
-    ) and "filters.function" not in taken:
+    if (marks := next(filter(given.get, BESIDE_FILTER), "")) and "filters.function" not in taken:
         _put(tree, Place(marks, "filters", "function", "", ("",)), KEEP_ALL, where)
     loss = tree.get("loss", {})
     if "loss.policy" in taken and isinstance(loss, Mapping):
@@ -200,7 +198,7 @@ def raised(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def beside(config: SlimeConfig) -> dict[str, str]:
     """By key, the functions that have no key of ours to stand at: code that runs beside another."""
-    found = {key: str(getattr(config, key.removeprefix("slime."))) for key in BESIDE_FILTER}
+    found = {f"slime.{flag}": str(getattr(config, flag)) for flag in BESIDE_FILTER}
     found |= {f"slime.rollout_sample_hook_path[{index}]": one for index, one in enumerate(config.rollout_sample_hook_path)}
     return {key: reference for key, reference in found.items() if reference}
 

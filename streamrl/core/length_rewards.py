@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.config.reward import LengthConfig
-from streamrl.schemas.samples import role_of
+from streamrl.core.numbering import group_of_owner, owner_of_sample
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -40,11 +40,9 @@ def length_rewards(
         rollouts: [N]
         agents: [N], whose own reward a sample has, empty where it is the rollout's; none at all where no sample has an agent.
     """
-    names = agents or [""] * len(tasks)
-    owner_N = _numbered(tasks, rollouts, np.unique(np.array(names), return_inverse=True)[1].reshape(-1))
+    owner_N = owner_of_sample(tasks, rollouts, agents)
     _, first_R = np.unique(owner_N, return_index=True)
-    roles = np.unique(np.array([role_of(names[int(first)]) for first in first_R]), return_inverse=True)[1].reshape(-1)
-    group_R = _numbered(tasks[first_R], roles)
+    group_R = group_of_owner(first_R, tasks, agents)
     reward_R, right_R = rewards[first_R], rewards[first_R] >= config.right
     length_R = np.bincount(owner_N, lengths).astype(np.float64)
     if config.kind == "kimi":
@@ -70,9 +68,3 @@ def _kimi(length_R: Floats, right_R: npt.NDArray[np.bool_], group_R: Ints, weigh
     spread_R = (longest_G - shortest_G)[group_R]
     found = 0.5 - (length_R - shortest_G[group_R]) / np.where(spread_R > 0, spread_R, 1.0)
     return weight * np.where(spread_R > 0, np.where(right_R, found, np.minimum(found, 0.0)), 0.0)
-
-
-def _numbered(*columns: Ints) -> Ints:
-    """[n] number of each row, from 0, in ascending order of the rows."""
-    _, found = np.unique(np.stack(columns, axis=1), axis=0, return_inverse=True)
-    return found.reshape(-1).astype(np.int64)

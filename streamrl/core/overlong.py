@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.core.numbering import owner_of_sample
 from streamrl.schemas.sample_batch import SampleBatch
 
 Ints = npt.NDArray[np.int64]
@@ -51,8 +52,7 @@ def of_rollouts(penalties: npt.NDArray[np.float64], tasks: Ints, rollouts: Ints,
         rollouts: [N]
         agents: [N], whose own reward a sample has, empty where it is the rollout's; none at all where no sample has an agent.
     """
-    names = np.unique(np.array(agents), return_inverse=True)[1].reshape(-1) if agents else np.zeros_like(tasks)
-    _, owner = np.unique(np.stack([tasks, rollouts, names], axis=1), axis=0, return_inverse=True)
+    owner_N = owner_of_sample(tasks, rollouts, agents)
     greatest = np.zeros(len(penalties))
-    np.minimum.at(greatest, owner.reshape(-1), penalties)
-    return greatest[owner.reshape(-1)]
+    np.minimum.at(greatest, owner_N, penalties)
+    return greatest[owner_N]

@@ -142,9 +142,25 @@ def plan_micro_batches(
 
 def empty_micro_batch(batch: TrainBatch, row_length: int = 0) -> MicroBatch:
     """One that predicts nothing: a row of one token, or a packed one of `row_length`, as the batch's others are."""
-    shape = (1, row_length or 1)
-    nothing = np.zeros(0, np.int64)
-    longest = packed_row_length(batch, row_length) if row_length else 0
+    if not row_length:
+        return _padding(1)
+    longest = packed_row_length(batch, row_length)
+    starts = np.array([*range(0, row_length, longest), row_length], np.int32)
+    return replace(_padding(row_length), plain=False, starts=starts, longest=longest)
+
+
+def trial_row(row_length: int) -> MicroBatch:
+    """A packed row of nothing but zeros, laid out as a batch's rows are, that predicts nothing."""
+    longest = min(row_length, ROW)
+    starts = np.array([0, *range(longest, row_length, longest), row_length, row_length], np.int32)
+    # Not `[None]`, whose first stride is 0: compiled code would be compiled again for the strides of a batch's rows.
+    positions = np.arange(row_length, dtype=np.int64).reshape(1, row_length)
+    return replace(_padding(row_length), positions=positions, plain=False, starts=starts, longest=longest)
+
+
+def _padding(length: int) -> MicroBatch:
+    """A row of it, [1, length], that predicts nothing."""
+    shape, nothing = (1, length), np.zeros(0, np.int64)
     return MicroBatch(
         inputs=np.zeros(shape, np.int64),
         positions=np.zeros(shape, np.int64),
@@ -154,28 +170,7 @@ def empty_micro_batch(batch: TrainBatch, row_length: int = 0) -> MicroBatch:
         fed=np.full(shape, -1, np.int64),
         source=nothing,
         target=nothing,
-        plain=not row_length,
-        starts=np.array([*range(0, row_length, longest), row_length], np.int32) if row_length else None,
-        longest=longest,
-    )
-
-
-def trial_row(row_length: int) -> MicroBatch:
-    """A packed row of nothing but zeros, laid out as a batch's rows are, that predicts nothing."""
-    shape, longest, nothing = (1, row_length), min(row_length, ROW), np.zeros(0, np.int64)
-    return MicroBatch(
-        inputs=np.zeros(shape, np.int64),
-        # Not `[None]`, whose first stride is 0: compiled code would be compiled again for the strides of a batch's rows.
-        positions=np.arange(row_length, dtype=np.int64).reshape(shape),
-        tree=np.zeros(shape, np.int32),
-        branch=np.ones(shape, np.int32),
-        copies=np.zeros(shape, np.int32),
-        fed=np.full(shape, -1, np.int64),
-        source=nothing,
-        target=nothing,
-        plain=False,
-        starts=np.array([0, *range(longest, row_length, longest), row_length, row_length], np.int32),
-        longest=longest,
+        plain=True,
     )
 
 

@@ -25,6 +25,8 @@ TOO_LONG = "row_too_long"
 """Reason of a tombstone: the prompt of the task's row has more than `data.max_prompt_tokens` tokens."""
 BROKEN = "row_broken"
 """Reason of a tombstone: the task's row cannot be read, or lacks what a task needs."""
+WITH_IMAGES = 16
+"""Rows that are held at a time where each may have `data.max_image_bytes`."""
 _CHUNK = 1024
 
 

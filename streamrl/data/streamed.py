@@ -16,6 +16,7 @@ from streamrl.data.mixed import MixedRows
 from streamrl.data.problems import (
     BROKEN,
     TOO_LONG,
+    WITH_IMAGES,
     Problem,
     TaskRows,
     Unusable,
@@ -35,9 +36,7 @@ _LONGEST_DETAIL = 500
 _LARGEST_TASK = 4 << 20
 """Bytes of a row's values on the wire."""
 _TRIED = 256
-"""Rows that are looked at before a run starts, and"""
-_WITH_IMAGES = 16
-"""at once: each may have `data.max_image_bytes`."""
+"""Rows that are looked at before a run starts."""
 _HOPELESS_ROWS = 1000
 _HOPELESS_SHARE = 0.95
 
@@ -158,7 +157,8 @@ def try_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_size: in
     for name, data in data_sets(config.data):
         rows = open_first(data.train, kept, _TRIED)
         problems, tried = _streamed(rows, data, config, tokenizer, vocab_size), range(min(_TRIED, len(rows)))
-        read = (problems.take(tried[first : first + _WITH_IMAGES]) for first in range(0, len(tried), _WITH_IMAGES))
+        at_once = WITH_IMAGES if data.images_key else _TRIED
+        read = (problems.take(tried[first : first + at_once]) for first in range(0, len(tried), at_once))
         unusable = [one for some in read for one in some if isinstance(one, Unusable)]
         if len(unusable) == len(tried):
             raise _hopeless(unusable[0], len(unusable), len(tried))

@@ -15,7 +15,7 @@ from streamrl.config.data import has_images
 from streamrl.config.slime_flags import with_args
 from streamrl.config.tree import Config, RewardConfig
 from streamrl.data.mixed import MixedRows
-from streamrl.data.problems import Problem, TaskRows
+from streamrl.data.problems import WITH_IMAGES, Problem, TaskRows
 from streamrl.data.streamed import open_task_rows
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError
@@ -40,9 +40,7 @@ from streamrl.schemas.subjects import KEY_GRANTED, KEY_MIXTURE
 from streamrl.schemas.tasks import RolloutTask
 
 _TAKEN = 1024
-"""Rows of a search that are read at a time, and"""
-_WITH_IMAGES = 16
-"""where each may have `data.max_image_bytes`."""
+"""Rows of a search that are read at a time; WITH_IMAGES where they have images."""
 
 
 class Again(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +113,7 @@ async def task_of_samples(source: Source, samples: Sequence[Sample], tokenizer: 
     if (planned.prompt_ids, planned.label, planned.source, planned.images) == (prompt_ids, first.label, first.source, first.image_rows):
         return replace(planned, num_rollouts=first.group_size), ""
     # Where the warm-up ended is not in a recording; and the order of the rows may be another one now.
-    same = _row_of(problems, first, prompt_ids, _WITH_IMAGES if has_images(source.config.data) else _TAKEN)
+    same = _row_of(problems, first, prompt_ids, WITH_IMAGES if has_images(source.config.data) else _TAKEN)
     if same is None:
         return made, f"{lacks}: no row of {source.config.data.train} is it"
     return replace(made, row=same.row, prompt=same.prompt, tools=same.tools, metadata=same.metadata, reward=same.reward), ""

@@ -125,6 +125,11 @@ def visible(text: str) -> str:
     return "".join("\N{MIDDLE DOT}" if unicodedata.category(one)[0] == "C" else one for one in text)
 
 
+def visible_lines(text: str) -> str:
+    """`visible`, but that the ends of its lines stay."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
 def _squeezed(widths: list[int], width: int) -> list[int]:
     room = width - _GAP * (len(widths) - 1)
     while (over := sum(widths) - room) > 0 and (most := max(widths)) > 1:

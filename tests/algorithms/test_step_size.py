@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.algorithms.groups import rollout_of_sample
 from streamrl.algorithms.step_size import rollout_ess, rollout_log_ratios, scaled_rate
 from streamrl.config.tree import OptimizerConfig
 from streamrl.core.batches import TrainBatch
@@ -45,7 +46,7 @@ def test_a_rollout_is_the_product_of_all_its_trained_tokens() -> None:
         ]
     )
     logprobs = np.array([9.0, -0.5, np.nan, -0.75, 9.0, -2.0, 9.0, -1.0])
-    log_ratio, held = rollout_log_ratios(batch, logprobs)
+    log_ratio, held = rollout_log_ratios(batch, logprobs, rollout_of_sample(batch.tasks, batch.rollouts))
     assert (log_ratio.tolist(), held.tolist()) == ([-0.25, 0.0], [True, True])
     w = [math.exp(-0.25), 1.0]
     assert rollout_ess(batch, logprobs, np.arange(3)) == pytest.approx(sum(w) ** 2 / (2 * sum(x * x for x in w)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import importlib
 import subprocess
@@ -42,6 +43,14 @@ def test_a_run_is_kept_as_a_table_and_not_made_again(tmp_path: Path) -> None:
     assert all(0 < float(row["ess_token"]) <= 1 for row in rows)
     assert not (tmp_path / "runs" / "decoupled-2-0").exists()
     assert "batches" not in execute(*command, "--methods", "decoupled").stdout
+
+
+@pytest.mark.process
+def test_a_run_that_is_ended_at_its_limit_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    curves, running = importlib.import_module("curves"), importlib.import_module("running")
+    settings = ["warmup.until=1.0", "warmup.max_steps=100000"]
+    assert asyncio.run(running.execute(curves.QUICKSTART, "cut", settings, tmp_path, 12.0)) != 0
 
 
 @pytest.mark.process

@@ -218,7 +218,7 @@ async def test_they_go_with_the_last_message_of_their_window(make_bus: MakeBus, 
     await bus.trim(SAMPLES, through=(await bus.state(SAMPLES)).last)
     assert await left() == [12, 16, 20], "there is nothing to trim any more"
     monkeypatch.setattr(trimming, "TRIM_EVERY_S", 0.02)
-    keeping = asyncio.create_task(trimming.keep_trimmed(bus))
+    keeping = asyncio.create_task(trimming.keep_trimmed(bus, images=True))
     async with asyncio.timeout(20):
         while await left() != [16, 20]:
             await asyncio.sleep(0.02)

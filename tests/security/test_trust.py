@@ -137,7 +137,7 @@ def test_every_function_of_the_configuration_is_known() -> None:
         reward=RewardConfig(kind=user),
         filters=FiltersConfig(function=user),
         data=DataConfig(curriculum=user),
-        slime=SlimeConfig(**{key.removeprefix("slime."): user for key in BESIDE_FILTER}),
+        slime=SlimeConfig(**dict.fromkeys(BESIDE_FILTER, user)),
     )
     moved = {f"slime.{place.flag}": f"{place.section}.{place.key}" for place in PLACES}
     assert {*loss_code(whole), *rollout_code(whole)} == set(FUNCTIONS) - moved.keys()

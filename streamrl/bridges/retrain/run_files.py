@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import math
-import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -14,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.plugins import resolve
+from streamrl.config.toml import pair
 from streamrl.errors import ConfigError
 
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
-"""A key that TOML takes without quotes."""
 PRODUCER = '''"""The producer of this run, written by streamrl.bridges.retrain."""
 
 from streamrl.bridges.retrain import create_retrain_bridge
@@ -48,28 +45,13 @@ def toml(tree: Mapping[str, Any]) -> str:
     """Tables of plain values as TOML, a section each; raises ConfigError for a value that TOML does not have."""
     lines: list[str] = []
     for section, table in tree.items():
-        lines += [f"[{section}]", *(f"{_key(key)} = {_value(value)}" for key, value in table.items()), ""]
+        lines += [f"[{section}]", *(pair(key, value) for key, value in table.items()), ""]
     text = "\n".join(lines)
     if tomllib.loads(text) != json.loads(json.dumps(tree)):
         raise ConfigError(
             "expected plain numbers, texts, lists and tables as hyperparameters", hint="other values cannot be kept in a file"
         )
     return text
-
-
-def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else json.dumps(name, ensure_ascii=False)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(str(key))} = {_value(one)}" for key, one in value.items()) + " }"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_value, value))}]"
-    if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
-        # A text of JSON is one of TOML, but for a character that JSON leaves as it is.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    raise ConfigError(f"expected a finite number, a text, a list or a table, got {value!r}", hint="correct it in algorithm.hyperparameters")
 
 
 def producer(arguments: Mapping[str, Any]) -> str:

@@ -12,20 +12,12 @@ import msgspec
 from streamrl.bridges.slime import modules
 from streamrl.bridges.slime.args import taken
 from streamrl.config.plugins import resolve
-from streamrl.config.slime import GROUP, REWARDS, ROLLOUT, SLIME
+from streamrl.config.slime import GROUP, PLACES
 from streamrl.config.slime_hooks import HOOKS
 from streamrl.errors import ConfigError
 
-_SEAMS = {
-    ("producer.function", SLIME): "custom_generate_function_path",
-    ("producer.function", ROLLOUT): "rollout_function_path",
-    ("reward.kind", SLIME): "custom_rm_path",
-    ("reward.kind", GROUP): "custom_rm_path",
-    ("filters.function", SLIME): "dynamic_sampling_filter_path",
-    ("loss.advantage", REWARDS): "custom_reward_post_process_path",
-    ("loss.advantage", SLIME): "custom_advantage_function_path",
-    ("loss.policy", SLIME): "custom_tis_function_path",
-}
+_SEAMS = {(f"{one.section}.{one.key}", one.prefix): one.flag for one in PLACES if one.prefix}
+_SEAMS["reward.kind", GROUP] = "custom_rm_path"
 
 
 class Asked(msgspec.Struct, frozen=True):

@@ -20,6 +20,8 @@ from streamrl.schemas.tasks import RolloutTask
 EVALUATION = "evaluation"
 """`RolloutTask.source` of an evaluator's tasks."""
 HOOK_KEY = "slime.rollout_sample_hook_path"
+_Hook = tuple[Callable[..., Any], Sequence[str]]
+"""A sample hook, and which arguments it takes by name."""
 
 
 class TextTokens:
@@ -110,15 +112,13 @@ def prompt_text(task: RolloutTask, tokenizer: Tokenizer) -> str:
 def producer(function: Callable[..., Any]) -> Callable[[RolloutTask, RolloutEngine], Any]:
     """A producer that calls a generate function of slime's, then the sample hooks that `args` names."""
     tells = EVALUATION in inspect.signature(function).parameters
-    hooks: list[Callable[..., Any]] = []
-    loaded: list[str] = []
+    hooks: list[_Hook] = []
 
     async def roll_out(task: RolloutTask, engine: RolloutEngine) -> list[Episode]:
         context, args = engine.context, args_of(engine.options)
         evaluation = task.source == EVALUATION
-        if not loaded:  # once a process, before the first rollout
-            loaded.extend(getattr(args, "rollout_sample_hook_path", None) or ())
-            hooks.extend(resolve(reference, what="sample hook", key=HOOK_KEY) for reference in loaded)
+        if not hooks:  # once a process, before the first rollout
+            hooks.extend([_hook(reference) for reference in getattr(args, "rollout_sample_hook_path", None) or ()])
         asking = Session(context, evaluation=evaluation)
         sample = blank(task, context.rollout_index, prompt_text(task, context.tokenizer))
         named = {"evaluation": evaluation} if tells else {}
@@ -142,10 +142,15 @@ def _samples(given: Any) -> list[Any]:
     return samples
 
 
-async def _hooked(hooks: Sequence[Callable[..., Any]], args: Args, sample: Any, evaluation: bool) -> Any:
+def _hook(reference: str) -> _Hook:
+    hook = resolve(reference, what="sample hook", key=HOOK_KEY)
+    return hook, taken(hook, ("rollout_id", EVALUATION))
+
+
+async def _hooked(hooks: Sequence[_Hook], args: Args, sample: Any, evaluation: bool) -> Any:
     told = {"rollout_id": None, EVALUATION: evaluation}
-    for hook in hooks:
-        given = hook(args, sample, **{name: told[name] for name in taken(hook, tuple(told))})
+    for hook, names in hooks:
+        given = hook(args, sample, **{name: told[name] for name in names})
         given = await given if inspect.isawaitable(given) else given
         if given is not None:
             [sample] = _samples(given)

@@ -14,13 +14,11 @@ from streamrl.bridges.slime.args import Args, args_of
 from streamrl.bridges.slime.generate import prompt_text
 from streamrl.bridges.slime.sample import Sample, sample_of
 from streamrl.config.plugins import resolve
-from streamrl.config.slime import OPTION
+from streamrl.config.slime import BESIDE_FILTER, OPTION
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode
 from streamrl.schemas.tasks import RolloutTask
-
-_BESIDE = ("rollout_sample_filter_path", "rollout_all_samples_process_path")
 
 
 @lru_cache(maxsize=1)
@@ -104,7 +102,7 @@ class NoSamples:
 
 
 def keep_all(args: Args, samples: Sequence[Sample]) -> bool:
-    """The dynamic filter of runs that name none."""
+    """Stands for the dynamic filter in runs that name none: it keeps every group, and is not called."""
     return True
 
 
@@ -114,13 +112,13 @@ def keeper(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def keep(task: RolloutTask, episodes: Sequence[Episode], **options: Any) -> list[tuple[bool, str]]:
         args = args_of(options)
-        for name in _BESIDE:
+        for name in BESIDE_FILTER:
             if name not in loaded and (reference := getattr(args, name, None)):
                 loaded[name] = resolve(reference, what="filter", key=f"slime.{name}")
-        marks, shown = (loaded.get(name) for name in _BESIDE)
+        marks, shown = (loaded.get(name) for name in BESIDE_FILTER)
         if shown is not None:
             shown(args, [_nested(samples_of(task, episodes, args))], NoSamples())
-        kept, reason = verdict(function(args, _nested(samples_of(task, episodes, args))))
+        kept, reason = (True, "") if function is keep_all else verdict(function(args, _nested(samples_of(task, episodes, args))))
         if not kept or marks is None:
             return [(kept, reason)] * len(episodes)
         samples = samples_of(task, episodes, args)

@@ -74,19 +74,16 @@ class _Rewards:
 def _samples(batch: TrainBatch) -> list[Sample]:
     found: list[Sample] = []
     group = int(batch.rollouts.max()) + 1
-    for n in range(batch.num_samples):
-        span = slice(int(batch.offsets[n]), int(batch.offsets[n + 1]))
-        trained = np.flatnonzero(batch.loss_mask[span])
-        first = int(trained[0]) if len(trained) else span.stop - span.start
+    for n, response in enumerate(_responses(batch, batch.loss_mask)):
         found.append(
             _InTrainer(
                 group_index=int(batch.tasks[n]),
                 index=int(batch.tasks[n]) * group + int(batch.rollouts[n]),
-                tokens=batch.tokens[span].tolist(),
-                response_length=span.stop - span.start - first,
+                tokens=batch.tokens[int(batch.offsets[n]) : response.stop].tolist(),
+                response_length=response.stop - response.start,
                 reward=float(batch.rewards[n]),
-                loss_mask=batch.loss_mask[span][first:].astype(int).tolist(),
-                rollout_log_probs=batch.sampler_logprobs[span][first:].tolist(),
+                loss_mask=batch.loss_mask[response].astype(int).tolist(),
+                rollout_log_probs=batch.sampler_logprobs[response].tolist(),
                 status=_STATUS[int(batch.status[n])],
             )
         )

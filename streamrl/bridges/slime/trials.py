@@ -20,7 +20,7 @@ from streamrl.bridges.slime.contracts import Asked
 from streamrl.bridges.slime.hooks import adapted
 from streamrl.bridges.slime.rollout_function import RolloutFunction
 from streamrl.config.loss import CorrectionConfig, LossConfig
-from streamrl.config.slime import GROUP, KEEP_ALL, OPTION, REWARDS, ROLLOUT, SLIME
+from streamrl.config.slime import BESIDE_FILTER, DEFAULT_GENERATE, GROUP, KEEP_ALL, OPTION, REWARDS, ROLLOUT, SLIME
 from streamrl.config.slime_flags import run_flags
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
@@ -83,7 +83,7 @@ class Trial:
         beside: dict[str, Any] = {}
         if flag == "rollout_sample_hook_path":
             beside[flag] = [reference]
-        elif flag in ("rollout_sample_filter_path", "rollout_all_samples_process_path"):
+        elif flag in BESIDE_FILTER:
             beside[flag] = reference
         self._args = {OPTION: {**run_flags(Config(), folder), **own, **asked.args, **beside}}
         self._key = f"slime.{flag}"
@@ -125,8 +125,7 @@ class Trial:
 
     async def _generated(self, rollout: int) -> list[str]:
         hooks = self._flag == "rollout_sample_hook_path"
-        named = "streamrl.bridges.slime.generate:generate" if hooks else self._reference
-        function = adapted(SLIME + named, key="producer.function")
+        function = adapted(DEFAULT_GENERATE if hooks else SLIME + self._reference, key="producer.function")
         context = self._context().for_rollout(rollout)
         episodes: list[Episode] = await function(self._task, RolloutEngine(context, ChatFormat(self._tokenizer, chat_template=True)))
         return [f"rollout {rollout}: {_shown(one)}" for one in episodes] or [f"rollout {rollout}: no sample, so it ends as filtered"]

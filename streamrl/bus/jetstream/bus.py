@@ -27,9 +27,9 @@ from streamrl.bus.jetstream.wire import (
     unix_seconds,
 )
 from streamrl.bus.protocol import Message, Receipt, StreamState
-from streamrl.bus.topology import Topology, check_headers, sample_bucket, stream_name, turn_bucket
+from streamrl.bus.topology import Topology, check_headers, sample_bucket, stream_name, truncated, turn_bucket
 from streamrl.config.tree import BusConfig
-from streamrl.errors import BusError, Conflict, LogTruncated, NotFound
+from streamrl.errors import BusError, Conflict, NotFound
 from streamrl.schemas import subjects
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class JetStreamBus:
         """Raise LogTruncated when the stream begins after `needed`."""
         first = (await self.state(stream)).first
         if first > needed:
-            raise _truncated(stream, needed, first)
+            raise truncated(stream, needed, first)
 
     async def _require_gone(self, stream: str, sequence: int, given: int) -> None:
         """Raise BusError when a message that a reader was not given, from `sequence` to below `given`, is there."""
@@ -232,16 +232,6 @@ class JetStreamBus:
 
     def _name(self, stream: str) -> str:
         return stream_name(self._topology.run, stream)
-
-
-def _truncated(stream: str, needed: int, first: int) -> LogTruncated:
-    return LogTruncated(
-        f"stream {stream}: expected message {needed} next, got {first}: the messages between were removed",
-        hint="start from a newer checkpoint, or keep more with a larger byte budget",
-        stream=stream,
-        needed=needed,
-        first=first,
-    )
 
 
 def _message(found: StoredMessage) -> Message:

@@ -9,9 +9,9 @@ from streamrl.bus.memory.keys import MemoryKeys
 from streamrl.bus.memory.log import Log
 from streamrl.bus.memory.queue import MemoryLease, TaskQueue
 from streamrl.bus.protocol import Message, Receipt, StreamState
-from streamrl.bus.topology import MAX_PAYLOAD_BYTES, Topology, check_headers, check_size, message_bytes, sample_bucket
+from streamrl.bus.topology import MAX_PAYLOAD_BYTES, Topology, check_headers, check_size, message_bytes, sample_bucket, truncated
 from streamrl.config.tree import BusConfig
-from streamrl.errors import LogTruncated, NotFound
+from streamrl.errors import NotFound
 from streamrl.schemas import subjects
 
 
@@ -71,12 +71,12 @@ class MemoryBus:
         log = self._logs[self._topology.readable(stream).name]
         position = after
         if log.first > position + 1:
-            raise _truncated(stream, position + 1, log.first)
+            raise truncated(stream, position + 1, log.first)
         while True:
             while position < log.last:
                 message = log.get(position + 1)
                 if message is None and subject is None and log.first > position + 1:
-                    raise _truncated(stream, position + 1, log.first)
+                    raise truncated(stream, position + 1, log.first)
                 position += 1
                 if message is not None and subject in (None, message.subject):
                     yield message
@@ -111,13 +111,3 @@ class MemoryBus:
 
     async def close(self) -> None:
         self._keys.close()
-
-
-def _truncated(stream: str, needed: int, first: int) -> LogTruncated:
-    return LogTruncated(
-        f"stream {stream}: expected message {needed} next, got {first}: the messages between were removed",
-        hint="start from a newer checkpoint, or keep more with a larger byte budget",
-        stream=stream,
-        needed=needed,
-        first=first,
-    )

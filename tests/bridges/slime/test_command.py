@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.bridges.slime.script.explain import explain
+from streamrl.bridges.slime.script.flag import canonical
 from streamrl.bridges.slime.script.flags import FLAGS
-from streamrl.bridges.slime.script.hooks import flag_of
 from streamrl.cli import main
 from streamrl.config.load import convert
 from streamrl.config.slime_hooks import HOOKS, REFUSED
@@ -138,9 +138,9 @@ def _nested(sections: list[str], name: str) -> dict[str, object]:
 
 def test_every_hook_is_a_key_of_its_name_or_refused_with_the_reason() -> None:
     for name, hook in HOOKS.items():
-        flag = FLAGS[flag_of(name)]
+        flag = FLAGS[canonical(name)]
         assert flag.fate in ("mapped", "approximated")
         assert f"slime.{name}" in flag.keys or flag.keys == (hook.becomes,)
     for name, (reason, nearest) in REFUSED.items():
-        flag = FLAGS[flag_of(name)]
+        flag = FLAGS[canonical(name)]
         assert (flag.fate, flag.says, flag.nearest) == ("refused", reason, nearest)

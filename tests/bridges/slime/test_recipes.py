@@ -146,6 +146,15 @@ def test_what_a_run_cannot_do_without_is_missed_even_where_all_may_be_left_out(t
         assert f"--{flag}" in refusals(done) and not done.toml
 
 
+def test_rows_that_name_their_reward_for_slime_are_told_of_where_it_would_look_at_them(tmp_path: Path) -> None:
+    def told(arguments: Arguments) -> list[str]:
+        return [one.outcome for one in imported(tmp_path, arguments).report.findings if "metadata.rm_type" in one.says + one.nearest]
+
+    assert told(QWEN3_4B) == ["assumed"]
+    assert told(without(QWEN3_4B, "rm-type")) == ["refused"]
+    assert told({**QWEN3_4B, "custom-rm-path": "my.rm"}) == [], "it is called for every row"
+
+
 def test_an_unknown_flag_gets_the_nearest_name(tmp_path: Path) -> None:
     [found] = imported(tmp_path, {**QWEN3_4B, "eps-clip-hgih": "0.3"}).report.refused
     assert found.nearest == "did you mean --eps-clip-high?"

@@ -120,7 +120,7 @@ class Expander:
         else:
             found = self.state.fields(part.name)
         if isinstance(found, Unknown):
-            return Unknown(found.why, found.place, found.hint, (part.name,))
+            return found
         if part.operator in (":-", "-", ":+", "+"):
             instead = not found if part.operator in (":-", "-") else bool(found)
             if instead or not found:
@@ -247,7 +247,7 @@ class Expander:
 
 
 def _not_set(name: str, place: Place) -> Unknown:
-    return Unknown(f"{name} is not set in the script", place, f"give it with --var {name}=VALUE; the environment is not read", (name,))
+    return Unknown(f"{name} is not set in the script", place, f"give it with --var {name}=VALUE; the environment is not read")
 
 
 def _inner_word(text: str, file: str, line: int, *, quoted: bool = False) -> Word:

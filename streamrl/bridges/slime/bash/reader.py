@@ -263,7 +263,7 @@ class _Reader:
         said = f"{what} at {self.place(line)} is not decided by the script's text"
         if missing is None:
             return Unknown(said, self.place(line))
-        return Unknown(f"{said}: {missing.why}", self.place(line), missing.hint, missing.names)
+        return Unknown(f"{said}: {missing.why}", self.place(line), missing.hint)
 
     @contextmanager
     def _apart(self) -> Generator[None]:
@@ -375,7 +375,7 @@ class _Reader:
     def _source(self, fields: list[Field], place: Place) -> bool | None:
         named = fields[0].value if fields else Unknown("no file is named", place)
         if isinstance(named, Unknown):
-            self._pass_over(Unknown(f"the file that is sourced at {place} is not known: {named.why}", place, named.hint, named.names))
+            self._pass_over(Unknown(f"the file that is sourced at {place} is not known: {named.why}", place, named.hint))
             return None
         path = Path(os.path.normpath(self.state.cwd / named))
         if not os.path.exists(path):

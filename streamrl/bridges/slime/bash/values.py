@@ -24,8 +24,6 @@ class Unknown:
     """A clause with its subject, such as `WANDB_KEY is not set in the script`."""
     place: Place
     hint: str = ""
-    names: tuple[str, ...] = ()
-    """Variables that would have to be known."""
 
 
 Value = str | Unknown

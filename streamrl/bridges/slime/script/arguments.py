@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from streamrl.bridges.slime.bash.values import Field, Place, Unknown
-from streamrl.bridges.slime.script.flag import Flag
-from streamrl.bridges.slime.script.flags import ALIASES, FLAGS, canonical, find, nearest
+from streamrl.bridges.slime.script.flag import Flag, canonical
+from streamrl.bridges.slime.script.flags import ALIASES, FLAGS, find, nearest
 from streamrl.bridges.slime.script.report import Finding, finding
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.bridges.slime.script.flag import Flag
-from streamrl.bridges.slime.script.flags import ALIASES, canonical, find, nearest
+from streamrl.bridges.slime.script.flag import Flag, canonical
+from streamrl.bridges.slime.script.flags import ALIASES, find, nearest
 from streamrl.errors import ConfigError
 
 FATES = {

@@ -27,6 +27,11 @@ class Flag(msgspec.Struct, frozen=True):
     """Of slime, or of Megatron below it; written where streamrl's own is another."""
 
 
+def canonical(name: str) -> str:
+    """As slime's parser takes it, with dashes: `custom_rm_path` -> `--custom-rm-path`."""
+    return "--" + name.removeprefix("--").replace("_", "-")
+
+
 def mapped(name: str, kind: Kind, *keys: str, says: str = "", default: Any = None) -> Flag:
     """It becomes the keys, as it is."""
     return Flag(name, kind, "mapped", says, keys, default=default)

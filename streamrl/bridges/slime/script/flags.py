@@ -68,11 +68,6 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
 _OF_SGLANG_KINDS: Mapping[str, str] = MappingProxyType({"max_running_requests": "whole", "enable_deterministic_inference": "switch"})
 
 
-def canonical(name: str) -> str:
-    """As slime's parser takes it: with dashes."""
-    return "--" + name.removeprefix("--").replace("_", "-")
-
-
 def find(name: str) -> Flag | None:
     """What is known of a flag, of its alias, or of its family; None for a name that none has."""
     if name in FLAGS:

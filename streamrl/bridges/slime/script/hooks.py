@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.bridges.slime.script.flag import Flag, mapped, near, refused
+from streamrl.bridges.slime.script.flag import Flag, canonical, mapped, near, refused
 from streamrl.config.slime_hooks import HOOKS, REFUSED
 
 NONZERO_STD = "check_reward_nonzero_std"
@@ -14,24 +14,19 @@ _ELSEWHERE = ("custom_loss_function_path", "rollout_function_path")
 """Hooks whose flags say more than which function it is."""
 
 
-def flag_of(name: str) -> str:
-    """`custom_rm_path` -> `--custom-rm-path`."""
-    return "--" + name.replace("_", "-")
-
-
 def key_of(flag: str) -> str:
     """`--custom-rm-path` -> `slime.custom_rm_path`."""
     return "slime." + flag.removeprefix("--").replace("-", "_")
 
 
-NAMED: tuple[str, ...] = tuple(flag_of(name) for name in HOOKS if name not in _ELSEWHERE)
+NAMED: tuple[str, ...] = tuple(canonical(name) for name in HOOKS if name not in _ELSEWHERE)
 """Flags that name a function, or some, and nothing else."""
 CODE: tuple[Flag, ...] = (
     *(
-        near(flag_of(name), "texts" if flag_of(name) == SAMPLE_HOOKS else "text", key_of(flag_of(name)), says=hook.differs)
+        near(canonical(name), "texts" if canonical(name) == SAMPLE_HOOKS else "text", key_of(canonical(name)), says=hook.differs)
         for name, hook in HOOKS.items()
         if name not in _ELSEWHERE
     ),
     mapped(GROUP_RM, "switch", key_of(GROUP_RM)),
-    *(one for name, (reason, nearest) in REFUSED.items() for one in refused(reason, nearest, flag_of(name))),
+    *(one for name, (reason, nearest) in REFUSED.items() for one in refused(reason, nearest, canonical(name))),
 )

@@ -15,7 +15,7 @@ from streamrl.bridges.slime.bash.training import Script, Training
 from streamrl.bridges.slime.script import serving, training, work
 from streamrl.bridges.slime.script.arguments import Arguments
 from streamrl.bridges.slime.script.draft import Draft, Options
-from streamrl.bridges.slime.script.flags import canonical
+from streamrl.bridges.slime.script.flag import canonical
 from streamrl.bridges.slime.script.report import Finding, Report, finding
 from streamrl.bridges.slime.script.toml import document
 from streamrl.config.check import check

@@ -27,6 +27,7 @@ _DIFFERENT = {
     "gpqa": "the letter behind `the answer is` is read",
     "remote": "the server is sent the row's metadata, too",
 }
+_BY_ROW = "put it into a field of its own and name that in data.reward_key"
 _SHARED = 0.35
 """An engine's part of a GPU that the trainer has, too (docs/gpu.md)."""
 _FRACTION = "engine.sglang.flags.mem_fraction_static"
@@ -174,12 +175,8 @@ def _write_flags(draft: Draft, *, colocate: bool) -> None:
         if len(values) != len(given.values):
             continue
         value: Any = True if not values else values[0] if len(values) == 1 else values
-        if key == "engine.slots":
-            draft.put(key, value, name)
-        elif key == "engine.deterministic":
-            draft.put(key, True, name)
-        elif key.startswith("engine.sglang.flags."):
-            draft.put(key, value, name)
+        if key.startswith("engine."):
+            draft.put(key, True if key == "engine.deterministic" else value, name)
     fraction = draft.get(_FRACTION)
     if colocate and (not isinstance(fraction, float) or fraction > _SHARED):
         draft.put(
@@ -195,7 +192,7 @@ def _typed(text: str) -> Any:
         return text.lower() == "true"
     if re.fullmatch(r"[+-]?\d{1,15}", text):
         return int(text)
-    return float(text) if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d{1,3})?", text) else text
+    return float(text) if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d{1,2})?", text) else text
 
 
 def write_sampling(draft: Draft) -> None:
@@ -248,11 +245,12 @@ def write_reward(draft: Draft) -> None:
             draft.put("reward.kind", boxed + ours, "--rm-type")
             if ours in _DIFFERENT:
                 draft.say("--rm-type", f"{_DIFFERENT[ours]} (docs/rewards.md)")
+            draft.assume("--rm-type", f"no row has metadata.rm_type, which slime looks at first; if some do, {_BY_ROW}")
         if ours == "remote":
             draft.put("reward.options.url", args.text("--rm-url"), "--rm-url")
     elif kind is None and not custom and not args.on("--custom-generate-function-path"):
         draft.refuse(
-            "--rm-type", "is not given, nor --custom-rm-path: nothing scores", "one of the two; rows may name their own by data.reward_key"
+            "--rm-type", "is not given, nor --custom-rm-path: nothing scores", f"one of the two; if rows have metadata.rm_type, {_BY_ROW}"
         )
     elif kind is None and not custom and "reward.kind" not in draft.entries:
         says = "no flag says what scores; in slime the function may, here it is reward.kind, exact_match until you set it"
@@ -277,13 +275,14 @@ def write_evaluation(draft: Draft) -> None:
             draft.refuse("--eval-interval", "there are no rows: --eval-prompt-data is not given", "name a file of rows")
         return
     draft.put("evaluation.every", every, "--eval-interval")
-    for flag, other, key in (("--eval-temperature", "--rollout-temperature", "temperature"), ("--eval-top-p", "--rollout-top-p", "top_p")):
-        used = flag if args.on(flag) else other
-        draft.put(f"evaluation.sampling.{key}", args.number(used), used)
-    used = "--eval-top-k" if args.on("--eval-top-k") else "--rollout-top-k"
-    draft.put("evaluation.sampling.top_k", args.whole(used), used)
-    used = "--eval-max-response-len" if args.on("--eval-max-response-len") else "--rollout-max-response-len"
-    draft.put("evaluation.sampling.max_new_tokens", args.whole(used), used)
+    for name, read, key in (
+        ("temperature", args.number, "temperature"),
+        ("top-p", args.number, "top_p"),
+        ("top-k", args.whole, "top_k"),
+        ("max-response-len", args.whole, "max_new_tokens"),
+    ):
+        flag = f"--eval-{name}" if args.on(f"--eval-{name}") else f"--rollout-{name}"
+        draft.put(f"evaluation.sampling.{key}", read(flag), flag)
     pairs = [("aime", names[0])] if len(names) == 1 else list(zip(names[::2], names[1::2], strict=True))
     draft.flags["evaluation.sets"] = ("--eval-prompt-data",)
     draft.sets = [_set(draft, name, path) for name, path in pairs]

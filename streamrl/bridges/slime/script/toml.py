@@ -1,14 +1,14 @@
-"""Keys and values as TOML, with where each is from behind it (toml.io, v1.0.0)."""
+"""A configuration as TOML, with where each value is from behind it."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from streamrl.config.toml import pair
 from streamrl.config.tree import Config
 
 
@@ -40,28 +40,9 @@ def document(entries: Mapping[str, Entry], tables: Mapping[str, Sequence[Mapping
 
 
 def _lines(entries: Mapping[str, Entry]) -> list[str]:
-    texts = [(f"{_key(key)} = {value_of(entry.value)}", entry.comment) for key, entry in entries.items()]
+    texts = [(pair(key, entry.value), entry.comment) for key, entry in entries.items()]
     width = min(44, max(len(text) for text, _ in texts))
     return [f"{text:<{width}}  # {_one_line(comment)}" if comment else text for text, comment in texts]
-
-
-def value_of(value: Any) -> str:
-    """A TOML value of a bool, number, text, list or table."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return repr(value)
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_key(str(key))} = {value_of(one)}" for key, one in value.items()) + " }" if value else "{}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(value_of, value)) + "]"
-    return str(value)
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else value_of(name)
 
 
 def _one_line(text: str) -> str:
