@@ -111,7 +111,7 @@ def test_steps_are_samples_by_the_global_batch(tmp_path: Path, changed: Argument
         ({"rollout-top-p": "0.9"}, "--rollout-top-p", "log-probs over a vocabulary in parts"),
         ({"attention-dropout": "0.1"}, "--attention-dropout", "nothing is dropped here"),
         ({"rollout-num-gpus-per-engine": "3"}, "--rollout-num-gpus-per-engine", "8 GPUs are 2 engines of 3 and 2 more"),
-        ({"rm-type": "ifbench"}, "--rm-type", "ifbench is none here"),
+        ({"rm-type": "ifbnch"}, "--rm-type", "ifbnch is none here"),
         ({"optimizer": "muon"}, "--optimizer", "muon is none here"),
         ({"kl-loss-coef": "0.1", "kl-coef": "0.1"}, "--kl-coef", "would count the same distance twice"),
         ({"kl-loss-coef": "0.1", "kl-loss-type": "k1"}, "--kl-loss-type", "the gradient of log pi alone"),
