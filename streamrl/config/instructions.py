@@ -127,7 +127,7 @@ def _arguments(kind: str, name: str, table: Any) -> dict[str, Any]:
     if known is None:
         near = difflib.get_close_matches(name, INSTRUCTIONS[kind], n=1)
         other = [other for other, table in INSTRUCTIONS.items() if name in table]
-        nearest = f", which is one of {other[0]}" if other else f"; did you mean {near[0]!r}?" if near else ""
+        nearest = f" (one of {other[0]})" if other else f" (did you mean {near[0]!r}?)" if near else ""
         hint = f"there are {', '.join(sorted(INSTRUCTIONS[kind]))}"
         raise SchemaError(f"expected an instruction of {kind}, got {name!r:.80}{nearest}", hint=hint)
     if table is not None and not isinstance(table, Mapping):
