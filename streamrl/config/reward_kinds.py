@@ -134,7 +134,16 @@ class Python(Section, frozen=True, kw_only=True):
     """The only one that is good enough (docs/sandbox.md); any: the strongest that the host allows, and the log says what it lacks."""
 
 
-Options = NoOptions | Gsm8k | Math | Dapo | DeepScaler | Random | Remote | Judge | Python
+class Instructions(Section, frozen=True, kw_only=True):
+    """`ifbench` and `ifeval`."""
+
+    loose: bool = False
+    """An instruction is followed, too, where it is without the first or the last line, or without asterisks."""
+    fraction: bool = False
+    """The reward is the fraction of the instructions that are followed; otherwise 1 where all are, and 0."""
+
+
+Options = NoOptions | Gsm8k | Math | Dapo | DeepScaler | Random | Remote | Judge | Python | Instructions
 
 
 class RewardKind(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,14 +169,12 @@ KINDS: Mapping[str, RewardKind] = MappingProxyType(
         "remote": RewardKind(options=Remote),
         "judge": RewardKind(options=Judge),
         "python": RewardKind(options=Python, in_children=True, boxed=False),
+        "ifbench": RewardKind(options=Instructions, in_children=True, boxed=False),
+        "ifeval": RewardKind(options=Instructions, in_children=True, boxed=False),
     }
 )
 ASKS = frozenset(kind for kind, known in KINDS.items() if issubclass(known.options, Calls))
 """Kinds that send texts to a server."""
-_WITHHELD = {
-    "ifbench": "its checker is on no package index, and the one copy there (if-verifiable) downloads data of NLTK when it is imported",
-}
-"""Names that people know from elsewhere, and why there are none here."""
 
 
 def named(kind: str) -> tuple[RewardKind, bool] | None:
@@ -214,9 +221,6 @@ def options_of(kind: str, options: Mapping[str, Any], *, key: str = "reward") ->
 
 def _unknown(kind: str, key: str) -> ConfigError:
     plain = kind.removeprefix(BOXED)
-    if plain in _WITHHELD:
-        message = f"{key}.kind = {kind!r} is not built in: {_WITHHELD[plain]}"
-        return ConfigError(message, hint="write it as file.py:name around a checker that you have installed", key=f"{key}.kind", kind=kind)
     if plain != kind and plain in KINDS:
         return ConfigError(
             f"{key}.kind = {kind!r}: {plain} does not read an answer that a box could hold",

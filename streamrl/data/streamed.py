@@ -25,7 +25,7 @@ from streamrl.data.problems import (
     problem_text,
     read_problem,
 )
-from streamrl.data.row_sampling import RowSampling
+from streamrl.data.row_checks import RowCheck
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import DataError
 from streamrl.schemas.codec import encode
@@ -51,7 +51,7 @@ class StreamedProblems:
         sampling: looks at a row's own sampling, where it is to be.
     """
 
-    def __init__(self, rows: MappedRows, config: DataConfig, tokenizer: Tokenizer, sampling: RowSampling | None = None) -> None:
+    def __init__(self, rows: MappedRows, config: DataConfig, tokenizer: Tokenizer, sampling: RowCheck | None = None) -> None:
         if config.chat_template:
             tokenizer.check_template_kwargs(config.chat_template_kwargs)
         self._rows = rows
@@ -144,7 +144,7 @@ def open_task_rows(config: Config, tokenizer: Tokenizer, kept: Path, *, vocab_si
 
 def _streamed(rows: MappedRows, data: DataConfig, config: Config, tokenizer: Tokenizer, vocab_size: int | None) -> StreamedProblems:
     config = replace(config, data=data)
-    sampling = None if vocab_size is None else RowSampling(config, config.sampling, vocab_size, trained=True)
+    sampling = None if vocab_size is None else RowCheck(config, config.sampling, vocab_size, trained=True)
     return StreamedProblems(rows, data, tokenizer, sampling)
 
 

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from streamrl.config.reward_kinds import BOXED, Calls, Python, named, options_of
+from streamrl.config.reward_kinds import BOXED, Calls, Instructions, Python, named, options_of
 from streamrl.config.tree import Config
 from streamrl.doctor.findings import Check
 from streamrl.errors import ConfigError, LaunchError
+from streamrl.rewards.instructions import check_installed
 from streamrl.sandbox import Sandbox
 
 _ANSWER_S = 5.0
@@ -39,10 +40,20 @@ def _check(kind: str, options: Mapping[str, Any]) -> Check | None:
         return Check(name, "fail", error.message, error.hint)
     if kind.removeprefix(BOXED) in ("math", "deepscaler") and importlib.util.find_spec("math_verify") is None:
         return Check(name, "fail", "the package math-verify is not installed", "pip install math-verify")
+    if isinstance(checked, Instructions):
+        return _check_instructions(name, kind)
     if isinstance(checked, Calls):
         return _check_server(name, checked)
     if isinstance(checked, Python) and checked.isolation != "any":
         return _check_isolation(name, checked)
+    return None
+
+
+def _check_instructions(name: str, kind: str) -> Check | None:
+    try:
+        check_installed(kind)
+    except ConfigError as error:
+        return Check(name, "fail", error.message, error.hint)
     return None
 
 

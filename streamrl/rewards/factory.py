@@ -41,6 +41,8 @@ _GRADERS = {
     "remote": "remote:Remote",
     "judge": "judge:Judge",
     "python": "python_tests:PythonTests",
+    "ifbench": "instructions:IFBench",
+    "ifeval": "instructions:IFEval",
 }
 """By kind, the module and the class, loaded when one is made. `boxed_` has a class of its own where the box is part of the grading."""
 

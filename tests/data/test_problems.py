@@ -8,7 +8,7 @@ import pytest
 from streamrl.config.load import convert, load
 from streamrl.config.tree import DataConfig
 from streamrl.data.problems import load_problems
-from streamrl.data.row_sampling import check_rows
+from streamrl.data.row_checks import check_rows
 from streamrl.errors import ConfigError, DataError
 from streamrl.schemas.tasks import RewardSpec
 from tests.support.chat_templates import family
@@ -188,6 +188,27 @@ def test_what_a_row_is_drawn_with_is_held_against_the_configuration(write, token
     assert problem in caught.value.message
     if "temperature" in said or "presence_penalty" in said:
         check_rows(problems, config, config.evaluation.sampling, 104, trained=False)
+
+
+def test_what_a_reward_reads_of_a_row_is_looked_at(write, tokenizer):
+    """Of the run's reward, of a set's, and not of rows that name another."""
+    fine = {"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 3}]}
+    rows = [{"prompt": "1", "label": "1", "info": fine}, {"prompt": "1", "label": "1", "grade": "math"}]
+    broken = {"prompt": "1", "label": "1", "info": {**fine, "kwargs": [{"N": None}]}}
+    keys = {"metadata_key": "info", "reward_key": "grade"}
+    for wrong in (False, True):
+        path = write(*rows, *[broken] * wrong)
+        sections = {"data": {"train": path, **keys}, "reward": {"kind": "ifbench"}}
+        config = convert(sections, where="a test")
+        problems = load_problems(path, config.data, tokenizer)
+        if not wrong:
+            check_rows(problems, config, config.sampling, 104, trained=True)
+            continue
+        with raises(DataError, line=3, key="data.metadata_key", path=path) as caught:
+            check_rows(problems, config, config.sampling, 104, trained=True)
+        assert "count:numbers: expected N in its kwargs, got none" in caught.value.message
+        other = convert({**sections, "reward": {"kind": "math"}}, where="a test")
+        check_rows(problems, other, other.sampling, 104, trained=True)
 
 
 def test_a_row_names_its_reward(write, tokenizer):

@@ -32,6 +32,7 @@ BAD = {
     "sampling of a wrong type": '{"prompt": "1", "label": "1", "draw": {"min_p": "x"}}',
     "sampling beyond the vocabulary": '{"prompt": "1", "label": "1", "draw": {"logit_bias": {"9999": 1}}}',
     "greedy": '{"prompt": "1", "label": "1", "draw": {"temperature": 0}}',
+    "an instruction without kwargs": '{"prompt": "1", "label": "1", "grade": "ifeval", "info": {"instruction_id_list": ["x"]}}',
     "deep": '{"prompt": "1", "label": "1", "info": {"a": ' + "[" * 5000 + "]" * 5000 + "}}",
     "large": '{"prompt": "1", "label": "1", "info": {"a": "' + "x" * (5 << 20) + '"}}',
 }
@@ -39,7 +40,7 @@ GOOD = '{"prompt": "37+8=", "label": "45"}'
 
 
 def of(path: Path, **data: object) -> Config:
-    keys = {"train": str(path), "metadata_key": "info", "sampling_key": "draw"}
+    keys = {"train": str(path), "metadata_key": "info", "sampling_key": "draw", "reward_key": "grade"}
     return convert({"data": keys | data}, where="test")
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from streamrl.config.check import check
-from streamrl.config.reward_kinds import KINDS, named, options_of
+from streamrl.config.reward_kinds import KINDS
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.rewards.f1 import f1_of, normalized
@@ -150,8 +150,8 @@ async def test_random_is_the_same_in_each_run() -> None:
 def test_every_kind_can_be_made() -> None:
     needed = {"remote": {"url": "http://127.0.0.1:9"}, "judge": {"url": "http://127.0.0.1:9/v1", "model": "m"}}
     for kind, known in KINDS.items():
-        if kind == "python":
-            continue  # tests/rewards/test_python.py
+        if kind in ("python", "ifbench", "ifeval"):
+            continue  # tests/rewards/test_python.py, test_instructions.py
         built_in(kind, needed.get(kind, {}))
         assert runs_in_children(RewardConfig(kind=kind)) == known.in_children
         if known.boxed:
@@ -165,7 +165,8 @@ def test_every_kind_can_be_made() -> None:
         ("maths", {}, "reward.kind"),
         ("boxed_python", {}, "reward.kind"),
         ("boxed_late", {}, "reward.kind"),
-        ("ifbench", {}, "reward.kind"),
+        ("boxed_ifbench", {}, "reward.kind"),
+        ("ifbench", {"strict": True}, "reward.options"),
         ("f1", {"x": 1}, "reward.options"),
         ("math", {"boxed": True}, "reward.options"),
         ("math", {"boxed_only": "yes"}, "reward.options"),
@@ -187,12 +188,6 @@ def test_what_a_configuration_may_not_say(kind: str, options: dict, key: str) ->
     with raises(ConfigError, key=key) as caught:
         check(Config(data=DataConfig(train="rows.jsonl"), reward=RewardConfig(kind=kind, options=options)))
     assert "secret" not in str(caught.value)
-
-
-def test_ifbench_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="downloads data of NLTK when it is imported"):
-        options_of("ifbench", {})
-    assert named("ifbench") is None
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.config.instructions import instructions_of
 from streamrl.config.reward_kinds import KINDS
 from streamrl.config.row_rewards import row_reward
 from streamrl.rewards.python_tests import cases_of
 from tests.rewards.episodes import task
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-ROWS, BODY, TESTS = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+ROWS, BODY, TESTS, INSTRUCTIONS = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 
 
 def test_every_kind_and_option_is_named() -> None:
@@ -30,6 +31,11 @@ def test_rows_with_a_reward(line: str) -> None:
 
 def test_what_a_server_is_sent() -> None:
     assert list(json.loads(BODY)) == ["prompt", "response", "label", "metadata"]  # tests/rewards/test_asking.py
+
+
+def test_a_row_with_instructions() -> None:
+    asked = instructions_of("ifbench", json.loads(INSTRUCTIONS)["metadata"])
+    assert asked == [("count:word_count_range", {"min_words": 20, "max_words": 40}), ("format:title_case", {})]
 
 
 @pytest.mark.parametrize(("line", "count"), list(zip(TESTS.splitlines(), (2, 2, 1), strict=True)))

@@ -137,6 +137,7 @@ REASONS: dict[str, Callable[[], str]] = {
     "chat templates": cache(_no_chat_templates),
     "namespaces": cache(lambda: _no_isolation("namespaces")),
     "landlock": cache(lambda: _no_isolation("landlock")),
+    "ifbench": cache(lambda: _no_package("if_verifiable")),
     "trackio": cache(lambda: _no_package("trackio")),
     "verifiers": lambda: "" if verifiers_python() else "no verifiers here: `make verifiers`, or name an interpreter in VERIFIERS_PYTHON",
     "openenv": lambda: "" if openenv_python() else "no OpenEnv here: `make verifiers`, or name an interpreter in OPENENV_PYTHON",

@@ -111,7 +111,8 @@ def test_steps_are_samples_by_the_global_batch(tmp_path: Path, changed: Argument
         ({"rollout-top-p": "0.9"}, "--rollout-top-p", "log-probs over a vocabulary in parts"),
         ({"attention-dropout": "0.1"}, "--attention-dropout", "nothing is dropped here"),
         ({"rollout-num-gpus-per-engine": "3"}, "--rollout-num-gpus-per-engine", "8 GPUs are 2 engines of 3 and 2 more"),
-        ({"rm-type": "ifbench"}, "--rm-type", "ifbench is none here"),
+        ({"rm-type": "ifbnch"}, "--rm-type", "ifbnch is none here"),
+        ({"rm-type": "boxed_ifbench"}, "--rm-type", "does not read an answer that a box could hold"),
         ({"optimizer": "muon"}, "--optimizer", "muon is none here"),
         ({"kl-loss-coef": "0.1", "kl-coef": "0.1"}, "--kl-coef", "would count the same distance twice"),
         ({"kl-loss-coef": "0.1", "kl-loss-type": "k1"}, "--kl-loss-type", "the gradient of log pi alone"),
@@ -172,6 +173,12 @@ def test_an_unknown_flag_gets_the_nearest_name(tmp_path: Path) -> None:
 def test_spellings_that_no_slime_has_are_read_and_said(tmp_path: Path, spelled: str, value: str, key: str, expected: object) -> None:
     arguments = without(QWEN3_4B, "max-tokens-per-gpu", "save", "load", "save-interval") | {"use-tis": "", spelled: value}
     assert keys(imported(tmp_path, arguments))[key] == expected
+
+
+def test_instructions_of_rows_are_scored_by_the_same_checks(tmp_path: Path) -> None:
+    done = imported(tmp_path, {**QWEN3_4B, "rm-type": "ifbench"})
+    assert refusals(done) == [] and keys(done)["reward.kind"] == "ifbench" and keys(done)["data.metadata_key"] == "metadata"
+    assert any("pip install 'streamrl[ifbench]'" in one.says for one in done.report.findings)
 
 
 def test_pairs_of_problems_may_be_in_one_flag_or_in_several(tmp_path: Path) -> None:

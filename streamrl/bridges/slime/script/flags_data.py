@@ -136,7 +136,12 @@ ROLLOUT: tuple[Flag, ...] = (
     ),
 )
 REWARD: tuple[Flag, ...] = (
-    mapped("--rm-type", "text", "reward.kind", says="math, dapo, deepscaler, f1, gpqa, random, remote_rm, each also with boxed_"),
+    mapped(
+        "--rm-type",
+        "text",
+        "reward.kind",
+        says="math, dapo, deepscaler, f1, gpqa, ifbench, random, remote_rm, all but ifbench and random also with boxed_",
+    ),
     mapped("--rm-url", "text", "reward.options"),
     mapped("--reward-key", "text", "reward.key"),
     mapped("--eval-reward-key", "text", "evaluation.sets[].reward.key"),

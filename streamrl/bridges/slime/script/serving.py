@@ -18,6 +18,7 @@ _REWARDS = {
     "f1": "f1",
     "gpqa": "gpqa",
     "random": "random",
+    "ifbench": "ifbench",
     "remote_rm": "remote",
 }
 _DIFFERENT = {
@@ -25,6 +26,7 @@ _DIFFERENT = {
     "dapo": "labels need not be whole numbers",
     "deepscaler": "equal values are right by math-verify",
     "gpqa": "the letter behind `the answer is` is read",
+    "ifbench": "instructions that are not known, and kwargs that are missing, fail the rollout; it needs pip install 'streamrl[ifbench]'",
     "remote": "the server is sent the row's metadata, too",
 }
 _BY_ROW = "put it into a field of its own and name that in data.reward_key"

@@ -1,22 +1,23 @@
-"""What rows ask for of their own tasks' sampling, held against the rest of a configuration before anything starts."""
+"""What rows ask for of their own tasks (sampling, instructions), held against the rest of a configuration before anything starts."""
 
 from __future__ import annotations
 
 import msgspec
 
 from streamrl.config.check_sampling import check_drawn, check_grammars, check_vocabulary
+from streamrl.config.instructions import INSTRUCTIONS, instructions_of
 from streamrl.config.paths import parse_dataset
 from streamrl.config.tree import Config
 from streamrl.data.problems import Problem, Problems
 from streamrl.errors import ConfigError, DataError, SchemaError
-from streamrl.schemas.tasks import Sampling, turn_sampling
+from streamrl.schemas.tasks import RewardSpec, Sampling, turn_sampling
 
 _REMEMBERED = 4096
 """Different samplings of rows that are not looked at twice."""
 
 
 def check_rows(problems: Problems, config: Config, base: Sampling, vocab_size: int, *, trained: bool) -> None:
-    """Raise DataError for the first row whose own sampling does not go with `base`, over which it is put, or with the configuration.
+    """Raise DataError for the first row whose sampling does not go with `base`, over which it is put, or whose reward cannot use it.
 
     Args:
         problems: of the training rows or the held-out ones.
@@ -26,12 +27,12 @@ def check_rows(problems: Problems, config: Config, base: Sampling, vocab_size: i
         trained: whether their tokens are to be trained on.
     """
     path = parse_dataset(config.data.train if trained else config.data.heldout).path
-    check = RowSampling(config, base, vocab_size, trained=trained)
+    check = RowCheck(config, base, vocab_size, trained=trained)
     for problem in problems.problems:
         check(problem, path)
 
 
-class RowSampling:
+class RowCheck:
     """The same for one row after the other; what has been seen of them is not looked at again. The arguments are those of `check_rows`."""
 
     def __init__(self, config: Config, base: Sampling, vocab_size: int, *, trained: bool) -> None:
@@ -42,7 +43,11 @@ class RowSampling:
         self._fine: set[bytes] = set()
 
     def __call__(self, problem: Problem, path: str) -> None:
-        """Raise DataError when the row's own sampling does not go with the rest."""
+        """Raise DataError when the row's own sampling, or what its reward reads of it, does not go with the rest."""
+        self._check_sampling(problem, path)
+        self._check_reward(problem, path)
+
+    def _check_sampling(self, problem: Problem, path: str) -> None:
         if not problem.sampling or (said := msgspec.json.encode(problem.sampling)) in self._fine:
             return
         config, key = self._config, self._config.data.sampling_key
@@ -56,3 +61,13 @@ class RowSampling:
             raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
         if len(self._fine) < _REMEMBERED:
             self._fine.add(said)
+
+    def _check_reward(self, problem: Problem, path: str) -> None:
+        kind = problem.reward.kind if isinstance(problem.reward, RewardSpec) else self._config.reward.kind
+        if kind not in INSTRUCTIONS:
+            return
+        try:
+            instructions_of(kind, problem.metadata)
+        except SchemaError as error:
+            values = {"path": path, "line": problem.line, "key": "data.metadata_key"}
+            raise DataError(f"{kind}: {error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
