@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from streamrl.algorithms.logit_bias import LogitBias
 from streamrl.algorithms.nucleus import BITS, packed, support, unpacked
+from streamrl.algorithms.recorded import Recorded
 
 
 class Plan(NamedTuple):
@@ -40,14 +41,24 @@ class Cut(NamedTuple):
     top_p_M: Tensor
     top_k_M: Tensor
     min_p_M: Tensor | None = None
+    recorded: Recorded | None = None
+    """What was left when the tokens were drawn; where it is said, that counts, whatever these logits would leave."""
 
     def rows(self, chosen: slice) -> Cut:
         """Of some of the predicted tokens."""
-        return Cut(self.top_p_M[chosen], self.top_k_M[chosen], None if self.min_p_M is None else self.min_p_M[chosen])
+        min_p = None if self.min_p_M is None else self.min_p_M[chosen]
+        return Cut(self.top_p_M[chosen], self.top_k_M[chosen], min_p, None if self.recorded is None else self.recorded.rows(chosen))
 
     def support(self, logits_MV: Tensor, targets_M: Tensor) -> Tensor:
         """[M, V] bool: the tokens that are kept."""
-        return support(logits_MV, targets_M, self.top_p_M, self.top_k_M, self.min_p_M)
+        recorded = self.recorded
+        if recorded is None:
+            return support(logits_MV, targets_M, self.top_p_M, self.top_k_M, self.min_p_M)
+        kept = recorded.support(logits_MV.shape[-1])
+        if not recorded.complete:
+            own = support(logits_MV, targets_M, self.top_p_M, self.top_k_M, self.min_p_M)
+            kept = torch.where(recorded.said[:, None], kept, own)
+        return kept
 
 
 class FusedHead(torch.autograd.Function):

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.fused_head import Cut, FusedHead, Plan
 from streamrl.algorithms.logit_bias import LogitBias
+from streamrl.algorithms.recorded import Recorded
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits in memory at a time: 128 MiB of float32."""
@@ -46,6 +47,7 @@ def linear_logprobs(
     top_p_M: Tensor | None = None,
     top_k_M: Tensor | None = None,
     min_p_M: Tensor | None = None,
+    recorded: Recorded | None = None,
     logit_bias: LogitBias | None = None,
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
@@ -63,6 +65,7 @@ def linear_logprobs(
         top_p_M: [M] float32, 1.0 = off; None = all off.
         top_k_M: [M] int64, -1 = off; None = all off.
         min_p_M: [M] float32, 0.0 = off; None = all off.
+        recorded: all that could be drawn, in place of what these three leave; None: nothing is said.
         logit_bias: added before the temperature; None: nothing.
         entropy_gradient: whether the entropies carry a gradient.
         chunk_elements: bound of the logits in memory at a time; a token's whole vocabulary is there all the same. Whatever fits
@@ -73,7 +76,7 @@ def linear_logprobs(
     """
     remember = torch.is_grad_enabled()
     plan = Plan(chunk_elements, head.scale, head.softcap, entropy_gradient, remember)
-    cut = _cut(targets_M, top_p_M, top_k_M, min_p_M)
+    cut = _cut(targets_M, top_p_M, top_k_M, min_p_M, recorded)
     found: tuple[Tensor, Tensor] = FusedHead.apply(hidden_MH, head.weight, head.bias, targets_M, temperature_M, cut, logit_bias, plan)  # pyright: ignore[reportAssignmentType]
     return found
 
@@ -88,6 +91,7 @@ def token_logprobs(
     top_p_M: Tensor | None = None,
     top_k_M: Tensor | None = None,
     min_p_M: Tensor | None = None,
+    recorded: Recorded | None = None,
     logit_bias: LogitBias | None = None,
     entropy_gradient: bool = False,
     chunk_elements: int = CHUNK_ELEMENTS,
@@ -103,6 +107,7 @@ def token_logprobs(
         top_p_M: [M] float32, 1.0 = off; None = all off.
         top_k_M: [M] int64, -1 = off; None = all off.
         min_p_M: [M] float32, 0.0 = off; None = all off.
+        recorded: all that could be drawn, in place of what these three leave; None: nothing is said.
         logit_bias: added before the temperature; None: nothing.
         entropy_gradient: whether the entropies carry a gradient.
         chunk_elements: bound of C * V.
@@ -110,7 +115,7 @@ def token_logprobs(
     Returns:
         As `linear_logprobs`.
     """
-    cut = _cut(targets_M, top_p_M, top_k_M, min_p_M)
+    cut = _cut(targets_M, top_p_M, top_k_M, min_p_M, recorded)
 
     def chunk(hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         logits = head(hidden)
@@ -130,11 +135,13 @@ def token_logprobs(
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def _cut(targets_M: Tensor, top_p_M: Tensor | None, top_k_M: Tensor | None, min_p_M: Tensor | None) -> Cut | None:
-    if top_p_M is None and top_k_M is None and min_p_M is None:
+def _cut(
+    targets_M: Tensor, top_p_M: Tensor | None, top_k_M: Tensor | None, min_p_M: Tensor | None, recorded: Recorded | None
+) -> Cut | None:
+    if top_p_M is None and top_k_M is None and min_p_M is None and recorded is None:
         return None
     top_p = torch.ones_like(targets_M, dtype=torch.float32) if top_p_M is None else top_p_M
-    return Cut(top_p, torch.full_like(targets_M, -1) if top_k_M is None else top_k_M, min_p_M)
+    return Cut(top_p, torch.full_like(targets_M, -1) if top_k_M is None else top_k_M, min_p_M, recorded)
 
 
 def _chunk_logprobs(logits_MV: Tensor, targets_M: Tensor, cut: Cut | None, entropy_gradient: bool) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.logit_bias import LogitBias
+from streamrl.algorithms.recorded import Recorded
 from streamrl.core.batches import TrainBatch
+from streamrl.core.candidates import restricted_tokens
 from streamrl.core.packing import MicroBatch
+from streamrl.schemas.candidates import CandidateSets
 from streamrl.tensors.transfer import on_device
 
 
@@ -18,7 +21,7 @@ class Drawn(NamedTuple):
     """Beside their temperatures."""
 
     cut: dict[str, Any]
-    """`top_p_M`, `top_k_M` and `min_p_M`; empty where nothing is cut off."""
+    """`top_p_M`, `top_k_M`, `min_p_M` and `recorded`; empty where nothing is cut off."""
     logit_bias: LogitBias | None
 
     @property
@@ -36,7 +39,16 @@ def drawn(batch: TrainBatch, micro: MicroBatch, device: torch.device) -> Drawn:
     if (top_p < 1).any() or (top_k > 0).any() or min_p.any():
         cut = {"top_p_M": on_device(top_p, device), "top_k_M": on_device(top_k.astype(np.int64), device)}
         cut["min_p_M"] = on_device(min_p, device) if min_p.any() else None
+        if batch.candidates is not None:
+            cut["recorded"] = recorded(batch.candidates.at(np.where(restricted_tokens(batch)[target], target, -1)), device)
     return Drawn(cut, logit_bias(batch, micro, device))
+
+
+def recorded(sets: CandidateSets, device: torch.device) -> Recorded:
+    """The same as tensors."""
+    counts = sets.counts
+    token = np.repeat(np.arange(len(counts)), counts)
+    return Recorded(on_device(sets.ids.astype(np.int64), device), on_device(token, device), on_device(counts > 0, device), sets.bounds)
 
 
 def logit_bias(batch: TrainBatch, micro: MicroBatch, device: torch.device) -> LogitBias | None:

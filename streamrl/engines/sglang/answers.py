@@ -18,10 +18,12 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.recording import MOST_MASKED, NOTHING, Recording
 from streamrl.engines.experts import Routing, from_sglang
-from streamrl.engines.extras import EXPERTS, INEXACT, MATCHED, NUMBERS
+from streamrl.engines.extras import CANDIDATES, EXPERTS, INEXACT, MATCHED, NUMBERS
 from streamrl.engines.live_swap.messages import version_of
 from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.sglang.masks import Masks
 from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.texts import Decode, StopText
 from streamrl.engines.wire import MetaInfo, Result, spans_in
@@ -30,8 +32,6 @@ from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 
-MOST_MASKED = 4096
-"""Largest top-k for which SGLang 0.5.23 returns what was drawn from, unless `sampling_mask_max_tokens` says otherwise."""
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -51,6 +51,10 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
     """The server decodes speculatively."""
     grammars: bool = False
     """The server has a grammar backend."""
+    recording: Recording = NOTHING
+    """What completions say beside their tokens."""
+    vocab_size: int = 0
+    """Of the model; 0: not known."""
 
 
 def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, limit: int, serving: Version, stream: bool) -> dict[str, Any]:
@@ -152,6 +156,7 @@ class Row:
         self._restricted = restricted and says_support(request.sampling, style)
         self._mode = LogprobMode.TEMPERATURE if restricted and not self._restricted else LogprobMode.SAMPLED
         self._stops = frozenset(request.sampling.stop_token_ids) if must_cut(request.sampling) else frozenset[int]()
+        self._masks = Masks(request.sampling.top_k, style.vocab_size) if self._restricted and style.recording.support else None
         self._text = StopText(decode, request.sampling.stop) if decode is not None and request.sampling.stop else None
         self._matched = ""
         self._inexact = False
@@ -182,6 +187,8 @@ class Row:
             self.cut = reason is None
             reason = "stop"
             ids, logprobs, spans = ids[: stop + 1], logprobs[: stop + 1], _first(spans, stop + 1)
+        if self._masks is not None:
+            self._mask(meta, ids, max(0, fresh))
         self.tokens += len(ids)
         if not ids and reason is None:
             return None
@@ -195,6 +202,13 @@ class Row:
             engine=self._style.engine,
             extras=self._extras(meta) if reason is not None else {},
         )
+
+    def _mask(self, meta: MetaInfo, ids: Sequence[int], fresh: int) -> None:
+        assert self._masks is not None
+        try:
+            self._masks.take(meta.output_token_sampling_mask, ids, fresh)
+        except SchemaError as error:
+            raise self._wrong("the tokens that each token was drawn from", error.message) from error
 
     def _ends(self, token: int) -> bool:
         if self._text is not None:
@@ -255,6 +269,8 @@ class Row:
             extras[INEXACT] = True
         if self._matched:
             extras[MATCHED] = self._matched
+        if self._masks is not None and (candidates := self._masks.candidates()) is not None:
+            extras[CANDIDATES] = candidates
         if self._style.routing is not None and meta.routed_experts is not None:
             tokens = len(self._request.prompt_ids) + meta.completion_tokens - 1
             try:

@@ -25,6 +25,7 @@ from streamrl.config.loss import is_function
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, uncut
+from streamrl.core.candidates import replay_metrics
 from streamrl.core.cuts import cut_samples, with_ends
 from streamrl.core.packing import ROW, Indices, MicroBatch, packed_row_length
 from streamrl.errors import ConfigError, TrainingError
@@ -94,6 +95,7 @@ class Update:
         """Of that coefficient, where it is adapted: the next batch's."""
         self._minibatches = trainer.minibatches
         self._config = trainer.optimizer
+        self._replays = trainer.support_replay
         self.budget = trainer.micro_tokens
         """Tokens of one forward and backward pass."""
         self.least_row = ROW
@@ -229,6 +231,8 @@ class Update:
             metrics |= coefficient(loss)
         if batch.routed_experts is not None:
             metrics["train/routing_replayed"] = float((batch.routed_experts >= 0).all((1, 2)).mean())
+        if self._replays:
+            metrics |= replay_metrics(batch)
         if policy.device.type == "cuda":
             torch.cuda.current_stream(policy.device).synchronize()  # the last optimizer step may be on its way
         self.times["perf/actor_train_time"] = time.perf_counter() - start_s
