@@ -25,7 +25,6 @@ import numpy.typing as npt
 from streamrl.bus.protocol import BlobReader, Log
 from streamrl.config.recording import NOTHING, Recording, recording_of
 from streamrl.config.tree import Config
-from streamrl.core.candidates import restricted
 from streamrl.data.vocabulary import vocab_size
 from streamrl.engines.experts import Routing, read_routing
 from streamrl.errors import BusError, BusUnavailable, ConfigError, Forbidden, SchemaError
@@ -36,6 +35,7 @@ from streamrl.schemas.columns import IMAGES
 from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.images import Image, StoredImages, image_of, window_named
 from streamrl.schemas.sample_batch import SampleBatch
+from streamrl.schemas.samples import LogprobMode
 
 NAME = re.compile(r"[0-9]{1,18}/[0-9]{1,9}\.[0-9a-f]{8}")
 """Of a rollout's blob: task, rollout, and what tells one attempt from another. Images: `streamrl.schemas.images`."""
@@ -179,7 +179,7 @@ class SampleBlobs:
         """Of a message's tokens, as far as they are asked for: none where nothing is known, also where a blob cannot be used."""
         said = {row: ref for row, ref in refs(samples, "candidates") if not self._problem(samples, row, ref, "candidates")}
         parts = [self._sets(said[row]) if row in said else no_candidates(tokens) for row, tokens in enumerate(samples.lengths.tolist())]
-        cut, recording = restricted(samples), self._replayed.recording
+        cut, recording = _restricted(samples), self._replayed.recording
         return joined(parts).without((cut & (not recording.support)) | (~cut & (not recording.top)))
 
     @property
@@ -226,7 +226,7 @@ class SampleBlobs:
             return f"expected at most {num_tokens} rows of {rows}, got {ref.num_rows} from {ref.start_row} on"
         if loaded.candidates is None:
             return ""
-        drawn = samples.tokens[tokens], samples.logprobs[tokens], restricted(samples)[tokens]
+        drawn = samples.tokens[tokens], samples.logprobs[tokens], _restricted(samples)[tokens]
         likely = self._replayed.recording.logprobs
         return candidates_problem(self._sets(ref), *drawn, vocab_size=self._replayed.vocab_size, likely=likely)
 
@@ -267,6 +267,12 @@ class SampleBlobs:
                 f"got {list(experts.shape)} up to {int(experts.max(initial=0))}"
             )
         return Loaded(experts, sha256=hashlib.sha256(body).hexdigest())
+
+
+def _restricted(samples: SampleBatch) -> npt.NDArray[np.bool_]:
+    """[T] which tokens of a message top-p, top-k or min-p cut something off for, with log-probs from behind that."""
+    cut = (samples.drawn_at("top_p") < 1) | (samples.drawn_at("top_k") > 0) | (samples.drawn_at("min_p") > 0)
+    return cut & np.repeat(np.array(samples.texts("logprob_mode")) == LogprobMode.SAMPLED, samples.lengths)
 
 
 def _shown(images: tuple[Image, ...]) -> str:

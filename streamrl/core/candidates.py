@@ -1,4 +1,4 @@
-"""Which tokens were drawn from a part of the vocabulary, so that their candidates are all of it. Pure; `T` tokens."""
+"""Which tokens of a batch were drawn from a part of the vocabulary, so that their candidates are all of it. Pure; `T` tokens."""
 
 from __future__ import annotations
 
@@ -6,21 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.core.batches import TrainBatch
-from streamrl.schemas.sample_batch import SampleBatch
-from streamrl.schemas.samples import LogprobMode
-
-Bools = npt.NDArray[np.bool_]
 
 
-def restricted(message: SampleBatch) -> Bools:
-    """[T] of a message: those that top-p, top-k or min-p cut something off for, and whose log-probs are from behind that."""
-    cut = (message.drawn_at("top_p") < 1) | (message.drawn_at("top_k") > 0) | (message.drawn_at("min_p") > 0)
-    sampled = np.array(message.texts("logprob_mode")) == LogprobMode.SAMPLED
-    return cut & np.repeat(sampled, message.lengths)
-
-
-def restricted_tokens(batch: TrainBatch) -> Bools:
-    """[T] of a batch, the same."""
+def restricted_tokens(batch: TrainBatch) -> npt.NDArray[np.bool_]:
+    """[T] those that top-p, top-k or min-p cut something off for."""
     cut = (batch.top_p < 1) | (batch.top_k > 0)
     return cut if batch.min_p is None else cut | (batch.min_p > 0)
 
