@@ -57,6 +57,13 @@ def check_recorded(config: Config, sampling: Sampling, place: str) -> None:
         hint=f"set {place}.top_k = {MOST_MASKED}, which cuts next to nothing off by itself",
         key=f"{place}.top_k",
     )
+    refuse(
+        sampling.min_p > 0 and sampling.top_p < 1,
+        f"{KEY} does not go with both {place}.min_p and {place}.top_p on SGLang: on a GPU it cuts by top_p what top_k has left, and "
+        "says what it would have cut of the whole",
+        hint="leave one of them out",
+        key=f"{place}.min_p",
+    )
     flags = {name.lstrip("-").replace("-", "_") for name, value in config.engine.sglang.flags.items() if value}
     refuse(
         "speculative_algorithm" in flags,

@@ -113,8 +113,8 @@ class MetaInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One version a token, from the streamrl plugin of SGLang."""
     output_token_sampling_logprobs: list[float | None] | None = None
     """SGLang's, when asked for: log-probs after top-p and top-k."""
-    output_token_sampling_mask: msgspec.Raw | None = None
-    """SGLang's with them: ids of what each token was drawn from. Read by who wants it."""
+    output_token_sampling_mask: msgspec.Raw = msgspec.Raw()
+    """SGLang's with them: ids of what each token was drawn from, or null. Read by who wants it."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were in the prefix cache."""
     num_retractions: int = 0

@@ -26,12 +26,12 @@ class Masks:
 
     def __init__(self, top_k: int, vocab_size: int) -> None:
         self._top_k = top_k
-        self._decode = msgspec.json.Decoder(list[list[int] | None]).decode
+        self._decode = msgspec.json.Decoder(list[list[int] | None] | None).decode
         self._vocab_size = vocab_size or 2**31
         self._rows: list[list[int]] = []
         self._total = 0
 
-    def take(self, said: msgspec.Raw | None, tokens: Sequence[int], fresh: int) -> None:
+    def take(self, said: msgspec.Raw, tokens: Sequence[int], fresh: int) -> None:
         """The masks of an answer's first new `tokens`, of `fresh`.
 
         Raises:
@@ -41,7 +41,7 @@ class Masks:
         if not tokens:
             return
         try:
-            masks = [] if said is None else self._decode(said)
+            masks = (self._decode(said) if bytes(said) else None) or []
         except (msgspec.DecodeError, RecursionError) as error:
             raise SchemaError(f"output_token_sampling_mask is no list of lists of ids: {error}") from error
         masks = masks[len(masks) - fresh :] if len(masks) >= fresh else []
