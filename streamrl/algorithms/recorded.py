@@ -34,6 +34,10 @@ class Recorded(NamedTuple):
         inside = slice(int(bounds[0]), int(bounds[-1]))
         return Recorded(self.ids[inside], self.token[inside] - start, self.said[chosen], bounds - bounds[0])
 
+    def of(self, values_MV: Tensor) -> Tensor:
+        """[S] what stands at the candidates."""
+        return values_MV[self.token, self.ids]
+
     def support(self, vocab: int) -> Tensor:
         """[M, V] bool: the candidates."""
         kept = torch.zeros((len(self.said), vocab), dtype=torch.bool, device=self.ids.device)

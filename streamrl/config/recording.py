@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from streamrl.config.bounds import Section
+from streamrl.config.loss import likeliest_of
 from streamrl.config.tree import Config
 
 MOST_MASKED = 4096
@@ -32,5 +33,5 @@ NOTHING = Recording()
 
 
 def recording_of(config: Config) -> Recording:
-    """Of a run; a loss over the likeliest tokens is asked for by its name alone."""
-    return Recording(support=config.trainer.support_replay)
+    """Of a run."""
+    return Recording(support=config.trainer.support_replay, top=likeliest_of(config.loss))

@@ -14,9 +14,16 @@ def restricted_tokens(batch: TrainBatch) -> npt.NDArray[np.bool_]:
     return cut if batch.min_p is None else cut | (batch.min_p > 0)
 
 
-def replay_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Of the trained tokens that were drawn from a part of the vocabulary, how many say what it was; nothing where there are none."""
-    cut = restricted_tokens(batch) & batch.loss_mask
-    if not cut.any():
-        return {}
-    return {"train/support_replayed": 0.0 if batch.candidates is None else float((batch.candidates.counts[cut] > 0).mean())}
+def candidate_metrics(batch: TrainBatch, *, support: bool, likeliest: bool) -> dict[str, float]:
+    """Of how many trained tokens what is asked for is known; nothing where there are no tokens of which it could be.
+
+    Args:
+        batch: the whole batch.
+        support: of those that were drawn from a part of the vocabulary.
+        likeliest: of those that were drawn from all of it.
+    """
+    cut = restricted_tokens(batch)
+    asked = {"train/support_replayed": cut & support, "train/likeliest_known": ~cut & likeliest}
+    found = {name: those & batch.loss_mask for name, those in asked.items()}
+    known = np.zeros(batch.num_tokens, np.bool_) if batch.candidates is None else batch.candidates.counts > 0
+    return {name: float(known[those].mean()) for name, those in found.items() if those.any()}

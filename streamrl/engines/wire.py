@@ -115,6 +115,8 @@ class MetaInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """SGLang's, when asked for: log-probs after top-p and top-k."""
     output_token_sampling_mask: msgspec.Raw = msgspec.Raw()
     """SGLang's with them: ids of what each token was drawn from, or null. Read by who wants it."""
+    output_top_logprobs: msgspec.Raw = msgspec.Raw()
+    """SGLang's, when asked for: (log-prob, id, None) of the likeliest tokens at each new one, before top-p and top-k."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were in the prefix cache."""
     num_retractions: int = 0

@@ -178,6 +178,9 @@ _DECLARED = (
         "fraction",
         "trained tokens drawn under top-p, top-k or min-p that are normalised over what the engine drew them from",
     ),
+    Metric(
+        "train/likeliest_known", _MEAN, "fraction", "trained tokens drawn from the whole vocabulary whose likeliest the engine has said"
+    ),
     Metric("train/routing_replayed", _MEAN, "fraction", "tokens of the batch that went to the experts that the engine had sent them to"),
     Metric("train/tokens_per_second", _MEAN, "1/s", "tokens of the batch, prompts included, over the time of its training step"),
     Metric("train/mfu", _MEAN, "fraction", "useful FLOPs of the batch over what the trainer's devices reach at most in the step's time"),

@@ -288,5 +288,49 @@ MASKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_mask_that_is_none_is_refused(mask: Any) -> None:
-    with raises(EngineError, expected="the tokens that each token was drawn from", got=ANY):
+    with raises(EngineError, expected="what else each token could have been", got=ANY):
         Row(request_of(top_k=3), 0, RECORDS, OLD).take(masked([4, 5], 2, "length", mask))
+
+
+LIKELY = msgspec.structs.replace(STYLE, recording=Recording(top=2), vocab_size=100)
+
+
+def likely(ids: list[int], total: int, reason: str | None, tops: Any) -> Result:
+    """As SGLang 0.5.23 answers `top_logprobs_num`."""
+    return result(ids, total, reason, output_top_logprobs=tops)
+
+
+def test_the_likeliest_are_asked_for_where_nothing_is_cut_off() -> None:
+    def asked(**sampling: Any) -> Any:
+        return body_of(request_of(**sampling), "id", 0, LIKELY, limit=5, serving=NEW, stream=False).get("top_logprobs_num")
+
+    assert (asked(), asked(top_k=3), asked(top_p=0.9), asked(temperature=0.0)) == (2, None, None, None)
+    assert "top_logprobs_num" not in body_of(request_of(), "id", 0, RECORDS, limit=5, serving=NEW, stream=False)
+
+
+def test_the_likeliest_of_a_stream_are_put_together_with_what_was_drawn() -> None:
+    row = Row(request_of(), 0, LIKELY, OLD)
+    assert row.take(likely([4], 1, None, [[[-0.4, 7, None], [-0.5, 4, None]]])) is not None
+    chunk = row.take(likely([9, 8], 3, "length", [[[-0.7, 3, None], [-0.8, 2, None]], [[-0.01, 1, None], [None, 8, None]]]))
+    assert chunk is not None
+    sets = chunk.extras["candidates"].sets()
+    assert (sets.bounds.tolist(), sets.ids.tolist()) == ([0, 2, 5, 7], [4, 7, 2, 3, 9, 1, 8])
+    assert sets.logprobs == pytest.approx([-0.5, -0.4, -0.8, -0.7, -0.5, -0.01, -0.5])
+
+
+TOPS: dict[str, Any] = {
+    "none": None,
+    "one too few": [[[-0.1, 4, None]]],
+    "of nobody": [[[-0.1, 4, None]], None],
+    "an id twice": [[[-0.1, 4, None]], [[-0.1, 5, None], [-0.2, 5, None]]],
+    "beyond the vocabulary": [[[-0.1, 4, None]], [[-0.1, 100, None]]],
+    "more than asked for": [[[-0.1, 4, None]], [[-3, 5, None], [-3, 6, None], [-3, 7, None]]],
+    "likelier than sure": [[[-0.1, 4, None]], [[0.5, 5, None]]],
+    "pairs": [[[-0.1, 4]], [[-0.1, 5]]],
+}
+
+
+@pytest.mark.parametrize("tops", TOPS.values(), ids=TOPS)
+def test_the_likeliest_that_are_none_are_refused(tops: Any) -> None:
+    with raises(EngineError, expected="what else each token could have been", got=ANY):
+        Row(request_of(), 0, LIKELY, OLD).take(likely([4, 5], 2, "length", tops))

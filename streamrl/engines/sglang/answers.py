@@ -23,7 +23,7 @@ from streamrl.engines.experts import Routing, from_sglang
 from streamrl.engines.extras import CANDIDATES, EXPERTS, INEXACT, MATCHED, NUMBERS
 from streamrl.engines.live_swap.messages import version_of
 from streamrl.engines.protocol import Chunk, GenerateRequest
-from streamrl.engines.sglang.masks import Masks
+from streamrl.engines.sglang.candidates import Likeliest, Masks
 from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.texts import Decode, StopText
 from streamrl.engines.wire import MetaInfo, Result, spans_in
@@ -92,6 +92,8 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
     }
     if truncates(sampling) and says_support(sampling, style):
         body["return_sampling_mask"] = True
+    if says_likeliest(sampling, style):
+        body["top_logprobs_num"] = style.recording.top
     if style.isolate:
         body["extra_key"] = prefix_key(serving)
     if style.routing is not None:
@@ -107,6 +109,11 @@ def truncates(sampling: Sampling) -> bool:
 def says_support(sampling: Sampling, style: Style) -> bool:
     """Whether the server can say what a restricted draw was made from."""
     return 0 < sampling.top_k <= MOST_MASKED and not style.drafts
+
+
+def says_likeliest(sampling: Sampling, style: Style) -> bool:
+    """Whether the likeliest tokens are to be said, which are those of what was drawn from: nothing was cut off."""
+    return style.recording.top > 0 and sampling.temperature > 0 and not truncates(sampling) and not style.drafts
 
 
 def must_cut(sampling: Sampling) -> bool:
@@ -156,7 +163,11 @@ class Row:
         self._restricted = restricted and says_support(request.sampling, style)
         self._mode = LogprobMode.TEMPERATURE if restricted and not self._restricted else LogprobMode.SAMPLED
         self._stops = frozenset(request.sampling.stop_token_ids) if must_cut(request.sampling) else frozenset[int]()
-        self._masks = Masks(request.sampling.top_k, style.vocab_size) if self._restricted and style.recording.support else None
+        self._record: Masks | Likeliest | None = None
+        if self._restricted and style.recording.support:
+            self._record = Masks(request.sampling.top_k, style.vocab_size)
+        elif says_likeliest(request.sampling, style):
+            self._record = Likeliest(style.recording.top, style.vocab_size)
         self._text = StopText(decode, request.sampling.stop) if decode is not None and request.sampling.stop else None
         self._matched = ""
         self._inexact = False
@@ -187,8 +198,8 @@ class Row:
             self.cut = reason is None
             reason = "stop"
             ids, logprobs, spans = ids[: stop + 1], logprobs[: stop + 1], _first(spans, stop + 1)
-        if self._masks is not None:
-            self._mask(meta, ids, max(0, fresh))
+        if self._record is not None and ids:
+            self._say(self._record, meta, ids, logprobs, fresh)
         self.tokens += len(ids)
         if not ids and reason is None:
             return None
@@ -203,12 +214,12 @@ class Row:
             extras=self._extras(meta) if reason is not None else {},
         )
 
-    def _mask(self, meta: MetaInfo, ids: Sequence[int], fresh: int) -> None:
-        assert self._masks is not None
+    def _say(self, record: Masks | Likeliest, meta: MetaInfo, ids: Sequence[int], logprobs: Sequence[float], fresh: int) -> None:
+        """What the first `ids` of an answer's `fresh` tokens could have been."""
         try:
-            self._masks.take(meta.output_token_sampling_mask, ids, fresh)
+            record.take(meta, ids, logprobs, fresh)
         except SchemaError as error:
-            raise self._wrong("the tokens that each token was drawn from", error.message) from error
+            raise self._wrong("what else each token could have been", error.message) from error
 
     def _ends(self, token: int) -> bool:
         if self._text is not None:
@@ -269,7 +280,7 @@ class Row:
             extras[INEXACT] = True
         if self._matched:
             extras[MATCHED] = self._matched
-        if self._masks is not None and (candidates := self._masks.candidates()) is not None:
+        if self._record is not None and (candidates := self._record.candidates()) is not None:
             extras[CANDIDATES] = candidates
         if self._style.routing is not None and meta.routed_experts is not None:
             tokens = len(self._request.prompt_ids) + meta.completion_tokens - 1

@@ -24,7 +24,7 @@ from streamrl.algorithms.step_size import rollout_ess, scaled_rate
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.core.candidates import replay_metrics
+from streamrl.core.candidates import candidate_metrics
 from streamrl.core.packing import Indices
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
@@ -123,7 +123,7 @@ class TableTrainer:
             dropped = sum(row["train/nonfinite_tokens"] for row in rows)
             finite = finite and (dropped == 0 or dropped < len(trained))
             metrics["train/nonfinite_tokens"] = float(dropped)
-            metrics |= replay_metrics(batch) if self._replays else {}
+            metrics |= candidate_metrics(batch, support=self._replays, likeliest=False)
             metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
         tokens = None if batch.kind == "sft" else TokenValues(logprobs, used)
         return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score, tokens=tokens)
