@@ -86,7 +86,9 @@ async def check(w: World, *, whole: bool) -> None:
     # All that a sample names is there; what is there besides is of a task of which something is on the stream, and goes with that.
     assert names and names <= there
     if routed or supported:
-        assert {name.partition("/")[0] for name in there} <= tasks
+        # When the run ended, the producer may have stored blobs of tasks that it had in hand, and not yet their samples.
+        in_hand = w.config.producer.concurrency if supported else 0
+        assert len({name.partition("/")[0] for name in there} - tasks) <= in_hand
         assert (there - names != set()) or not whole, "a producer that died before it could name a blob leaves it"
     if whole:
         replay = await w.replay()

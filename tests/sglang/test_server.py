@@ -177,6 +177,23 @@ async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(sgl
         assert max(abs(a - b) for a, b in zip(chunk.logprobs, expected, strict=True)) < 2e-5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_likeliest_are_those_of_what_was_drawn_from(sglang_engine: SglangEngine, epochs, stream: bool):
+    model = build("qwen3", seed=5)
+    await load(sglang_engine, publish(models.tensors(model), Version(next(epochs), 0)))
+    sglang_engine._style = msgspec.structs.replace(sglang_engine._style, recording=Recording(top=4))
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, logit_bias={7: 2.0})
+    request = GenerateRequest(request_id="k", prompt_ids=PROMPT, seeds=(1, 2), sampling=sampling, stream=stream)
+    for answer in await ask(sglang_engine, request):
+        expected = distributions(model, answer.ids, sampling)
+        sets = answer.extras["candidates"].sets()
+        for place, (first, end) in enumerate(zip(sets.bounds, sets.bounds[1:], strict=False)):
+            ids = sets.ids[first:end].tolist()
+            assert set(ids) == {*np.argsort(-expected[place])[:4].tolist(), answer.ids[place]}
+            assert np.abs(sets.logprobs[first:end] - expected[place, ids]).max() < 2e-5
+            assert sets.logprobs[first + ids.index(answer.ids[place])] == np.float32(answer.logprobs[place])
+
+
 async def test_biases_and_min_p_are_those_of_the_other_engines(sglang_engine: SglangEngine, epochs):
     model = build("qwen3", seed=6)
     await load(sglang_engine, publish(models.tensors(model), Version(next(epochs), 0)))
