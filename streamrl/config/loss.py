@@ -236,7 +236,7 @@ def policy_name(loss: LossConfig) -> str:
 
 def likeliest_of(loss: LossConfig) -> int:
     """How many of the sampler's likeliest tokens the policy loss looks at beside the sampled one; 0: at none."""
-    return loss.dppo_top_k if policy_name(loss) == "dppo" and loss.dppo_divergence.startswith("topk_") else 0
+    return loss.dppo_top_k if policy_loss_of(loss).likeliest and loss.dppo_divergence.startswith("topk_") else 0
 
 
 def estimator_of(loss: LossConfig) -> Estimator:

@@ -52,8 +52,8 @@ def test_they_grow_with_each_candidate_from_two_outcomes_to_all(kind: Divergence
         kept[0, list(order[:count])] = True
         found = by(pi, mu, recorded(kept), kind)
         if count == 1:
-            assert torch.allclose(found, last, rtol=0, atol=1e-6)
-        assert (found >= last - 2e-6).all()
+            assert torch.allclose(found, last, rtol=0, atol=2e-5)
+        assert (found >= last - 2e-5).all(), "but for the least that the others are taken for"
         last = found
     assert torch.allclose(last, of_all(pi, mu, kind), rtol=0, atol=1e-9)
 
