@@ -20,6 +20,7 @@ from streamrl.core.packing import plan_micro_batches
 from streamrl.errors import TrainingError
 from streamrl.schemas.candidates import CandidateSets, bounds_of
 from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from tests.support.errors import raises
@@ -190,3 +191,27 @@ def test_a_batch_knows_the_candidates_of_its_tokens() -> None:
         TrainBatch.from_lists([[5, 6]], [[7, 8]], candidates=[[{3: -0.9}, {}]])
     with raises(TrainingError, field="candidates"):
         replace(batch, candidates=batch.candidates.at(np.arange(3)))
+
+
+OTHERS = {
+    "megatron": {"backend": "megatron"},
+    "two ranks": {"backend": "torch", "ranks": 2, "micro_tokens": 30},
+    "ranks that share rows": {"backend": "torch", "ranks": 2, "context": 2, "attention": "packed"},
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_other_backends_and_meshes_take_the_same_step(model_dir: Path, rollouts: Callable[..., TrainBatch], other: dict[str, Any]) -> None:
+    batch, found = with_candidates(rollouts(), seed=4), []
+    correction = replace(LossConfig().correction, kind="none")
+    loss = LossConfig(policy="dppo", dppo_divergence="topk_tv", dppo_bound=0.3, dppo_symmetric=True, correction=correction)
+    for options in ({"backend": "torch"}, other):
+        trainer = TrainerConfig(device="cpu", support_replay=True, rank_timeout_s=120.0, **options)
+        with open_trainer(Config(trainer=trainer, loss=loss), model_dir) as made:
+            found.append(made.step(batch))
+    ours, theirs = found
+    assert ours.tokens is not None and theirs.tokens is not None
+    assert abs(ours.tokens.logprobs - theirs.tokens.logprobs).max() < 2e-5
+    for name in ("train/pg_clipfrac", "train/grad_norm", "train/loss", "train/support_replayed", "train/likeliest_known"):
+        assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=1e-4), name
