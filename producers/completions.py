@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT, counters_of
+from streamrl.engines.extras import BEGAN, CANDIDATES, EXPERTS, INEXACT, counters_of
 from streamrl.engines.protocol import Chunk, Engine, GenerateRequest
 from streamrl.errors import EngineError
 from streamrl.producers.episode import Origin, Segment
@@ -89,18 +89,15 @@ def _join(parts: Sequence[Chunk], sampling: Sampling, asked_s: float, finished_s
     inexact = bool(last.extras.get(INEXACT))
     began_s, counters = last.extras.get(BEGAN, 0.0), counters_of(last.extras)
     origin = Origin(last.engine, last.finish_reason or "", asked_s, began_s, finished_s, counters)
-    experts = last.extras.get(EXPERTS)
+    experts, candidates = last.extras.get(EXPERTS), last.extras.get(CANDIDATES)
+    made = inexact, sampling.temperature, origin, experts, sampling, candidates
     if len(parts) == 1:
-        segment = Segment(last.token_ids, last.logprobs, last.spans, inexact, sampling.temperature, origin, experts, sampling)
+        segment = Segment(last.token_ids, last.logprobs, last.spans, *made)
     else:
         segment = Segment(
             tuple(token for part in parts for token in part.token_ids),
             tuple(logprob for part in parts for logprob in part.logprobs),
             tuple(span for part in parts for span in part.spans),
-            inexact,
-            sampling.temperature,
-            origin,
-            experts,
-            sampling,
+            *made,
         )
     return Completion(segment, last.finish_reason or "", last.logprob_mode, last.engine)

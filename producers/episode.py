@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import SchemaError
+from streamrl.schemas.candidates import Candidates
 from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.samples import Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan, is_agent, is_turn_temperature
 from streamrl.schemas.tasks import RolloutTask, Sampling
@@ -63,6 +64,8 @@ class Segment(msgspec.Struct, frozen=True):
     """Of the call that gave them, where its engine says so: of all tokens up to the last one of these, which is left out."""
     sampling: Sampling | None = None
     """How the tokens were drawn; None: as the episode says, but for `temperature`."""
+    candidates: Candidates | None = None
+    """Of each token, where its engine says them."""
 
     @property
     def is_model(self) -> bool:
@@ -348,8 +351,9 @@ def routed_experts(episode: Episode) -> npt.NDArray[np.unsignedinteger] | None:
 
 
 def bare(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The same without experts: for who has no use for them."""
-    return tuple(segment if segment.experts is None else msgspec.structs.replace(segment, experts=None) for segment in segments)
+    """The same without experts and candidates: for who has no use for them."""
+    nothing = {"experts": None, "candidates": None}
+    return tuple(msgspec.structs.replace(one, **nothing) if one.experts or one.candidates else one for one in segments)
 
 
 def _told_by(episode: Episode, turns: Sequence[tuple[int, Segment]]) -> bool:

@@ -17,9 +17,11 @@ import msgspec
 from streamrl.bus.reading import read_key
 from streamrl.config.code import code_digests, judging_code
 from streamrl.config.environments import VERIFIERS
+from streamrl.config.recording import recording_of
 from streamrl.core.lengths import histogram
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.attempts import Attempts
+from streamrl.producers.candidates import store_candidates
 from streamrl.producers.checkpoints import RolloutCheckpoints
 from streamrl.producers.children.jobs import Keeping
 from streamrl.producers.claims import Claims, Demand
@@ -264,6 +266,8 @@ def _roll_out(
         with phase("publish"):
             if worker.config.trainer.routing_replay:
                 samples = await store_experts(publisher, samples, group.episodes)
+            if recording_of(worker.config).anything:
+                samples = await store_candidates(publisher, samples, group.episodes)
             failures = group.failures
             if worker.config.reward.workers:
                 samples, unasked = await ask_for_rewards(publisher, task, group.episodes, samples)

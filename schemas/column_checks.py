@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import IMAGES, SCALARS, TURNS
+from streamrl.schemas.columns import BLOBS, IMAGES, SCALARS, TURNS
 from streamrl.schemas.images import MEDIA_TYPES
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status, is_agent
@@ -138,7 +138,7 @@ def optional_problem(b: SampleBatch) -> str:
         return problem
     if "sampling" in names and (problem := _sampling_problem(b)):
         return problem
-    for name in ("routed_experts", "images"):
+    for name in BLOBS:
         for ref in b.optional(name) or ():
             if ref is not None and not (
                 ref["name"] and _SHA256.fullmatch(ref["sha256"] or "") and _least(0, ref["start_row"]) and _least(0, ref["num_rows"])

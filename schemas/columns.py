@@ -35,6 +35,8 @@ TURNS = {
 """Fields of a `TurnSpan`; each is a column `turn_<field>` of lists, which are equally long in a row."""
 IMAGES = {"sha256": pa.utf8(), "media_type": pa.utf8(), "num_bytes": pa.int64()}
 """Fields of an `Image`; each is a column `image_<field>` of lists, which are as long as `images` has rows."""
+BLOBS = ("routed_experts", "candidates", "images")
+"""Columns that name rows of a blob."""
 OPTIONAL = {
     **{f"turn_{name}": pa.list_(kind) for name, kind in TURNS.items()},
     "branch_parent": pa.int32(),
@@ -51,6 +53,7 @@ OPTIONAL = {
     "agent": pa.utf8(),
     "agent_reward": pa.float64(),
     "grading": pa.int64(),
+    "candidates": _BLOB,
     **{f"image_{name}": pa.list_(kind) for name, kind in IMAGES.items()},
 }
 """Columns of `samples/2` that a message has only when a row has something in them; null elsewhere."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.columns import IMAGES, OPTIONAL, SCALARS, TURNS, arrow_schema, schema_bytes
+from streamrl.schemas.columns import BLOBS, IMAGES, OPTIONAL, SCALARS, TURNS, arrow_schema, schema_bytes
 from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.schemas.tasks import Sampling
 
@@ -52,7 +52,7 @@ _NUMBERS = {
 }
 _WORDS = ("status", "finish_reason")
 """Columns of few different texts."""
-_MORE = ("turns", "branch", "routed_experts", "images", "image_rows", "counters", "agent", *SCALARS)
+_MORE = ("turns", "branch", *BLOBS, "image_rows", "counters", "agent", *SCALARS)
 """What goes into the optional columns."""
 _SCALAR_TYPES = {name: np.dtype(OPTIONAL[name].to_pandas_dtype()) for name in SCALARS}
 _more = attrgetter(*_MORE)
@@ -198,7 +198,7 @@ def _optional_columns(samples: Sequence[Sample]) -> dict[str, pa.Array]:
     if "branch" in said:
         columns["branch_parent"] = _array("branch_parent", [branch and branch.parent for branch in said["branch"]])
         columns["branch_shared"] = _array("branch_shared", [branch and branch.num_shared for branch in said["branch"]])
-    for name in {"routed_experts", "images"} & said.keys():
+    for name in set(BLOBS) & said.keys():
         columns[name] = _array(name, [ref and msgspec.structs.asdict(ref) for ref in said[name]])
     for name in IMAGES if "image_rows" in said else ():
         columns[f"image_{name}"] = _array(f"image_{name}", [[getattr(one, name) for one in row] or None for row in said["image_rows"]])

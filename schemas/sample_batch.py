@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from streamrl.errors import SchemaError
 from streamrl.schemas.blobs import BlobRef
-from streamrl.schemas.columns import IMAGES, OPTIONAL, SCALARS, TURNS, arrow_schema, canonical
+from streamrl.schemas.columns import BLOBS, IMAGES, OPTIONAL, SCALARS, TURNS, arrow_schema, canonical
 from streamrl.schemas.images import Image
 from streamrl.schemas.samples import Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling, turn_sampling
@@ -357,7 +357,7 @@ def _more(values: dict[str, Any]) -> dict[str, Any]:
         found["turns"] = tuple(_turns(values))
     if values.get("branch_parent") is not None:
         found["branch"] = Branch(values["branch_parent"], values["branch_shared"])
-    for name in ("routed_experts", "images"):
+    for name in BLOBS:
         if values.get(name) is not None:
             found[name] = BlobRef(**values[name])
     if values.get("image_sha256") is not None:

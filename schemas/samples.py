@@ -171,6 +171,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """None: it stands by itself, or others have left it."""
     routed_experts: BlobRef | None = None
     """A row for each token."""
+    candidates: BlobRef | None = None
+    """A row for each token: what else could have been drawn there, see `streamrl.schemas.candidates`."""
     images: BlobRef | None = None
     """A row for each image of its task's row, in order. Its tokens were sampled without them: no engine looks at images."""
     image_rows: tuple[Image, ...] = ()

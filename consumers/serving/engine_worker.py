@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.config.hosts import WILDCARDS, address_towards, bracketed
+from streamrl.config.recording import recording_of
 from streamrl.config.tree import Config
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.data.model import ensure_model
@@ -84,6 +85,7 @@ async def _one_life(worker: Worker, model_dir: Path, clock: StateClock) -> None:
         index=worker.index,
         log_path=worker.run_dir.log_path(f"{worker.name}-server"),
         routed=config.trainer.routing_replay,
+        recording=recording_of(config),
     )
     engine.timed(clock)
     try:

@@ -38,13 +38,12 @@ from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, 
 from streamrl.consumers.training.reader import Incoming, RecordReader, open_samples
 from streamrl.consumers.training.reaper import Reaper
 from streamrl.consumers.training.resuming import Resuming
-from streamrl.consumers.training.sample_blobs import sample_blobs
+from streamrl.consumers.training.sample_blobs import NOTHING_REPLAYED, Replayed, sample_blobs
 from streamrl.consumers.training.steps import Cut, Stepped, recorded_cut, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState, initial_state
-from streamrl.engines.experts import Routing
 from streamrl.errors import Conflict, OutOfMemory, TrainingError
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
@@ -81,7 +80,7 @@ class LiveTrainer:
         publisher: gets every version that is in the ledger.
         run_dir: where checkpoints go.
         fingerprint: digest of the numerics fingerprint.
-        routing: of the policy, whose tokens go where their samples say; None: where its routers choose.
+        replayed: what is trained with of what samples keep beside them.
         vocab_size: of the model; a message with a token beyond it is quarantined. 0: not checked.
         export: called with the version once the warm-up has ended, at the run's end, and as `trainer.export_every` says, to save the
             policy for others to use.
@@ -103,7 +102,7 @@ class LiveTrainer:
         export: Callable[[Version], None],
         say: Callable[[str], None],
         vocab_size: int = 0,
-        routing: Routing | None = None,
+        replayed: Replayed = NOTHING_REPLAYED,
         doing: Callable[[str], None] = lambda state: None,
     ) -> None:
         self.config = config
@@ -119,7 +118,7 @@ class LiveTrainer:
         self.fold_config = fold_config(config, vocab_size)
         self.rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._doing = doing
-        self._routing = routing
+        self._replayed = replayed
         self._token_weights = TokenWeights(run_dir.path / TOKENS, config.trainer.token_weights_bytes)
         self._budget = MicroBudget(0, 0)
         self._deadline = float("inf")
@@ -183,7 +182,7 @@ class LiveTrainer:
             gaps=[gap for _, gap in sorted(ledger.gaps.items())],
             effects=self._take_effects,
             waiting=partial(self._wait, saver),
-            blobs=sample_blobs(self.bus, call.loop, self._routing, self.config, images=has_images(self.config.data)),
+            blobs=sample_blobs(self.bus, call.loop, self._replayed, self.config, images=has_images(self.config.data)),
             lost=lambda group, rollout, why: call(publish_blob_missing(self.bus, self.subjects, group, rollout, why)),
         )
         logger.info("event=training version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)

@@ -78,7 +78,7 @@ class HeldMessages:
                 f"version {state.version.number + 1} cannot be trained again, rollout {rollout} of task {group.task} lacks {why}",
                 hint="its blobs were trimmed with their samples, or lost: go on from a later version",
             )
-        return assemble(batch, self.messages, state, config, None if self._blobs is None else self._blobs.replayed)
+        return assemble(batch, self.messages, state, config, **({} if self._blobs is None else self._blobs.takes))
 
     def _want(self, samples: SampleBatch) -> None:
         if self._blobs is not None:

@@ -10,7 +10,7 @@ from streamrl.config.data import has_images
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.loop import LiveTrainer, trained_steps
 from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_process_group, lead, others_of
-from streamrl.consumers.training.sample_blobs import replayed_routing
+from streamrl.consumers.training.sample_blobs import replayed
 from streamrl.consumers.training.trimming import keep_trimmed
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model
@@ -97,7 +97,7 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
         export=export,
         say=lambda text: call(worker.notice(text)),
         vocab_size=vocab_size(model_dir),
-        routing=replayed_routing(config, model_dir),
+        replayed=replayed(config, model_dir),
         doing=partial(setattr, worker, "state"),
     )
     keep_all()

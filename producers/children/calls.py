@@ -10,11 +10,12 @@ from contextlib import aclosing
 
 import msgspec
 
-from streamrl.engines.extras import BEGAN, EXPERTS, INEXACT, counters_of
+from streamrl.engines.extras import BEGAN, CANDIDATES, EXPERTS, INEXACT, counters_of
 from streamrl.engines.protocol import Chunk, Engine
 from streamrl.errors import EngineError, NotFound, SchemaError
 from streamrl.producers.children.frames import Abort, Answer, Ask, Given, Info, Look, Problem, Returned, Save, Told
 from streamrl.producers.episode import Episode, Origin, Segment
+from streamrl.schemas.candidates import Candidates
 from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 
@@ -38,6 +39,7 @@ class Recorded:
         self.sampling = segment.sampling
         self.origin = segment.origin
         self.experts: RoutedExperts | None = None
+        self.candidates: Candidates | None = None
         self.mode = LogprobMode.SAMPLED
         self.engine = ""
 
@@ -47,7 +49,7 @@ class Recorded:
         self.logprobs += chunk.logprobs
         self.spans += chunk.spans
         self.inexact |= bool(chunk.extras.get(INEXACT))
-        self.experts = chunk.extras.get(EXPERTS)
+        self.experts, self.candidates = chunk.extras.get(EXPERTS), chunk.extras.get(CANDIDATES)
         self.mode, self.engine = chunk.logprob_mode, chunk.engine
         asked_s = 0.0 if self.origin is None else self.origin.asked_s
         began_s, counters = chunk.extras.get(BEGAN, 0.0), counters_of(chunk.extras)
@@ -57,8 +59,8 @@ class Recorded:
         """Equal for completions of which one says what the other does."""
         return msgspec.structs.replace(self.part(0, len(self.token_ids)), origin=None), self.mode, self.engine
 
-    def part(self, start: int, stop: int, *, routed: bool = False) -> Segment:
-        """Tokens `start` to `stop` with the versions that sampled them, and with where they went if that is asked for."""
+    def part(self, start: int, stop: int, *, beside: bool = False) -> Segment:
+        """Tokens `start` to `stop` with the versions that sampled them, and if asked for with where they went and their candidates."""
         spans: list[VersionSpan] = []
         end = 0
         for span in self.spans:
@@ -67,16 +69,19 @@ class Recorded:
             if length > 0:
                 spans.append(VersionSpan(length, span.version))
         kept = tuple(self.token_ids[start:stop]), tuple(self.logprobs[start:stop]), tuple(spans)
-        experts = None
-        if routed and self.experts is not None:
+        experts = candidates = None
+        if beside and self.experts is not None:
             experts = self.experts.first(self.experts.shape[0] - (len(self.token_ids) - stop))
-        return Segment(*kept, self.inexact, self.temperature, self.origin, experts, self.sampling)
+        if beside and self.candidates is not None:
+            candidates = self.candidates.part(start, stop)
+        return Segment(*kept, self.inexact, self.temperature, self.origin, experts, self.sampling, candidates)
 
 
-def _without_experts(chunk: Chunk) -> Chunk:
-    if EXPERTS not in chunk.extras:
+def _bare(chunk: Chunk) -> Chunk:
+    if not chunk.extras.keys() & {EXPERTS, CANDIDATES}:
         return chunk
-    return msgspec.structs.replace(chunk, extras={name: value for name, value in chunk.extras.items() if name != EXPERTS})
+    kept = {name: value for name, value in chunk.extras.items() if name not in (EXPERTS, CANDIDATES)}
+    return msgspec.structs.replace(chunk, extras=kept)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -220,7 +225,7 @@ class Call:
             async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:
                     self.turns[frame.turn + chunk.completion].add(chunk)
-                    self._send(Given(self.number, frame.turn, chunk=_without_experts(chunk)))
+                    self._send(Given(self.number, frame.turn, chunk=_bare(chunk)))
         except EngineError as error:
             self._send(Given(self.number, frame.turn, problem=Problem.of(error)))
         except Exception as error:  # the request is the user's: whatever it breaks here ends it, never the worker
@@ -269,7 +274,7 @@ class Call:
                 if found is None or not 0 <= start <= stop <= len(found.token_ids):
                     raise SchemaError(f"the rollout had no tokens {start} to {stop} of a turn {turn}")
                 last = found
-                segments.append(found.part(start, stop, routed=True))
+                segments.append(found.part(start, stop, beside=True))
         return Episode(
             segments=tuple(segments),
             finish_reason=returned.finish_reason,

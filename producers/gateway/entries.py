@@ -16,6 +16,7 @@ import msgspec
 
 from streamrl.producers.completions import Completion
 from streamrl.producers.episode import Origin, Segment
+from streamrl.schemas.candidates import Candidates
 from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
@@ -27,7 +28,7 @@ OWN_PROMPT = -2
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """A model's turn, packed: 12 bytes a token, here as in the journal."""
+    """A model's turn, packed: 12 bytes a token, here as in the journal, and what its engine said beside."""
 
     ids: bytes
     """int32, native order."""
@@ -40,17 +41,19 @@ class Tokens(msgspec.Struct, frozen=True):
     inexact: bool = False
     origin: Origin | None = None
     experts: RoutedExperts | None = None
+    candidates: Candidates | None = None
 
     @classmethod
     def of(cls, made: Completion) -> Tokens:
         """As the engine gave them."""
         of = made.segment
         packed = packed_ids(of.token_ids), array("d", of.logprobs).tobytes()
-        return cls(*packed, tuple(of.spans), made.logprob_mode, made.finish_reason, made.engine, of.inexact, of.origin, of.experts)
+        beside = of.inexact, of.origin, of.experts, of.candidates
+        return cls(*packed, tuple(of.spans), made.logprob_mode, made.finish_reason, made.engine, *beside)
 
     def segment(self, sampling: Sampling) -> Segment:
         """The same as a part of an episode; `sampling`: as they were drawn."""
-        made = self.inexact, sampling.temperature, self.origin, self.experts, sampling
+        made = self.inexact, sampling.temperature, self.origin, self.experts, sampling, self.candidates
         return Segment(self.token_ids, self.token_logprobs, self.spans, *made)
 
     @property

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from streamrl.algorithms.logit_bias import LogitBias
 from streamrl.algorithms.nucleus import BITS, packed, support, unpacked
+from streamrl.algorithms.recorded import Recorded
 
 
 class Plan(NamedTuple):
@@ -40,19 +41,30 @@ class Cut(NamedTuple):
     top_p_M: Tensor
     top_k_M: Tensor
     min_p_M: Tensor | None = None
+    recorded: Recorded | None = None
+    """What was left when the tokens were drawn; where it is said, that counts, whatever these logits would leave."""
 
     def rows(self, chosen: slice) -> Cut:
         """Of some of the predicted tokens."""
-        return Cut(self.top_p_M[chosen], self.top_k_M[chosen], None if self.min_p_M is None else self.min_p_M[chosen])
+        min_p = None if self.min_p_M is None else self.min_p_M[chosen]
+        return Cut(self.top_p_M[chosen], self.top_k_M[chosen], min_p, None if self.recorded is None else self.recorded.rows(chosen))
 
     def support(self, logits_MV: Tensor, targets_M: Tensor) -> Tensor:
         """[M, V] bool: the tokens that are kept."""
-        return support(logits_MV, targets_M, self.top_p_M, self.top_k_M, self.min_p_M)
+        recorded = self.recorded
+        if recorded is None:
+            return support(logits_MV, targets_M, self.top_p_M, self.top_k_M, self.min_p_M)
+        kept = recorded.support(logits_MV.shape[-1])
+        if not recorded.complete:
+            own = support(logits_MV, targets_M, self.top_p_M, self.top_k_M, self.min_p_M)
+            kept = torch.where(recorded.said[:, None], kept, own)
+        return kept
 
 
 class FusedHead(torch.autograd.Function):
-    """(hidden [M, H], weight [V, H], bias [V] | None, targets [M], temperature [M], cut, logit bias | None, plan) to
-    (log-probs [M], entropies [M]). See `streamrl.algorithms.logprobs.linear_logprobs`; targets outside [0, V) are another rank's.
+    """(hidden [M, H], weight [V, H], bias [V] | None, targets [M], temperature [M], cut, logit bias | None, candidates | None, plan) to
+    (log-probs [M], entropies [M], log-probs [S] of the candidates, which carry no gradient).
+    See `streamrl.algorithms.logprobs.linear_logprobs`; targets outside [0, V) are another rank's.
 
     With logits z = (cap(scale (W h + b)) + logit bias) / temperature, q = softmax(z) over the kept tokens and its entropy S:
     d log q_t / dz_j = [j = t] - q_j and dS / dz_j = -q_j (log q_j + S).
@@ -68,15 +80,16 @@ class FusedHead(torch.autograd.Function):
         temperature_M: Tensor,
         cut: Cut | None,
         logit_bias: LogitBias | None,
+        candidates: Recorded | None,
         plan: Plan,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See the class."""
         tokens, vocab = len(hidden_MH), len(weight_VH)
         temperature_M = temperature_M.to(accumulation_dtype(hidden_MH))
         found = temperature_M.new_zeros((4, tokens))
         bits = targets_M.new_empty((tokens, -(-vocab // BITS)), dtype=torch.uint8) if cut is not None and plan.remember else None
         size = max(1, plan.chunk_elements // vocab)
-        logits = None
+        logits, likely = None, [found.new_zeros(0)]
         for first in range(0, tokens, size):
             part = slice(first, first + size)
             added = None if logit_bias is None else logit_bias.rows(part)
@@ -84,6 +97,8 @@ class FusedHead(torch.autograd.Function):
             kept = None if cut is None else cut.rows(part).support(logits, targets_M[part])
             if kept is not None and bits is not None:
                 bits[part] = packed(kept)
+            if candidates is not None:
+                likely.append(candidates.rows(part).of(logits))
             for row, values in zip(found, statistics(logits, targets_M[part], kept), strict=True):
                 row[part] = values
         greatest, total, moment, chosen = found if plan.group is None else _combined(found, plan.group)
@@ -95,9 +110,11 @@ class FusedHead(torch.autograd.Function):
                 hidden_MH, weight_VH, bias_V, targets_M, temperature_M, greatest + total.log(), entropy.clone(), bits, only
             )
             ctx.plan, ctx.logit_bias = plan, logit_bias
-        if not plan.entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        known = torch.cat(likely)
+        if candidates is not None:
+            known -= (greatest + total.log())[candidates.token]
+        ctx.mark_non_differentiable(known, *(() if plan.entropy_gradient else (entropy,)))
+        return logprobs, entropy, known
 
     @staticmethod
     @once_differentiable
@@ -105,7 +122,7 @@ class FusedHead(torch.autograd.Function):
         """Gradients of hidden, weight and bias. Tokens whose slopes are 0 take no part: what they hold, NaN included, reaches nothing."""
         plan: Plan = ctx.plan
         added: LogitBias | None = ctx.logit_bias
-        logprob_slopes_M, entropy_slopes_M = grad_outputs
+        logprob_slopes_M, entropy_slopes_M, _ = grad_outputs
         hidden, weight, bias, targets, temperature, normalizer, entropy, bits, logits = ctx.saved_tensors
         shape, vocab = hidden.shape, len(weight)
         rows = None
@@ -146,7 +163,7 @@ class FusedHead(torch.autograd.Function):
             if plan.group is not None:
                 dist.all_reduce(hidden_slopes, group=plan.group)
             hidden_slopes = hidden_slopes.to(hidden.dtype)
-        return hidden_slopes, weight_slopes, bias_slopes, None, None, None, None, None
+        return hidden_slopes, weight_slopes, bias_slopes, *(None,) * 6
 
 
 def accumulation_dtype(values: Tensor) -> torch.dtype:

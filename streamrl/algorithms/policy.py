@@ -12,7 +12,7 @@ from streamrl.algorithms.corrections import finite_tokens
 from streamrl.algorithms.policy_losses import cispo, clip_cov, gmpo, gspo, gspo_token, kl_cov, opsm_keep, ppo_clip, sapo
 from streamrl.algorithms.sampler_losses import aipo, dppo, m2po, vespo
 from streamrl.algorithms.sequences import Selected, Sequences
-from streamrl.config.loss import LossConfig, policy_loss_of, policy_name
+from streamrl.config.loss import LossConfig, likeliest_of, policy_loss_of, policy_name
 from streamrl.errors import ConfigError, TrainingError
 
 
@@ -39,6 +39,8 @@ class PolicyTokens(NamedTuple):
     """log pi_reference, where there is a reference policy."""
     chosen: Tensor | None = None
     """Bool: what the policy loss chose of the optimizer step's tokens, where it does (`streamrl.algorithms.choices.decide`)."""
+    apart: Tensor | None = None
+    """How far the policy has gone from the sampler by the tokens that this held for the likeliest, where the policy loss goes by that."""
     share: Tensor | None = None
     """What the trainer multiplies the policy loss by, where `loss.top_entropy` leaves tokens out."""
 
@@ -113,6 +115,14 @@ def policy_loss(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[
                 policy=name,
             )
         given = (*given, tokens.chosen & keep)
+    if likeliest_of(config):
+        if tokens.apart is None:
+            raise TrainingError(
+                f"expected PolicyTokens.apart, which loss.dppo_divergence = {config.dppo_divergence} goes by, got None",
+                hint="streamrl.algorithms.divergences.candidate_divergence gives it",
+                policy=name,
+            )
+        given = (*given, tokens.apart.masked_fill(~keep, 0.0))
     settings = {argument: getattr(config, key) for argument, key in known.settings.items()}
     loss, metrics = POLICY_LOSSES[name](logprobs, anchor, advantages, *given, **settings)
     if config.opsm_delta:

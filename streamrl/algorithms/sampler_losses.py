@@ -6,16 +6,13 @@ engine and trainer disagree in, and the steps of the batch at once, so no off-po
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.divergences import Divergence, binary_divergence
 from streamrl.algorithms.importance import ratio_of
 from streamrl.algorithms.policy_losses import clip_metrics
 from streamrl.algorithms.sequences import Sequences
-
-Divergence = Literal["tv", "kl"]
 
 
 def aipo(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, *, cap: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -44,6 +41,7 @@ def dppo(
     logprobs: Tensor,
     sampler_logprobs: Tensor,
     advantages: Tensor,
+    apart: Tensor | None = None,
     *,
     bound: float,
     bound_low: float = 0.0,
@@ -54,16 +52,17 @@ def dppo(
     """Policy gradient that leaves out tokens whose distribution has gone far enough: L = -keep r A + kl (log r)^2, r = pi / mu.
 
     Divergence PPO, arXiv 2602.04879, equation 12: keep = 0 where D > bound and the advantage pushes on, A > 0 and r > 1 or A < 0 and r < 1;
-    else 1. D is the divergence of two outcomes, the token and all others (equations 13 and 14): total variation |pi - mu|, or
-    KL(mu || pi). It compares probabilities, not their ratio: a rare token may become many times as likely, a frequent one may not move by
-    more than the bound. A token that comes back towards mu is always kept, unless `symmetric`: then it counts alone how far a token has
-    gone, for in asynchronous training its own advantage says little of where it went. The quadratic term, which is not the paper's,
-    holds every token, left out or not, near the sampler.
+    else 1. D is the divergence of two outcomes, the token and all others (equations 13 and 14): total variation |pi - mu|, or KL(mu || pi);
+    or `apart`, that of the sampler's likeliest tokens one by one and all others. It compares probabilities, not their ratio: a rare token
+    may become many times as likely, a frequent one may not move by more than the bound. A token that comes back towards mu is always kept,
+    unless `symmetric`: then it counts alone how far a token has gone, for in asynchronous training its own advantage says little of where
+    it went. The quadratic term, which is not the paper's, holds every token, left out or not, near the sampler.
 
     Args:
         logprobs: log pi.
         sampler_logprobs: log mu.
         advantages: A.
+        apart: D, where that takes more than log pi and log mu (`streamrl.algorithms.divergences.candidate_divergence`).
         bound: of D where r > 1; with `tv` between 0 and 1, with `kl` in nats.
         bound_low: of D where r < 1; 0: `bound` there, too.
         divergence: which D.
@@ -76,31 +75,12 @@ def dppo(
     sampler = sampler_logprobs.detach()
     log_ratio = logprobs - sampler
     ratio = ratio_of(log_ratio)
-    gone = binary_divergence(logprobs.detach(), sampler, divergence)
+    gone = binary_divergence(logprobs.detach(), sampler, divergence) if apart is None else apart
     rose, fell = log_ratio > 0, log_ratio < 0
     far = (rose & (gone > bound)) | (fell & (gone > (bound_low or bound)))
     left_out = far if symmetric else far & torch.where(rose, advantages > 0, advantages < 0)
     surrogate = torch.where(left_out, 0.0, -ratio * advantages)
     return surrogate + kl * log_ratio.square(), clip_metrics(log_ratio, ratio, left_out)
-
-
-def binary_divergence(logprobs: Tensor, sampler_logprobs: Tensor, divergence: Divergence) -> Tensor:
-    """Of mu from pi, each taken as two outcomes: the sampled token and all others. arXiv 2602.04879, equations 13 and 14.
-
-    tv: |pi - mu|. kl: mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)), infinite where pi holds no other token for possible and mu does.
-    Both are at most those of the whole distributions.
-
-    Args:
-        logprobs: log pi, at most 0.
-        sampler_logprobs: log mu, at most 0.
-        divergence: which of the two.
-    """
-    policy, sampler = logprobs.exp(), sampler_logprobs.exp()
-    if divergence == "tv":
-        return (policy - sampler).abs()
-    # 1 - p without the cancellation of a p near 1; rounding may leave a log-prob just above 0.
-    others, before = -torch.expm1(logprobs.clamp(max=0.0)), -torch.expm1(sampler_logprobs.clamp(max=0.0))
-    return sampler * (sampler_logprobs - logprobs) + torch.xlogy(before, before) - torch.xlogy(before, others)
 
 
 def m2po(logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, chosen: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

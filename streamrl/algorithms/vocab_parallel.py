@@ -49,5 +49,6 @@ def vocab_parallel_logprobs(
     remember = torch.is_grad_enabled()
     plan = Plan(chunk_elements, head.scale, head.softcap, entropy_gradient, remember, group)
     added = None if logit_bias is None else logit_bias.columns(first, first + len(head.weight))
-    found: tuple[Tensor, Tensor] = FusedHead.apply(hidden_MH, head.weight, head.bias, targets_M - first, temperature_M, None, added, plan)  # pyright: ignore[reportAssignmentType]
-    return found
+    given = hidden_MH, head.weight, head.bias, targets_M - first, temperature_M, None, added, None, plan
+    logprobs, entropy, _ = FusedHead.apply(*given)  # pyright: ignore[reportGeneralTypeIssues]
+    return logprobs, entropy

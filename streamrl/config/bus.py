@@ -35,8 +35,8 @@ class BusConfig(Section, frozen=True, kw_only=True):
     blobs_bytes: PositiveInt = 4_000_000_000
     """Byte budget of the blobs: weights, drops, dead letters."""
     sample_blobs_bytes: PositiveInt = 4_000_000_000
-    """Byte budget of the blobs that samples name: the experts of their tokens (trainer.routing_replay), the images of their rows
-    (data.images_key)."""
+    """Byte budget of the blobs that samples name: the experts of their tokens (trainer.routing_replay), what these were drawn
+    from (trainer.support_replay), the images of their rows (data.images_key)."""
     turns_bytes: PositiveInt = 1_000_000_000
     """Byte budget of the turns of a gateway's open sessions; a call that finds no room waits for sessions to end, as a 503."""
     ack_wait_s: PositiveFloat = 30.0

@@ -10,6 +10,7 @@ from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
+from streamrl.config.check_recording import check_recording
 from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
@@ -29,6 +30,7 @@ def check(config: Config) -> None:
     check_sft(config)
     check_reward(config)
     check_sampling(config)
+    check_recording(config)
     check_filters(config)
     check_evaluation(config)
     _check_schedule(config)

@@ -187,9 +187,9 @@ def _check_policy_settings(config: Config) -> None:
             key=f"loss.{setting}",
         )
     refuse(
-        policy == "dppo" and loss.dppo_divergence == "tv" and max(loss.dppo_bound, loss.dppo_bound_low) >= 1,
-        "loss.dppo_bound and loss.dppo_bound_low must be below 1 with loss.dppo_divergence = tv, got "
-        f"{loss.dppo_bound} and {loss.dppo_bound_low}: |pi - mu| is never above 1, and nothing would be left out",
+        policy == "dppo" and loss.dppo_divergence in ("tv", "topk_tv") and max(loss.dppo_bound, loss.dppo_bound_low) >= 1,
+        f"loss.dppo_bound and loss.dppo_bound_low must be below 1 with loss.dppo_divergence = {loss.dppo_divergence}, got "
+        f"{loss.dppo_bound} and {loss.dppo_bound_low}: a total variation is never above 1, and nothing would be left out",
         hint="for example 0.2; loss.dppo_divergence = 'kl' has nats",
         key="loss.dppo_bound" if loss.dppo_bound >= 1 else "loss.dppo_bound_low",
     )

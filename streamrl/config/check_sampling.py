@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from streamrl.config.check_recording import check_recorded, cuts
 from streamrl.config.tree import Config, refuse
 from streamrl.schemas.tasks import Sampling
 
@@ -64,6 +65,8 @@ def check_drawn(config: Config, sampling: Sampling, place: str, *, trained: bool
         hint="leave one of them out",
         key=f"{place}.min_p",
     )
+    if trained and cuts(sampling):
+        check_recorded(config, sampling, place)
     for name in _CUTS:
         refuse(
             trained and getattr(sampling, name) != getattr(Sampling(), name) and config.trainer.tensor > 1,

@@ -50,6 +50,7 @@ def check_sft(config: Config) -> None:
         ("tasks.expire_versions", config.tasks.expire_versions > 0, "demonstrations have no age"),
         ("producer.function", config.producer.function != "single_turn", "nobody makes rollouts"),
         ("trainer.routing_replay", config.trainer.routing_replay, "no engine has routed these tokens"),
+        ("trainer.support_replay", config.trainer.support_replay, "no engine has drawn these tokens"),
     )
     for key, is_set, why in unused:
         refuse(is_set, f"{key} is not for run.kind = sft: {why}", hint="leave it out", key=key)

@@ -187,8 +187,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """dppo: a token is left out once its divergence is above this and its advantage pushes it on (arXiv 2602.04879)."""
     dppo_bound_low: NonNegativeFloat = 0.0
     """dppo: the same for tokens that have become less likely; 0: `dppo_bound`."""
-    dppo_divergence: Literal["tv", "kl"] = "tv"
-    """dppo: of the token and all others, |pi - mu| or KL(mu || pi) in nats; for `kl` a bound of 0.05 is usual."""
+    dppo_divergence: Literal["tv", "kl", "topk_tv", "topk_kl"] = "tv"
+    """dppo: of the token and all others, |pi - mu| or KL(mu || pi) in nats; for `kl` a bound of 0.05 is usual. `topk_`: of each of the
+    tokens that the sampler held for the likeliest, the token itself and all others."""
+    dppo_top_k: PositiveInt = 20
+    """dppo: how many those are, which engines then record with every token."""
     dppo_symmetric: bool = False
     """dppo: leave out every token whose divergence is above its bound, whichever way its advantage pushes."""
     dppo_kl: NonNegativeFloat = 1e-3
@@ -229,6 +232,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
 def policy_name(loss: LossConfig) -> str:
     """The policy loss that `loss.policy` names, or where it is empty `ppo`."""
     return loss.policy or "ppo"
+
+
+def likeliest_of(loss: LossConfig) -> int:
+    """How many of the sampler's likeliest tokens the policy loss looks at beside the sampled one; 0: at none."""
+    return loss.dppo_top_k if policy_loss_of(loss).likeliest and loss.dppo_divergence.startswith("topk_") else 0
 
 
 def estimator_of(loss: LossConfig) -> Estimator:

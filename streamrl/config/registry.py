@@ -45,7 +45,7 @@ class Estimator(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyLoss(msgspec.Struct, frozen=True, kw_only=True):
-    """A loss that `loss.policy` may name: f(log pi, log pi_anchor, advantages, [sequences,] [chosen,] **settings)."""
+    """A loss that `loss.policy` may name: f(log pi, log pi_anchor, advantages, [sequences,] [chosen,] [apart,] **settings)."""
 
     settings: Mapping[str, str]
     """Its keyword arguments, and the keys of the section `loss` that they are."""
@@ -56,6 +56,8 @@ class PolicyLoss(msgspec.Struct, frozen=True, kw_only=True):
     choice: Mapping[str, str] | None = None
     """Of a loss that decides over all tokens of an optimizer step at once (`streamrl.algorithms.choices`), and is given what it chose: the
     keyword arguments of that decision, and the keys of the section `loss` that they are. None: it looks at each token, or sample."""
+    likeliest: bool = False
+    """Whether it may go by how far the policy is from the sampler by the latter's likeliest tokens, and is given that where it does."""
     table: bool = False
     """Whether the trainer without torch has it, too."""
 
@@ -125,6 +127,7 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
                 "kl": "dppo_kl",
             },
             anchor="sampler",
+            likeliest=True,
         ),
         "vespo": PolicyLoss(
             settings={

@@ -235,6 +235,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Tokens of one forward and backward pass; halved where that is out of memory."""
     routing_replay: bool = False
     """Send each token of a mixture to the experts that the engine sent it to (R3, arXiv 2510.11370)."""
+    support_replay: bool = False
+    """Normalise over the very tokens that top_p, top_k and min_p left the engine to draw from, in place of those that they leave of each
+    model's own distribution (docs/sampling.md)."""
     check_logprobs: NonNegativeInt = 0
     """Rollouts of each batch whose log-probs are computed once more with the very weights that sampled them, to tell rounding from drift;
     keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment. 0: only where those are newest (torch only)."""

@@ -15,6 +15,7 @@ from streamrl.core.length_rewards import length_rewards
 from streamrl.core.overlong import of_rollouts, overlong_penalty, sampled_tokens
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import TrainingError
+from streamrl.schemas.candidates import CandidateSets, joined
 from streamrl.schemas.ledger import SourceTally, Used
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status
@@ -87,7 +88,9 @@ def assemble(
     messages: Mapping[int, SampleBatch],
     state: FoldState,
     config: FoldConfig,
+    *,
     routed: Callable[[SampleBatch], npt.NDArray[np.int16]] | None = None,
+    candidates: Callable[[SampleBatch], CandidateSets] | None = None,
 ) -> TrainBatch:
     """Pack a batch, sorted by task, rollout, sample.
 
@@ -98,6 +101,7 @@ def assemble(
         config: tokens are masked here that are older than max_staleness, of truncated samples, or of guessed versions, where
             `stale`, `overlong` or `inexact` is "mask", and of rollouts that a filter refuses where `filters.refused` is.
         routed: of a message, [T, layers, k] where its tokens went; None: that is not asked for.
+        candidates: of a message's T tokens; None: they are not asked for.
 
     Raises:
         TrainingError: not one trainable token is left.
@@ -152,7 +156,8 @@ def assemble(
         penalties=penalties,
         length_rewards=added,
         reward_parts={} if warmup else {name: samplewise(partial(SampleBatch.reward_part, name=name)) for name in config.objectives},
-        routed_experts=tokenwise(routed) if routed is not None and packed.routed else None,
+        routed_experts=tokenwise(routed) if routed is not None and packed.says("routed_experts") else None,
+        candidates=packed.sets(candidates) if candidates is not None and packed.says("candidates") and not warmup else None,
         tasks=tasks,
         rollouts=rollouts,
         agents=packed.agents,
@@ -231,8 +236,6 @@ class _Packed:
                         agents[sample], own[sample] = one.agent, np.nan if one.reward is None else one.reward
                 names += agents
                 rewards += own
-        self.routed = any("routed_experts" in message.optional_names for message in self._messages)
-        """Whether a sample says where its tokens went."""
         self._rows = np.array(rows, np.int64)
         self.rewards = np.array(rewards, np.float64)
         self.trained = np.array(trained, np.bool_)
@@ -247,6 +250,14 @@ class _Packed:
     def tokenwise(self, column: Callable[[SampleBatch], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """[T] of a column that has a value for each token."""
         return np.concatenate([column(message) for message in self._messages])[self._tokens]
+
+    def says(self, column: str) -> bool:
+        """Whether a sample has something in an optional column."""
+        return any(column in message.optional_names for message in self._messages)
+
+    def sets(self, candidates: Callable[[SampleBatch], CandidateSets]) -> CandidateSets:
+        """Of the T tokens."""
+        return joined([candidates(message) for message in self._messages]).at(self._tokens)
 
     def biases(self, sampled: npt.NDArray[np.bool_]) -> LogitBiases | None:
         """Logit biases of the tokens that were `sampled` ([T]); None where there is none."""

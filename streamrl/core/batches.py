@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from streamrl.errors import TrainingError
+from streamrl.schemas.candidates import CandidateSets, bounds_of
 from streamrl.schemas.ledger import Choices, SourceTally
 from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
@@ -93,6 +94,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     routed_experts: npt.NDArray[np.int16] | None = None
     """[T, layers, k]; experts that each layer of the sampler sent the token to, -1 where that is not known. The policy's go there too,
     whatever its routers choose (R3, arXiv 2510.11370); None: they choose."""
+    candidates: CandidateSets | None = None
+    """Of each of the T tokens: where top-p, top-k or min-p cut what it was drawn from, all that was left, over which every model's
+    probabilities are normalised, whatever its own would leave; elsewhere the sampler's likeliest. None: nothing is known."""
     agents: tuple[str, ...] = ()
     """[N]; the agent whose own reward a sample is trained on, empty where it is the rollout's; none at all where no sample has an agent."""
     sources: dict[str, SourceTally] = {}
@@ -110,6 +114,10 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
                     hint="repeat the samples' values over their tokens",
                     field=name,
                 )
+        if self.candidates is not None and self.candidates.num_tokens != len(self.tokens):
+            raise TrainingError(
+                f"expected candidates of each of {len(self.tokens)} tokens, got those of {self.candidates.num_tokens}", field="candidates"
+            )
         if len(self.agents) not in (0, self.num_samples):
             raise TrainingError(
                 f"expected the agent of each of {self.num_samples} samples, or none, got {len(self.agents)}", field="agents"
@@ -135,6 +143,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         min_p: float | Sequence[float] = 0.0,
         logit_bias: Mapping[int, float] | Sequence[Mapping[int, float]] | None = None,
         routed_experts: Sequence[npt.ArrayLike] | None = None,
+        candidates: Sequence[Sequence[Mapping[int, float]]] | None = None,
         kind: Literal["sft", "rl"] = "rl",
         version: Version | None = None,
         stage_step: int = 0,
@@ -158,6 +167,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             min_p: of all samples, or [N].
             logit_bias: by token id, of all samples, or [N] of such; None: nothing.
             routed_experts: for each sample [tokens, layers, k], prompt included; None: the policy's routers choose.
+            candidates: for each of each answer's tokens, log-probs by token id; none of a token of which nothing is known.
             kind: see the field.
             version: the version trained from; None: the first.
             stage_step: see the field.
@@ -184,6 +194,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             kind=kind,
             routed_experts=experts,
+            candidates=shape.sets(candidates, answers),
             version=version or Version(),
             stage_step=stage_step,
             tokens=np.concatenate([np.zeros(0, np.int32), *ids]),
@@ -239,6 +250,19 @@ class _Shape(msgspec.Struct, frozen=True):
         rows = [np.array([*([outside] * number), *row], dtype) for number, row in zip(self.prompts, values, strict=True)]
         return np.concatenate([np.zeros(0, dtype), *rows])
 
+    def sets(self, given: Sequence[Sequence[Mapping[int, float]]] | None, answers: Sequence[Sequence[int]]) -> CandidateSets | None:
+        """Of all tokens; None where none is said."""
+        if given is None:
+            return None
+        _same("candidates", [len(row) for row in given], self.answers)
+        for row, ids in zip(given, answers, strict=True):
+            if any(one and token not in one for one, token in zip(row, ids, strict=True)):
+                raise TrainingError("expected each token of an answer among its own candidates", field="candidates")
+        nothing: Mapping[int, float] = {}
+        rows = [one for prompt, row in zip(self.prompts, given, strict=True) for one in (*[nothing] * prompt, *row)]
+        ids, logprobs = np.array([pair for row in rows for pair in sorted(row.items())], np.float64).reshape(-1, 2).T
+        return CandidateSets(bounds_of(np.array([len(row) for row in rows])), ids.astype(np.int32), logprobs.astype(np.float32))
+
     def biases(self, given: Mapping[int, float] | Sequence[Mapping[int, float]] | None) -> LogitBiases | None:
         """Of all samples, or of each of them."""
         if given is None:
@@ -277,7 +301,8 @@ def uncut(batch: TrainBatch) -> TrainBatch:
     """The batch as if top-p, top-k and min-p were off; where they are, itself."""
     if batch.min_p is None and (batch.top_p >= 1).all() and (batch.top_k < 1).all():
         return batch
-    return msgspec.structs.replace(batch, top_p=np.ones_like(batch.top_p), top_k=np.full_like(batch.top_k, -1), min_p=None)
+    whole = {"top_p": np.ones_like(batch.top_p), "top_k": np.full_like(batch.top_k, -1), "min_p": None}
+    return msgspec.structs.replace(batch, candidates=None, **whole)
 
 
 def sample_of_token(batch: TrainBatch) -> npt.NDArray[np.int64]:

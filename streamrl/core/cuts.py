@@ -24,7 +24,7 @@ def with_ends(batch: TrainBatch, cut: npt.NDArray[np.bool_]) -> tuple[TrainBatch
     """The batch with one more token, 0, at the end of each `cut` sample, and the indices of these tokens.
 
     What is said of such a token is said of the state that the sample's last own token leaves; the token itself is predicted, and so never
-    fed to a model. Good for values only: the routing of experts and what logits were changed by are left out.
+    fed to a model. Good for values only: the routing of experts, candidates and what logits were changed by are left out.
 
     Args:
         batch: of non-empty samples.
@@ -39,4 +39,5 @@ def with_ends(batch: TrainBatch, cut: npt.NDArray[np.bool_]) -> tuple[TrainBatch
     at = batch.offsets[1:][cut]
     offsets = batch.offsets + np.append(0, np.cumsum(cut))
     arrays = {name: np.insert(getattr(batch, name), at, 0) for name in _TOKENWISE}
-    return replace(batch, offsets=offsets, min_p=None, logit_biases=None, routed_experts=None, **arrays), offsets[1:][cut] - 1
+    unsaid = dict.fromkeys(("min_p", "logit_biases", "routed_experts", "candidates"))
+    return replace(batch, offsets=offsets, **unsaid, **arrays), offsets[1:][cut] - 1

@@ -16,6 +16,7 @@ from streamrl.bus.permissions import READER
 from streamrl.config.code import rollout_code
 from streamrl.config.data import has_images
 from streamrl.config.loss import estimator_of
+from streamrl.config.recording import recording_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config
 from streamrl.doctor.backend import check_backend
@@ -63,7 +64,7 @@ def check_budgets(config: Config) -> Check:
     if config.bus.url:
         return Check("budgets", "ok", "the log is on the cluster's disks")
     keys = ["samples_bytes", "blobs_bytes"]
-    if config.trainer.routing_replay or has_images(config.data):
+    if config.trainer.routing_replay or recording_of(config).anything or has_images(config.data):
         keys.append("sample_blobs_bytes")
     wanted = sum(getattr(config.bus, key) for key in keys)
     place, free = _room(config)

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from streamrl.config.recording import NOTHING, Recording
 from streamrl.config.registry import EngineName
 from streamrl.config.tree import EngineConfig
 from streamrl.engines.batching.delays import TokenDelay
@@ -27,6 +28,7 @@ def make_engine(
     index: int = 0,
     log_path: Path | None = None,
     routed: bool = False,
+    recording: Recording = NOTHING,
 ) -> HostedEngine:
     """Build (not start) an engine, which is also the host of its weights.
 
@@ -41,12 +43,13 @@ def make_engine(
         index: number of the engine worker, which decides its GPUs; `sglang` only.
         log_path: what a server of its own writes; `sglang` only.
         routed: completions say which experts their tokens went to; `local` and `sglang`.
+        recording: what else they say beside their tokens.
 
     Raises:
         ConfigError: `model_dir` does not fit the kind.
         EngineError: the architecture cannot be decoded.
     """
-    factory, named = FACTORIES[config.kind], {"engine_id": engine_id, "policy": policy, "max_len": max_len}
+    factory, named = FACTORIES[config.kind], {"engine_id": engine_id, "policy": policy, "max_len": max_len, "recording": recording}
     return factory(config, model_dir, named, delay=delay, dtype=dtype, index=index, log_path=log_path, routed=routed)
 
 

@@ -113,6 +113,10 @@ class MetaInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One version a token, from the streamrl plugin of SGLang."""
     output_token_sampling_logprobs: list[float | None] | None = None
     """SGLang's, when asked for: log-probs after top-p and top-k."""
+    output_token_sampling_mask: msgspec.Raw = msgspec.Raw()
+    """SGLang's with them: ids of what each token was drawn from, or null. Read by who wants it."""
+    output_top_logprobs: msgspec.Raw = msgspec.Raw()
+    """SGLang's, when asked for: (log-prob, id, None) of the likeliest tokens at each new one, before top-p and top-k."""
     cached_tokens: int = 0
     """Prompt tokens whose keys and values were in the prefix cache."""
     num_retractions: int = 0
@@ -125,6 +129,8 @@ class MetaInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Base64. SGLang sends int32; we send the dtype and the shape that the next two name."""
     routed_experts_dtype: str = ""
     routed_experts_shape: tuple[int, int, int] | None = None
+    candidates: tuple[str, str, str] | None = None
+    """Ours: counts, ids and log-probs of `streamrl.schemas.candidates.Candidates`, in base64."""
     began_s: float = 0.0
     """Ours: Unix seconds at which the engine began to compute it."""
     inexact_versions: bool = False

@@ -19,11 +19,10 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.books import entry_of
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.sample_blobs import sample_blobs
+from streamrl.consumers.training.sample_blobs import NOTHING_REPLAYED, Replayed, sample_blobs
 from streamrl.consumers.training.steps import Books, Stepped, log_notice, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
-from streamrl.engines.experts import Routing
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.history.branch_fold import BranchFold, parents_cut
 from streamrl.history.branch_state import begin, check_gaps, translate
@@ -53,6 +52,7 @@ CHANGES_LOSS = (
     "trainer.minibatches",
     "trainer.micro_tokens",
     "trainer.routing_replay",
+    "trainer.support_replay",
     "trainer.gradient_cosine",
     "warmup.learning_rate",
     "run.steps",
@@ -117,7 +117,7 @@ def branch(
     overrides: Sequence[str],
     fingerprint: str,
     num_tokens: int = 0,
-    routing: Routing | None = None,
+    replayed: Replayed = NOTHING_REPLAYED,
     say: Callable[[str], None] = log_notice,
 ) -> list[LedgerEntry]:
     """Train the branch to the end of the span; call from the training thread. Returns its ledger.
@@ -134,7 +134,7 @@ def branch(
         overrides: what was changed, for branch.json.
         fingerprint: digest of this process's numerics fingerprint.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
-        routing: see `LiveTrainer`.
+        replayed: see `LiveTrainer`.
         say: told what people should know of how versions are computed.
 
     Raises:
@@ -170,7 +170,7 @@ def branch(
         state=state,
         messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
         gaps=lambda: gaps,
-        blobs=sample_blobs(log, call.loop, routing, config),
+        blobs=sample_blobs(log, call.loop, replayed, config),
     )
     entries: list[LedgerEntry] = []
     try:

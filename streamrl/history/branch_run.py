@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from streamrl.config.check_files import check_new_name
 from streamrl.config.tree import RunConfig
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.sample_blobs import replayed_routing
+from streamrl.consumers.training.sample_blobs import replayed
 from streamrl.consumers.training.steps import log_notice
 from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import ConfigError, StreamRLError
@@ -77,7 +77,7 @@ async def train_branch(
                 overrides=overrides,
                 fingerprint=fingerprint_digest(numerics_fingerprint(config)),
                 num_tokens=vocab_size(source.model_dir),
-                routing=replayed_routing(config, source.model_dir),
+                replayed=replayed(config, source.model_dir),
                 say=say,
             )
             if entries:

@@ -15,7 +15,7 @@ from streamrl.bus.reading import holes
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.reader import RecordReader, open_message
-from streamrl.consumers.training.sample_blobs import replayed_routing, sample_blobs
+from streamrl.consumers.training.sample_blobs import NOTHING_REPLAYED, Replayed, replayed, sample_blobs
 from streamrl.consumers.training.spilled_drops import whole
 from streamrl.consumers.training.steps import Books, Stepped, log_notice, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
@@ -23,7 +23,6 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Poison
 from streamrl.core.state import FoldState, initial_state
 from streamrl.data.vocabulary import vocab_size
-from streamrl.engines.experts import Routing
 from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
 from streamrl.history.moving import Meshes, MovingTrainer
 from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
@@ -73,7 +72,7 @@ def replay(
     highest: Version = _NONE,
     tolerance: float = TOLERANCE,
     num_tokens: int = 0,
-    routing: Routing | None = None,
+    replayed: Replayed = NOTHING_REPLAYED,
     say: Callable[[str], None] = log_notice,
 ) -> ReplayReport:
     """Train a run again by its own ledger and compare; call from the training thread.
@@ -92,7 +91,7 @@ def replay(
         highest: the highest version that is known to have been made; a ledger that ends before it has lost its end.
         tolerance: see `ReplayReport`.
         num_tokens: vocabulary of the model; 0: token ids are not checked.
-        routing: see `LiveTrainer`.
+        replayed: see `LiveTrainer`.
         say: told what people should know of how versions are computed here.
 
     Raises:
@@ -122,7 +121,7 @@ def replay(
         messages=pending.samples,
         gaps=past.gaps.values(),
         waiting=lambda now: call(_check_next(log, now, past.at(now.version.number + 1))),
-        blobs=sample_blobs(log, call.loop, routing, config),
+        blobs=sample_blobs(log, call.loop, replayed, config),
     )
     problem, digest, difference = "", "", None
     try:
@@ -276,7 +275,7 @@ async def verify(
                 highest=highest,
                 tolerance=tolerance,
                 num_tokens=vocab_size(model_dir),
-                routing=replayed_routing(config, model_dir),
+                replayed=replayed(config, model_dir),
                 say=say,
             )
 

@@ -24,13 +24,12 @@ from streamrl.consumers.training.checkpoints import Checkpointer, ensure_positio
 from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.consumers.training.loop import in_own_warmup, trained_steps
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.sample_blobs import replayed_routing, sample_blobs
+from streamrl.consumers.training.sample_blobs import NOTHING_REPLAYED, Replayed, replayed, sample_blobs
 from streamrl.consumers.training.steps import log_notice, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model
 from streamrl.data.vocabulary import vocab_size
-from streamrl.engines.experts import Routing
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import changed_config
 from streamrl.history.branch_fold import BranchFold, parents_cut
@@ -98,7 +97,7 @@ async def tap(worker: Worker, settings: TapSettings, *, say: Callable[[str], Non
                 run_dir=worker.run_dir,
                 fingerprint=fingerprint_digest(numerics_fingerprint(config)),
                 num_tokens=vocab_size(model_dir),
-                routing=replayed_routing(config, model_dir),
+                replayed=replayed(config, model_dir),
                 say=say,
             )
             return live.run(worker.draining.is_set)
@@ -124,7 +123,7 @@ class Tap:
         run_dir: RunDir,
         fingerprint: str,
         num_tokens: int = 0,
-        routing: Routing | None = None,
+        replayed: Replayed = NOTHING_REPLAYED,
         say: Callable[[str], None] = log_notice,
     ) -> None:
         self.config = config
@@ -138,7 +137,7 @@ class Tap:
         self.trainer = trainer
         self.run_dir = run_dir
         self.fingerprint = fingerprint
-        self.routing = routing
+        self.replayed = replayed
         self.subjects = Subjects(parent.run.name)
 
     def run(self, stop: Callable[[], bool]) -> BranchState:
@@ -194,7 +193,7 @@ class Tap:
             messages={sequence: translate(samples, state.numbers) for sequence, samples in pending.samples.items()},
             gaps=parent.gaps,
             waiting=saver.while_waiting,  # a full stream may wait for this very position
-            blobs=sample_blobs(self.bus, call.loop, self.routing, self.config),
+            blobs=sample_blobs(self.bus, call.loop, self.replayed, self.config),
         )
         other = "was it started with other --set values? a tap with others needs another --name"
         books = ledger_books(ledger, call, self.config, self.fingerprint, hint=other, diverged=other)

@@ -49,6 +49,8 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("train/expert_load_max", "train/expert_load_min", "train/expert_load_entropy"), _EXPERTS),
         **dict.fromkeys(("train/balance_loss", "train/router_z_loss"), _EXPERTS),
         "train/routing_replayed": "`trainer.routing_replay` is set",
+        "train/support_replayed": "`trainer.support_replay` is set",
+        "train/likeliest_known": "`loss.dppo_divergence` is `topk_tv` or `topk_kl`",
         "train/mfu": "the policy learns, and the peak of the trainer's GPU is known: H100 and H200 (SXM) in bfloat16",
         "train/stale_masked_fraction": "`loss.correction.mask_staleness` is set",
         "train/grad_cosine": "`trainer.gradient_cosine` is set, and there was a step of this kind before",

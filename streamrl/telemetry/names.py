@@ -172,6 +172,15 @@ _DECLARED = (
     Metric("train/expert_load_entropy", _MEAN, "fraction", "entropy of the load of a layer's experts over that of an even one: the least"),
     Metric("train/balance_loss", _MEAN, "1", "balancing loss before its coefficient, mean over layers, 1 if even; not in `train/loss`"),
     Metric("train/router_z_loss", _MEAN, "nats^2", "squared logsumexp of the routers' logits, mean over layers; not in `train/loss`"),
+    Metric(
+        "train/support_replayed",
+        _MEAN,
+        "fraction",
+        "trained tokens drawn under top-p, top-k or min-p that are normalised over what the engine drew them from",
+    ),
+    Metric(
+        "train/likeliest_known", _MEAN, "fraction", "trained tokens drawn from the whole vocabulary whose likeliest the engine has said"
+    ),
     Metric("train/routing_replayed", _MEAN, "fraction", "tokens of the batch that went to the experts that the engine had sent them to"),
     Metric("train/tokens_per_second", _MEAN, "1/s", "tokens of the batch, prompts included, over the time of its training step"),
     Metric("train/mfu", _MEAN, "fraction", "useful FLOPs of the batch over what the trainer's devices reach at most in the step's time"),

@@ -39,7 +39,9 @@ def test_a_policy_loss_takes_what_the_table_says(name: str) -> None:
     given = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY} == set(POLICY_LOSSES[name].settings)
     known = POLICY_LOSSES[name]
-    assert [p.annotation for p in given[3:]] == [Sequences] * known.sequences + [Tensor] * (known.choice is not None)
+    assert [p.annotation for p in given[3:]] == [Sequences] * known.sequences + [Tensor] * (known.choice is not None) + [
+        Tensor | None
+    ] * known.likeliest
     assert given[1].name.startswith("sampler") == (POLICY_LOSSES[name].anchor == "sampler")
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from streamrl.config.recording import NOTHING
 from streamrl.core.seeds import uniform
 from streamrl.engines.batching.edits import Edit, Editor
 from streamrl.engines.batching.model import Draws
@@ -31,8 +32,8 @@ def draws(u, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, edits=None) -> Dra
 
 def draw(kind: str, logits: np.ndarray, how: Draws):
     if kind == "numpy":
-        return sampling.draw(logits, how)
-    return local_sampling.draw(torch.from_numpy(logits), how)
+        return sampling.draw(logits, how, NOTHING)[:2]
+    return local_sampling.draw(torch.from_numpy(logits), how, NOTHING)[:2]
 
 
 def softmax(x: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from streamrl.config.recording import Recording
 from streamrl.engines.experts import Routing, from_sglang, from_text, read_routing
 from streamrl.engines.extras import read_extras, write_extras
 from streamrl.engines.live_swap.messages import stamp_of, version_of
@@ -233,3 +234,103 @@ def test_the_routing_is_read_from_the_model(tmp_path: Path):
     assert read_routing(tmp_path) == Routing(4, 8, 128)
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 4}')
     assert read_routing(tmp_path) is None
+
+
+RECORDS = msgspec.structs.replace(STYLE, recording=Recording(support=True), vocab_size=100)
+
+
+def masked(ids: list[int], total: int, reason: str | None, mask: Any) -> Result:
+    """As SGLang 0.5.23 answers `return_sampling_mask`: the likeliest first, the drawn one last where its count leaves it out."""
+    meta = {"output_token_sampling_mask": mask, "output_token_sampling_mask_length": len(mask or ())}
+    return result(ids, total, reason, output_token_sampling_logprobs=[-0.1] * len(ids), **meta)
+
+
+def test_masks_of_a_stream_are_put_together() -> None:
+    row = Row(request_of(top_k=3), 0, RECORDS, OLD)
+    assert row.take(masked([4], 1, None, [[4]])) is not None
+    assert row.take(masked([], 1, None, [])) is None
+    chunk = row.take(masked([7, 9], 3, "length", [[9, 2, 7], [8, 1, 5, 9]]))
+    assert chunk is not None
+    sets = chunk.extras["candidates"].sets()
+    assert (sets.bounds.tolist(), sets.ids.tolist(), sets.logprobs) == ([0, 1, 4, 8], [4, 2, 7, 9, 1, 5, 8, 9], None)
+
+
+def test_masks_end_with_a_completion_that_we_cut() -> None:
+    row = Row(request_of(top_k=3, ignore_eos=True, stop_token_ids=(9,)), 0, RECORDS, OLD)
+    chunk = row.take(masked([8, 9, 7], 3, None, [[8, 3], [9], [7]]))
+    assert chunk is not None and row.cut and chunk.token_ids == (8, 9)
+    sets = chunk.extras["candidates"].sets()
+    assert (sets.bounds.tolist(), sets.ids.tolist()) == ([0, 2, 3], [3, 8, 9])
+
+
+def test_masks_are_read_for_who_wants_them() -> None:
+    asked, unread = request_of(top_k=3), [["noise"]]
+    for request, style in ((asked, STYLE), (request_of(), RECORDS), (request_of(top_k=3, temperature=0.0), RECORDS)):
+        chunk = Row(request, 0, style, OLD).take(masked([4], 1, "length", unread))
+        assert chunk is not None and "candidates" not in chunk.extras
+
+
+MASKS: dict[str, Any] = {
+    "none": None,
+    "one too few": [[4]],
+    "of nobody": [[4], None],
+    "empty": [[4], []],
+    "without its token": [[4], [3, 2]],
+    "an id twice": [[4], [5, 5]],
+    "beyond the vocabulary": [[4], [5, 100]],
+    "negative": [[4], [5, -1]],
+    "more than top-k and one": [[4], [5, 1, 2, 3, 6]],
+    "no lists": [4, 5],
+    "texts": [["4"], ["5"]],
+    "no list": "mask",
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mask_that_is_none_is_refused(mask: Any) -> None:
+    with raises(EngineError, expected="what else each token could have been", got=ANY):
+        Row(request_of(top_k=3), 0, RECORDS, OLD).take(masked([4, 5], 2, "length", mask))
+
+
+LIKELY = msgspec.structs.replace(STYLE, recording=Recording(top=2), vocab_size=100)
+
+
+def likely(ids: list[int], total: int, reason: str | None, tops: Any) -> Result:
+    """As SGLang 0.5.23 answers `top_logprobs_num`."""
+    return result(ids, total, reason, output_top_logprobs=tops)
+
+
+def test_the_likeliest_are_asked_for_where_nothing_is_cut_off() -> None:
+    def asked(**sampling: Any) -> Any:
+        return body_of(request_of(**sampling), "id", 0, LIKELY, limit=5, serving=NEW, stream=False).get("top_logprobs_num")
+
+    assert (asked(), asked(top_k=3), asked(top_p=0.9), asked(temperature=0.0)) == (2, None, None, None)
+    assert "top_logprobs_num" not in body_of(request_of(), "id", 0, RECORDS, limit=5, serving=NEW, stream=False)
+
+
+def test_the_likeliest_of_a_stream_are_put_together_with_what_was_drawn() -> None:
+    row = Row(request_of(), 0, LIKELY, OLD)
+    assert row.take(likely([4], 1, None, [[[-0.4, 7, None], [-0.5, 4, None]]])) is not None
+    chunk = row.take(likely([9, 8], 3, "length", [[[-0.7, 3, None], [-0.8, 2, None]], [[-0.01, 1, None], [None, 8, None]]]))
+    assert chunk is not None
+    sets = chunk.extras["candidates"].sets()
+    assert (sets.bounds.tolist(), sets.ids.tolist()) == ([0, 2, 5, 7], [4, 7, 2, 3, 9, 1, 8])
+    assert sets.logprobs == pytest.approx([-0.5, -0.4, -0.8, -0.7, -0.5, -0.01, -0.5])
+
+
+TOPS: dict[str, Any] = {
+    "none": None,
+    "one too few": [[[-0.1, 4, None]]],
+    "of nobody": [[[-0.1, 4, None]], None],
+    "an id twice": [[[-0.1, 4, None]], [[-0.1, 5, None], [-0.2, 5, None]]],
+    "beyond the vocabulary": [[[-0.1, 4, None]], [[-0.1, 100, None]]],
+    "more than asked for": [[[-0.1, 4, None]], [[-3, 5, None], [-3, 6, None], [-3, 7, None]]],
+    "likelier than sure": [[[-0.1, 4, None]], [[0.5, 5, None]]],
+    "pairs": [[[-0.1, 4]], [[-0.1, 5]]],
+}
+
+
+@pytest.mark.parametrize("tops", TOPS.values(), ids=TOPS)
+def test_the_likeliest_that_are_none_are_refused(tops: Any) -> None:
+    with raises(EngineError, expected="what else each token could have been", got=ANY):
+        Row(request_of(), 0, LIKELY, OLD).take(likely([4, 5], 2, "length", tops))

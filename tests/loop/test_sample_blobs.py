@@ -17,7 +17,7 @@ from streamrl.config.tree import BusConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.dead_letters import publish_blob_missing
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.sample_blobs import SampleBlobs
+from streamrl.consumers.training.sample_blobs import Replayed, SampleBlobs
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import BLOB_MISSING
@@ -90,7 +90,7 @@ class World:
 
     def fold(self, call: Caller) -> tuple[StreamFold, RecordReader]:
         reader = RecordReader(self.bus, call.loop, after=0, capacity=16)
-        blobs = SampleBlobs(self.bus.sample_blobs, call.loop, None if self.images else ROUTING, ahead=4, images=self.images)
+        blobs = SampleBlobs(self.bus.sample_blobs, call.loop, Replayed() if self.images else Replayed(ROUTING), ahead=4, images=self.images)
         made = StreamFold(
             reader=reader,
             config=RULES,
@@ -295,7 +295,7 @@ async def test_a_login_that_may_not_read_them_ends_the_trainer_and_no_rollout(wo
     last = (await world.bus.state("samples")).last
     call = Caller(asyncio.get_running_loop())
     reader = RecordReader(world.bus, call.loop, after=0, capacity=16)
-    blobs = SampleBlobs(Barred(), call.loop, ROUTING, ahead=4)
+    blobs = SampleBlobs(Barred(), call.loop, Replayed(ROUTING), ahead=4)
     fold = StreamFold(reader=reader, config=RULES, state=initial_state(RULES), messages={}, blobs=blobs, lost=lambda *given: True)
     try:
         with pytest.raises(Forbidden):

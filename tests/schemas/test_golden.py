@@ -29,7 +29,8 @@ from tests.schemas.rows import plain
 
 AGENTS = ("agent", "agent_reward")
 IMAGES = ("image_sha256", "image_media_type", "image_num_bytes")
-LATER = ("issued_s", "began_s", "deliveries", "sampling", *AGENTS, "grading", *IMAGES)
+CANDIDATES = ("candidates",)
+LATER = ("issued_s", "began_s", "deliveries", "sampling", *AGENTS, "grading", *IMAGES, *CANDIDATES)
 """Columns that `samples/2` did not have at first."""
 ROWS: dict[str, Callable[[], list[Sample]]] = {
     "samples-2": samples,
@@ -74,23 +75,26 @@ def test_arrow_reads_the_golden_bytes() -> None:
     data = (GOLDEN / "samples-2-claimed.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in claimed_samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(
-            arrow_schema(*(name for name in OPTIONAL if name not in ("sampling", *AGENTS, "grading", *IMAGES))), check_metadata=True
-        )
+        younger = ("sampling", *AGENTS, "grading", *IMAGES, *CANDIDATES)
+        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in younger)), check_metadata=True)
     data = (GOLDEN / "samples-2-sampling.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in sampled_samples()]
     with pa.ipc.open_stream(data) as reader:
         assert reader.schema.equals(
-            arrow_schema(*(name for name in OPTIONAL if name not in (*AGENTS, "grading", *IMAGES))), check_metadata=True
+            arrow_schema(*(name for name in OPTIONAL if name not in (*AGENTS, "grading", *IMAGES, *CANDIDATES))), check_metadata=True
         )
     data = (GOLDEN / "samples-2-agents.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in agents_samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in ("grading", *IMAGES))), check_metadata=True)
+        assert reader.schema.equals(
+            arrow_schema(*(name for name in OPTIONAL if name not in ("grading", *IMAGES, *CANDIDATES))), check_metadata=True
+        )
     data = (GOLDEN / "samples-2-grading.bin").read_bytes()
     assert [plain(row) for row in decode_samples(data).rows()] == [plain(row) for row in graded_samples()]
     with pa.ipc.open_stream(data) as reader:
-        assert reader.schema.equals(arrow_schema(*(name for name in OPTIONAL if name not in (*AGENTS, *IMAGES))), check_metadata=True)
+        assert reader.schema.equals(
+            arrow_schema(*(name for name in OPTIONAL if name not in (*AGENTS, *IMAGES, *CANDIDATES))), check_metadata=True
+        )
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from streamrl.config.engines import EngineConfig
+from streamrl.config.recording import Recording
 from streamrl.data.characters import write_tokenizer
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.sglang.engine import SglangEngine
@@ -156,15 +158,40 @@ async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(sgl
     await load(sglang_engine, publish(models.tensors(model), version))
     sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, top_p=0.7, top_k=9)
     request = GenerateRequest(request_id="t", prompt_ids=PROMPT, seeds=(1, 2, 3), sampling=sampling)
-    for answer in await ask(sglang_engine, request):
-        expected = truncated(model, answer.ids, sampling)
-        assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 2e-5
+    for stream, recording in ((False, Recording()), (False, Recording(support=True)), (True, Recording(support=True))):
+        sglang_engine._style = msgspec.structs.replace(sglang_engine._style, recording=recording)
+        asked = msgspec.structs.replace(request, request_id=f"t-{stream}-{recording.support}", stream=stream)
+        for answer in await ask(sglang_engine, asked):
+            expected = truncated(model, answer.ids, sampling)
+            assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 2e-5
+            assert ("candidates" in answer.extras) is recording.support
+            if recording.support:
+                sets = answer.extras["candidates"].sets()
+                kept = np.isfinite(distributions(model, answer.ids, sampling))
+                assert sets.counts.tolist() == kept.sum(1).tolist() and sets.ids.tolist() == np.nonzero(kept)[1].tolist()
     # SGLang does not say what top-p alone kept: these are from before it, and marked so.
     sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, top_p=0.7)
     async for chunk in sglang_engine.generate(msgspec.structs.replace(request, request_id="u", sampling=sampling)):
         assert chunk.logprob_mode is LogprobMode.TEMPERATURE
         expected = truncated(model, list(chunk.token_ids), Sampling(temperature=0.8))
         assert max(abs(a - b) for a, b in zip(chunk.logprobs, expected, strict=True)) < 2e-5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_likeliest_are_those_of_what_was_drawn_from(sglang_engine: SglangEngine, epochs, stream: bool):
+    model = build("qwen3", seed=5)
+    await load(sglang_engine, publish(models.tensors(model), Version(next(epochs), 0)))
+    sglang_engine._style = msgspec.structs.replace(sglang_engine._style, recording=Recording(top=4))
+    sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, logit_bias={7: 2.0})
+    request = GenerateRequest(request_id="k", prompt_ids=PROMPT, seeds=(1, 2), sampling=sampling, stream=stream)
+    for answer in await ask(sglang_engine, request):
+        expected = distributions(model, answer.ids, sampling)
+        sets = answer.extras["candidates"].sets()
+        for place, (first, end) in enumerate(zip(sets.bounds, sets.bounds[1:], strict=False)):
+            ids = sets.ids[first:end].tolist()
+            assert set(ids) == {*np.argsort(-expected[place])[:4].tolist(), answer.ids[place]}
+            assert np.abs(sets.logprobs[first:end] - expected[place, ids]).max() < 2e-5
+            assert sets.logprobs[first + ids.index(answer.ids[place])] == np.float32(answer.logprobs[place])
 
 
 async def test_biases_and_min_p_are_those_of_the_other_engines(sglang_engine: SglangEngine, epochs):
@@ -204,7 +231,10 @@ async def test_a_stop_string_ends_a_completion_that_the_server_would_go_on_with(
 
 
 def truncated(model, ids: list[int], sampling: Sampling, counted: Sequence[int] | None = None) -> list[float]:
-    import numpy as np
+    return distributions(model, ids, sampling, counted)[np.arange(len(ids)), ids].tolist()
+
+
+def distributions(model, ids: list[int], sampling: Sampling, counted: Sequence[int] | None = None) -> np.ndarray:
     import torch
 
     from streamrl.engines.batching.edits import Editor
@@ -225,7 +255,7 @@ def truncated(model, ids: list[int], sampling: Sampling, counted: Sequence[int] 
         uniform=np.zeros(n),
         edits=edits,
     )
-    return distribution(logits, draws)[np.arange(n), ids].tolist()
+    return distribution(logits, draws)
 
 
 async def test_cached_prefixes_are_counted_and_kept_apart_by_version(sglang_engine: SglangEngine, epochs):

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from streamrl.algorithms.divergences import candidate_divergence
 from streamrl.algorithms.logprobs import GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
 from streamrl.algorithms.nucleus import support
+from streamrl.algorithms.recorded import Recorded
 from streamrl.config.loss import CorrectionConfig, KLConfig, RejectionConfig
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
@@ -235,6 +237,42 @@ def test_log_probs_of_a_large_vocabulary_stay_small(truncated: bool) -> None:
     expected = full.log_softmax(-1).gather(-1, targets[sample, None])[:, 0]
     assert (logprobs[sample].detach() - expected).abs().max() < 0.05
     assert torch.isfinite(hidden.grad).all() and torch.isfinite(entropy).all()
+
+
+def test_recorded_candidates_give_the_same_bits_twice_and_the_log_probs_of_a_cpu() -> None:
+    """Their kernels (scatter, gather, sums by token) have deterministic forms, which `run.numerics = "bitwise"` asks for."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(300, 64, generator=generator), 0.3 * torch.randn(5000, 64, generator=generator)
+    sizes = torch.randint(1, 400, (300,), generator=generator)
+    kept = torch.zeros(300, 5000, dtype=torch.bool)
+    for row, size in enumerate(sizes.tolist()):
+        kept[row, torch.randperm(5000, generator=generator)[:size]] = True
+    token, ids = kept.nonzero().unbind(1)
+    targets = torch.tensor([one.nonzero()[-1, 0] for one in kept])
+    bounds = np.concatenate([[0], sizes.cumsum(0).numpy()])
+
+    def found(device: str) -> list[torch.Tensor]:
+        asked = Recorded(ids.to(device), token.to(device), (sizes > 0).to(device), bounds)
+        own = weight.to(device).requires_grad_()
+        logprobs, entropy, known = linear_logprobs(
+            *(hidden.to(device), targets.to(device), LinearHead(own)),
+            temperature_M=torch.ones(300, device=device),
+            recorded=asked,
+            candidates=asked,
+            chunk_elements=100 * 5000,
+        )
+        far = candidate_divergence(known, known.roll(1), asked, torch.ones(300, dtype=torch.bool, device=device), "topk_tv")
+        logprobs.sum().backward()
+        assert own.grad is not None
+        return [one.detach().cpu() for one in (logprobs, entropy, known, far, own.grad)]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second, cpu = found("cuda"), found("cuda"), found("cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(first, cpu, strict=True))
 
 
 def test_layer_checkpointing_saves_memory_and_changes_little(qwen: Path, groups: Callable[..., TrainBatch]) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.model import DecodeModel
 from streamrl.engines.batching.rows import Rows
-from streamrl.engines.extras import BEGAN, EXPERTS, MATCHED
+from streamrl.engines.extras import BEGAN, CANDIDATES, EXPERTS, MATCHED
 from streamrl.engines.protocol import Chunk
 from streamrl.engines.requests import Completion, Job, Stage
 from streamrl.errors import EngineError, EngineUnavailable
@@ -227,7 +227,9 @@ class DecodeLoop:
                 return
         # Basic slices are views; only the delayed case pays for gathers.
         part: npt.NDArray[np.int64] | slice = slice(0, rows.count) if self._delay is None else chosen
-        ids, logprobs = self._model.step(rows.tokens[part], rows.positions[part], rows.drawn[part], rows.draws(part))
+        ids, logprobs, candidates = self._model.step(rows.tokens[part], rows.positions[part], rows.drawn[part], rows.draws(part))
+        if candidates is not None:
+            rows.record(chosen, candidates)
         stopped, ended = rows.append(chosen, ids, logprobs)
         self.tokens_total += len(ids)
         if rows.edited:
@@ -306,6 +308,8 @@ class DecodeLoop:
                 extras[MATCHED] = owner.editor.matched
             if (experts := self._model.experts(row)) is not None:
                 extras[EXPERTS] = experts
+            if (candidates := rows.recorded(row)) is not None:
+                extras[CANDIDATES] = candidates
         return Chunk(
             completion=owner.index,
             token_ids=tuple(rows.out_ids[row, start:end].tolist()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from streamrl.engines.batching.buffers import TensorLayout
 from streamrl.engines.batching.edits import Edit
+from streamrl.schemas.candidates import CandidateSets
 from streamrl.schemas.experts import RoutedExperts
 
 
@@ -47,6 +48,17 @@ class Draws(msgspec.Struct, frozen=True, kw_only=True):
             min_p=self.min_p[part],
             edits={0: self.edits[index]} if index in self.edits else {},
         )
+
+
+class Drawn(NamedTuple):
+    """The next token of each of `n` rows."""
+
+    ids: npt.NDArray[np.int64]
+    """[n]"""
+    logprobs: npt.NDArray[np.float32]
+    """[n] of the distribution drawn from; NaN where the logits were not finite."""
+    candidates: CandidateSets | None = None
+    """Of the n tokens; None: they are not recorded."""
 
 
 class DecodeModel(Protocol):
@@ -93,7 +105,7 @@ class DecodeModel(Protocol):
         positions: npt.NDArray[np.int64],
         drawn: npt.NDArray[np.int64],
         draws: Draws,
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    ) -> Drawn:
         """One forward pass over n rows.
 
         Args:
@@ -101,8 +113,5 @@ class DecodeModel(Protocol):
             positions: [n] their positions in the sequence, from 0.
             drawn: [n] tokens drawn so far, that is the response position of the token to draw.
             draws: how to draw.
-
-        Returns:
-            ids [n] int64 and log-probs [n] float32 of the distribution drawn from; NaN where the logits were not finite.
         """
         ...

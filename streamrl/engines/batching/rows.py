@@ -12,6 +12,7 @@ from streamrl.core.seeds import uniform
 from streamrl.engines.batching.edits import Editor
 from streamrl.engines.batching.model import Draws
 from streamrl.engines.requests import Completion, Stage
+from streamrl.schemas.candidates import MOST_RECORDED, Candidates, CandidateSets, Ids, Logprobs, bounds_of
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
 
@@ -49,6 +50,9 @@ class Rows:
         self.stops = np.full((slots, 1), -1, np.int64)
         self.out_ids = np.zeros((slots, max_len), np.int32)
         self.out_logprobs = np.zeros((slots, max_len), np.float32)
+        self.candidates: list[list[tuple[Ids, Logprobs | None]]] = [[] for _ in range(slots)]
+        """Of each token that a row has drawn, where they are recorded."""
+        self._recorded = np.zeros(slots, np.int64)
         self._all = np.arange(slots)
 
     @property
@@ -92,7 +96,8 @@ class Rows:
         for row, joiner in zip(rows, joiners, strict=True):
             joiner.stage, joiner.row, joiner.began_s = Stage.RUNNING, row, now_s
             self.owners[row] = joiner
-            self.marks[row] = [(0, version)]
+            self.marks[row], self.candidates[row] = [(0, version)], []
+        self._recorded[where] = 0
         return rows
 
     def leave(self, row: int) -> None:
@@ -127,7 +132,7 @@ class Rows:
     def _copy(self, targets: list[int], sources: list[int]) -> None:
         for array in (
             self.tokens, self.positions, self.drawn, self.limits, self.seeds, self.temperature, self.top_p, self.top_k, self.min_p,
-            self.streams, self.wake_s, self.stops,
+            self.streams, self.wake_s, self.stops, self._recorded,
         ):  # fmt: skip
             array[targets] = array[sources]
         longest = int(self.drawn[sources].max())
@@ -138,7 +143,7 @@ class Rows:
             assert owner is not None
             owner.row = target
             self.owners[target], self.owners[source] = owner, None
-            self.marks[target] = self.marks[source]
+            self.marks[target], self.candidates[target] = self.marks[source], self.candidates[source]
 
     def draws(self, rows: npt.NDArray[np.int64] | slice) -> Draws:
         """How the next token of these rows is drawn; u depends on the completion's seed and the response position only."""
@@ -168,6 +173,25 @@ class Rows:
         self.tokens[rows] = ids
         stopped = (self.stops[rows] == ids[:, None]).any(axis=1)
         return stopped, stopped | (at + 1 >= self.limits[rows])
+
+    def record(self, rows: npt.NDArray[np.int64], found: CandidateSets) -> None:
+        """Keep the candidates of the tokens that were drawn last; of a completion that has too many, none any more."""
+        self._recorded[rows] += found.counts
+        for row, start, stop in zip(rows.tolist(), found.bounds.tolist(), found.bounds[1:].tolist(), strict=False):
+            if self._recorded[row] > MOST_RECORDED:
+                stop = start
+            logprobs = None if found.logprobs is None else found.logprobs[start:stop]
+            self.candidates[row].append((found.ids[start:stop], logprobs))
+
+    def recorded(self, row: int) -> Candidates | None:
+        """The candidates of the row's tokens; None where there are none."""
+        found = self.candidates[row]
+        if not any(len(ids) for ids, _ in found):
+            return None
+        logprobs = [one for _, one in found if one is not None]
+        bounds = bounds_of(np.array([len(ids) for ids, _ in found]))
+        sets = CandidateSets(bounds, np.concatenate([ids for ids, _ in found]), np.concatenate(logprobs) if logprobs else None)
+        return Candidates.of(sets)
 
     def mark(self, version: Version) -> None:
         """From the next token on, `version` samples."""

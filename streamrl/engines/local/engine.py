@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from streamrl.config.recording import NOTHING, Recording
 from streamrl.config.tree import EngineConfig
 from streamrl.engines.batching.engine import BatchingEngine
 from streamrl.engines.local.model import LocalModel
@@ -25,6 +26,7 @@ class LocalEngine(BatchingEngine):
         device: a torch device; empty: the first GPU, or the CPU where there is none.
         dtype: type of the weights, as they are published; empty: the one in `config.json`.
         routed: completions say where their tokens went.
+        recording: what else they say beside their tokens.
 
     Raises:
         ConfigError: no usable configuration in `model_dir`.
@@ -43,6 +45,7 @@ class LocalEngine(BatchingEngine):
         device: str = "",
         dtype: str = "",
         routed: bool = False,
+        recording: Recording = NOTHING,
     ) -> None:
         model = LocalModel(
             model_dir,
@@ -54,5 +57,6 @@ class LocalEngine(BatchingEngine):
             device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
             dtype=getattr(torch, dtype) if dtype else None,
             routed=routed,
+            recording=recording,
         )
         super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy, model_dir=model_dir, grammars=True)

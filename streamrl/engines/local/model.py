@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from streamrl.config.recording import NOTHING, Recording
 from streamrl.engines.batching.buffers import TensorLayout, offsets
-from streamrl.engines.batching.model import Draws
+from streamrl.engines.batching.model import Drawn, Draws
 from streamrl.engines.experts import read_routing
 from streamrl.engines.local.cache import HeadShape, Pass, SlotCache
 from streamrl.engines.local.functional import GLUED, FunctionalForward, Weights, buffer_order, supports
@@ -25,6 +26,7 @@ from streamrl.engines.local.modules import ModuleForward, check_config
 from streamrl.engines.local.routing import RowExperts
 from streamrl.engines.local.sampling import draw
 from streamrl.errors import ConfigError
+from streamrl.schemas.candidates import joined
 from streamrl.schemas.experts import RoutedExperts
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.names import named
@@ -61,6 +63,7 @@ class LocalModel:
         device: where the weights and the cache lie.
         dtype: type of the weights; None: the configuration's.
         routed: keep where tokens go.
+        recording: what `step` says beside tokens.
 
     Raises:
         ConfigError: no usable configuration in `model_dir`; `routed`, and it is no mixture of experts whose routers are known.
@@ -79,6 +82,7 @@ class LocalModel:
         device: torch.device,
         dtype: torch.dtype | None = None,
         routed: bool = False,
+        recording: Recording = NOTHING,
     ) -> None:
         config = _read_config(model_dir)
         check_config(config)
@@ -105,6 +109,7 @@ class LocalModel:
         self._forward: Forward = self._functional or ModuleForward(model)
         self._cache = SlotCache(self._forward.head_shapes(), slots=slots, max_len=max_len, dtype=dtype, device=device)
         self._forward.attach(self._cache)
+        self._recording = recording
         self._experts = _row_experts(model, model_dir, slots, max_len) if routed else None
         self._lengths = np.zeros(slots, np.int64)
         """Positions of each row that hold keys and values."""
@@ -181,20 +186,19 @@ class LocalModel:
         """See `DecodeModel.experts`."""
         return None if self._experts is None else self._experts.of(row, int(self._lengths[row]))
 
-    def step(
-        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64], draws: Draws
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def step(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64], draws: Draws) -> Drawn:
         """See `DecodeModel.step`; row i of the batch is row i of the cache."""
         n = len(tokens)
         self._lengths[:n] = positions + 1
         if not self._deterministic:
-            return draw(self._decode(tokens, positions, 0), draws)
-        ids = np.empty(n, np.int64)
-        logprobs = np.empty(n, np.float32)
+            return draw(self._decode(tokens, positions, 0), draws, self._recording)
+        found: list[Drawn] = []
         for row in range(n):
             part = slice(row, row + 1)
-            ids[part], logprobs[part] = draw(self._decode(tokens[part], positions[part], row), draws.row(row))
-        return ids, logprobs
+            found.append(draw(self._decode(tokens[part], positions[part], row), draws.row(row), self._recording))
+        ids, logprobs, candidates = zip(*found, strict=True)
+        of_rows = [one for one in candidates if one is not None]
+        return Drawn(np.concatenate(ids), np.concatenate(logprobs), joined(of_rows) if of_rows else None)
 
     def _prefill(self, batch: list[tuple[int, ...]], groups: dict[tuple[int, ...], list[int]]) -> None:
         longest = len(batch[-1]) - 1

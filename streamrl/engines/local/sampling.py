@@ -13,19 +13,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from streamrl.config.recording import Recording
 from streamrl.engines.batching.edits import Edit
-from streamrl.engines.batching.model import Draws
+from streamrl.engines.batching.model import Drawn, Draws
+from streamrl.schemas.candidates import CandidateSets, bounds_of
 
 
-def draw(logits: Tensor, draws: Draws) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+def draw(logits: Tensor, draws: Draws, recording: Recording) -> Drawn:
     """Draw one token a row.
 
     Args:
         logits: [n, V], any floating type; computed with in float32, cumulated in float64.
         draws: how, n rows.
-
-    Returns:
-        ids [n] int64, log-probs [n] float32 of the distribution drawn from; NaN where the logits are not finite.
+        recording: what is to be said of the tokens.
     """
     logp = log_probs(logits, draws)
     cumulative = torch.cumsum(torch.exp(logp), -1, dtype=torch.float64)
@@ -40,7 +40,23 @@ def draw(logits: Tensor, draws: Draws) -> tuple[npt.NDArray[np.int64], npt.NDArr
     chosen = torch.gather(logp, -1, ids)
     # A row with a NaN has a NaN total whichever token was found.
     chosen = torch.where(torch.isfinite(total)[:, None], chosen, torch.nan)
-    return ids[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy()
+    candidates = _candidates(logp, ids, draws, recording) if recording.anything else None
+    return Drawn(ids[:, 0].cpu().numpy(), chosen[:, 0].cpu().numpy(), candidates)
+
+
+def _candidates(logp: Tensor, ids: Tensor, draws: Draws, recording: Recording) -> CandidateSets:
+    """What `recording` asks for, of rows that are not greedy."""
+    kept = torch.zeros_like(logp, dtype=torch.bool)
+    if recording.support:
+        kept |= _on(draws.restricted, logp)[:, None]
+    rows = np.flatnonzero(~draws.restricted & (draws.temperature > 0)) if recording.top else ()
+    if len(rows):
+        index = _on(np.asarray(rows), logp)
+        likeliest = logp[index].topk(min(recording.top, logp.shape[-1])).indices
+        kept[index[:, None], torch.cat([likeliest, ids[index]], 1)] = True
+    kept &= torch.isfinite(logp)
+    found = logp[kept].cpu().numpy() if recording.logprobs else None  # row by row, ids rising
+    return CandidateSets(bounds_of(kept.sum(-1).cpu().numpy()), kept.nonzero()[:, 1].int().cpu().numpy(), found)
 
 
 def log_probs(logits: Tensor, draws: Draws) -> Tensor:

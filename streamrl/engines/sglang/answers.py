@@ -18,10 +18,12 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.recording import MOST_MASKED, NOTHING, Recording
 from streamrl.engines.experts import Routing, from_sglang
-from streamrl.engines.extras import EXPERTS, INEXACT, MATCHED, NUMBERS
+from streamrl.engines.extras import CANDIDATES, EXPERTS, INEXACT, MATCHED, NUMBERS
 from streamrl.engines.live_swap.messages import version_of
 from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.sglang.candidates import Likeliest, Masks
 from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.texts import Decode, StopText
 from streamrl.engines.wire import MetaInfo, Result, spans_in
@@ -30,8 +32,6 @@ from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 
-MOST_MASKED = 4096
-"""Largest top-k for which SGLang 0.5.23 returns what was drawn from, unless `sampling_mask_max_tokens` says otherwise."""
 FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -51,6 +51,10 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
     """The server decodes speculatively."""
     grammars: bool = False
     """The server has a grammar backend."""
+    recording: Recording = NOTHING
+    """What completions say beside their tokens."""
+    vocab_size: int = 0
+    """Of the model; 0: not known."""
 
 
 def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, limit: int, serving: Version, stream: bool) -> dict[str, Any]:
@@ -88,6 +92,8 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
     }
     if truncates(sampling) and says_support(sampling, style):
         body["return_sampling_mask"] = True
+    if says_likeliest(sampling, style):
+        body["top_logprobs_num"] = style.recording.top
     if style.isolate:
         body["extra_key"] = prefix_key(serving)
     if style.routing is not None:
@@ -103,6 +109,11 @@ def truncates(sampling: Sampling) -> bool:
 def says_support(sampling: Sampling, style: Style) -> bool:
     """Whether the server can say what a restricted draw was made from."""
     return 0 < sampling.top_k <= MOST_MASKED and not style.drafts
+
+
+def says_likeliest(sampling: Sampling, style: Style) -> bool:
+    """Whether the likeliest tokens are to be said, which are those of what was drawn from: nothing was cut off."""
+    return style.recording.top > 0 and sampling.temperature > 0 and not truncates(sampling) and not style.drafts
 
 
 def must_cut(sampling: Sampling) -> bool:
@@ -152,6 +163,11 @@ class Row:
         self._restricted = restricted and says_support(request.sampling, style)
         self._mode = LogprobMode.TEMPERATURE if restricted and not self._restricted else LogprobMode.SAMPLED
         self._stops = frozenset(request.sampling.stop_token_ids) if must_cut(request.sampling) else frozenset[int]()
+        self._record: Masks | Likeliest | None = None
+        if self._restricted and style.recording.support:
+            self._record = Masks(request.sampling.top_k, style.vocab_size)
+        elif says_likeliest(request.sampling, style):
+            self._record = Likeliest(style.recording.top, style.vocab_size)
         self._text = StopText(decode, request.sampling.stop) if decode is not None and request.sampling.stop else None
         self._matched = ""
         self._inexact = False
@@ -182,6 +198,8 @@ class Row:
             self.cut = reason is None
             reason = "stop"
             ids, logprobs, spans = ids[: stop + 1], logprobs[: stop + 1], _first(spans, stop + 1)
+        if self._record is not None and ids:
+            self._say(self._record, meta, ids, logprobs, fresh)
         self.tokens += len(ids)
         if not ids and reason is None:
             return None
@@ -195,6 +213,13 @@ class Row:
             engine=self._style.engine,
             extras=self._extras(meta) if reason is not None else {},
         )
+
+    def _say(self, record: Masks | Likeliest, meta: MetaInfo, ids: Sequence[int], logprobs: Sequence[float], fresh: int) -> None:
+        """What the first `ids` of an answer's `fresh` tokens could have been."""
+        try:
+            record.take(meta, ids, logprobs, fresh)
+        except SchemaError as error:
+            raise self._wrong("what else each token could have been", error.message) from error
 
     def _ends(self, token: int) -> bool:
         if self._text is not None:
@@ -255,6 +280,8 @@ class Row:
             extras[INEXACT] = True
         if self._matched:
             extras[MATCHED] = self._matched
+        if self._record is not None and (candidates := self._record.candidates()) is not None:
+            extras[CANDIDATES] = candidates
         if self._style.routing is not None and meta.routed_experts is not None:
             tokens = len(self._request.prompt_ids) + meta.completion_tokens - 1
             try:

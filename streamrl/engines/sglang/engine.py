@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.engines import EngineConfig
+from streamrl.config.recording import NOTHING, Recording
 from streamrl.engines.experts import read_routing
 from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
@@ -37,6 +38,7 @@ class SglangEngine:
         policy: name of the policy it serves.
         max_len: longest sequence in tokens, prompt included.
         owned: start and stop the server with the engine.
+        recording: what completions say beside their tokens.
 
     Raises:
         ConfigError: no vocabulary in the model's configuration.
@@ -52,6 +54,7 @@ class SglangEngine:
         policy: str,
         max_len: int,
         owned: bool = True,
+        recording: Recording = NOTHING,
     ) -> None:
         self.engine_id = engine_id
         self.policy = policy
@@ -63,6 +66,7 @@ class SglangEngine:
         self._model_dir = model_dir
         self._server = server
         self._owned = owned
+        self._recording = recording
         self._max_len = max_len
         self._vocabulary = _vocabulary(model_dir)
         self._host: Connected | None = None
@@ -101,6 +105,8 @@ class SglangEngine:
             stamped=self._host.stamped,
             drafts=bool(flags.get("speculative_algorithm")),
             grammars=bool(sglang.grammar_backend),
+            recording=self._recording,
+            vocab_size=self._vocabulary,
         )
         self.detail = {"sglang": self._server.version, "server_pid": self._server.pid, "start_s": self._server.start_s, **self._host.detail}
         self._ended = None

@@ -10,11 +10,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.config.recording import NOTHING, Recording
 from streamrl.config.tree import EngineConfig
 from streamrl.engines.batching.buffers import TensorLayout
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.engine import BatchingEngine
-from streamrl.engines.batching.model import Draws
+from streamrl.engines.batching.model import Drawn, Draws
 from streamrl.engines.table.sampling import draw
 from streamrl.errors import ConfigError
 
@@ -49,7 +50,8 @@ class TableModel:
     A row keeps no state between passes, so rows need not be compact and results never depend on the rest of the batch.
     """
 
-    def __init__(self, shape: TableShape, *, max_len: int) -> None:
+    def __init__(self, shape: TableShape, *, max_len: int, recording: Recording = NOTHING) -> None:
+        self._recording = recording
         self.vocab_size = shape.vocab
         self.max_len = max_len
         self.eos_ids = (shape.eos,)
@@ -83,12 +85,10 @@ class TableModel:
     def experts(self, row: int) -> None:
         """It has none."""
 
-    def step(
-        self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64], draws: Draws
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    def step(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], drawn: npt.NDArray[np.int64], draws: Draws) -> Drawn:
         """See `DecodeModel.step`."""
         table = self._tables[self._active]
-        return draw(table[np.minimum(drawn, len(table) - 1), tokens], draws)
+        return draw(table[np.minimum(drawn, len(table) - 1), tokens], draws, self._recording)
 
 
 class TableEngine(BatchingEngine):
@@ -101,6 +101,7 @@ class TableEngine(BatchingEngine):
         policy: name of the policy it serves.
         max_len: longest sequence in tokens.
         delay: artificial time per token.
+        recording: what completions say beside their tokens.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class TableEngine(BatchingEngine):
         policy: str,
         max_len: int = DEFAULT_MAX_LEN,
         delay: TokenDelay | None = None,
+        recording: Recording = NOTHING,
     ) -> None:
-        model = TableModel(read_shape(model_dir), max_len=max_len)
+        model = TableModel(read_shape(model_dir), max_len=max_len, recording=recording)
         super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy, model_dir=model_dir, delay=delay)

@@ -21,8 +21,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.config.recording import Recording
 from streamrl.engines.batching.edits import Edit
-from streamrl.engines.batching.model import Draws
+from streamrl.engines.batching.model import Drawn, Draws
+from streamrl.schemas.candidates import CandidateSets, bounds_of
 
 
 def log_softmax(logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -57,8 +59,8 @@ def _edited(logits: npt.NDArray[np.float64], edits: Mapping[int, Edit]) -> npt.N
     return logits
 
 
-def draw(logits: npt.NDArray[np.floating], draws: Draws) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Draw one token a row: ids [n] int64 and their log-probs [n] float32; NaN where the logits are not finite."""
+def draw(logits: npt.NDArray[np.floating], draws: Draws, recording: Recording) -> Drawn:
+    """Draw one token a row; `recording`: what is to be said of them."""
     logp = distribution(logits, draws)
     cumulative = np.exp(logp).cumsum(axis=-1)
     total = cumulative[:, -1]
@@ -68,7 +70,22 @@ def draw(logits: npt.NDArray[np.floating], draws: Draws) -> tuple[npt.NDArray[np
     greedy = draws.temperature <= 0
     if greedy.any():
         ids[greedy] = logp[greedy].argmax(axis=-1)
-    return ids, np.take_along_axis(logp, ids[:, None], axis=-1)[:, 0].astype(np.float32)
+    found = np.take_along_axis(logp, ids[:, None], axis=-1)[:, 0].astype(np.float32)
+    return Drawn(ids, found, _candidates(logp, ids, draws, recording) if recording.anything else None)
+
+
+def _candidates(logp: npt.NDArray[np.float64], ids: npt.NDArray[np.int64], draws: Draws, recording: Recording) -> CandidateSets:
+    """What `recording` asks for, of rows that are not greedy."""
+    kept = np.zeros(logp.shape, np.bool_)
+    if recording.support:
+        kept |= draws.restricted[:, None]
+    if recording.top:
+        rows = np.flatnonzero(~draws.restricted & (draws.temperature > 0))
+        kept[rows[:, None], np.argsort(-logp[rows], axis=-1, kind="stable")[:, : recording.top]] = True
+        kept[rows, ids[rows]] = True
+    kept &= np.isfinite(logp)
+    found = logp[kept].astype(np.float32) if recording.logprobs else None  # row by row, ids rising
+    return CandidateSets(bounds_of(kept.sum(-1)), np.nonzero(kept)[1].astype(np.int32), found)
 
 
 def _restrict(

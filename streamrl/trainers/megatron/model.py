@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.decorators import maybe_mark_dynamic
 
 from streamrl.algorithms.chunked_head import chunked_logprobs
+from streamrl.algorithms.divergences import Divergence
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs
 from streamrl.algorithms.vocab_parallel import vocab_parallel_logprobs
 from streamrl.core.batches import TrainBatch
@@ -194,15 +195,16 @@ class MegatronLM:
         if self._held is not None:
             self._held.refresh()
 
-    def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def predict(
+        self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False, divergence: Divergence | None = None
+    ) -> tuple[Tensor, ...]:
         """See `LanguageModel`; raises ConfigError for truncated samples over a split vocabulary."""
         share = self.share(micro)
-        logprobs, entropy = share.everyones(*self._predict(share.micro, batch, entropy_gradient))
-        return logprobs, entropy
+        return share.everyones(*self._predict(share.micro, batch, entropy_gradient, divergence))
 
-    def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        how = drawn(batch, micro, self.device)
-        check_samples(self._parallel.tensors, bool(how.cut))
+    def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool, divergence: Divergence | None) -> tuple[Tensor, ...]:
+        how = drawn(batch, micro, self.device, divergence)
+        check_samples(self._parallel.tensors, bool(how.cut or how.likeliest))
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature, head = self._tensor(batch.temperature[micro.target]), self._head()
         if self._layers.chunks is not None and self._parallel.tensors == 1 and how.whole:
@@ -221,16 +223,10 @@ class MegatronLM:
                 entropy_gradient=entropy_gradient,
                 chunk_elements=chunk,
             )
-        return linear_logprobs(
-            states,
-            targets,
-            head,
-            temperature_M=temperature,
-            **how.cut,
-            logit_bias=how.logit_bias,
-            entropy_gradient=entropy_gradient,
-            chunk_elements=chunk,
+        found = linear_logprobs(
+            states, targets, head, temperature_M=temperature, **how.wanted, entropy_gradient=entropy_gradient, chunk_elements=chunk
         )
+        return how.told(found)
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """See `LanguageModel`; of a vocabulary in one part."""

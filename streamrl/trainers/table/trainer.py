@@ -24,6 +24,7 @@ from streamrl.algorithms.step_size import rollout_ess, scaled_rate
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
+from streamrl.core.candidates import candidate_metrics
 from streamrl.core.packing import Indices
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
@@ -73,6 +74,7 @@ class TableTrainer:
             )
         self._model_dir = model_dir
         self._minibatches = trainer.minibatches
+        self._replays = trainer.support_replay
         self._loss = loss
         self._optimizer = trainer.optimizer
         self._compares = trainer.gradient_cosine
@@ -121,6 +123,7 @@ class TableTrainer:
             dropped = sum(row["train/nonfinite_tokens"] for row in rows)
             finite = finite and (dropped == 0 or dropped < len(trained))
             metrics["train/nonfinite_tokens"] = float(dropped)
+            metrics |= candidate_metrics(batch, support=self._replays, likeliest=False)
             metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
         tokens = None if batch.kind == "sft" else TokenValues(logprobs, used)
         return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score, tokens=tokens)
@@ -201,6 +204,11 @@ class TableTrainer:
         if len(truncated):
             bounds = (top_p[truncated], top_k[truncated], min_p[truncated])
             kept = _support(np.exp(logp[truncated]), tokens[truncated], *bounds)
+            if batch.candidates is not None:
+                sets = batch.candidates.at(target[truncated])
+                said = np.repeat(np.arange(len(truncated)), sets.counts)
+                kept[said] = False
+                kept[said, sets.ids] = True
             logp[truncated] = _log_softmax(np.where(kept, logp[truncated], -np.inf))
         return logp, logp[np.arange(len(target)), tokens]
 

@@ -22,6 +22,7 @@ from torch._dynamo.decorators import maybe_mark_dynamic
 from torch.distributed.tensor import DTensor
 
 from streamrl.algorithms.chunked_head import chunk_kernels, chunked_logprobs
+from streamrl.algorithms.divergences import Divergence
 from streamrl.algorithms.logprobs import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS, LinearHead, linear_logprobs, token_logprobs
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import MicroBatch, trial_row
@@ -225,11 +226,12 @@ class CausalLM:
         """Parameters of all but the output head, by their name within the body."""
         return self._body.named_parameters()
 
-    def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
+    def predict(
+        self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False, divergence: Divergence | None = None
+    ) -> tuple[Tensor, ...]:
+        """See `LanguageModel.predict`."""
         share = self.share(micro)
-        logprobs, entropy = share.everyones(*self._run(partial(self._predict, share.micro, batch, entropy_gradient)))
-        return logprobs, entropy
+        return share.everyones(*self._run(partial(self._predict, share.micro, batch, entropy_gradient, divergence)))
 
     def turns(self, micros: Sequence[MicroBatch], *, learns: bool) -> Iterable[MicroBatch]:
         """See `LanguageModel.turns`: each at once."""
@@ -239,8 +241,8 @@ class CausalLM:
         """What this rank computes of it."""
         return Share(micro) if self._context is None else self._context.share(micro)
 
-    def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        how = drawn(batch, micro, self.device)
+    def _predict(self, micro: MicroBatch, batch: TrainBatch, entropy_gradient: bool, divergence: Divergence | None) -> tuple[Tensor, ...]:
+        how = drawn(batch, micro, self.device, divergence)
         states, targets = self.states(micro), self._tensor(batch.tokens[micro.target].astype(np.int64))
         temperature = self._tensor(batch.temperature[micro.target])
         chunks = self._layers.chunks
@@ -251,14 +253,13 @@ class CausalLM:
         compute = partial(
             token_logprobs if self._linear is None else linear_logprobs,
             temperature_M=temperature,
-            **how.cut,
-            logit_bias=how.logit_bias,
+            **how.wanted,
             entropy_gradient=entropy_gradient,
             chunk_elements=self._chunk_elements,
         )
         if self._linear is None:
-            return compute(states, targets, self._head, vocab_size=self.vocab_size)
-        return compute(states, targets, self._linear)
+            return how.told(compute(states, targets, self._head, vocab_size=self.vocab_size))
+        return how.told(compute(states, targets, self._linear))
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """All logits [M, V] float32 at `micro.target`, with their bias, over the temperature, nothing cut off; at once in memory."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.divergences import Divergence
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import MicroBatch
 from streamrl.trainers.flops import ModelFlops
@@ -60,8 +61,13 @@ class LanguageModel(Protocol):
         """Trained parameters by Hugging Face name; tied ones once, under their first name."""
         ...
 
-    def predict(self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for."""
+    def predict(
+        self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False, divergence: Divergence | None = None
+    ) -> tuple[Tensor, ...]:
+        """Log-probs [M] float32 of `micro.target`, with gradient, and entropies [M] float32, with one where it is asked for.
+
+        With `divergence` also how far the policy has gone from the sampler by the tokens that this held for the likeliest, [M] float32.
+        """
         ...
 
     def turns(self, micros: Sequence[MicroBatch], *, learns: bool) -> Iterable[MicroBatch]:

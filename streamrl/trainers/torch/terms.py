@@ -107,6 +107,7 @@ def policy_tokens(
     proximal: npt.NDArray[np.floating] | None,
     progress: float,
     decision: Decision | None = None,
+    apart: Tensor | None = None,
 ) -> tuple[PolicyTokens, Tensor]:
     """What a policy loss is given, and which tokens are dropped [M]: those with a number that is not finite stand outside the mask, as 0.
 
@@ -120,6 +121,7 @@ def policy_tokens(
         proximal: [T] log-probs before the batch's first step, for `loss.proximal = "recomputed"`; None: those of `logprobs`.
         progress: how much of the batch's optimizer steps is done, in [0, 1).
         decision: what was decided over the whole step.
+        apart: [M] how far the policy has gone from the sampler, where the loss goes by their likeliest tokens.
     """
 
     def like(values: npt.NDArray[np.floating]) -> Tensor:
@@ -151,6 +153,7 @@ def policy_tokens(
         entropy=entropy,
         reference=others[0] if others else None,
         chosen=None if decision is None or decision.chosen is None else on_device(decision.chosen[target], logprobs.device),
+        apart=apart,
         share=None if decision is None or decision.share is None else like(decision.share),
     )
     return tokens, packed.mask & ~finite.keep

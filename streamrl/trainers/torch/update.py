@@ -21,10 +21,11 @@ from streamrl.algorithms.objective import Objective, Scores, make_objective, nee
 from streamrl.algorithms.optimal_baselines import token_energies
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.step_size import rollout_ess, scaled_rate
-from streamrl.config.loss import is_function
+from streamrl.config.loss import is_function, likeliest_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, uncut
+from streamrl.core.candidates import candidate_metrics
 from streamrl.core.cuts import cut_samples, with_ends
 from streamrl.core.packing import ROW, Indices, MicroBatch, packed_row_length
 from streamrl.errors import ConfigError, TrainingError
@@ -94,6 +95,7 @@ class Update:
         """Of that coefficient, where it is adapted: the next batch's."""
         self._minibatches = trainer.minibatches
         self._config = trainer.optimizer
+        self._replays = trainer.support_replay
         self.budget = trainer.micro_tokens
         """Tokens of one forward and backward pass."""
         self.least_row = ROW
@@ -188,7 +190,10 @@ class Update:
                             values = torch.tensor(list(slimes.values()), dtype=torch.float64)
                             told.append(Told(Sums(tuple(slimes), values), target, torch.from_numpy(found)))
                         else:
-                            logprobs, entropy = policy.predict(micro, batch, entropy_gradient=loss.entropy_coef != 0)
+                            far = loss.dppo_divergence if batch.kind == "rl" and likeliest_of(loss) else None
+                            logprobs, entropy, *apart = policy.predict(
+                                micro, batch, entropy_gradient=loss.entropy_coef != 0, divergence=far
+                            )
                             if batch.kind == "sft":
                                 terms = demonstration_terms(logprobs, entropy)
                             else:
@@ -205,6 +210,7 @@ class Update:
                                     proximal=before,
                                     progress=progress,
                                     decision=decision,
+                                    apart=apart[0] if apart else None,
                                 )
                                 surrogate, measured = self._policy_loss(tokens, loss)
                                 terms = policy_terms(surrogate, measured, tokens, dropped, loss, factor)
@@ -229,6 +235,7 @@ class Update:
             metrics |= coefficient(loss)
         if batch.routed_experts is not None:
             metrics["train/routing_replayed"] = float((batch.routed_experts >= 0).all((1, 2)).mean())
+        metrics |= candidate_metrics(batch, support=self._replays, likeliest=likeliest_of(loss) > 0) if batch.kind == "rl" else {}
         if policy.device.type == "cuda":
             torch.cuda.current_stream(policy.device).synchronize()  # the last optimizer step may be on its way
         self.times["perf/actor_train_time"] = time.perf_counter() - start_s
@@ -305,7 +312,7 @@ class Update:
     def _idle(self, batch: TrainBatch, micro: MicroBatch, *, learns: bool) -> None:
         """An empty micro-batch: for the ranks that have one with tokens, the layers must be gathered here too."""
         with torch.set_grad_enabled(learns):
-            logprobs, _ = self._policy.predict(micro, batch)
+            logprobs = self._policy.predict(micro, batch)[0]
         if learns:
             logprobs.backward(torch.zeros_like(logprobs))
 

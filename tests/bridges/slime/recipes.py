@@ -148,7 +148,14 @@ RECIPES: dict[str, Recipe] = {
             **{"sglang-mem-fraction-static": "0.45", "sglang-cuda-graph-max-bs": "8", "actor-num-gpus-per-node": "1"},
         },
         (2, 4, 1, 10),
-        keys=(("trainer.backend", "torch"), ("engine.sglang.gpus", [0]), ("loss.reduction", "token_mean"), ("sampling.top_p", 0.95)),
+        keys=(
+            ("trainer.backend", "torch"),
+            ("engine.sglang.gpus", [0]),
+            ("loss.reduction", "token_mean"),
+            ("sampling.top_p", 0.95),
+            ("sampling.top_k", 4096),
+            ("trainer.support_replay", True),
+        ),
     ),
     "glm4-9b": Recipe(
         {

@@ -105,7 +105,7 @@ ROLLOUT: tuple[Flag, ...] = (
         says="those of slime itself: synchronous, streaming, fully asynchronous, fine-tuning; your own is a hook",
     ),
     mapped("--rollout-temperature", "number", "sampling.temperature", default=1.0),
-    mapped("--rollout-top-p", "number", "sampling.top_p", default=1.0),
+    mapped("--rollout-top-p", "number", "sampling.top_p", "trainer.support_replay", default=1.0),
     mapped("--rollout-top-k", "whole", "sampling.top_k", default=-1),
     mapped("--rollout-stop", "texts", "sampling.stop"),
     mapped("--rollout-stop-token-ids", "wholes", "sampling.stop_token_ids"),

@@ -9,6 +9,7 @@ from streamrl.bridges.slime.script.draft import Draft
 from streamrl.bridges.slime.script.hooks import GROUP_RM, NAMED, NONZERO_STD, SAMPLE_HOOKS, key_of
 from streamrl.bridges.slime.script.toml import Entry
 from streamrl.bridges.slime.script.work import is_sft
+from streamrl.config.recording import MOST_MASKED
 from streamrl.config.reward_kinds import BOXED
 
 _REWARDS = {
@@ -205,10 +206,24 @@ def write_sampling(draft: Draft) -> None:
     draft.put("sampling.temperature", args.number("--rollout-temperature"), "--rollout-temperature")
     draft.put("sampling.top_p", args.number("--rollout-top-p"), "--rollout-top-p")
     draft.put("sampling.top_k", args.whole("--rollout-top-k"), "--rollout-top-k")
+    if args.number("--rollout-top-p") not in (None, 1.0):
+        _write_replay(draft)
     if stop := args.texts("--rollout-stop"):
         draft.put("sampling.stop", stop, "--rollout-stop")
     if ids := args.wholes("--rollout-stop-token-ids"):
         draft.put("sampling.stop_token_ids", ids, "--rollout-stop-token-ids")
+
+
+def _write_replay(draft: Draft) -> None:
+    """Slime trains on what was kept by top-p when the tokens were drawn."""
+    top_p = "--rollout-top-p"
+    if draft.arguments.on("--sglang-speculative-algorithm"):
+        draft.say(top_p, "SGLang does not say what it drew drafted tokens from: log-probs are compared from before the cut")
+        return
+    draft.put("trainer.support_replay", True, top_p)
+    if not 0 < draft.get("sampling.top_k", -1) <= MOST_MASKED:
+        draft.put("sampling.top_k", MOST_MASKED, top_p, note="SGLang says what it drew from only with a top_k of at most this")
+        draft.say(top_p, f"draws from at most {MOST_MASKED} tokens: SGLang does not say otherwise what it drew from")
 
 
 def write_hooks(draft: Draft) -> None:
