@@ -276,7 +276,7 @@ def mean_reward(batch: Batch, state: FoldState) -> float | None:
     """
     if state.reward_count:
         return state.reward_sum / state.reward_count
-    rewards = [rollout.reward for group in batch.groups for _, rollout in sorted(group.rollouts.items()) if rollout.reward is not None]
+    rewards = [rollout.reward for group in batch.groups for _, rollout in sorted(group.compared.items()) if rollout.reward is not None]
     return float(np.mean(rewards)) if rewards else None
 
 

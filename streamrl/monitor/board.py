@@ -30,6 +30,7 @@ _ENDS = {
     "sampled": {
         "all": "tokens/sampled_total",
         "published": "tokens/published_total",
+        "greedy": "tokens/greedy_total",
         "cut": "tokens/cut_total",
         "evaluated": "tokens/evaluated_total",
         "open": "tokens/open",
