@@ -30,7 +30,8 @@ def remax(
         baselines: [N] R(x, y') (`TrainBatch.baselines`).
 
     Returns:
-        As the others, and `rollout/baseline_reward` with the metrics: the mean of the baselines over groups.
+        As the others, but that a group is flat whose rewards all equal its baseline; `rollout/baseline_reward` is the mean of the baselines
+        over groups.
 
     Raises:
         TrainingError: also where a baseline is missing or not finite.
@@ -45,9 +46,12 @@ def remax(
             estimator="remax",
             task=int(tasks[bad]),
         )
+    group_N = per_rollout.group[per_rollout.rollout_of_sample]
     baseline_G = np.zeros(len(per_rollout.size))
-    baseline_G[per_rollout.group[per_rollout.rollout_of_sample]] = baselines  # equal within a group
-    return rewards - baselines, per_rollout.metrics | {"rollout/baseline_reward": float(baseline_G.mean())}
+    baseline_G[group_N] = baselines  # equal within a group
+    differs_G = np.bincount(group_N, rewards != baselines) > 0
+    metrics = {"rollout/zero_variance": float(1.0 - differs_G.mean()), "rollout/baseline_reward": float(baseline_G.mean())}
+    return rewards - baselines, per_rollout.metrics | metrics
 
 
 def opo(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, lengths: Ids) -> tuple[Floats, dict[str, float]]:

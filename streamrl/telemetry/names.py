@@ -126,7 +126,7 @@ _DECLARED = (
     Metric("rollout/overlong_penalty", _MEAN, "reward", "what length has added to the batch's rewards (0 or less), mean over rollouts"),
     Metric("rollout/baseline_reward", _MEAN, "reward", "reward of the greedy answers, mean over groups", when=REMAX),
     Metric("rollout/raw_reward_std", _MEAN, "reward", "standard deviation of the rewards within a group, mean over groups"),
-    Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal"),
+    Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal, of remax the greedy one too"),
     Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),
     Metric("rollout/tokens_trained", _MEAN, "tokens", "tokens of the batch under the loss mask"),
     Metric("rollout/truncated_ratio", _MEAN, "fraction", "samples of the batch that a length limit cut, masked ones included"),
