@@ -273,7 +273,7 @@ def _settle(task: RolloutTask, given: Sequence[Episode | Failure]) -> tuple[list
 
 def _episodes_problem(task: RolloutTask, of_rollout: Sequence[Episode]) -> str:
     """What is wrong with the episodes of a rollout; empty: nothing."""
-    if of_rollout[0].rollout == task.baseline:
+    if of_rollout and of_rollout[0].rollout == task.baseline:
         turns = ((episode, segment) for episode in of_rollout for segment in episode.segments if segment.is_model)
         found = {drawn(episode, turn).temperature for episode, turn in turns}
         if found != {0.0}:

@@ -46,6 +46,8 @@ GOOD = [
     ("loss.advantage=my.file:name", "loss.normalize_std=false"),
     ("loss.policy=file.py:name", "loss.correction.level=sequence"),
     ("loss.advantage=reinforce_plus_plus", "loss.kl.reward_coef=0.1", "loss.gamma=0.9", "tasks.num_rollouts=1"),
+    ("loss.advantage=remax", "tasks.num_rollouts=1", "loss.kl.reward_coef=0.1"),
+    ("loss.advantage=remax", "tasks.num_rollouts=4", "loss.whiten=on", "reward.length.kind=cosine"),
     ("loss.advantage=ppo", "loss.bootstrap_truncated=true"),
     ("loss.advantage=ppo", "loss.gae_lambda=0.95", "loss.critic.only_steps=3", "tasks.num_rollouts=1"),
     ("loss.advantage=ppo", "loss.critic.targets=vtrace", "loss.critic.vtrace_rho=2.0"),

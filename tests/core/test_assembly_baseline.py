@@ -13,8 +13,8 @@ from streamrl.algorithms.reductions import token_weights
 from streamrl.config.loss import LossConfig
 from streamrl.config.reward import LengthConfig
 from streamrl.core.assembly import ages, assemble, used
-from streamrl.core.batches import TrainBatch
 from streamrl.core.batch_bytes import pack, unpack
+from streamrl.core.batches import TrainBatch
 from streamrl.core.state import FoldConfig
 from streamrl.schemas.ledger import SourceTally
 from streamrl.schemas.samples import Sample, VersionSpan
