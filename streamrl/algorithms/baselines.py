@@ -30,8 +30,7 @@ def remax(
         baselines: [N] R(x, y') (`TrainBatch.baselines`).
 
     Returns:
-        As the others, but that a group is flat whose rewards all equal its baseline; `rollout/baseline_reward` is the mean of the baselines
-        over groups.
+        As the others, but that a group is flat whose rewards all equal its baseline.
 
     Raises:
         TrainingError: also where a baseline is missing or not finite.
@@ -47,11 +46,8 @@ def remax(
             task=int(tasks[bad]),
         )
     group_N = per_rollout.group[per_rollout.rollout_of_sample]
-    baseline_G = np.zeros(len(per_rollout.size))
-    baseline_G[group_N] = baselines  # equal within a group
     differs_G = np.bincount(group_N, rewards != baselines) > 0
-    metrics = {"rollout/zero_variance": float(1.0 - differs_G.mean()), "rollout/baseline_reward": float(baseline_G.mean())}
-    return rewards - baselines, per_rollout.metrics | metrics
+    return rewards - baselines, per_rollout.metrics | {"rollout/zero_variance": float(1.0 - differs_G.mean())}
 
 
 def opo(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, lengths: Ids) -> tuple[Floats, dict[str, float]]:

@@ -95,7 +95,7 @@ def _check_advantages(config: Config) -> None:
         f"loss.advantage = {name} needs a greedy rollout of each task, but slime.rollout_function_path rolls whole groups out, and its "
         "requests do not say for which rollout they are",
         hint="use slime.custom_generate_function_path, which is called for each rollout",
-        key="slime.rollout_function_path",
+        key="loss.advantage",
     )
     refuse(
         estimator_of(loss).whitened and loss.whiten == "off",

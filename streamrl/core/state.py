@@ -160,6 +160,11 @@ class PendingTask(msgspec.Struct, frozen=True):
         return {k: one for k, one in self.rollouts.items() if k != self.baseline} if self.baseline >= 0 else self.rollouts
 
     @property
+    def baseline_reward(self) -> float | None:
+        """Of the greedy rollout, as it came; None: it has none yet, or there is no such rollout."""
+        return self.rollouts[self.baseline].reward if self.baseline in self.rollouts else None
+
+    @property
     def complete(self) -> bool:
         """Whether every rollout has ended."""
         return len(self.rollouts) + len(self.ended) >= self.group_size

@@ -124,7 +124,7 @@ _DECLARED = (
     Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the rollouts that arrived for the batch, dropped ones included"),
     Metric("rollout/length_reward", _MEAN, "reward", "what `reward.length` has added to the batch's rewards, mean over rollouts"),
     Metric("rollout/overlong_penalty", _MEAN, "reward", "what length has added to the batch's rewards (0 or less), mean over rollouts"),
-    Metric("rollout/baseline_reward", _MEAN, "reward", "reward of the greedy answers, mean over groups", when=REMAX),
+    Metric("rollout/baseline_reward", _MEAN, "reward", "reward of the batch's greedy answers, mean over groups", when=REMAX),
     Metric("rollout/raw_reward_std", _MEAN, "reward", "standard deviation of the rewards within a group, mean over groups"),
     Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal, of remax the greedy one too"),
     Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),
