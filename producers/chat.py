@@ -123,7 +123,7 @@ class Chat:
 
         Args:
             max_new_tokens: of this turn; None: the chat's.
-            temperature: that this turn's tokens are drawn and trained at, above 0; None: the chat's.
+            temperature: that this turn's tokens are drawn and trained at, above 0; None: the chat's. Not read in a greedy rollout.
             sampling: other fields of `Sampling` for this turn by name, such as `{"stop": ["</answer>"], "min_p": 0.05}`; what it does
                 not name is the chat's.
 
@@ -132,7 +132,7 @@ class Chat:
             SchemaError: a temperature that is not above 0, or a field that there is not, or that does not take its value.
         """
         said = dict(sampling or {}) | ({} if temperature is None else {"temperature": temperature})
-        check_temperature(said.get("temperature"))
+        check_temperature(None if self._context.is_baseline else said.get("temperature"))
         drawn = self._drawn(said, max_new_tokens)
         if drawn is None:
             # A loop that asks again and again must leave room for its own end.
@@ -207,7 +207,7 @@ class Chat:
 
     def _drawn(self, said: Mapping[str, Any], max_new_tokens: int | None) -> Sampling | None:
         """How a turn is drawn; None where there is no room for it."""
-        sampling = turn_sampling(self._sampling, said) if said else self._sampling
+        sampling = self._context.drawn(turn_sampling(self._sampling, said)) if said else self._sampling
         wanted = sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
         if self._context.max_len:
             wanted = min(wanted, self._context.max_len - self._num_tokens)

@@ -199,7 +199,8 @@ def samples_of(task: RolloutTask, episodes: Sequence[Episode], *, producer: str,
     """Rows for the stream, sorted by rollout and, within one, in the order given.
 
     Every rollout's samples get the reward of its answer (`is_answer`), else of its last episode that has one, and the fields `more`. Those
-    of agents take no part in that unless all are of agents; they get their agent's reward too, found in the same way.
+    of agents take no part in that unless all are of agents; they get their agent's reward too, found in the same way. Nothing of the task's
+    baseline is trained.
 
     Raises:
         SchemaError: an episode of a rollout that the task does not have, or a branch of none.
@@ -267,7 +268,7 @@ def _sample(task: RolloutTask, episode: Episode, index: int, of_rollout: Sequenc
         if segment.spans:
             turns.append((len(tokens), segment))
             logprobs += segment.logprobs
-            mask += [1] * length
+            mask += [int(episode.rollout != task.baseline)] * length
             spans += segment.spans
         else:
             logprobs += [0.0] * length

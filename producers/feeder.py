@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import read_key
 from streamrl.config.data import data_sets, has_images
+from streamrl.config.loss import estimator_of
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.mixed import Drawn, MixedRows, draw
@@ -118,7 +119,8 @@ def _task(grant: Grant, index: int, base: int, drawn: Drawn, config: Config) -> 
         row=problem.row,
         data_epoch=drawn.epoch,
         metadata=said,
-        num_rollouts=1 if warmup else config.tasks.num_rollouts,
+        num_rollouts=1 if warmup else config.group_size,
+        greedy_baseline=True if estimator_of(config.loss).greedy and not warmup else msgspec.UNSET,
         sampling=config.sampling,
         min_version=0 if warmup else min_version(grant, index, config),
         seed=task_seed(base, index),

@@ -61,7 +61,8 @@ class FunctionProducer:
         """The episodes and failures of all rollouts, in their order; all rollouts at the same time."""
         try:
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self.one(task, context.for_rollout(k))) for k in range(task.num_rollouts)]
+                contexts = [context.for_rollout(k) for k in range(task.num_rollouts)]
+                calls = [group.create_task(self.one(one.task, one)) for one in contexts]
         except* EngineError as errors:
             raise errors.exceptions[0] from None
         return [item for call in calls for item in call.result()]

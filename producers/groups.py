@@ -15,7 +15,7 @@ from streamrl.errors import EngineError, SchemaError, StreamRLError
 from streamrl.producers.children.graders import Hung
 from streamrl.producers.children.jobs import NOTHING, Job, Keeping, job
 from streamrl.producers.children.pool import Children
-from streamrl.producers.episode import Episode, branch_problem
+from streamrl.producers.episode import Episode, branch_problem, drawn
 from streamrl.producers.filtering import Filter
 from streamrl.producers.protocol import Context, Failure, Producer, Tokenizer
 from streamrl.producers.slots import asked, phase
@@ -154,6 +154,10 @@ class GroupRunner:
         with phase("reward"):
             refused = await filter.refused(task, group.episodes)
         left = {failure.rollout for failure in refused}
+        if {episode.rollout for episode in group.episodes} - left - {task.baseline}:
+            # A filter is about what is trained: the greedy rollout stays as long as another does.
+            left.discard(task.baseline)
+            refused = [failure for failure in refused if failure.rollout in left]
         kept = tuple(episode for episode in group.episodes if episode.rollout not in left)
         return Group(kept, tuple(sorted((*group.failures, *refused), key=lambda failure: failure.rollout)))
 
@@ -261,10 +265,24 @@ def _settle(task: RolloutTask, given: Sequence[Episode | Failure]) -> tuple[list
     for rollout in range(task.num_rollouts):
         if rollout not in known:
             failures[rollout] = Failure(rollout, "failed", "the producer gave neither an episode nor a failure for it")
-        elif problem := branch_problem([episode for episode in episodes if episode.rollout == rollout]):
+        elif problem := _episodes_problem(task, [episode for episode in episodes if episode.rollout == rollout]):
             failures[rollout] = Failure(rollout, "failed", problem)
     kept = (episode for episode in episodes if episode.rollout not in failures)
     return sorted(kept, key=lambda episode: episode.rollout), failures
+
+
+def _episodes_problem(task: RolloutTask, of_rollout: Sequence[Episode]) -> str:
+    """What is wrong with the episodes of a rollout; empty: nothing."""
+    if of_rollout and of_rollout[0].rollout == task.baseline:
+        turns = ((episode, segment) for episode in of_rollout for segment in episode.segments if segment.is_model)
+        found = {drawn(episode, turn).temperature for episode, turn in turns}
+        if found != {0.0}:
+            return (
+                f"rollout {task.baseline} of task {task.index} is the greedy one that the others are compared with: expected turns of "
+                f"temperature 0, got {', '.join(f'{one:g}' for one in sorted(found))}; draw them by a chat, or by "
+                f"context.for_rollout({task.baseline}).task.sampling"
+            )
+    return branch_problem(of_rollout)
 
 
 def _all_failed(task: RolloutTask, failure: Failure) -> tuple[Failure, ...]:

@@ -12,7 +12,7 @@ from streamrl.core.seeds import rollout_seed
 from streamrl.engines.protocol import Engine
 from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode
-from streamrl.schemas.tasks import RolloutTask
+from streamrl.schemas.tasks import RolloutTask, Sampling
 
 
 class Tokenizer(Protocol):
@@ -126,9 +126,19 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
             raise SchemaError(f"expected the place of one of {count} images of task {self.task.index}, from 0 on, got {place!r}")
         return await self.images(place)
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is the greedy rollout of its task (`RolloutTask.baseline`)."""
+        return self.rollout_index == self.task.baseline
+
+    def drawn(self, sampling: Sampling) -> Sampling:
+        """How this rollout draws where its code asks for `sampling`: the baseline greedily, whatever temperature that has."""
+        return msgspec.structs.replace(sampling, temperature=0.0) if self.is_baseline else sampling
+
     def for_rollout(self, rollout: int) -> Context:
         """The same for one rollout of the group."""
-        return msgspec.structs.replace(self, rollout_index=rollout, seed=rollout_seed(self.task.seed, rollout))
+        seed = rollout_seed(self.task.seed, rollout)
+        return msgspec.structs.replace(self, rollout_index=rollout, seed=seed, task=self.task.for_rollout(rollout))
 
 
 class Producer(Protocol):

@@ -50,7 +50,9 @@ class Part:
         self.first = samples[0].rollout
         self.last = samples[-1].rollout
         self.lengths: dict[int, int] = {}
-        """Tokens that are trained on, by rollout."""
+        """Tokens that are trained on, by rollout; a greedy one has none."""
+        self.greedy = sum(sample.num_sampled for sample in samples if not sample.loss_mask.any())
+        """Tokens that a model sampled for greedy rollouts."""
         self.is_sampled = any(sample.logprob_mode is not LogprobMode.NONE for sample in samples)
         """Whether a model sampled them; demonstrations are not."""
         for sample in samples:
@@ -78,13 +80,15 @@ class Published:
         self.num_rollouts = 0
         """Rollouts stored."""
         self.sampled: list[int] = []
-        """Tokens that a model sampled, of each of them that is no demonstration."""
+        """Tokens that a model sampled, of each of them that is neither a demonstration nor greedy."""
+        self.greedy = 0
+        """Tokens that a model sampled for those that are."""
         self.num_full = 0
         """Records that had to wait for room."""
 
     @property
     def num_tokens(self) -> int:
-        """All that were sampled."""
+        """All that were sampled for rollouts that are trained."""
         return sum(self.sampled)
 
 
@@ -162,7 +166,8 @@ class Publisher:
     def _count(self, part: Part) -> None:
         self._counts.num_rollouts += len(part.lengths)
         if part.is_sampled:
-            self._counts.sampled += part.lengths.values()
+            self._counts.sampled += [length for length in part.lengths.values() if length]
+            self._counts.greedy += part.greedy
 
     async def end_task(self, index: int, source: str, reason: str, detail: str, *, group_size: int = 1, claim: Claim | None = None) -> None:
         """Store a tombstone for a whole task."""

@@ -54,7 +54,7 @@ class RolloutEngine:
 
         Args:
             prompt: the task (its prompt's tokens); or a text, chat messages or token ids, for a sub-agent of this rollout.
-            sampling: how this chat's tokens are drawn; None: as the task says.
+            sampling: how this chat's tokens are drawn; None: as the task says. A greedy rollout is greedy whatever temperature it has.
             tools: definitions that the prompt shows and that give calls their types; None: the task's for the task, else none.
             template_kwargs: variables of the chat template, over `data.chat_template_kwargs` and the row's own; of the task itself they
                 change what follows its prompt, which is there already.
@@ -79,7 +79,7 @@ class RolloutEngine:
             prompt_ids = self._format.opening(opening, tools, given)
         else:
             prompt_ids = prompt
-        style = Style(self.context, self._format, sampling or task.sampling, tools, given, self._saves, self._next)
+        style = Style(self.context, self._format, self.context.drawn(sampling or task.sampling), tools, given, self._saves, self._next)
         number = self._next()
         return Chat(style, [Segment(tuple(prompt_ids))], ((number, 0),), opening=opening)
 

@@ -343,6 +343,7 @@ async def _report(
             "reward/ended_early_total": graders.ended_early,
             "producer/rollouts_total": published.num_rollouts,
             "tokens/published_total": published.num_tokens,
+            **({"tokens/greedy_total": published.greedy} if published.greedy else {}),
             "tokens/cut_total": cut_tokens,
             "bus/redelivered_total": sum(count.num_redelivered for count in counts),
             "bus/full_total": published.num_full,

@@ -15,7 +15,7 @@ from streamrl.schemas.samples import BlobRef, Sample
 
 
 async def store_experts(publisher: Publisher, samples: Sequence[Sample], episodes: Sequence[Episode]) -> list[Sample]:
-    """The samples, each with the rows of its rollout's blob where all its turns say their experts.
+    """The samples, each with the rows of its rollout's blob where all its turns say their experts and some of it is trained.
 
     Args:
         publisher: stores the blobs.
@@ -23,8 +23,9 @@ async def store_experts(publisher: Publisher, samples: Sequence[Sample], episode
         episodes: in any order.
     """
     made = sorted(episodes, key=lambda episode: episode.rollout)  # stable, as in `samples_of`
-    found = {place: experts for place, episode in enumerate(made) if (experts := routed_experts(episode)) is not None}
     given = list(samples)
+    trained = ((place, episode) for place, episode in enumerate(made) if samples[place].loss_mask.any())
+    found = {place: experts for place, episode in trained if (experts := routed_experts(episode)) is not None}
     for rollout in sorted({samples[place].rollout for place in found}):
         places = [place for place in found if samples[place].rollout == rollout]
         rows = np.concatenate([found[place] for place in places])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -183,6 +184,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Who made it, where that is one with a reward of its own (`is_agent`); empty: it is trained on the rollout's."""
     agent_reward: float | None = None
     """Of its agent, the same in all samples that this one has in the rollout. None: not known yet, or it has no agent."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that a model has sampled for it, trained or not; those that a branch shares count in its parent."""
+        shared = 0 if self.branch is None else self.branch.num_shared
+        ends = accumulate(span.length for span in self.spans)
+        found = ((span.length, end) for span, end in zip(self.spans, ends, strict=True) if span.version is not None)
+        return sum(max(0, min(length, end - shared)) for length, end in found)
 
     @property
     def trained_reward(self) -> float | None:

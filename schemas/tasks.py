@@ -227,6 +227,19 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """Where the feeder has stored the images of the row, before the task: a row for each. Not on the wire when unset."""
     image_rows: tuple[Image, ...] | msgspec.UnsetType = msgspec.UNSET
     """What these rows hold; not on the wire when unset."""
+    greedy_baseline: bool | msgspec.UnsetType = msgspec.UNSET
+    """Whether the last of its rollouts is the `baseline`; not on the wire when unset."""
+
+    @property
+    def baseline(self) -> int | None:
+        """The rollout that is drawn greedily and never trained: the others' rewards are compared with its own. None: there is none."""
+        return self.num_rollouts - 1 if self.greedy_baseline is True else None
+
+    def for_rollout(self, rollout: int) -> RolloutTask:
+        """The same as one of its rollouts has it: the baseline's sampling is greedy."""
+        if rollout != self.baseline:
+            return self
+        return msgspec.structs.replace(self, sampling=msgspec.structs.replace(self.sampling, temperature=0.0))
 
     @property
     def images(self) -> tuple[Image, ...]:

@@ -132,6 +132,6 @@ def entry_of(stepped: Stepped, version: Version, config: Config, fingerprint: st
 
 
 def _lengths(stepped: Stepped) -> dict[str, tuple[int, ...]]:
-    trained = histogram(one.length for group in stepped.batch.groups for one in group.rollouts.values() if not one.demonstration)
+    trained = histogram(one.length for group in stepped.batch.groups for one in group.rollouts.values() if one.length)
     dropped = reduce(added, (tally.lengths for tally in stepped.before.dropped.values()), ())
     return {name: counts for name, counts in (("lengths/trained", trained), ("lengths/dropped", dropped)) if counts}

@@ -93,7 +93,7 @@ def sample_blobs(
     log: Log, loop: asyncio.AbstractEventLoop, replayed: Replayed, config: Config, *, images: bool = False
 ) -> SampleBlobs | None:
     """Those of a run, with `images` also what is not trained on; None where nothing is looked at."""
-    ahead = 2 * config.tasks.batch_tasks * config.tasks.num_rollouts
+    ahead = 2 * config.tasks.batch_tasks * config.group_size
     return SampleBlobs(log.sample_blobs, loop, replayed, ahead=ahead, images=images) if replayed.anything or images else None
 
 

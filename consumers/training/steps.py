@@ -237,6 +237,9 @@ def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, flo
     }
     if state.reward_count:
         metrics["rollout/raw_reward"] = state.reward_sum / state.reward_count
+    greedy = [reward for group in batch.groups if (reward := group.baseline_reward) is not None]
+    if greedy:
+        metrics["rollout/baseline_reward"] = float(np.mean(greedy))
     if arrays.kind == "rl":
         metrics |= _spread(batch, arrays)
     return metrics | _tokens(batch, arrays, state)
@@ -276,7 +279,7 @@ def mean_reward(batch: Batch, state: FoldState) -> float | None:
     """
     if state.reward_count:
         return state.reward_sum / state.reward_count
-    rewards = [rollout.reward for group in batch.groups for _, rollout in sorted(group.rollouts.items()) if rollout.reward is not None]
+    rewards = [rollout.reward for group in batch.groups for _, rollout in sorted(group.compared.items()) if rollout.reward is not None]
     return float(np.mean(rewards)) if rewards else None
 
 

@@ -208,7 +208,8 @@ class Session:
 
     async def _make(self, ask: Ask) -> Node:
         # What is wrong with the call itself is said before anything is asked.
-        sampling = sampling_of(ask.fields, self.context.task.sampling, self.rules.drawable, ask.where)
+        fields = {name: value for name, value in ask.fields.items() if name != "temperature" or not self.context.is_baseline}
+        sampling = self.context.drawn(sampling_of(fields, self.rules.task.sampling, self.rules.drawable, ask.where))
         # A large text takes the tokenizer seconds, in which the loop has leases to keep. The tree only grows.
         place = await asyncio.to_thread(ask.place, self.tree) if ask.size > LARGE else ask.place(self.tree)
         sampling = self._within(sampling, place)

@@ -69,7 +69,7 @@ async def main(worker: Worker, *, port: int | None = None, listens: Callable[[st
         total_s=worker.config.producer.rollout_timeout_s,
         own_prompts=config.prompts == "any",
         drawable=_drawable(worker),
-        num_rollouts=worker.config.tasks.num_rollouts,
+        num_rollouts=worker.config.group_size,
     )
     keys = Keys(worker.run_dir.gateway_key(), worker.config.run.name)
     verbs = Verbs(
@@ -106,7 +106,7 @@ async def main(worker: Worker, *, port: int | None = None, listens: Callable[[st
             "single_turn",
             sources=(MAIN_SOURCE, WARMUP_SOURCE) if worker.config.warmup.max_steps else (MAIN_SOURCE,),
             front=sessions,
-            concurrency=max(1, math.ceil(config.max_sessions / worker.config.tasks.num_rollouts)),
+            concurrency=max(1, math.ceil(config.max_sessions / worker.config.group_size)),
         )
     finally:
         for task in background:

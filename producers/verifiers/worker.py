@@ -150,7 +150,7 @@ async def _spec(worker: Worker, sessions: Sessions) -> Spec:
         max_len=config.model.max_len,
         gateway=address,
         gateway_key=worker.run_dir.gateway_key(),
-        sessions=config.producer.concurrency * config.tasks.num_rollouts,
+        sessions=config.producer.concurrency * config.group_size,
         idle_s=config.gateway.idle_timeout_s,
         adopted=tuple(left.told for left in sessions.open.values() if not left.deaths),
         suspects=tuple(left.told for left in sessions.open.values() if left.deaths),

@@ -11,7 +11,8 @@ def registry_tables() -> str:
     """Both tables."""
     lines = ["| `loss.advantage` | compares rollouts of a task | whitened | needs | reads of `loss` |", "|---|---|---|---|---|"]
     for name, estimator in ESTIMATORS.items():
-        cells = (_yes(estimator.grouped), _yes(estimator.whitened), ", ".join(sorted(estimator.needs)), _keys(estimator.settings))
+        needs = ", ".join([*sorted(estimator.needs), *(["a greedy rollout"] if estimator.greedy else [])])
+        cells = (_yes(estimator.grouped), _yes(estimator.whitened), needs, _keys(estimator.settings))
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     lines += ["", "| `loss.policy` | ratio against | of whole samples | without torch | reads of `loss` |", "|---|---|---|---|---|"]
     for name, policy in POLICY_LOSSES.items():

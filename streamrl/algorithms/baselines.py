@@ -15,6 +15,41 @@ from streamrl.algorithms.groups import rollout_rewards
 from streamrl.errors import TrainingError
 
 
+def remax(
+    rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, baselines: Floats | None
+) -> tuple[Floats, dict[str, float]]:
+    """The greedy answer's reward as the baseline: A = R(x, y) - R(x, y'), y' the same policy's greedy answer to x (arXiv 2310.10505).
+
+    Algorithm 1 there. R(x, y') knows nothing of y, so the gradient stays unbiased, also where y' is of a version before y's.
+
+    Args:
+        rewards: [N]
+        tasks: [N]
+        rollouts: [N]
+        agents: [N], or none.
+        baselines: [N] R(x, y') (`TrainBatch.baselines`).
+
+    Returns:
+        As the others, but that a group is flat whose rewards all equal its baseline.
+
+    Raises:
+        TrainingError: also where a baseline is missing or not finite.
+    """
+    per_rollout = rollout_rewards(rewards, tasks, rollouts, agents)
+    if baselines is None or not np.isfinite(baselines).all():
+        bad = 0 if baselines is None else int(np.flatnonzero(~np.isfinite(baselines))[0])
+        raise TrainingError(
+            f"remax expects the reward of each task's greedy answer, got {'none' if baselines is None else baselines[bad]} "
+            f"for task {tasks[bad]}",
+            hint="a group without one belongs in the drops, not in a batch: was the batch recorded under another loss.advantage?",
+            estimator="remax",
+            task=int(tasks[bad]),
+        )
+    group_N = per_rollout.group[per_rollout.rollout_of_sample]
+    differs_G = np.bincount(group_N, rewards != baselines) > 0
+    return rewards - baselines, per_rollout.metrics | {"rollout/zero_variance": float(1.0 - differs_G.mean())}
+
+
 def opo(rewards: Floats, tasks: Ids, rollouts: Ids, agents: Sequence[str] = (), *, lengths: Ids) -> tuple[Floats, dict[str, float]]:
     """On-policy RL with the optimal reward baseline: A_i = R_i - sum_j l_j R_j / sum_j l_j over the rollouts of a task (arXiv 2505.23585).
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from streamrl.algorithms.advantages import Reduce, distill, grpo, maxrl, raw, rloo, token_kl, token_rewards, whiten
-from streamrl.algorithms.baselines import gdpo, gpg, opo, pass_at_k
+from streamrl.algorithms.baselines import gdpo, gpg, opo, pass_at_k, remax
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.optimal_baselines import opob, optimal_token_baseline
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
@@ -287,6 +287,13 @@ def _pass_at_k(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Foun
     return _spread(batch, arrays, numbers), None, metrics
 
 
+def _remax(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
+    numbers, metrics = remax(*_rewards(batch), baselines=batch.baselines)
+    rewards = token_rewards(numbers, batch.offsets, arrays.mask, kl=arrays.kl, kl_coef=loss.kl.reward_coef)
+    # What of a sample's reward is still to come: numbers, less the KL from the token on.
+    return np.where(arrays.mask, discounted_returns(rewards, batch.offsets, gamma=1.0), 0.0), None, metrics
+
+
 def _reinforce_plus_plus(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> Found:
     rewards, metrics = _token_rewards(batch, loss, arrays)
     found = np.where(arrays.mask, discounted_returns(rewards, batch.offsets, gamma=loss.gamma), 0.0)
@@ -338,6 +345,7 @@ ESTIMATORS: Mapping[str, Callable[[TrainBatch, LossConfig, TokenArrays], Found]]
         "gpg": _gpg,
         "gdpo": _gdpo,
         "pass_at_k": _pass_at_k,
+        "remax": _remax,
         "reinforce_plus_plus": _reinforce_plus_plus,
         "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
         "ppo": _ppo,

@@ -105,7 +105,7 @@ async def _of_task(source: Source, task: int, rollout: int | None) -> tuple[Life
     finder = TaskFinder(source.log, source.bus, source.subjects, source.trainer, say=say)
     await finder.check_issued(task)
     log = await finder.find(task)
-    life = life_of(log, source.subjects.run, group_size=source.config.tasks.num_rollouts, rollout=rollout)
+    life = life_of(log, source.subjects.run, group_size=source.config.group_size, rollout=rollout)
     if rollout is not None and rollout >= life.group_size:
         raise ConfigError(f"expected a rollout from 0 to {life.group_size - 1} of task {task}, got {rollout}", hint="count from 0")
     counts = {one.rollout: one.sequence for one in life.rollouts}

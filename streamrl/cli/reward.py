@@ -172,10 +172,11 @@ async def _check_issued(bus: Bus, config: Config, task: int, rollout: int) -> No
     if task >= issued:
         there = f"0 to {issued - 1} have been issued" if issued else "none has been issued yet"
         raise ConfigError(f"expected --task of a task of run {config.run.name!r}, of which {there}, got {task}", hint="count from 0")
-    if rollout >= config.tasks.num_rollouts:
+    if rollout >= config.group_size:
+        greedy = ", and one is greedy" if config.group_size > config.tasks.num_rollouts else ""
         raise ConfigError(
-            f"expected --rollout from 0 to {config.tasks.num_rollouts - 1}, got {rollout}",
-            hint=f"tasks.num_rollouts is {config.tasks.num_rollouts}; count from 0",
+            f"expected --rollout from 0 to {config.group_size - 1}, got {rollout}",
+            hint=f"tasks.num_rollouts is {config.tasks.num_rollouts}{greedy}; count from 0",
         )
 
 

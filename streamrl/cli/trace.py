@@ -82,7 +82,7 @@ async def _trace(arguments: argparse.Namespace, task: int, rollout: int | None) 
     async with open_source(arguments.run, base=arguments.dir, looking=True) as source:
         finder = TaskFinder(source.log, source.bus, source.subjects, source.trainer, say=say)
         await finder.check_issued(task)
-        life = life_of(await finder.find(task), source.subjects.run, group_size=source.config.tasks.num_rollouts, rollout=rollout)
+        life = life_of(await finder.find(task), source.subjects.run, group_size=source.config.group_size, rollout=rollout)
         life = await with_deliveries(life, source.log)
     if rollout is not None and rollout >= life.group_size:
         raise ConfigError(f"expected a rollout from 0 to {life.group_size - 1} of task {task}, got {rollout}", hint="count from 0")

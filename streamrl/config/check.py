@@ -63,7 +63,7 @@ def _check_work(config: Config) -> None:
     _check_expiry(config)
     _check_ranks(config)
     refuse(
-        tasks.drop_zero_variance and tasks.num_rollouts == 1,
+        tasks.drop_zero_variance and config.group_size == 1,
         "tasks.drop_zero_variance needs tasks.num_rollouts >= 2, got 1: a group of one has no spread, so every group would be dropped",
         hint="use several rollouts a task, or set tasks.drop_zero_variance = false",
         key="tasks.num_rollouts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.config.loss import is_function
+from streamrl.config.loss import estimator_of, is_function
 from streamrl.config.reward import LengthConfig
 from streamrl.config.tree import Config, refuse
 
@@ -111,6 +111,13 @@ def _check_length(config: Config) -> None:
         length.kind != "none" and advantage in ("maxrl", "pass_at_k"),
         f"reward.length with loss.advantage = {advantage}, which takes no rewards below 0: length makes some",
         hint='take loss.advantage = "grpo", or leave reward.length out',
+        key="reward.length.kind",
+    )
+    refuse(
+        length.kind in ("kimi", "alp") and estimator_of(config.loss).greedy,
+        f"reward.length.kind = {length.kind} rewards length by what other answers of the task were: the greedy answer of "
+        f"loss.advantage = {advantage} would have a reward that hangs on the answers that it is the baseline of",
+        hint="set reward.length.kind = 'cosine', or reward.overlong_buffer, which look at each answer alone",
         key="reward.length.kind",
     )
     read = _LENGTH_READS.get(length.kind, LengthConfig.__struct_fields__)

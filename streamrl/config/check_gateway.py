@@ -17,9 +17,11 @@ def check_gateway(config: Config) -> None:
         hint=f"lower it to {_MAX_PORT + 1 - gateway.workers} or less",
         key="gateway.port",
     )
+    greedy = ", and the greedy one of remax" if config.group_size > config.tasks.num_rollouts else ""
     refuse(
-        gateway.max_sessions < config.tasks.num_rollouts,
-        f"gateway.max_sessions must hold a whole task of tasks.num_rollouts = {config.tasks.num_rollouts}, got {gateway.max_sessions}",
+        gateway.max_sessions < config.group_size,
+        f"gateway.max_sessions must hold a whole task of {config.group_size} rollouts (tasks.num_rollouts{greedy}), got "
+        f"{gateway.max_sessions}",
         hint="raise it",
         key="gateway.max_sessions",
     )

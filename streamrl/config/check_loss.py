@@ -8,6 +8,7 @@ from collections.abc import Collection
 from streamrl.config.check_correction import check_correction
 from streamrl.config.loss import CriticConfig, KLConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
 from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, Role, reading
+from streamrl.config.slime import ROLLOUT
 from streamrl.config.tree import Config, refuse
 
 _OF_ESTIMATORS = {
@@ -58,7 +59,7 @@ def _check_advantages(config: Config) -> None:
     refuse(
         estimator_of(loss).grouped and size == 1 and (loss.normalize_rewards or name not in reading("normalize_rewards")),
         f"loss.advantage = {name} compares the rollouts of a task, but tasks.num_rollouts is 1: every advantage would be 0",
-        hint="use several rollouts a task, or reinforce_plus_plus or ppo",
+        hint="use several rollouts a task, or remax, reinforce_plus_plus or ppo",
         key="tasks.num_rollouts",
     )
     for setting, why in _OF_ESTIMATORS.items():
@@ -88,6 +89,13 @@ def _check_advantages(config: Config) -> None:
         "loss.leave_one_out is for dividing what it leaves, got loss.normalize_std or loss.normalize_rewards = false",
         hint='take loss.advantage = "rloo", which divides by nothing',
         key="loss.leave_one_out",
+    )
+    refuse(
+        estimator_of(loss).greedy and config.producer.function.startswith(ROLLOUT),
+        f"loss.advantage = {name} needs a greedy rollout of each task, but slime.rollout_function_path rolls whole groups out, and its "
+        "requests do not say for which rollout they are",
+        hint="use slime.custom_generate_function_path, which is called for each rollout",
+        key="loss.advantage",
     )
     refuse(
         estimator_of(loss).whitened and loss.whiten == "off",

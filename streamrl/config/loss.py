@@ -67,7 +67,7 @@ class KLConfig(Section, frozen=True, kw_only=True):
     k3+ have k1's and k3's value and k2's gradient. In the loss, k1 is of use only where `unbiased`: its own gradient does not see the
     reference."""
     reward_coef: NonNegativeFloat = 0.0
-    """Each token's reward is reduced by this times its KL (reinforce_plus_plus, reinforce_plus_plus_baseline, ppo)."""
+    """Each token's reward is reduced by this times its KL (remax, reinforce_plus_plus, reinforce_plus_plus_baseline, ppo)."""
     loss_coef: NonNegativeFloat = 0.0
     """This times the KL is added to the loss."""
     target: NonNegativeFloat = 0.0

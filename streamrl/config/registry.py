@@ -35,6 +35,8 @@ class Estimator(msgspec.Struct, frozen=True, kw_only=True):
     """Compares the rollouts of a task with each other."""
     whitened: bool = False
     """Not defined without whitening (arXiv 2501.03262)."""
+    greedy: bool = False
+    """Compares with the reward of the policy's greedy answer: each task has one rollout more, drawn greedily and never trained."""
     needs: frozenset[Role] = frozenset()
     """Whose numbers it cannot do without: of `VALUE` follows a critic, of `ENERGY` a forward pass more."""
 
@@ -98,6 +100,7 @@ ESTIMATORS: Mapping[str, Estimator] = MappingProxyType(
         "gpg": Estimator(grouped=True),
         "gdpo": Estimator(grouped=True, settings=frozenset({"objectives"})),
         "pass_at_k": Estimator(grouped=True, settings=frozenset({"pass_k"})),
+        "remax": Estimator(greedy=True, settings=frozenset({"kl.reward_coef"})),
         "reinforce_plus_plus": Estimator(whitened=True, settings=frozenset({"kl.reward_coef", "gamma"})),
         "reinforce_plus_plus_baseline": Estimator(grouped=True, whitened=True, settings=frozenset({"normalize_rewards", "kl.reward_coef"})),
         "ppo": Estimator(

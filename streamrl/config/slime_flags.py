@@ -85,7 +85,7 @@ def run_flags(config: Config, model_dir: str | Path) -> dict[str, Any]:
         "lr": config.trainer.optimizer.learning_rate,
         "sglang_router_ip": ROUTER_HOST,
         "sglang_router_port": ROUTER_PORT,
-        "sglang_server_concurrency": config.producer.concurrency * tasks.num_rollouts,
+        "sglang_server_concurrency": config.producer.concurrency * config.group_size,
         "use_rollout_routing_replay": config.trainer.routing_replay,
         "sglang_speculative_algorithm": None,
         "ci_test": False,

@@ -60,7 +60,8 @@ HOOKS: Mapping[str, Hook] = MappingProxyType(
             gives="RolloutFnTrainOutput | list[list[Sample]]",
             becomes="producer.function",
             differs="a rollout is one task here: `args.rollout_batch_size` is 1, `rollout_id` the task's index, `get_samples` gives its "
-            "group once and then nothing. Samples that are not given back, or with `remove_sample`, end as `filtered`",
+            "group once and then nothing. Samples that are not given back, or with `remove_sample`, end as `filtered`. Not with "
+            '`loss.advantage = "remax"`: a request does not say whether it is for the greedy rollout',
         ),
         "rollout_sample_hook_path": Hook(
             takes=("args", "sample"),

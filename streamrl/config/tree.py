@@ -16,7 +16,7 @@ from streamrl.config.engines import EngineConfig
 from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.filters import FiltersConfig
 from streamrl.config.gateway import GatewayConfig
-from streamrl.config.loss import LossConfig
+from streamrl.config.loss import LossConfig, estimator_of
 from streamrl.config.metrics import MetricsConfig
 from streamrl.config.page import PageConfig
 from streamrl.config.ray import RayConfig
@@ -88,7 +88,7 @@ class TasksConfig(Section, frozen=True, kw_only=True):
     batch_tasks: PositiveInt = 64
     """B: tasks (groups) in a batch."""
     num_rollouts: PositiveInt = 8
-    """Rollouts of a task (group size)."""
+    """Rollouts of a task that are trained (group size); `loss.advantage = "remax"` adds a greedy one, which is not."""
     max_staleness: NonNegativeInt = 1
     """S: a token may be at most this many versions old when trained on. 0: lockstep."""
     stale: Literal["drop", "mask", "wait"] = "drop"
@@ -328,6 +328,11 @@ class Config(Section, frozen=True, kw_only=True):
     slo: SloConfig = SloConfig()
     ray: RayConfig = RayConfig()
     debug: DebugConfig = DebugConfig()
+
+    @property
+    def group_size(self) -> int:
+        """Rollouts of a task: those that are trained and, where the estimator asks for it, the greedy one."""
+        return self.tasks.num_rollouts + int(estimator_of(self.loss).greedy)
 
 
 def schedule_steps(config: Config) -> int:

@@ -26,6 +26,8 @@ def admit(
 ) -> tuple[PendingTask, list[Drop], list[RolloutView]]:
     """Leave out the rollouts that `inexact`, `overlong` and the filters refuse, and of the others the tokens that they mask.
 
+    They judge what is trained, so a greedy rollout, of which nothing is, passes.
+
     Args:
         task: what is known of their task.
         record: their message.
@@ -36,7 +38,7 @@ def admit(
         The task with the refused rollouts among its ended ones, a drop for each reason (the last retires a task all of whose rollouts have
         ended), and the others.
     """
-    filtered = refusals(record, config)
+    filtered = {rollout: reason for rollout, reason in refusals(record, config).items() if rollout != task.baseline}
     if not filtered and not any(view.shares for view in views):  # nearly always
         return task, [], list(views)
     kept: list[RolloutView] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.candidates import CandidateSets, joined
 from streamrl.schemas.ledger import SourceTally, Used
 from streamrl.schemas.sample_batch import SampleBatch
-from streamrl.schemas.samples import LogprobMode, Status
+from streamrl.schemas.samples import LogprobMode, Status, role_of
 
 _MOST_SOURCES = 64
 """Names of sources that an entry tells of."""
@@ -92,7 +93,7 @@ def assemble(
     routed: Callable[[SampleBatch], npt.NDArray[np.int16]] | None = None,
     candidates: Callable[[SampleBatch], CandidateSets] | None = None,
 ) -> TrainBatch:
-    """Pack a batch, sorted by task, rollout, sample.
+    """Pack a batch, sorted by task, rollout, sample. Of greedy rollouts (`RolloutTask.baseline`) it has the rewards alone.
 
     Args:
         batch: what `close` gave on `state`.
@@ -127,13 +128,7 @@ def assemble(
             tokens=len(numbers),
         )
     warmup = state.in_warmup(batch.groups[0].task)
-
-    def ints(column: str) -> npt.NDArray[Any]:
-        return samplewise(lambda message: message.ints(column))
-
-    tasks, rollouts = ints("task").astype(np.int64), ints("rollout").astype(np.int64)
-    penalties, added = (None, None) if warmup else _by_length(packed, config, tasks, rollouts)
-    rewards = sum((one for one in (added, penalties) if one is not None), start=packed.rewards)
+    penalties, added = (None, None) if warmup else _by_length(packed, config)
     # A sampler that reports log-probs from before top-k, top-p and min-p is compared with the policy's from before them too.
     modes = samplewise(lambda message: np.array(message.texts("logprob_mode")))
     truncated = np.repeat(modes == LogprobMode.SAMPLED, np.diff(offsets))
@@ -152,26 +147,26 @@ def assemble(
         top_k=np.where(truncated, tokenwise(lambda message: message.drawn_at("top_k")), -1).astype(np.int32),
         min_p=min_p if min_p.any() else None,
         logit_biases=packed.biases(np.repeat(modes != LogprobMode.NONE, np.diff(offsets))),
-        rewards=rewards,
+        rewards=_total(packed, added, penalties),
         penalties=penalties,
         length_rewards=added,
+        baselines=_baselines(packed, _Packed(batch, messages, baselines=True), config) if _has_baselines(batch) else None,
         reward_parts={} if warmup else {name: samplewise(partial(SampleBatch.reward_part, name=name)) for name in config.objectives},
         routed_experts=tokenwise(routed) if routed is not None and packed.says("routed_experts") else None,
         candidates=packed.sets(candidates) if candidates is not None and packed.says("candidates") and not warmup else None,
-        tasks=tasks,
-        rollouts=rollouts,
+        tasks=packed.tasks,
+        rollouts=packed.rollouts,
         agents=packed.agents,
         status=status,
         sources=by_source(batch, messages),
     )
 
 
-def _by_length(
-    packed: _Packed, config: FoldConfig, tasks: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
+def _by_length(packed: _Packed, config: FoldConfig) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
     """[N] the penalty on answers near their greatest length, and [N] the reward on length; None where there is none."""
     if not config.overlong_buffer and config.length.kind == "none":
         return None, None
+    tasks, rollouts = packed.tasks, packed.rollouts
     lengths = packed.samplewise(sampled_tokens)
     longest = packed.samplewise(lambda message: message.ints("max_new_tokens")).astype(np.int64)
     penalties = added = None
@@ -184,12 +179,33 @@ def _by_length(
     return penalties, added
 
 
+def _total(packed: _Packed, *added: npt.NDArray[np.float64] | None) -> npt.NDArray[np.float64]:
+    """[N] rewards with what is added to them."""
+    return sum((one for one in added if one is not None), start=packed.rewards)
+
+
+def _has_baselines(batch: Batch) -> bool:
+    return any(group.baseline in group.rollouts for group in batch.groups)
+
+
+def _baselines(packed: _Packed, greedy: _Packed, config: FoldConfig) -> npt.NDArray[np.float64]:
+    """[N] for each sample the reward of its task's greedy rollout: of an agent's sample the mean of that rollout's agents of its role."""
+    rewards = _total(greedy, *_by_length(greedy, config))
+    # The samples that share a reward are one vote.
+    votes = dict(zip(zip(greedy.tasks.tolist(), greedy.names, strict=True), rewards.tolist(), strict=True))
+    found: dict[tuple[int, str], list[float]] = {}
+    for (task, name), reward in votes.items():
+        found.setdefault((task, role_of(name)), []).append(reward)
+    keys = zip(packed.tasks.tolist(), packed.names, strict=True)
+    return np.array([math.fsum(of := found[task, role_of(name)]) / len(of) for task, name in keys], np.float64)
+
+
 def by_source(batch: Batch, messages: Mapping[int, SampleBatch]) -> dict[str, SourceTally]:
     """Groups and mean reward of each source that a batch has tasks of, by name; of very many the most frequent."""
     found: dict[str, list[list[float]]] = {}
     for group in batch.groups:
         if name := messages[next(iter(group.rollouts.values())).sequence].data_source():
-            found.setdefault(name, []).append([one.reward for one in group.rollouts.values() if one.reward is not None])
+            found.setdefault(name, []).append([one.reward for one in group.compared.values() if one.reward is not None])
     most = sorted(found, key=lambda name: (-len(found[name]), name))[:_MOST_SOURCES]
     rewards = {name: [reward for group in found[name] for reward in group] for name in sorted(most)}
     return {name: SourceTally(len(found[name]), float(np.mean(given)) if given else None) for name, given in rewards.items()}
@@ -200,12 +216,12 @@ def _inexact(message: SampleBatch) -> npt.NDArray[np.bool_]:
 
 
 class _Packed:
-    """Where every sample of a batch lies in its messages, in packing order.
+    """Where every sample of a batch lies in its messages, in packing order; with `baselines` every one of a greedy rollout, and no other.
 
     A message is looked at once a column, not once a sample: that took a quarter of the time of a small model's step.
     """
 
-    def __init__(self, batch: Batch, messages: Mapping[int, SampleBatch]) -> None:
+    def __init__(self, batch: Batch, messages: Mapping[int, SampleBatch], *, baselines: bool = False) -> None:
         self._messages: list[SampleBatch] = []
         numbers: dict[int, int] = {}
         samples_before, tokens_before = [0], [0]
@@ -216,6 +232,8 @@ class _Packed:
         for group in batch.groups:
             of_message: dict[int, dict[int, list[int]]] = {}
             for rollout in sorted(group.rollouts):
+                if (rollout == group.baseline) != baselines:
+                    continue
                 pending = group.rollouts[rollout]
                 message = messages[pending.sequence]
                 if message.task != group.task:
@@ -240,12 +258,16 @@ class _Packed:
         self.rewards = np.array(rewards, np.float64)
         self.trained = np.array(trained, np.bool_)
         """[N] whether the fold has left a token of the sample's rollout to be trained."""
-        self.agents = tuple(names) if any(names) else ()
+        self.names = tuple(names)
+        """[N] agents; empty texts where a sample has none."""
+        self.agents = self.names if any(names) else ()
         starts = np.concatenate([message.offsets[:-1] + tokens for message, tokens in zip(self._messages, tokens_before, strict=False)])
         lengths = np.concatenate([np.diff(message.offsets) for message in self._messages])[self._rows]
         self.offsets = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(lengths, out=self.offsets[1:])
         self._tokens = np.repeat(starts[self._rows] - self.offsets[:-1], lengths) + np.arange(self.offsets[-1])
+        self.tasks = self.samplewise(lambda message: message.ints("task")).astype(np.int64)
+        self.rollouts = self.samplewise(lambda message: message.ints("rollout")).astype(np.int64)
 
     def tokenwise(self, column: Callable[[SampleBatch], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """[T] of a column that has a value for each token."""

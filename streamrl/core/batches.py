@@ -85,6 +85,9 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[N]; what `rewards` have of the penalty on long answers, at most 0 and equal where rewards are; None: there is none."""
     length_rewards: npt.NDArray[np.float64] | None = None
     """[N]; what `rewards` have of the reward on length, equal where rewards are; None: there is none."""
+    baselines: npt.NDArray[np.float64] | None = None
+    """[N]; the reward of the task's greedy answer, which is no sample of the batch, with what length adds to it; of an agent's sample the
+    mean reward of the greedy rollout's agents of its role. None: there are no greedy answers."""
     reward_parts: dict[str, npt.NDArray[np.float64]] = {}
     """[N] each; the parts of the rewards that `loss.objectives` names, NaN where a sample has none of the name."""
     min_p: npt.NDArray[np.float32] | None = None
@@ -136,6 +139,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
         tasks: Sequence[int] | None = None,
         rollouts: Sequence[int] | None = None,
         agents: Sequence[str] = (),
+        baselines: Sequence[float] | None = None,
         status: Status | Sequence[Status] = Status.COMPLETED,
         temperature: float | Sequence[float] = 1.0,
         top_p: float | Sequence[float] = 1.0,
@@ -160,6 +164,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             tasks: [N] the group's id, samples of one group side by side; None: each sample is its own group.
             rollouts: [N] index within the group; None: samples of a group are numbered from 0, each a rollout of its own.
             agents: [N] see the field.
+            baselines: [N] see the field.
             status: of all samples, or [N].
             temperature: of all samples, or [N]; all tokens of a sample have the same.
             top_p: of all samples, or [N].
@@ -211,6 +216,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             tasks=of_task,
             rollouts=shape.of_samples(rollouts, "rollouts", np.int64),
             agents=tuple(agents),
+            baselines=None if baselines is None else shape.of_samples(baselines, "baselines", np.float64),
             status=shape.of_samples(
                 STATUS_CODES[status] if isinstance(status, str) else [STATUS_CODES[s] for s in status], "status", np.int8
             ),

@@ -40,9 +40,29 @@ def masked(view: RolloutView) -> RolloutView:
     return replace(view, num_tokens=0, oldest=-1, newest=-1)
 
 
+def baseline_refusal(task: PendingTask) -> str:
+    """Why the rewards of a complete group cannot be compared with its greedy rollout's; empty where they can, or it has none.
+
+    `no_baseline`: that rollout gave no sample, or where agents have rewards of their own it has none of a role that others have.
+    `empty`: no other rollout gave one. Both are said before any reward is there that would still have to come.
+    """
+    if task.baseline < 0 or not task.complete:
+        return ""
+    baseline, others = task.rollouts.get(task.baseline), task.compared.values()
+    if baseline is None:
+        return "no_baseline"
+    if not others:
+        return "empty"
+    lacks = {role for one in others for role, _ in one.votes} - {role for role, _ in baseline.votes}
+    return "no_baseline" if task.ready and lacks else ""
+
+
 def group_refusal(state: FoldState, task: PendingTask, config: FoldConfig) -> str:
-    """Why a complete group is dropped for its rewards; empty where it is not. Looks at rewards as they came, without any penalty."""
-    rewards = [one.reward for one in task.rollouts.values() if one.reward is not None]
+    """Why a complete group is dropped for its rewards; empty where it is not. Looks at rewards as they came, without any penalty.
+
+    The greedy rollout's is one of those that are compared, and no part of the mean.
+    """
+    rewards = [one.reward for one in task.compared.values() if one.reward is not None]
     if not rewards or state.in_warmup(task.task):
         return ""
     compared, least = _compared(task).values(), config.filters.min_reward_std

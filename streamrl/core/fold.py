@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from streamrl.core.admission import admit
 from streamrl.core.expiry import expired, must_wait, unrewarded
-from streamrl.core.filters import group_refusal
+from streamrl.core.filters import baseline_refusal, group_refusal
 from streamrl.core.gradings import first_reward, is_for, with_early, without_early
 from streamrl.core.impossible import impossible
 from streamrl.core.pacing import refilled, released
@@ -87,7 +87,7 @@ def fold(state: FoldState, record: Record, config: FoldConfig) -> tuple[FoldStat
     dead: tuple[DeadLetter, ...] = ()
     match record:
         case Rollouts():
-            lengths = [view.length for view in record.rollouts if not view.demonstration]
+            lengths = [view.length for view in record.rollouts if view.length]
             state = replace(state, stored_tokens=state.stored_tokens + sum(lengths))
             problem = impossible(state, record, config)
             if problem:
@@ -202,10 +202,10 @@ def is_warm(state: FoldState, config: FoldConfig, score: float) -> bool:
 
 def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> FoldState:
     names = tuple(r.rollout for r in record.rollouts)
-    lengths = {r.rollout: r.length for r in record.rollouts if not r.demonstration}
+    lengths = {r.rollout: r.length for r in record.rollouts if r.length}
     if state.is_retired(record.task):
         return state.with_drop(Drop(record.sequence, record.task, names, "late"), tuple(lengths.values()))
-    task = state.pending.get(record.task) or PendingTask(record.task, record.source, record.group_size, {})
+    task = state.pending.get(record.task) or _begun(state, record, config)
     repeats = tuple(k for k in names if k in task.rollouts or k in task.ended)
     if repeats:
         state = state.with_drop(Drop(record.sequence, record.task, repeats, "duplicate"), [lengths[k] for k in repeats if k in lengths])
@@ -242,6 +242,12 @@ def _take_rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> Fo
     return _settle(replace(state, early_rewards=early), task, config)
 
 
+def _begun(state: FoldState, record: Rollouts | Ended, config: FoldConfig) -> PendingTask:
+    """A task at its first record."""
+    baseline = state.baseline_of(record.task, record.group_size, config)
+    return PendingTask(record.task, record.source, record.group_size, {}, baseline=baseline)
+
+
 def _take_end(state: FoldState, record: Ended, config: FoldConfig, *, lengths: Sequence[int] = ()) -> FoldState:
     """`lengths` are those of answers that came with it."""
     if state.is_retired(record.task):
@@ -252,7 +258,7 @@ def _take_end(state: FoldState, record: Ended, config: FoldConfig, *, lengths: S
             state = _drop_group(state, known, record.reason, retires=False)
         drop = Drop(record.sequence, record.task, (), record.reason, record.detail, retires=True)
         return _retire(state.with_drop(drop, lengths), record.task)
-    task = known or PendingTask(record.task, record.source, record.group_size, {})
+    task = known or _begun(state, record, config)
     came = task.rollouts.get(record.rollout)
     if came is not None and record.grading and (came.rewarded or not is_for(record, came)):
         return state.with_drop(Drop(record.sequence, record.task, (record.rollout,), "superseded_reward"))
@@ -262,7 +268,7 @@ def _take_end(state: FoldState, record: Ended, config: FoldConfig, *, lengths: S
     task = replace(task, rollouts=others, ended=(*task.ended, record.rollout))
     finishes = len(task.ended) == task.group_size
     drop = Drop(record.sequence, record.task, (record.rollout,), record.reason, record.detail, retires=finishes)
-    state = state.with_drop(drop, [came.length] if came is not None and not came.demonstration else [])
+    state = state.with_drop(drop, [came.length] if came is not None and came.length else [])
     return _retire(state, record.task) if finishes else _settle(state, task, config)
 
 
@@ -303,11 +309,13 @@ def _settle(state: FoldState, task: PendingTask, config: FoldConfig) -> FoldStat
     before = state.pending.get(task.task)
     was_ready = before is not None and before.ready
     state = replace(state, pending={**state.pending, task.task: task}, ready=state.ready + int(task.ready) - int(was_ready))
+    if task.ready and not was_ready:
+        rewards = [r.reward for r in task.compared.values() if r.reward is not None]
+        state = replace(state, reward_sum=state.reward_sum + sum(rewards), reward_count=state.reward_count + len(rewards))
+    if reason := baseline_refusal(task):
+        return _drop_group(state, task, reason)
     if not task.ready:
         return state
-    rewards = [r.reward for r in task.rollouts.values() if r.reward is not None]
-    if not was_ready:
-        state = replace(state, reward_sum=state.reward_sum + sum(rewards), reward_count=state.reward_count + len(rewards))
     if not any(r.num_tokens for r in task.rollouts.values()):
         return _drop_group(state, task, "empty")
     if config.stale != "wait" and _too_old(state, task, config):
@@ -344,7 +352,7 @@ def _drop_group(state: FoldState, task: PendingTask, reason: str, *, retires: bo
     for sequence, rollouts in sorted(by_sequence.items()):
         drop = Drop(sequence, task.task, tuple(rollouts), reason, retires=retires and sequence == last)
         answers = (task.rollouts[k] for k in rollouts)
-        state = state.with_drop(drop, [one.length for one in answers if not one.demonstration])
+        state = state.with_drop(drop, [one.length for one in answers if one.length])
     return _retire(state, task.task) if retires else state
 
 

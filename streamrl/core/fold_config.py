@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from streamrl.config.loss import estimator_of
 from streamrl.config.tree import Config
 from streamrl.core.state import FoldConfig
 
@@ -16,7 +17,8 @@ def fold_config(config: Config, vocab_size: int = 0) -> FoldConfig:
     supervised = config.run.kind == "sft"
     return FoldConfig(
         batch_tasks=config.tasks.batch_tasks,
-        group_size=config.tasks.num_rollouts,
+        group_size=config.group_size,
+        baseline=estimator_of(config.loss).greedy,
         max_staleness=config.tasks.max_staleness,
         stale=config.tasks.stale,
         drop_zero_variance=config.tasks.drop_zero_variance,

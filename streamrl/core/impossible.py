@@ -35,7 +35,12 @@ def _rollouts(state: FoldState, record: Rollouts, config: FoldConfig) -> str:
         return problem
     if not state.in_warmup(record.task) and any(r.demonstration for r in record.rollouts):
         return f"expected trained tokens that a model sampled, got a demonstration for task {record.task}, which is not of the warm-up"
-    return _task(state, record.task, record.group_size, config)
+    if problem := _task(state, record.task, record.group_size, config):
+        return problem
+    baseline = state.baseline_of(record.task, record.group_size, config)
+    if trained := sum(r.num_tokens for r in record.rollouts if r.rollout == baseline):
+        return f"expected a loss mask of zeros in rollout {baseline} of task {record.task}, the greedy one, got {trained} trained tokens"
+    return ""
 
 
 def _reward(state: FoldState, record: Rewarded, config: FoldConfig) -> str:

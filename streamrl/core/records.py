@@ -75,7 +75,10 @@ class RolloutView(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """Tokens that a model has sampled for it, of which none has been left out yet (`without`); a demonstration has none."""
+        """Tokens that a model has sampled for it, of which none has been left out yet (`without`).
+
+        A demonstration has none, nor has a greedy rollout, of which none is trained: it is no answer to be counted with the others.
+        """
         return 0 if self.demonstration else self.num_tokens
 
     @property

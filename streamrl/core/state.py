@@ -27,6 +27,8 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     """B: groups in a batch."""
     group_size: int = 0
     """Rollouts of a task after the warm-up, whose tasks have one; 0: whatever a task's first message says."""
+    baseline: bool = False
+    """Whether the last rollout of a task after the warm-up is the greedy one (`RolloutTask.baseline`)."""
     max_staleness: int
     """S: versions."""
     stale: str = "drop"
@@ -149,6 +151,18 @@ class PendingTask(msgspec.Struct, frozen=True):
     group_size: int
     rollouts: dict[int, PendingRollout]
     ended: tuple[int, ...] = ()
+    baseline: int = -1
+    """The greedy rollout (`RolloutTask.baseline`); -1: there is none."""
+
+    @property
+    def compared(self) -> dict[int, PendingRollout]:
+        """Its rollouts without the baseline."""
+        return {k: one for k, one in self.rollouts.items() if k != self.baseline} if self.baseline >= 0 else self.rollouts
+
+    @property
+    def baseline_reward(self) -> float | None:
+        """Of the greedy rollout, as it came; None: it has none yet, or there is no such rollout."""
+        return self.rollouts[self.baseline].reward if self.baseline in self.rollouts else None
 
     @property
     def complete(self) -> bool:
@@ -322,6 +336,10 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
         """Whether the task has rollouts that are still to end."""
         known = self.pending.get(task)
         return not self.is_retired(task) and (known is None or not known.complete)
+
+    def baseline_of(self, task: int, group_size: int, config: FoldConfig) -> int:
+        """The greedy rollout of a task; -1: it has none, as those of the warm-up."""
+        return group_size - 1 if config.baseline and not self.in_warmup(task) else -1
 
     def granted_by(self, version: int) -> int:
         """Tasks below it had been granted by the version number `version`, as far back as open tasks need."""

@@ -120,7 +120,7 @@ def check_credits(config: Config) -> Check:
     tasks = config.tasks
     credits = (tasks.max_staleness - config.debug.delay_versions + 1) * tasks.batch_tasks
     hold_s, expire = config.producer.idle_timeout_s, tasks.expire_versions
-    hung = 1 - (1 - _HUNG_ROLLOUTS) ** tasks.num_rollouts
+    hung = 1 - (1 - _HUNG_ROLLOUTS) ** config.group_size
     limit = f"{hold_s:g} s (producer.idle_timeout_s)" + (f" or {expire} versions (tasks.expire_versions)" if expire else "")
     always = expire and credits >= 2 * hung * expire * tasks.batch_tasks
     enough = "at any rate" if always else f"for {credits / (2 * hung * hold_s):.1f} tasks/s"

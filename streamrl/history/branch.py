@@ -15,6 +15,7 @@ import msgspec
 from streamrl.bus.protocol import Log
 from streamrl.config.filters import DECIDED
 from streamrl.config.load import override, override_keys
+from streamrl.config.loss import estimator_of
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import entry_of
 from streamrl.consumers.training.calls import Caller
@@ -95,13 +96,22 @@ def changed_config(config: Config, overrides: Sequence[str]) -> Config:
     """A parent's configuration with overrides; `run.steps` among them is the length of the learning rate's schedule, unless that is, too.
 
     Raises:
-        ConfigError: an override that a branch or a tap cannot have.
+        ConfigError: an override that a branch or a tap cannot have, or an estimator that asks for other rollouts.
     """
     check_overrides(overrides)
     keys = override_keys(overrides)
     if "run.steps" in keys and "trainer.optimizer.decay_steps" not in keys:
         overrides = [*overrides, "trainer.optimizer.decay_steps=0"]
-    return override(config, overrides)
+    changed = override(config, overrides)
+    if estimator_of(changed.loss).greedy != estimator_of(config.loss).greedy:
+        was, now = config.loss.advantage, changed.loss.advantage
+        raise ConfigError(
+            f"loss.advantage = {now} cannot be trained on samples recorded under {was}: one of the two has a greedy rollout beside those "
+            "of each task, the other has none",
+            hint="start a run for it",
+            key="loss.advantage",
+        )
+    return changed
 
 
 def branch(

@@ -15,6 +15,8 @@ from streamrl.schemas.images import Image
 from streamrl.schemas.samples import Sample
 
 Decode = Callable[[Sequence[int]], str]
+_SILENT = ([], (), {}, "", -1, False)
+"""Values of sampling that say nothing; a temperature of 0 does."""
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -171,7 +173,7 @@ def sample_text(one: Shown) -> str:
     reward = "no reward" if one.reward is None else f"reward {one.reward:g}{f' ({parts})' if parts else ''}"
     head = f"{name}, message {one.sequence}: {reward}; {one.status}, {counted(one.num_tokens, 'token')}, {one.num_trained} trained on"
     lines = textwrap.wrap(f"{head}; {one.became}" if one.became else head, WIDTH, subsequent_indent="  ")
-    sampling = ", ".join(f"{key} {value}" for key, value in one.sampling.items() if value not in ([], (), {}, "", -1, False))
+    sampling = ", ".join(f"{key} {value}" for key, value in one.sampling.items() if value not in _SILENT or key == "temperature")
     by = f"by {one.engine or 'no engine'}, {one.producer or 'no producer'}; seed {one.seed}; {sampling}"
     lines += textwrap.wrap(by, WIDTH, initial_indent="  ", subsequent_indent="  ")
     counts = ", ".join(f"{name} {value:g}" for name, value in one.counters.items())

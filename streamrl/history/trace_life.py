@@ -100,7 +100,7 @@ class RolloutLife(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout: int
     state: str
-    """`trained`, `dropped`, `ended`, `stored` or `open`."""
+    """`trained`, `baseline` (the greedy one of a trained group, of which nothing is), `dropped`, `ended`, `stored` or `open`."""
     why: str
     """Reasons where it was not trained."""
     sequence: int | None

@@ -192,7 +192,7 @@ def _rollout(
     ended = [stone for _, stone in stones if stone.rollout in (None, rollout)]
     why += [f"{stone.reason}: {stone.detail}" if stone.detail else stone.reason for stone in ended if not why]
     if trained is not None:
-        state = "trained"
+        state = "trained" if any(row.loss_mask.any() for row in rows) or not rows else "baseline"
     elif why and (end is not None or not ended):
         state = "dropped"
     else:
@@ -200,7 +200,7 @@ def _rollout(
     return RolloutLife(
         rollout=rollout,
         state=state,
-        why="" if state == "trained" else "; ".join(dict.fromkeys(why)),
+        why="" if trained is not None else "; ".join(dict.fromkeys(why)),
         sequence=sequence,
         samples=tuple(_sample(row, base) for row in rows),
     )

@@ -59,7 +59,7 @@ class Objectives:
                 given_up=view.failures.given_up.reasons,
                 still_s=now_s - self._moved_s,
                 batch_tasks=self._config.tasks.batch_tasks,
-                num_rollouts=self._config.tasks.num_rollouts,
+                num_rollouts=self._config.group_size,
             )
             found = self._judge.look(signs, now_s=now_s, time_s=time.time())
         view.judged(found)

@@ -26,10 +26,12 @@ _AGES = {
 """Of the newest batch."""
 _TIMES = {"starved": "starvation/", "trainer": "trainer/share/", "slots": "producer/share/", "engines": "engine/share/"}
 _LEAST_SHARE = 0.005
+_GREEDY = "tokens/greedy_total"
 _ENDS = {
     "sampled": {
         "all": "tokens/sampled_total",
         "published": "tokens/published_total",
+        "greedy": _GREEDY,
         "cut": "tokens/cut_total",
         "evaluated": "tokens/evaluated_total",
         "open": "tokens/open",
@@ -248,7 +250,8 @@ def _goodput(tokens: Mapping[str, float]) -> list[tuple[str, str]]:
     dropped = {name.rpartition("/")[2]: count for name, count in tokens.items() if name.startswith("tokens/dropped_total/") and count}
     reasons = ", ".join(f"{reason} {short(count)}" for reason, count in sorted(dropped.items(), key=lambda one: -one[1]))
     for title, names in _ENDS.items():
-        words = [f"{word} {short(tokens.get(name, 0.0))}" for word, name in names.items() if name in tokens or name.endswith("_total")]
+        shown = {word: name for word, name in names.items() if name in tokens or (name.endswith("_total") and name != _GREEDY)}
+        words = [f"{word} {short(tokens.get(name, 0.0))}" for word, name in shown.items()]
         rows.append((title, "  ".join(words)))
     rows.append(("dropped", f"{short(sum(dropped.values()))}" + (f" ({reasons})" if reasons else "")))
     return rows

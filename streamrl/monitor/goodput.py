@@ -8,11 +8,11 @@ from collections.abc import Mapping
 _MEAN_OF = 16
 """Batches whose messages say how long one is."""
 _SAMPLED = "tokens/sampled_total"
-_ENDED = ("tokens/published_total", "tokens/cut_total", "tokens/evaluated_total")
+_ENDED = ("tokens/published_total", "tokens/greedy_total", "tokens/cut_total", "tokens/evaluated_total")
 
 
 class Goodput:
-    """Adds up reports: sampled = published + cut + evaluated + open.
+    """Adds up reports: sampled = published + greedy + cut + evaluated + open.
 
     What a killed process had in hand, and had not reported yet, is open for ever. One process's reports may come before another's,
     so that a moment may have fewer than none.

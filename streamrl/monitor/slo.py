@@ -258,6 +258,14 @@ _VAIN = (
         ("failed", "poison", "deliveries"),
         Cause("failing_code", "most rollouts fail", "`streamrl status` has the newest failure; mend the code"),
     ),
+    (
+        ("no_baseline",),
+        Cause(
+            "no_baseline",
+            "most groups have no greedy answer to be compared with",
+            "greedy rollouts end without a sample: `streamrl status` has the newest failure",
+        ),
+    ),
     (("filtered",), GIVEN_UP),
     (("lost",), LOST),
     (("unrewarded", "late"), Cause("late_rewards", "most rewards come too late", "raise reward.late_versions, or make rewards faster")),

@@ -21,7 +21,7 @@ from streamrl.history.inspect_samples import versions_of
 from streamrl.page.conversation import Marks, conversation, marks_of
 from streamrl.page.index import LEDGER_TABLE, Index
 from streamrl.page.log import RunLog
-from streamrl.page.search import MOST_HITS, TRAINED, Ends, Found, Hit, Line, Wanted, around, turns_of
+from streamrl.page.search import BASELINE, MOST_HITS, TRAINED, Ends, Found, Hit, Line, Wanted, around, turns_of
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.dead import DeadRecord
@@ -103,7 +103,8 @@ class Samples:
         entry = await self.entry(bus, number)
         ends = Ends(entry)
         found, missing = await self.messages(bus, ends.sequences()[:MOST_MESSAGES])
-        lines = [_line(one, sequence, TRAINED, entry) for sequence, one in found if ends.of(one, sequence) == TRAINED]
+        found = [(one, sequence, ends.of(one, sequence)) for sequence, one in found]
+        lines = [_line(*one, entry) for one in found if one[2] in (TRAINED, BASELINE)]
         entry = await whole(bus.blobs, entry)
         return Batch(
             version=str(entry.version),

@@ -13,6 +13,8 @@ from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.telemetry.names import counted_as
 
 TRAINED, DROPPED = "trained", "dropped"
+BASELINE = "baseline"
+"""Of a trained group the greedy rollout, of which nothing is."""
 MOST_HITS = 300
 """Samples after which an answer ends, with the message that they are in."""
 _AROUND = 80
@@ -36,7 +38,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     batch: str
     """The version that was made by the batch that it was trained in, or dropped before."""
     became: str
-    """`trained`, or why it was dropped."""
+    """`trained`, `baseline`, or why it was dropped."""
     task: int
     rollout: int
     sample: int
@@ -132,6 +134,7 @@ class Ends:
     def __init__(self, entry: LedgerEntry, *, task: int | None = None, became: str = "") -> None:
         self._rollouts: dict[tuple[int, int, int], str] = {}
         self._messages: dict[int, str] = {}
+        self._became = became
         for group in entry.used if became in ("", TRAINED) else ():
             if task in (None, group.task):
                 for rollout, sequence in zip(group.rollouts, group.sequences, strict=True):
@@ -149,8 +152,11 @@ class Ends:
         return list(dict.fromkeys([*(sequence for _, _, sequence in self._rollouts), *self._messages]))
 
     def of(self, one: Sample, sequence: int) -> str:
-        """`trained`, the reason of its drop, or nothing: it is none of them."""
-        return self._rollouts.get((one.task, one.rollout, sequence)) or self._messages.get(sequence, "")
+        """`trained`, `baseline`, the reason of its drop, or nothing: it is none of them."""
+        found = self._rollouts.get((one.task, one.rollout, sequence)) or self._messages.get(sequence, "")
+        if found == TRAINED and not one.loss_mask.any():
+            return "" if self._became else BASELINE
+        return found
 
 
 def turns_of(sample: Sample) -> tuple[Turn, ...]:

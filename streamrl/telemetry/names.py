@@ -19,10 +19,11 @@ _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reducti
 
 DROP_REASONS = (
     *("stale", "duplicate", "late", "failed", "filtered", "timeout", "deliveries", "poison", "zero_variance", "empty", "lost_version"),
-    *("inexact", "truncated", "unrewarded", "expired", "lost", "blob_missing", "superseded_reward"),
+    *("inexact", "truncated", "no_baseline", "unrewarded", "expired", "lost", "blob_missing", "superseded_reward"),
     *("too_short", "too_long", "repetitive", "too_hard", "too_easy", "row_too_long", "row_broken", FILTER),
 )
 """Reasons that `streamrl.schemas.ledger.Drop` explains."""
+REMAX = 'tasks have a greedy rollout: `loss.advantage = "remax"`'
 REWARDERS = "rewarders score: `reward.workers`"
 OTHER_REASON = "other"
 """Stands for a producer's own words."""
@@ -123,8 +124,9 @@ _DECLARED = (
     Metric("rollout/raw_reward", _MEAN, "reward", "mean reward of the rollouts that arrived for the batch, dropped ones included"),
     Metric("rollout/length_reward", _MEAN, "reward", "what `reward.length` has added to the batch's rewards, mean over rollouts"),
     Metric("rollout/overlong_penalty", _MEAN, "reward", "what length has added to the batch's rewards (0 or less), mean over rollouts"),
+    Metric("rollout/baseline_reward", _MEAN, "reward", "reward of the batch's greedy answers, mean over groups", when=REMAX),
     Metric("rollout/raw_reward_std", _MEAN, "reward", "standard deviation of the rewards within a group, mean over groups"),
-    Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal"),
+    Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal, of remax the greedy one too"),
     Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),
     Metric("rollout/tokens_trained", _MEAN, "tokens", "tokens of the batch under the loss mask"),
     Metric("rollout/truncated_ratio", _MEAN, "fraction", "samples of the batch that a length limit cut, masked ones included"),
@@ -340,6 +342,7 @@ _DECLARED = (
     Metric("producer/tasks_total", _SUM, "tasks", "tasks ended by this producer"),
     Metric("producer/rollouts_total", _SUM, "rollouts", "rollouts published"),
     Metric("tokens/published_total", _SUM, "tokens", "sampled tokens of the rollouts that producers have stored"),
+    Metric("tokens/greedy_total", _SUM, "tokens", "of the greedy rollouts that producers have stored: never trained", when=REMAX),
     Metric("producer/failures_total", _SUM, "tasks", "tasks given back or ended as failed"),
     Metric("producer/in_flight_tasks", _MEAN, "tasks", "tasks being rolled out"),
     Metric("rewarder/graded_total", _SUM, "rollouts", "rewards that a rewarder has published", when=REWARDERS),

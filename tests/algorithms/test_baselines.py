@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.advantages import grpo, rloo
-from streamrl.algorithms.baselines import gdpo, gpg, opo, pass_at_k
+from streamrl.algorithms.baselines import gdpo, gpg, opo, pass_at_k, remax
 from streamrl.errors import TrainingError
 from tests.support.errors import raises
 
@@ -146,3 +146,32 @@ def test_gdpo_names_the_part_that_is_missing() -> None:
     for parts in ({}, {"form": np.array([1.0, np.nan])}):
         with raises(TrainingError, estimator="gdpo", objective="form"):
             gdpo(*inputs, parts=parts, weights={"form": 1.0})
+
+
+def test_remax_is_the_reward_less_that_of_the_tasks_greedy_answer() -> None:
+    rewards, tasks, rollouts = np.array([1.0, 0.25, 0.25, 0.5, 3.0]), np.array([4, 4, 4, 7, 9]), np.array([0, 1, 1, 0, 0])
+    found, metrics = remax(rewards, tasks, rollouts, baselines=np.array([0.5, 0.5, 0.5, 0.5, -1.0]))
+    assert found.tolist() == [0.5, -0.25, -0.25, 0.0, 4.0]
+    assert metrics["rollout/raw_reward"] == (1.0 + 0.25 + 0.5 + 3.0) / 4, "of rollouts, and without the greedy answers"
+    assert metrics["rollout/zero_variance"] == pytest.approx(1 / 3), "task 7 alone has nothing to learn"
+
+
+def test_remax_keeps_the_gradient_unbiased_and_lowers_its_variance() -> None:
+    """Exactly, over all answers of a softmax policy: E[A d log pi] is the gradient of E[R], whatever the baseline is."""
+    logits, reward = np.array([1.0, 0.2, -0.5, 0.1]), np.array([1.0, 0.6, 0.0, 0.9])
+    pi = np.exp(logits) / np.exp(logits).sum()
+    score = np.eye(4) - pi  # [answer, logit] d log pi(answer) / d logit
+    exact = pi * (reward - pi @ reward)
+    tasks = np.arange(4)
+    by_greedy, _ = remax(reward, tasks, np.zeros(4, np.int64), baselines=np.full(4, reward[logits.argmax()]))
+    terms = by_greedy[:, None] * score
+    assert pi @ terms == pytest.approx(exact, abs=1e-15)
+    plain = reward[:, None] * score
+    assert pi @ np.square(terms).sum(1) < pi @ np.square(plain).sum(1)
+
+
+@pytest.mark.parametrize("baselines", [None, np.array([0.5, np.nan])])
+def test_remax_without_a_baseline_is_refused_and_never_a_zero(baselines: np.ndarray | None) -> None:
+    task = 0 if baselines is None else 3
+    with raises(TrainingError, estimator="remax", task=task):
+        remax(np.array([1.0, 0.0]), np.array([0, 3]), np.array([0, 0]), baselines=baselines)

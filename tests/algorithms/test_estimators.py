@@ -137,6 +137,20 @@ def test_whitening_sums_over_ranks(batch: TrainBatch) -> None:
     assert found.advantages[MASK] == pytest.approx(((values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8))[:5])
 
 
+def test_remax_gives_each_token_what_is_to_come_less_the_baseline(batch: TrainBatch) -> None:
+    """R - R' is 0.75 and -0.25; of the KL each token has its own and that of the tokens behind it, in its own sample."""
+    greedy = msgspec.structs.replace(batch, baselines=np.full(3, 0.25))
+    found = token_advantages(greedy, config(advantage="remax"))
+    assert found.advantages.tolist() == [0, 0.75, 0, 0.75, 0, -0.25, -0.25, 0, -0.25] and found.returns is None
+    logprobs, reference = with_gaps([-1.0] * 5), with_gaps([-1.5, -1.25, -2.0, -1.0, -1.5])
+    found = token_advantages(greedy, config(advantage="remax", kl={"reward_coef": 2.0}), logprobs=logprobs, reference=reference)
+    kl = np.array([0.5, 0.25, 1.0, 0.0, 0.5])
+    expected = [0.75 - 2 * (kl[0] + kl[1]), 0.75 - 2 * kl[1], -0.25 - 2 * (kl[2] + kl[3]), -0.25 - 2 * kl[3], -0.25 - 2 * kl[4]]
+    assert found.advantages[MASK] == pytest.approx(expected, abs=1e-12)
+    with raises(TrainingError, estimator="remax"):
+        token_advantages(batch, config(advantage="remax"))
+
+
 def test_ppo_is_gae_of_token_rewards(batch: TrainBatch) -> None:
     values = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1])
     loss = config(advantage="ppo", gamma=0.99, gae_lambda=0.95, kl={"reward_coef": 0.5, "estimator": "k2"})
@@ -231,7 +245,7 @@ def test_refuses_arrays_of_another_batch(batch: TrainBatch) -> None:
         token_advantages(batch, config(advantage="ppo"), values=np.zeros(5))
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"}))
+@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"}))
 def test_a_kl_penalty_without_token_rewards_is_refused(batch: TrainBatch, name: str) -> None:
     with raises(ConfigError, key="loss.kl.reward_coef"):
         token_advantages(batch, config(advantage=name, kl={"reward_coef": 0.1}), logprobs=np.zeros(9), reference=np.zeros(9))

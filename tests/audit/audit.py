@@ -59,7 +59,9 @@ def examine(raw: Raw, *, complete: bool = False) -> Report:
         return Report(["the run has no record under the key `run`"])
     config = json.loads(unpack(record.body)["config"])
     tasks = config["tasks"]
-    settings = Settings(b=tasks["batch_tasks"], s=tasks["max_staleness"], stale=tasks["stale"])
+    settings = Settings(
+        b=tasks["batch_tasks"], s=tasks["max_staleness"], stale=tasks["stale"], greedy=config["loss"]["advantage"] == "remax"
+    )
     trainer = config["trainer"]["name"]
     subject = f"{raw.run}.ledger.{trainer}"
     problems: list[str] = []

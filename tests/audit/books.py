@@ -21,6 +21,8 @@ class Settings:
     b: int
     s: int
     stale: str = "drop"
+    greedy: bool = False
+    """Whether the last rollout of each task after the warm-up is greedy: compared with, and never trained."""
 
     @property
     def bound(self) -> int:
@@ -101,6 +103,8 @@ class Books:
             if found is None:
                 continue
             self._age(number, group["task"], found, age)
+            if self.settings.greedy and entry["source"] != "warmup":
+                found = self._without_greedy(number, group, found)
             rows += sum(rollout.rows for rollout in found)
             tokens += sum(rollout.tokens for rollout in found)
         if number > 0 and not any(self._trimmed(group) for group in used):
@@ -138,6 +142,13 @@ class Books:
         if missing:
             self._say(f"version {number}: task {task} was trained without its rollouts {sorted(missing)}, which have not ended")
         return found
+
+    def _without_greedy(self, number: int, group: dict[str, Any], found: list[Rollout]) -> list[Rollout]:
+        *others, greedy = found
+        size = self.messages[group["sequences"][-1]].group_size
+        if group["rollouts"][-1] != size - 1 or greedy.oldest is not None or not any(one.oldest is not None for one in others):
+            self._say(f"version {number}: task {group['task']} was trained without its greedy rollout {size - 1}, or that was, or nothing")
+        return others
 
     def _age(self, number: int, task: int, rollouts: list[Rollout], written: int) -> None:
         source = number - 1

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus, Message
+from streamrl.config.loss import LossConfig
 from streamrl.config.tree import TasksConfig
 from streamrl.consumers.training.carried import CARRIED_FILE, carried_files
 from streamrl.schemas.codec import encode
@@ -272,6 +273,13 @@ async def test_a_broken_promise_is_found(name: str, nats_bus: Bus, nats_address:
     bend(forged)
     found = await problems(forged, nats_bus, nats_address, run_id)
     assert any(re.search(says, problem) for problem in found), found
+
+
+async def test_a_greedy_rollout_that_was_trained_is_found(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
+    forged = good_run()
+    forged.config = replace(forged.config, loss=LossConfig(advantage="remax"))
+    found = await problems(forged, nats_bus, nats_address, run_id)
+    assert sum("was trained without its greedy rollout 1, or that was" in one for one in found) == 6, found
 
 
 async def test_mask_measures_the_youngest_token(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:

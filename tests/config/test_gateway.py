@@ -13,6 +13,7 @@ from tests.support.errors import raises
     [
         ({"gateway": {"workers": 2, "port": 65535}}, "gateway.port"),
         ({"gateway": {"max_sessions": 7}, "tasks": {"num_rollouts": 8}}, "gateway.max_sessions"),
+        ({"gateway": {"max_sessions": 8}, "tasks": {"num_rollouts": 8}, "loss": {"advantage": "remax"}}, "gateway.max_sessions"),
     ],
 )
 def test_what_cannot_be_served_is_refused(sections: dict[str, object], key: str) -> None:

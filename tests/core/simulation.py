@@ -55,6 +55,8 @@ class World:
     """Versions that engines lag on purpose."""
     expire: int = 0
     """Versions after which a task expires."""
+    baseline: bool = False
+    """Whether the last rollout of each task after the warm-up is greedy."""
     hung_every: int = 0
     """Every so many tasks one hangs: nothing ever comes of it, and it holds its slot until it has ended."""
     seed: int = 0
@@ -69,6 +71,7 @@ class World:
             hold_ahead=self.hold,
             delay_versions=self.delay,
             expire_versions=self.expire,
+            baseline=self.baseline,
         )
 
 
@@ -230,7 +233,12 @@ class Simulation:
             self.publish(update) if when == 0 else self.at(when, lambda update=update: self.publish(update))
             if self.chance(0.3):
                 self.at(self.random.uniform(0, 3), lambda k=k: self.publish(Rewarded(0, task, k, self.random.random(), 2)))
-        views = tuple(RolloutView(k, 1, 4, oldest, newest, None if k in apart else reward, newest) for k, reward in sorted(rewards.items()))
+        views = tuple(
+            RolloutView(k, 1, 0, -1, -1, None if k in apart else reward, newest)
+            if w.baseline and oldest >= 0 and k == w.group - 1
+            else RolloutView(k, 1, 4, oldest, newest, None if k in apart else reward, newest)
+            for k, reward in sorted(rewards.items())
+        )
         record = Rollouts(0, "warmup" if oldest < 0 else "main", task, w.group, views)
         self.publish(record)
         if self.chance(w.duplicate):

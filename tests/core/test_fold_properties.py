@@ -43,6 +43,7 @@ WORLDS = st.builds(
     hold=st.booleans(),
     delay=st.sampled_from([0, 0, 0, 1, 2]),
     expire=st.sampled_from([0, 1, 1, 3]),
+    baseline=st.booleans(),
     seed=st.integers(0, 2**32),
 ).map(lambda world: allowed(world))
 
@@ -90,6 +91,16 @@ def test_every_rollout_of_the_stream_is_in_one_entry_or_one_drop_or_pending(worl
         if isinstance(record, Rollouts):
             found = {view.rollout: places[record.sequence, view.rollout] + whole[record.sequence] for view in record.rollouts}
             assert set(found.values()) == {1}, f"{record} is counted {found}"
+
+
+@given(world=WORLDS.map(lambda world: replace(world, baseline=True)))
+@RUNS
+def test_what_is_trained_has_its_greedy_rollout_and_another(world: World) -> None:
+    result = Simulation(world).run()
+    for entry in result.ledger:
+        for group in entry.used:
+            if result.state.warmup_end is not None and group.task >= result.state.warmup_end:
+                assert group.rollouts[-1] == world.group - 1 and len(group.rollouts) > 1
 
 
 @given(world=WORLDS)

@@ -74,3 +74,22 @@ async def test_forks_and_compactions_are_branches_and_a_retry_is_abandoned(loop:
     assert samples[0].loss_mask.sum() == 4 and samples[1].loss_mask.sum() == 2
     shared = samples[1].branch.num_shared
     assert samples[1].tokens[:shared].tolist() == samples[0].tokens[:shared].tolist()
+
+
+async def test_the_greedy_session_of_a_task_is_greedy_whatever_its_agent_asks(loop: Loop) -> None:
+    """Its agent is told a temperature of 0, and may send that, or any other, as agents of the others do."""
+    async with gateway(loop, logits=tool_policy(loop)) as gate:
+        await loop.issue(1, num_rollouts=4, greedy=True)
+        told = [await gate.start() for _ in range(4)]
+        assert [one["sampling"]["temperature"] for one in told] == [1.0, 1.0, 1.0, 0.0]
+        for one in told:
+            key, messages = one["api_key"], one["messages"]
+            answer = await gate.chat(key, messages, temperature=0.9, top_p=0.99)
+            messages = [*messages, answer["choices"][0]["message"], {"role": "tool", "content": "7", "tool_call_id": "x"}]
+            await gate.chat(key, messages, temperature=one["sampling"]["temperature"])
+            await gate.end(key, reward=1.0)
+        samples = samples_in(await loop.records(1))
+    assert [bool(sample.loss_mask.any()) for sample in samples] == [True, True, True, False]
+    greedy = samples[3]
+    assert greedy.sampling.temperature == 0 and [turn.sampling for turn in greedy.turns] == [{"top_p": 0.99}, {}]
+    assert [turn.sampling for turn in samples[0].turns] == [{"temperature": 0.9, "top_p": 0.99}, {}]

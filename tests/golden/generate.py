@@ -107,6 +107,7 @@ def records() -> dict[str, Any]:
             image_rows=(Image("ab" * 32, "image/png", 67),),
         ),
         "task-refused": RolloutTask(run="golden", index=41, source="main", refused=Refused("row_broken", "line 3")),
+        "task-greedy": RolloutTask(run="golden", index=41, source="main", prompt_ids=(5, 6), num_rollouts=2, greedy_baseline=True),
         "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
         "tombstone-claimed": Tombstone(
             task=41, reason="timeout", group_size=3, source="main", producer="producer-1", issued_s=10.5, claimed_s=11.5, deliveries=3

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, DataConfig, OptimizerConfig, RunConfig, TrainerConfig, schedule_steps
 from streamrl.errors import ConfigError
 from streamrl.history.branch import BranchFile, changed_config, read_branch_ledger
@@ -123,3 +124,11 @@ def test_the_steps_of_a_branch_are_the_length_of_its_schedule() -> None:
     assert length("run.steps=70", "trainer.optimizer.decay_steps=50") == 50
     with raises(ConfigError, key="run.seed"):
         changed_config(Config(data=DataConfig(train="x")), ["run.seed=1"])
+
+
+@pytest.mark.parametrize(("recorded", "wanted"), [("grpo", "remax"), ("remax", "rloo")])
+def test_recorded_tasks_have_greedy_rollouts_or_have_none(recorded: str, wanted: str) -> None:
+    parent = Config(data=DataConfig(train="x"), loss=LossConfig(advantage=recorded))
+    with raises(ConfigError, key="loss.advantage"):
+        changed_config(parent, [f"loss.advantage={wanted}"])
+    assert changed_config(parent, ["loss.clip_low=0.1"]).group_size == parent.group_size

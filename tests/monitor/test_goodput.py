@@ -27,7 +27,8 @@ def test_what_is_sampled_is_open_until_somebody_says_what_became_of_it() -> None
     view.engine("engine-0-aa", engine("engine-0-aa", 100))
     view.engine("engine-1-bb", engine("engine-1-bb", 70, EVALUATION_ROLE))
     assert still_open(1.0) == 100.0
-    view.metric(report("producer-0", {"tokens/published_total": 40.0, "tokens/cut_total": 10.0}, time_s=0.0))
+    ended = {"tokens/published_total": 28.0, "tokens/greedy_total": 12.0, "tokens/cut_total": 10.0}
+    view.metric(report("producer-0", ended, time_s=0.0))
     view.metric(report("engine-0", {"tokens/cut_total": 5.0, "tokens/sampled_total": 20.0}, time_s=0.0))
     view.metric(report("evaluator-0", {"tokens/evaluated_total": 15.0}, time_s=0.0))
     assert still_open(2.0) == 50.0

@@ -211,13 +211,16 @@ def test_a_drop_of_a_whole_message_is_that_of_each_sample_in_it() -> None:
     entry = LedgerEntry(
         **kind, used=(Used(1, (0,), (5,)),), drops=(Drop(6, 2, (), "poison"), Drop(5, 1, (0,), "late"), Drop(7, 3, (1,), "mine"))
     )
-    tokens = np.zeros(0, np.int32)
+    tokens = np.zeros(2, np.int32)
 
-    def one(task: int, rollout: int) -> Sample:
+    def one(task: int, rollout: int, trained: int = 1) -> Sample:
         kind = {"run": "r", "policy": "p", "source": "main", "task": task, "rollout": rollout}
-        return Sample(**kind, tokens=tokens, loss_mask=tokens.astype(np.uint8), logprobs=tokens.astype(np.float32), spans=())
+        mask = np.array([0, trained], np.uint8)
+        return Sample(**kind, tokens=tokens, loss_mask=mask, logprobs=tokens.astype(np.float32), spans=())
 
     ends = Ends(entry)
+    greedy = one(1, 0, trained=0)
+    assert [ends.of(greedy, 5), Ends(entry, became="trained").of(greedy, 5), ends.of(one(2, 3, 0), 6)] == ["baseline", "", "poison"]
     assert [ends.of(one(1, 0), 5), ends.of(one(2, 3), 6), ends.of(one(3, 1), 7), ends.of(one(3, 0), 7)] == ["trained", "poison", "mine", ""]
     assert ends.sequences() == [5, 7, 6]
     assert Ends(entry, became="other").sequences() == [7]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Message
@@ -52,9 +53,15 @@ class Loop:
         return Worker(config=config or self.config, run_dir=self.run_dir, bus=bus or self.bus, kind=kind, index=index)
 
     async def issue(
-        self, count: int, *, source: str = "main", num_rollouts: int = 2, prompt: str = "<|user|>3+4<|end|><|assistant|>"
+        self,
+        count: int,
+        *,
+        source: str = "main",
+        num_rollouts: int = 2,
+        prompt: str = "<|user|>3+4<|end|><|assistant|>",
+        greedy: bool = False,
     ) -> None:
-        """Publish tasks as the feeder would."""
+        """Publish tasks as the feeder would; `greedy`: the last of their rollouts is."""
         for _ in range(count):
             task = RolloutTask(
                 run=self.config.run.name,
@@ -66,6 +73,7 @@ class Loop:
                 num_rollouts=num_rollouts,
                 sampling=Sampling(max_new_tokens=8),
                 seed=self.num_tasks,
+                greedy_baseline=True if greedy else UNSET,
             )
             await self.bus.publish(self.subjects.tasks(source), encode(task), expect_last=self.num_tasks)
             self.num_tasks += 1

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, DataConfig, RunConfig, TasksConfig
 from streamrl.data.problems import Problem, Problems, Unusable
 from streamrl.producers.feeder import min_version, plan_tasks
@@ -110,3 +111,14 @@ def test_min_version_keeps_the_bound_and_never_waits_for_the_future(version, bat
     assert 0 <= lowest <= version
     assert trained_from - lowest <= staleness
     assert lowest in (0, trained_from - staleness)
+
+
+def test_an_estimator_that_asks_for_it_gets_one_greedy_rollout_more():
+    config = msgspec.structs.replace(CONFIG, loss=LossConfig(advantage="remax"))
+    tasks, plain = (plan_tasks(Grant(8, 0, 0, 3), 0, 8, PROBLEMS, one) for one in (config, CONFIG))
+    assert tasks[:3] == plain[:3] and tasks[2].baseline is None, "demonstrations have none"
+    for task, one in zip(tasks[3:], plain[3:], strict=True):
+        assert (task.num_rollouts, task.baseline) == (3, 2)
+        assert msgspec.structs.replace(task, num_rollouts=2, greedy_baseline=msgspec.UNSET) == one
+        assert [task.for_rollout(k).sampling.temperature for k in range(3)] == [1.0, 1.0, 0.0]
+        assert decode(encode(task), RolloutTask) == task and b"greedy_baseline" not in encode(one)

@@ -83,6 +83,7 @@ def make_batch(stage_step: int = 0, groups: int = 4, **changes: Any) -> TrainBat
         "tasks": np.arange(n) // GROUP,
         "rollouts": np.arange(n) % GROUP,
         "status": np.zeros(n, np.int8),
+        "baselines": np.full(n, 0.5),
         "reward_parts": {"correct": (np.arange(n) % GROUP == 0).astype(np.float64), "short": -lengths.astype(np.float64)},
     }
     return TrainBatch(kind="rl", version=Version(0, stage_step), stage_step=stage_step, **(fields | changes))

@@ -114,7 +114,8 @@ class Session:
         wanted = min(wanted, most - length) if most else wanted
         if wanted < 1:
             return None
-        return msgspec.structs.replace(turn_sampling(self.context.task.sampling, fields), max_new_tokens=wanted)
+        drawn = self.context.drawn(turn_sampling(self.context.task.sampling, fields))
+        return msgspec.structs.replace(drawn, max_new_tokens=wanted)
 
 
 def _answer(

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from streamrl.bridges.slime import session
@@ -124,3 +125,13 @@ async def test_an_engine_that_is_away_passes_through(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     with session.running(begun(cast(Any, Away()), tmp_path)), pytest.raises(EngineUnavailable):
         await post(URL, {"input_ids": [1]})
+
+
+async def test_in_a_greedy_rollout_hooks_are_handed_and_get_a_temperature_of_0(engine: Listening, tmp_path: Path) -> None:
+    found = begun(engine, tmp_path)
+    task = msgspec.structs.replace(found.context.task, greedy_baseline=True)
+    found = Session(msgspec.structs.replace(found.context, task=task).for_rollout(1))
+    assert session.sampling_params(found.context)["temperature"] == 0.0
+    with session.running(found):
+        await post(URL, {"input_ids": [1, 8], "sampling_params": {**session.sampling_params(found.context), "temperature": 0.7}})
+    assert [(one.sampling.temperature, one.sampling.max_new_tokens) for one in engine.requests] == [(0.0, 8)]

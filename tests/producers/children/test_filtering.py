@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.children.calls import Limits
@@ -34,6 +35,12 @@ def by_reward(task, episodes):
 
 def odd(task, episodes):
     return [(episode.rollout % 2 == 0, "odd") if episode.rollout else True for episode in episodes]
+
+def last(task, episodes):
+    return [(episode.rollout != 2, "last") for episode in episodes]
+
+def only_last(task, episodes):
+    return [(episode.rollout == 2, "first") for episode in episodes]
 
 def nothing(task, episodes, least):
     assert all(episode.reward == 1.0 and episode.completion == "7" for episode in episodes) and task.label == "7"
@@ -114,6 +121,22 @@ async def filtered(workshop: Workshop, name: str, *, score_s: float = 20.0, **op
 async def test_what_is_kept_and_why_not(workshop: Workshop, name: str, options: dict[str, Any], expected: dict[int, str]) -> None:
     async with filtered(workshop, name, **options) as runner:
         (group,) = await workshop.run(runner, workshop.task())
+    assert ends(group) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("last", {0: "episode", 1: "episode", 2: "episode"}),
+        ("odd", {0: "episode", 1: "filter: odd: ", 2: "episode"}),
+        ("by_reward", {0: "filter: dull: ", 1: "filter: dull: ", 2: "filter: dull: "}),
+        ("only_last", {0: "filter: first: ", 1: "filter: first: ", 2: "episode"}),
+        ("raises", dict.fromkeys(range(3), "failed: filter: ValueError: no\x00thing")),
+    ],
+)
+async def test_a_greedy_rollout_stays_as_long_as_another_is_kept(workshop: Workshop, name: str, expected: dict[int, str]) -> None:
+    async with filtered(workshop, name) as runner:
+        (group,) = await workshop.run(runner, replace(workshop.task(), greedy_baseline=True))
     assert ends(group) == expected
 
 
