@@ -39,8 +39,11 @@ from streamrl.schemas.tasks import RolloutTask
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
-_HURRY_S = 0.01
+_HURRY_S = 0.005
 """Between two looks at what hangs while something does, or calls wait for seats: what hangs holds its seat until it is seen."""
+_DOUBTED = 8
+"""Calls that hang and may neither be left until their time is up nor be ended yet, as no other has been slow enough lately: they have
+slots, too, beside those of `Scoring.max_hung`, so that they keep no seats."""
 _SAID_S = 0.1
 """A call that hangs for less than that is nothing that people should hear of."""
 _MOST = 4
@@ -57,7 +60,7 @@ class Scoring(msgspec.Struct, frozen=True):
     children: int = 0
     """Processes; 0: one a core, at most four."""
     concurrency: int = 64
-    max_hung: int = 8
+    max_hung: int = 2
 
     @classmethod
     def of(cls, config: RewardConfig) -> Scoring:
@@ -328,7 +331,7 @@ class Graders:
         in_slots = sum(seat.in_slot for seat, _ in self._running.values())
         hung = sorted((call for call, running in calls.items() if self._patience.hangs(running)), key=lambda call: -calls[call].spent_s)
         movable = [seat for seat in (self._running[call][0] for call in hung) if not (seat.in_slot or seat.alone)]
-        for seat in movable[: max(0, self._max_hung - in_slots)]:
+        for seat in movable[: max(0, self._max_hung + _DOUBTED - in_slots)]:
             self._move_to_slot(seat)
         # Those that do not end when they are told to have processes beside all others: no more than hung ones may.
         stuck = [child for child in self._shared if self._plain and child.num_leaving]

@@ -9,7 +9,7 @@ import msgspec
 
 K = TypeVar("K")
 
-LEAST_S = 0.02
+LEAST_S = 0.01
 """No call hangs before: a call that hangs keeps others from its seat for so long."""
 _MEANS = 10.0
 """Of the mean of those that ended: beyond it a call hangs."""

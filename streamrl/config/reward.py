@@ -59,6 +59,6 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     while it runs. 0: one a core, at most 4."""
     concurrency: PositiveInt = 64
     """Calls of an `async` custom reward that one worker runs at once."""
-    max_hung: PositiveInt = 8
+    max_hung: PositiveInt = 2
     """Calls of a custom reward that may hang at once in one worker without holding up the others; when more do, those that hang longest are
     ended before timeout_s, but for one (docs/user-code.md)."""
