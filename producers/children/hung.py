@@ -11,6 +11,8 @@ K = TypeVar("K")
 
 LEAST_S = 0.01
 """No call hangs before: a call that hangs keeps others from its seat for so long."""
+_LEAST_ENDED_S = 0.1
+"""No call is ended before: at the start little is known of how slow a grader can be."""
 _MEANS = 10.0
 """Of the mean of those that ended: beyond it a call hangs."""
 _TIMES = 2.0
@@ -79,7 +81,8 @@ class Patience:
         overtaken = self.num_ended - call.ended_before
         usual_s, usual = (max(now, before) for now, before in zip(self._slowest, self._before, strict=True))
         slower = call.spent_s > _TIMES * usual_s or overtaken > _TIMES * usual
-        return self.num_ended >= _KNOWN and overtaken >= self._overtaken and slower
+        known = self.num_ended >= _KNOWN and call.spent_s > _LEAST_ENDED_S
+        return known and overtaken >= self._overtaken and slower
 
     def too_many(self, calls: Mapping[K, Running]) -> list[K]:
         """Of the calls that hang those to be ended now, the longest first, so that no more than `most` are left.

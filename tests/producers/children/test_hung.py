@@ -68,3 +68,11 @@ def test_what_was_slow_long_ago_is_forgotten() -> None:
     assert one.too_many(calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == [], "in the block before this one"
     end(one, 0.01, 2000)
     assert one.too_many(calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == ["b"]
+
+
+def test_nobody_is_ended_within_a_tenth_of_a_second() -> None:
+    """Before the first slow call has ended nothing tells it from one that hangs."""
+    one = patience(usual_s=0.001)
+    brief = calls(0.09, 0.08, 0.07, 0.06)
+    assert all(map(one.hangs, brief.values())) and one.too_many(brief) == []
+    assert one.too_many(calls(0.14, 0.13, 0.12, 0.11)) == ["b", "c"]
