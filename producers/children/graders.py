@@ -202,7 +202,7 @@ class Graders:
             if given == Call.TIMEOUT:
                 return TimeoutError(call.expired)
             if isinstance(given, frames.Scored):
-                running.spent_s = call.spent_s
+                running.look(time.monotonic(), call.spent_s)
                 self._patience.ended(running)
                 return given
             why = child.lost
@@ -321,8 +321,7 @@ class Graders:
         now_s = time.monotonic()
         calls = {call: running for call, (_, running) in self._running.items()}
         for call, running in calls.items():
-            # Watched time, with that which has not been counted yet: the watch looks at a process every `_TICK_S` and waits for its answer.
-            running.spent_s = min(now_s - running.began_s, call.spent_s + 2 * _TICK_S)
+            running.look(now_s, call.spent_s)
         for call in self._patience.too_many(calls):
             self._num_ended_early += 1
             child = self._running[call][0].child

@@ -9,6 +9,8 @@ import msgspec
 
 K = TypeVar("K")
 
+UNWATCHED_S = 0.2
+"""Two looks of the watch: a process is looked at ten times a second, and its time counts once it has answered."""
 LEAST_S = 0.01
 """No call hangs before: a call that hangs keeps others from its seat for so long."""
 _LEAST_ENDED_S = 0.1
@@ -35,6 +37,10 @@ class Running(msgspec.Struct):
     spent_s: float = 0.0
     began_s: float = 0.0
     """By the caller's clock."""
+
+    def look(self, now_s: float, watched_s: float) -> None:
+        """Count what it has had by `now_s`: the time that was watched, and what may not have been counted yet."""
+        self.spent_s = min(now_s - self.began_s, watched_s + UNWATCHED_S)
 
 
 class Patience:

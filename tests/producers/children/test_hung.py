@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.producers.children.hung import LEAST_S, Patience, Running
+from streamrl.producers.children.hung import LEAST_S, UNWATCHED_S, Patience, Running
 
 
 def end(one: Patience, spent_s: float, times: int = 1, overtaken: int = 4) -> None:
@@ -76,3 +76,11 @@ def test_nobody_is_ended_within_a_tenth_of_a_second() -> None:
     brief = calls(0.09, 0.08, 0.07, 0.06)
     assert all(map(one.hangs, brief.values())) and one.too_many(brief) == []
     assert one.too_many(calls(0.14, 0.13, 0.12, 0.11)) == ["b", "c"]
+
+
+def test_a_short_call_has_had_its_own_time_and_a_suspended_one_what_was_watched() -> None:
+    call = Running(0, began_s=10.0)
+    call.look(10.05, 0.0)
+    assert abs(call.spent_s - 0.05) < 1e-9, "the watch has not counted it yet"
+    call.look(500.0, 1.0)
+    assert call.spent_s == 1.0 + UNWATCHED_S
