@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from msgspec.structs import replace
 
 from streamrl.producers.episode import Episode
 from streamrl.producers.publishing import Publisher
 from streamrl.schemas.candidates import Candidates, CandidateSets, joined, no_candidates
 from streamrl.schemas.codec import encode
-from streamrl.schemas.samples import BlobRef, Sample
+from streamrl.schemas.samples import Sample
 
 
 async def store_candidates(publisher: Publisher, samples: Sequence[Sample], episodes: Sequence[Episode]) -> list[Sample]:
@@ -24,16 +23,10 @@ async def store_candidates(publisher: Publisher, samples: Sequence[Sample], epis
     """
     made = sorted(episodes, key=lambda episode: episode.rollout)  # stable, as in `samples_of`
     found = {place: sets for place, episode in enumerate(made) if (sets := candidates_of(episode)) is not None}
-    given = list(samples)
-    for rollout in sorted({samples[place].rollout for place in found}):
-        places = [place for place in found if samples[place].rollout == rollout]
-        rows = joined([found[place] for place in places])
-        name, digest = await publisher.beside(samples[places[0]].task, rollout, encode(Candidates.of(rows)))
-        first = 0
-        for place in places:
-            given[place] = replace(samples[place], candidates=BlobRef(name, digest, first, found[place].num_tokens))
-            first += found[place].num_tokens
-    return given
+    rows = {place: sets.num_tokens for place, sets in found.items()}
+    return await publisher.rows_beside(
+        samples, rows, "candidates", lambda places: encode(Candidates.of(joined([found[place] for place in places])))
+    )
 
 
 def candidates_of(episode: Episode) -> CandidateSets | None:

@@ -12,11 +12,12 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Receipt
 from streamrl.errors import StreamFull
@@ -28,7 +29,7 @@ from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import FULL_BLOBS, FULL_STREAM
-from streamrl.schemas.samples import LogprobMode, RewardUpdate, Sample, Tombstone
+from streamrl.schemas.samples import BlobRef, LogprobMode, RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
 from streamrl.schemas.tasks import RolloutTask
 
@@ -178,6 +179,27 @@ class Publisher:
         """Store what a rollout's samples will name, before them; returns name and SHA-256 (hex). A name is never used again."""
         name = f"{task}/{rollout}.{secrets.token_hex(4)}"
         return name, await self._with_room(lambda: self._bus.sample_blobs.put(name, body), FULL_BLOBS)
+
+    async def rows_beside(
+        self, samples: Sequence[Sample], rows: Mapping[int, int], column: str, body: Callable[[Sequence[int]], bytes]
+    ) -> list[Sample]:
+        """The samples, those that have rows with a reference to them: a blob for each rollout is stored `beside`.
+
+        Args:
+            samples: sorted by rollout.
+            rows: how many those of a sample are, by its place.
+            column: that names them in a sample.
+            body: the blob with the rows of the samples at these places, one after the other.
+        """
+        given = list(samples)
+        for rollout in sorted({samples[place].rollout for place in rows}):
+            places = [place for place in rows if samples[place].rollout == rollout]
+            name, digest = await self.beside(samples[places[0]].task, rollout, body(places))
+            first = 0
+            for place in places:
+                given[place] = replace(samples[place], **{column: BlobRef(name, digest, first, rows[place])})
+                first += rows[place]
+        return given
 
     async def reward(self, update: RewardUpdate) -> Receipt:
         """Store a reward that comes by itself; a repeat of the same task, rollout, agent, revision and request is recognised by its id."""

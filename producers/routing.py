@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from msgspec.structs import replace
 
 from streamrl.producers.episode import Episode, routed_experts
 from streamrl.producers.publishing import Publisher
 from streamrl.schemas.codec import encode
 from streamrl.schemas.experts import RoutedExperts
-from streamrl.schemas.samples import BlobRef, Sample
+from streamrl.schemas.samples import Sample
 
 
 async def store_experts(publisher: Publisher, samples: Sequence[Sample], episodes: Sequence[Episode]) -> list[Sample]:
@@ -23,16 +22,12 @@ async def store_experts(publisher: Publisher, samples: Sequence[Sample], episode
         episodes: in any order.
     """
     made = sorted(episodes, key=lambda episode: episode.rollout)  # stable, as in `samples_of`
-    given = list(samples)
     trained = ((place, episode) for place, episode in enumerate(made) if samples[place].loss_mask.any())
     found = {place: experts for place, episode in trained if (experts := routed_experts(episode)) is not None}
-    for rollout in sorted({samples[place].rollout for place in found}):
-        places = [place for place in found if samples[place].rollout == rollout]
+
+    def body(places: Sequence[int]) -> bytes:
         rows = np.concatenate([found[place] for place in places])
-        blob = RoutedExperts(str(rows.dtype), (rows.shape[0], rows.shape[1], rows.shape[2]), rows.tobytes())
-        name, digest = await publisher.beside(samples[places[0]].task, rollout, encode(blob))
-        first = 0
-        for place in places:
-            given[place] = replace(samples[place], routed_experts=BlobRef(name, digest, first, len(found[place])))
-            first += len(found[place])
-    return given
+        return encode(RoutedExperts(str(rows.dtype), (rows.shape[0], rows.shape[1], rows.shape[2]), rows.tobytes()))
+
+    rows = {place: len(experts) for place, experts in found.items()}
+    return await publisher.rows_beside(samples, rows, "routed_experts", body)
