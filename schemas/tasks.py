@@ -62,6 +62,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Regular expression that the whole text of the completion matches; empty: any text."""
 
     @property
+    def cuts(self) -> bool:
+        """Whether top-k, top-p or min-p leave only a part of the vocabulary, above temperature 0."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
     def penalized(self) -> bool:
         """Whether tokens that are there already are drawn otherwise."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1

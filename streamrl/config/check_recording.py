@@ -11,11 +11,6 @@ from streamrl.schemas.tasks import Sampling
 KEY = "trainer.support_replay"
 
 
-def cuts(sampling: Sampling) -> bool:
-    """Whether tokens are drawn from a part of the vocabulary."""
-    return sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-
-
 def check_recording(config: Config) -> None:
     """Raise ConfigError for the first rule about what is recorded that does not hold, whatever is sampled."""
     _check_support(config)
@@ -101,7 +96,7 @@ def _check_support(config: Config) -> None:
         return
     own = any(one.sampling_key for _, one in data_sets(config.data)) or config.producer.function != "single_turn" or config.gateway.workers
     refuse(
-        not cuts(config.sampling) and not own,
+        not config.sampling.cuts and not own,
         f"{KEY} is about what top_p, top_k and min_p leave, but sampling draws from the whole vocabulary",
         hint="leave it out, or set for example sampling.top_p = 0.95",
         key=KEY,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from streamrl.config.check_recording import check_recorded, cuts
+from streamrl.config.check_recording import check_recorded
 from streamrl.config.tree import Config, refuse
 from streamrl.schemas.tasks import Sampling
 
@@ -65,7 +65,7 @@ def check_drawn(config: Config, sampling: Sampling, place: str, *, trained: bool
         hint="leave one of them out",
         key=f"{place}.min_p",
     )
-    if trained and cuts(sampling):
+    if trained and sampling.cuts:
         check_recorded(config, sampling, place)
     for name in _CUTS:
         refuse(

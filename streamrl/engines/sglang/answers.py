@@ -103,7 +103,7 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
 
 def truncates(sampling: Sampling) -> bool:
     """Whether tokens are drawn from a part of the vocabulary."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+    return sampling.temperature > 0 and sampling.cuts
 
 
 def says_support(sampling: Sampling, style: Style) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -22,18 +22,40 @@ _masks = msgspec.json.Decoder(list[list[int] | None] | None).decode
 _tops = msgspec.json.Decoder(list[list[tuple[float | None, int, Any]] | None] | None).decode
 
 
-class Masks:
-    """The masks of one completion while its answers come in.
+class _Said:
+    """What is said of the tokens of one completion while its answers come in, as far as it is kept.
 
     Args:
-        top_k: that it is drawn with: no mask has more than one id beyond it.
+        most: ids of a token, as they were asked for.
         vocab_size: ids are below it; 0: not known.
     """
 
-    def __init__(self, top_k: int, vocab_size: int) -> None:
-        self._top_k = top_k
+    _has_logprobs: ClassVar[bool]
+
+    def __init__(self, most: int, vocab_size: int) -> None:
+        self._most = most
         self._vocab_size = vocab_size or 2**31
-        self._rows = _Rows()
+        self._rows: list[Mapping[int, float]] = []
+        self._total = 0
+
+    def candidates(self) -> Candidates | None:
+        """Of all tokens so far; None where there are none."""
+        if not any(self._rows):
+            return None
+        pairs = [pair for row in self._rows for pair in sorted(row.items())]
+        ids, values = np.array(pairs, np.float64).T
+        logprobs = values.astype(np.float32) if self._has_logprobs else None
+        return Candidates.of(CandidateSets(bounds_of(np.array([len(row) for row in self._rows])), ids.astype(np.int32), logprobs))
+
+    def _add(self, row: Mapping[int, float]) -> None:
+        self._total += len(row)
+        self._rows.append(row if self._total <= MOST_RECORDED else {})
+
+
+class Masks(_Said):
+    """Masks; `most` is top-k, and no mask has more than one id beyond it."""
+
+    _has_logprobs = False
 
     def take(self, meta: MetaInfo, tokens: Sequence[int], logprobs: Sequence[float], fresh: int) -> None:
         """The masks of an answer's first new `tokens`, of `fresh`; the log-probs are not needed.
@@ -44,27 +66,15 @@ class Masks:
         """
         for token, mask in zip(tokens, _newest(meta.output_token_sampling_mask, _masks, "output_token_sampling_mask", fresh), strict=False):
             row: list[int] = sorted(mask or [])
-            if token not in row or len(set(row)) != len(row) or len(row) > self._top_k + 1 or row[0] < 0 or row[-1] >= self._vocab_size:
-                raise SchemaError(f"a mask of {len(row)} ids, {row[:8]}, for token {token} drawn with top_k = {self._top_k}")
-            self._rows.add(dict.fromkeys(row, 0.0))
-
-    def candidates(self) -> Candidates | None:
-        """Of all tokens so far; None where there are none."""
-        return self._rows.candidates(logprobs=False)
+            if token not in row or len(set(row)) != len(row) or len(row) > self._most + 1 or row[0] < 0 or row[-1] >= self._vocab_size:
+                raise SchemaError(f"a mask of {len(row)} ids, {row[:8]}, for token {token} drawn with top_k = {self._most}")
+            self._add(dict.fromkeys(row, 0.0))
 
 
-class Likeliest:
-    """The likeliest tokens at each place of one completion, and the one that was drawn, while its answers come in.
+class Likeliest(_Said):
+    """The likeliest tokens at each place, and the one that was drawn."""
 
-    Args:
-        top: how many were asked for.
-        vocab_size: ids are below it; 0: not known.
-    """
-
-    def __init__(self, top: int, vocab_size: int) -> None:
-        self._top = top
-        self._vocab_size = vocab_size or 2**31
-        self._rows = _Rows()
+    _has_logprobs = True
 
     def take(self, meta: MetaInfo, tokens: Sequence[int], logprobs: Sequence[float], fresh: int) -> None:
         """Those of an answer's first new `tokens`, of `fresh`, which were drawn with `logprobs`.
@@ -77,37 +87,13 @@ class Likeliest:
         for token, logprob, said in zip(tokens, logprobs, found, strict=False):
             ids = [one for _, one, _ in said or ()]
             least, most = min(ids, default=-1), max(ids, default=-1)
-            if len(set(ids)) != len(ids) or len(ids) > self._top or least < 0 or most >= self._vocab_size:
-                raise SchemaError(f"{len(ids)} likeliest tokens, {ids[:8]}, where {self._top} were asked for")
+            if len(set(ids)) != len(ids) or len(ids) > self._most or least < 0 or most >= self._vocab_size:
+                raise SchemaError(f"{len(ids)} likeliest tokens, {ids[:8]}, where {self._most} were asked for")
             # What a grammar or a bias rules out has no finite log-prob.
             row = {one: value for value, one, _ in said or () if value is not None and math.isfinite(value)}
             if max(row.values(), default=0.0) > 1e-4:
                 raise SchemaError(f"a log-prob of {max(row.values())} among the likeliest tokens")
-            self._rows.add({**row, token: logprob})
-
-    def candidates(self) -> Candidates | None:
-        """Of all tokens so far; None where there are none."""
-        return self._rows.candidates(logprobs=True)
-
-
-class _Rows:
-    """Candidates by token, as far as they are kept."""
-
-    def __init__(self) -> None:
-        self._rows: list[Mapping[int, float]] = []
-        self._total = 0
-
-    def add(self, row: Mapping[int, float]) -> None:
-        self._total += len(row)
-        self._rows.append(row if self._total <= MOST_RECORDED else {})
-
-    def candidates(self, *, logprobs: bool) -> Candidates | None:
-        if not any(self._rows):
-            return None
-        pairs = [pair for row in self._rows for pair in sorted(row.items())]
-        ids, values = np.array(pairs, np.float64).T
-        counts = np.array([len(row) for row in self._rows])
-        return Candidates.of(CandidateSets(bounds_of(counts), ids.astype(np.int32), values.astype(np.float32) if logprobs else None))
+            self._add({**row, token: logprob})
 
 
 def _newest(said: msgspec.Raw, decode: Any, name: str, fresh: int) -> list[Any]:
