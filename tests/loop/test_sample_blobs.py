@@ -76,6 +76,9 @@ class World:
     """A producer's side and a trainer's side of one stream."""
 
     images = False
+    sampling = Sampling()
+    store = staticmethod(store_experts)
+    replayed = Replayed(ROUTING)
 
     def __init__(self, bus: Bus, run: str) -> None:
         self.bus = bus
@@ -84,13 +87,14 @@ class World:
         self.run = run
 
     async def publish(self, episodes: list[Episode], change: Callable[[Sample], Sample] = lambda sample: sample, index: int = 0) -> None:
-        asked = task(index, self.run)
-        samples = await store_experts(self.publisher, samples_of(asked, episodes, producer="p"), episodes)
+        asked = replace(task(index, self.run), sampling=self.sampling)
+        samples = await self.store(self.publisher, samples_of(asked, episodes, producer="p"), episodes)
         await self.publisher.task(asked, [change(sample) for sample in samples], [])
 
     def fold(self, call: Caller) -> tuple[StreamFold, RecordReader]:
         reader = RecordReader(self.bus, call.loop, after=0, capacity=16)
-        blobs = SampleBlobs(self.bus.sample_blobs, call.loop, Replayed() if self.images else Replayed(ROUTING), ahead=4, images=self.images)
+        looks = self.replayed.anything or self.images
+        blobs = SampleBlobs(self.bus.sample_blobs, call.loop, self.replayed, ahead=4, images=self.images) if looks else None
         made = StreamFold(
             reader=reader,
             config=RULES,

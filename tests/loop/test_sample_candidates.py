@@ -14,23 +14,19 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus
 from streamrl.config.recording import Recording
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.dead_letters import publish_blob_missing
 from streamrl.consumers.training.reader import RecordReader
-from streamrl.consumers.training.sample_blobs import Replayed, SampleBlobs, blobs_named
+from streamrl.consumers.training.sample_blobs import Replayed, blobs_named
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import BLOB_MISSING
-from streamrl.core.state import initial_state
 from streamrl.producers.candidates import store_candidates
-from streamrl.producers.episode import Branch, Episode, Segment, samples_of
-from streamrl.producers.publishing import Publisher
+from streamrl.producers.episode import Branch, Episode, Segment
 from streamrl.schemas.candidates import Candidates, CandidateSets, bounds_of
 from streamrl.schemas.codec import encode
 from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, VersionSpan
-from streamrl.schemas.subjects import Subjects
-from streamrl.schemas.tasks import RolloutTask, Sampling
+from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.loop.test_sample_blobs import RULES
+from tests.loop.test_sample_blobs import World as Stream
 
 CUT = Sampling(top_p=0.9)
 LOGPROB = float(np.log(np.float32(0.5)))
@@ -63,44 +59,15 @@ def episode(rollout: int, *segments: Segment, sampling: Sampling = CUT, **more: 
     )
 
 
-class World:
+class World(Stream):
     """A producer's side and a trainer's side of one stream."""
 
-    def __init__(self, bus: Bus, run: str) -> None:
-        self.bus = bus
-        self.subjects = Subjects(run)
-        self.publisher = Publisher(bus, self.subjects)
-        self.run = run
-
-    async def publish(self, episodes: list[Episode], change: Callable[[Sample], Sample] = lambda sample: sample) -> None:
-        task = RolloutTask(
-            run=self.run, policy="policy", source="main", index=0, data_epoch=0, prompt_ids=(5, 6, 7), num_rollouts=2, seed=0, sampling=CUT
-        )
-        samples = await store_candidates(self.publisher, samples_of(task, episodes, producer="p"), episodes)
-        await self.publisher.task(task, [change(sample) for sample in samples], [])
+    sampling = CUT
+    store = staticmethod(store_candidates)
 
     async def batch(self, recording: Recording = ALL) -> tuple[TrainBatch, StreamFold]:
-        call = Caller(asyncio.get_running_loop())
-        reader = RecordReader(self.bus, call.loop, after=0, capacity=16)
-        replayed = Replayed(recording=recording, vocab_size=10)
-        fold = StreamFold(
-            reader=reader,
-            config=RULES,
-            state=initial_state(RULES),
-            messages={},
-            blobs=SampleBlobs(self.bus.sample_blobs, call.loop, replayed, ahead=4) if replayed.anything else None,
-            lost=lambda group, rollout, why: call(publish_blob_missing(self.bus, self.subjects, group, rollout, why)),
-        )
-
-        def work() -> TrainBatch:
-            closed = fold.next(None, lambda: False)
-            assert closed is not None
-            return fold.assemble(closed)
-
-        try:
-            return await asyncio.wait_for(asyncio.to_thread(work), 30), fold
-        finally:
-            reader.close()
+        self.replayed = Replayed(recording=recording, vocab_size=10)
+        return await super().batch()
 
 
 @pytest.fixture

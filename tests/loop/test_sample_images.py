@@ -13,6 +13,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import BusConfig, Config, DataConfig, RunConfig, TasksConfig
 from streamrl.consumers.training import trimming
 from streamrl.consumers.training.checkpoints import hold
+from streamrl.consumers.training.sample_blobs import Replayed
 from streamrl.consumers.training.trimming import trim_if_full
 from streamrl.core.fold import BLOB_MISSING
 from streamrl.data.images import RowImage
@@ -39,7 +40,7 @@ PICTURES = (png(1), GIF)
 @pytest.fixture
 def world(bus: Bus, run_id: str) -> World:
     made = World(bus, run_id)
-    made.images = True
+    made.images, made.replayed = True, Replayed()
     return made
 
 
