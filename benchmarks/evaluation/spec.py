@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.config.load import override
-from streamrl.config.registry import EngineName
+from streamrl.config.registry import ENGINES, EngineName
 from streamrl.config.tree import Config, DataConfig, EngineConfig, EvaluationConfig, ModelConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
@@ -35,8 +35,8 @@ class EvaluationSpec(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int = 3
 
     def __post_init__(self) -> None:
-        if self.engine not in ("table", "local", "sglang"):
-            raise ConfigError(f"--engine: expected table, local or sglang, got {self.engine!r}")
+        if self.engine not in ENGINES:
+            raise ConfigError(f"--engine: expected {', '.join(ENGINES)}, got {self.engine!r}")
         if bool(self.model) != (self.engine == "sglang"):
             raise ConfigError(
                 f"expected --model with --engine sglang alone, got engine {self.engine} and model {self.model!r}",

@@ -28,3 +28,14 @@ keep_kernels() {
     [ -d "$triton_cache" ] || return 0
     tar czf "$1" -C "$triton_cache" . && [ "$(stat -c %s "$1")" -lt 16000000 ] || rm -f "$1"
 }
+
+# within SECONDS COMMAND...: never past LIMIT seconds (default 480) of the script in all; a run is drained by the interrupt.
+within() {
+    local limit=$1 left=$((${LIMIT:-480} - SECONDS - 20))
+    shift
+    [ "$left" -ge 15 ] || { echo "== no time left for: $*"; return 1; }
+    timeout --foreground --signal=INT --kill-after=25 $((left < limit ? left : limit)) "$@"
+    local status=$?
+    [ $status -eq 0 ] || echo "== exit code $status: $*"
+    return $status
+}

@@ -12,14 +12,7 @@ out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=${WORK:-/tmp/evaluation}
 rm -rf "$work" && mkdir -p "$work" && cd "$work" || exit 1
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
-# within COMMAND...: never past LIMIT in all.
-within() {
-    local left=$((${LIMIT:-480} - SECONDS - 20))
-    [ "$left" -ge 15 ] || { echo "== no time left for: $*"; return 1; }
-    timeout --foreground --signal=INT --kill-after=20 "$left" "$@"
-}
-
-within python3 "$code/scripts/gpu/one_gpu.py" model 0.6B model || exit 1
+within 120 python3 "$code/scripts/gpu/one_gpu.py" model 0.6B model || exit 1
 engine=("engine.sglang.python=$python" "engine.sglang.gpus=[0]")
 flags=(mem_fraction_static=0.35 attention_backend=triton sampling_backend=pytorch grammar_backend=none disable_prefill_cuda_graph=true
     cuda_graph_max_bs_decode=256 "cuda_graph_bs_decode=[1,16,64,128,192,256]")
@@ -27,7 +20,7 @@ for flag in "${flags[@]}"; do engine+=("engine.sglang.flags.$flag"); done
 changes=()
 for change in "${engine[@]}"; do changes+=(--set "$change"); done
 # shellcheck disable=SC2086
-within python3 -m benchmarks eval --engine sglang --model model --out "$out/bench-eval" "${changes[@]}" \
+within 480 python3 -m benchmarks eval --engine sglang --model model --out "$out/bench-eval" "${changes[@]}" \
     ${ARGS:---problems 1000 --tokens 64 --rounds 1} || result=1
 python3 - <<'PY'
 import json
@@ -39,7 +32,7 @@ changes=(--with 'engine.kind="sglang"' --with model.dtype=bfloat16 --with evalua
     --with evaluation.sampling.temperature=1.0)
 for change in "${engine[@]}"; do changes+=(--with "$change"); done
 for _ in 1 2; do
-    within python3 -m streamrl eval model --set sums=rows.jsonl --out answers "${changes[@]}" > eval.log 2>&1 || result=1
+    within 240 python3 -m streamrl eval model --set sums=rows.jsonl --out answers "${changes[@]}" > eval.log 2>&1 || result=1
     tail -n 12 eval.log | cut -c1-200
 done
 cp eval.log answers/*.log "$out/" 2> /dev/null

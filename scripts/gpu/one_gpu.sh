@@ -35,16 +35,6 @@ fi
 lines() { nvidia-smi --query-gpu=index,name,memory.total,driver_version --format=csv,noheader 2> /dev/null || echo "no GPU"; }
 lines
 
-# within SECONDS COMMAND...: never past LIMIT in all; a run is drained by the interrupt.
-within() {
-    local limit=$1 left=$((${LIMIT:-480} - SECONDS - 20))
-    shift
-    [ "$left" -ge 15 ] || { echo "== no time left for: $*"; return 1; }
-    timeout --foreground --signal=INT --kill-after=25 $((left < limit ? left : limit)) "$@"
-    local status=$?
-    [ $status -eq 0 ] || echo "== exit code $status: $*"
-    return $status
-}
 beside=()
 stop() { for pid in "${beside[@]}"; do kill "$pid" 2> /dev/null && wait "$pid" 2> /dev/null; done; beside=(); }
 trap stop EXIT

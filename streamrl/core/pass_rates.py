@@ -90,12 +90,14 @@ def majority_at(answers: Sequence[Hashable | None], rewards: Sequence[float], ks
             votes[answer] = votes.get(answer, 0) + 1
             totals[answer] = totals.get(answer, 0.0) + reward
     sizes, silent = tuple(sorted(votes.values())), len(answers) - sum(votes.values())
-    found: list[float] = []
-    for k in ks:
-        chances = _chances(sizes, silent, k) if 1 <= k <= len(answers) else None
-        won = (chances[size] * totals[answer] / size for answer, size in votes.items()) if chances is not None else (float("nan"),)
-        found.append(float(sum(won)))
-    return found
+
+    def worth(k: int) -> float:
+        if not 1 <= k <= len(answers):
+            return float("nan")
+        chances = _chances(sizes, silent, k)
+        return float(sum(chances[size] * totals[answer] / size for answer, size in votes.items()))
+
+    return [worth(k) for k in ks]
 
 
 @lru_cache(maxsize=1 << 14)
