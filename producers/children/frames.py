@@ -340,7 +340,7 @@ class Frames:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
+    def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """The frames that are complete now; raises SchemaError as soon as one is announced that is too large."""
         self._buffer += data
         start, end = 0, len(self._buffer)

@@ -4,7 +4,8 @@
 plain function (def)      one call at a time in a process, in its main thread, so that a signal can end it and a death has one to blame
 async function            many calls in the event loop of a process
 class with async score    the same, with all episodes of a group in one call
-hangs (`hung.py`)         its seat goes to another call; it stays in a slot for hung ones until its time is up, or until they are too many
+hangs (`hung.py`)         its seat goes to another call; it stays in a slot for hung ones until its time is up
+too many hang             nobody waits for them any more: they end, but for `max_hung` witnesses, which show whether it ends after all
 over its limit            interrupted, then its process is killed; its rollouts end as `timeout`
 process lost              whoever may have done it runs alone in a new one; who dies there again has failed
 ```
@@ -15,22 +16,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import signal
 import time
-from collections import deque
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from streamrl.config.tree import RewardConfig
-from streamrl.errors import SchemaError, StreamRLError
+from streamrl.errors import SchemaError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import Call, Limits
-from streamrl.producers.children.child import Child
-from streamrl.producers.children.crew import Crew
 from streamrl.producers.children.hung import Patience, Running
+from streamrl.producers.children.seats import Seat, Seats
 from streamrl.producers.episode import Episode, bare
 from streamrl.producers.protocol import Failure
 from streamrl.rewards.protocol import RewardValue
@@ -38,15 +36,10 @@ from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 0.1
 _HURRY_S = 0.005
-"""Between two looks at what hangs while something does, or calls wait for seats: what hangs holds its seat until it is seen."""
-_DOUBTED = 8
-"""Calls that hang and may neither be left until their time is up nor be ended yet, as no other has been slow enough lately: they have
-slots, too, beside those of `Scoring.max_hung`, so that they keep no seats."""
+"""At least, between two looks at what hangs."""
 _SAID_S = 0.1
 """A call that hangs for less than that is nothing that people should hear of."""
-_MOST = 4
 _LOSSES = 2
 """Processes that a call may lose without being suspected."""
 _TRIES = 8
@@ -74,18 +67,19 @@ class Hung(msgspec.Struct, frozen=True):
     calls: int = 0
     longest_s: float = 0.0
     ended_early: int = 0
-    """Calls that were ended before their time since this was asked last, as too many hung."""
+    """Calls that were given up before their time since this was asked last, as too many hung."""
 
 
-class _Seat:
-    """A call's place in a process."""
+_Given = frames.Scored | Exception
 
-    def __init__(self, child: Child, *, alone: bool = False) -> None:
-        self.child = child
-        self.alone = alone
-        """It has a process that is nobody else's."""
-        self.in_slot = False
-        """It hangs, in a slot of those that do."""
+
+class _Runs(NamedTuple):
+    """A call that runs."""
+
+    seat: Seat
+    time: Running
+    answer: asyncio.Future[_Given]
+    """What is said of it; once that is done it is a witness, for which nobody waits."""
 
 
 class Graders:
@@ -98,61 +92,56 @@ class Graders:
 
     def __init__(self, hello: frames.Hello, scoring: Scoring) -> None:
         self._timeout_s = scoring.timeout_s
-        self._count = scoring.children or min(_MOST, os.cpu_count() or 1)
-        self._concurrency = scoring.concurrency
         self._max_hung = scoring.max_hung
         self._limits = Limits(idle_s=math.inf, total_s=scoring.timeout_s)
-        self._crew = Crew(hello, self._limits, tick_s=_TICK_S, looked=self._looked)
-        self._plain = self._by_episode = False
-        self._patience = Patience(scoring.timeout_s, most=scoring.max_hung, seats=self.seats)
-        self._shared: list[Child] = []
-        self._waiting: deque[asyncio.Future[_Seat]] = deque()
-        self._num_seated = 0
-        self._starting: set[asyncio.Task[None]] = set()
-        self._alone = asyncio.Semaphore(self._count)
-        self._running: dict[Call, tuple[_Seat, Running]] = {}
+        self._seats = Seats(
+            hello,
+            self._limits,
+            children=scoring.children,
+            concurrency=scoring.concurrency,
+            max_hung=scoring.max_hung,
+            looked=self._looked,
+            waits=self._look_at_seats,
+        )
+        self._patience = Patience(scoring.timeout_s, most=scoring.max_hung)
+        self._calls: set[asyncio.Task[_Given]] = set()
+        self._running: dict[Call, _Runs] = {}
         self._num_ended_early = 0
         self._hurry: asyncio.TimerHandle | None = None
 
     @property
     def seats(self) -> int:
         """Calls that run at once, those that hang left out; known once a process has started."""
-        return self._count if self._plain else self._concurrency
-
-    @property
-    def _room(self) -> int:
-        """Calls that one process takes."""
-        return 1 if self._plain else math.ceil(self._concurrency / self._count)
+        return self._seats.number
 
     @property
     def notice(self) -> str:
         """What people should know of user code now; empty: nothing."""
-        return self._crew.notice
+        return self._seats.crew.notice
 
     @property
     def pids(self) -> list[int]:
         """Of its processes."""
-        return [child.pid for child in self._crew.all]
+        return [child.pid for child in self._seats.crew.all]
 
     def take_hung(self) -> Hung:
         """What hangs now."""
-        hung_s = [running.spent_s for _, running in self._running.values() if running.spent_s > _SAID_S and self._patience.hangs(running)]
+        hung_s = [runs.time.spent_s for runs in self._running.values() if runs.time.spent_s > _SAID_S and self._patience.hangs(runs.time)]
         ended, self._num_ended_early = self._num_ended_early, 0
         return Hung(len(hung_s), max(hung_s, default=0.0), ended)
 
     async def start(self) -> None:
         """Start the first process; raises ConfigError when the user's code cannot be loaded."""
-        await self._add()
+        await self._seats.start()
 
     async def close(self) -> None:
         """End all of them."""
         if self._hurry is not None:
             self._hurry.cancel()
-        for starting in self._starting:
-            starting.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
-        await self._crew.close()
-        self._shared.clear()
+        for call, runs in self._running.items():
+            if runs.answer.done():
+                call.end(None)
+        await self._seats.close()
 
     async def score(
         self, task: RolloutTask, episodes: Sequence[Episode], *, max_deaths: int = 1
@@ -167,38 +156,58 @@ class Graders:
             episodes: of one group.
             max_deaths: processes that a call may lose to SIGKILL, alone in them; other deaths it has one of.
         """
-        if not self._crew.all:
-            await self.start()
+        await self.start()
         bared = [msgspec.structs.replace(episode, segments=bare(episode.segments)) for episode in episodes]
-        if self._by_episode:
-            calls = [asyncio.ensure_future(self._one(task, (episode,), max_deaths)) for episode in bared]
+        if self._seats.by_episode:
+            answers = [self._ask(task, (episode,), max_deaths) for episode in bared]
             try:
-                return [_only(given) for given in await asyncio.gather(*calls)]
+                return [_only(given) for given in await asyncio.gather(*answers)]
             finally:
-                for call in calls:
-                    call.cancel()
-        given = await self._one(task, tuple(bared), max_deaths)
+                for answer in answers:
+                    answer.cancel()
+        given = await self._ask(task, tuple(bared), max_deaths)
         if isinstance(given, Exception):
             reason = "timeout" if isinstance(given, TimeoutError) else "failed"
             return Failure(0, reason, f"reward: {given}")
         return Failure(0, "failed", f"reward: {given.error}") if given.error else [_value(one) for one in given.values]
 
-    async def _one(self, task: RolloutTask, episodes: tuple[Episode, ...], max_deaths: int) -> frames.Scored | Exception:
+    def _ask(self, task: RolloutTask, episodes: tuple[Episode, ...], max_deaths: int) -> asyncio.Future[_Given]:
+        """What is said of one call: what it gave, or that it hangs, before it has ended."""
+        answer: asyncio.Future[_Given] = asyncio.get_running_loop().create_future()
+        call = asyncio.ensure_future(self._one(task, episodes, max_deaths, answer))
+        self._calls.add(call)
+        call.add_done_callback(lambda call: self._called(call, answer))
+        answer.add_done_callback(lambda answer: call.cancel() if answer.cancelled() else None)
+        return answer
+
+    def _called(self, call: asyncio.Task[_Given], answer: asyncio.Future[_Given]) -> None:
+        self._calls.discard(call)
+        error = None if call.cancelled() else call.exception()
+        if answer.done():
+            return
+        if call.cancelled():
+            answer.cancel()
+        elif error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(call.result())
+
+    async def _one(self, task: RolloutTask, episodes: tuple[Episode, ...], max_deaths: int, answer: asyncio.Future[_Given]) -> _Given:
         """What one call gave."""
         alone, losses, deaths, why = False, 0, 0, ""
         for _ in range(_TRIES + max_deaths):
-            async with self._seat(alone=alone) as seat:
+            async with self._seats.seat(alone=alone) as seat:
                 child = seat.child
                 call = child.begin(
                     lambda number, child=child: Call(number, self._limits, task=task.index, engine=None, send=child.send),
                     lambda call: frames.Score(call.number, task, episodes),
                 )
                 running = Running(self._patience.num_ended, began_s=time.monotonic())
-                self._running[call] = seat, running
+                self._running[call] = _Runs(seat, running, answer)
                 try:
                     given = await child.wait(call)
                 finally:
-                    del self._running[call]
+                    self._running.pop(call, None)
             if given == Call.TIMEOUT:
                 return TimeoutError(call.expired)
             if isinstance(given, frames.Scored):
@@ -206,6 +215,8 @@ class Graders:
                 self._patience.ended(running)
                 return given
             why = child.lost
+            if answer.done():
+                break
             if not alone:
                 losses += 1
                 # Somebody's hand says nothing of those that ran; what ends the process itself does, and they are tried one by one.
@@ -218,139 +229,61 @@ class Graders:
                     break
         return SchemaError(f"the process that graded it alone died: {why}")
 
-    # Seats
-
-    @asynccontextmanager
-    async def _seat(self, *, alone: bool) -> AsyncGenerator[_Seat]:
-        if alone:
-            async with self._alone:
-                child = await self._crew.add(alone=True)
-                try:
-                    yield _Seat(child, alone=True)
-                finally:
-                    self._crew.bury(child)
-            return
-        waiting: asyncio.Future[_Seat] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiting)
-        self._serve()
-        try:
-            seat = await waiting
-        except asyncio.CancelledError:
-            if waiting.done() and not waiting.cancelled() and waiting.exception() is None:
-                self._leave(waiting.result())
-            raise
-        try:
-            yield seat
-        finally:
-            self._leave(seat)
-
-    def _serve(self) -> None:
-        """Give seats to those who have waited longest, and start processes for the others."""
-        self._bury_useless()
-        # Of plain ones, a process that was started in place of one that hung runs some too once that is over.
-        while self._waiting and (self._plain or self._num_seated < self.seats) and (child := self._free()) is not None:
-            waiting = self._waiting.popleft()
-            if not waiting.done():
-                child.num_jobs += 1
-                self._num_seated += 1
-                waiting.set_result(_Seat(child))
-        if not self._waiting:
-            return
-        self._look_soon()
-        if (failure := self._crew.failure) is None:
-            missing = min(self._count - len(self._usable()), len(self._waiting), os.cpu_count() or 1) - len(self._starting)
-            for _ in range(missing if self._plain or self._num_seated < self.seats else 0):
-                starting = asyncio.ensure_future(self._grow())
-                self._starting.add(starting)
-                starting.add_done_callback(self._started)
-        elif not self._shared:
-            while self._waiting:
-                if not (waiting := self._waiting.popleft()).done():
-                    waiting.set_exception(failure)
-
-    def _usable(self) -> list[Child]:
-        """Processes that take calls, now or once others have ended: not those that only run what hangs."""
-        stuck = {seat.child for seat, _ in self._running.values() if seat.in_slot} if self._plain else set[Child]()
-        return [child for child in self._shared if child not in stuck and not (self._plain and child.num_leaving)]
-
-    def _free(self) -> Child | None:
-        found = [child for child in self._usable() if child.num_jobs < self._room]
-        return min(found, key=lambda child: child.num_jobs, default=None)
-
-    def _leave(self, seat: _Seat) -> None:
-        if not seat.in_slot:
-            self._num_seated -= 1
-        if not seat.in_slot or self._plain:
-            seat.child.num_jobs -= 1
-        self._serve()
-
-    def _move_to_slot(self, seat: _Seat) -> None:
-        """A call that hangs no longer counts among those that run; its process, if it runs nothing else, neither."""
-        seat.in_slot = True
-        self._num_seated -= 1
-        if not self._plain:
-            seat.child.num_jobs -= 1
-
-    def _bury_useless(self) -> None:
-        for child in [child for child in self._shared if child.lost or (child.worn and not child.num_jobs and not child.num_leaving)]:
-            self._shared.remove(child)
-            self._crew.bury(child)
-
-    async def _grow(self) -> None:
-        try:
-            await self._add()
-        except StreamRLError as error:  # told to those who wait, once no process is left
-            self._crew.failure = error
-
-    def _started(self, starting: asyncio.Task[None]) -> None:
-        self._starting.discard(starting)
-        if not starting.cancelled():
-            self._serve()
-
-    async def _add(self) -> None:
-        child = await self._crew.add(alone=False)
-        ready = await child.started()
-        if (ready.plain, ready.by_episode) != (self._plain, self._by_episode):
-            self._plain, self._by_episode = ready.plain, ready.by_episode
-            self._patience = Patience(self._timeout_s, most=self._max_hung, seats=self.seats)
-        self._shared.append(child)
-
-    # What hangs
-
-    def _looked(self, seconds: float) -> None:
+    def _looked(self) -> None:
         now_s = time.monotonic()
-        calls = {call: running for call, (_, running) in self._running.items()}
-        for call, running in calls.items():
-            running.look(now_s, call.spent_s)
-        for call in self._patience.too_many(calls):
-            self._num_ended_early += 1
-            child = self._running[call][0].child
-            child.give_up(call, f"it hung for {calls[call].spent_s:.2f} s while others did too (reward.max_hung = {self._max_hung})")
-            calls.pop(call)
-        in_slots = sum(seat.in_slot for seat, _ in self._running.values())
-        hung = sorted((call for call, running in calls.items() if self._patience.hangs(running)), key=lambda call: -calls[call].spent_s)
-        movable = [seat for seat in (self._running[call][0] for call in hung) if not (seat.in_slot or seat.alone)]
-        for seat in movable[: max(0, self._max_hung + _DOUBTED - in_slots)]:
-            self._move_to_slot(seat)
-        # Those that do not end when they are told to have processes beside all others: no more than hung ones may.
-        stuck = [child for child in self._shared if self._plain and child.num_leaving]
-        for child in stuck[: max(0, len(stuck) - self._max_hung)]:
-            child.kill("a call did not end at once, and too many of them hang")
-        self._serve()
-        if hung:
-            self._look_soon()
+        for call, runs in self._running.items():
+            runs.time.look(now_s, call.spent_s)
+        times = {call: runs.time for call, runs in self._running.items()}
+        for call in self._patience.too_many(times, seats=self._seats.number):
+            self._give_up(call)
+        hung = sorted((runs for runs in self._running.values() if self._patience.hangs(runs.time)), key=lambda runs: -runs.time.spent_s)
+        for runs in hung:
+            if not (runs.seat.in_slot or runs.seat.alone or self._seats.move_to_slot(runs.seat)):
+                break
+        self._seats.kill_deaf()
+        self._seats.serve()
+        if len(hung) > self._max_hung:
+            self._look_at(self._patience.gives_up_s, [runs for runs in hung if not runs.answer.done()])
 
-    def _look_soon(self) -> None:
-        """Look again before the watch does, once."""
-        if self._hurry is None:
-            self._hurry = asyncio.get_running_loop().call_later(_HURRY_S, self._look_again)
+    def _give_up(self, call: Call) -> None:
+        """Say that it hangs, and end it; or leave it as a witness."""
+        seat, running, answer = self._running[call]
+        if answer.done():
+            return
+        why = f"it hung for {running.spent_s:.2f} s while others did too (reward.max_hung = {self._max_hung})"
+        self._num_ended_early += 1
+        stays = sum(runs.answer.done() for runs in self._running.values()) < self._max_hung
+        answer.set_result(TimeoutError(why))
+        if stays:
+            logger.warning(
+                "event=grader_hangs child=%d call=%d limit=%r action=it is waited for no longer", seat.child.number, call.number, why
+            )
+        else:
+            del self._running[call]
+            seat.child.give_up(call, why)
+
+    def _look_at_seats(self) -> None:
+        self._look_at(self._patience.hangs_s, [runs for runs in self._running.values() if not runs.seat.in_slot])
+
+    def _look_at(self, after_s: float, found: Iterable[_Runs]) -> None:
+        """Look again, before the watch does, once the first of these calls has had so long."""
+        began_s = [runs.time.began_s for runs in found]
+        if not began_s:
+            return
+        loop = asyncio.get_running_loop()
+        due_s = max(min(began_s) + after_s - time.monotonic(), _HURRY_S) + loop.time()
+        if self._hurry is not None:
+            if self._hurry.when() <= due_s:
+                return
+            self._hurry.cancel()
+        self._hurry = loop.call_at(due_s, self._look_again)
 
     def _look_again(self) -> None:
         self._hurry = None
-        self._looked(0.0)
+        self._looked()
 
 
-def _only(given: frames.Scored | Exception) -> RewardValue | Exception:
+def _only(given: _Given) -> RewardValue | Exception:
     """The value of a call with one episode."""
     if isinstance(given, Exception):
         return given

@@ -24,6 +24,7 @@ from streamrl.errors import ConfigError, EngineError, SchemaError, StreamRLError
 from streamrl.producers.children import frames
 from streamrl.producers.children.main_thread import MainThread, Wear
 from streamrl.producers.children.output import LineBudget, Lines, LogLines
+from streamrl.producers.children.pipes import FrameReader
 from streamrl.producers.children.remote import Asking, current, in_thread
 from streamrl.producers.children.returned import settled, valued
 from streamrl.producers.children.watchdog import Watchdog
@@ -196,19 +197,6 @@ class Host:
             self._send(failed(error.message))
 
 
-class _Reader(asyncio.Protocol):
-    def __init__(self, take: Callable[[bytes], None]) -> None:
-        self._frames = frames.Frames()
-        self._take = take
-
-    def data_received(self, data: bytes) -> None:
-        for body in self._frames.feed(data):
-            self._take(body)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        os._exit(0)
-
-
 def run(down: int, up: int) -> None:
     """Serve the parent until it closes its end."""
     link = Link(up)
@@ -232,7 +220,9 @@ def run(down: int, up: int) -> None:
             else:
                 watchdog.start()
 
-    connecting = loop.create_task(loop.create_unix_connection(lambda: _Reader(take), sock=socket.socket(fileno=down)))
+    connecting = loop.create_task(
+        loop.create_unix_connection(lambda: FrameReader(take, lambda: os._exit(0), max_bytes=0), sock=socket.socket(fileno=down))
+    )
     _turn(loop, lambda: connecting.done() and bool(host) and host[0].plain)
     # What runs in the main thread is plain functions; the loop goes on beside it, has none of the user's code, and needs no watchdog.
     threading.Thread(target=_turn, args=(loop, lambda: False), name="loop", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Which calls of graders hang, and which of these are ended before their time. Plain numbers; the clock is the caller's."""
+"""Which calls of graders hang, and for which of these nobody waits any more. Plain numbers; the clock is the caller's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ UNWATCHED_S = 0.2
 """Two looks of the watch: a process is looked at ten times a second, and its time counts once it has answered."""
 LEAST_S = 0.01
 """No call hangs before: a call that hangs keeps others from its seat for so long."""
-_LEAST_ENDED_S = 0.1
-"""No call is ended before: at the start little is known of how slow a grader can be."""
+_LEAST_GIVEN_UP_S = 0.03
+"""No call is given up before: at the start little is known of how slow a grader can be."""
 _MEANS = 10.0
 """Of the mean of those that ended: beyond it a call hangs."""
 _TIMES = 2.0
-"""Of the slowest that ended lately: beyond it a call may be ended."""
+"""Of the slowest that ended lately: beyond it a call may be given up."""
 _OVERTAKEN = 8
-"""Calls that have ended since one began, beside twice those that may have run with it, before it may be ended."""
+"""Calls that have ended since one began, beside twice those that may have run with it, before it may be given up."""
 _KNOWN = 32
 """Calls that have ended before any is compared with them."""
 _BLOCK = 1000
@@ -46,7 +46,7 @@ class Running(msgspec.Struct):
 class Patience:
     """Tells a call that hangs from one that is slow, by those that ended lately.
 
-    A call hangs once it has had ten times as long as the mean of those that ended. It may be ended for that once it has had twice as
+    A call hangs once it has had ten times as long as the mean of those that ended. It may be given up for that once it has had twice as
     long as the slowest of the last 1000 to 2000, or twice as many have ended meanwhile as during any of these: the second says the
     same on a machine that stands still now and then. Others that began after it must have ended: where all stand still, a judge that
     does not answer, each is given all of its time.
@@ -54,14 +54,12 @@ class Patience:
     Args:
         timeout_s: of a call.
         most: calls that may hang at once.
-        seats: calls that may run at once, those that hang left out.
     """
 
-    def __init__(self, timeout_s: float, *, most: int, seats: int) -> None:
+    def __init__(self, timeout_s: float, *, most: int) -> None:
         self.num_ended = 0
         self._long_s = timeout_s * _LONG_SHARE
         self._most = most
-        self._overtaken = _OVERTAKEN + 2 * seats
         self._mean_s = 0.0
         self._slowest: tuple[float, int] = (0.0, 0)
         """Seconds, and calls that ended meanwhile: the most of each in this block of calls,"""
@@ -79,23 +77,36 @@ class Patience:
         if self._in_block >= _BLOCK:
             self._before, self._slowest, self._in_block = self._slowest, (0.0, 0), 0
 
+    @property
+    def hangs_s(self) -> float:
+        """Beyond it a call is said to hang."""
+        return min(self._long_s, max(LEAST_S, _MEANS * self._mean_s)) if self.num_ended >= _KNOWN else self._long_s
+
     def hangs(self, call: Running) -> bool:
         """Whether it is said to hang."""
-        return call.spent_s > self._long_s or (self.num_ended >= _KNOWN and call.spent_s > max(LEAST_S, _MEANS * self._mean_s))
+        return call.spent_s > self.hangs_s
 
-    def _is_hopeless(self, call: Running) -> bool:
+    @property
+    def gives_up_s(self) -> float:
+        """A call that hangs may be given up after so long, or later."""
+        return max(_LEAST_GIVEN_UP_S, self.hangs_s)
+
+    def _is_hopeless(self, call: Running, seats: int) -> bool:
         overtaken = self.num_ended - call.ended_before
         usual_s, usual = (max(now, before) for now, before in zip(self._slowest, self._before, strict=True))
         slower = call.spent_s > _TIMES * usual_s or overtaken > _TIMES * usual
-        known = self.num_ended >= _KNOWN and call.spent_s > _LEAST_ENDED_S
-        return known and overtaken >= self._overtaken and slower
+        known = self.num_ended >= _KNOWN and call.spent_s > _LEAST_GIVEN_UP_S
+        return known and overtaken >= _OVERTAKEN + 2 * seats and slower
 
-    def too_many(self, calls: Mapping[K, Running]) -> list[K]:
-        """Of the calls that hang those to be ended now, the longest first, so that no more than `most` are left.
+    def too_many(self, calls: Mapping[K, Running], *, seats: int) -> list[K]:
+        """Of the calls that hang those to be given up, the longest first: none, unless more than `most` hang.
 
-        The one that hangs longest of all is left until its time limit: if it ends by itself after all, calls are as slow as that, and
-        none that is not slower is ended any more.
+        Some are to be left as witnesses until their time limit: if one ends by itself after all, calls are as slow as that, and none that
+        is not slower is given up any more.
+
+        Args:
+            calls: all that run.
+            seats: calls that may run at once, those that hang left out.
         """
         hung = sorted((key for key, call in calls.items() if self.hangs(call)), key=lambda key: -calls[key].spent_s)
-        ends = [key for key in hung[1:] if self._is_hopeless(calls[key])]
-        return ends[: max(0, len(hung) - max(1, self._most))]
+        return [key for key in hung if self._is_hopeless(calls[key], seats)] if len(hung) > self._most else []

@@ -1,4 +1,4 @@
-"""The parent's ends of what a child writes to."""
+"""Ends of what a child and its parent write to."""
 
 from __future__ import annotations
 
@@ -12,17 +12,32 @@ from streamrl.producers.children import frames
 logger = logging.getLogger(__name__)
 
 
-class FrameReader(asyncio.Protocol):
-    """Frames of a child, one by one; what is none is as good as its end."""
+_BUFFER_BYTES = 1 << 16
 
-    def __init__(self, take: Callable[[bytes], None], closed: Callable[[], None]) -> None:
-        self._frames = frames.Frames(frames.MAX_BYTES)
+
+class FrameReader(asyncio.BufferedProtocol):
+    """Frames of the other end, one by one; what is none is as good as its end.
+
+    It reads into a buffer of its own: a plain protocol is given new bytes, for which asyncio allocates 256 KiB at each read.
+
+    Args:
+        take: a frame's body.
+        closed: the other end is.
+        max_bytes: largest frame that is taken; 0: any.
+    """
+
+    def __init__(self, take: Callable[[bytes], None], closed: Callable[[], None], *, max_bytes: int) -> None:
+        self._frames = frames.Frames(max_bytes)
         self._take = take
         self._closed = closed
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         try:
-            for body in self._frames.feed(data):
+            for body in self._frames.feed(self._buffer[:nbytes]):
                 self._take(body)
         except SchemaError as error:
             logger.error("event=child_frame error=%s", error.message)

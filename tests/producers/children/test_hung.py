@@ -1,4 +1,4 @@
-"""Which calls hang, and which are ended: plain numbers."""
+"""Which calls hang, and which are waited for no longer: plain numbers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ def end(one: Patience, spent_s: float, times: int = 1, overtaken: int = 4) -> No
 
 
 def patience(*, usual_s: float = 0.01, ended: int = 100, most: int = 2) -> Patience:
-    made = Patience(30.0, most=most, seats=4)
+    made = Patience(30.0, most=most)
     end(made, usual_s, ended)
     return made
+
+
+def given_up(one: Patience, running: dict[str, Running]) -> list[str]:
+    return one.too_many(running, seats=4)
 
 
 def calls(*spent_s: float, before: int = 0) -> dict[str, Running]:
@@ -32,50 +36,50 @@ def test_without_anything_to_compare_with_a_third_of_its_time_is_long() -> None:
     assert one.hangs(Running(0, 10.1))
 
 
-def test_the_longest_is_left_and_those_after_it_are_ended() -> None:
+def test_more_than_may_hang_are_waited_for_no_longer() -> None:
     one = patience()
-    assert one.too_many(calls(5.0, 4.0, 3.0, 2.0, 0.1)) == ["b", "c"]
-    assert one.too_many(calls(5.0, 4.0)) == []
-    assert patience(most=1).too_many(calls(1.0, 2.0, 3.0)) == ["b", "a"]
+    assert given_up(one, calls(5.0, 4.0, 3.0, 2.0, 0.02)) == ["a", "b", "c", "d"]
+    assert given_up(one, calls(5.0, 4.0)) == []
+    assert given_up(patience(most=1), calls(1.0, 2.0, 3.0)) == ["c", "b", "a"]
 
 
 def test_slow_graders_are_told_from_hung_ones_by_the_first_that_ends() -> None:
     one = patience()
     running = calls(5.0, 4.0, 3.0, 2.0)
-    assert one.too_many(running)
+    assert given_up(one, running)
     end(one, 5.0, overtaken=100)
-    assert one.too_many(running) == []
+    assert given_up(one, running) == []
 
 
 def test_a_machine_that_stood_still_for_a_while_hides_nothing() -> None:
     """All calls of a second took that long, so time says nothing for a while; but nobody ended during them."""
     one = patience()
     end(one, 3.0, times=4)
-    assert one.too_many(calls(5.0, 4.0, 3.0, 2.0)) == ["b", "c"]
+    assert given_up(one, calls(5.0, 4.0, 3.0, 2.0)) == ["a", "b", "c", "d"]
 
 
-def test_nobody_is_ended_for_being_merely_long() -> None:
+def test_nobody_is_given_up_for_being_merely_long() -> None:
     """A judge that answers nobody: none has been overtaken, and each gets all of its time."""
     one = patience(ended=40)
     running = calls(*[25.0] * 8, before=40)
-    assert all(map(one.hangs, running.values())) and one.too_many(running) == []
+    assert all(map(one.hangs, running.values())) and given_up(one, running) == []
 
 
 def test_what_was_slow_long_ago_is_forgotten() -> None:
     one = patience()
     end(one, 5.0, overtaken=400)
     end(one, 0.01, 900)
-    assert one.too_many(calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == [], "in the block before this one"
+    assert given_up(one, calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == [], "in the block before this one"
     end(one, 0.01, 2000)
-    assert one.too_many(calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == ["b"]
+    assert given_up(one, calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == ["a", "b", "c"]
 
 
-def test_nobody_is_ended_within_a_tenth_of_a_second() -> None:
+def test_nobody_is_given_up_within_three_hundredths_of_a_second() -> None:
     """Before the first slow call has ended nothing tells it from one that hangs."""
     one = patience(usual_s=0.001)
-    brief = calls(0.09, 0.08, 0.07, 0.06)
-    assert all(map(one.hangs, brief.values())) and one.too_many(brief) == []
-    assert one.too_many(calls(0.14, 0.13, 0.12, 0.11)) == ["b", "c"]
+    brief = calls(0.029, 0.028, 0.027, 0.026)
+    assert all(map(one.hangs, brief.values())) and given_up(one, brief) == []
+    assert given_up(one, calls(0.034, 0.033, 0.032, 0.031)) == ["a", "b", "c", "d"]
 
 
 def test_a_short_call_has_had_its_own_time_and_a_suspended_one_what_was_watched() -> None:
