@@ -42,6 +42,7 @@ def model_in(directory: Path) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.copy_(parameter.half())  # what SGLang serves: its kernels on GPUs have no float32
     return model
 
 
@@ -50,11 +51,12 @@ async def answers(
 ) -> tuple[transformers.PreTrainedModel, list[Answer]]:
     model = model_in(tmp_path)
     config = EngineConfig(kind="sglang", slots=8, sglang=SglangConfig(python=python, gpus=(0,), flags=FLAGS))
-    server = SglangServer(config, tmp_path, name="gpu", max_len=512, dtype="float32")
+    server = SglangServer(config, tmp_path, name="gpu", max_len=512, dtype="float16")
     engine = SglangEngine(config, tmp_path, server, engine_id="gpu", policy="policy", max_len=512, recording=recording)
     await engine.start()
     try:
-        await load(engine, publish(models.tensors(model), Version(0, 0)))
+        served = {name: tensor.astype(np.float16) for name, tensor in models.tensors(model).items()}
+        await load(engine, publish(served, Version(0, 0)))
         request = GenerateRequest(request_id="r", prompt_ids=PROMPT, seeds=tuple(range(8)), sampling=sampling, stream=True)
         return model, await ask(engine, request)
     finally:
