@@ -202,7 +202,7 @@ class Graders:
                     lambda number, child=child: Call(number, self._limits, task=task.index, engine=None, send=child.send),
                     lambda call: frames.Score(call.number, task, episodes),
                 )
-                running = Running(self._patience.num_ended, began_s=time.monotonic())
+                running = Running(self._patience.num_ended, began_s=time.monotonic(), first=call.number == 1)
                 self._running[call] = _Runs(seat, running, answer)
                 try:
                     given = await child.wait(call)
@@ -243,7 +243,7 @@ class Graders:
         self._seats.kill_deaf()
         self._seats.serve()
         if len(hung) > self._max_hung:
-            self._look_at(self._patience.gives_up_s, [runs for runs in hung if not runs.answer.done()])
+            self._look_at(self._patience.hangs_s, [runs for runs in hung if not runs.answer.done()])
 
     def _give_up(self, call: Call) -> None:
         """Say that it hangs, and end it; or leave it as a witness."""

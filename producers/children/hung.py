@@ -13,8 +13,8 @@ UNWATCHED_S = 0.2
 """Two looks of the watch: a process is looked at ten times a second, and its time counts once it has answered."""
 LEAST_S = 0.01
 """No call hangs before: a call that hangs keeps others from its seat for so long."""
-_LEAST_GIVEN_UP_S = 0.03
-"""No call is given up before: at the start little is known of how slow a grader can be."""
+_LEAST_FIRST_S = 1.0
+"""No first call of a process is given up before: it may import what the later ones find."""
 _MEANS = 10.0
 """Of the mean of those that ended: beyond it a call hangs."""
 _TIMES = 2.0
@@ -37,6 +37,8 @@ class Running(msgspec.Struct):
     spent_s: float = 0.0
     began_s: float = 0.0
     """By the caller's clock."""
+    first: bool = False
+    """Of its process."""
 
     def look(self, now_s: float, watched_s: float) -> None:
         """Count what it has had by `now_s`: the time that was watched, and what may not have been counted yet."""
@@ -49,7 +51,7 @@ class Patience:
     A call hangs once it has had ten times as long as the mean of those that ended. It may be given up for that once it has had twice as
     long as the slowest of the last 1000 to 2000, or twice as many have ended meanwhile as during any of these: the second says the
     same on a machine that stands still now and then. Others that began after it must have ended: where all stand still, a judge that
-    does not answer, each is given all of its time.
+    does not answer, each is given all of its time. How long the first call of a process took says nothing of others.
 
     Args:
         timeout_s: of a call.
@@ -69,6 +71,9 @@ class Patience:
 
     def ended(self, call: Running) -> None:
         """A call has ended by itself."""
+        if call.first:
+            self.num_ended += 1
+            return
         slowest_s, overtaken = self._slowest
         self._slowest = max(slowest_s, call.spent_s), max(overtaken, self.num_ended - call.ended_before)
         self.num_ended += 1
@@ -86,16 +91,11 @@ class Patience:
         """Whether it is said to hang."""
         return call.spent_s > self.hangs_s
 
-    @property
-    def gives_up_s(self) -> float:
-        """A call that hangs may be given up after so long, or later."""
-        return max(_LEAST_GIVEN_UP_S, self.hangs_s)
-
     def _is_hopeless(self, call: Running, seats: int) -> bool:
         overtaken = self.num_ended - call.ended_before
         usual_s, usual = (max(now, before) for now, before in zip(self._slowest, self._before, strict=True))
         slower = call.spent_s > _TIMES * usual_s or overtaken > _TIMES * usual
-        known = self.num_ended >= _KNOWN and call.spent_s > _LEAST_GIVEN_UP_S
+        known = self.num_ended >= _KNOWN and not (call.first and call.spent_s < _LEAST_FIRST_S)
         return known and overtaken >= _OVERTAKEN + 2 * seats and slower
 
     def too_many(self, calls: Mapping[K, Running], *, seats: int) -> list[K]:

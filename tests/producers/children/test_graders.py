@@ -236,6 +236,28 @@ def score(task, episode):
     assert "child_killed" not in caplog.text, "a call that is told to end takes some time for it, and keeps its process"
 
 
+async def test_a_slow_first_call_of_a_process_is_no_call_that_hangs(workshop: Workshop) -> None:
+    """As where a function imports what it needs when it is called; meanwhile others hang."""
+    code = """
+loaded = False
+
+
+def score(task, episode):
+    global loaded
+    if not loaded:
+        time.sleep(0.4)
+    loaded = True
+    if 40 <= task.index < 100 and task.index % 3 == 0 and episode.rollout == 2:
+        time.sleep(3600)
+    return 1.0
+"""
+    scoring = Scoring(timeout_s=600, children=2, max_hung=2)
+    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(90):
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(120)))
+    failed = {(index, failure.rollout) for index, group in enumerate(groups) for failure in group.failures}
+    assert failed == {(index, 2) for index in range(42, 100, 3)}
+
+
 async def test_few_graders_that_hang_have_all_of_their_time(workshop: Workshop) -> None:
     """Two in a hundred are slow, and no more than two at once may be."""
     code = """
