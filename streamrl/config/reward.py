@@ -60,5 +60,5 @@ class RewardConfig(Section, frozen=True, kw_only=True):
     concurrency: PositiveInt = 64
     """Calls of an `async` custom reward that one worker runs at once."""
     max_hung: PositiveInt = 2
-    """Calls of a custom reward that may hang at once in one worker without holding up the others; when more do, those that hang longest are
-    ended before timeout_s, but for one (docs/user-code.md)."""
+    """Calls of a custom reward that may hang at once in one worker without holding up the others; when more do, their rollouts end as
+    timeout before timeout_s (docs/user-code.md)."""
