@@ -12,9 +12,10 @@ from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.protocol import Engine
 from streamrl.errors import ConfigError
 from streamrl.producers.children.calls import Limits
+from streamrl.producers.children.crew import default_count
 from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Scoring
-from streamrl.producers.children.pool import Children, default_count
+from streamrl.producers.children.pool import Children
 from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.filtering import FILTER_FORM, KEEP, Filter
 from streamrl.producers.functions import is_user_code, make_producer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -17,7 +18,15 @@ from streamrl.producers.children.frames import Hello
 _LOADS = 3
 """Processes that are started for one, while they are killed with SIGKILL before the user's code is loaded."""
 
+_MOST = 4
+CORES = os.cpu_count() or 1
+
 logger = logging.getLogger(__name__)
+
+
+def default_count() -> int:
+    """Children of a worker whose configuration leaves it open: one a core, at most four."""
+    return min(_MOST, CORES)
 
 
 class Crew:
@@ -27,10 +36,10 @@ class Crew:
         hello: what each of them loads.
         limits: of their start and of their calls.
         tick_s: seconds between two looks at them.
-        looked: called after each look, with the seconds that it counted.
+        looked: called after each look.
     """
 
-    def __init__(self, hello: Hello, limits: Limits, *, tick_s: float, looked: Callable[[float], None]) -> None:
+    def __init__(self, hello: Hello, limits: Limits, *, tick_s: float, looked: Callable[[], None]) -> None:
         self.hello = hello
         self.limits = limits
         self.all: list[Child] = []
@@ -107,4 +116,4 @@ class Crew:
             seconds, before = min(now - before, 2 * self._tick_s), now
             for child in list(self.all):
                 child.tick(seconds)
-            self._looked(seconds)
+            self._looked()

@@ -91,7 +91,6 @@ class Graders:
     """
 
     def __init__(self, hello: frames.Hello, scoring: Scoring) -> None:
-        self._timeout_s = scoring.timeout_s
         self._max_hung = scoring.max_hung
         self._limits = Limits(idle_s=math.inf, total_s=scoring.timeout_s)
         self._seats = Seats(
@@ -238,7 +237,7 @@ class Graders:
             self._give_up(call)
         hung = sorted((runs for runs in self._running.values() if self._patience.hangs(runs.time)), key=lambda runs: -runs.time.spent_s)
         for runs in hung:
-            if not (runs.seat.in_slot or runs.seat.alone or self._seats.move_to_slot(runs.seat)):
+            if not self._seats.move_to_slot(runs.seat):
                 break
         self._seats.kill_deaf()
         self._seats.serve()
@@ -263,7 +262,7 @@ class Graders:
             seat.child.give_up(call, why)
 
     def _look_at_seats(self) -> None:
-        self._look_at(self._patience.hangs_s, [runs for runs in self._running.values() if not runs.seat.in_slot])
+        self._look_at(self._patience.hangs_s, [runs for runs in self._running.values() if self._seats.keeps_others_out(runs.seat)])
 
     def _look_at(self, after_s: float, found: Iterable[_Runs]) -> None:
         """Look again, before the watch does, once the first of these calls has had so long."""

@@ -71,12 +71,12 @@ class Patience:
 
     def ended(self, call: Running) -> None:
         """A call has ended by itself."""
+        meanwhile = self.num_ended - call.ended_before
+        self.num_ended += 1
         if call.first:
-            self.num_ended += 1
             return
         slowest_s, overtaken = self._slowest
-        self._slowest = max(slowest_s, call.spent_s), max(overtaken, self.num_ended - call.ended_before)
-        self.num_ended += 1
+        self._slowest = max(slowest_s, call.spent_s), max(overtaken, meanwhile)
         self._mean_s += (call.spent_s - self._mean_s) * max(_WEIGHT, 1 / self.num_ended)
         self._in_block += 1
         if self._in_block >= _BLOCK:

@@ -21,7 +21,6 @@ END_SIGNAL = signal.SIGUSR2
 """Ends the function that runs. SIGALRM is left to the user's code."""
 _THREADS, _PROCESSES = 32, 16
 """More than these that calls have left behind, and the process is to be replaced."""
-
 _COUNTS_EVERY_S = 0.1
 
 _Job = tuple[contextvars.Context, Callable[[], Any], "concurrent.futures.Future[Any]"]

@@ -11,7 +11,6 @@ from streamrl.producers.children import frames
 
 logger = logging.getLogger(__name__)
 
-
 _BUFFER_BYTES = 1 << 16
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -15,13 +14,6 @@ from streamrl.producers.children.child import TICK_S, Child
 from streamrl.producers.children.crew import Crew
 from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Graders, Scoring
-
-_MOST = 4
-
-
-def default_count() -> int:
-    """Children of a worker whose configuration leaves it open: one a core, at most four."""
-    return min(_MOST, os.cpu_count() or 1)
 
 
 class Children:
@@ -134,7 +126,7 @@ class Children:
             self._shared.remove(child)
         self._crew.bury(child)
 
-    def _looked(self, seconds: float) -> None:
+    def _looked(self) -> None:
         for child in list(self._shared):
             if child.lost and not child.num_jobs:
                 self._bury(child)  # nobody has a seat in it who would

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +11,7 @@ from contextlib import asynccontextmanager
 from streamrl.errors import StreamRLError
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.child import Child
-from streamrl.producers.children.crew import Crew
+from streamrl.producers.children.crew import CORES, Crew, default_count
 from streamrl.producers.children.frames import Hello
 
 _TICK_S = 0.1
@@ -22,8 +21,6 @@ process takes as much of a core to start."""
 _DOUBTED = 8
 """Calls that hang and are waited for, as no other has been slow enough lately: they have slots, too, beside the `max_hung`, so that they
 keep no seats."""
-_CORES = os.cpu_count() or 1
-_MOST = 4
 
 
 class Seat:
@@ -33,8 +30,6 @@ class Seat:
         self.child = child
         self.alone = alone
         """It has a process that is nobody else's."""
-        self.in_slot = False
-        """It hangs, in a slot of those that do."""
 
 
 class Seats:
@@ -61,10 +56,10 @@ class Seats:
         looked: Callable[[], None],
         waits: Callable[[], None],
     ) -> None:
-        self.crew = Crew(hello, limits, tick_s=_TICK_S, looked=lambda _: looked())
+        self.crew = Crew(hello, limits, tick_s=_TICK_S, looked=looked)
         self.plain = self.by_episode = False
         """Whether the reward is a plain function, and whether it has a call for each episode; known once a process has started."""
-        self._count = children or min(_MOST, _CORES)
+        self._count = children or default_count()
         self._concurrency = concurrency
         self._max_hung = max_hung
         self._waits = waits
@@ -72,6 +67,7 @@ class Seats:
         self._waiting: deque[asyncio.Future[Seat]] = deque()
         self._num_seated = 0
         self._in_slots: set[Seat] = set()
+        """Of calls that hang."""
         self._starting: set[asyncio.Task[None]] = set()
         self._alone = asyncio.Semaphore(self._count)
 
@@ -149,43 +145,46 @@ class Seats:
                     waiting.set_exception(failure)
 
     def _start_for_those_who_wait(self) -> None:
-        missing = min(self._count - len(self._usable()), len(self._waiting), _CORES) - len(self._starting)
+        stuck = self._stuck() if self.plain else set[Child]()
+        usable = sum(child not in stuck for child in self._shared)
+        missing = min(self._count - usable, len(self._waiting), CORES) - len(self._starting)
         for _ in range(missing):
             starting = asyncio.ensure_future(self._grow())
             self._starting.add(starting)
             starting.add_done_callback(self._started)
-
-    def _usable(self) -> list[Child]:
-        """Processes that take calls, now or once others have ended."""
-        stuck = self._stuck() if self.plain else set[Child]()
-        return [child for child in self._shared if child not in stuck]
 
     def _stuck(self) -> set[Child]:
         """Processes of plain functions that only run what hangs, or what has been told to end and has not yet."""
         return {seat.child for seat in self._in_slots} | {child for child in self._shared if child.num_leaving}
 
     def _free(self) -> Child | None:
-        found = [child for child in self._usable() if child.num_jobs < self._room]
+        found = [child for child in self._shared if child.num_jobs < self._room and not (self.plain and child.num_leaving)]
         return min(found, key=lambda child: child.num_jobs, default=None)
 
     def _leave(self, seat: Seat) -> None:
-        if seat.in_slot:
+        if seat in self._in_slots:
             self._in_slots.remove(seat)
+            if self.plain:
+                seat.child.num_jobs -= 1
         else:
             self._num_seated -= 1
-        if not seat.in_slot or self.plain:
             seat.child.num_jobs -= 1
         self.serve()
+
+    def keeps_others_out(self, seat: Seat) -> bool:
+        """Whether its call counts among those that run: those in slots, and those alone in their process, do not."""
+        return not (seat.alone or seat in self._in_slots)
 
     def move_to_slot(self, seat: Seat) -> bool:
         """A call that hangs counts no longer among those that run, and its process neither, if it runs nothing else.
 
         False: no slot is free.
         """
+        if not self.keeps_others_out(seat):
+            return True
         used = len(self._stuck()) if self.plain else len(self._in_slots)
         if used >= self._max_hung + _DOUBTED:
             return False
-        seat.in_slot = True
         self._in_slots.add(seat)
         self._num_seated -= 1
         if not self.plain:
