@@ -42,7 +42,7 @@ async def test_trainer(
 async def test_retired_set_missing_from_the_checkpoint(tmp_path: Path, own_server: NatsServer, children: Nursery, mutant: str) -> None:
     # Slow tasks stay open below others that have ended. The drain's checkpoint is as new as the ledger: after an older one, the
     # trainer itself would find that its ledger's batches do not come again.
-    config = table_config(tmp_path, reward={"options": {"slow_s": 0.2}}, tasks={"drop_zero_variance": False})
+    config = table_config(tmp_path, reward={"options": {"slow_s": 3.0}}, tasks={"drop_zero_variance": False})
     async with world(config, own_server, children) as w:
         async with w.around("engine", "producer", "feeder"):
             await w.drain("trainer", 6, mutant)
