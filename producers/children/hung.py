@@ -50,8 +50,9 @@ class Patience:
 
     A call hangs once it has had ten times as long as the mean of those that ended. It may be given up for that once it has had twice as
     long as the slowest of the last 1000 to 2000, or twice as many have ended meanwhile as during any of these: the second says the
-    same on a machine that stands still now and then. Others that began after it must have ended: where all stand still, a judge that
-    does not answer, each is given all of its time. How long the first call of a process took says nothing of others.
+    same on a machine that stands still now and then. Until 1000 have ended, both are longer by 1000 over how many have: the slowest of
+    a few is hardly the slowest there is. Others that began after it must have ended: where all stand still, a judge that does not
+    answer, each is given all of its time. How long the first call of a process took says nothing of others.
 
     Args:
         timeout_s: of a call.
@@ -94,9 +95,10 @@ class Patience:
     def _is_hopeless(self, call: Running, seats: int) -> bool:
         overtaken = self.num_ended - call.ended_before
         usual_s, usual = (max(now, before) for now, before in zip(self._slowest, self._before, strict=True))
-        slower = call.spent_s > _TIMES * usual_s or overtaken > _TIMES * usual
-        known = self.num_ended >= _KNOWN and not (call.first and call.spent_s < _LEAST_FIRST_S)
-        return known and overtaken >= _OVERTAKEN + 2 * seats and slower
+        if overtaken < _OVERTAKEN + 2 * seats or self.num_ended < _KNOWN or (call.first and call.spent_s < _LEAST_FIRST_S):
+            return False
+        times = _TIMES * max(1.0, _BLOCK / self.num_ended)
+        return call.spent_s > times * usual_s or overtaken > times * max(1, usual)
 
     def too_many(self, calls: Mapping[K, Running], *, seats: int) -> list[K]:
         """Of the calls that hang those to be given up, the longest first: none, unless more than `most` hang.

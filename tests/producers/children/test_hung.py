@@ -58,6 +58,18 @@ def test_a_machine_that_stood_still_for_a_while_hides_nothing() -> None:
     assert given_up(one, calls(5.0, 4.0, 3.0, 2.0)) == ["a", "b", "c", "d"]
 
 
+def test_little_is_known_of_how_slow_calls_are_while_few_have_ended() -> None:
+    few = patience(ended=249)
+    end(few, 0.02)
+    before = few.num_ended - 31  # the others were overtaken by 4
+    assert given_up(few, calls(0.15, 0.15, 0.15, before=before)) == [], "less than eight times the slowest"
+    assert given_up(few, calls(0.17, 0.17, 0.17, before=before)) == ["a", "b", "c"]
+    assert given_up(few, calls(0.15, 0.15, 0.15, before=before - 2)) == ["a", "b", "c"], "overtaken by eight times as many"
+    many = patience(ended=999)
+    end(many, 0.02)
+    assert given_up(many, calls(0.15, 0.15, 0.15, before=many.num_ended - 31)) == ["a", "b", "c"]
+
+
 def test_nobody_is_given_up_for_being_merely_long() -> None:
     """A judge that answers nobody: none has been overtaken, and each gets all of its time."""
     one = patience(ended=40)
