@@ -204,7 +204,8 @@ class Promises:
             self._say(f"{granted} tasks are granted, the ledger had granted {books.chain[-2]['granted']} one version ago")
 
     def _complete(self, books: Books) -> set[int]:
-        """Tasks with nothing more to come: ended as a whole, or with every rollout on the stream or carried by a checkpoint."""
+        """Tasks with nothing more to come: ended as a whole, or with every rollout on the stream, carried by a checkpoint, or ended by an
+        entry, whose message may be trimmed."""
         seen: dict[int, set[int]] = defaultdict(set)
         sizes: dict[int, int] = {}
         found = set()
@@ -218,6 +219,9 @@ class Promises:
                 seen[message.task].add(message.ended)
             if message.group_size:
                 sizes[message.task] = message.group_size
+        for entry in books.chain:
+            for drop in entry["drops"]:
+                seen[drop["task"]].update(drop["rollouts"])
         return found | {task for task, size in sizes.items() if len(seen[task]) >= size}
 
     def dead(self, books: Books) -> None:

@@ -84,6 +84,21 @@ async def test_what_a_checkpoint_carries_is_not_lost(nats_bus: Bus, nats_address
     assert (await audit(**reads, directory=tmp_path)).problems == []
 
 
+async def test_what_an_entry_has_ended_is_not_lost(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
+    """A rollout of task 7 failed, an entry says so, and its message was trimmed; the other one is on the stream, not decided on yet."""
+    forged = good_run()
+    forged.queued.discard(7)
+    forged.samples[9] = ("tombstones", encode(Tombstone(task=7, reason="failed", rollout=0, group_size=2)), 7)
+    forged.samples.append(("samples", rows(7, (1,)), 7))
+    edit(2, lambda e: replace(e, drops=(*e.drops, Drop(10, 7, (0,), "failed"))))(forged)
+    forged.keys[1:] = [
+        ("latest/main", Latest("main", Version(0, 3), "checkpoints/main", 13, 14)),
+        ("positions/main", Position("main", "samples", 14, Version(0, 3))),
+    ]
+    forged.trim = 10
+    assert await problems(forged, nats_bus, nats_address, run_id) == []
+
+
 async def test_a_forked_epoch_passes(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
     forged = good_run()
     forged.entries.append(replace(forged.entries[2], version=Version(1, 3), digest="f" * 16, fence=2))
