@@ -103,7 +103,8 @@ class Host:
             case frames.Cancel():
                 if frame.call in self._tasks:
                     self._asking[frame.call].cancel()
-                    self._tasks[frame.call].cancel()
+                    # Later than its first step: a task that is cancelled before says nothing at all, and the parent waits for it.
+                    asyncio.get_running_loop().call_soon(self._tasks[frame.call].cancel)
             case frames.Hello():
                 raise SchemaError("a child is told once who it is")
 

@@ -32,9 +32,11 @@ class MainThread:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._runs = False
+        self._thread = 0
 
     def listen(self) -> None:
         """Have the signal end what runs, and nothing else; in the main thread."""
+        self._thread = threading.get_ident()
         signal.signal(END_SIGNAL, self._end)
 
     async def run(self, function: Callable[[], Any]) -> Any:
@@ -45,6 +47,9 @@ class MainThread:
         try:
             return await asyncio.shield(ended)
         except asyncio.CancelledError:
+            # The parent's signal may have come before the function had begun. Nothing else runs there until this thread has said its end.
+            if not ended.done():
+                signal.pthread_kill(self._thread, END_SIGNAL)
             await asyncio.wait([ended])
             if not ended.cancelled():
                 ended.exception()  # seen: it is nobody's any more
@@ -83,6 +88,7 @@ class MainThread:
 
     def _end(self, *_: object) -> None:
         if self._runs:
+            self._runs = False  # once: a second signal would cut off what the function cleans up
             raise asyncio.CancelledError
 
 
