@@ -18,7 +18,13 @@ _LEAST_FIRST_S = 1.0
 _MEANS = 10.0
 """Of the mean of those that ended: beyond it a call hangs."""
 _TIMES = 2.0
-"""Of the slowest that ended lately: beyond it a call may be given up."""
+"""Of the slowest that ended lately, or of the one that was overtaken most: beyond it a call may be given up."""
+_CERTAIN = 10.0
+"""Of the slowest: beyond it a call hangs for certain,"""
+_CERTAIN_S = 1.0
+"""not before."""
+_REMEMBERED = 10_000
+"""Calls that end after one has hung for certain, until it is forgotten that any does."""
 _OVERTAKEN = 8
 """Calls that have ended since one began, beside twice those that may have run with it, before it may be given up."""
 _KNOWN = 32
@@ -50,9 +56,10 @@ class Patience:
 
     A call hangs once it has had ten times as long as the mean of those that ended. It may be given up for that once it has had twice as
     long as the slowest of the last 1000 to 2000, or twice as many have ended meanwhile as during any of these: the second says the
-    same on a machine that stands still now and then. Until 1000 have ended, both are longer by 1000 over how many have: the slowest of
-    a few is hardly the slowest there is. Others that began after it must have ended: where all stand still, a judge that does not
-    answer, each is given all of its time. How long the first call of a process took says nothing of others.
+    same on a machine that stands still now and then. Both are longer until 1000 have ended: the slowest of a few is hardly the slowest
+    there is. Others that began after it must have ended: where all stand still, a judge that does not answer, each is given all of its
+    time. And one must have hung for certain lately, for a second and ten times as long as the slowest: else it is the machine that has
+    too much to do. How long the first call of a process took says nothing of others.
 
     Args:
         timeout_s: of a call.
@@ -69,6 +76,8 @@ class Patience:
         self._before: tuple[float, int] = (0.0, 0)
         """and in the one before."""
         self._in_block = 0
+        self._known_until = 0
+        """`num_ended` up to which it is known that calls hang."""
 
     def ended(self, call: Running) -> None:
         """A call has ended by itself."""
@@ -92,13 +101,17 @@ class Patience:
         """Whether it is said to hang."""
         return call.spent_s > self.hangs_s
 
-    def _is_hopeless(self, call: Running, seats: int) -> bool:
+    def _slower(self, call: Running, times: float) -> tuple[bool, bool]:
+        """Whether it has had so many times as long as the slowest, and whether so many times as many ended meanwhile."""
         overtaken = self.num_ended - call.ended_before
         usual_s, usual = (max(now, before) for now, before in zip(self._slowest, self._before, strict=True))
-        if overtaken < _OVERTAKEN + 2 * seats or self.num_ended < _KNOWN or (call.first and call.spent_s < _LEAST_FIRST_S):
-            return False
-        times = _TIMES * max(1.0, _BLOCK / self.num_ended)
-        return call.spent_s > times * usual_s or overtaken > times * max(1, usual)
+        times *= max(1.0, _BLOCK / max(1, self.num_ended)) ** 0.5
+        return call.spent_s > times * usual_s, overtaken > times * max(1, usual)
+
+    def _may_be_slow(self, call: Running, seats: int) -> bool:
+        """Whether too little is known to tell."""
+        overtaken = self.num_ended - call.ended_before
+        return overtaken < _OVERTAKEN + 2 * seats or self.num_ended < _KNOWN or (call.first and call.spent_s < _LEAST_FIRST_S)
 
     def too_many(self, calls: Mapping[K, Running], *, seats: int) -> list[K]:
         """Of the calls that hang those to be given up, the longest first: none, unless more than `most` hang.
@@ -111,4 +124,9 @@ class Patience:
             seats: calls that may run at once, those that hang left out.
         """
         hung = sorted((key for key, call in calls.items() if self.hangs(call)), key=lambda key: -calls[key].spent_s)
-        return [key for key in hung if self._is_hopeless(calls[key], seats)] if len(hung) > self._most else []
+        told = [key for key in hung if not self._may_be_slow(calls[key], seats)]
+        if any(calls[key].spent_s > _CERTAIN_S and self._slower(calls[key], _CERTAIN)[0] for key in told):
+            self._known_until = self.num_ended + _REMEMBERED
+        if len(hung) <= self._most or self.num_ended >= self._known_until:
+            return []
+        return [key for key in told if any(self._slower(calls[key], _TIMES))]

@@ -274,11 +274,11 @@ def score(task, episode):
 
 
 async def test_a_witness_that_ends_shows_that_graders_are_slow(workshop: Workshop) -> None:
-    """Nobody waits for the first of those that take a second, as too many hang; once one has ended, nobody is given up any more."""
+    """Nobody waits for the first of those that take 4 s, as too many hang; once one has ended, nobody is given up any more."""
     code = """
 def score(task, episode):
     if task.index >= 40 and task.index % 5 == 0 and episode.rollout == 0:
-        time.sleep(1.0)
+        time.sleep(4.0)
     return 1.0
 """
     scoring = Scoring(timeout_s=60, children=2, max_hung=1)

@@ -10,7 +10,7 @@ def end(one: Patience, spent_s: float, times: int = 1, overtaken: int = 4) -> No
         one.ended(Running(one.num_ended - overtaken, spent_s))
 
 
-def patience(*, usual_s: float = 0.01, ended: int = 100, most: int = 2) -> Patience:
+def patience(*, usual_s: float = 0.01, ended: int = 1000, most: int = 2) -> Patience:
     made = Patience(30.0, most=most)
     end(made, usual_s, ended)
     return made
@@ -47,27 +47,48 @@ def test_slow_graders_are_told_from_hung_ones_by_the_first_that_ends() -> None:
     one = patience()
     running = calls(5.0, 4.0, 3.0, 2.0)
     assert given_up(one, running)
-    end(one, 5.0, overtaken=100)
+    end(one, 5.0, overtaken=1000)
     assert given_up(one, running) == []
 
 
-def test_a_machine_that_stood_still_for_a_while_hides_nothing() -> None:
-    """All calls of a second took that long, so time says nothing for a while; but nobody ended during them."""
+def test_nobody_is_given_up_before_one_has_hung_for_certain() -> None:
+    """On a machine that has too much to do all are slow, and some of them very."""
+    one = patience(ended=2000)
+    end(one, 0.06, overtaken=40)
+    ended = one.num_ended
+    assert given_up(one, calls(0.9, 0.9, 0.9)) == [], "less than a second"
+    assert given_up(one, calls(1.1, 1.1, 1.1, before=ended - 15)) == [], "no others have overtaken them"
+    end(one, 0.12)
+    assert given_up(one, calls(1.1, 1.1, 1.1)) == [], "less than ten times the slowest"
+    assert given_up(one, calls(1.3, 0.25, 0.25)) == ["a", "b", "c"]
+
+
+def test_that_one_has_hung_is_forgotten() -> None:
     one = patience()
-    end(one, 3.0, times=4)
-    assert given_up(one, calls(5.0, 4.0, 3.0, 2.0)) == ["a", "b", "c", "d"]
+    assert given_up(one, calls(2.0)) == [], "it hangs for certain, and may"
+    for ended, given in ((9_900, ["a", "b", "c"]), (200, [])):
+        end(one, 0.01, ended)
+        assert given_up(one, calls(0.5, 0.5, 0.5)) == given
+
+
+def test_time_or_others_that_have_passed_it_are_enough() -> None:
+    one = patience(ended=2000)
+    end(one, 0.06, overtaken=40)
+    given_up(one, calls(2.0))
+    ended = one.num_ended
+    assert given_up(one, calls(0.13, 0.13, 0.13, before=ended - 79)) == ["a", "b", "c"]
+    assert given_up(one, calls(0.11, 0.11, 0.11, before=ended - 81)) == ["a", "b", "c"]
+    assert given_up(one, calls(0.11, 0.11, 0.11, before=ended - 79)) == []
 
 
 def test_little_is_known_of_how_slow_calls_are_while_few_have_ended() -> None:
     few = patience(ended=249)
-    end(few, 0.02)
-    before = few.num_ended - 31  # the others were overtaken by 4
-    assert given_up(few, calls(0.15, 0.15, 0.15, before=before)) == [], "less than eight times the slowest"
-    assert given_up(few, calls(0.17, 0.17, 0.17, before=before)) == ["a", "b", "c"]
-    assert given_up(few, calls(0.15, 0.15, 0.15, before=before - 2)) == ["a", "b", "c"], "overtaken by eight times as many"
-    many = patience(ended=999)
-    end(many, 0.02)
-    assert given_up(many, calls(0.15, 0.15, 0.15, before=many.num_ended - 31)) == ["a", "b", "c"]
+    end(few, 0.05)
+    given_up(few, calls(5.0))
+    before = few.num_ended - 17  # the others were overtaken by 4
+    assert given_up(few, calls(0.19, 0.19, 0.19, before=before + 1)) == [], "four times the slowest, and the most overtaken"
+    assert given_up(few, calls(0.21, 0.21, 0.21, before=before + 1)) == ["a", "b", "c"]
+    assert given_up(few, calls(0.19, 0.19, 0.19, before=before)) == ["a", "b", "c"]
 
 
 def test_nobody_is_given_up_for_being_merely_long() -> None:
@@ -80,7 +101,7 @@ def test_nobody_is_given_up_for_being_merely_long() -> None:
 def test_what_was_slow_long_ago_is_forgotten() -> None:
     one = patience()
     end(one, 5.0, overtaken=400)
-    end(one, 0.01, 900)
+    end(one, 0.01, 1500)
     assert given_up(one, calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == [], "in the block before this one"
     end(one, 0.01, 2000)
     assert given_up(one, calls(9.0, 8.0, 7.0, before=one.num_ended - 500)) == ["a", "b", "c"]
