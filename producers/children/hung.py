@@ -81,7 +81,7 @@ class Patience:
 
     def ended(self, call: Running) -> None:
         """A call has ended by itself."""
-        meanwhile = self.num_ended - call.ended_before
+        meanwhile = self._overtaken(call)
         self.num_ended += 1
         if call.first:
             return
@@ -101,17 +101,20 @@ class Patience:
         """Whether it is said to hang."""
         return call.spent_s > self.hangs_s
 
+    def _overtaken(self, call: Running) -> int:
+        """Calls that have ended since it began."""
+        return self.num_ended - call.ended_before
+
     def _slower(self, call: Running, times: float) -> tuple[bool, bool]:
         """Whether it has had so many times as long as the slowest, and whether so many times as many ended meanwhile."""
-        overtaken = self.num_ended - call.ended_before
         usual_s, usual = (max(now, before) for now, before in zip(self._slowest, self._before, strict=True))
         times *= max(1.0, _BLOCK / max(1, self.num_ended)) ** 0.5
-        return call.spent_s > times * usual_s, overtaken > times * max(1, usual)
+        return call.spent_s > times * usual_s, self._overtaken(call) > times * max(1, usual)
 
     def _may_be_slow(self, call: Running, seats: int) -> bool:
         """Whether too little is known to tell."""
-        overtaken = self.num_ended - call.ended_before
-        return overtaken < _OVERTAKEN + 2 * seats or self.num_ended < _KNOWN or (call.first and call.spent_s < _LEAST_FIRST_S)
+        few = self._overtaken(call) < _OVERTAKEN + 2 * seats
+        return few or self.num_ended < _KNOWN or (call.first and call.spent_s < _LEAST_FIRST_S)
 
     def too_many(self, calls: Mapping[K, Running], *, seats: int) -> list[K]:
         """Of the calls that hang those to be given up, the longest first: none, unless more than `most` hang.
