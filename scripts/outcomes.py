@@ -3,13 +3,15 @@
     python -m pytest -p scripts.outcomes --outcomes=FILE [--only=FILE]
 
 The file's lines are `{"collected": [node ids]}`, `{"test": node id, "when": phase, "outcome": ..., "reason": why it was skipped, "seconds":
-what it took}`, `{"broken": node id, "error": ...}` for what cannot be collected, and `{"exit": status}` at the end. With pytest-xdist the
+what it took, "core_s": processor time of this process and of those that it has waited for}`, `{"broken": node id, "error": ...}` for what cannot be collected, and `{"exit": status}` at the end. With pytest-xdist the
 controller writes; a worker that dies is a failure of the test that it ran. `scripts.run_tests` reads them.
 """
 
 from __future__ import annotations
 
 import json
+import resource
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         only = set(json.loads(Path(path).read_text(encoding="utf-8")))
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in only])
         items[:] = [item for item in items if item.nodeid in only]
+
+
+def core_s() -> float:
+    """Processor time of this process and of all that it, and they, have waited for, in seconds."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+_before_s = 0.0
+
+
+def pytest_runtest_logstart() -> None:
+    """Count from here, where the test runs."""
+    global _before_s
+    _before_s = core_s()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Give each phase's report the processor time since the one before; pytest-xdist sends it to the controller."""
+    global _before_s
+    report = yield
+    now = core_s()
+    report.core_s, _before_s = round(now - _before_s, 3), now
+    return report
 
 
 class Writer:
@@ -69,14 +96,15 @@ class Writer:
         if report.failed:
             self._write(broken=report.nodeid, error=report.longreprtext)
         elif report.skipped:
-            self._write(test=report.nodeid, when="collect", outcome="skipped", reason=reason(report), seconds=0.0)
+            self._write(test=report.nodeid, when="collect", outcome="skipped", reason=reason(report), seconds=0.0, core_s=0.0)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One phase of one test."""
         skipped = report.skipped and not hasattr(report, "wasxfail")
         outcome = "skipped" if skipped else "failed" if report.failed else "passed"
         why = reason(report) if skipped else ""
-        self._write(test=report.nodeid, when=report.when, outcome=outcome, reason=why, seconds=round(report.duration, 2))
+        core = getattr(report, "core_s", 0.0)
+        self._write(test=report.nodeid, when=report.when, outcome=outcome, reason=why, seconds=round(report.duration, 2), core_s=core)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

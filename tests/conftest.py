@@ -28,12 +28,12 @@ from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
-from tests.kill.nursery import Nursery, nursery
 from tests.support.guard import mark, starts_no_process_unmarked
 from tests.support.leftovers import Leftovers
 from tests.support.needs import need, required
 from tests.support.preloaded import PRELOADED, Preloaded
 from tests.support.programs import Start, programs
+from tests.support.world.nursery import Nursery, nursery
 
 __all__ = ["starts_no_process_unmarked"]
 # A busy machine decides no test: Hypothesis would fail an example that takes 200 ms, or a strategy that is slow to draw.

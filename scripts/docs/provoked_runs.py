@@ -28,7 +28,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.subjects import KEY_LATEST, SAMPLES
 from streamrl.schemas.tasks import Sampling
-from tests.loop.harness import make_run, run_to_end
+from tests.support.harness import make_run, run_to_end
 
 
 async def other_digits() -> None:

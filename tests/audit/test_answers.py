@@ -10,9 +10,9 @@ import pytest
 from streamrl.schemas.codec import encode
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import Subjects
-from tests.audit.answers import Answer, Row, Sessions, check, read_sessions
-from tests.audit.forge import rows
-from tests.audit.raw import Stored
+from tests.support.audit.answers import Answer, Row, Sessions, check, read_sessions
+from tests.support.audit.forge import rows
+from tests.support.audit.raw import Stored
 
 PLACE = (4, 1)
 PROMPT = (1, 2, 3)

@@ -24,8 +24,8 @@ from streamrl.schemas.ledger import Drop, Gap, LedgerEntry, Used
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_TASK, Subjects
 from streamrl.schemas.versions import Version
-from tests.audit.audit import audit
-from tests.audit.forge import Forged, entry, good_run, manifest, rows
+from tests.support.audit.audit import audit
+from tests.support.audit.forge import Forged, entry, good_run, manifest, rows
 
 pytestmark = pytest.mark.nats
 AUDIT = Path(__file__).parent / "audit.py"

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine, read
-from tests.faults.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RANK_1, WHOLE
-from tests.faults.misdeeds import ENDS
-from tests.faults.shapes import DEFAULTS
+from tests.support.world.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RANK_1, WHOLE
+from tests.support.world.misdeeds import ENDS
+from tests.support.world.shapes import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- {part}: begin (written by tests/chaos/report.py) -->", "<!-- {part}: end -->"

@@ -22,12 +22,12 @@ from pathlib import Path
 import msgspec
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine
-from tests.faults.disturbed import ON_ITS_WAY_S, Disturbed, disturbed
-from tests.faults.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RANK_1, WHOLE, Fault, endless
-from tests.faults.measures import speed
-from tests.faults.misdeeds import told
-from tests.faults.shapes import AGENTS, DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, RANKS, STREAM, Shape
-from tests.faults.verdict import judge
+from tests.support.world.disturbed import ON_ITS_WAY_S, Disturbed, disturbed
+from tests.support.world.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RANK_1, WHOLE, Fault, endless
+from tests.support.world.measures import speed
+from tests.support.world.misdeeds import told
+from tests.support.world.shapes import AGENTS, DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, RANKS, STREAM, Shape
+from tests.support.world.verdict import judge
 
 SHAPES = {shape.name: shape for shape in (STREAM, LOCKSTEP, AGENTS, DAMAGED, QUICKSTART, RANKS, MISDEEDS, DEFAULTS)}
 EVERYBODY = (*PARTS, GRADER, RANK_1, GATEWAY, AGENT, WHOLE)

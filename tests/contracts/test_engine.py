@@ -30,10 +30,10 @@ from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Commit
-from tests.engines import models
-from tests.engines.models import Answer, ask
-from tests.engines.publishing import Published, load, publish
+from tests.support import models
 from tests.support.errors import raises
+from tests.support.models import Answer, ask
+from tests.support.publishing import Published, load, publish
 
 MAX_LEN = 1024
 SLOTS = 8

@@ -25,7 +25,7 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard, Slice, WeightTransport
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 PART_BYTES = 1000
 POLICY = "policy"

@@ -17,8 +17,8 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.core.stream import Stream, config, tasks_of, view
-from tests.schemas.rows import sample
+from tests.support.records import Stream, config, tasks_of, view
+from tests.support.rows import sample
 
 GUESSED = (TurnSpan(start=2, length=2, inexact=True),)
 CUT: dict[str, Any] = {"status": Status.TRUNCATED, "finish_reason": "length"}

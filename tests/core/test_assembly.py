@@ -21,8 +21,8 @@ from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Sample, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.schemas.rows import sample
 from tests.support.errors import raises
+from tests.support.rows import sample
 
 CONFIG = FoldConfig(batch_tasks=2, max_staleness=4)
 Closed = tuple[Batch, dict[int, SampleBatch], FoldState]

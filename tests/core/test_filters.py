@@ -21,8 +21,8 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import Sample, VersionSpan
 from streamrl.schemas.versions import Version
-from tests.core.stream import Stream, config, view
-from tests.schemas.rows import sample
+from tests.support.records import Stream, config, view
+from tests.support.rows import sample
 
 
 def rules(batch: int = 1, staleness: int = 4, *, zero_variance: bool = False, **filters: Any) -> FoldConfig:

@@ -8,7 +8,7 @@ from streamrl.core.records import Poison, Rollouts
 from streamrl.core.state import FoldConfig, initial_state
 from streamrl.schemas.control import Grant
 from streamrl.schemas.versions import Version
-from tests.core.stream import Stream, config, tasks_of, view
+from tests.support.records import Stream, config, tasks_of, view
 
 
 def test_initial_grant_is_s_plus_one_batches() -> None:

@@ -15,8 +15,8 @@ from streamrl.core.state import FoldState, PendingRollout
 from streamrl.schemas.codec import encode
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import RewardUpdate
-from tests.core.stream import Stream, config, view
 from tests.core.test_assembly import CONFIG, closed, row
+from tests.support.records import Stream, config, view
 
 
 def with_agents(rollout: int, reward: float | None, **agents: float | None) -> RolloutView:

@@ -11,8 +11,8 @@ from streamrl.core.records import RolloutView
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.schemas.ledger import Used
 from streamrl.schemas.versions import Version
-from tests.core.stream import Stream, config, tasks_of, view
 from tests.core.test_fold_agents import only_agents, with_agents
+from tests.support.records import Stream, config, tasks_of, view
 
 
 def greedy(rollout: int, reward: float | None = None, *, highest: int = 0) -> RolloutView:

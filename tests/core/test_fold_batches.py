@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from streamrl.core.fold import Batch, is_warm, smooth, trained
 from streamrl.core.state import PendingRollout, PendingTask, initial_state
 from streamrl.schemas.versions import Version
-from tests.core.stream import Stream, config, tasks_of, view
+from tests.support.records import Stream, config, tasks_of, view
 
 
 def test_a_batch_needs_each_of_its_messages_once_in_their_order() -> None:

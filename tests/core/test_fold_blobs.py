@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamrl.core.fold import BLOB_MISSING
-from tests.core.stream import Stream, config, tasks_of, view
+from tests.support.records import Stream, config, tasks_of, view
 
 
 def test_a_group_closes_without_the_rollout() -> None:

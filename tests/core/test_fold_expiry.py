@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.core.stream import Stream, config, tasks_of, view
+from tests.support.records import Stream, config, tasks_of, view
 
 
 def advance(s: Stream, versions: int, first_task: int) -> int:

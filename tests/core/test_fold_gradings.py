@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.core.gradings import MOST_EARLY
 from streamrl.core.state import FoldState
-from tests.core.stream import Stream, config, view
+from tests.support.records import Stream, config, view
 
 
 def test_an_answer_rewards_the_samples_that_name_its_request() -> None:

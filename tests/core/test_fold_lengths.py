@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from streamrl.core.lengths import histogram
 from streamrl.core.records import Share
 from streamrl.core.state import FoldState, PendingRollout, Tally
-from tests.core.stream import Stream, config, view
+from tests.support.records import Stream, config, view
 
 
 def dropped(s: Stream) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What holds in every run: hypothesis picks the world, `tests.core.simulation` runs it."""
+"""What holds in every run: hypothesis picks the world, `tests.support.simulation` runs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamrl.core.fold import close, fold, trained
 from streamrl.core.records import Rollouts
 from streamrl.core.state import FoldState, initial_state
 from streamrl.schemas.ledger import Drop
-from tests.core.simulation import Result, Simulation, World
+from tests.support.simulation import Result, Simulation, World
 
 RARE = st.sampled_from([0.0, 0.05, 0.3])
 WORLDS = st.builds(

@@ -9,7 +9,7 @@ from streamrl.core.fold import DeadLetter
 from streamrl.core.records import Ended, Forked, Rewarded
 from streamrl.core.state import Epoch
 from streamrl.schemas.ledger import Drop
-from tests.core.stream import Stream, config, view
+from tests.support.records import Stream, config, view
 
 
 def test_a_dead_letter_says_which_message_why_and_of_which_task() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.core.state import PendingRollout
-from tests.core.stream import Stream, config, view
+from tests.support.records import Stream, config, view
 
 
 def test_a_reward_that_comes_late_completes_its_group() -> None:

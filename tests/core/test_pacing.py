@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from streamrl.core.pacing import refilled, released
-from tests.core.stream import config
+from tests.support.records import config
 
 FULL = config(4, 2)
 """Window (2 + 1) * 4 = 12."""

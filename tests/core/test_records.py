@@ -16,7 +16,7 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import MARK_EPOCH, LogprobMode, Mark, RewardUpdate, Tombstone, VersionSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
-from tests.schemas.rows import sample
+from tests.support.rows import sample
 
 SUBJECTS = Subjects("run")
 SAMPLES = SUBJECTS.samples("main")

@@ -9,8 +9,8 @@ from streamrl.core.state import DROPS_CHUNK, Epoch, FoldConfig, FoldState, Pendi
 from streamrl.errors import SchemaError
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
-from tests.core.stream import Stream, config, view
 from tests.support.errors import raises
+from tests.support.records import Stream, config, view
 
 
 def test_state_survives_encoding() -> None:

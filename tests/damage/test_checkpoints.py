@@ -18,8 +18,8 @@ from streamrl.runtime.worker import report_failure
 from streamrl.schemas.codec import encode
 from streamrl.trainers import checkpoints
 from streamrl.trainers.checkpoints import SEAL_FILE
-from tests.damage.place import place
-from tests.loop.harness import read_ledger
+from tests.support.harness import read_ledger
+from tests.support.world.place import place
 
 pytestmark = pytest.mark.process
 """The rewards of these runs are functions, which have processes of their own."""

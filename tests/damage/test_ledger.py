@@ -22,8 +22,8 @@ from streamrl.schemas.samples import EpochMark, Mark
 from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, LEDGER, SAMPLES, WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from tests.damage.place import Place, place
-from tests.loop.harness import read_ledger
+from tests.support.harness import read_ledger
+from tests.support.world.place import Place, place
 
 pytestmark = pytest.mark.process
 """The rewards of these runs are functions, which have processes of their own."""

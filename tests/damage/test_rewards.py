@@ -19,8 +19,8 @@ from streamrl.history.replay import verify
 from streamrl.producers.late import LateRewards
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
-from tests.damage.place import Place, place
-from tests.loop.harness import read_ledger
+from tests.support.harness import read_ledger
+from tests.support.world.place import Place, place
 
 END = 24
 

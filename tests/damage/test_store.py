@@ -10,9 +10,9 @@ from msgspec import UNSET
 
 from streamrl.bus.server import NatsServer
 from streamrl.schemas.versions import Version
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
-from tests.kill.world import table_config, world
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import table_config, world
 
 pytestmark = pytest.mark.nats
 

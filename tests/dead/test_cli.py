@@ -26,7 +26,7 @@ from streamrl.schemas.digests import body_digest
 from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_TASK, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
-from tests.dead.messages import patched, template
+from tests.support.bad_messages import patched, template
 
 pytestmark = pytest.mark.nats
 ROOT = Path(__file__).parents[2]

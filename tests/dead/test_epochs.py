@@ -20,9 +20,9 @@ from streamrl.runtime.worker import Worker
 from streamrl.schemas.samples import EpochMark
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.trainers.factory import make_trainer
-from tests.dead.messages import Author, patched
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, services
+from tests.support.bad_messages import Author, patched
+from tests.support.harness import make_run, read_ledger, services
+from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.process
 """The rewards of these runs are functions, which have processes of their own."""

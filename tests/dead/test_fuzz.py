@@ -12,7 +12,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK
-from tests.dead.messages import GROUP, SUBJECTS, Author, Sent, broken_tables
+from tests.support.bad_messages import GROUP, SUBJECTS, Author, Sent, broken_tables
 
 NUM_MESSAGES = 100_000
 CONFIG = FoldConfig(batch_tasks=4, group_size=GROUP, max_staleness=3, late_versions=3)

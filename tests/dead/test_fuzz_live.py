@@ -21,10 +21,10 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, Subjects
-from tests.audit.audit import audit
-from tests.dead.messages import GROUP, RUN, Author, Sent
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, services
+from tests.support.audit.audit import audit
+from tests.support.bad_messages import GROUP, RUN, Author, Sent
+from tests.support.harness import make_run, read_ledger, services
+from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.nats
 NUM_MESSAGES = 2000

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from streamrl.core.records import Forked, Rewarded, Rollouts
 from streamrl.core.state import Epoch, FoldConfig, FoldState
-from tests.core.stream import Stream, view
+from tests.support.records import Stream, view
 
 
 def config(**options: object) -> FoldConfig:

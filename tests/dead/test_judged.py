@@ -10,7 +10,7 @@ from streamrl.schemas.columns import SCHEMA_NAME
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.samples import MARK_EPOCH, Mark, RewardUpdate, Tombstone
-from tests.dead.messages import SUBJECTS, broken_tables, patched, template
+from tests.support.bad_messages import SUBJECTS, broken_tables, patched, template
 
 BODY = patched(template((0, 1)), 4, 0)
 SAMPLES = SUBJECTS.samples("main")

@@ -22,7 +22,7 @@ from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import DEAD, HEADER_DIGEST, HEADER_TASK, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from tests.conftest import MakeBus
-from tests.dead.messages import patched, template
+from tests.support.bad_messages import patched, template
 from tests.support.errors import raises
 
 GOOD = patched(template((0, 1)), 3, 0)

@@ -16,8 +16,8 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample, VersionSpan
 from streamrl.schemas.subjects import HEADER_TASK, Subjects
 from streamrl.schemas.versions import Version
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.process
 """The rewards of these runs are functions, which have processes of their own."""

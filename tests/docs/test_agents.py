@@ -23,11 +23,11 @@ from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.samples import Sample, Status
 from streamrl.schemas.subjects import kind_of
-from tests.docs.blocks import blocks
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.blocks import blocks
 from tests.support.chat_templates import family
+from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.scripted import rollout_engine
+from tests.support.world.world import table_config
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 pytestmark = pytest.mark.process

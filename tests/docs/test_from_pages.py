@@ -22,7 +22,7 @@ from streamrl.config.tree import Config, DataConfig
 from streamrl.data.problems import read_problem
 from streamrl.data.rows import open_rows
 from streamrl.rewards.functions import as_value
-from tests.docs.blocks import blocks
+from tests.support.blocks import blocks
 from tests.support.plans import plan, write_model
 
 ROOT = Path(__file__).parents[2]

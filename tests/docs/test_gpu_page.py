@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.docs.blocks import blocks
+from tests.support.blocks import blocks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gsm8k"

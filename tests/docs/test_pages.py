@@ -24,9 +24,9 @@ from streamrl.monitor.metrics_file import MetricsFile, decoded
 from streamrl.monitor.series import Row
 from streamrl.producers.late import LateRewards
 from streamrl.telemetry.names import LENGTHS, METRICS
-from tests.docs.blocks import Block, blocks
 from tests.history.conftest import FIXED, make_recorded
-from tests.kill.world import table_config
+from tests.support.blocks import Block, blocks
+from tests.support.world.world import table_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*/README.md")])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import load
-from tests.docs.blocks import Block, blocks
+from tests.support.blocks import Block, blocks
 
 ROOT = Path(__file__).parents[2]
 README = blocks(ROOT / "README.md")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.docs.blocks import blocks
+from tests.support.blocks import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
 

@@ -18,9 +18,9 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Part
-from tests.engines.models import ask
-from tests.engines.publishing import Published, load, publish
 from tests.support.errors import raises
+from tests.support.models import ask
+from tests.support.publishing import Published, load, publish
 
 LAYOUT = (TensorLayout("a", "float32", (3, 5)), TensorLayout("b", "float32", (2, 5), glued=True), TensorLayout("c", "float32", (7,)))
 

@@ -29,9 +29,9 @@ from streamrl.engines.table.engine import TableEngine
 from streamrl.schemas.candidates import CandidateSets
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.engines import models
-from tests.engines.models import Answer, ask
-from tests.engines.publishing import load, publish
+from tests.support import models
+from tests.support.models import Answer, ask
+from tests.support.publishing import load, publish
 
 CUT = Sampling(temperature=0.8, top_p=0.7, max_new_tokens=12, ignore_eos=True)
 BOTH = Recording(support=True, top=3)

@@ -36,8 +36,8 @@ from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.schemas.experts import RoutedExperts
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
-from tests.engines.models import ask
 from tests.support.errors import raises
+from tests.support.models import ask
 
 REQUEST = GenerateRequest(request_id="r", prompt_ids=(1, 2), seeds=(5, 6))
 

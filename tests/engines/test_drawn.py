@@ -26,10 +26,10 @@ from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.engines import models
-from tests.engines.models import ask
-from tests.engines.publishing import load, publish
+from tests.support import models
 from tests.support.errors import raises
+from tests.support.models import ask
+from tests.support.publishing import load, publish
 
 TEXTS = ["the answer is 42", "über die Straße", "</answer>", "🙂🙃"] * 3
 VOCAB, EOS, POSITIONS = 288, SPECIALS.index(END), 32

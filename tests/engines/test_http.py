@@ -18,8 +18,8 @@ from streamrl.engines.wire import MetaInfo, SpanOut, spans_in
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.versions import Version
-from tests.engines.models import ask
 from tests.support.errors import raises
+from tests.support.models import ask
 
 REQUEST = GenerateRequest(request_id="r", prompt_ids=(1, 2), seeds=(5, 6))
 

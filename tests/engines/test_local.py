@@ -22,10 +22,10 @@ from streamrl.errors import ConfigError, EngineError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.trainers.torch.causal_lm import CausalLM
-from tests.engines import models
-from tests.engines.models import Answer, ask
-from tests.engines.publishing import load, publish
+from tests.support import models
 from tests.support.errors import raises
+from tests.support.models import Answer, ask
+from tests.support.publishing import load, publish
 
 Made = Callable[..., Any]
 

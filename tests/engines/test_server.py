@@ -18,8 +18,8 @@ from streamrl.engines.server import EngineServer, serve
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.schemas.versions import Version
-from tests.engines.publishing import Published, load, publish
 from tests.support.errors import raises
+from tests.support.publishing import Published, load, publish
 
 
 def table(number: int) -> Published:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disturbed import disturbed
-from tests.faults.faults import AGENT, GATEWAY, Fault
-from tests.faults.shapes import AGENTS
-from tests.faults.verdict import judge
+from tests.support.world.disturbed import disturbed
+from tests.support.world.faults import AGENT, GATEWAY, Fault
+from tests.support.world.shapes import AGENTS
+from tests.support.world.verdict import judge
 
 pytestmark = pytest.mark.nats
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.faults.damage import CHECKPOINTS, STREAMS
-from tests.faults.disturbed import Disturbed, Struck, disturbed
-from tests.faults.faults import WHOLE, Fault
-from tests.faults.misdeeds import ENDS, Misdeed, told, wrong_ends
-from tests.faults.shapes import DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS
-from tests.faults.verdict import judge
+from tests.support.world.damage import CHECKPOINTS, STREAMS
+from tests.support.world.disturbed import Disturbed, Struck, disturbed
+from tests.support.world.faults import WHOLE, Fault
+from tests.support.world.misdeeds import ENDS, Misdeed, told, wrong_ends
+from tests.support.world.shapes import DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS
+from tests.support.world.verdict import judge
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(400)]
 """Each starts a run several times; on a crowded machine a start takes ten times as long as on one that is not."""

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disturbed import disturbed
-from tests.faults.faults import GRADER, Fault
-from tests.faults.shapes import STREAM
 from tests.faults.test_matrix import strike_all
-from tests.faults.verdict import judge
+from tests.support.world.disturbed import disturbed
+from tests.support.world.faults import GRADER, Fault
+from tests.support.world.shapes import STREAM
+from tests.support.world.verdict import judge
 
 pytestmark = pytest.mark.nats
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.disturbed import Disturbed, Struck, disturbed
-from tests.faults.faults import CHECKPOINT, Fault, matrix
-from tests.faults.shapes import LOCKSTEP, NAME, STREAM
-from tests.faults.verdict import judge
+from tests.support.world.disturbed import Disturbed, Struck, disturbed
+from tests.support.world.faults import CHECKPOINT, Fault, matrix
+from tests.support.world.shapes import LOCKSTEP, NAME, STREAM
+from tests.support.world.verdict import judge
 
 pytestmark = pytest.mark.nats
 

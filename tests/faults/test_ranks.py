@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.damage import CHECKPOINTS
-from tests.faults.disturbed import disturbed
-from tests.faults.faults import CHECKPOINT, RANK_1, WHOLE, Fault
-from tests.faults.shapes import RANKS
-from tests.faults.verdict import judge
+from tests.support.world.damage import CHECKPOINTS
+from tests.support.world.disturbed import disturbed
+from tests.support.world.faults import CHECKPOINT, RANK_1, WHOLE, Fault
+from tests.support.world.shapes import RANKS
+from tests.support.world.verdict import judge
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(900)]
 KILLS = [Fault(part, "kill -9", aim) for part in ("trainer", RANK_1, WHOLE) for aim in ("", CHECKPOINT)]

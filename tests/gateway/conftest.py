@@ -20,7 +20,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from tests.producers.conftest import ACK_WAIT_S, Loop
 from tests.producers.conftest import loop as on_both_buses
-from tests.producers.policies import make_model, script
+from tests.support.policies import make_model, script
 from tests.support.processes import until
 
 __all__ = ["on_both_buses"]

@@ -24,7 +24,7 @@ from streamrl.schemas.versions import Version
 from tests.gateway.conftest import PROMPT, Gateway, gateway
 from tests.gateway.test_lives import cancelled, more
 from tests.producers.conftest import Loop, samples_in
-from tests.producers.policies import script, serve_logits
+from tests.support.policies import script, serve_logits
 from tests.support.processes import until
 
 CHAT = "/v1/chat/completions"

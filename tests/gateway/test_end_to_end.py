@@ -13,10 +13,10 @@ import openai
 
 from streamrl.producers.gateway.worker import addresses
 from streamrl.runtime.rundir import RunDir
-from tests.faults.verdict import judge
 from tests.support.memory import freed_after_test
 from tests.support.processes import send, until, worker_pid
 from tests.support.programs import STREAMRL, Start, said
+from tests.support.world.verdict import judge
 
 TOML = """
 [run]

@@ -15,9 +15,9 @@ import pytest
 
 from streamrl.producers.gateway import guards, server, session, verbs
 from tests.gateway.conftest import PROMPT, Gateway, gateway, shown
-from tests.gateway.raw import chunked, connected, head, status, told
 from tests.producers.conftest import Loop, samples_in, tombstones_in
 from tests.support.processes import until
+from tests.support.raw_http import chunked, connected, head, status, told
 
 CHAT = "/v1/chat/completions"
 CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}

@@ -17,10 +17,10 @@ import pytest
 
 from streamrl.bus.server import NatsServer
 from streamrl.producers.gateway.worker import addresses
-from tests.gateway.raw import chunked, connected, head, status, told
-from tests.kill.nursery import Nursery
-from tests.kill.world import table_config, world
 from tests.support.processes import until
+from tests.support.raw_http import chunked, connected, head, status, told
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import table_config, world
 
 pytestmark = pytest.mark.nats
 

@@ -51,7 +51,7 @@ from streamrl.schemas.weights import (
     TensorSpec,
     WantedSlices,
 )
-from tests.golden.sample_rows import SAMPLING, agents_samples, claimed_samples, graded_samples, image_samples, sampled_samples, samples
+from tests.support.golden_rows import SAMPLING, agents_samples, claimed_samples, graded_samples, image_samples, sampled_samples, samples
 
 FOLDER = Path(__file__).parent
 

@@ -19,8 +19,8 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_RUN
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.world.world import table_config
 
 FIXED: dict[str, dict[str, object]] = {"trainer": {"keep_checkpoints": 100}, "data": {"max_prompt_tokens": 16}}
 """Every checkpoint stays, and the configuration passes its own check."""

@@ -7,7 +7,7 @@ import pytest
 from streamrl.core.records import Ended, Rewarded, Rollouts
 from streamrl.core.state import FoldConfig
 from streamrl.history.branch_state import begin, take
-from tests.core.stream import view
+from tests.support.records import view
 
 CONFIG = FoldConfig(batch_tasks=1, max_staleness=1)
 IMPOSSIBLE = {

@@ -19,8 +19,8 @@ from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from tests.history.conftest import FIXED
-from tests.kill.world import table_config
-from tests.loop.harness import run_to_end
+from tests.support.harness import run_to_end
+from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.nats
 

@@ -11,8 +11,8 @@ from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.data.model import ensure_model
 from streamrl.history.replay import verify
 from streamrl.schemas.subjects import SAMPLES
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.nats
 

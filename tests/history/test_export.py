@@ -45,10 +45,10 @@ from streamrl.trainers.torch.checkpoint import (
     write_tensors,
 )
 from tests.history.test_critic import ppo_config
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end, services
 from tests.support.digests import digest_of
 from tests.support.errors import raises
+from tests.support.harness import make_run, read_ledger, run_to_end, services
+from tests.support.world.world import table_config
 from tests.tensors.test_names import tiny
 
 pytestmark = pytest.mark.process

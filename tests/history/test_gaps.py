@@ -24,9 +24,9 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.ledger import Gap, LedgerEntry
 from streamrl.schemas.subjects import LEDGER, Subjects
 from streamrl.schemas.versions import Version
-from tests.damage.place import Place, place
-from tests.loop.harness import read_ledger
 from tests.support.errors import raises
+from tests.support.harness import read_ledger
+from tests.support.world.place import Place, place
 
 END = 24
 LOST = Gap(lost="end", missing=((3, 5),), highest=Version(0, 5), known_by="manifest")

@@ -26,8 +26,8 @@ from streamrl.schemas.samples import BlobRef, Branch, TurnSpan
 from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
 from tests.golden.generate import FOLDER as GOLDEN
 from tests.history.conftest import Recorded
-from tests.schemas.rows import sample
 from tests.support.errors import raises
+from tests.support.rows import sample
 
 
 async def read_all(log: RecordedLog, after: int = 0) -> list[Message]:

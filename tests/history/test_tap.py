@@ -30,9 +30,9 @@ from streamrl.schemas.control import Position
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_LATEST
 from tests.history.conftest import FIXED
-from tests.kill.world import World, table_config, world
-from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.support.errors import raises
+from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.world.world import World, table_config, world
 
 pytestmark = pytest.mark.process
 """The rewards of these runs are functions, which have processes of their own."""

@@ -23,9 +23,9 @@ from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
-from tests.golden.sample_rows import former_samples
 from tests.history.conftest import Recorded
 from tests.recorded import runs
+from tests.support.golden_rows import former_samples
 
 Lane = tuple[int, int]
 

@@ -15,11 +15,11 @@ from streamrl.bus import connect
 from streamrl.bus.address import BusAddress
 from streamrl.bus.server import NatsServer
 from streamrl.runtime.rundir import RunDir
-from tests.audit.audit import audit
 from tests.hosts.network import Host, hosts
-from tests.loop.harness import read_ledger
-from tests.security.tiny import started, trained, until, write_run
+from tests.support.audit.audit import audit
+from tests.support.harness import read_ledger
 from tests.support.needs import need
+from tests.support.role_server import started, trained, until, write_run
 
 pytestmark = pytest.mark.nats
 

@@ -20,7 +20,7 @@ from streamrl.schemas.control import Position
 from streamrl.schemas.subjects import PREFIX_POSITIONS, SAMPLES
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from tests.kill.fuse import Fuse, FusedKeys, FusedLease, Wrapped
+from tests.support.world.fuse import Fuse, FusedKeys, FusedLease, Wrapped
 
 
 def plant(name: str, bus: Any, module: ModuleType) -> Any:

@@ -12,9 +12,9 @@ from streamrl.bus.server import NatsServer
 from streamrl.history.trace_find import TaskFinder
 from streamrl.history.trace_task import life_of
 from streamrl.schemas.decoding import decode_samples
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
-from tests.kill.world import World, table_config, world
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import World, table_config, world
 
 pytestmark = pytest.mark.nats
 

@@ -16,11 +16,11 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
 from streamrl.schemas.subjects import EVENTS
 from streamrl.schemas.tasks import Sampling
-from tests.audit.evaluations import problems_of
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
 from tests.kill.test_producers import finished
-from tests.kill.world import World, table_config, world
+from tests.support.audit.evaluations import problems_of
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import World, table_config, world
 
 SPOTS = [
     Spot("store", "before", 1),

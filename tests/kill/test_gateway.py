@@ -15,14 +15,14 @@ import pytest
 from streamrl.bus.server import NatsServer
 from streamrl.engines.batching.engine import BatchingEngine
 from streamrl.engines.protocol import Chunk, GenerateRequest
-from tests.audit.answers import Answer, check, read_sessions
-from tests.audit.raw import read_run
-from tests.faults.agents import Agent, Told
 from tests.kill import test_trainer
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
 from tests.kill.test_producers import finished
-from tests.kill.world import World, table_config, world
+from tests.support.audit.answers import Answer, check, read_sessions
+from tests.support.audit.raw import read_run
+from tests.support.world.agents import Agent, Told
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import World, table_config, world
 
 pytestmark = pytest.mark.nats
 

@@ -12,9 +12,9 @@ from nats.js.api import DiscardPolicy
 
 from streamrl.bus.server import NatsServer
 from streamrl.errors import StreamFull
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
-from tests.kill.world import table_config, world
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import table_config, world
 
 pytestmark = pytest.mark.nats
 

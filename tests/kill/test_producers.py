@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus.server import NatsServer
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
 from tests.kill.test_trainer import check
-from tests.kill.world import World, table_config, world
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import World, table_config, world
 
 pytestmark = pytest.mark.nats
 

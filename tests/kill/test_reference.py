@@ -12,9 +12,9 @@ from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.tree import Config
 from streamrl.history.replay import Range, verify
 from tests.history.test_critic import ppo_config
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
-from tests.kill.world import world
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import world
 
 pytestmark = pytest.mark.nats
 

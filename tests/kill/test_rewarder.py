@@ -11,11 +11,11 @@ import pytest
 
 from streamrl.bus.server import NatsServer
 from streamrl.schemas.subjects import GRADING
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
 from tests.kill.test_producers import finished
 from tests.kill.test_trainer import check
-from tests.kill.world import table_config, world
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import table_config, world
 
 pytestmark = pytest.mark.nats
 

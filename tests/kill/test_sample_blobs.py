@@ -13,12 +13,12 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import open_message
 from streamrl.consumers.training.sample_blobs import blobs_named
 from streamrl.schemas.subjects import HEADER_TASK, SAMPLES
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
 from tests.kill.test_producers import finished
-from tests.kill.world import World, table_config, world
 from tests.ranks.test_experts import write_mixture
 from tests.support.images import write_rows
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import World, table_config, world
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus.server import NatsServer
-from tests.kill.nursery import Nursery
-from tests.kill.world import table_config, world
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import table_config, world
 
 pytestmark = pytest.mark.nats
 

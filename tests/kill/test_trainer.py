@@ -13,10 +13,10 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import Config
 from streamrl.data.model import ensure_model
-from tests.kill.fuse import Spot
-from tests.kill.nursery import Nursery
-from tests.kill.world import World, table_config, vandalise, world
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import World, table_config, vandalise, world
 
 pytestmark = pytest.mark.nats
 

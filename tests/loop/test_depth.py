@@ -12,8 +12,8 @@ from streamrl.algorithms import policy_losses
 from streamrl.algorithms.importance import ratio_of
 from streamrl.bus.protocol import Bus
 from streamrl.data.model import ensure_model
-from tests.loop.harness import make_run, run_to_end
 from tests.loop.test_lockstep import lockstep_config
+from tests.support.harness import make_run, run_to_end
 
 pytestmark = pytest.mark.process
 """The rewards of these runs are functions, which have processes of their own."""

@@ -15,7 +15,7 @@ from streamrl.history.replay_log import read_past
 from streamrl.history.source import open_source
 from streamrl.schemas.subjects import Subjects
 from tests.history.conftest import FIXED, make_recorded
-from tests.kill.world import table_config
+from tests.support.world.world import table_config
 
 PRODUCER = """
 import asyncio

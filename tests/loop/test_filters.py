@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.security.tiny import write_run
+from tests.support.role_server import write_run
 
 pytestmark = [pytest.mark.nats, pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import TrainingError
 from streamrl.runtime.kinds import MAINS
 from streamrl.runtime.worker import Worker
-from tests.loop import harness
+from tests.support import harness
 
 
 async def stand_still(worker: Worker) -> None:

@@ -23,9 +23,9 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.images import StoredImages, image_of, window_named
 from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import SAMPLES
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.images import GIF, png, write_rows
+from tests.support.world.world import table_config
 
 pytestmark = [pytest.mark.nats, pytest.mark.process]
 

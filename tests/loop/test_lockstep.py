@@ -34,7 +34,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Part
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import make_run, read_ledger, run_to_end
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 8\n"
 

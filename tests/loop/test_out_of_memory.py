@@ -33,8 +33,8 @@ from streamrl.trainers.protocol import StepResult, out_of_memory
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.history.test_critic import ppo_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.loop.test_steps import notices
+from tests.support.harness import make_run, read_ledger, run_to_end
 
 
 def limited(base: Path, memory_tokens: int) -> Config:

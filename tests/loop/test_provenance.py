@@ -37,8 +37,8 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.factory import make_transports
-from tests.loop.harness import make_run, run_to_end
-from tests.weights.wanted import slices
+from tests.support.harness import make_run, run_to_end
+from tests.support.wanted import slices
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 40\n"
 NUM_CHECKED = 200

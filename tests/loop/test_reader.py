@@ -16,7 +16,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_TASK, SAMPLES, Subjects
-from tests.schemas.rows import plain, sample
+from tests.support.rows import plain, sample
 
 SUBJECTS = Subjects("run")
 

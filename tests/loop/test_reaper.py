@@ -24,9 +24,9 @@ from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import SAMPLES, TASKS, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
-from tests.dead.messages import patched, template
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, services
+from tests.support.bad_messages import patched, template
+from tests.support.harness import make_run, read_ledger, services
+from tests.support.world.world import table_config
 
 CONFIG = FoldConfig(batch_tasks=2, max_staleness=1, group_size=2)
 

@@ -19,8 +19,8 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
 from streamrl.schemas.subjects import EVENTS, Subjects
 from streamrl.trainers.schedule import learning_rate
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.world.world import table_config
 
 
 async def train(config: Config, run: RunDir, bus: MemoryBus, steps: int) -> tuple[Config, str]:

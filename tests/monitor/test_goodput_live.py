@@ -18,7 +18,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, kind_of
-from tests.loop.harness import read_ledger
+from tests.support.harness import read_ledger
 from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, said
 

@@ -19,8 +19,8 @@ from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, METRICS, SAMPLES, kind_of
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, run_to_end
+from tests.support.harness import make_run, run_to_end
+from tests.support.world.world import table_config
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

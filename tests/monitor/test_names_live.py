@@ -21,8 +21,8 @@ from streamrl.schemas.events import MetricReport
 from streamrl.schemas.subjects import METRICS as REPORTS
 from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
 from streamrl.telemetry.names import LENGTHS, METRICS
-from tests.loop.harness import read_ledger
 from tests.support.digits import TABLE, TRANSFORMER, write_digits
+from tests.support.harness import read_ledger
 from tests.support.processes import worker_pid
 from tests.support.programs import STREAMRL, Start, said
 

@@ -10,7 +10,7 @@ from streamrl.consumers.training.reader import RecordReader
 from streamrl.consumers.training.stream_fold import FORGET_AT, StreamFold
 from streamrl.core.state import FoldConfig, initial_state
 from streamrl.schemas.sample_batch import SampleBatch
-from tests.dead.messages import GROUP, RUN, SUBJECTS, patched, template
+from tests.support.bad_messages import GROUP, RUN, SUBJECTS, patched, template
 
 TASKS = 400
 CONFIG = FoldConfig(batch_tasks=2, group_size=GROUP, max_staleness=1, drop_zero_variance=True)

@@ -18,9 +18,9 @@ from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.subjects import SAMPLES
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
-from tests.kill.fuse import BLOWN, Spot
-from tests.kill.nursery import Nursery
-from tests.kill.world import World, table_config, world
+from tests.support.world.fuse import BLOWN, Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import World, table_config, world
 
 pytestmark = pytest.mark.nats
 

@@ -17,8 +17,8 @@ from streamrl.core.state import initial_state
 from streamrl.data.model import ensure_model
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
-from tests.kill.world import table_config
-from tests.loop.harness import make_run
+from tests.support.harness import make_run
+from tests.support.world.world import table_config
 
 
 class Counting(MemoryBus):

@@ -27,11 +27,11 @@ from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import SpilledDrops
 from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import KEY_RUN, Subjects
-from tests.audit.audit import audit
-from tests.audit.raw import read_run
 from tests.conftest import MakeBus
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.audit.audit import audit
+from tests.support.audit.raw import read_run
+from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.world.world import table_config
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 

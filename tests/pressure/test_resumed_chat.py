@@ -21,8 +21,8 @@ from streamrl.runtime.lock import lock_run
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import PREFIX_CHECKPOINTS, SAMPLES, kind_of
-from tests.kill.nursery import Nursery
-from tests.kill.world import World, table_config, world
+from tests.support.world.nursery import Nursery
+from tests.support.world.world import World, table_config, world
 
 PRODUCER = '''
 import json

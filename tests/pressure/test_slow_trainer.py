@@ -19,9 +19,9 @@ from streamrl.schemas.control import Grant
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.subjects import KEY_GRANTED, METRICS, TASKS
 from tests.conftest import MakeBus
-from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.staleness.conftest import table_config
 from tests.staleness.slow import SlowTrainer
+from tests.support.harness import make_run, read_ledger, run_to_end
 
 pytestmark = pytest.mark.nats
 

@@ -33,7 +33,7 @@ from streamrl.schemas.samples import Sample, Tombstone
 from streamrl.schemas.subjects import SAMPLES, TASKS, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from tests.producers.policies import make_model, script, start_engine
+from tests.support.policies import make_model, script, start_engine
 
 ACK_WAIT_S = 1.0
 

@@ -29,7 +29,7 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Branch, Sample
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from tests.producers.conftest import Loop, samples_in, tombstones_in, with_producer
-from tests.producers.policies import make_model, script, start_engine
+from tests.support.policies import make_model, script, start_engine
 
 PROMPT = "<|user|>3+4<|end|><|assistant|>"
 

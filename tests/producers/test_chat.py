@@ -23,8 +23,8 @@ from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.producers.policies import make_model, script, start_engine
 from tests.support.errors import raises
+from tests.support.policies import make_model, script, start_engine
 
 PROMPT = "<|user|>3+4<|end|><|assistant|>"
 

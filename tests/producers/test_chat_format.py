@@ -8,7 +8,7 @@ import pytest
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
-from tests.producers.policies import make_model
+from tests.support.policies import make_model
 
 # As Qwen3's template does: an assistant's turn after the last question is shown with its (empty) thoughts, an earlier one without, and a
 # newline follows every message.

@@ -21,7 +21,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.producers.policies import make_model, script, start_engine
+from tests.support.policies import make_model, script, start_engine
 
 
 class Fleet:

@@ -26,7 +26,7 @@ from streamrl.weights.factory import make_publisher
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from tests.producers.conftest import Loop
-from tests.producers.policies import script, serve_logits
+from tests.support.policies import script, serve_logits
 from tests.support.processes import until
 
 BLOCKS = """import time

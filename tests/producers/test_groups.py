@@ -27,7 +27,7 @@ from streamrl.rewards.built_in import ExactMatch
 from streamrl.rewards.functions import FunctionReward
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.producers.policies import make_model, script, start_engine
+from tests.support.policies import make_model, script, start_engine
 
 
 @pytest.fixture

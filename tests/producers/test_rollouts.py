@@ -23,7 +23,7 @@ from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, METRICS, SAMPLES, TASKS
 from streamrl.schemas.tasks import RolloutTask
 from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in, with_producer
-from tests.producers.policies import SURE, script
+from tests.support.policies import SURE, script
 from tests.support.processes import until
 
 

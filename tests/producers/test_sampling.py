@@ -29,8 +29,8 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from tests.producers.policies import make_model, script, start_engine
 from tests.support.errors import raises
+from tests.support.policies import make_model, script, start_engine
 
 
 @pytest.fixture

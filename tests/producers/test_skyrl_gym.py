@@ -18,8 +18,8 @@ from streamrl.producers.protocol import Context, Failure
 from streamrl.producers.skyrl_gym import check
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.producers.policies import make_model, script, start_engine
 from tests.support.errors import raises
+from tests.support.policies import make_model, script, start_engine
 
 PROMPT = "<|user|>3+4<|end|><|assistant|>"
 ENV = """

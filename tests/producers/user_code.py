@@ -19,7 +19,7 @@ from streamrl.producers.children.pool import Children
 from streamrl.producers.groups import Group, GroupRunner
 from streamrl.rewards.built_in import ExactMatch
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.producers.policies import make_model
+from tests.support.policies import make_model
 
 CODE = """
 import asyncio

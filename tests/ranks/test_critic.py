@@ -14,11 +14,11 @@ import pytest
 from streamrl.history.source import read_entries
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import LedgerEntry, TrainedOn
-from tests.faults.shapes import NAME
-from tests.faults.verdict import judge
 from tests.ranks.test_up import PIPELINE, SHORT, TENSOR, write_problem
 from tests.support.processes import alive, until, worker_pid
 from tests.support.programs import STREAMRL, Start
+from tests.support.world.shapes import NAME
+from tests.support.world.verdict import judge
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 CRITIC = (

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.history.source import read_entries
 from streamrl.runtime.rundir import RunDir
-from tests.faults.shapes import NAME
 from tests.ranks.test_up import SHORT, write_problem
 from tests.support.digests import digest_of
 from tests.support.processes import until
 from tests.support.programs import STREAMRL, Start
+from tests.support.world.shapes import NAME
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(600)]
 EVERY = 3

@@ -19,11 +19,11 @@ from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import TrainedOn
 from streamrl.schemas.subjects import EVENTS, Subjects
 from streamrl.trainers.checkpoints import list_checkpoints
-from tests.faults.shapes import NAME
-from tests.faults.verdict import judge
 from tests.support.digits import TRANSFORMER
 from tests.support.processes import alive, until, worker_pid
 from tests.support.programs import STREAMRL, Start
+from tests.support.world.shapes import NAME
+from tests.support.world.verdict import judge
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow]
 

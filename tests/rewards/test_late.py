@@ -21,7 +21,7 @@ from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import SAMPLES, Subjects
-from tests.dead.messages import patched, template
+from tests.support.bad_messages import patched, template
 from tests.support.errors import raises
 
 WAITING = template((0, 1), reward=None)

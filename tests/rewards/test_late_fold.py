@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from streamrl.core.fold import close, fold, trained
 from streamrl.core.records import Ended, Record, Rewarded, Rollouts
 from streamrl.core.state import FoldConfig, FoldState, initial_state
-from tests.core.stream import Stream, view
+from tests.support.records import Stream, view
 
 GROUP = 2
 

@@ -27,9 +27,9 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.trainers.factory import make_trainer
-from tests.audit.audit import audit
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, services
+from tests.support.audit.audit import audit
+from tests.support.harness import make_run, read_ledger, services
+from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.nats
 GROUP = 2

@@ -16,9 +16,9 @@ from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import SAMPLES
-from tests.audit.audit import audit
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end, services
+from tests.support.audit.audit import audit
+from tests.support.harness import make_run, read_ledger, run_to_end, services
+from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.nats
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.runtime.rundir import RunDir
-from tests.security.tiny import started, trained, until, write_run
+from tests.support.role_server import started, trained, until, write_run
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 

@@ -12,7 +12,7 @@ from streamrl.errors import SchemaError
 from streamrl.schemas.columns import arrow_schema
 from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
-from tests.schemas.rows import sample
+from tests.support.rows import sample
 
 CODECS = ["zstd", "lz4"]
 

@@ -11,7 +11,7 @@ from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import TurnSpan
-from tests.schemas.rows import sample
+from tests.support.rows import sample
 
 
 def opened(data: bytes) -> SampleBatch | None:

@@ -21,7 +21,7 @@ from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, Status, TurnSpan, VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.schemas.rows import message, plain, sample, table
+from tests.support.rows import message, plain, sample, table
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=5), lambda kids: st.lists(kids, max_size=3), max_leaves=4

@@ -16,7 +16,7 @@ from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Sample
 from tests.golden.generate import records
-from tests.golden.sample_rows import (
+from tests.support.golden_rows import (
     agents_samples,
     claimed_samples,
     former_samples,
@@ -25,7 +25,7 @@ from tests.golden.sample_rows import (
     sampled_samples,
     samples,
 )
-from tests.schemas.rows import plain
+from tests.support.rows import plain
 
 AGENTS = ("agent", "agent_reward")
 IMAGES = ("image_sha256", "image_media_type", "image_num_bytes")

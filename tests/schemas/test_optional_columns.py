@@ -13,7 +13,7 @@ from streamrl.schemas.columns import OPTIONAL, arrow_schema, schema_bytes
 from streamrl.schemas.decoding import decode_samples, decode_together
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import BlobRef, Branch, TurnSpan
-from tests.schemas.rows import message, plain, sample, table
+from tests.support.rows import message, plain, sample, table
 
 BLOB = {"name": "a", "sha256": "ab" * 32, "start_row": 0, "num_rows": 4}
 

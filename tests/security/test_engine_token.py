@@ -18,8 +18,8 @@ from streamrl.engines.server import EngineServer, serve
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.schemas.tasks import Sampling
-from tests.producers.policies import make_model, script, start_engine
 from tests.support.errors import raises
+from tests.support.policies import make_model, script, start_engine
 
 TOKEN = "t0ken-of-the-run"
 ROUTES = [

@@ -25,7 +25,7 @@ from streamrl.errors import ConfigError, Forbidden
 from streamrl.monitor.status import ONE_LOGIN, RunStatus, describe, print_status
 from streamrl.runtime.credentials import logins, write_cluster
 from streamrl.runtime.rundir import RunDir
-from tests.security.tiny import started, trained, until, write_run
+from tests.support.role_server import started, trained, until, write_run
 
 EACH = "user = 'demo-{role}'\npassword_file = 'secrets/{role}'\n"
 

@@ -17,8 +17,8 @@ from streamrl.config.tree import BusConfig, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.runtime.credentials import certificate_of, users_of, write_cluster, write_credentials
 from streamrl.runtime.rundir import RunDir
-from tests.security.tiny import write_run
 from tests.support.errors import raises
+from tests.support.role_server import write_run
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from streamrl.page.access import page_token
 from streamrl.producers.gateway.worker import addresses
 from streamrl.runtime.kinds import inherited
 from streamrl.runtime.rundir import RunDir
-from tests.gateway.raw import head, status
-from tests.gateway.raw import told as told_by
-from tests.security.tiny import started, trained, until, write_run
+from tests.support.raw_http import head, status
+from tests.support.raw_http import told as told_by
+from tests.support.role_server import started, trained, until, write_run
 
 pytestmark = pytest.mark.nats
 

@@ -12,8 +12,8 @@ from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import LedgerEntry
-from tests.loop.harness import read_ledger
-from tests.security.tiny import started, trained, until, write_run
+from tests.support.harness import read_ledger
+from tests.support.role_server import started, trained, until, write_run
 
 pytestmark = pytest.mark.nats
 

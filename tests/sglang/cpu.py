@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.engines import EngineConfig, SglangConfig
-from tests.engines import models
+from tests.support import models
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_LEN = 1024

@@ -20,10 +20,10 @@ from streamrl.engines.sglang.server import SglangServer
 from streamrl.schemas.candidates import candidates_problem
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.engines import models
-from tests.engines.models import Answer, ask
-from tests.engines.publishing import load, publish
 from tests.sglang.cpu import FLAGS as CPU_FLAGS
+from tests.support import models
+from tests.support.models import Answer, ask
+from tests.support.publishing import load, publish
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process]
 

@@ -14,9 +14,9 @@ import transformers
 
 from streamrl.config.engines import EngineConfig
 from streamrl.engines.sglang.server import SglangServer
-from tests.engines import models
 from tests.sglang.cpu import MAX_LEN, cpu_config
 from tests.sglang.updates import Updates, ask, ask_many, replay
+from tests.support import models
 
 
 def experts(seed: int) -> transformers.PreTrainedModel:

@@ -17,8 +17,8 @@ from streamrl.engines.sglang.server import SglangServer
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import FileSource
-from tests.engines import models
 from tests.sglang.updates import Image, Updates, ask
+from tests.support import models
 from tests.support.errors import raises
 
 

@@ -25,10 +25,10 @@ from streamrl.errors import EngineError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.engines import models
-from tests.engines.models import ask, build
-from tests.engines.publishing import load, publish
 from tests.sglang.cpu import MAX_LEN, ROOT, cpu_config, write_model
+from tests.support import models
+from tests.support.models import ask, build
+from tests.support.publishing import load, publish
 
 pytestmark = pytest.mark.process
 

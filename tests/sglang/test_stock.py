@@ -16,11 +16,11 @@ from streamrl.engines.sglang.server import SglangServer
 from streamrl.errors import EngineError, WeightSyncError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.engines import models
-from tests.engines.models import ask, build, teacher_forced
-from tests.engines.publishing import load, publish
 from tests.sglang.cpu import MAX_LEN, cpu_config
+from tests.support import models
 from tests.support.errors import raises
+from tests.support.models import ask, build, teacher_forced
+from tests.support.publishing import load, publish
 
 PROMPT = (5, 9, 11, 7)
 LONG = GenerateRequest(request_id="long", prompt_ids=PROMPT, seeds=(1,), sampling=Sampling(max_new_tokens=400, ignore_eos=True))

@@ -15,9 +15,9 @@ import torch
 from streamrl.engines.live_swap.messages import Pace
 from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.sglang.server import SglangServer
-from tests.engines import models
 from tests.sglang.cpu import SLOTS
 from tests.sglang.updates import Answer, Updates, ask, ask_many, replay
+from tests.support import models
 
 EXACT = 1e-5
 """Log-probs of float32 models; two implementations differ by about 1e-6."""

@@ -13,11 +13,11 @@ import pytest
 from streamrl.bus import BusAddress
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
-from tests.audit.audit import audit
-from tests.loop.harness import read_ledger
-from tests.security.tiny import ROOT, started, until
 from tests.sglang.cpu import FLAGS
 from tests.sglang.test_server import command_of, group_of
+from tests.support.audit.audit import audit
+from tests.support.harness import read_ledger
+from tests.support.role_server import ROOT, started, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(400)]
 

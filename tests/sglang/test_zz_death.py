@@ -15,10 +15,10 @@ from streamrl.engines.sglang.server import SglangServer
 from streamrl.errors import EngineDied, EngineError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.engines import models
-from tests.engines.models import ask, build
-from tests.engines.publishing import load, publish
 from tests.sglang.test_server import PROMPT, command_of, group_of
+from tests.support import models
+from tests.support.models import ask, build
+from tests.support.publishing import load, publish
 
 
 async def test_a_server_that_dies_fails_its_requests_and_says_so(shared_server: SglangServer, sglang_engine: SglangEngine, epochs):

@@ -6,7 +6,7 @@ import statistics
 import sys
 from dataclasses import dataclass, replace
 
-from tests.core.simulation import Simulation, World
+from tests.support.simulation import Simulation, World
 
 PACED = World(batch=16, staleness=8, group=2, steps=100, slots=40, length=1.2, publish_lag=0.3, messages="whole", eager=0.0, seed=1)
 """Producers a little faster than the trainer."""

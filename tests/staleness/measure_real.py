@@ -15,9 +15,9 @@ from streamrl.bus.server import NatsServer
 from streamrl.config.tree import DebugConfig, TasksConfig
 from streamrl.consumers.training import worker as trainer_module
 from streamrl.data.model import ensure_model
-from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.staleness.conftest import table_config
 from tests.staleness.slow import SlowTrainer
+from tests.support.harness import make_run, read_ledger, run_to_end
 
 STEPS, SETTLED, STEP_S = 45, 15, 0.25
 DELAY = DebugConfig(token_delay_s=0.04, token_delay_sigma=0.8)

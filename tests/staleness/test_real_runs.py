@@ -13,9 +13,9 @@ from streamrl.consumers.training import worker
 from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import LedgerEntry
-from tests.loop.harness import make_run, read_ledger, run_to_end
 from tests.staleness.conftest import table_config
 from tests.staleness.slow import SlowTrainer
+from tests.support.harness import make_run, read_ledger, run_to_end
 
 pytestmark = pytest.mark.nats
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.core.simulation import Result, Simulation, World
+from tests.support.simulation import Result, Simulation, World
 
 QUICK = 0.1
 

@@ -24,10 +24,10 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.table.trainer import TableTrainer
-from tests.engines import models
-from tests.engines.models import Answer, ask
-from tests.engines.publishing import load, publish
+from tests.support import models
 from tests.support.errors import raises
+from tests.support.models import Answer, ask
+from tests.support.publishing import load, publish
 from tests.support.scoring import score
 
 PROMPT = (5, 9, 11)

@@ -20,9 +20,9 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.token_weights import FOLDER, TokenWeights, read_token_weights, shown
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.scoring import score
+from tests.support.world.world import table_config
 
 Rollouts = Callable[..., TrainBatch]
 HIGH = 0.5

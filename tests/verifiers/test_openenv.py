@@ -25,9 +25,9 @@ from streamrl.producers.functions import make_producer
 from streamrl.producers.openenv import check
 from streamrl.producers.protocol import Context, Failure
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.producers.policies import make_model, script, start_engine
 from tests.support.errors import raises
 from tests.support.needs import need, openenv_python
+from tests.support.policies import make_model, script, start_engine
 
 SERVER = Path(__file__).with_name("openenv_server.py")
 SEATS = 2

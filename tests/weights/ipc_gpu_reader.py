@@ -20,7 +20,7 @@ from streamrl.weights.ipc_memory import CudaOpener
 from streamrl.weights.manifest import ITEM_BYTES
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 
 class Reader:

@@ -19,8 +19,8 @@ from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import ITEM_BYTES
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
+from tests.support.wanted import slices
 from tests.weights.host_memory import MappedOpener
-from tests.weights.wanted import slices
 
 
 def say(line: str) -> None:

@@ -19,7 +19,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.weights.bus import BusTransport
 from tests.support.scoring import score
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 VOCAB = 64
 

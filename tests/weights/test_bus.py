@@ -19,7 +19,7 @@ from streamrl.weights.bus import BusTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 KILLED = """
 import asyncio, os, signal, sys

@@ -31,7 +31,7 @@ from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 ROWS = 4096
 EVERY = 4

@@ -24,9 +24,9 @@ from streamrl.weights.changes import Before
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import COMPARED_BYTES, COMPARED_ELEMENTS, Shard
 from streamrl.weights.ranks import RankContent
+from tests.support.wanted import slices
 from tests.weights.compared import Model, compare, copied, ranges_of
 from tests.weights.test_delta import adam_step
-from tests.weights.wanted import slices
 
 CPU = torch.device("cpu")
 

@@ -33,8 +33,8 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource, Shard
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
+from tests.support.wanted import slices
 from tests.weights.host_memory import MappedOpener, share
-from tests.weights.wanted import slices
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ import pytest
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Copying, Manifest
 from tests.support.errors import raises
+from tests.support.wanted import slices
 from tests.weights.test_ipc import Trainer, answer, read, reader
-from tests.weights.wanted import slices
 
 
 @pytest.fixture

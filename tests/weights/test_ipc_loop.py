@@ -25,8 +25,8 @@ from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.protocol import Commit, Part, Shard, Slice, WeightTransport
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
+from tests.support.wanted import slices
 from tests.weights.host_memory import MappedOpener, share
-from tests.weights.wanted import slices
 
 SUBJECTS = Subjects("r")
 

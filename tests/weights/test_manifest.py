@@ -20,7 +20,7 @@ from streamrl.tensors.digest import combine, digest_text, tensor_digest
 from streamrl.weights.manifest import ITEM_BYTES, Content, build, check_same, cover, cut, offers
 from streamrl.weights.protocol import Shard, Slice
 from tests.support.errors import raises
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 
 def shard(

@@ -24,7 +24,7 @@ from streamrl.weights.protocol import Part, Shard, Slice, WeightTransport
 from streamrl.weights.publisher import MAX_WAITING, Publisher
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 SUBJECTS = Subjects("r")
 

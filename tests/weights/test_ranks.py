@@ -29,7 +29,7 @@ from streamrl.weights.protocol import Shard, WeightTransport
 from streamrl.weights.ranks import RankContent, check_places, merge, placed
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 MODEL = {
     "embed": ("bfloat16", (301, 8)),

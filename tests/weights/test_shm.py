@@ -21,7 +21,7 @@ from streamrl.weights.factory import free_weights, weights_directory
 from streamrl.weights.protocol import Shard
 from streamrl.weights.shm import ShmTransport, host_id
 from tests.support.errors import raises
-from tests.weights.wanted import slices
+from tests.support.wanted import slices
 
 V1, V2 = Version(0, 1), Version(0, 2)
 

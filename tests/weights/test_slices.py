@@ -31,8 +31,8 @@ from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
 from streamrl.weights.slices import MergedTransport, OtherRanks, RankPublisher, Requests
 from tests.support.errors import raises
+from tests.support.wanted import slices
 from tests.weights.test_ranks import model, rows_of, whole
-from tests.weights.wanted import slices
 
 SUBJECTS = Subjects("r")
 PATIENCE_S = 60.0

@@ -19,7 +19,7 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.samples import Sample, Tombstone
 from streamrl.schemas.subjects import kind_of
-from tests.docs.blocks import blocks
+from tests.support.blocks import blocks
 
 PAGE = Path(__file__).parents[3] / "docs" / "retrain.md"
 PARTS, AGENT, TRAIN = (block.text for block in blocks(PAGE) if block.language == "python")

@@ -22,8 +22,8 @@ from streamrl.producers.groups import GroupRunner
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.rewards.built_in import ExactMatch
 from streamrl.schemas.ledger import filter_reason
-from tests.docs.blocks import blocks
 from tests.producers.user_code import Workshop, ends
+from tests.support.blocks import blocks
 
 pytestmark = pytest.mark.process
 

@@ -16,8 +16,8 @@ from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.repeats import REFUSALS
 from streamrl.schemas.versions import Version
-from tests.producers.policies import script, serve_logits
 from tests.producers.user_code import Workshop, ends
+from tests.support.policies import script, serve_logits
 from tests.support.processes import alive, until
 
 pytestmark = pytest.mark.process

@@ -25,7 +25,7 @@ from streamrl.schemas.subjects import EVENTS
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.producers.conftest import Loop
-from tests.producers.policies import script, serve_logits
+from tests.support.policies import script, serve_logits
 from tests.support.processes import until
 
 GRADE = """import time

@@ -37,13 +37,13 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.tasks import Sampling
-from tests.audit.audit import Report, audit
-from tests.audit.forge import rows
-from tests.kill.fuse import BLOWN, Spot
-from tests.kill.nursery import Nursery
-from tests.kill.process import Request
-from tests.loop.harness import read_ledger, services
+from tests.support.audit.audit import Report, audit
+from tests.support.audit.forge import rows
+from tests.support.harness import read_ledger, services
 from tests.support.memory import freed_after_test
+from tests.support.world.fuse import BLOWN, Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.process import Request
 
 # Some groups have no spread, one task in nine fails and ends as a tombstone, one in five takes `slow_s` longer.
 REWARD = """

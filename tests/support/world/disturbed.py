@@ -19,15 +19,15 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
-from tests.faults.commands import command
-from tests.faults.crew import Crew
-from tests.faults.damage import DAMAGES
-from tests.faults.faults import AGENT, CHECKPOINT, GRADER, MESSAGES, RANK_1, REQUESTS, TURNS, WHOLE, Fault
-from tests.faults.measures import first_answer, first_record
-from tests.faults.shapes import NAME, Shape, open_gate, write_files
-from tests.faults.wire import SERVER, Wire, open_wire
 from tests.support.memory import freed_after_test
 from tests.support.processes import alive, descendants, grader_pid, send, server_pid, worker_pid
+from tests.support.world.commands import command
+from tests.support.world.crew import Crew
+from tests.support.world.damage import DAMAGES
+from tests.support.world.faults import AGENT, CHECKPOINT, GRADER, MESSAGES, RANK_1, REQUESTS, TURNS, WHOLE, Fault
+from tests.support.world.measures import first_answer, first_record
+from tests.support.world.shapes import NAME, Shape, open_gate, write_files
+from tests.support.world.wire import SERVER, Wire, open_wire
 
 AIM_S = 10.0
 CATCH_S = 20.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from tests.audit.msgpack import unpack
-from tests.audit.raw import Stored
+from tests.support.audit.msgpack import unpack
+from tests.support.audit.raw import Stored
 
 TASK_HEADER = "Streamrl-Task"
 

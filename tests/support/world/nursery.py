@@ -1,7 +1,7 @@
 """Forks services from one process that has imported everything and done nothing: a kill costs milliseconds, not an import.
 
-Run as `python -m tests.kill.nursery`: a line of JSON in (a `Request`), a line out when the child begins (its pid) and one when it has ended
-(its exit code). `Nursery` is the other end.
+Run as `python -m tests.support.world.nursery`: a line of JSON in (a `Request`), a line out when the child begins (its pid) and one when it
+has ended (its exit code). `Nursery` is the other end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.kill.process import Request, end
+from tests.support.world.process import Request, end
 
 MODULES = (
     "streamrl.consumers.training.worker",
@@ -27,7 +27,7 @@ MODULES = (
     "streamrl.producers.feeder",
     "streamrl.trainers.table.trainer",
 )
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class Nursery:

@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 async def command(place: Path, *words: str, module: str = "streamrl") -> asyncio.subprocess.Process:

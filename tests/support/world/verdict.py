@@ -21,15 +21,15 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import SAMPLES, WEIGHTS, kind_of
 from streamrl.schemas.weights import Manifest
-from tests.audit.answers import check, read_sessions
-from tests.audit.audit import audit
-from tests.audit.raw import read_run
-from tests.faults.agents import Told
-from tests.faults.commands import ROOT
-from tests.faults.misdeeds import told, wrong_ends
-from tests.faults.shapes import NAME, Shape
-from tests.loop.harness import read_ledger
+from tests.support.audit.answers import check, read_sessions
+from tests.support.audit.audit import audit
+from tests.support.audit.raw import read_run
+from tests.support.harness import read_ledger
 from tests.support.preloaded import PRELOADED
+from tests.support.world.agents import Told
+from tests.support.world.commands import ROOT
+from tests.support.world.misdeeds import told, wrong_ends
+from tests.support.world.shapes import NAME, Shape
 
 
 class Verdict(msgspec.Struct, frozen=True):

@@ -10,12 +10,12 @@ import pyarrow as pa
 
 from streamrl.bus.protocol import Bus
 from streamrl.schemas.subjects import SAMPLES, Subjects
-from tests.faults.shapes import NAME
-from tests.faults.wire import Wire
 from tests.support.processes import descendants, processor_s
+from tests.support.world.shapes import NAME
+from tests.support.world.wire import Wire
 
 if TYPE_CHECKING:
-    from tests.faults.disturbed import Disturbed
+    from tests.support.world.disturbed import Disturbed
 
 PATIENCE_S = 120.0
 LOOK_EVERY_S = 0.25

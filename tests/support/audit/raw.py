@@ -15,7 +15,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
-from tests.audit.msgpack import unpack
+from tests.support.audit.msgpack import unpack
 
 FETCH = 64
 FETCH_TIMEOUT_S = 2.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
-from tests.audit.msgpack import unpack
-from tests.audit.raw import Stored
+from tests.support.audit.msgpack import unpack
+from tests.support.audit.raw import Stored
 
 Place = tuple[int, int]
 """Task and rollout."""

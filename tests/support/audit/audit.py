@@ -1,4 +1,6 @@
-"""Prove from a run's raw streams that its promises held: `python tests/audit/audit.py --url nats://... --user U --password P --run RUN`.
+"""Prove from a run's raw streams that its promises held.
+
+    python tests/support/audit/audit.py --url nats://... --user U --password P --run RUN
 
 Independent of the product: it uses nats-py and pyarrow and imports nothing of streamrl. It reads and never writes; a run may go on
 meanwhile.
@@ -17,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 if not __package__:  # run as a script: the folder above `tests` is not on the path
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.audit.books import Books, Settings
-from tests.audit.msgpack import unpack
-from tests.audit.promises import Entry, Promises
-from tests.audit.raw import Raw, Stored, read_run
-from tests.audit.stream import read_message
+from tests.support.audit.books import Books, Settings
+from tests.support.audit.msgpack import unpack
+from tests.support.audit.promises import Entry, Promises
+from tests.support.audit.raw import Raw, Stored, read_run
+from tests.support.audit.stream import read_message
 
 
 @dataclass

@@ -17,7 +17,7 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark, RewardUpdate, Sample, Tombstone, VersionSpan
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
 from streamrl.schemas.versions import Version
-from tests.schemas.rows import message, table
+from tests.support.rows import message, table
 
 GROUP = 2
 TASK = 0x5A5A5A5A5A5A5A5A

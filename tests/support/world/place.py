@@ -19,8 +19,8 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Latest
 from streamrl.schemas.events import Event
 from streamrl.trainers.checkpoints import list_checkpoints
-from tests.kill.world import table_config
-from tests.loop.harness import make_run, read_ledger, services
+from tests.support.harness import make_run, read_ledger, services
+from tests.support.world.world import table_config
 
 
 @dataclass

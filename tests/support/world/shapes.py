@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from tests.faults.misdeeds import agent
+from tests.support.world.misdeeds import agent
 
 NAME = "demo"
 TOML = """
@@ -76,7 +76,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     losses: bool = False
     """Whether something may be lost, which is judged by what is left and by what the run says of it."""
     misdeed_every: int = 0
-    """User code that misbehaves in one task of so many (`tests.faults.misdeeds`); no gate holds its tasks. 0: none."""
+    """User code that misbehaves in one task of so many (`tests.support.world.misdeeds`); no gate holds its tasks. 0: none."""
     ranks: int = 1
     """Ranks of the trainer, into which its model is cut."""
     agents: bool = False

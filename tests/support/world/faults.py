@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgspec
 
-from tests.faults.damage import CHECKPOINTS, STREAMS
-from tests.faults.shapes import NAME, Shape
-from tests.faults.wire import Where
+from tests.support.world.damage import CHECKPOINTS, STREAMS
+from tests.support.world.shapes import NAME, Shape
+from tests.support.world.wire import Where
 
 PARTS = ("trainer", "engine", "producer", "attached producer", "feeder", "nats-server")
 RANK_1 = "trainer's rank 1"
@@ -62,7 +62,7 @@ class Fault(msgspec.Struct, frozen=True):
     aim: str = ""
     where: Where = "within"
     damage: str = ""
-    """One of `tests.faults.damage.DAMAGES`."""
+    """One of `tests.support.world.damage.DAMAGES`."""
 
     @property
     def moment(self) -> str:

@@ -7,10 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.audit.books import Books
-from tests.audit.msgpack import unpack
-from tests.audit.raw import Raw, Stored
-from tests.audit.stream import read_message
+from tests.support.audit.books import Books
+from tests.support.audit.msgpack import unpack
+from tests.support.audit.raw import Raw, Stored
+from tests.support.audit.stream import read_message
 
 VersionKey = tuple[int, int]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.faults.agents import Told, read_told
-from tests.faults.commands import command
-from tests.faults.shapes import NAME
-from tests.faults.wire import PROXY, Wire
+from tests.support.world.agents import Told, read_told
+from tests.support.world.commands import command
+from tests.support.world.shapes import NAME
+from tests.support.world.wire import PROXY, Wire
 
 AGENTS = "4"
 
@@ -38,7 +38,7 @@ class Crew:
             await self._process.wait()
         self._files.append(self._place / f"told-{len(self._files)}.jsonl")
         words = ("--run", f"runs/{NAME}", "--out", str(self._files[-1]), "--agents", AGENTS, "--host", PROXY, "--rewards", "0")
-        self._process = await command(self._place, *words, "--seed", str(100 * len(self._files)), module="tests.faults.agents")
+        self._process = await command(self._place, *words, "--seed", str(100 * len(self._files)), module="tests.support.world.agents")
 
     async def end(self) -> None:
         """Kill them."""

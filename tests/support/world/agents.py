@@ -1,8 +1,8 @@
 """Agents as users have them: processes that know a run's gateways and their key, speak OpenAI's API, and write down what they are told.
 
-`python -m tests.faults.agents --run DIR --out FILE`: sessions one after the other, until it is killed. Each line of the file was written
-before the agent went on: {"told": ...} an answer, {"ended": ...} a session whose end the gateway has confirmed, {"gone": ...} one that was
-over, {"wrong": ...} an answer that no fault explains.
+`python -m tests.support.world.agents --run DIR --out FILE`: sessions one after the other, until it is killed. Each line of the file was
+written before the agent went on: {"told": ...} an answer, {"ended": ...} a session whose end the gateway has confirmed, {"gone": ...} one
+that was over, {"wrong": ...} an answer that no fault explains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import msgspec
 
 from streamrl.producers.gateway.worker import addresses
 from streamrl.runtime.rundir import RunDir
-from tests.audit.answers import Answer, Place
+from tests.support.audit.answers import Answer, Place
 
 Write = Callable[[dict[str, Any]], None]
 LATER = (408, 429, 502, 503, 504)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from streamrl.runtime.rundir import RunDir
 from streamrl.trainers.checkpoints import list_checkpoints
-from tests.faults.shapes import NAME
+from tests.support.world.shapes import NAME
 
 MOST = 4
 """Messages that are torn off at most."""

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.audit.stream import Message, Rollout
+from tests.support.audit.stream import Message, Rollout
 
 _VAIN = ("dropped as duplicate ", "dropped as superseded_reward ", "dropped as late ")
 """Fates of a tombstone that has ended nothing."""

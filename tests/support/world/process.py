@@ -19,8 +19,8 @@ from streamrl.errors import Fenced
 from streamrl.runtime.kinds import MAINS
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
-from tests.kill.fuse import Fuse, FusedBus, FusedPublisher, FusedStore, FusedTrainer, Spot
 from tests.kill.mutants import plant
+from tests.support.world.fuse import Fuse, FusedBus, FusedPublisher, FusedStore, FusedTrainer, Spot
 
 
 class Request(msgspec.Struct, frozen=True):
