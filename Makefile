@@ -23,7 +23,7 @@ PYTEST_ARGS ?= -n 2 --dist worksteal
 SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang -o timeout=400
 TEST_ARGS ?=
 SLOW ?=
-COMBINATIONS ?=
+SOAK ?=
 SGLANG_VENV ?= .venv-sglang
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_PYTEST_ARGS ?=
@@ -47,7 +47,7 @@ up: $(VENV)/.installed
 test: lint pytest
 
 pytest: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--without slow) $(if $(COMBINATIONS),,--without combination) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang --ignore=tests/verifiers" "$(SGLANG_PYTEST_ARGS)"
+	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--without slow) $(if $(SOAK),,--without soak) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang --ignore=tests/verifiers" "$(SGLANG_PYTEST_ARGS)"
 
 test-fast: $(VENV)/.installed-dev
 	@began=$$(date +%s); $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \

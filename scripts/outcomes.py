@@ -2,9 +2,10 @@
 
     python -m pytest -p scripts.outcomes --outcomes=FILE [--only=FILE]
 
-The file's lines are `{"collected": [node ids]}`, `{"test": node id, "when": phase, "outcome": ..., "reason": why it was skipped, "seconds":
-what it took, "core_s": processor time of this process and of those that it has waited for}`, `{"broken": node id, "error": ...}` for what cannot be collected, and `{"exit": status}` at the end. With pytest-xdist the
-controller writes; a worker that dies is a failure of the test that it ran. `scripts.run_tests` reads them.
+The file's lines are `{"collected": [node ids]}`, `{"test": node id, "when": phase, "outcome": ..., "reason": why it was skipped,
+"seconds": what it took, "core_s": processor time of this process and of those that it has waited for}`, `{"broken": node id, "error":
+...}` for what cannot be collected, and `{"exit": status}` at the end. With pytest-xdist the controller writes; a worker that dies is a
+failure of the test that it ran. `scripts.run_tests` reads them.
 """
 
 from __future__ import annotations

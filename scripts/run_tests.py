@@ -31,7 +31,7 @@ ABOUT_TESTS = (0, 1)
 """Exit statuses of pytest that say: all tests ran, and passed or not."""
 SLOWEST = 30
 """So many tests are named with their times."""
-LEFT_OUT = {"slow": "SLOW=1", "combination": "COMBINATIONS=1"}
+LEFT_OUT = {"slow": "SLOW=1", "soak": "SOAK=1"}
 """Markers that tests may be left out by, and with what `make test` runs those too."""
 
 

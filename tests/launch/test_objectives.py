@@ -36,7 +36,7 @@ from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, answer, said
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(400)]
-AGAIN = pytest.mark.combination
+AGAIN = pytest.mark.soak
 """The same trouble at another strength."""
 
 CODE = """

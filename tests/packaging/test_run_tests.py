@@ -115,17 +115,17 @@ def test_one_that_always_fails(folder: Path, arguments: str) -> None:
 
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])
 def test_slow_ones_are_left_out_where_that_is_asked_for_and_it_is_said(folder: Path, arguments: str) -> None:
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: slow\n    combination: one\n")
-    more = ("slow", "combination")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: slow\n    soak: one\n")
+    more = ("slow", "soak")
     (folder / "test_a.py").write_text(
         PASSES + "import pytest\n" + "".join(f"@pytest.mark.{one}\ndef test_{one}():\n    assert False\n" for one in more)
     )
-    slow, combination = (
+    slow, soak = (
         f"; those marked {one} were left out: make test {one.upper()}{s}=1 runs them too" for one, s in zip(more, ("", "S"), strict=True)
     )
-    said = run(folder, "--without", "slow", "--without", "combination", arguments)
-    assert (said.code, said.closing) == (0, f"1 passed, 0 failed{slow}{combination}")
-    assert run(folder, "--without", "combination", arguments).closing == f"1 passed, 1 failed{combination}"
+    said = run(folder, "--without", "slow", "--without", "soak", arguments)
+    assert (said.code, said.closing) == (0, f"1 passed, 0 failed{slow}{soak}")
+    assert run(folder, "--without", "soak", arguments).closing == f"1 passed, 1 failed{soak}"
     assert run(folder, arguments).closing == "1 passed, 2 failed"
 
 

@@ -85,11 +85,11 @@ async def up(tmp_path: Path, start: Start, mesh: str) -> asyncio.subprocess.Proc
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param("trainer.shards=1", marks=pytest.mark.combination),
+        pytest.param("trainer.shards=1", marks=pytest.mark.soak),
         "trainer.shards=2",
-        pytest.param("trainer.context=2", marks=pytest.mark.combination),  # without a kill: the stretches below
+        pytest.param("trainer.context=2", marks=pytest.mark.soak),  # without a kill: the stretches below
         TENSOR,
-        pytest.param(PIPELINE, marks=pytest.mark.combination),  # with a critic: test_critic.py
+        pytest.param(PIPELINE, marks=pytest.mark.soak),  # with a critic: test_critic.py
         SHARED,
     ],
 )
@@ -189,7 +189,7 @@ async def told(place: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("transport", "cut"),
-    [pytest.param("shm", "trainer.shards=2", marks=pytest.mark.combination), ("bus", "trainer.shards=2"), ("shm", TENSOR)],
+    [pytest.param("shm", "trainer.shards=2", marks=pytest.mark.soak), ("bus", "trainer.shards=2"), ("shm", TENSOR)],
 )
 async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: Start, tmp_path: Path, transport: str, cut: str) -> None:
     """Rank 1 is killed as soon as it is asked for its part of a version; engines go on, and serve the ledger's digests at every commit."""
@@ -221,7 +221,7 @@ async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(start: 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("shards", "short"), [(1, []), (2, [1]), *(pytest.param(*one, marks=pytest.mark.combination) for one in ((2, []), (2, [0]), (1, [1])))]
+    ("shards", "short"), [(1, []), (2, [1]), *(pytest.param(*one, marks=pytest.mark.soak) for one in ((2, []), (2, [0]), (1, [1])))]
 )
 async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(
     start: Start, tmp_path: Path, shards: int, short: list[int]

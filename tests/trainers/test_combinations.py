@@ -51,7 +51,7 @@ def combinations() -> list[Any]:
             continue
         place = [*ESTIMATORS].index(advantage) + [*POLICY_LOSSES].index(policy)
         chosen = advantage == "grpo" or KINDS.index(kind) == place % len(KINDS)
-        marks = () if chosen else (pytest.mark.combination,)
+        marks = () if chosen else (pytest.mark.soak,)
         found.append(pytest.param(loss, id=f"{advantage}-{policy}-{kind}-{correction.level}", marks=marks))
     return found
 

@@ -5,6 +5,7 @@ starts. Each start is one line of the file, `WHAT TEST`, where TEST is what pyte
 processes. What a pytest process itself imports is not counted: which test meets it first is chance.
 """
 
+import contextlib
 import os
 import sys
 
@@ -44,7 +45,5 @@ def _listen(path: str) -> None:
 
 
 if _path := os.environ.get("STREAMRL_STARTS"):
-    try:
+    with contextlib.suppress(OSError):  # another user's process, or one in a sandbox
         _listen(_path)
-    except OSError:  # another user's process, or one in a sandbox
-        pass
