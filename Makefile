@@ -1,16 +1,17 @@
-# make up    install once, then train the quickstart until it has visibly learned (about a minute on two cores)
-# make test  lint, layer rules, types and tests; those on the real SGLang too where make sglang-cpu has made its environment. SLOW=1
-#            adds those marked slow (learning curves, clusters, whole examples), as CI does; COMBINATIONS=1 those of which CI runs a choice
-# make pytest  the tests of make test alone
-# make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
-# make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
+# make up         install once, then train the quickstart until it has visibly learned (about a minute on two cores)
+# make test-fast  the tests that start no process: while you edit
+# make test       lint, layer rules, types and tests: before a pull request. .ci/run runs more: the tests marked slow, SGLang, megatron, verifiers
+# make soak       hours, before a release: every test, kill -9 of whole runs, mutants; writes docs/reliability.md and the tables of mutants
+# make pytest     the tests of make test alone; TIER=ci adds those marked slow, TIER=soak all others
+# make lint       ruff, layer rules, types, ratchets
+# make docs       the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
+# make chaos      a part of make soak: kill -9 of parts and whole runs, SIGSTOP, cut connections, damaged disks (CHAOS_ARGS="--minutes 10")
+# make mutants    a part of make soak: small faults in the code, one at a time, that the tests must find (MODULES="fold kl" JOBS=16)
+# make sglang-cpu     .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
+# make test-sglang    the tests on that SGLang
 # make test-megatron  the tests of megatron-core on its newest version, which needs Python 3.12 or 3.13: makes .venv-megatron (2 minutes, 5 GB)
-# make verifiers  .venv-verifiers and .venv-openenv: verifiers 0.4 for producer.python, OpenEnv for its tests (some minutes, 0.8 GB);
-#            make test-verifiers runs the tests of both
-# make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
-# make chaos kill -9 of parts and whole runs, SIGSTOP, cut connections, damaged disks (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
-# make mutants  small faults in the stream's decisions and the mathematics, one at a time, that their tests must find (an hour of one
-#            core; MODULES="fold kl" for some, JOBS=16 for so many at a time)
+# make verifiers      .venv-verifiers and .venv-openenv: verifiers 0.4 for producer.python, OpenEnv for its tests (some minutes, 0.8 GB)
+# make test-verifiers the tests of both
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
 # TEST_ARGS=...  of scripts/run_tests.py, for make test: --retry runs once more what has not passed, as CI does.
@@ -19,11 +20,11 @@
 VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_ARGS ?= -n 3 --dist worksteal
+MORE_TESTS ?=
 SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang -o timeout=400
 TEST_ARGS ?=
-SLOW ?=
-SOAK ?=
+TIER ?= test
 SGLANG_VENV ?= .venv-sglang
 MEGATRON_VENV ?= .venv-megatron
 MEGATRON_PYTEST_ARGS ?=
@@ -42,16 +43,15 @@ unexport PYTHONDONTWRITEBYTECODE
 up: $(VENV)/.installed
 	$(VENV)/bin/streamrl up examples/quickstart/quickstart.toml --name $(RUN) $(ARGS)
 
-# The tests on SGLang share one server: they run beside the others, one after the other, or are skipped with the reason. What starts a
-# server waits for most of its time; beside the others its tests take longer than their usual limit now and then.
 test: lint pytest
 
+# Three workers for two cores: many tests wait.
 pytest: $(VENV)/.installed-dev
-	$(VENV)/bin/python -m scripts.run_tests --together $(if $(SLOW),,--without slow) $(if $(SOAK),,--without soak) $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang --ignore=tests/verifiers" "$(SGLANG_PYTEST_ARGS)"
+	$(VENV)/bin/python -m scripts.run_tests --tier $(TIER) --together $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang --ignore=tests/verifiers" $(MORE_TESTS)
 
 test-fast: $(VENV)/.installed-dev
-	@began=$$(date +%s); $(VENV)/bin/python -m pytest $(PYTEST_ARGS) -m "not process and not slow" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
-	echo "test-fast: $$(($$(date +%s) - began)) s; left out: tests that start a process, slow ones, SGLang's, linters, types (make test)"; exit $$code
+	@began=$$(date +%s); $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not process and not slow and not soak" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
+	echo "test-fast: $$(($$(date +%s) - began)) s; tests that start a process were left out: make test"; exit $$code
 
 test-sglang: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest $(SGLANG_PYTEST_ARGS)
@@ -70,7 +70,10 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/python -m scripts.house
+	$(VENV)/bin/python -m scripts.costs
 	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright -p tests/pyrightconfig.json
 
 docs: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m scripts.docs

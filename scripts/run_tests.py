@@ -1,20 +1,23 @@
 """Run the tests: green only if every one of them ran and passed. `make test` is this, and so is CI, with two options more.
 
-    python -m scripts.run_tests [--retry] [--together] [--without MARKER] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
+    python -m scripts.run_tests --tier test [--retry] [--together] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
 
-Each argument is one run of pytest, in its order, or with `--together` at the same time: then what the later ones print comes when all are
-through. A test without a result, because its process died, has failed.
-With `--retry` tests that failed or have no result run once more when all runs are through, one after the other; each of them is named and
-counted in the last lines. Red at once, whatever a second try would say: nothing is collected, a file cannot be collected, the first run
-leaves no report, or it ends by itself with a status that is not about tests. With `--may-skip` a test that is skipped for another reason
-than one that begins so has failed. With `--without` tests with this marker are not collected. The last line reads "3 passed, 1 failed",
-and says after it which ones were left out.
+Each argument is one run of pytest. They run in this order, or at the same time with `--together`: then the output of the later ones is
+shown when all have ended. A test without a result, because its process died, has failed. The tier chooses tests by their markers and the
+limits that `scripts.costs` holds them to.
+
+With `--retry`, tests that failed or have no result run once more, one after the other, when all runs are through. Each of them is named
+and counted in the last lines. Some problems are final: nothing is collected, a file cannot be collected, the first run leaves no report,
+or it ends with a status that is not about tests. With `--may-skip`, a test that is skipped for another reason than one with this prefix
+has failed. The last line reads "3 passed, 1 failed", and says what was left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -27,12 +30,16 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.costs import COUNTING, SHARED, VARIABLE, Costs, keep, read_limits
+
 ABOUT_TESTS = (0, 1)
 """Exit statuses of pytest that say: all tests ran, and passed or not."""
 SLOWEST = 30
 """So many tests are named with their times."""
-LEFT_OUT = {"slow": "SLOW=1", "soak": "SOAK=1"}
-"""Markers that tests may be left out by, and with what `make test` runs those too."""
+TIERS = {"test": ("slow", "soak"), "ci": ("soak",), "soak": ()}
+"""The markers that each tier leaves out."""
+WHERE = {"slow": ".ci/run", "soak": "make soak"}
+"""What runs the tests with a marker."""
 
 
 @dataclass
@@ -45,6 +52,8 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     seconds: Counter[str] = field(default_factory=Counter)
     """What each test took, with its fixtures."""
+    core_s: Counter[str] = field(default_factory=Counter)
+    """Its processor time."""
     broken: dict[str, str] = field(default_factory=dict)
     exit: int | None = None
     """None: the process died before it came to its end."""
@@ -76,8 +85,9 @@ def read(path: Path) -> Report:
     return report
 
 
-def _add(report: Report, *, test: str, when: str, outcome: str, reason: str, seconds: float = 0.0) -> None:
-    """One phase: a test has passed when it is torn down and no phase has failed."""
+def _add(report: Report, *, test: str, when: str, outcome: str, reason: str, seconds: float = 0.0, core_s: float = 0.0) -> None:
+    """Add one phase: a test has passed when it is torn down and no phase has failed."""
+    report.core_s[test] += core_s  # pyright: ignore[reportArgumentType]
     report.seconds[test] += seconds  # pyright: ignore[reportArgumentType]
     if outcome == "failed":
         report.failed.add(test)
@@ -89,12 +99,19 @@ def _add(report: Report, *, test: str, when: str, outcome: str, reason: str, sec
         report.passed.add(test)
 
 
-def pytest_run(arguments: Sequence[str], path: Path, out: Path | None = None) -> Report:
+def counted(starts: Path) -> dict[str, str]:
+    """An environment in which every Python process writes down what it starts."""
+    paths = os.pathsep.join(filter(None, (str(COUNTING), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": paths, VARIABLE: str(starts)}
+
+
+def pytest_run(arguments: Sequence[str], path: Path, starts: Path, out: Path | None = None) -> Report:
     """Run pytest; its report, empty where it has left none.
 
     Args:
         arguments: of it.
         path: of the report.
+        starts: of what its tests start.
         out: where it prints; None: here.
 
     Raises:
@@ -103,7 +120,8 @@ def pytest_run(arguments: Sequence[str], path: Path, out: Path | None = None) ->
     command = [sys.executable, "-m", "pytest", "-p", "scripts.outcomes", f"--outcomes={path}", *arguments]
     say("runs " + shlex.join(command))
     with out.open("wb") if out is not None else nullcontext() as file:
-        status = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file and subprocess.STDOUT, check=False).returncode
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file and subprocess.STDOUT}
+        status = subprocess.run(command, env=counted(starts), check=False, **streams).returncode
     report = read(path) if path.exists() else Report()
     if report.exit is None:
         print()  # its own line was not ended
@@ -123,6 +141,7 @@ class Verdict:
     passed_then: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
+    costs: Costs = field(default_factory=Costs)
     left_out: str = ""
     """What the last line says of tests that were not to run."""
 
@@ -142,6 +161,8 @@ class Verdict:
         self.failures += problems
         self.passed += len(report.passed)
         self.seconds.update(report.seconds)
+        for test, core_s in report.core_s.items():
+            self.costs.spend(test, core_s)
         self.skips(report, may_skip)
         return not problems
 
@@ -193,7 +214,7 @@ def first_runs(runs: Sequence[str], scratch: Path, *, together: bool) -> list[Re
     def first(number: int) -> Report | ValueError:
         try:
             out = scratch / f"out-{number}" if together and number else None
-            return pytest_run(shlex.split(runs[number]), scratch / f"first-{number}.jsonl", out)
+            return pytest_run(shlex.split(runs[number]), scratch / f"first-{number}.jsonl", scratch / "starts", out)
         except ValueError as error:
             return error
 
@@ -223,7 +244,7 @@ def judged(runs: Sequence[str], scratch: Path, *, retry: bool, together: bool, m
         only.write_text(json.dumps(list(report.wanting)), encoding="utf-8")
         alone = [*shlex.split(arguments), *(["-n", "0"] if " -n" in f" {arguments}" else []), f"--only={only}"]
         try:
-            after = pytest_run(alone, scratch / f"second-{number}.jsonl")
+            after = pytest_run(alone, scratch / f"second-{number}.jsonl", scratch / "starts-again")
         except ValueError as error:
             verdict.failures.append(f"the report of the second run of pytest {arguments} cannot be read: {error}")
             after = Report()
@@ -237,17 +258,25 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", metavar="PYTEST ARGUMENTS", help="arguments of one run of pytest, as one word")
     parser.add_argument("--retry", action="store_true", help="run once more, alone, what has not passed")
     parser.add_argument("--together", action="store_true", help="run all of them at the same time")
-    parser.add_argument("--without", action="append", choices=LEFT_OUT, default=[], help="leave out the tests with a marker, and say so")
+    parser.add_argument("--tier", choices=TIERS, default="soak", help="which tests run, by their markers; all without it")
     parser.add_argument("--may-skip", action="append", metavar="PREFIX", help="begin of a reason to skip that is no failure")
     parser.add_argument("--also-failed", action="append", default=[], metavar="NAME", help="a step of before that counts as a failed test")
     options = parser.parse_args()
-    wanted = shlex.quote(" and ".join(f"not {marker}" for marker in options.without))
-    runs = [f"{run} -m {wanted}" if options.without else run for run in options.runs]
+    without = TIERS[options.tier]
+    wanted = shlex.quote(" and ".join(f"not {marker}" for marker in without))
+    runs = [f"{run} -m {wanted}" if without else run for run in options.runs]
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-tests-") as scratch:
         verdict = judged(runs, Path(scratch), retry=options.retry, together=options.together, may_skip=options.may_skip or [""])
+        if (starts := Path(scratch, "starts")).exists():
+            verdict.costs.read_starts(starts.read_text(encoding="utf-8").splitlines())
+    if verdict.costs.core_s.keys() - {SHARED}:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        print(verdict.costs.table(used.ru_utime + used.ru_stime), flush=True)
+        keep(options.tier, verdict.costs)
+        verdict.failures += verdict.costs.over(read_limits(options.tier))
     verdict.failures += options.also_failed
-    verdict.left_out = "".join(f"; those marked {one} were left out: make test {LEFT_OUT[one]} runs them too" for one in options.without)
+    verdict.left_out = "".join(f"; tests marked {one} were left out: {WHERE[one]} runs them" for one in without)
     say(f"took {(time.monotonic() - began_s) / 60:.1f} minutes")
     verdict.tell()
     return 1 if verdict.failures else 0

@@ -120,12 +120,10 @@ def test_slow_ones_are_left_out_where_that_is_asked_for_and_it_is_said(folder: P
     (folder / "test_a.py").write_text(
         PASSES + "import pytest\n" + "".join(f"@pytest.mark.{one}\ndef test_{one}():\n    assert False\n" for one in more)
     )
-    slow, soak = (
-        f"; those marked {one} were left out: make test {one.upper()}{s}=1 runs them too" for one, s in zip(more, ("", "S"), strict=True)
-    )
-    said = run(folder, "--without", "slow", "--without", "soak", arguments)
+    slow, soak = (f"; tests marked {one} were left out: {by} runs them" for one, by in zip(more, (".ci/run", "make soak"), strict=True))
+    said = run(folder, "--tier", "test", arguments)
     assert (said.code, said.closing) == (0, f"1 passed, 0 failed{slow}{soak}")
-    assert run(folder, "--without", "soak", arguments).closing == f"1 passed, 1 failed{soak}"
+    assert run(folder, "--tier", "ci", arguments).closing == f"1 passed, 1 failed{soak}"
     assert run(folder, arguments).closing == "1 passed, 2 failed"
 
 
