@@ -2,6 +2,7 @@
 # make test-fast  the tests that start no process: while you edit
 # make test       lint, layer rules, types and tests: before a pull request. .ci/run runs more: the tests marked slow, SGLang, megatron, verifiers
 # make soak       hours, before a release: every test, kill -9 of whole runs, mutants; writes docs/reliability.md and the tables of mutants
+#                 (STEPS="tests chaos mutants" for some of these)
 # make pytest     the tests of make test alone; TIER=ci adds those marked slow, TIER=soak all others
 # make lint       ruff, layer rules, types, ratchets
 # make docs       the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
@@ -32,12 +33,13 @@ VERIFIERS_VENV ?= .venv-verifiers
 OPENENV_VENV ?= .venv-openenv
 CHAOS_ARGS ?= --minutes 120
 MODULES ?=
+STEPS ?=
 JOBS ?= 1
 export VENV SGLANG_VENV MEGATRON_VENV VERIFIERS_VENV OPENENV_VENV
 # Where it is set, every process that a test starts compiles all of streamrl again, and pytest rewrites every test file.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test pytest test-fast test-sglang test-megatron test-verifiers lint docs chaos mutants clean torch sglang-cpu verifiers
+.PHONY: up test pytest test-fast test-sglang test-megatron test-verifiers lint docs soak chaos mutants clean torch sglang-cpu verifiers
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -82,6 +84,9 @@ chaos: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest tests/kill tests/audit tests/faults $(PYTEST_ARGS)
 	$(VENV)/bin/python -m tests.chaos.session $(CHAOS_ARGS); code=$$?; \
 	$(VENV)/bin/python -m tests.chaos.report runs/chaos/*.jsonl && exit $$code
+
+soak: $(VENV)/.installed-dev
+	nice $(VENV)/bin/python -m scripts.soak $(STEPS)
 
 mutants: $(VENV)/.installed-dev
 	nice $(VENV)/bin/python -m scripts.mutants $(MODULES) --jobs $(JOBS)
