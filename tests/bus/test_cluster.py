@@ -142,6 +142,7 @@ async def leader(bus: JetStreamBus, stream: str) -> int:
     return int(str((await described(bus, stream_name(RUN, stream)))["cluster"]["leader"]).removeprefix("server-"))  # type: ignore[index]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # 41 s alone, most of it elections
 async def test_a_run_goes_on_while_one_of_three_servers_is_gone(operator: JetStreamBus, cluster: Cluster, connected: Connected) -> None:
     for name in (*(stream_name(RUN, each) for each in streams(CONFIG)), keys_name(RUN), blobs_name(RUN), blobs_name(sample_bucket(RUN))):

@@ -24,9 +24,9 @@ from streamrl.producers.episode import samples_of
 from streamrl.schemas.samples import TurnSpan, VersionSpan
 from streamrl.schemas.tasks import RewardSpec, RolloutTask
 from streamrl.schemas.versions import Version
-from tests.history.conftest import Recorded
 from tests.recorded import runs
 from tests.support.golden_rows import former_samples
+from tests.support.recorded_run import Recorded
 
 Say = Callable[..., tuple[int, str, str]]
 

@@ -35,8 +35,8 @@ from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_SCHEMA, LEDGER, SAMPLES, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
-from tests.history.conftest import Recorded
 from tests.recorded import runs
+from tests.support.recorded_run import Recorded
 
 NAMES = ("drop", "fork", "late", "lockstep", "wait", "warmup")
 """Recordings of 7fe21ef."""
@@ -115,7 +115,7 @@ def reward_of(row: Sample, end: LedgerEntry | None, messages: dict[int, Message]
 async def test_every_task_of_a_run_of_an_earlier_build(name: str, tmp_path: Path) -> None:
     runs.unpack(name, tmp_path)
     log = RecordedLog(tmp_path / runs.RECORDING)
-    lives = await check_every_task(log)
+    lives = await check_every_task(log, step=3)
     assert {life.state for life in lives} >= {"trained"}
     # What that build did not record is said to be missing, and no time is made up.
     claimed = [life for life in lives if life.claim is not None]
@@ -124,7 +124,7 @@ async def test_every_task_of_a_run_of_an_earlier_build(name: str, tmp_path: Path
 
 
 async def test_every_task_of_a_run_of_today(recorded: Recorded) -> None:
-    lives = await check_every_task(RecordedLog(recorded.path), step=4)
+    lives = await check_every_task(RecordedLog(recorded.path), step=8)
     trained = [life for life in lives if life.state == "trained" and life.source == "main"]
     assert trained
     for life in trained:

@@ -32,21 +32,9 @@ from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.protocol import StepResult, out_of_memory
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.trainer import TorchTrainer
-from tests.history.test_critic import ppo_config
 from tests.loop.test_steps import notices
 from tests.support.harness import make_run, read_ledger, run_to_end
-
-
-def limited(base: Path, memory_tokens: int) -> Config:
-    config = ppo_config(base)
-    return replace(
-        config,
-        run=replace(config.run, name="halved", steps=6, numerics="bitwise"),
-        tasks=replace(config.tasks, num_rollouts=2),
-        trainer=replace(config.trainer, checkpoint_every=3, minibatches=1, micro_tokens=64, activations=0),
-        loss=type(config.loss)(),
-        debug=DebugConfig(memory_tokens=memory_tokens),
-    )
+from tests.support.torch_runs import limited
 
 
 @pytest.mark.process
