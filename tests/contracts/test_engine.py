@@ -97,7 +97,12 @@ def make_host(kind: str, path: Path) -> BatchingEngine:
     return TableEngine(path, config, engine_id="engine-0", policy="policy", max_len=MAX_LEN, delay=delay)
 
 
-@pytest.fixture(params=["local", "table", "http-local", "http-table", "channel-local", "channel-table"])
+IN_CI = [pytest.param(f"{way}-local", marks=pytest.mark.slow) for way in ("http", "channel")]
+SITES = ["local", "table", "http-table", "channel-table", *IN_CI]
+"""Each engine, each way to it, and in CI both of them."""
+
+
+@pytest.fixture(params=SITES)
 async def bare(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
     """A site that serves no weights yet."""
     way, _, kind = request.param.rpartition("-")
@@ -172,13 +177,13 @@ async def test_a_stop_token_ends_a_completion_and_is_part_of_it(site: Site):
 
 
 async def test_the_end_token_ends_a_completion_unless_it_is_ignored(site: Site):
-    sampling = Sampling(max_new_tokens=400, temperature=3.0)
+    sampling = Sampling(max_new_tokens=200, temperature=3.0)
     answers = await ask(site.engine, site.request("a", seeds=range(8), sampling=sampling))
     stopped = [answer for answer in answers if answer.reason == "stop"]
-    assert stopped, "400 nearly uniform draws from 64 tokens hold the end token"
+    assert stopped, "200 nearly uniform draws from 64 tokens hold the end token"
     assert all(answer.ids[-1] == EOS and EOS not in answer.ids[:-1] for answer in stopped)
     ignoring = msgspec.structs.replace(sampling, ignore_eos=True)
-    assert all(len(answer.ids) == 400 for answer in await ask(site.engine, site.request("b", seeds=range(8), sampling=ignoring)))
+    assert all(len(answer.ids) == 200 for answer in await ask(site.engine, site.request("b", seeds=range(8), sampling=ignoring)))
 
 
 async def test_greedy_does_not_depend_on_the_seed(site: Site):

@@ -56,17 +56,22 @@ def allowed(world: World) -> World:
     return replace(world, expire=left + world.expire if expires else 0)
 
 
-RUNS = settings(max_examples=150, deadline=None)
-
-
 def all_drops(result: Result) -> list[Drop]:
     return [drop for entry in result.ledger for drop in entry.drops] + list(result.state.drops)
 
 
 @given(world=WORLDS)
-@RUNS
-def test_every_task_ends_once(world: World) -> None:
+@settings(max_examples=200, deadline=None)
+def test_what_holds_in_every_world(world: World) -> None:
     result = Simulation(world).run()
+    every_task_ends_once(result)
+    every_rollout_of_the_stream_is_in_one_entry_or_one_drop_or_pending(result)
+    staleness_is_bounded(world, result)
+    the_same_stream_and_cursors_give_the_same_batches(world, result)
+    what_is_trained_has_its_greedy_rollout_and_another(world, result)
+
+
+def every_task_ends_once(result: Result) -> None:
     ended = Counter(group.task for entry in result.ledger for group in entry.used)
     ended.update(drop.task for drop in all_drops(result) if drop.retires)
     assert not [task for task, times in ended.items() if times > 1]
@@ -74,10 +79,7 @@ def test_every_task_ends_once(world: World) -> None:
     assert result.issued <= result.granted.granted
 
 
-@given(world=WORLDS)
-@RUNS
-def test_every_rollout_of_the_stream_is_in_one_entry_or_one_drop_or_pending(world: World) -> None:
-    result = Simulation(world).run()
+def every_rollout_of_the_stream_is_in_one_entry_or_one_drop_or_pending(result: Result) -> None:
     places: Counter[tuple[int, int]] = Counter()
     whole: Counter[int] = Counter()
     for entry in result.ledger:
@@ -93,20 +95,15 @@ def test_every_rollout_of_the_stream_is_in_one_entry_or_one_drop_or_pending(worl
             assert set(found.values()) == {1}, f"{record} is counted {found}"
 
 
-@given(world=WORLDS.map(lambda world: replace(world, baseline=True)))
-@RUNS
-def test_what_is_trained_has_its_greedy_rollout_and_another(world: World) -> None:
-    result = Simulation(world).run()
-    for entry in result.ledger:
+def what_is_trained_has_its_greedy_rollout_and_another(world: World, result: Result) -> None:
+    for entry in result.ledger if world.baseline else ():
         for group in entry.used:
             if result.state.warmup_end is not None and group.task >= result.state.warmup_end:
                 assert group.rollouts[-1] == world.group - 1 and len(group.rollouts) > 1
 
 
-@given(world=WORLDS)
-@RUNS
-def test_staleness_is_bounded(world: World) -> None:
-    for entry in Simulation(world).run().ledger:
+def staleness_is_bounded(world: World, result: Result) -> None:
+    for entry in result.ledger:
         match world.stale:
             case "drop":
                 assert max(entry.ages) <= world.staleness
@@ -116,6 +113,19 @@ def test_staleness_is_bounded(world: World) -> None:
                 # Whoever was granted at version g has ended by g + S; at most (S + 1) B such groups then go, oldest first, B a version.
                 assert max(entry.ages) <= 2 * world.staleness
                 assert not any(drop.reason == "stale" for drop in entry.drops)
+
+
+def the_same_stream_and_cursors_give_the_same_batches(world: World, result: Result) -> None:
+    state, folded = initial_state(world.config), 0
+    for entry in result.ledger:
+        while folded < entry.cursor:
+            state, _ = fold(state, result.log[folded], world.config)
+            folded += 1
+        state = FoldState.decode(state.encode())
+        batch = close(state, world.config)
+        assert batch is not None and used(batch) == entry.used and state.drops == entry.drops
+        state = trained(state, batch, world.config, warm=entry.warm)
+    assert state == result.state or result.state.cursor > state.cursor
 
 
 @given(
@@ -129,7 +139,7 @@ def test_staleness_is_bounded(world: World) -> None:
     kill=st.sampled_from([0.0, 0.02]),
     seed=st.integers(0, 2**32),
 )
-@RUNS
+@settings(max_examples=100, deadline=None)
 def test_hung_tasks_expire_and_their_credits_come_back(more: int, **options: object) -> None:
     world = World(**options | {"steps": 20, "slots": 40, "tail": "fixed"})  # type: ignore[arg-type]
     world = replace(world, expire=world.staleness + more)
@@ -156,22 +166,6 @@ def test_without_expiry_hung_tasks_stop_the_run(stale: str) -> None:
 def test_wait_is_not_bounded_by_s_alone() -> None:
     world = World(batch=2, staleness=3, stale="wait", tail="first", slots=40, steps=12, messages="whole", eager=0.0, publish_lag=0.0)
     assert max(max(entry.ages) for entry in Simulation(world).run().ledger) == 5
-
-
-@given(world=WORLDS)
-@RUNS
-def test_the_same_stream_and_cursors_give_the_same_batches(world: World) -> None:
-    result = Simulation(world).run()
-    state, folded = initial_state(world.config), 0
-    for entry in result.ledger:
-        while folded < entry.cursor:
-            state, _ = fold(state, result.log[folded], world.config)
-            folded += 1
-        state = FoldState.decode(state.encode())
-        batch = close(state, world.config)
-        assert batch is not None and used(batch) == entry.used and state.drops == entry.drops
-        state = trained(state, batch, world.config, warm=entry.warm)
-    assert state == result.state or result.state.cursor > state.cursor
 
 
 @given(

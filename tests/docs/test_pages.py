@@ -24,8 +24,8 @@ from streamrl.monitor.metrics_file import MetricsFile, decoded
 from streamrl.monitor.series import Row
 from streamrl.producers.late import LateRewards
 from streamrl.telemetry.names import LENGTHS, METRICS
-from tests.history.conftest import FIXED, make_recorded
 from tests.support.blocks import Block, blocks
+from tests.support.recorded_run import FIXED, make_recorded
 from tests.support.world.world import table_config
 
 ROOT = Path(__file__).parents[2]

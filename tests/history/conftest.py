@@ -3,67 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from streamrl.bus.memory import MemoryBus
-from streamrl.bus.reading import read_key
-from streamrl.config.tree import Config
-from streamrl.data.model import ensure_model
-from streamrl.history.record import Recording, record
-from streamrl.launch.prepare import prepare
-from streamrl.runtime.run_record import write_or_check
-from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.control import RunRecord
-from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.subjects import KEY_RUN
-from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.recorded_run import FIXED, Recorded, make_recorded
+from tests.support.shared import made_once
 from tests.support.world.world import table_config
 
-FIXED: dict[str, dict[str, object]] = {"trainer": {"keep_checkpoints": 100}, "data": {"max_prompt_tokens": 16}}
-"""Every checkpoint stays, and the configuration passes its own check."""
 
-
-@dataclass(frozen=True)
-class Recorded:
-    """A finished run and what was recorded of it."""
-
-    config: Config
-    run: RunDir
-    path: Path
-    """The recording."""
-    recording: Recording
-    ledger: list[LedgerEntry]
-    messages: list[tuple[int, str, bytes, dict[str, str]]]
-    """The sample stream as the bus had it."""
-
-
-async def make_recorded(base: Path, config: Config) -> Recorded:
-    """Run to the end in process, then record; foreign bytes, a tampered sample and a mark are on the stream, too."""
-    run, config = make_run(base, config)
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(config.run.name, config.bus)
-    try:
-        await write_or_check(bus, await prepare(config, run))
-        await bus.publish(f"{config.run.name}.samples.main", b"no Arrow data")
-        await run_to_end(config, run, bus)
-        messages = []
-        last = (await bus.state("samples")).last
-        async for message in bus.read("samples", after=0):
-            messages.append((message.sequence, message.subject, bytes(message.body), dict(message.headers)))
-            if message.sequence == last:
-                break
-        out = base / "recorded"
-        made = await record(bus, config, run, out, run_record=await read_key(bus.kv, KEY_RUN, RunRecord), checkpoints=True)
-        return Recorded(config, run, out, made, await read_ledger(bus, config.run.name), messages)
-    finally:
-        await bus.close()
+def make(base: Path) -> Recorded:
+    config = table_config(base, run={"name": "parent", "steps": 16}, warmup={"max_steps": 3, "until": 1.0}, **FIXED)
+    return asyncio.run(make_recorded(base, config))
 
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    base = tmp_path_factory.mktemp("recorded")
-    config = table_config(base, run={"name": "parent", "steps": 24}, warmup={"max_steps": 3, "until": 1.0}, **FIXED)
-    return asyncio.run(make_recorded(base, config))
+    return made_once(tmp_path_factory, "recorded", make)

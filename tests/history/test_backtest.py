@@ -15,8 +15,8 @@ from streamrl.history.backtest_model import Arrival, History, read_history
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay_log import PastLedger
 from streamrl.history.source import open_source
-from tests.history.conftest import Recorded
 from tests.support.errors import raises
+from tests.support.recorded_run import Recorded
 
 CONFIG = FoldConfig(batch_tasks=2, max_staleness=4, drop_zero_variance=False)
 

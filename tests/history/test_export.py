@@ -6,12 +6,10 @@ import asyncio
 import json
 import resource
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
@@ -44,10 +42,10 @@ from streamrl.trainers.torch.checkpoint import (
     write_checkpoint,
     write_tensors,
 )
-from tests.history.test_critic import ppo_config
 from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.harness import make_run, read_ledger, run_to_end, services
+from tests.support.torch_runs import ppo_config
 from tests.support.world.world import table_config
 from tests.tensors.test_names import tiny
 
@@ -79,17 +77,21 @@ class Exported:
         return await export(self.config, self.bus, self.run.model_dir, replace(self.found, **found), version, out)
 
 
-@pytest_asyncio.fixture(params=["float32", "bfloat16"])
-async def made(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Exported]:
-    run, config = make_run(tmp_path, exporting(tmp_path, request.param))
+async def make(base: Path, dtype: str) -> Exported:
+    run, config = make_run(base, exporting(base, dtype))
     ensure_model(config, run.model_dir)
     bus = MemoryBus(config.run.name, config.bus)
     try:
         await run_to_end(config, run, bus)
         ledger = await read_ledger(bus, config.run.name)
-        yield Exported(config, run, bus, ledger, await find_versions(config, bus, run.checkpoints))
+        return Exported(config, run, bus, ledger, await find_versions(config, bus, run.checkpoints))
     finally:
         await bus.close()
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    return asyncio.run(make(tmp_path_factory.mktemp("exports"), request.param))
 
 
 def logits(path: Path) -> torch.Tensor:
@@ -206,6 +208,7 @@ async def test_it_is_what_the_trainer_exports_wherever_it_comes_from(made: Expor
         assert nothing_beside(path)
 
 
+@pytest.mark.parametrize("made", ["bfloat16"], indirect=True)
 async def test_what_is_not_there_is_named_and_what_is_there_is_not_replaced(made: Exported, tmp_path: Path) -> None:
     assert choose(made.found, None) == choose(made.found, "6") == choose(made.found, "0.6") == made.newest
     with raises(ConfigError, versions=tuple(map(str, made.found.versions))) as caught:
@@ -227,12 +230,15 @@ async def test_what_is_not_there_is_named_and_what_is_there_is_not_replaced(made
         await made.export(made.newest, tmp_path / "none", checkpoints={made.newest: broken}, log={})
     assert await made.export(made.newest, tmp_path / "whole", checkpoints={made.newest: broken}) == "the bus"
     manifest, way = made.found.log[made.newest]
-    for link in {*way, *manifest.links["bus"]}:
-        for part in link.parts if link.version == made.newest else ():
-            await made.bus.blobs.delete(part.location)
+    parts = [part for link in {*way, *manifest.links["bus"]} if link.version == made.newest for part in link.parts]
+    taken = {part.location: await made.bus.blobs.get(part.location) for part in parts}
+    for name in taken:
+        await made.bus.blobs.delete(name)
     with pytest.raises(WeightSyncError):
         await made.export(made.newest, tmp_path / "none", checkpoints={})
     assert made.newest not in (await find_versions(made.config, made.bus, made.run.checkpoints)).log
+    for name, data in taken.items():
+        await made.bus.blobs.put(name, data)
     wrong = replace(manifest, tensors=(replace(manifest.tensors[0], digest="0" * 16), *manifest.tensors[1:]))
     other = next(version for version in made.found.log if version != made.newest)
     with pytest.raises(WeightSyncError, match="expected digest 0000000000000000"):
@@ -240,6 +246,7 @@ async def test_what_is_not_there_is_named_and_what_is_there_is_not_replaced(made
     assert not (tmp_path / "none").exists() and nothing_beside(tmp_path / "none")
 
 
+@pytest.mark.parametrize("made", ["bfloat16"], indirect=True)
 async def test_a_disk_without_room_is_left_as_it_was(made: Exported, tmp_path: Path) -> None:
     """By a limit on the size of a file, which fails as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

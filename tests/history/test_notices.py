@@ -15,12 +15,13 @@ from streamrl.data.model import ensure_model
 from streamrl.history.tap import TapSettings, tap
 from streamrl.runtime.worker import Worker
 from tests.history.test_command_line import train
-from tests.loop.test_out_of_memory import limited
 from tests.support.compilers import without_compiler
 from tests.support.harness import make_run
+from tests.support.torch_runs import limited
 
 pytestmark = [
     pytest.mark.nats,
+    pytest.mark.slow,
     pytest.mark.process,
     pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),

@@ -25,8 +25,8 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import BlobRef, Branch, TurnSpan
 from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
 from tests.golden.generate import FOLDER as GOLDEN
-from tests.history.conftest import Recorded
 from tests.support.errors import raises
+from tests.support.recorded_run import Recorded
 from tests.support.rows import sample
 
 

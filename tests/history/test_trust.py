@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli import main
-from tests.history.conftest import Recorded
+from tests.support.recorded_run import Recorded
 
 CODE = """
 from pathlib import Path

@@ -11,7 +11,7 @@ from streamrl.bus.server import NatsServer
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.tree import Config
 from streamrl.history.replay import Range, verify
-from tests.history.test_critic import ppo_config
+from tests.support.torch_runs import ppo_config
 from tests.support.world.fuse import Spot
 from tests.support.world.nursery import Nursery
 from tests.support.world.world import world

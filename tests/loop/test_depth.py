@@ -6,11 +6,12 @@ import traceback
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.algorithms import policy_losses
 from streamrl.algorithms.importance import ratio_of
-from streamrl.bus.protocol import Bus
+from streamrl.bus.memory import MemoryBus
 from streamrl.data.model import ensure_model
 from tests.loop.test_lockstep import lockstep_config
 from tests.support.harness import make_run, run_to_end
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.process
 DEEPEST = 7
 
 
-async def test_from_the_loop_to_the_clipped_loss_it_is_a_few_frames(
-    tmp_path: Path, bus: Bus, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_from_the_loop_to_the_clipped_loss_it_is_a_few_frames(tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stacks: list[list[str]] = []
 
     def looking(log_ratio: Tensor) -> Tensor:
@@ -31,9 +30,12 @@ async def test_from_the_loop_to_the_clipped_loss_it_is_a_few_frames(
         return ratio_of(log_ratio)
 
     monkeypatch.setattr(policy_losses, "ratio_of", looking)
-    run, config = make_run(tmp_path, lockstep_config(tmp_path, run_id, "torch"))
+    config = lockstep_config(tmp_path, run_id, "torch")
+    run, config = make_run(tmp_path, replace(config, run=replace(config.run, steps=1)))
     ensure_model(config, run.model_dir)
+    bus = MemoryBus(run_id, config.bus)
     await run_to_end(config, run, bus)
+    await bus.close()
     names = stacks[0]
     path = names[names.index("_train") - 1 :]
     assert (path[0], path[-1]) == ("run", "ppo_clip")

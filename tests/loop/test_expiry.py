@@ -14,7 +14,7 @@ from streamrl.history.replay import Range, verify
 from streamrl.history.replay_log import read_past
 from streamrl.history.source import open_source
 from streamrl.schemas.subjects import Subjects
-from tests.history.conftest import FIXED, make_recorded
+from tests.support.recorded_run import FIXED, make_recorded
 from tests.support.world.world import table_config
 
 PRODUCER = """
@@ -27,12 +27,12 @@ async def hangs(task, engine):
     await chat.generate()
     return chat.episode()
 """
-STEPS = 24
+STEPS = 14
 EXPIRE = 3
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("stale", ["drop", "mask"])
+@pytest.mark.parametrize("stale", ["drop", pytest.param("mask", marks=pytest.mark.slow)])
 async def test_hung_rollouts_expire_and_replay_branch_and_back_test_agree(tmp_path: Path, stale: str) -> None:
     (tmp_path / "hangs.py").write_text(PRODUCER)
     config = table_config(
@@ -47,7 +47,7 @@ async def test_hung_rollouts_expire_and_replay_branch_and_back_test_agree(tmp_pa
     ends = {drop.task: (entry.version.number, drop.reason) for entry in recorded.ledger for drop in entry.drops if drop.retires}
     hung = [task for task in range(recorded.ledger[-1].granted) if task % 9 == 4]
     expired = [task for task, (_, reason) in ends.items() if reason == "expired"]
-    assert len(expired) >= 4 and set(expired) <= set(hung)
+    assert len(expired) >= 3 and set(expired) <= set(hung)
     assert ends[4] == (EXPIRE + 1, "expired"), "granted at version 0, so its drop is in the entry after version 3"
     async with open_source(str(recorded.path)) as source:
         report = await verify(source.config, source.log, source.model_dir)

@@ -109,7 +109,9 @@ async def plain_loop(config: Config, model_dir: Path) -> list[str]:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("backend", ["table", "torch"])
+@pytest.mark.parametrize(
+    ("make_bus", "backend"), [("memory", "torch"), pytest.param("nats", "table", marks=pytest.mark.nats)], indirect=["make_bus"]
+)
 async def test_lockstep_equals_a_plain_synchronous_loop(tmp_path: Path, bus: Bus, run_id: str, backend: str) -> None:
     config = lockstep_config(tmp_path, run_id, backend)
     run, config = make_run(tmp_path, config)

@@ -41,7 +41,7 @@ from tests.support.harness import make_run, run_to_end
 from tests.support.wanted import slices
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 40\n"
-NUM_CHECKED = 200
+NUM_CHECKED = 60
 TOLERANCE = 1e-4
 
 
@@ -50,7 +50,7 @@ def provenance_config(tmp_path: Path, run_id: str) -> Config:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) + "\n" for n in range(40)))
     (tmp_path / "reward.py").write_text(REWARD)
     return Config(
-        run=RunConfig(name=run_id, steps=30, seed=5),
+        run=RunConfig(name=run_id, steps=14, seed=5),
         model=ModelConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, max_len=80),
         data=DataConfig(train=str(tmp_path / "train.jsonl")),
         tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=6, drop_zero_variance=False),
@@ -144,7 +144,7 @@ async def test_provenance_of_a_finished_run(tmp_path: Path, nats_bus: Bus, run_i
 
     # Control: moving a span's end by one token is caught, but for the odd token that both versions give the same probability.
     caught = 0
-    moved = spanning[:40]
+    moved = spanning[:20]
     for sample in moved:
         versions = token_versions(sample)
         flip = next(i for i in range(1, len(versions)) if versions[i] != versions[i - 1])

@@ -1,4 +1,4 @@
-"""A run of kind `sft` as a user starts it: conversations over the bus, no engine, a loss that falls, every version again from the log."""
+"""A run of kind `sft`: conversations over the bus, a loss that falls, every version again from the log; as a user starts it, no engine."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from streamrl.config.tree import Config
 from streamrl.core.state import FoldState
 from streamrl.data.problems import load_problems
 from streamrl.errors import ConfigError, DataError
+from streamrl.history.backtest_grid import backtest_grid
+from streamrl.history.source import Source
 from streamrl.history.tap import is_over
 from streamrl.schemas.versions import Version
 from tests.support.chat_templates import family
 from tests.support.errors import raises
 from tests.support.programs import STREAMRL, Start, said
+from tests.support.ups import Ups
 
 RUN = """
 [run]
@@ -54,28 +57,22 @@ def write(place: Path, run: str = RUN, rows: list[object] | None = None) -> Path
     return place / "run.toml"
 
 
-async def test_conversations_are_learned_resumed_and_replayed(start: Start, tmp_path: Path) -> None:
+@pytest.mark.process
+async def test_conversations_are_learned_resumed_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    code, out, err = await said(await start(*STREAMRL, "up", "run.toml"))
-    assert code == 0, out + err
-    summary = json.loads((tmp_path / "runs/chats/summary.json").read_text())
-    assert summary["steps"] == 12
-    assert (summary["tokens_made"], summary["dropped"], summary["swaps"], summary["reward_last"]) == (0, 0, 0, None)
-    assert not list((tmp_path / "runs/chats/logs").glob("engine*"))
-
-    code, out, err = await said(await start(*STREAMRL, "up", "run.toml", "--set", "run.steps=40"))
-    assert code == 0, out + err
-    more = json.loads((tmp_path / "runs/chats/summary.json").read_text())
-    assert more["steps"] == 40
-    assert more["loss_last"] < 0.7 * more["loss_first"]
-    assert "loss" in out
-    code, out, err = await said(await start(*STREAMRL, "replay", "chats", "--verify"))
-    assert code == 0, err
-    assert "40 of 40" in out
+    monkeypatch.chdir(tmp_path)
+    ups = Ups(tmp_path)
+    await ups.up(8)
+    await ups.up(24)
+    entries = await ups.ledger()
+    assert [entry.version.number for entry in entries] == [*range(1, 25)]
+    assert entries[-1].metrics["train/loss"] < 0.7 * entries[0].metrics["train/loss"]
+    assert (await ups.replayed()).equal == 24
     # Batches of half the size are twice as many: to the back-test the whole run is of demonstrations, too.
-    code, out, err = await said(await start(*STREAMRL, "replay", "chats", "--policy-only", "--json", "--set", "tasks.batch_tasks=4"))
-    assert code == 0, err
-    assert min(one["batches"] for one in json.loads(out)["outcomes"]) >= 80
+    facts = {"checkpoints": ups.run.checkpoints, "foreign": "", "record": None, "initial_digest": ""}
+    source = Source(config=ups.run.load_config(), log=ups.bus, model_dir=ups.run.model_dir, **facts)
+    assert min(one.batches for one in (await backtest_grid(source, ["tasks.batch_tasks=4"])).outcomes) >= 48
+    await ups.bus.close()
 
 
 def test_a_tap_leaves_when_the_run_has_its_last_version() -> None:
@@ -95,9 +92,10 @@ async def test_a_conversation_that_cannot_be_trained_is_ended_with_the_reason(st
     code, out, err = await said(await start(*STREAMRL, "up", "run.toml"))
     assert code == 0, out + err
     summary = json.loads((tmp_path / "runs/chats/summary.json").read_text())
-    assert summary["steps"] == 3
-    assert summary["drops"]["failed"] >= 2
-    assert "begins or ends turns" in summary["newest_error"] or "at most 64 fit" in summary["newest_error"]
+    assert (summary["steps"], summary["tokens_made"], summary["swaps"], summary["reward_last"]) == (3, 0, 0, None)
+    assert summary["drops"]["failed"] >= 2 and "loss" in out
+    assert "turns" in summary["newest_error"] or "at most 64" in summary["newest_error"]
+    assert not list((tmp_path / "runs/chats/logs").glob("engine*"))
 
 
 @pytest.mark.parametrize(

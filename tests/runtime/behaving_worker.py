@@ -1,4 +1,7 @@
-"""A worker whose `main` behaves as told: `behaving_worker.py RUN INDEX BEHAVIOUR` (INDEX `-`: the first free one)."""
+"""A worker whose `main` behaves as told: `behaving_worker.py RUN INDEX BEHAVIOUR...` (INDEX `-`: the first free one).
+
+Of several behaviours each exit code is printed.
+"""
 
 from __future__ import annotations
 
@@ -68,5 +71,9 @@ BEHAVIOURS = {
 }
 
 if __name__ == "__main__":
-    path, number, behaviour = sys.argv[1:]
-    sys.exit(run_worker("producer", RunDir(path), None if number == "-" else int(number), main=BEHAVIOURS[behaviour]))
+    path, number, *behaviours = sys.argv[1:]
+    index = None if number == "-" else int(number)
+    codes = [run_worker("producer", RunDir(path), index, main=BEHAVIOURS[behaviour]) for behaviour in behaviours]
+    if len(codes) > 1:
+        print(*map(int, codes))
+    sys.exit(codes[-1])

@@ -64,7 +64,7 @@ def test_a_rewarders_file_has_its_login_and_no_token_of_engines(run: RunDir, tmp
     assert b"rewarders-word" in body and not any(word.encode() in body for word in (SECRET, OTHER, OPERATOR, token))
     there = unpack_attach_file(tmp_path / "r.attach", tmp_path / "elsewhere", role="rewarder")
     assert BusAddress.load(there.bus_path_of("rewarder")).password == "rewarders-word" and there.engine_token() != token
-    with pytest.raises(ConfigError, match=r"an attach file of a producer .* got one of a rewarder"):
+    with pytest.raises(ConfigError, match="got one of a rewarder"):
         unpack_attach_file(tmp_path / "r.attach", tmp_path / "elsewhere")
 
 
@@ -130,7 +130,7 @@ def test_damaged_files_and_those_of_an_enemy_are_refused(run: RunDir, tmp_path: 
     def with_(**changes: Any) -> bytes:
         return mark + b"\n" + zlib.compress(msgspec.msgpack.encode(msgspec.structs.replace(whole, **changes)))
 
-    bomb = zlib.compressobj(9)
+    bomb = zlib.compressobj(1)
     bombed = mark + b"\n" + b"".join(bomb.compress(bytes(1 << 20)) for _ in range(300)) + bomb.flush()
     wrong = [b"", b"x" * 100, file.read_bytes()[:-5], mark + b"\n" + zlib.compress(b"\x00"), bombed]
     wrong += [with_(run="../demo"), with_(run="other"), with_(config="{"), with_(config='{"later": 1}')]

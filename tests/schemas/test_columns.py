@@ -126,7 +126,7 @@ def more(draw: st.DrawFn, length: int, trained: np.ndarray) -> dict[str, Any]:
 
 
 @given(rows=groups())
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_round_trip(rows: list[Sample]) -> None:
     batch = decode_samples(encode_samples(rows))
     assert [plain(row) for row in batch.rows()] == [plain(row) for row in rows]
@@ -266,17 +266,11 @@ def test_wrong_rows_are_refused_and_say_where(change: Change, says: str) -> None
     with pytest.raises(SchemaError, match=says) as caught:
         decode_samples(message(columns), where="run.samples.main sequence 7")
     assert "at run.samples.main sequence 7" in caught.value.message
-
-
-@pytest.mark.parametrize(("change", "says"), WRONG)
-@pytest.mark.parametrize("place", range(3))
-def test_one_wrong_message_is_seen_among_others(change: Change, says: str, place: int) -> None:
-    columns = table()
-    change(columns)
+    # It is seen among others, too.
     bodies = [encode_samples([sample(0, task=task), sample(1, task=task)]) for task in range(3)]
     assert decode_together(bodies) is not None
-    bodies[place] = message(columns)
-    assert decode_together(bodies) is None
+    for place in range(3):
+        assert decode_together([*bodies[:place], message(columns), *bodies[place + 1 :]]) is None
 
 
 @pytest.mark.parametrize(
@@ -303,8 +297,8 @@ def same_samples(ours: SampleBatch, theirs: SampleBatch) -> None:
     assert ours.texts("logprob_mode") == theirs.texts("logprob_mode")
 
 
-@given(messages=st.lists(groups(), min_size=1, max_size=5))
-@settings(deadline=None, max_examples=150)
+@given(messages=st.lists(groups(), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=50)
 def test_messages_decoded_together_are_what_each_is_by_itself(messages: list[list[Sample]]) -> None:
     bodies = [encode_samples(rows) for rows in messages]
     together = decode_together(bodies)

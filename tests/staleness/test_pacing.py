@@ -43,7 +43,7 @@ def test_a_grant_never_falls_and_never_exceeds_the_window(granted: int, retired:
 
 @pytest.mark.parametrize("tail", ["fixed", "uniform"])
 def test_pacing_lowers_staleness_and_keeps_the_trainer_busy(tail: str) -> None:
-    full, paced = measured(PACED, tail=tail, hold=False), measured(PACED, tail=tail, hold=True)
+    full, paced = (measured(PACED, tail=tail, steps=60, hold=hold) for hold in (False, True))
     assert paced.mean_age < 0.7 * full.mean_age
     assert paced.utilisation > 0.97 * full.utilisation
     assert (full.stale, paced.stale) == (0, 0)

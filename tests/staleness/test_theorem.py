@@ -65,7 +65,7 @@ SHAPES = {"batch": st.integers(1, 4), "staleness": st.integers(1, 5), "share": s
 @example(batch=2, staleness=3, share=1.0, slow=3.2)
 @example(batch=1, staleness=1, share=1.0, slow=1.125)
 @example(batch=1, staleness=1, share=1.0, slow=1.25)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_drop_wastes_a_batch_of_stragglers_exactly_when_they_outlast_s_steps(batch: int, staleness: int, share: float, slow: float) -> None:
     stragglers = math.ceil(share * batch)
     result = straggling("drop", batch, staleness, stragglers, slow)
@@ -79,7 +79,7 @@ def test_drop_wastes_a_batch_of_stragglers_exactly_when_they_outlast_s_steps(bat
 
 
 @given(**SHAPES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_wait_wastes_nothing_and_waits_as_long_as_stragglers_outlast_s_steps(batch: int, staleness: int, share: float, slow: float) -> None:
     result = straggling("wait", batch, staleness, math.ceil(share * batch), slow)
     assert stale_drops(result) == 0

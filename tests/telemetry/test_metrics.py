@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import logging
 import math
 import re
@@ -125,6 +126,17 @@ def names_in(source: str) -> tuple[set[str], set[str]]:
     return whole, begun
 
 
+@functools.cache
+def names_of_modules() -> dict[Path, tuple[set[str], set[str]]]:
+    """`names_in` of each module of the product."""
+    paths = [path for folder in ("streamrl", "producers", "consumers") for path in (ROOT / folder).rglob("*.py")]
+    return {path: names_in(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def reported_names() -> set[str]:
+    return set[str]().union(*(whole for path, (whole, _) in names_of_modules().items() if path.name != "names.py"))
+
+
 def test_names_are_found_where_they_are_written_and_where_they_are_put_together() -> None:
     assert names_in('m = {"train/loss": 1, f"rollout/{x}": 2, "rollout/response_len/mean": 3, "other/x": 4}') == (
         {"train/loss", "rollout/response_len/mean"},
@@ -135,10 +147,8 @@ def test_names_are_found_where_they_are_written_and_where_they_are_put_together(
 def test_every_metric_name_in_the_source_is_declared() -> None:
     used: set[str] = set()
     begun: set[tuple[str, str]] = set()
-    for folder in ("streamrl", "producers", "consumers"):
-        for path in (ROOT / folder).rglob("*.py"):
-            whole, parts = names_in(path.read_text(encoding="utf-8"))
-            used, begun = used | whole, begun | {(path.name, part) for part in parts}
+    for path, (whole, parts) in names_of_modules().items():
+        used, begun = used | whole, begun | {(path.name, part) for part in parts}
     assert used - METRICS.keys() == LENGTHS.keys()
     assert {"rollout/raw_reward", "train/mis_kl", "rollout/response_len/max"} <= used
     # Sets of problems: test_set_names.py.
@@ -153,7 +163,7 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
         ("names.py", "staleness/"),
         ("series.py", "eval/"),
     }
-    assert begun <= allowed, "names that are put together need a test of their own that they are declared"
+    assert begun <= allowed, "each needs a test that what is put together is declared"
 
 
 def test_the_rollout_means_are_declared() -> None:
@@ -171,16 +181,11 @@ def test_the_reasons_of_drops_are_declared_and_explained_and_other_words_are_cou
 
 
 def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
-    reported: set[str] = set()
-    for folder in ("streamrl", "producers", "consumers"):
-        for path in (ROOT / folder).rglob("*.py"):
-            if path.name != "names.py":
-                reported |= names_in(path.read_text(encoding="utf-8"))[0]
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     table = page.partition("## What to watch")[2].partition("\n## ")[0]
     told = {name for name in re.findall(r"`([a-z]+/[a-z0-9_/]+)`", table) if name in METRICS}
     assert len(told) > 15
-    assert told - reported == set()
+    assert told - reported_names() == set()
 
 
 def test_what_is_declared_is_reported_by_somebody() -> None:
@@ -189,11 +194,7 @@ def test_what_is_declared_is_reported_by_somebody() -> None:
     reported |= {staleness_part(begin, part, of) for begin in ("", "sample_") for part in AGE_PARTS for of in ("p50", "p95", "max")}
     reported |= {make(kind, state) for kind, states in STATES.items() for state in (*states, DOWN) for make in (seconds, share)}
     reported |= {length_quantile(name, word) for name in LENGTHS for word in ("p50", "p95")}
-    for folder in ("streamrl", "producers", "consumers"):
-        for path in (ROOT / folder).rglob("*.py"):
-            if path.name != "names.py":
-                reported |= names_in(path.read_text(encoding="utf-8"))[0]
-    assert METRICS.keys() - reported == set()
+    assert METRICS.keys() - reported - reported_names() == set()
 
 
 ENTERED_IN = {
