@@ -140,7 +140,7 @@ def test_a_model_that_cannot_be_packed_is_said_or_refused(
         assert "rows are not packed" in make().notices()[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")

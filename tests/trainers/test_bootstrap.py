@@ -21,7 +21,7 @@ from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.ranks.leading import LeadingTrainer
 from streamrl.trainers.ranks.local import open_trainer
 from tests.algorithms import reference_returns as reference
-from tests.support.meshes import batch
+from tests.support.meshes import batch, slow, soak
 from tests.support.scoring import score
 
 Mesh = dict[str, Any]
@@ -108,14 +108,11 @@ def test_where_nothing_was_cut_not_a_bit_changes(model_dir: Path) -> None:
     assert cut[-1].digest != ignored[-1].digest
 
 
-MEGATRON: Mesh = {"backend": "megatron"}
+MEGATRON: Mesh = {"backend": "megatron", "ranks": 2}
 MESHES = [
-    {"ranks": 2},
-    pytest.param({"ranks": 2, "shards": 2}, marks=pytest.mark.slow),
-    *(
-        pytest.param({**MEGATRON, **mesh}, marks=pytest.mark.slow)
-        for mesh in ({"ranks": 2, "tensor": 2}, {"ranks": 2, "pipeline": 2}, {"ranks": 2, "context": 2})
-    ),
+    slow({"ranks": 2}),
+    slow({**MEGATRON, "pipeline": 2}),
+    *map(soak, ({"ranks": 2, "shards": 2}, {**MEGATRON, "tensor": 2}, {**MEGATRON, "context": 2})),
 ]
 
 

@@ -109,6 +109,7 @@ def test_one_sample_that_is_too_long_has_no_smaller_budget(model_dir: Path, roll
     assert "trainer.activations" in caught.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_several_ranks_do_not_repeat(model_dir: Path, rollouts: Rollouts) -> None:
     trainer = TrainerConfig(ranks=2, micro_tokens=BUDGET, rank_timeout_s=60.0)

@@ -22,6 +22,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.routing import expert_metrics, loads
 from tests.support.errors import raises
+from tests.support.meshes import slow, soak
 
 CPU = torch.device("cpu")
 Mixtures = Callable[..., Path]
@@ -118,8 +119,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"micro_tokens": 8},
     {"attention": "packed", "micro_tokens": 24},
     {"attention": "packed", "micro_tokens": 24, "activations": 0},
-    {"ranks": 2},
-    {"ranks": 2, "shards": 2, "activations": 0},
+    soak({"ranks": 2}),
+    slow({"ranks": 2, "shards": 2, "activations": 0}),
 ]
 
 

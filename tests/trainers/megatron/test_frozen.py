@@ -13,10 +13,10 @@ from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
-from tests.support.meshes import batch
+from tests.support.meshes import batch, slow, soak
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-MESHES = [(1, 1, 1), (2, 2, 1), (4, 2, 2)]
+MESHES = [slow((4, 2, 2)), soak((1, 1, 1)), soak((2, 2, 1))]
 """Ranks, tensor and pipeline."""
 
 
