@@ -14,6 +14,7 @@ from streamrl.algorithms.fused_head import Plan
 from streamrl.algorithms.logprobs import LinearHead
 from streamrl.trainers import activations
 from tests.algorithms.test_logprobs import Case, Largest, M, Problem, V, grads, leaves, problem, written_out
+from tests.support.compilers import COMPILES
 
 __all__ = ["problem"]
 KERNELS = chunk_kernels(V, compiled=False)
@@ -62,9 +63,8 @@ def test_memory_is_reckoned_with_what_is_kept() -> None:
     assert (activations.CHUNK_TOKENS, activations.KEPT_BYTES) == (CHUNK_TOKENS, chunked_head.KEPT_BYTES)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of torch, as it compiles
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.process)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.process, *COMPILES])])
 def test_narrow_types_are_summed_in_float32_also_when_it_is_compiled(
     problem: Problem, dtype: torch.dtype, close: float, compiled: bool
 ) -> None:

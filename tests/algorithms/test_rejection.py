@@ -6,19 +6,15 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from streamrl.algorithms.rejection import Level, Measure, accept, divergence, veto
 from streamrl.algorithms.sequences import Packed, Padded
+from tests.support.float64 import t
 
 LEVELS: tuple[Level, ...] = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 MEASURES: tuple[Measure, ...] = ("ratio", "k1", "k2", "k3")
 LOG_RATIO = (0.5, -1.0, 0.2)
 SAMPLES = torch.tensor([0, 0, 1])
-
-
-def t(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def k3(x: float) -> float:

@@ -114,7 +114,7 @@ class Trained:
         await self.until(lambda: leader.exists() and leader.read_text().count("checkpoint") >= checkpoints)
         ranks = [process_id(self.run, f"trainer-{rank}") for rank in range(2)]
         os.kill(ranks[1], signal.SIGKILL)
-        await until(lambda: not alive(ranks[0]))
+        await until(lambda: not alive(ranks[0]), within_s=120)
         summary = await self.end()
         events = self.run.events_path.read_text()
         assert events.count("event=worker_restarted worker=trainer-") == 2 and "trainer-1 ended with signal SIGKILL" in events

@@ -25,6 +25,6 @@ COMPILES = [
 @contextlib.contextmanager
 def without_compiler() -> Generator[None]:
     """In this process."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
         yield

@@ -49,7 +49,7 @@ def no_compiler() -> Generator[None]:
 
 @pytest.mark.slow
 def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path, rollouts: Rollouts) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled, plain = make(model_dir, compile="on"), make(model_dir, compile="off")
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0, "compiled before the first step, so that what cannot be is known"
@@ -69,7 +69,7 @@ def test_a_mixture_is_compiled_once_whatever_its_depth_and_tells_the_load_of_its
     losses, found = LossConfig(proximal="sampler", experts=ExpertsConfig(balance_coef=0.3, z_coef=0.02)), list[list[int]]()
     for layers in (2, 5):
         directory = make_mixture(num_hidden_layers=layers)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         counters.clear()
         compiled, plain = (make_trainer(replace(config(compile=how, activations=1), loss=losses), directory) for how in ("on", "off"))
         found.append([])
@@ -86,7 +86,7 @@ def test_a_mixture_is_compiled_once_whatever_its_depth_and_tells_the_load_of_its
 
 @pytest.mark.slow
 def test_what_was_trained_before_is_run_as_it_was(model_dir: Path, rollouts: Rollouts) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled, plain, free = make(model_dir, compile="on"), make(model_dir, compile="off"), make(model_dir)
     before = compiled.step(rollouts()), plain.step(rollouts())
     assert before[0].digest != before[1].digest, "else nothing is shown"
@@ -123,7 +123,7 @@ def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, sh
 @pytest.mark.parametrize("gather", ["step", "micro_batch"])
 def test_a_model_that_is_cut_is_compiled_once_and_learns_what_a_whole_one_does(model_dir: Path, rollouts: Rollouts, gather: str) -> None:
     """One layer is run again in the backward pass, and a rank has fewer rows than the other."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     plain = make(model_dir, compile="off")
     with open_trainer(config(compile="on", ranks=2, shards=2, gather=gather, activations=1, rank_timeout_s=300.0), model_dir) as cut:
         graphs = counters["stats"]["unique_graphs"]

@@ -19,6 +19,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
+from tests.support.scoring import policy_of
 
 Rollouts = Callable[..., TrainBatch]
 BUDGET = 32
@@ -45,7 +46,7 @@ def fails_at(trainer: Any, number: int) -> list[int]:
         if len(sizes) == number:
             raise torch.OutOfMemoryError("planted")
 
-    trainer._policy._body.register_forward_pre_hook(hook, with_kwargs=True)
+    policy_of(trainer)._body.register_forward_pre_hook(hook, with_kwargs=True)
     return sizes
 
 

@@ -29,6 +29,7 @@ from tests.support.needs import need
 from tests.support.preloaded import Preloaded
 from tests.support.processes import children, until
 from tests.support.programs import Start
+from tests.support.scoring import policy_of
 
 Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.0))
@@ -117,7 +118,7 @@ def test_ranks_that_begin_with_other_weights_are_refused(
 
     def changed(config: Config, path: Path) -> Any:
         trainer = real(config, path)
-        trainer._parameters[0][1].data[0] += 1
+        next(policy_of(trainer).module.parameters()).data[0] += 1
         return trainer
 
     monkeypatch.setattr(local_ranks, "make_trainer", changed)
@@ -184,10 +185,8 @@ def test_a_trainer_that_was_left_holds_no_memory(model_dir: Path, ranks: int, sh
     gc.disable()
     try:
         with open_trainer(config, model_dir) as trainer:
-            opened: Any = trainer
-            own = getattr(opened, "_own", opened)
-            model = weakref.ref(own._policy.module)
-            del trainer, opened, own
+            model = weakref.ref(policy_of(trainer).module)
+            del trainer
         assert model() is None
     finally:
         gc.enable()

@@ -25,6 +25,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.attention import packed_attention
+from tests.support.measured import say
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -54,10 +55,6 @@ for step in range(3):
 assert (result.choices is not None and result.choices.compiled) == (sys.argv[2] == "on"), result.notices
 print("digest", result.digest)
 """
-
-
-def say(text: str) -> None:
-    print(f"\n[measured] {text}", flush=True)
 
 
 def make(directory: Path, *, numerics: Any = "fast", **trainer: Any) -> Trainer:
@@ -182,7 +179,7 @@ def test_fresh_processes_with_empty_and_with_warm_caches_give_the_same_digest(
 
 def test_a_run_is_compiled_once(make_model: Callable[..., Path]) -> None:
     directory = make_model("bfloat16", vocab_size=1000, hidden_size=256, head_dim=64, num_attention_heads=4, max_position_embeddings=4096)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     trainer = make(directory, micro_tokens=4096)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0

@@ -29,6 +29,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.weights.manifest import Content
+from tests.support.measured import say
 from tests.support.scoring import score
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
@@ -50,10 +51,6 @@ def host_digest(trainer: Any) -> str:
     return combine(
         {name: tensor_digest(p.detach().cpu().reshape(-1).view(torch.uint8).numpy(), p.element_size()) for name, p in trainer._parameters}
     )
-
-
-def say(text: str) -> None:
-    print(f"\n[measured] {text}", flush=True)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from streamrl.trainers.megatron.core import Decoder, Rows
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
 from tests.support.meshes import batch, slow, soak
+from tests.support.scoring import policy_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MESHES = [slow({"ranks": 4, "tensor": 2, "pipeline": 2}), *map(soak, ({}, {"ranks": 2, "context": 2}, {"ranks": 2, "experts": 2}))]
@@ -82,10 +83,9 @@ def test_a_layer_that_is_run_again_holds_nothing_behind_its_backward_pass() -> N
 @pytest.mark.slow
 def test_no_layer_holds_anything_between_two_steps(make_model: Callable[..., Path]) -> None:
     """Of the megatron-core that is installed."""
-    with open_trainer(config(0, {}), make_model()) as opened:
-        trainer: Any = opened
+    with open_trainer(config(0, {}), make_model()) as trainer:
         trainer.step(batch(0))
-        layers = trainer._policy._decoder.layers
+        layers = policy_of(trainer)._decoder.layers
         assert layers and all(getattr(layer, "mlp_norm_manager", None) is None for layer in layers)
 
 

@@ -49,7 +49,7 @@ def test_it_learns_what_a_plain_one_does(directory: Path, mesh: dict[str, int]) 
     """One layer of a rank that has two is run again in the backward pass; some ranks have fewer rows than others. Stages have a critic."""
     found = []
     for compiled in ("on", "off"):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with open_trainer(config(compiled, mesh, activations=1), directory) as trainer:
             found.append([trainer.step(batch(step)) for step in range(3)])
     for ours, theirs in zip(*found, strict=True):
@@ -63,7 +63,7 @@ def test_it_learns_what_a_plain_one_does(directory: Path, mesh: dict[str, int]) 
 def test_a_run_is_compiled_once_whatever_its_depth(make_model: Callable[..., Path]) -> None:
     found: list[list[int]] = []
     for layers in (2, 5):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         counters.clear()
         with open_trainer(config("on", {}, activations=1), make_model(num_hidden_layers=layers)) as trainer:
             found.append([])

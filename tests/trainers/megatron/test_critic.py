@@ -19,10 +19,10 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import StepResult
-from streamrl.trainers.ranks.leading import LeadingTrainer
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
 from tests.support.meshes import BOUND, apart, batch, in_float64, parameters, slow, soak
+from tests.support.scoring import prepared
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 Mesh = dict[str, Any]
@@ -66,20 +66,12 @@ class Ran(NamedTuple):
 
 def run(trainer: Any, where: Path) -> Ran:
     """Train STEPS batches, with checkpoints behind HALF of them and at the end."""
-    update = (trainer._own if isinstance(trainer, LeadingTrainer) else trainer)._update
-    values: list[npt.NDArray[np.float32]] = []
-    results: list[StepResult] = []
-
-    def noted(prepared: Any) -> Any:
-        values.append(prepared.scores.values)
-        return prepared
-
-    prepare, update.prepare = update.prepare, lambda batch: noted(prepare(batch))
+    seen, results = prepared(trainer), list[StepResult]()
     for step in range(STEPS):
         results.append(trainer.step(batch(step)))
         if step + 1 in (HALF, STEPS):
             trainer.save(where / str(step + 1), b"at", version=Version(0, step + 1)).result()
-    return Ran(results, values, where / str(HALF), where / str(STEPS))
+    return Ran(results, [each.scores.values for each in seen], where / str(HALF), where / str(STEPS))
 
 
 Runs = Callable[[Mesh], Ran]
