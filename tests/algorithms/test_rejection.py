@@ -60,7 +60,8 @@ def test_each_measure_at_each_level_meets_its_bounds(measure: Measure, level: Le
 
 
 def test_the_bounds_themselves_are_within() -> None:
-    for measure, value in (("ratio", 1.0), ("k1", 0.0), ("k2", 0.0), ("k3", 0.0)):
+    for measure in MEASURES:
+        value = 1.0 if measure == "ratio" else 0.0
         keep, _ = accept(t(0.0), Packed(SAMPLES[:1], 1), measure=measure, level="token", low=value, high=value)
         assert keep.tolist() == [True]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -20,7 +21,8 @@ EVERY = 3
 
 def digest(path: Path) -> str:
     """Of the model that transformers finds in a directory."""
-    model, told = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    model, told = loaded
     assert not any(told.values()), told
     return digest_of(model.named_parameters(), model.config.model_type)
 

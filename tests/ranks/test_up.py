@@ -51,17 +51,26 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(tmp_path
     assert summary["heldout_last"] >= 0.5
 
 
-@pytest.mark.slow
-async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(tmp_path: Path) -> None:
+CUT, TENSORS = TrainedOn(ranks=2, shards=2), TrainedOn(ranks=2, backend="megatron", tensor=2)
+STRETCHES = (
+    ("shards=2", CUT),
+    ("ranks=1", TrainedOn()),
+    ("context=2", TrainedOn(ranks=2, context=2)),
+    ("backend=megatron pipeline=2", TrainedOn(ranks=2, backend="megatron", tensor=1, pipeline=2)),
+)
+MORE = (("shards=1", TrainedOn(ranks=2)), ("backend=megatron tensor=2", TENSORS), ("shards=2", CUT))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [pytest.param(STRETCHES, marks=pytest.mark.slow, id="four"), pytest.param(STRETCHES + MORE, marks=pytest.mark.soak, id="seven")],
+)
+async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(tmp_path: Path, asked: tuple[tuple[str, TrainedOn], ...]) -> None:
     trained = Trained(tmp_path, *OFTEN, "model.layers=2")
-    asked = ((3, "shards=2"), (5, "ranks=1"), (6, "shards=1"), (7, "context=2"), (9, "backend=megatron tensor=2"), (11, "shards=2"))
-    asked += ((13, "backend=megatron pipeline=2"),)
-    for steps, mesh in asked:
-        await trained.up(f"run.steps={steps}", *(f"trainer.{one}" for one in mesh.split()))
-    assert len({entry.fingerprint for entry in await trained.entries()}) == 6
-    cut, tensor = TrainedOn(ranks=2, shards=2), TrainedOn(ranks=2, backend="megatron", tensor=2)
-    stages = TrainedOn(ranks=2, backend="megatron", tensor=1, pipeline=2)
-    await trained.has_stretches((cut, TrainedOn(), TrainedOn(ranks=2), TrainedOn(ranks=2, context=2), tensor, cut, stages))
+    for number, (mesh, _) in enumerate(asked):
+        await trained.up(f"run.steps={2 * number + 3}", *(f"trainer.{one}" for one in mesh.split()))
+    assert len({entry.fingerprint for entry in await trained.entries()}) == len({mesh for mesh, _ in asked})
+    await trained.has_stretches([mesh for _, mesh in asked])
 
 
 @pytest.mark.slow

@@ -151,10 +151,9 @@ class Preloaded:
         """
         orders = self._socket or self._open()
         (reading, writing), (ending, told) = os.pipe(), os.pipe()
-        out, err = (sys.stderr.fileno() if each is None else each for each in (out, err))
         variables = dict(os.environ if environment is None else environment)
         request = msgspec.json.encode(Request(words, variables, str(folder or Path.cwd()), variable, session))
-        socket.send_fds(orders, [request], [reading, out, err, told, *more])
+        socket.send_fds(orders, [request], [reading, *(sys.stderr.fileno() if each is None else each for each in (out, err)), told, *more])
         os.close(reading)
         os.close(told)
         pid = int(orders.recv(64) or b"0")
@@ -177,8 +176,9 @@ class Preloaded:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(patience_s)
                 process.kill()
-            said, wrong = (file.seek(0) or file.read().decode() for file in (out, err))
-            return process.wait(), said, wrong
+            out.seek(0)
+            err.seek(0)
+            return process.wait(), out.read().decode(), err.read().decode()
 
     def start_rank(self, start: Any) -> Forked:
         """In the place of what `open_trainer` starts a rank by."""
@@ -235,8 +235,8 @@ def be(request: Request, descriptors: Sequence[int], more: Sequence[int], orders
         code = 0
     except SystemExit as error:
         code = error.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()  # multiprocessing ends its children there

@@ -207,7 +207,7 @@ def test_other_backends_and_meshes_take_the_same_step(model_dir: Path, rollouts:
     batch, found = with_candidates(rollouts(), seed=4), []
     correction = replace(LossConfig().correction, kind="none")
     loss = LossConfig(policy="dppo", dppo_divergence="topk_tv", dppo_bound=0.3, dppo_symmetric=True, correction=correction)
-    for options in ({"backend": "torch"}, other):
+    for options in (dict[str, Any](backend="torch"), other):
         trainer = TrainerConfig(device="cpu", support_replay=True, rank_timeout_s=120.0, **options)
         with open_trainer(Config(trainer=trainer, loss=loss), model_dir) as made:
             found.append(made.step(batch))

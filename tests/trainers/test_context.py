@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from streamrl.config.loss import CorrectionConfig, ExpertsConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
@@ -178,17 +176,12 @@ def test_a_rank_that_is_killed_ends_a_step_of_ranks_that_share_rows(model_dir: P
 
 
 @pytest.mark.slow
-def test_the_load_of_experts_is_of_all_tokens(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=16, max_position_embeddings=64, **sizes, **experts))
-    model.save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+def test_the_load_of_experts_is_of_all_tokens(make_mixture: Callable[..., Path]) -> None:
+    directory = make_mixture()
     loss = LossConfig(experts=ExpertsConfig(balance_coef=0.1, z_coef=0.01))
     metrics: dict[int, dict[str, float]] = {}
     for context in (1, 2):
-        with open_trainer(config(context, 1, context, loss=loss, attention="packed"), tmp_path / "hf") as trainer:
+        with open_trainer(config(context, 1, context, loss=loss, attention="packed"), directory) as trainer:
             metrics[context] = trainer.step(batch(0)).metrics
     assert any("expert" in name for name in metrics[1])
     assert metrics[2] == pytest.approx(metrics[1], rel=2e-3, abs=1e-4)

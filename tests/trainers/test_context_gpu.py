@@ -51,7 +51,7 @@ def test_flash_attention_of_a_chunk_is_that_of_float64(lengths: list[int]) -> No
                 given = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in (query, key, value)]
                 junk = torch.full((64 << 20,), float("nan"), device="cuda")  # what an empty tensor of theirs would hold
                 del junk
-                found = attend(*given, *bounds, (256, micro.longest), None)
+                found = attend(given[0], given[1], given[2], bounds[0], bounds[1], (256, micro.longest), None)
                 found.backward(torch.ones_like(found))
                 results.append([found.detach(), *(x.grad for x in given if x.grad is not None)])
             for exact, flash in zip(*results, strict=True):

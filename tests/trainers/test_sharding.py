@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
@@ -140,19 +139,15 @@ def test_no_thread_of_the_ranks_is_left_when_they_have_parted(model_dir: Path) -
 
 
 @pytest.mark.slow
-def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(tmp_path: Path) -> None:
+def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(make_mixture: Callable[..., Path], tmp_path: Path) -> None:
     """Three experts in two parts: one has two of them whole, the other one."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    experts = {"moe_intermediate_size": 16, "num_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=16, max_position_embeddings=64, **sizes, **experts)).save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
-    saved = load_file(tmp_path / "hf" / "model.safetensors")
-    alone = make_trainer(config(1, 1), tmp_path / "hf")
+    directory = make_mixture(num_experts=3)
+    saved = load_file(directory / "model.safetensors")
+    alone = make_trainer(config(1, 1), directory)
     found = {shard.name: (shard.global_shape, shard.host().tobytes()) for shard in alone.shards()}
     assert found == {name: (tuple(value.shape), host_bytes(value).tobytes()) for name, value in saved.items()}
     assert alone.digest() == combine({name: tensor_digest(host_bytes(value), 4) for name, value in saved.items()})
-    with open_trainer(config(2, 2), tmp_path / "hf") as trainer:
+    with open_trainer(config(2, 2), directory) as trainer:
         assert trainer.digest() == alone.digest()
         held = {shard.name: shard.shape[0] for shard in trainer.shards()}
         assert held.keys() == saved.keys()

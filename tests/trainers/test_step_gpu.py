@@ -78,22 +78,6 @@ def answers_of(count: int, mean: int, cap: int, *, seed: int, vocab: int) -> Tra
     )
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of Qwen3-0.6B's shape."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    config = Qwen3Config(vocab_size=151_936, **sizes, intermediate_size=3072, tie_word_embeddings=True, max_position_embeddings=32768)
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config)
-    path = tmp_path_factory.mktemp("qwen3-0.6b")
-    model.to(torch.bfloat16).save_pretrained(path)
-    (path / "tokenizer_config.json").write_text("{}")
-    return path
-
-
 def test_packed_attention_is_that_of_each_sample_in_float64() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
 

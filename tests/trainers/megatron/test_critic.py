@@ -177,7 +177,7 @@ def test_a_restart_gives_the_same_bits(dense: Path, mixture: Path, ran: Runs, mi
     ("mesh", "other"),
     [
         slow(BOTH, SHARDS),
-        slow(EXPERTS, SHARDS),
+        soak(EXPERTS, SHARDS),
         soak({**TENSOR, **BFLOAT16}, {**SHARDS, **BFLOAT16}),
         soak({**STAGES, **BFLOAT16}, {**TORCH, **BFLOAT16}),
         soak(STAGES, TENSOR),
@@ -204,7 +204,7 @@ def test_another_backend_and_mesh_goes_on_with_masters_and_moments(
     assert [(one.digest, one.metrics) for one in found] == [(one.digest, one.metrics) for one in made.results[HALF:]]
 
 
-@pytest.mark.parametrize("mesh", [slow(BOTH), soak({})], ids=str)
+@pytest.mark.parametrize("mesh", [slow({}), soak(BOTH)], ids=str)
 def test_its_body_may_be_another_models_and_is_not_published(make_model: Callable[..., Path], dense: Path, mesh: Mesh) -> None:
     """Of another width and depth, with a head of its own, which the critic lacks."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}

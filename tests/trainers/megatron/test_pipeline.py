@@ -23,7 +23,7 @@ from tests.support.preloaded import Preloaded
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 TIED, UNTIED = "tied", "untied"
 BOTH = (4, 2, 2)
-MESHES = [slow(TIED, BOTH), slow(UNTIED, (2, 1, 2)), *(soak(TIED, mesh) for mesh in ((2, 1, 2), (4, 1, 4), (4, 1, 2)))]
+MESHES = [slow(TIED, BOTH), soak(UNTIED, (2, 1, 2)), *(soak(TIED, mesh) for mesh in ((2, 1, 2), (4, 1, 4), (4, 1, 2)))]
 """Ranks, tensor and pipeline: two stages of two tensor ranks each, two stages, four, two with a replica."""
 
 
