@@ -1,5 +1,13 @@
 from __future__ import annotations
 
-from tests.core.conftest import make_batch
+from collections.abc import Callable
 
-__all__ = ["make_batch"]
+import pytest
+
+from streamrl.core.batches import TrainBatch
+from tests.support.batches import train_batch
+
+
+@pytest.fixture
+def make_batch() -> Callable[..., TrainBatch]:
+    return train_batch

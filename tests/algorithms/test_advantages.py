@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Thread
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ Grouped = Callable[..., tuple[Floats, dict[str, float]]]
 ALL: tuple[Grouped, ...] = (raw, grpo, rloo, maxrl)
 
 
-def advantages(rewards: list[float], tasks: list[int], rollouts: list[int], **options: bool) -> npt.NDArray[np.float64]:
+def advantages(rewards: list[float], tasks: list[int], rollouts: list[int], **options: Any) -> npt.NDArray[np.float64]:
     return grpo(np.array(rewards, np.float64), np.array(tasks), np.array(rollouts), **options)[0]
 
 
@@ -235,12 +235,12 @@ def test_mean_zero_deviation_one(rows: list[tuple[float, bool]]) -> None:
 
 def both_ranks(run: Callable[[int, Reduce], None]) -> None:
     """`run(rank, reduce)` on two threads, with gloo's sum between them."""
-    store = dist.HashStore()
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     failures: list[BaseException] = []
 
     def rank(number: int) -> None:
         try:
-            group = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=60))
+            group: Any = dist.ProcessGroupGloo(store, number, 2, timedelta(seconds=60))
 
             def reduce(array: np.ndarray) -> np.ndarray:
                 tensor = torch.from_numpy(array.copy())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -12,7 +13,6 @@ from streamrl.algorithms.choices import StepTokens, clip_cov, covariances, decid
 from streamrl.config.loss import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
-from tests.core.conftest import MakeBatch
 
 
 def tokens_of(logprobs: np.ndarray, sampler: np.ndarray, advantages: np.ndarray) -> StepTokens:
@@ -154,7 +154,7 @@ def test_the_highest_entropies_are_that_part_of_all_with_what_is_equal_to_the_la
 
 
 @pytest.fixture
-def batch(make_batch: MakeBatch) -> TrainBatch:
+def batch(make_batch: Callable[..., TrainBatch]) -> TrainBatch:
     return make_batch([{"prompt": [1], "answer": [2] * 4, "task": 0, "rollout": k} for k in range(2)])
 
 

@@ -13,7 +13,8 @@ from streamrl.algorithms.chunked_head import CHUNK_LOGITS, CHUNK_TOKENS, chunk_k
 from streamrl.algorithms.fused_head import Plan
 from streamrl.algorithms.logprobs import LinearHead
 from streamrl.trainers import activations
-from tests.algorithms.test_logprobs import Case, Largest, M, Problem, V, grads, leaves, problem, written_out
+from tests.algorithms.test_logprobs import Case, Largest, M, Problem, V, grads, leaves, problem, rounded, written_out
+from tests.support.compilers import COMPILES
 
 __all__ = ["problem"]
 KERNELS = chunk_kernels(V, compiled=False)
@@ -62,15 +63,14 @@ def test_memory_is_reckoned_with_what_is_kept() -> None:
     assert (activations.CHUNK_TOKENS, activations.KEPT_BYTES) == (CHUNK_TOKENS, chunked_head.KEPT_BYTES)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of torch, as it compiles
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.process)])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.process, *COMPILES])])
 def test_narrow_types_are_summed_in_float32_also_when_it_is_compiled(
     problem: Problem, dtype: torch.dtype, close: float, compiled: bool
 ) -> None:
     case = Case(scale=0.5, softcap=2.0)
     ours = leaves(problem, dtype)
-    plain = leaves(Problem(*(x.detach().double() for x in ours[:3]), *problem[3:]))
+    plain = leaves(rounded(ours))
     logprobs, entropy = chunked(ours, case, tokens=5, kernels=chunk_kernels(V, compiled=compiled), entropy_gradient=True)
     expected, expected_entropy = written_out(plain, case)
     assert logprobs.dtype == entropy.dtype == torch.float32
@@ -100,7 +100,7 @@ def test_no_tokens_have_no_gradient(problem: Problem) -> None:
     logprobs, entropy = chunked(none, Case(), tokens=4)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
-    assert not none.weight.grad.any()
+    assert not grads(none)[1].any()
 
 
 def test_no_more_than_a_chunk_of_logits_is_there(problem: Problem) -> None:

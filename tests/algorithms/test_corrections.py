@@ -20,6 +20,7 @@ from streamrl.config.loss import CorrectionConfig, RejectionConfig
 from streamrl.telemetry.names import Reduction, metric
 from tests.algorithms import reference_corrections as second
 from tests.algorithms.reference_corrections import Sample, Token
+from tests.support.float64 import t
 
 LOGPROBS = st.floats(-4.0, 0.0).map(lambda x: round(x, 6))
 BROKEN = st.sampled_from([math.nan, math.inf, -math.inf])
@@ -345,10 +346,6 @@ def test_what_is_not_trained_is_neither_read_nor_counted() -> None:
 def test_without_log_probs_the_mask_is_left() -> None:
     mask = torch.tensor([True, False])
     assert finite_tokens(mask).tolist() == [True, False]
-
-
-def t(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_at_the_first_step_it_is_the_policy_itself_at_every_age() -> None:

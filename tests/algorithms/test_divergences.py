@@ -125,9 +125,8 @@ def test_dppo_goes_by_it_and_by_nothing_else() -> None:
 
 def test_the_policy_loss_asks_for_it_by_name() -> None:
     ages = torch.zeros(2, dtype=torch.int64)
-    tokens = PolicyTokens(
-        *(torch.tensor(values) for values in ([-0.5, -2.0], [-1.0, -1.0], [-1.0, -1.0], [1.0, 1.0])), ages, Packed(ages, 1)
-    )
+    logprobs, anchor, advantages = (torch.tensor(values) for values in ([-0.5, -2.0], [-1.0, -1.0], [1.0, 1.0]))
+    tokens = PolicyTokens(logprobs, anchor, anchor, advantages, ages, Packed(ages, 1))
     config = LossConfig(policy="dppo", dppo_divergence="topk_tv")
     with raises(TrainingError, policy="dppo"):
         policy_loss(tokens, config)

@@ -197,7 +197,7 @@ def test_distillation_is_part_of_what_is_whitened(batch: TrainBatch) -> None:
 @pytest.mark.parametrize("where", ["logprobs", "reference", "teacher", "sampler"])
 def test_tokens_with_a_log_prob_that_is_not_finite_take_no_part(batch: TrainBatch, odd: float, where: str) -> None:
     """They get 0 and are reported; everything else is as if they were not trained, the reward's place included."""
-    arrays = {name: with_gaps([-1, -2, -3, -4, -5]) for name in ("logprobs", "reference", "teacher")}
+    arrays: dict[str, Any] = {name: with_gaps([-1, -2, -3, -4, -5]) for name in ("logprobs", "reference", "teacher")}
     arrays["reference"][1] += 0.5
     loss = config(advantage="reinforce_plus_plus", gamma=0.9, kl={"reward_coef": 0.1}, distillation={"coef": 0.1})
     without = msgspec.structs.replace(batch, loss_mask=batch.loss_mask & (np.arange(9) != 3))
@@ -233,7 +233,7 @@ def test_what_must_be_scored(batch: TrainBatch, settings: dict[str, Any], roles:
     loss = config(**settings)
     assert needed_scores(loss) == roles
     name = {Role.PROXIMAL: "logprobs", Role.REFERENCE: "reference", Role.TEACHER: "teacher", Role.VALUE: "values"}
-    given = {name[role]: with_gaps([-1] * 5) for role in roles}
+    given: dict[str, Any] = {name[role]: with_gaps([-1] * 5) for role in roles}
     token_advantages(batch, loss, **given)
     for missing in given:
         with raises(TrainingError, scores=missing):

@@ -12,14 +12,11 @@ from torch import Tensor
 
 from streamrl.algorithms.importance import Kind, Level, importance_ratio, importance_weights, normalization, ratio_of
 from streamrl.algorithms.sequences import Packed, Padded
+from tests.support.float64 import t
 
 GOLDEN = (1.5, 0.1, -2.5)
 KINDS: tuple[Kind, ...] = ("none", "truncate", "clip", "mask")
 LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
-
-
-def t(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def one(length: int) -> Packed:

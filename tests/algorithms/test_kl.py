@@ -15,12 +15,9 @@ from streamrl.algorithms.kl import kl_estimate, kl_loss
 from streamrl.config.loss import KLEstimator
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import packed, padded, random_sequences, reference_result, weights_for
+from tests.support.float64 import t
 
 ESTIMATORS: tuple[KLEstimator, ...] = get_args(KLEstimator)
-
-
-def t(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_golden() -> None:

@@ -69,14 +69,16 @@ def options(problem: Problem, case: Case) -> dict[str, Any]:
 
 def fused(problem: Problem, case: Case, **more: Any) -> tuple[Tensor, Tensor]:
     head = LinearHead(problem.weight, problem.bias, case.scale, case.softcap)
-    return linear_logprobs(problem.hidden, problem.targets, head, **options(problem, case), **more)
+    logprobs, entropy = linear_logprobs(problem.hidden, problem.targets, head, **options(problem, case), **more)
+    return logprobs, entropy
 
 
 def checkpointed(problem: Problem, case: Case, **more: Any) -> tuple[Tensor, Tensor]:
     def head(states: Tensor) -> Tensor:
         return logits_of(states, problem, case)
 
-    return token_logprobs(problem.hidden, problem.targets, head, vocab_size=V, **options(problem, case), **more)
+    logprobs, entropy = token_logprobs(problem.hidden, problem.targets, head, vocab_size=V, **options(problem, case), **more)
+    return logprobs, entropy
 
 
 def logits_of(states: Tensor, problem: Problem, case: Case) -> Tensor:
@@ -117,6 +119,12 @@ def written_out(problem: Problem, case: Case) -> tuple[Tensor, Tensor]:
 
 def leaves(problem: Problem, dtype: torch.dtype = torch.float64) -> Problem:
     hidden, weight, bias = (x.clone().to(dtype).requires_grad_() for x in problem[:3])
+    return problem._replace(hidden=hidden, weight=weight, bias=bias)
+
+
+def rounded(problem: Problem) -> Problem:
+    """In float64 what a problem of another type holds."""
+    hidden, weight, bias = (x.detach().double() for x in problem[:3])
     return problem._replace(hidden=hidden, weight=weight, bias=bias)
 
 
@@ -165,19 +173,19 @@ def test_gradcheck(problem: Problem, case: Case, chunk_elements: int) -> None:
 def test_what_has_no_gradient_gets_none(problem: Problem, frozen: int) -> None:
     ours, plain = leaves(problem), leaves(problem)
     for one in (ours, plain):
-        one[frozen].requires_grad_(False)
+        one[:3][frozen].requires_grad_(False)
     fused(ours, Case(), chunk_elements=3 * V)[0].sum().backward()
     written_out(plain, Case())[0].sum().backward()
     for index, (mine, reference) in enumerate(zip(ours[:3], plain[:3], strict=True)):
-        assert (mine.grad is None) == (index == frozen)
-        assert index == frozen or torch.allclose(mine.grad, reference.grad, atol=1e-12)
+        assert (mine.grad is None or reference.grad is None) == (index == frozen)
+        assert mine.grad is None or reference.grad is None or torch.allclose(mine.grad, reference.grad, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk_elements", [8 * M, 1 << 20])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_narrow_types_are_summed_in_float32(problem: Problem, dtype: torch.dtype, close: float, chunk_elements: int) -> None:
     ours = leaves(problem, dtype)
-    plain = leaves(Problem(*(x.detach().double() for x in ours[:3]), *problem[3:]))
+    plain = leaves(rounded(ours))
     logprobs, entropy = fused(ours, Case(truncated=True), chunk_elements=chunk_elements, entropy_gradient=True)
     expected, expected_entropy = written_out(plain, Case(truncated=True))
     # Products of bfloat16 numbers are exact in float32: values agree as closely as float32's do.
@@ -229,7 +237,7 @@ def test_a_head_may_rule_tokens_out_that_truncation_drops(problem: Problem) -> N
     out = torch.zeros(V, dtype=torch.float64)
     out[[3, 7]] = -torch.inf
     targets = torch.zeros(M, dtype=torch.int64)
-    cut = {"temperature_M": problem.temperature, "top_p_M": torch.full((M,), 0.9), "top_k_M": torch.full((M,), V - 2)}
+    cut: dict[str, Any] = {"temperature_M": problem.temperature, "top_p_M": torch.full((M,), 0.9), "top_k_M": torch.full((M,), V - 2)}
     found = token_logprobs(problem.hidden, targets, lambda h: h @ problem.weight.T + out, vocab_size=V, **cut)
     assert all(values.isfinite().all() for values in found)
 
@@ -247,7 +255,7 @@ def test_a_token_that_counts_for_nothing_reaches_nothing_whatever_it_holds(probl
     (expected[others].sum() + expected_entropy[others].sum()).backward()
     for mine, reference in zip(grads(broken), grads(plain), strict=True):
         assert torch.allclose(mine, reference, atol=1e-12)
-    assert not broken.hidden.grad[4].any()
+    assert not grads(broken)[0][4].any()
 
 
 @pytest.mark.parametrize("form", [fused, checkpointed])
@@ -272,7 +280,7 @@ def test_no_tokens_have_no_gradient(problem: Problem, form: Form) -> None:
     logprobs, entropy = form(none, Case(), chunk_elements=3 * V)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
-    assert not none.weight.grad.any()
+    assert not grads(none)[1].any()
 
 
 class Largest(TorchDispatchMode):

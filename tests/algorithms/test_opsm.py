@@ -6,16 +6,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from streamrl.algorithms.policy_losses import opsm_keep
 from streamrl.algorithms.sequences import Packed, Padded
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import packed, padded, random_sequences
-
-
-def t(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from tests.support.float64 import t
 
 
 def test_only_bad_samples_that_the_policy_left_are_masked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +56,7 @@ groups = st.lists(st.tuples(st.floats(-2, 2), st.floats(0.05, 8), st.floats(0.01
 @given(groups)
 def test_opob_is_the_papers(rows: list[tuple[float, float, float]]) -> None:
     rewards, ratios, energies = (list(column) for column in zip(*rows, strict=True))
-    inputs = {"log_ratios": np.log(ratios), "energies": np.array(energies)}
+    inputs: dict[str, Any] = {"log_ratios": np.log(ratios), "energies": np.array(energies)}
     found = opob(*group(rewards), **inputs, normalize_std=False)[0]
     baseline = papers_baseline(rewards, ratios, energies) if len(set(rewards)) > 1 else rewards[0]
     assert found == pytest.approx(np.array(rewards) - baseline, abs=1e-9)
@@ -76,7 +77,7 @@ def test_no_other_baseline_has_less_variance(rows: list[tuple[float, float, floa
 
 
 def test_equal_weights_and_energies_are_grpo() -> None:
-    same = {"log_ratios": np.full(4, -0.3), "energies": np.full(4, 2.5)}
+    same: dict[str, Any] = {"log_ratios": np.full(4, -0.3), "energies": np.full(4, 2.5)}
     assert opob(*group([1, 0, 0, 1]), **same)[0] == pytest.approx(grpo(*group([1, 0, 0, 1]))[0])
 
 
@@ -94,7 +95,7 @@ def test_opob_of_flat_groups_of_no_energy_and_of_extreme_weights() -> None:
     assert opob(*group([1, 0, 0]), log_ratios=nothing, energies=nothing)[0].tolist() == [0.0] * 3
     assert opob(*group([2.0]), log_ratios=np.array([5.0]), energies=np.ones(1))[0].tolist() == [0.0]
     # The first rollout has no gradient, whatever its weight; the second is heaviest by far: the baseline is its reward.
-    extreme = {"log_ratios": np.array([900.0, -500.0, -900.0]), "energies": np.array([0.0, 1.0, 1.0])}
+    extreme: dict[str, Any] = {"log_ratios": np.array([900.0, -500.0, -900.0]), "energies": np.array([0.0, 1.0, 1.0])}
     assert opob(*group([1, 0.5, 0]), **extreme, normalize_std=False)[0] == pytest.approx([0.5, 0.0, -0.5])
 
 
@@ -122,12 +123,12 @@ rollouts_of_tasks = st.lists(
 @example(rows=[(0.5, 0, [0.0, 1.0]), (0.0, 0, [1.5e-82])])
 def test_the_token_baseline_is_the_papers(rows: list[tuple[float, int, list[float]]]) -> None:
     rows = sorted(rows, key=lambda row: row[1])
-    rewards, tasks, energies = ([row[k] for row in rows] for k in range(3))
+    rewards, tasks, energies = [row[0] for row in rows], [row[1] for row in rows], [row[2] for row in rows]
     samples = np.repeat(np.arange(len(rows)), [len(one) for one in energies])
     flat = np.array([e for one in energies for e in one], np.float64)
     inputs = np.array(rewards, np.float64), np.array(tasks, np.int64), np.arange(len(rows))
-    found, _ = optimal_token_baseline(*inputs, energies=flat, samples=samples)  # type: ignore[arg-type]
-    expected = [a for one in by_positions(rewards, tasks, energies) for a in one]  # type: ignore[arg-type]
+    found, _ = optimal_token_baseline(*inputs, energies=flat, samples=samples)
+    expected = [a for one in by_positions(rewards, tasks, energies) for a in one]
     assert found == pytest.approx(expected, abs=1e-9)
 
 

@@ -14,7 +14,8 @@ from streamrl.algorithms.policy_losses import cispo, gmpo, gspo, gspo_token, ppo
 from streamrl.algorithms.sequences import Packed, Padded
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout, one_token, packed, padded, random_sequences, reference_result, weights_for
-from tests.algorithms.policy_pairs import PAIRS, Ours, Theirs, t
+from tests.algorithms.policy_pairs import PAIRS, Ours, Theirs
+from tests.support.float64 import t
 
 BY_TOKEN = sorted(name for name in PAIRS if not name.startswith(("gspo", "gmpo", "vespo")))
 

@@ -98,8 +98,8 @@ def test_the_weight_of_newer_weights_has_mean_one_under_the_sampler(how: str, se
     for token in range(V):
         inside = problem.kept[:, token]
         targets = torch.where(inside, token, problem.targets)
-        for row, options in enumerate(({"recorded": recorded(problem.kept)}, {})):
-            pi, _ = problem.found(problem.new, how, targets=targets, **options)
+        for row, inputs in enumerate((recorded(problem.kept), None)):
+            pi, _ = problem.found(problem.new, how, targets=targets, recorded=inputs)
             mean[row] += torch.where(inside, problem.mu[:, token].exp() * (pi - problem.mu[:, token]).exp(), 0.0)
     assert torch.allclose(mean[0], torch.ones(M, dtype=torch.float64), rtol=0, atol=1e-12)
     assert ((mean[1] - 1).abs() > 1e-3).any()

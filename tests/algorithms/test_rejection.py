@@ -6,19 +6,15 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from streamrl.algorithms.rejection import Level, Measure, accept, divergence, veto
 from streamrl.algorithms.sequences import Packed, Padded
+from tests.support.float64 import t
 
 LEVELS: tuple[Level, ...] = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 MEASURES: tuple[Measure, ...] = ("ratio", "k1", "k2", "k3")
 LOG_RATIO = (0.5, -1.0, 0.2)
 SAMPLES = torch.tensor([0, 0, 1])
-
-
-def t(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def k3(x: float) -> float:
@@ -64,7 +60,8 @@ def test_each_measure_at_each_level_meets_its_bounds(measure: Measure, level: Le
 
 
 def test_the_bounds_themselves_are_within() -> None:
-    for measure, value in (("ratio", 1.0), ("k1", 0.0), ("k2", 0.0), ("k3", 0.0)):
+    for measure in MEASURES:
+        value = 1.0 if measure == "ratio" else 0.0
         keep, _ = accept(t(0.0), Packed(SAMPLES[:1], 1), measure=measure, level="token", low=value, high=value)
         assert keep.tolist() == [True]
 

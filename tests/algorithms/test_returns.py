@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.returns import CHUNK, Floats, discounted_returns, find_steps, gae, scan, scan_serial, vtrace
-from tests.algorithms import reference_returns as reference
+from tests.support import reference_returns as reference
 
 ALL = np.ones(3, np.bool_)
 PLAIN: dict[str, Any] = {"gamma": 1.0, "gae_lambda": 1.0, "rho": 1.0, "c": 1.0}

@@ -10,7 +10,7 @@ import torch
 
 from streamrl.algorithms.sampler_losses import aipo, binary_divergence, dppo, vespo
 from streamrl.algorithms.sequences import Packed, Padded
-from tests.algorithms.policy_pairs import t
+from tests.support.float64 import t
 
 
 def test_aipo_caps_from_above_only() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,13 +16,11 @@ from torch import Tensor
 from streamrl.algorithms.policy_losses import gspo
 from streamrl.algorithms.sequences import Packed, Padded, Selected, Sequences, mean, packed_sequences
 from streamrl.core.batches import TrainBatch
+from tests.support.float64 import t
+from tests.support.preloaded import Preloaded
 
 ROWS = st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans(), st.booleans()), min_size=1, max_size=5), min_size=1, max_size=5)
 Rows = list[list[tuple[float, bool, bool]]]
-
-
-def t(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def _packed(rows: Rows) -> tuple[Packed, Tensor, Tensor]:
@@ -91,8 +88,8 @@ NUMBERS = (0, 0, 0, 1, 1)
 HALVES = ((0, 3), (1, 2, 4))
 
 
-def _loss_of_rank(rank: int, rendezvous: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+def loss_of_rank(rank: int, results: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{results}/rendezvous", rank=rank, world_size=2)
     try:
         own = list(HALVES[rank])
         logprobs = t(*LOGPROBS)[own].requires_grad_()
@@ -107,8 +104,9 @@ def _loss_of_rank(rank: int, rendezvous: str, results: str) -> None:
 
 
 @pytest.mark.process
-def test_gspo_over_sequences_split_between_two_processes(tmp_path: Path) -> None:
-    mp.spawn(_loss_of_rank, args=(str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+def test_gspo_over_sequences_split_between_two_processes(tmp_path: Path, preloaded: Preloaded) -> None:
+    calls = (f"from {__name__} import loss_of_rank; loss_of_rank({rank}, {str(tmp_path)!r})" for rank in range(2))
+    assert [child.wait(timeout=120) for child in [preloaded.start("-c", call) for call in calls]] == [0, 0]
     logprobs = t(*LOGPROBS).requires_grad_()
     whole = Packed(torch.tensor(NUMBERS), 2)
     loss, _ = gspo(logprobs, t(*OLD), t(*ADVANTAGES), whole, clip_low=0.5, clip_high=0.5)

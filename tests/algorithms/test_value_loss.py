@@ -6,14 +6,10 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from streamrl.algorithms.policy_losses import sft, value_loss
 from tests.algorithms import reference_policy_losses as reference
-
-
-def t(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
+from tests.support.float64 import t
 
 
 def test_golden_by_hand() -> None:

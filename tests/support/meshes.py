@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -15,6 +19,7 @@ from safetensors.torch import load_file
 
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
+from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import learning_rates
 from streamrl.trainers.parts import join_tensors
@@ -23,10 +28,22 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.support.batches import train_batch
+from tests.support.errors import raises
+from tests.support.preloaded import Preloaded
 
 STEPS = 20
 BOUND = 2.0
 """How far from one rank another mesh may end, as a multiple of how far one rank ends from a run in float64: docs/training.md."""
+
+
+def slow(*values: object, id: str | None = None) -> Any:
+    """A case for CI."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
+def soak(*values: object, id: str | None = None) -> Any:
+    """A case for `make soak`."""
+    return pytest.param(*values, marks=pytest.mark.soak, id=id)
 
 
 class Ran(NamedTuple):
@@ -55,6 +72,18 @@ def batch(step: int, groups: int = 4) -> TrainBatch:
         for rollout in range(3)
     ]
     return train_batch(samples, stage_step=step)
+
+
+def killed_in_a_step(config: Config, model_dir: Path, preloaded: Preloaded, victim: int = 0) -> None:
+    """Another rank is killed between two steps: all that train with it are told, within two."""
+    with raises(TrainingError, what=ANY) as caught, open_trainer(config, model_dir) as trainer:
+        trainer.step(batch(0))
+        ranks = preloaded.running()
+        assert len(ranks) == config.trainer.ranks - 1
+        os.kill(ranks[victim], signal.SIGKILL)
+        for step in range(1, 3):
+            trainer.step(batch(step))
+    assert "logs/trainer-<rank>.log" in caught.value.hint
 
 
 def run(trainer: Trainer, where: Path) -> Ran:
@@ -107,3 +136,12 @@ def parameters(checkpoint: Path, stem: str = "model") -> dict[str, Any]:
 def apart(some: dict[str, Any], others: dict[str, Any]) -> float:
     """Greatest difference of an element."""
     return max(float((some[name].double() - others[name].double()).abs().max()) for name in some)
+
+
+def check_run(made: Ran, alone: Ran, truth: dict[str, Any], *, moved: float = math.inf) -> None:
+    """A run by megatron-core beside the torch backend's on one rank, by its distance from one in float64, which has moved so far."""
+    far = apart(parameters(alone.checkpoint), truth)
+    assert 0 < far < 1e-3 * moved  # else the bound would hold for anything
+    assert made.begun == alone.begun
+    assert apart(parameters(made.checkpoint), truth) <= 2 * BOUND * far
+    assert made.norms == pytest.approx(alone.norms, rel=1e-3)

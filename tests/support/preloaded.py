@@ -2,13 +2,14 @@
 milliseconds, and not the six seconds of a processor that these imports take.
 
 `Preloaded.start` is the one end; `python -m tests.support.preloaded SOCKET` is the other: each message is a `Request` with four
-descriptors, the program's standard input, output and error and where its exit code goes; the answer is its process id. Ranks of
-`open_trainer` in such a program are forked too. What depends on how a program starts (its command line, what it imports, a GPU) is for a
-real one.
+descriptors or five, the program's standard input, output and error, where its exit code goes, and one more that it is to have; the answer
+is its process id. Ranks of `open_trainer` in such a program are forked too, and workers of `tests.support.forked_up`. What depends on how
+a program starts (its command line, what it imports, a GPU) is for a real one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import gc
@@ -20,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,8 +31,17 @@ from typing import Any
 import msgspec
 
 from streamrl.config.system import dies_with_parent
+from tests.support.programs import surroundings
 
 MODULES = (
+    "streamrl.cli.workers",
+    "streamrl.consumers.serving.engine_worker",
+    "streamrl.consumers.training.worker",
+    "streamrl.engines.local.engine",
+    "streamrl.launch.up",
+    "streamrl.producers.evaluation.worker",
+    "streamrl.producers.feeder",
+    "streamrl.producers.rollouts",
     "streamrl.trainers.ranks.local",
     "streamrl.trainers.ranks.leading",
     "streamrl.trainers.ranks.process_group",
@@ -52,6 +63,10 @@ class Request(msgspec.Struct, frozen=True):
     words: tuple[str, ...]
     environment: dict[str, str]
     folder: str
+    variable: str = ""
+    """Says the number of the fifth descriptor."""
+    session: bool = False
+    """Whether it leads a session of its own."""
 
 
 class Forked:
@@ -82,11 +97,19 @@ class Forked:
             os.close(self._ending)
         return self.returncode
 
-    def kill(self) -> None:
-        """SIGKILL, which one that has ended does not mind."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal, which one that has ended does not mind."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
 class Preloaded:
@@ -109,6 +132,9 @@ class Preloaded:
         environment: Mapping[str, str] | None = None,
         out: int | None = None,
         err: int | None = None,
+        variable: str = "",
+        more: Sequence[int] = (),
+        session: bool = False,
     ) -> Forked:
         """Start a program.
 
@@ -119,13 +145,15 @@ class Preloaded:
             environment: its variables; None: those of this process.
             out: descriptor of its output; None: where this process has its errors.
             err: of its errors; None: the same.
+            variable: of its environment, which says what number the descriptor `more` has there.
+            more: that descriptor, or none.
+            session: whether it leads one of its own.
         """
         orders = self._socket or self._open()
         (reading, writing), (ending, told) = os.pipe(), os.pipe()
-        out, err = (sys.stderr.fileno() if each is None else each for each in (out, err))
         variables = dict(os.environ if environment is None else environment)
-        request = msgspec.json.encode(Request(words, variables, str(folder or Path.cwd())))
-        socket.send_fds(orders, [request], [reading, out, err, told])
+        request = msgspec.json.encode(Request(words, variables, str(folder or Path.cwd()), variable, session))
+        socket.send_fds(orders, [request], [reading, *(sys.stderr.fileno() if each is None else each for each in (out, err)), told, *more])
         os.close(reading)
         os.close(told)
         pid = int(orders.recv(64) or b"0")
@@ -134,6 +162,23 @@ class Preloaded:
         with contextlib.suppress(BrokenPipeError), open(writing, "wb") as file:
             file.write(given)
         return self._started[-1]
+
+    async def run(self, *words: str, folder: Path, patience_s: float = 20.0) -> tuple[int, str, str]:
+        """Run a program to its end: its exit code, output and errors. It is ended, as a run is stopped at once, when the caller is."""
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            process = self.start(*words, folder=folder, environment=surroundings(), out=out.fileno(), err=err.fileno())
+            try:
+                while process.poll() is None:
+                    await asyncio.sleep(0.02)
+            finally:
+                for number in (signal.SIGINT, signal.SIGTERM):  # two of one kind may arrive as one
+                    process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(patience_s)
+                process.kill()
+            out.seek(0)
+            err.seek(0)
+            return process.wait(), out.read().decode(), err.read().decode()
 
     def start_rank(self, start: Any) -> Forked:
         """In the place of what `open_trainer` starts a rank by."""
@@ -163,7 +208,7 @@ PRELOADED = Preloaded()
 """Of this process: the fixture `preloaded` ends what it has started, and so does the end of the process."""
 
 
-def be(request: Request, descriptors: Sequence[int], orders: socket.socket) -> None:
+def be(request: Request, descriptors: Sequence[int], more: Sequence[int], orders: socket.socket) -> None:
     """In a fork: run as Python would and end."""
     from streamrl.trainers.ranks import local
 
@@ -175,6 +220,10 @@ def be(request: Request, descriptors: Sequence[int], orders: socket.socket) -> N
         os.chdir(request.folder)
         os.environ.clear()
         os.environ.update(request.environment)
+        if more:
+            os.environ[request.variable] = str(more[0])
+        if request.session:
+            os.setsid()
         option, what, *words = request.words
         sys.argv = [option, *words]
         if option == "-c":
@@ -186,8 +235,8 @@ def be(request: Request, descriptors: Sequence[int], orders: socket.socket) -> N
         code = 0
     except SystemExit as error:
         code = error.code
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()  # multiprocessing ends its children there
@@ -214,7 +263,7 @@ def serve(orders: socket.socket) -> None:
                     os.write(told, str(os.waitstatus_to_exitcode(ended[1])).encode())
                 os.close(told)
         for one in [one for one in asking if one in ready]:
-            message, descriptors, _, _ = socket.recv_fds(one, 1 << 20, 4)
+            message, descriptors, _, _ = socket.recv_fds(one, 1 << 20, 5)
             if not message:
                 one.close()
                 asking.remove(one)
@@ -227,16 +276,29 @@ def serve(orders: socket.socket) -> None:
                 tie()
                 for descriptor in (*tell.values(), descriptors[3], woken, waker, *(each.detach() for each in (*asking, ours))):
                     os.close(descriptor)
-                be(msgspec.json.decode(message, type=Request), descriptors[:3], theirs)
+                be(msgspec.json.decode(message, type=Request), descriptors[:3], descriptors[4:], theirs)
             theirs.close()
             asking.append(ours)
             tell[pid] = descriptors[3]
-            for descriptor in descriptors[:3]:
+            for descriptor in (*descriptors[:3], *descriptors[4:]):
                 os.close(descriptor)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 one.send(str(pid).encode())
         if orders not in asking:
             return
+
+
+def nested() -> tuple[Preloaded, int]:
+    """What forks of this process come from, and its process id: it ends with this one, and they with it. Call it before any thread is."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    tie = dies_with_parent(signal.SIGKILL)
+    if not (pid := os.fork()):
+        tie()
+        ours.close()
+        serve(theirs)
+        os._exit(0)
+    theirs.close()
+    return Preloaded(ours), pid
 
 
 def main() -> None:
@@ -246,7 +308,9 @@ def main() -> None:
     from streamrl.trainers.megatron.core import _imported  # pyright: ignore[reportPrivateUsage]
 
     _imported()
-    assert len(os.listdir("/proc/self/task")) == 1, "a lock that another thread holds would stay locked in every fork"
+    threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+    # That of pyarrow's allocator, which sees to its own locks at a fork.
+    assert len(threads - {"jemalloc_bg_thd"}) == 1, f"a lock that another thread holds would stay locked in every fork: {threads}"
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as orders:

@@ -9,7 +9,36 @@ import numpy.typing as npt
 
 from streamrl.config.registry import Role
 from streamrl.core.batches import TrainBatch
+from streamrl.trainers.ranks.leading import LeadingTrainer
 from streamrl.trainers.table.trainer import TableTrainer
+
+
+def of_this_rank(trainer: Any) -> Any:
+    """What trains in this process, where ranks train together."""
+    return trainer._own if isinstance(trainer, LeadingTrainer) else trainer
+
+
+def policy_of(trainer: Any) -> Any:
+    """The model that is trained."""
+    return of_this_rank(trainer)._policy
+
+
+def prepare(trainer: Any, batch: TrainBatch) -> Any:
+    """What a step takes its gradient of."""
+    return trainer._update.prepare(batch)
+
+
+def prepared(trainer: Any) -> list[Any]:
+    """What each step from now on takes its gradient of, as they come."""
+    update, seen = of_this_rank(trainer)._update, []
+    first = update.prepare
+
+    def noted(batch: TrainBatch) -> Any:
+        seen.append(first(batch))
+        return seen[-1]
+
+    update.prepare = noted
+    return seen
 
 
 def score(trainer: Any, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32]:

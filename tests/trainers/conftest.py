@@ -71,32 +71,41 @@ def table_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`make_model(dtype=..., **config)`: directory of a Qwen3 of 2 layers and hidden size 32, with random weights."""
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+
+
+def write_random(path: Path, kind: str, dtype: str, options: dict[str, Any]) -> Path:
+    """A model directory with random weights."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**options, initializer_range=0.2)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).to(getattr(torch, dtype))
+    model.save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_model(dtype=..., **config)`: directory of a Qwen3 of 2 layers and hidden size 32, with random weights."""
 
     def make(dtype: str = "float32", **changes: Any) -> Path:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-        options = {
-            "vocab_size": VOCAB,
-            **sizes,
-            "intermediate_size": 64,
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 64,
-            **changes,
-        }
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = Qwen3ForCausalLM(Qwen3Config(**options, initializer_range=0.2)).to(getattr(torch, dtype))
-        path = tmp_path_factory.mktemp("qwen3")
-        model.save_pretrained(path)
-        (path / "tokenizer_config.json").write_text("{}")
-        return path
+        return write_random(tmp_path_factory.mktemp("qwen3"), "Qwen3", dtype, SIZES | {"tie_word_embeddings": True} | changes)
 
     return make
 
@@ -109,22 +118,25 @@ def model_dir(make_model: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="session")
 def make_mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`make_mixture(dtype=..., **config)`: directory of a Qwen3-MoE of 2 layers with 4 experts, 2 a token, with random weights."""
-    import torch
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
 
     def make(dtype: str = "float32", **changes: Any) -> Path:
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-        options = {"vocab_size": VOCAB, **sizes, **experts, "intermediate_size": 64, "max_position_embeddings": 64, **changes}
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options, initializer_range=0.2)).to(getattr(torch, dtype))
-        path = tmp_path_factory.mktemp("qwen3-moe")
-        model.save_pretrained(path)
-        (path / "tokenizer_config.json").write_text("{}")
-        return path
+        return write_random(tmp_path_factory.mktemp("qwen3-moe"), "Qwen3Moe", dtype, SIZES | EXPERTS | changes)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of Qwen3-0.6B's shape, made on a GPU."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
+    more: dict[str, Any] = {"head_dim": 128, "intermediate_size": 3072, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model: Any = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **sizes, **more))
+    path = tmp_path_factory.mktemp("qwen3-0.6b")
+    model.to(torch.bfloat16).save_pretrained(path)
+    (path / "tokenizer_config.json").write_text("{}")
+    return path

@@ -25,6 +25,7 @@ from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support.errors import raises
+from tests.support.scoring import policy_of
 
 Rollouts = Callable[..., TrainBatch]
 BUDGET = 2 * ROW
@@ -104,8 +105,8 @@ def test_a_step_that_is_out_of_memory_gives_up_activations_before_its_budget(
     monkeypatch.setattr(kernels, "_kept_layers", lambda activations, *, cuda: "auto")
     config = Config(run=RunConfig(numerics="fast"), trainer=TrainerConfig(attention="packed", micro_tokens=24), loss=LossConfig())
     plain, trainer = make_trainer(config, model_dir), make_trainer(config, model_dir)
-    policy: Any = trainer
-    states, left = policy._policy.states, [1]
+    policy, left = policy_of(trainer), [1]
+    states = policy.states
 
     def fails(micro: Any) -> torch.Tensor:
         if left[0]:
@@ -113,7 +114,7 @@ def test_a_step_that_is_out_of_memory_gives_up_activations_before_its_budget(
             raise torch.OutOfMemoryError("planted")
         return states(micro)
 
-    monkeypatch.setattr(policy._policy, "states", fails)
+    monkeypatch.setattr(policy, "states", fails)
     ours, theirs = trainer.step(rollouts()), plain.step(rollouts())
     assert ours.micro_tokens == theirs.micro_tokens == 24 and ours.digest == theirs.digest
     assert ours.choices is not None and ours.choices.kept_layers == 1
@@ -140,14 +141,14 @@ def test_a_model_that_cannot_be_packed_is_said_or_refused(
         assert "rows are not packed" in make().notices()[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_every_row_length_is_compiled_however_many_come(model_dir: Path, rollouts: Rollouts) -> None:
     """torch would stop at 8 shapes and run the others as they are, in silence."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     config = Config(
         run=RunConfig(numerics="fast"), trainer=TrainerConfig(attention="packed", micro_tokens=24, compile="on"), loss=LossConfig()
     )

@@ -18,11 +18,10 @@ from streamrl.core.batches import STATUS_CODES, TrainBatch
 from streamrl.schemas.samples import Status
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import StepResult
-from streamrl.trainers.ranks.leading import LeadingTrainer
 from streamrl.trainers.ranks.local import open_trainer
-from tests.algorithms import reference_returns as reference
-from tests.support.meshes import batch
-from tests.support.scoring import score
+from tests.support import reference_returns as reference
+from tests.support.meshes import batch, slow, soak
+from tests.support.scoring import prepare, prepared, score
 
 Mesh = dict[str, Any]
 CUT = STATUS_CODES[Status.TRUNCATED]
@@ -49,22 +48,12 @@ def config(mesh: Mesh, *, bootstraps: bool = True) -> Config:
 
 
 class Seen(NamedTuple):
-    results: list[StepResult]
     objectives: list[Any]
+    results: list[StepResult]
 
 
 def run(trainer: Any, **how: Any) -> Seen:
-    leads: Any = trainer
-    update = (leads._own if isinstance(trainer, LeadingTrainer) else leads)._update
-    seen = Seen([], [])
-
-    def noted(prepared: Any) -> Any:
-        seen.objectives.append(prepared)
-        return prepared
-
-    prepare, update.prepare = update.prepare, lambda batch: noted(prepare(batch))
-    seen.results.extend(trainer.step(cut_batch(step, **how)) for step in range(STEPS))
-    return seen
+    return Seen(prepared(trainer), [trainer.step(cut_batch(step, **how)) for step in range(STEPS)])
 
 
 def behind(trainer: Any, given: TrainBatch) -> npt.NDArray[np.float32]:
@@ -84,7 +73,7 @@ def test_the_value_behind_the_last_token_takes_the_place_of_nothing(model_dir: P
     run(trainer)
     given = cut_batch(7)
     values, after = score(trainer, given, Role.VALUE), behind(trainer, given)
-    objective = trainer._update.prepare(given)
+    objective = prepare(trainer, given)
     cut = given.status == CUT
     assert objective.scores.ends == pytest.approx(np.where(cut, after, 0.0), abs=1e-5) and np.abs(after[cut]).min() > 1e-3
     assert objective.scores.values[given.loss_mask] == pytest.approx(values[given.loss_mask], abs=1e-5)
@@ -108,14 +97,11 @@ def test_where_nothing_was_cut_not_a_bit_changes(model_dir: Path) -> None:
     assert cut[-1].digest != ignored[-1].digest
 
 
-MEGATRON: Mesh = {"backend": "megatron"}
+MEGATRON: Mesh = {"backend": "megatron", "ranks": 2}
 MESHES = [
-    {"ranks": 2},
-    pytest.param({"ranks": 2, "shards": 2}, marks=pytest.mark.slow),
-    *(
-        pytest.param({**MEGATRON, **mesh}, marks=pytest.mark.slow)
-        for mesh in ({"ranks": 2, "tensor": 2}, {"ranks": 2, "pipeline": 2}, {"ranks": 2, "context": 2})
-    ),
+    slow({"ranks": 2}),
+    slow({**MEGATRON, "pipeline": 2}),
+    *map(soak, ({"ranks": 2, "shards": 2}, {**MEGATRON, "tensor": 2}, {**MEGATRON, "context": 2})),
 ]
 
 

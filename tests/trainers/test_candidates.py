@@ -24,6 +24,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from tests.support.errors import raises
+from tests.support.meshes import slow, soak
 from tests.support.scoring import score
 
 VOCAB = 16
@@ -193,20 +194,20 @@ def test_a_batch_knows_the_candidates_of_its_tokens() -> None:
         replace(batch, candidates=batch.candidates.at(np.arange(3)))
 
 
-OTHERS = {
-    "megatron": {"backend": "megatron"},
-    "two ranks": {"backend": "torch", "ranks": 2, "micro_tokens": 30},
-    "ranks that share rows": {"backend": "torch", "ranks": 2, "context": 2, "attention": "packed"},
-}
+OTHERS = [
+    slow({"backend": "megatron"}, id="megatron"),
+    soak({"backend": "torch", "ranks": 2, "micro_tokens": 30}, id="two ranks"),
+    slow({"backend": "torch", "ranks": 2, "context": 2, "attention": "packed"}, id="ranks that share rows"),
+]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("other", OTHERS)
 def test_other_backends_and_meshes_take_the_same_step(model_dir: Path, rollouts: Callable[..., TrainBatch], other: dict[str, Any]) -> None:
     batch, found = with_candidates(rollouts(), seed=4), []
     correction = replace(LossConfig().correction, kind="none")
     loss = LossConfig(policy="dppo", dppo_divergence="topk_tv", dppo_bound=0.3, dppo_symmetric=True, correction=correction)
-    for options in ({"backend": "torch"}, other):
+    for options in (dict[str, Any](backend="torch"), other):
         trainer = TrainerConfig(device="cpu", support_replay=True, rank_timeout_s=120.0, **options)
         with open_trainer(Config(trainer=trainer, loss=loss), model_dir) as made:
             found.append(made.step(batch))

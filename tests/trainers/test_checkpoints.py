@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def content(path: Path) -> str | None:
     return a
 
 
+def fill(text: str, names: str = "f") -> Callable[[Path], None]:
+    """Writes files of one letter."""
+
+    def write(directory: Path) -> None:
+        for name in names:
+            (directory / name).write_text(text)
+
+    return write
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("former", [None, "old"])
 def test_a_kill_at_any_call_leaves_one_whole_content(tmp_path: Path, former: str | None) -> None:
@@ -55,7 +66,7 @@ def test_a_kill_at_any_call_leaves_one_whole_content(tmp_path: Path, former: str
     for calls in range(30):
         path = tmp_path / str(calls) / "main-v00000001-e0"
         if former is not None:
-            write_directory(path, lambda directory: [(directory / name).write_text("old") for name in "ab"] and None)
+            write_directory(path, fill("old", "ab"))
         child = subprocess.run([sys.executable, "-c", KILLED, str(path), "new", str(calls)], check=False)
         assert child.returncode in (0, 9)
         before_recovery = content(path)
@@ -93,9 +104,9 @@ def test_the_writer_writes_in_order_and_reports_failures(tmp_path: Path) -> None
     def fail(directory: Path) -> None:
         raise OSError("disk full")
 
-    first = writer.submit(tmp_path / "one", lambda directory: (directory / "f").write_text("1") and None)
+    first = writer.submit(tmp_path / "one", fill("1"))
     second = writer.submit(tmp_path / "two", fail)
-    third = writer.submit(tmp_path / "three", lambda directory: (directory / "f").write_text("3") and None)
+    third = writer.submit(tmp_path / "three", fill("3"))
     assert first.done() and second.done()
     with raises(TrainingError, path=str(tmp_path / "two")):
         second.result()
@@ -126,5 +137,5 @@ def test_a_checkpoint_is_read_back_before_it_gets_its_name(tmp_path: Path, monke
     digests = iter(["what was written", "what is read"])
     monkeypatch.setattr(checkpoints, "file_digest", lambda path: next(digests))
     with pytest.raises(CheckpointDamaged):
-        BackgroundWriter().submit(tmp_path / "at", lambda directory: (directory / "f").write_text("1") and None).result()
+        BackgroundWriter().submit(tmp_path / "at", fill("1")).result()
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,8 @@
-"""Compiled layers and head on a CPU: the numbers of plain ones, one compilation a run, and what cannot be compiled is run as it is."""
+"""Compiled layers and head on a CPU: the numbers of plain ones, one compilation a run, and what cannot be compiled is run as it is.
+
+One small model is compiled with the slow tests. Mixtures and cut models are with the soak, for test_experts_gpu.py and test_shards_gpu.py
+compile them too.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,10 @@ from streamrl.schemas.ledger import Choices
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
-from tests.support.compilers import without_compiler
+from tests.support.compilers import COMPILES, without_compiler
 from tests.support.errors import raises
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(600),
-    # Of torch, as it compiles.
-    pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.process, *COMPILES]
 Rollouts = Callable[..., TrainBatch]
 DIRECT = LossConfig(proximal="sampler")
 ROW = 24
@@ -51,8 +47,9 @@ def no_compiler() -> Generator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path, rollouts: Rollouts) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled, plain = make(model_dir, compile="on"), make(model_dir, compile="off")
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0, "compiled before the first step, so that what cannot be is known"
@@ -65,13 +62,14 @@ def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path
     assert counters["stats"]["unique_graphs"] == graphs, "other samples in the rows are no other shapes"
 
 
+@pytest.mark.soak
 def test_a_mixture_is_compiled_once_whatever_its_depth_and_tells_the_load_of_its_experts(
     make_mixture: Callable[..., Path], rollouts: Rollouts
 ) -> None:
     losses, found = LossConfig(proximal="sampler", experts=ExpertsConfig(balance_coef=0.3, z_coef=0.02)), list[list[int]]()
     for layers in (2, 5):
         directory = make_mixture(num_hidden_layers=layers)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         counters.clear()
         compiled, plain = (make_trainer(replace(config(compile=how, activations=1), loss=losses), directory) for how in ("on", "off"))
         found.append([])
@@ -86,8 +84,9 @@ def test_a_mixture_is_compiled_once_whatever_its_depth_and_tells_the_load_of_its
     assert found[0] == found[1] and 0 < found[0][0] < found[0][1] == found[0][2] == found[0][3]
 
 
+@pytest.mark.slow
 def test_what_was_trained_before_is_run_as_it_was(model_dir: Path, rollouts: Rollouts) -> None:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled, plain, free = make(model_dir, compile="on"), make(model_dir, compile="off"), make(model_dir)
     before = compiled.step(rollouts()), plain.step(rollouts())
     assert before[0].digest != before[1].digest, "else nothing is shown"
@@ -108,9 +107,8 @@ def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path, ro
     assert not trainer.step(rollouts(1)).notices
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiler")
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.soak)])
 def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, shards: int) -> None:
     """The other rank is another process, which can."""
     both = {"ranks": 2, "shards": shards, "rank_timeout_s": 300.0}
@@ -121,10 +119,11 @@ def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, sh
     assert found.choices == Choices(attention="packed", row_length=ROW) and "no-such-compiler" in found.notices[0]
 
 
-@pytest.mark.parametrize("gather", ["step", pytest.param("micro_batch", marks=pytest.mark.slow)])
+@pytest.mark.soak
+@pytest.mark.parametrize("gather", ["step", "micro_batch"])
 def test_a_model_that_is_cut_is_compiled_once_and_learns_what_a_whole_one_does(model_dir: Path, rollouts: Rollouts, gather: str) -> None:
     """One layer is run again in the backward pass, and a rank has fewer rows than the other."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     plain = make(model_dir, compile="off")
     with open_trainer(config(compile="on", ranks=2, shards=2, gather=gather, activations=1, rank_timeout_s=300.0), model_dir) as cut:
         graphs = counters["stats"]["unique_graphs"]

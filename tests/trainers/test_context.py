@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,33 +9,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from msgspec.structs import replace
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from streamrl.config.loss import CorrectionConfig, ExpertsConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.batches import train_batch
-from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
+from tests.support.compilers import COMPILES
+from tests.support.errors import raises
+from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, killed_in_a_step, parameters, run, slow, soak
 from tests.support.preloaded import Preloaded
 
 # Meshes of up to four processes, on however few cores there are.
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(600),
-    # Of torch, as it compiles.
-    pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
-]
-MESHES = [(2, 1, 2), (4, 2, 2), (3, 3, 3)]
-"""Ranks, shards and context: two ranks with the whole model each, two copies in two parts for two rows, one row over three parts."""
+pytestmark = [pytest.mark.process, *COMPILES]
+MESHES = [slow((4, 2, 2)), soak((2, 1, 2)), soak((3, 3, 3))]
+"""Ranks, shards and context: two copies in two parts for two rows, two ranks with the whole model each, one row over three parts."""
 
 
 def config(ranks: int, shards: int = 1, context: int = 1, *, loss: LossConfig | None = None, **changes: Any) -> Config:
@@ -76,6 +67,7 @@ def test_ranks_that_share_rows_end_as_near_to_one_rank_as_that_to_float64(
     assert alone.digest() == found.digests[-1]
 
 
+@pytest.mark.slow
 def test_a_restart_and_a_replay_give_the_same_bits(ran: Runs, model_dir: Path) -> None:
     made, half = ran((4, 2, 2)), STEPS // 2
     with open_trainer(config(4, 2, 2), model_dir) as trainer:
@@ -102,7 +94,7 @@ def long_batch() -> TrainBatch:
     return train_batch(samples)
 
 
-@pytest.mark.parametrize("rows", [512, 2048])
+@pytest.mark.parametrize("rows", [512, slow(2048)])
 def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model: Callable[..., Path], tmp_path: Path, rows: int) -> None:
     """A row of one sample, over which the ranks' work is exactly equal, and one of four, where a chunk is half a sample."""
     directory = make_model(max_position_embeddings=1024)
@@ -133,6 +125,7 @@ def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model
     assert first["shared"].metrics == pytest.approx(first["alone"].metrics, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_losses_over_whole_samples_a_critic_and_a_reference_see_them_whole(model_dir: Path) -> None:
     loss = LossConfig(
         advantage="ppo",
@@ -153,7 +146,9 @@ def test_losses_over_whole_samples_a_critic_and_a_reference_see_them_whole(model
         assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4)
 
 
+@pytest.mark.soak
 def test_layers_are_compiled_where_rows_are_shared(model_dir: Path) -> None:
+    """On GPUs: test_context_gpu.py."""
     asked = {"compile": "on", "attention": "packed", "activations": 1}
     losses: dict[int, list[float]] = {}
     for context in (1, 2):
@@ -164,47 +159,29 @@ def test_layers_are_compiled_where_rows_are_shared(model_dir: Path) -> None:
     assert losses[2] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_a_model_with_sliding_windows_is_refused(make_model: Callable[..., Path]) -> None:
-    directory = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    said = "trainer.context = 2, but Qwen3ForCausalLM cannot be run on packed rows"
-    with pytest.raises(ConfigError, match=said) as caught, open_trainer(config(2, 1, 2), directory):
-        pass
-    assert caught.value.hint == "set trainer.context = 1"
-
-
-def test_a_reference_with_sliding_windows_is_refused(model_dir: Path, make_model: Callable[..., Path]) -> None:
-    """It is scored on the rows that ranks share, as the policy is."""
-    reference = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    loss = LossConfig(kl=KLConfig(loss_coef=0.1, reference=str(reference)))
-    with pytest.raises(ConfigError, match="context = 2, but Qwen3ForCausalLM"), open_trainer(config(2, 1, 2, loss=loss), model_dir):
+@pytest.mark.parametrize("which", ["policy", "reference"])
+def test_a_model_with_sliding_windows_is_refused(model_dir: Path, make_model: Callable[..., Path], which: str) -> None:
+    """A reference is scored on the rows that ranks share, as the policy is."""
+    windows = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    kl = KLConfig(loss_coef=0.1, reference=str(windows)) if which == "reference" else KLConfig()
+    asked = config(2, 1, 2, loss=LossConfig(kl=kl))
+    with raises(ConfigError, key="trainer.context"), open_trainer(asked, windows if which == "policy" else model_dir):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_rank_that_is_killed_ends_a_step_of_ranks_that_share_rows(model_dir: Path, shards: int, preloaded: Preloaded) -> None:
-    with (
-        pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught,
-        open_trainer(config(2, shards, 2), model_dir) as trainer,
-    ):
-        trainer.step(batch(0))
-        (pid,) = preloaded.running()
-        os.kill(pid, signal.SIGKILL)
-        for step in range(1, 3):
-            trainer.step(batch(step))
-    assert "logs/trainer-<rank>.log" in caught.value.hint
+    killed_in_a_step(config(2, shards, 2), model_dir, preloaded)
 
 
-def test_the_load_of_experts_is_of_all_tokens(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=16, max_position_embeddings=64, **sizes, **experts))
-    model.save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
+@pytest.mark.slow
+def test_the_load_of_experts_is_of_all_tokens(make_mixture: Callable[..., Path]) -> None:
+    directory = make_mixture()
     loss = LossConfig(experts=ExpertsConfig(balance_coef=0.1, z_coef=0.01))
     metrics: dict[int, dict[str, float]] = {}
     for context in (1, 2):
-        with open_trainer(config(context, 1, context, loss=loss, attention="packed"), tmp_path / "hf") as trainer:
+        with open_trainer(config(context, 1, context, loss=loss, attention="packed"), directory) as trainer:
             metrics[context] = trainer.step(batch(0)).metrics
     assert any("expert" in name for name in metrics[1])
     assert metrics[2] == pytest.approx(metrics[1], rel=2e-3, abs=1e-4)

@@ -17,6 +17,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.attention import _by_piece, _flash  # pyright: ignore[reportPrivateUsage]
 from tests.core.test_context import row
+from tests.support.measured import say
 from tests.support.meshes import BOUND, apart, batch, in_float64, parameters, run
 from tests.support.needs import need
 
@@ -25,10 +26,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
 SMALL: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 1024}
-
-
-def say(text: str) -> None:
-    print(f"\n[measured] {text}", flush=True)
 
 
 def config(ranks: int, shards: int, *, numerics: Any = "fast", **trainer: Any) -> Config:
@@ -54,7 +51,7 @@ def test_flash_attention_of_a_chunk_is_that_of_float64(lengths: list[int]) -> No
                 given = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in (query, key, value)]
                 junk = torch.full((64 << 20,), float("nan"), device="cuda")  # what an empty tensor of theirs would hold
                 del junk
-                found = attend(*given, *bounds, (256, micro.longest), None)
+                found = attend(given[0], given[1], given[2], bounds[0], bounds[1], (256, micro.longest), None)
                 found.backward(torch.ones_like(found))
                 results.append([found.detach(), *(x.grad for x in given if x.grad is not None)])
             for exact, flash in zip(*results, strict=True):
@@ -84,10 +81,10 @@ def test_packed_in_bfloat16_two_gpus_learn_what_one_does_and_again_the_same_bits
     need("two gpus")
     directory = make_model("bfloat16", **SMALL)
     asked: dict[str, Any] = {"dtype": "bfloat16", "micro_tokens": 64, "activations": 1, "minibatches": 2, "compile": compile_}
-    torch._dynamo.reset()
+    torch.compiler.reset()
     alone = make_trainer(config(1, 1, numerics="bitwise", **asked), directory)
     expected = [alone.step(batch(step)) for step in range(4)]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with open_trainer(config(2, shards, numerics="bitwise", **asked), directory) as trainer:
         found = [trainer.step(batch(step)) for step in range(2)]
         trainer.save(tmp_path / "at", b"at", version=Version(0, 2)).result()

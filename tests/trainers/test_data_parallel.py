@@ -16,7 +16,7 @@ from streamrl.errors import TrainingError
 from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support.errors import raises
-from tests.support.meshes import parameters
+from tests.support.meshes import parameters, slow
 from tests.support.preloaded import Preloaded
 
 RANK = """
@@ -104,7 +104,7 @@ def launch(preloaded: Preloaded, model: Path, out: Path, ranks: int, shards: int
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("ranks", "shards"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "shards"), [slow(2, 1), (2, 2), slow(4, 2)])
 def test_ranks_train_as_one(preloaded: Preloaded, model_dir: Path, tmp_path: Path, ranks: int, shards: int) -> None:
     (alone,) = launch(preloaded, model_dir, tmp_path / "one", 1)
     first, *others = launch(preloaded, model_dir, tmp_path / "more", ranks, shards)

@@ -18,9 +18,8 @@ from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.table.trainer import TableTrainer
-from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.support.batches import by_turn
-from tests.support.scoring import score
+from tests.support.scoring import prepare, score
 
 VOCAB = 16
 OPOB = LossConfig(advantage="opob")
@@ -47,8 +46,7 @@ def test_a_transformers_energies_are_its_gradients(model_dir: Path, rollouts: Ca
     """Over the whole vocabulary, whatever was sampled from."""
     batch = by_turn(rollouts(**cut))
     trainer = make_trainer(Config(loss=OPOB), model_dir)
-    assert isinstance(trainer, TorchTrainer)
-    scores = trainer._update.prepare(batch).scores
+    scores = prepare(trainer, batch).scores
     assert scores.energy is not None
     assert np.where(batch.loss_mask, scores.energy, 0.0) == pytest.approx(by_autograd(model_dir, batch), abs=2e-5)
 

@@ -23,6 +23,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.experts import grouped_experts
+from tests.support.measured import say
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -44,10 +45,6 @@ for step in range(3):
 assert (result.choices is not None and result.choices.compiled) == (sys.argv[2] == "on"), result.notices
 print("digest", result.digest)
 """
-
-
-def say(text: str) -> None:
-    print(f"\n[measured] {text}", flush=True)
 
 
 def answers_of(count: int, *, seed: int, longest: int = 200) -> TrainBatch:
@@ -140,7 +137,7 @@ def test_fresh_processes_give_the_same_digest(make_mixture: Callable[..., Path],
 
 def test_a_mixture_is_compiled_once_and_learns_what_a_plain_one_does(make_mixture: Callable[..., Path]) -> None:
     directory = make_mixture("bfloat16", **TINY)
-    torch._dynamo.reset()  # pyright: ignore[reportPrivateUsage]
+    torch.compiler.reset()  # pyright: ignore[reportPrivateUsage]
     fast = make(directory, micro_tokens=1024)
     graphs = counters["stats"]["unique_graphs"]
     plain = make(directory, micro_tokens=1024, compile="off", attention="sdpa")

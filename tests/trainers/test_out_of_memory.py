@@ -19,6 +19,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
+from tests.support.scoring import policy_of
 
 Rollouts = Callable[..., TrainBatch]
 BUDGET = 32
@@ -45,7 +46,7 @@ def fails_at(trainer: Any, number: int) -> list[int]:
         if len(sizes) == number:
             raise torch.OutOfMemoryError("planted")
 
-    trainer._policy._body.register_forward_pre_hook(hook, with_kwargs=True)
+    policy_of(trainer)._body.register_forward_pre_hook(hook, with_kwargs=True)
     return sizes
 
 
@@ -109,6 +110,7 @@ def test_one_sample_that_is_too_long_has_no_smaller_budget(model_dir: Path, roll
     assert "trainer.activations" in caught.value.hint
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_several_ranks_do_not_repeat(model_dir: Path, rollouts: Rollouts) -> None:
     trainer = TrainerConfig(ranks=2, micro_tokens=BUDGET, rank_timeout_s=60.0)

@@ -22,6 +22,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.routing import expert_metrics, loads
 from tests.support.errors import raises
+from tests.support.meshes import slow, soak
 
 CPU = torch.device("cpu")
 Mixtures = Callable[..., Path]
@@ -118,8 +119,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"micro_tokens": 8},
     {"attention": "packed", "micro_tokens": 24},
     {"attention": "packed", "micro_tokens": 24, "activations": 0},
-    {"ranks": 2},
-    {"ranks": 2, "shards": 2, "activations": 0},
+    soak({"ranks": 2}),
+    slow({"ranks": 2, "shards": 2, "activations": 0}),
 ]
 
 
@@ -246,7 +247,8 @@ def test_copies_are_counted_alike_in_every_layout(make_mixture: Mixtures, rollou
     batch = rollouts()
     samples = np.arange(batch.num_samples)
     fed = int((batch.lengths - 1).sum())
-    for layout in ({}, {"share_prefixes": False}, {"several_per_row": False, "share_prefixes": False}, {"row_length": 32}):
+    layouts: list[dict[str, Any]] = [{}, {"share_prefixes": False}, {"several_per_row": False, "share_prefixes": False}, {"row_length": 32}]
+    for layout in layouts:
         micros = plan_micro_batches(batch, batch.loss_mask, samples, budget=64, **layout)
         assert sum(int(micro.copies.sum()) for micro in micros) == fed
     assert not empty_micro_batch(batch, 32).copies.any() and not empty_micro_batch(batch).copies.any()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,17 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
-from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
+from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, killed_in_a_step, parameters, run, slow, soak
 from tests.support.preloaded import Preloaded
 
 # Five meshes, one of them of four processes, on however few cores there are.
@@ -51,27 +47,27 @@ def ran(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return made
 
 
-def test_the_same_parameters_have_one_digest_in_every_mesh(ran: Runs, model_dir: Path) -> None:
+@pytest.fixture(scope="module")
+def truth(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return parameters(run(in_float64(config(1, 1), model_dir), tmp_path_factory.mktemp("truth")).checkpoint)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), slow((4, 2)), slow((3, 3)), soak((2, 1))], ids=str)
+def test_a_mesh_has_the_digests_of_one_rank_and_ends_as_near_to_it_as_that_to_float64(
+    ran: Runs, truth: dict[str, torch.Tensor], mesh: tuple[int, int], model_dir: Path
+) -> None:
+    one, made = ran((1, 1)), ran(mesh)
     alone = make_trainer(config(1, 1), model_dir)
-    begun = alone.digest()
-    for made in map(ran, MESHES):
-        assert made.begun == begun
-        assert alone.load(made.checkpoint) == b"at"
-        assert alone.digest() == made.digests[-1]
-
-
-def test_meshes_end_as_near_to_one_rank_as_that_to_float64(ran: Runs, model_dir: Path, tmp_path: Path) -> None:
-    truth = parameters(run(in_float64(config(1, 1), model_dir), tmp_path).checkpoint)
-    found = {mesh: parameters(ran(mesh).checkpoint) for mesh in MESHES}
-    far = apart(found[1, 1], truth)
+    assert made.begun == one.begun == alone.digest()
+    assert alone.load(made.checkpoint) == b"at"
+    assert alone.digest() == made.digests[-1]
+    far = apart(parameters(one.checkpoint), truth)
     assert 0 < far < 1e-3 * apart(truth, parameters(model_dir))  # else the bound would hold for anything
-    for mesh in MESHES:
-        assert apart(found[mesh], found[1, 1]) <= BOUND * far, mesh
-        assert apart(found[mesh], found[1, 1]) > 0 or mesh == (1, 1)
-        assert ran(mesh).norms == pytest.approx(ran((1, 1)).norms, rel=1e-3), mesh
+    assert 0 < apart(parameters(made.checkpoint), parameters(one.checkpoint)) <= BOUND * far
+    assert made.norms == pytest.approx(one.norms, rel=1e-3)
 
 
-@pytest.mark.parametrize("mesh", [(4, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("mesh", [slow((4, 2)), soak((3, 3))], ids=str)
 def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: tuple[int, int], model_dir: Path) -> None:
     made, half = ran(mesh), STEPS // 2
     with open_trainer(config(*mesh, gather=MESHES[mesh]), model_dir) as trainer:
@@ -81,6 +77,7 @@ def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: 
         assert [trainer.step(batch(step)).digest for step in range(half, STEPS)] == made.digests[half:]
 
 
+@pytest.mark.slow
 def test_another_mesh_goes_on_with_masters_and_moments(ran: Runs, model_dir: Path, tmp_path: Path) -> None:
     """From a checkpoint of two copies of two parts, on three parts, and back: what is not trained comes out as it went in."""
     made = ran((4, 2))
@@ -96,6 +93,7 @@ def test_another_mesh_goes_on_with_masters_and_moments(ran: Runs, model_dir: Pat
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, tmp_path: Path) -> None:
     """With a policy that is scored again by older versions, for which its parts are written over for a moment."""
     loss = LossConfig(advantage="ppo", kl=KLConfig(loss_coef=0.1, reference_every=2))
@@ -140,19 +138,16 @@ def test_no_thread_of_the_ranks_is_left_when_they_have_parted(model_dir: Path) -
     assert threads() <= before
 
 
-def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(make_mixture: Callable[..., Path], tmp_path: Path) -> None:
     """Three experts in two parts: one has two of them whole, the other one."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    experts = {"moe_intermediate_size": 16, "num_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 32}
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=16, max_position_embeddings=64, **sizes, **experts)).save_pretrained(tmp_path / "hf")
-    (tmp_path / "hf" / "tokenizer_config.json").write_text("{}")
-    saved = load_file(tmp_path / "hf" / "model.safetensors")
-    alone = make_trainer(config(1, 1), tmp_path / "hf")
+    directory = make_mixture(num_experts=3)
+    saved = load_file(directory / "model.safetensors")
+    alone = make_trainer(config(1, 1), directory)
     found = {shard.name: (shard.global_shape, shard.host().tobytes()) for shard in alone.shards()}
     assert found == {name: (tuple(value.shape), host_bytes(value).tobytes()) for name, value in saved.items()}
     assert alone.digest() == combine({name: tensor_digest(host_bytes(value), 4) for name, value in saved.items()})
-    with open_trainer(config(2, 2), tmp_path / "hf") as trainer:
+    with open_trainer(config(2, 2), directory) as trainer:
         assert trainer.digest() == alone.digest()
         held = {shard.name: shard.shape[0] for shard in trainer.shards()}
         assert held.keys() == saved.keys()
@@ -168,11 +163,6 @@ def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(t
     assert combine({name: tensor_digest(host_bytes(value), 4) for name, value in exported.items()}) == digest
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path, preloaded: Preloaded) -> None:
-    with pytest.raises(TrainingError, match="needs all ranks of the trainer") as caught, open_trainer(config(2, 2), model_dir) as trainer:
-        trainer.step(batch(0))
-        (pid,) = preloaded.running()
-        os.kill(pid, signal.SIGKILL)
-        for step in range(1, 3):
-            trainer.step(batch(step))
-    assert "logs/trainer-<rank>.log" in caught.value.hint
+    killed_in_a_step(config(2, 2), model_dir, preloaded)

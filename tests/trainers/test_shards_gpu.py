@@ -24,6 +24,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
 from streamrl.trainers.torch.snapshot import SnapshotBytes
 from streamrl.weights.manifest import shard_digests
+from tests.support.measured import say
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
 from tests.support.needs import need
 
@@ -33,10 +34,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
 GATHER = ["step", "micro_batch"]
 SMALL: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 1024}
-
-
-def say(text: str) -> None:
-    print(f"\n[measured] {text}", flush=True)
 
 
 def config(ranks: int, shards: int, *, numerics: Any = "fast", **trainer: Any) -> Config:
@@ -109,10 +106,10 @@ def test_packed_and_compiled_in_bfloat16_a_mesh_learns_what_one_gpu_does(
     need("two gpus")
     directory = make_model("bfloat16", **SMALL)
     asked = {"dtype": "bfloat16", "compile": "on", "micro_tokens": 64, "activations": 1, "minibatches": 2}
-    torch._dynamo.reset()
+    torch.compiler.reset()
     alone = make_trainer(config(1, 1, **asked), directory)
     expected = [alone.step(batch(step)) for step in range(4)]
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with open_trainer(config(2, 2, gather=gather, **asked), directory) as trainer:
         graphs = counters["stats"]["unique_graphs"]
         assert graphs > 0

@@ -25,6 +25,7 @@ from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.attention import packed_attention
+from tests.support.measured import say
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -56,10 +57,6 @@ print("digest", result.digest)
 """
 
 
-def say(text: str) -> None:
-    print(f"\n[measured] {text}", flush=True)
-
-
 def make(directory: Path, *, numerics: Any = "fast", **trainer: Any) -> Trainer:
     options: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-4), **trainer}
     config = Config(run=RunConfig(numerics=numerics), model=ModelConfig(dtype="bfloat16"), trainer=TrainerConfig(**options))
@@ -79,22 +76,6 @@ def answers_of(count: int, mean: int, cap: int, *, seed: int, vocab: int) -> Tra
         tasks=[i // 8 for i in range(count)],
         stage_step=seed,
     )
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of Qwen3-0.6B's shape."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    config = Qwen3Config(vocab_size=151_936, **sizes, intermediate_size=3072, tie_word_embeddings=True, max_position_embeddings=32768)
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config)
-    path = tmp_path_factory.mktemp("qwen3-0.6b")
-    model.to(torch.bfloat16).save_pretrained(path)
-    (path / "tokenizer_config.json").write_text("{}")
-    return path
 
 
 def test_packed_attention_is_that_of_each_sample_in_float64() -> None:
@@ -182,7 +163,7 @@ def test_fresh_processes_with_empty_and_with_warm_caches_give_the_same_digest(
 
 def test_a_run_is_compiled_once(make_model: Callable[..., Path]) -> None:
     directory = make_model("bfloat16", vocab_size=1000, hidden_size=256, head_dim=64, num_attention_heads=4, max_position_embeddings=4096)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     trainer = make(directory, micro_tokens=4096)
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0

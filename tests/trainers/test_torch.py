@@ -111,7 +111,7 @@ def test_other_models_score_as_transformers_does(
 def test_models_of_other_families(tmp_path: Path, rollouts: Callable[..., TrainBatch]) -> None:
     from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
 
-    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     models = [
         GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=32, n_layer=1, n_head=2, n_positions=16)),
         GemmaForCausalLM(GemmaConfig(**sizes, num_key_value_heads=1, head_dim=16)),
@@ -132,7 +132,7 @@ def test_a_head_that_does_more_than_project_is_refused(tmp_path: Path, monkeypat
     forward = Qwen3ForCausalLM.forward
 
     def shifted(self: Any, *args: Any, **options: Any) -> Any:
-        output = forward(self, *args, **options)
+        output: Any = forward(self, *args, **options)
         output.logits = output.logits * 1.5
         return output
 

@@ -29,6 +29,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.weights.manifest import Content
+from tests.support.measured import say
 from tests.support.scoring import score
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
@@ -50,25 +51,6 @@ def host_digest(trainer: Any) -> str:
     return combine(
         {name: tensor_digest(p.detach().cpu().reshape(-1).view(torch.uint8).numpy(), p.element_size()) for name, p in trainer._parameters}
     )
-
-
-def say(text: str) -> None:
-    print(f"\n[measured] {text}", flush=True)
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model of Qwen3-0.6B's shape."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    sizes = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    config = Qwen3Config(vocab_size=VOCAB, **sizes, intermediate_size=3072, tie_word_embeddings=True, max_position_embeddings=32768)
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Qwen3ForCausalLM(config)
-    path = tmp_path_factory.mktemp("qwen3-0.6b")
-    model.to(torch.bfloat16).save_pretrained(path)
-    return path
 
 
 @pytest.fixture
@@ -236,7 +218,7 @@ def test_log_probs_of_a_large_vocabulary_stay_small(truncated: bool) -> None:
         full = full.masked_fill(~support(full, targets[sample], options["top_p_M"][sample], options["top_k_M"][sample]), -torch.inf)
     expected = full.log_softmax(-1).gather(-1, targets[sample, None])[:, 0]
     assert (logprobs[sample].detach() - expected).abs().max() < 0.05
-    assert torch.isfinite(hidden.grad).all() and torch.isfinite(entropy).all()
+    assert hidden.grad is not None and torch.isfinite(hidden.grad).all() and torch.isfinite(entropy).all()
 
 
 def test_recorded_candidates_give_the_same_bits_twice_and_the_log_probs_of_a_cpu() -> None:

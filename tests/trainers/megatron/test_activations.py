@@ -15,10 +15,17 @@ from streamrl.errors import ConfigError
 from streamrl.trainers.megatron.core import Decoder, Rows
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
-from tests.support.meshes import batch
+from tests.support.meshes import batch, slow, soak
+from tests.support.scoring import policy_of
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-MESHES = [{}, {"ranks": 4, "tensor": 2, "pipeline": 2}, {"ranks": 2, "context": 2}, {"ranks": 2, "experts": 2}]
+MESHES = [
+    slow({"ranks": 2, "pipeline": 2}),
+    soak({}),
+    soak({"ranks": 4, "tensor": 2, "pipeline": 2}),
+    soak({"ranks": 2, "context": 2}),
+    soak({"ranks": 2, "experts": 2}),
+]
 
 
 def config(activations: Any, mesh: dict[str, int]) -> Config:
@@ -40,6 +47,7 @@ def test_no_digit_depends_on_what_is_kept(make_model: Callable[..., Path], make_
     assert found[1] == found[0] and found[2] == found[0]
 
 
+@pytest.mark.slow
 def test_fewer_activations_are_kept(make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by autograd: what a pass saves for the backward pass, in bytes."""
     directory = make_model(num_hidden_layers=4)
@@ -78,12 +86,12 @@ def test_a_layer_that_is_run_again_holds_nothing_behind_its_backward_pass() -> N
     assert layer.mlp_norm_manager is None
 
 
+@pytest.mark.slow
 def test_no_layer_holds_anything_between_two_steps(make_model: Callable[..., Path]) -> None:
     """Of the megatron-core that is installed."""
-    with open_trainer(config(0, {}), make_model()) as opened:
-        trainer: Any = opened
+    with open_trainer(config(0, {}), make_model()) as trainer:
         trainer.step(batch(0))
-        layers = trainer._policy._decoder.layers
+        layers = policy_of(trainer)._decoder.layers
         assert layers and all(getattr(layer, "mlp_norm_manager", None) is None for layer in layers)
 
 

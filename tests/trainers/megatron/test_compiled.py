@@ -1,4 +1,7 @@
-"""Compiled layers of megatron-core on CPUs: the numbers of plain ones on every mesh, one compilation a run whatever its depth."""
+"""Compiled layers of megatron-core on CPUs: the numbers of plain ones on every mesh, one compilation a run whatever its depth.
+
+One rank is compiled with the slow tests, other meshes with the soak: test_megatron_gpu.py, too, compiles on each of them.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,16 @@ from torch._dynamo.utils import counters
 from streamrl.config.loss import ExpertsConfig
 from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
 from streamrl.trainers.ranks.local import open_trainer
-from tests.support.compilers import without_compiler
+from tests.support.compilers import COMPILES, without_compiler
 from tests.support.meshes import batch
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.timeout(600),
-    # Of torch, as it compiles.
-    pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-    pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning"),
-]
+pytestmark = [pytest.mark.process, *COMPILES]
 MESHES = [
-    {},
-    {"ranks": 2, "pipeline": 2},
-    {"ranks": 2, "context": 2},
-    {"experts": 1},
-    {"ranks": 2, "experts": 2},
+    pytest.param({}, marks=pytest.mark.slow),
+    *(
+        pytest.param(mesh, marks=pytest.mark.soak)
+        for mesh in ({"ranks": 2, "pipeline": 2}, {"ranks": 2, "context": 2}, {"experts": 1}, {"ranks": 2, "experts": 2})
+    ),
 ]
 
 
@@ -54,7 +49,7 @@ def test_it_learns_what_a_plain_one_does(directory: Path, mesh: dict[str, int]) 
     """One layer of a rank that has two is run again in the backward pass; some ranks have fewer rows than others. Stages have a critic."""
     found = []
     for compiled in ("on", "off"):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         with open_trainer(config(compiled, mesh, activations=1), directory) as trainer:
             found.append([trainer.step(batch(step)) for step in range(3)])
     for ours, theirs in zip(*found, strict=True):
@@ -64,10 +59,11 @@ def test_it_learns_what_a_plain_one_does(directory: Path, mesh: dict[str, int]) 
     assert found[0][-1].digest != found[1][-1].digest, "else nothing was compiled"
 
 
+@pytest.mark.soak
 def test_a_run_is_compiled_once_whatever_its_depth(make_model: Callable[..., Path]) -> None:
     found: list[list[int]] = []
     for layers in (2, 5):
-        torch._dynamo.reset()
+        torch.compiler.reset()
         counters.clear()
         with open_trainer(config("on", {}, activations=1), make_model(num_hidden_layers=layers)) as trainer:
             found.append([])
@@ -78,6 +74,7 @@ def test_a_run_is_compiled_once_whatever_its_depth(make_model: Callable[..., Pat
     assert found[0] == found[1] and found[0][0] > 0 and found[0][1] == found[0][2] == found[0][3]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path) -> None:
     with without_compiler(), open_trainer(config("on", {}), model_dir) as trainer:
         found, after = trainer.step(batch(0)), trainer.step(batch(1))

@@ -19,6 +19,7 @@ from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.trainers.megatron import convert as module
 from streamrl.trainers.megatron.convert import convert
 from streamrl.trainers.megatron.metadata import Reader
+from tests.support.preloaded import PRELOADED
 from tests.trainers.megatron.models import KINDS, write_model
 
 CASES = [(kind, tied) for kind in KINDS for tied in (True, False)]
@@ -270,24 +271,19 @@ except StreamRLError as error:
 """
 
 
-def child(mode: str, source: Path, dest: Path) -> subprocess.CompletedProcess[str]:
-    """A conversion in a process of its own."""
-    words = [sys.executable, "-c", CHILD, mode, str(source), str(dest)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=170, check=False)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("to", ["megatron", "hf"])
-def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, to: str) -> None:
+async def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, to: str) -> None:
     write_model(tmp_path / "model", "Qwen3", tied=True)
     convert(tmp_path / "model", tmp_path / "megatron")
     source = tmp_path / ("model" if to == "megatron" else "megatron")
-    made = child("full", source, tmp_path / "dest")
-    assert made.returncode == 3, made.stderr
-    assert "dest cannot be written" in made.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "model"]
+    code, said, err = await PRELOADED.run("-c", CHILD, "full", str(source), str(tmp_path / "dest"), folder=tmp_path)
+    assert code == 3, err
+    assert "dest cannot be written" in said
+    assert sorted(os.listdir(tmp_path)) == ["megatron", "model"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("to", ["megatron", "hf"])
 def test_memory_is_that_of_two_layers_however_many_there_are(tmp_path: Path, to: str) -> None:
@@ -296,7 +292,8 @@ def test_memory_is_that_of_two_layers_however_many_there_are(tmp_path: Path, to:
     if to == "hf":
         for name in ("model", "model-small"):
             convert(tmp_path / name, tmp_path / name.replace("model", "megatron"))
-    made = child("memory", tmp_path / ("model" if to == "megatron" else "megatron"), tmp_path / "dest")
+    words = [sys.executable, "-c", CHILD, "memory", str(tmp_path / ("model" if to == "megatron" else "megatron")), str(tmp_path / "dest")]
+    made = subprocess.run(words, capture_output=True, text=True, timeout=170, check=False)
     assert made.returncode == 0, made.stderr
     told = json.loads(made.stdout)
     # 48 layers of 4.8 MB; what a process takes besides, the allocator and threads, is below 16 MB.

@@ -34,7 +34,7 @@ def test_layers_and_experts_of_several_types_are_refused(tmp_path: Path, begin: 
     write_model(tmp_path / "model", "Qwen3Moe", tied=True)
     file = tmp_path / "model" / "model.safetensors"
     save_file({name: value.float() if name.startswith(begin) else value for name, value in load_file(file).items()}, file)
-    with pytest.raises(ConfigError, match=r"one type for decoder\.layers\.\S+ of all layers.*float32"):
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.\S+ .*float32"):
         convert(tmp_path / "model", tmp_path / "megatron")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -119,6 +119,7 @@ def test_a_model_that_describes_itself_takes_no_other_description(tmp_path: Path
         convert(tmp_path / "model", tmp_path / "megatron", tmp_path / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_conversion_that_is_killed_leaves_no_dest_and_the_next_one_tidies_up(tmp_path: Path) -> None:
     write_model(tmp_path / "model", "Llama", tied=True, layers=64, hidden_size=512, intermediate_size=1536)

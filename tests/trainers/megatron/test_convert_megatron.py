@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from streamrl.trainers.megatron.convert import convert
 from streamrl.trainers.megatron.names import Place, architecture, parameters
+from tests.support.meshes import slow, soak
 from tests.support.preloaded import Forked, Preloaded
 from tests.trainers.megatron.gpt_tokens import PADDED_TO, TOKENS
 from tests.trainers.megatron.models import write_model
@@ -34,16 +35,16 @@ def ranks(preloaded: Preloaded, what: str, tensors: int, stages: int, place: Pat
 
 LOADED = [
     ("Qwen3", True, 2, 1),
-    ("Qwen3", True, 1, 2),
-    ("Qwen3Moe", False, 1, 1),
-    pytest.param("Qwen3", True, 1, 1, marks=pytest.mark.slow),
-    pytest.param("Qwen2", True, 2, 1, marks=pytest.mark.slow),
-    pytest.param("Llama", False, 2, 2, marks=pytest.mark.slow),
+    slow("Qwen3Moe", False, 1, 1),
+    slow("Llama", False, 2, 2),
+    soak("Qwen3", True, 1, 2),
+    soak("Qwen3", True, 1, 1),
+    soak("Qwen2", True, 2, 1),
 ]
 SAVED = [
-    ("Llama", False, 2, 1),
-    pytest.param("Qwen3Moe", False, 1, 1, marks=pytest.mark.slow),
-    pytest.param("Qwen3", True, 2, 2, marks=pytest.mark.slow),
+    slow("Qwen3", True, 2, 2),
+    soak("Llama", False, 2, 1),
+    soak("Qwen3Moe", False, 1, 1),
 ]
 
 

@@ -19,10 +19,10 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import StepResult
-from streamrl.trainers.ranks.leading import LeadingTrainer
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
-from tests.support.meshes import BOUND, apart, batch, in_float64, parameters
+from tests.support.meshes import BOUND, apart, batch, in_float64, parameters, slow, soak
+from tests.support.scoring import prepared
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 Mesh = dict[str, Any]
@@ -33,9 +33,10 @@ BOTH: Mesh = {"ranks": 4, "tensor": 2, "pipeline": 2}
 EXPERTS: Mesh = {"ranks": 2, "experts": 2}
 SHARDS: Mesh = {**TORCH, "ranks": 2, "shards": 2}
 BFLOAT16: Mesh = {"dtype": "bfloat16"}
-DENSE: list[Mesh] = [{}, TENSOR, STAGES, {"ranks": 2}, {"ranks": 2, "context": 2}, BOTH]
-MIXTURES: list[Mesh] = [{}, EXPERTS, {"ranks": 4, "experts": 2}]
-LARGE: list[Mesh] = [{"ranks": 8, "tensor": 2, "pipeline": 2}, {"ranks": 8, "tensor": 2, "pipeline": 2, "context": 2}]
+CONTEXT: Mesh = {"ranks": 2, "context": 2}
+LARGE: Mesh = {"ranks": 8, "tensor": 2, "pipeline": 2}
+DENSE = [slow(BOTH), slow(CONTEXT), *map(soak, ({}, TENSOR, STAGES, {"ranks": 2}, LARGE, {**LARGE, "context": 2}))]
+MIXTURES = [slow(EXPERTS), soak({}), soak({"ranks": 4, "experts": 2})]
 STEPS, HALF = 8, 4
 """Of them the first one is the critic's alone."""
 VALUE_METRICS = ("rollout/values", "rollout/returns", *(f"train/value_{what}" for what in ("loss", "clipfrac", "grad_norm", "norm")))
@@ -65,20 +66,12 @@ class Ran(NamedTuple):
 
 def run(trainer: Any, where: Path) -> Ran:
     """Train STEPS batches, with checkpoints behind HALF of them and at the end."""
-    update = (trainer._own if isinstance(trainer, LeadingTrainer) else trainer)._update
-    values: list[npt.NDArray[np.float32]] = []
-    results: list[StepResult] = []
-
-    def noted(prepared: Any) -> Any:
-        values.append(prepared.scores.values)
-        return prepared
-
-    prepare, update.prepare = update.prepare, lambda batch: noted(prepare(batch))
+    seen, results = prepared(trainer), list[StepResult]()
     for step in range(STEPS):
         results.append(trainer.step(batch(step)))
         if step + 1 in (HALF, STEPS):
             trainer.save(where / str(step + 1), b"at", version=Version(0, step + 1)).result()
-    return Ran(results, values, where / str(HALF), where / str(STEPS))
+    return Ran(results, [each.scores.values for each in seen], where / str(HALF), where / str(STEPS))
 
 
 Runs = Callable[[Mesh], Ran]
@@ -145,7 +138,7 @@ def check_run(made: Ran, alone: Ran, exact: dict[str, torch.Tensor]) -> None:
     assert apart(theirs, exact) <= 2 * BOUND * far
 
 
-@pytest.mark.parametrize("mesh", [*DENSE, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in LARGE)], ids=str)
+@pytest.mark.parametrize("mesh", DENSE, ids=str)
 def test_a_critic_learns_what_torchs_does(ran: Runs, exact: dict[str, torch.Tensor], mesh: Mesh) -> None:
     check_run(ran(mesh), ran(TORCH), exact)
 
@@ -166,7 +159,7 @@ def equal(some: Path, others: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("mesh", [TENSOR, BOTH, {**BOTH, **BFLOAT16}, {**EXPERTS, **BFLOAT16}], ids=str)
+@pytest.mark.parametrize("mesh", [slow({**BOTH, **BFLOAT16}), *map(soak, (TENSOR, BOTH, {**EXPERTS, **BFLOAT16}))], ids=str)
 def test_a_restart_gives_the_same_bits(dense: Path, mixture: Path, ran: Runs, mixture_ran: Runs, mesh: Mesh, tmp_path: Path) -> None:
     initial, made = (mixture, mixture_ran(mesh)) if "experts" in mesh else (dense, ran(mesh))
     with open_trainer(config(mesh), initial) as trainer:
@@ -183,12 +176,12 @@ def test_a_restart_gives_the_same_bits(dense: Path, mixture: Path, ran: Runs, mi
 @pytest.mark.parametrize(
     ("mesh", "other"),
     [
-        (BOTH, SHARDS),
-        ({**TENSOR, **BFLOAT16}, {**SHARDS, **BFLOAT16}),
-        ({**STAGES, **BFLOAT16}, {**TORCH, **BFLOAT16}),
-        (EXPERTS, SHARDS),
-        (STAGES, TENSOR),
-        (TORCH, BOTH),
+        slow(BOTH, SHARDS),
+        soak(EXPERTS, SHARDS),
+        soak({**TENSOR, **BFLOAT16}, {**SHARDS, **BFLOAT16}),
+        soak({**STAGES, **BFLOAT16}, {**TORCH, **BFLOAT16}),
+        soak(STAGES, TENSOR),
+        soak(TORCH, BOTH),
     ],
     ids=str,
 )
@@ -211,7 +204,7 @@ def test_another_backend_and_mesh_goes_on_with_masters_and_moments(
     assert [(one.digest, one.metrics) for one in found] == [(one.digest, one.metrics) for one in made.results[HALF:]]
 
 
-@pytest.mark.parametrize("mesh", [{}, BOTH], ids=str)
+@pytest.mark.parametrize("mesh", [slow({}), soak(BOTH)], ids=str)
 def test_its_body_may_be_another_models_and_is_not_published(make_model: Callable[..., Path], dense: Path, mesh: Mesh) -> None:
     """Of another width and depth, with a head of its own, which the critic lacks."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -227,7 +220,7 @@ def test_its_body_may_be_another_models_and_is_not_published(make_model: Callabl
 
 @pytest.mark.parametrize(
     ("mesh", "sizes"),
-    [({}, {"intermediate_size": 128}), (TENSOR, {"hidden_size": 16}), (STAGES, {"num_hidden_layers": 4})],
+    [slow({}, {"intermediate_size": 128}), soak(TENSOR, {"hidden_size": 16}), soak(STAGES, {"num_hidden_layers": 4})],
     ids=str,
 )
 def test_another_critic_or_none_is_refused(

@@ -13,10 +13,10 @@ from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
-from tests.support.meshes import batch
+from tests.support.meshes import batch, slow, soak
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-MESHES = [(1, 1, 1), (2, 2, 1), (4, 2, 2)]
+ALONE, TENSOR, BOTH = (1, 1, 1), (2, 2, 1), (4, 2, 2)
 """Ranks, tensor and pipeline."""
 
 
@@ -44,7 +44,7 @@ def models(make_model: Callable[..., Path]) -> tuple[Path, Path, Path]:
     return make_model(tie_word_embeddings=False, **heads), like, make_model(hidden_size=16, num_hidden_layers=4, **heads)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [slow(BOTH), soak(ALONE), soak(TENSOR)], ids=str)
 def test_reference_and_teacher_score_as_torchs_do(models: tuple[Path, Path, Path], mesh: tuple[int, int, int]) -> None:
     policy, like, other = models
     kl = KLConfig(loss_coef=0.5, estimator="k3", reference=str(like))
@@ -59,7 +59,7 @@ def test_reference_and_teacher_score_as_torchs_do(models: tuple[Path, Path, Path
     assert found[0][0]["train/kl_loss"] > 1e-3, "the reference is another model"
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [slow(TENSOR), soak(ALONE), soak(BOTH)], ids=str)
 def test_a_reference_is_renewed_and_restored(models: tuple[Path, Path, Path], mesh: tuple[int, int, int], tmp_path: Path) -> None:
     """In bfloat16: before the third batch it becomes the second version, of which it has the digest; a resume goes on with equal bits."""
     asked = config(LossConfig(kl=KLConfig(loss_coef=0.5, reference_every=2)), mesh, dtype="bfloat16")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,17 +14,17 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.digests import digest_of
 from tests.support.errors import raises
-from tests.support.meshes import BOUND, STEPS, Runs, apart, batch, in_float64, parameters, run, runs
+from tests.support.meshes import STEPS, Runs, apart, batch, check_run, in_float64, killed_in_a_step, parameters, run, runs, slow, soak
 from tests.support.preloaded import Preloaded
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-MESHES = [(1, 1), (2, 1), (2, 2), (4, 2)]
+MESHES = [slow((2, 2)), *map(soak, ((1, 1), (2, 1), (4, 2)))]
 """Ranks and tensor."""
 
 
@@ -48,24 +46,15 @@ def ran(initial: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return runs(lambda mesh: config(1, 1, "torch") if mesh == (0, 0) else config(*mesh), initial, tmp_path_factory)
 
 
-def test_a_model_has_one_digest_whoever_holds_it(ran: Runs, initial: Path) -> None:
-    torch_ran = ran((0, 0))
-    alone = make_trainer(config(1, 1, "torch"), initial)
-    for mesh in MESHES:
-        made = ran(mesh)
-        assert made.begun == torch_ran.begun, mesh
-        assert alone.load(made.checkpoint) == b"at"
-        assert alone.digest() == made.digests[-1], mesh
-
-
-def test_it_trains_as_near_to_float64_as_torch_does(ran: Runs, initial: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_model_has_one_digest_whoever_holds_it_and_trains_as_near_to_float64_as_torchs(
+    ran: Runs, initial: Path, mesh: tuple[int, int], tmp_path: Path
+) -> None:
     truth = parameters(run(in_float64(config(1, 1, "torch"), initial), tmp_path).checkpoint)
-    ours = parameters(ran((0, 0)).checkpoint)
-    far = apart(ours, truth)
-    assert 0 < far < 1e-3 * apart(truth, parameters(initial))  # else the bound would hold for anything
-    for mesh in MESHES:
-        assert apart(parameters(ran(mesh).checkpoint), truth) <= 2 * BOUND * far, mesh
-        assert ran(mesh).norms == pytest.approx(ran((0, 0)).norms, rel=1e-3), mesh
+    check_run(ran(mesh), ran((0, 0)), truth, moved=apart(truth, parameters(initial)))
+    alone = make_trainer(config(1, 1, "torch"), initial)
+    assert alone.load(ran(mesh).checkpoint) == b"at"
+    assert alone.digest() == ran(mesh).digests[-1]
 
 
 def test_the_first_step_has_torchs_log_probs_and_gradient(initial: Path) -> None:
@@ -80,6 +69,7 @@ def test_the_first_step_has_torchs_log_probs_and_gradient(initial: Path) -> None
     assert other_norm == pytest.approx(norm, rel=1e-5) and other_loss == pytest.approx(loss, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_restart_gives_the_same_bits(ran: Runs, initial: Path) -> None:
     made, half = ran((2, 2)), STEPS // 2
     with open_trainer(config(2, 2), initial) as trainer:
@@ -87,7 +77,7 @@ def test_a_restart_gives_the_same_bits(ran: Runs, initial: Path) -> None:
         assert [trainer.step(batch(step)).digest for step in range(half, STEPS)] == made.digests[half:]
 
 
-@pytest.mark.parametrize("asked", [config(2, 1, "torch", shards=2), config(2, 1)], ids=["torch", "replicas"])
+@pytest.mark.parametrize("asked", [slow(config(2, 1, "torch", shards=2), id="torch"), soak(config(2, 1), id="replicas")])
 def test_another_backend_and_mesh_goes_on_with_masters_and_moments(ran: Runs, initial: Path, asked: Config, tmp_path: Path) -> None:
     """From columns of two tensor ranks to rows of two parts or to two whole copies, and back."""
     made = ran((2, 2))
@@ -105,6 +95,7 @@ def test_another_backend_and_mesh_goes_on_with_masters_and_moments(ran: Runs, in
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_bfloat16_of_a_tied_llama_is_published_and_exported_as_it_is_digested(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
     rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
@@ -135,6 +126,7 @@ def test_bfloat16_of_a_tied_llama_is_published_and_exported_as_it_is_digested(tm
     assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
 
 
+@pytest.mark.slow
 def test_tensor_ranks_hand_out_rows_unequally_or_none(make_model: Callable[..., Path], tmp_path: Path) -> None:
     """Of 4 rows of what three ranks hold columns of two publish 2 each, and the last one none."""
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 6}
@@ -150,12 +142,7 @@ def test_tensor_ranks_hand_out_rows_unequally_or_none(make_model: Callable[..., 
 
 
 def test_a_dead_rank_ends_the_step(initial: Path, preloaded: Preloaded) -> None:
-    with open_trainer(config(2, 2, rank_timeout_s=30.0), initial) as trainer:
-        trainer.step(batch(0))
-        (child,) = preloaded.running()
-        os.kill(child, signal.SIGKILL)
-        with pytest.raises(TrainingError):
-            trainer.step(batch(1))
+    killed_in_a_step(config(2, 2, rank_timeout_s=30.0), initial, preloaded)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +182,9 @@ def test_a_tensor_that_is_missing_is_refused(initial: Path, tmp_path: Path) -> N
         pass
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["model", "mixture"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("model", "bfloat16"), slow("mixture", "bfloat16"), soak("model", "float32"), soak("mixture", "float32")]
+)
 def test_what_lies_in_the_models_memory_is_digested_there(
     make_model: Callable[..., Path], make_mixture: Callable[..., Path], kind: str, dtype: str
 ) -> None:

@@ -1,0 +1,11 @@
+"""Tensors of numbers that a test writes out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def t(*values: float) -> Tensor:
+    """A vector in float64."""
+    return torch.tensor(values, dtype=torch.float64)
