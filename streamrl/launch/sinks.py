@@ -14,8 +14,8 @@ from streamrl.runtime.rundir import RunDir
 _DRAIN_S = 8.0
 
 
-def sinks_beside(config: Config, run: RunDir, note: Callable[[str], None]) -> Sidecars:
-    """The sinks that `metrics.sinks` names, none twice; `note` hears of trouble."""
+def sinks_beside(config: Config, run: RunDir, note: Callable[[str], None], *, drain_s: float = _DRAIN_S) -> Sidecars:
+    """The sinks that `metrics.sinks` names, none twice; `note` hears of trouble, and at the end they have `drain_s` for what is left."""
     sinks = [
         Sidecar(
             kind=SINK_KIND.format(kind=kind),
@@ -25,7 +25,7 @@ def sinks_beside(config: Config, run: RunDir, note: Callable[[str], None]) -> Si
         )
         for kind in dict.fromkeys(config.metrics.sinks)
     ]
-    return Sidecars(sinks, run, config, note=note, drain_s=_DRAIN_S)
+    return Sidecars(sinks, run, config, note=note, drain_s=drain_s)
 
 
 def _command(kind: str, run: str, again: bool) -> Sequence[str]:

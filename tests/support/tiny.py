@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
 
+from streamrl.bus.protocol import Bus
+from streamrl.schemas.codec import encode
+from streamrl.schemas.events import Event
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.versions import Version
 from tests.support.programs import Start
 
 TOML = """
@@ -35,3 +42,33 @@ def write_tiny(place: Path, toml: str = TOML) -> None:
 def tiny_up(start: Start) -> Start:
     """What starts `tiny_up.py` on it: the mode, then overrides."""
     return partial(start, str(TINY_UP), "demo.toml")
+
+
+def ledger_entry(run: str, number: int) -> LedgerEntry:
+    """Batch `number` of 30, in which the reward rises to 1."""
+    return LedgerEntry(
+        run=run,
+        trainer="main",
+        version=Version(0, number),
+        source="main",
+        used=(),
+        cursor=number,
+        granted=0,
+        retired=number,
+        staleness=(1,),
+        num_tokens=10,
+        metrics={"rollout/raw_reward": number / 30},
+        time_s=time.time(),
+    )
+
+
+async def learned(bus: Bus, run: str, first: int = 1, last: int = 30) -> None:
+    """Publish the ledger entries of these batches, then the evaluations of versions 0 and 30 that are among them."""
+    subjects = Subjects(run)
+    for number in range(first, last + 1):
+        await bus.publish(subjects.ledger("main"), encode(ledger_entry(run, number)), id=f"0.{number}")
+    for number, accuracy in ((0, 0.125), (30, 0.875)):
+        if first - 1 <= number <= last:
+            version, problem = f"0.{number}", {"prompt": "1+1=", "expected": "2", "got": "2" if number else "5"}
+            detail = {"version": version, "versions": [version, version], "accuracy": accuracy, "num": 8, "problems": [problem]}
+            await bus.publish(subjects.events("evaluation"), encode(Event(kind="evaluation", worker="evaluator-0", detail=detail)))
