@@ -21,11 +21,11 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import SAMPLES
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from tests.gateway.conftest import PROMPT, Gateway, gateway
 from tests.gateway.test_lives import cancelled, more
-from tests.producers.conftest import Loop, samples_in
+from tests.support.gateways import PROMPT, Gateway, gateway
 from tests.support.policies import script, serve_logits
 from tests.support.processes import until
+from tests.support.producing import Loop, samples_in
 
 CHAT = "/v1/chat/completions"
 CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from streamrl.producers.gateway import guards, server, session, verbs
-from tests.gateway.conftest import PROMPT, Gateway, gateway, shown
-from tests.producers.conftest import Loop, samples_in, tombstones_in
+from tests.support.gateways import PROMPT, Gateway, gateway, shown
 from tests.support.processes import until
+from tests.support.producing import Loop, samples_in, tombstones_in
 from tests.support.raw_http import chunked, connected, head, status, told
 
 CHAT = "/v1/chat/completions"

@@ -17,9 +17,9 @@ from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, kind_of
-from tests.gateway.conftest import PROMPT, Gateway, gateway, shown, tool_policy
-from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in
+from tests.support.gateways import PROMPT, Gateway, gateway, shown, tool_policy
 from tests.support.processes import until
+from tests.support.producing import ACK_WAIT_S, Loop, samples_in, tombstones_in
 
 
 @contextlib.asynccontextmanager

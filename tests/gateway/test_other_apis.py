@@ -21,10 +21,10 @@ from streamrl.producers.gateway.responses import _conversation as _input
 from streamrl.producers.gateway.responses import _output
 from streamrl.producers.gateway.responses import _tools as _functions
 from streamrl.producers.gateway.session import Session
-from tests.gateway.conftest import gateway, shown
 from tests.gateway.test_tools import session_of, turn
-from tests.producers.conftest import Loop, samples_in
 from tests.support.conversations import TOOLS
+from tests.support.gateways import gateway, shown
+from tests.support.producing import Loop, samples_in
 
 pytestmark = pytest.mark.process  # the SDKs ask `uname` for the machine
 

@@ -13,8 +13,8 @@ from streamrl.producers.episode import samples_of
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.tasks import Sampling
-from tests.producers.user_code import Workshop, ends
 from tests.support.scripted import Scripted
+from tests.support.user_code import Workshop, ends
 
 pytestmark = pytest.mark.process
 

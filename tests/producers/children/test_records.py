@@ -18,7 +18,7 @@ from streamrl.producers.episode import Segment
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.subjects import PREFIX_ATTEMPTS
 from streamrl.schemas.versions import Version
-from tests.producers.user_code import Workshop, ends
+from tests.support.user_code import Workshop, ends
 
 FORGES = """
 from msgspec.structs import replace
