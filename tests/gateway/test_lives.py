@@ -196,7 +196,7 @@ async def test_a_late_reward_joins_by_its_session_at_any_gateway(loop: Loop) -> 
             await gate.end(key)
             await loop.records(1)
             assert (await gate.post("/rl/set_reward", {"reward": 0.5, "revision": 3}, key))[1]["late"] is True
-        async with gateway(loop, engine=False, index=1) as other:
+        async with gateway(loop, engine=False, index=1, wait_s=0.5) as other:
             assert (await other.post("/rl/set_reward", {"reward": 0.75}, key))[0] == 200
             status, answer = await other.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key)
             assert (status, answer["error"]["code"]) == (503, "session_away")

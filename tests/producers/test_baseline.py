@@ -161,7 +161,7 @@ async def test_a_producer_of_whole_groups_draws_it_greedily_or_fails_it_with_the
     assert not failures and [bool(sample.loss_mask.any()) for sample in samples] == [True, True, False]
     samples, failures = await group(engine, tokenizer, Whole(False), make_task(tokenizer, 3))
     assert [sample.rollout for sample in samples] == [0, 1] and list(failures) == [2]
-    assert "expected turns of temperature 0, got 1.5" in failures[2].detail and "for_rollout(2)" in failures[2].detail
+    assert "temperature 0, got 1.5" in failures[2].detail and "for_rollout(2)" in failures[2].detail
 
 
 async def test_helpers_branches_and_agents_of_it_are_greedy_and_masked_too(engine: Any, tokenizer: Tokenizer) -> None:
