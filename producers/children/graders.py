@@ -54,8 +54,10 @@ class Scoring(msgspec.Struct, frozen=True):
     """Processes; 0: one a core, at most four."""
     concurrency: int = 64
     max_hung: int = 2
+    answer_s: float = 5.0
+    """That a call may take to end once it is told to, over its limit, before its process is killed."""
     ends_s: float = 0.5
-    """That a call may take to end once it is told to, while more than `max_hung` do. One that has to wait for a core needs some of it, and
+    """The same while more than `max_hung` hang: one that has to wait for a core needs some of it, and
     a process takes as much of a core to start."""
 
     @classmethod
@@ -95,7 +97,7 @@ class Graders:
 
     def __init__(self, hello: frames.Hello, scoring: Scoring) -> None:
         self._max_hung = scoring.max_hung
-        self._limits = Limits(idle_s=math.inf, total_s=scoring.timeout_s)
+        self._limits = Limits(idle_s=math.inf, total_s=scoring.timeout_s, answer_s=scoring.answer_s)
         self._seats = Seats(
             hello,
             self._limits,

@@ -45,7 +45,7 @@ async def test_graders_that_hang_cost_their_own_rollouts(workshop: Workshop, kin
     code = f"{kind} score(task, episode):\n" + "".join(
         f"    if (task.index, episode.rollout) == ({index}, 2):\n        {line}\n" for index, line in enumerate(lines)
     )
-    scoring = Scoring(timeout_s=1.5, children=2, max_hung=len(lines))
+    scoring = Scoring(timeout_s=1.5, children=2, max_hung=len(lines), answer_s=1.5)
     async with workshop.runner(f"{code}    return 1.0\n", reward="score", scoring=scoring) as runner, asyncio.timeout(300):
         groups = await workshop.run(runner, *(workshop.task(index) for index in range(len(lines) + 1)))
         [after] = await workshop.run(runner, workshop.task(9))
