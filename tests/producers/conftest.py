@@ -8,6 +8,7 @@ import pytest_asyncio
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import BusConfig
+from streamrl.producers import repeats
 from tests.support.producing import PRODUCERS, Loop, make_loop
 
 
@@ -23,3 +24,9 @@ def functions(tmp_path: Path) -> Path:
     path = tmp_path / "functions.py"
     path.write_text(PRODUCERS)
     return path
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts that an engine's error has ended begin again without a pause."""
+    monkeypatch.setattr(repeats, "pause_s", lambda *_, **__: 0.0)

@@ -229,12 +229,13 @@ async def test_an_engines_failure_repeats_the_rollouts_it_has_ended_and_no_other
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("at_once")
 async def test_rollouts_that_engines_refuse_again_and_again_fail_without_the_others(engine: TableEngine, tokenizer: Tokenizer) -> None:
     class Refuses(Breaks):
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
             if len(request.seeds) < 3:
                 self.seeds.append(tuple(request.seeds))
-                raise EngineError("the prompt is too long")
+                raise EngineError("too long")
             async for chunk in super().generate(request):
                 yield chunk
 
@@ -244,8 +245,8 @@ async def test_rollouts_that_engines_refuse_again_and_again_fail_without_the_oth
     await held.close()
     assert [episode.rollout for episode in group.episodes] == [1]
     assert [(failure.rollout, failure.reason, failure.detail) for failure in group.failures] == [
-        (0, "failed", "engine: the prompt is too long"),
-        (2, "failed", "engine: the prompt is too long"),
+        (0, "failed", "engine: too long"),
+        (2, "failed", "engine: too long"),
     ]
     assert len(broken.seeds) == REFUSALS
 

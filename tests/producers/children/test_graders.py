@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 
 import pytest
 
@@ -242,6 +243,45 @@ def score(task, episode):
     assert rewards(after) == dict.fromkeys(range(4), 1.0)
     # A call that is told to end takes some time for it, and keeps its process.
     assert "child_killed" not in caplog.text
+
+
+async def test_a_quick_grader_whose_process_gets_no_core_does_not_hang(workshop: Workshop) -> None:
+    """As beside other work: while others hang for certain, one process has next to nothing of the core that it shares."""
+    code = """
+def starve():
+    core = min(os.sched_getaffinity(0))
+    for thread in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(thread, {core})
+        os.setpriority(os.PRIO_PROCESS, thread, 19)
+    (FOLDER / "starved").write_text(str(os.getpid()))
+
+
+def score(task, episode):
+    if 40 <= task.index < 43 and episode.rollout == 0:
+        time.sleep(3600)
+    if task.index == 100 and episode.rollout == 0:
+        starve()
+    sum(range(10_000))
+    tell("graded", task.index)
+    return 1.0
+"""
+    scoring = Scoring(timeout_s=600, children=2, max_hung=2)
+    spins = f"import os\nos.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
+    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(300):
+        await workshop.run(runner, *(workshop.task(index) for index in range(40)))
+        hung = await workshop.run(runner, *(workshop.task(index) for index in range(40, 60)))
+        assert [len(group.failures) for group in hung] == [1] * 3 + [0] * 17, "more hang than may"
+        spinner = await asyncio.create_subprocess_exec(sys.executable, "-c", spins)
+        try:
+            groups = await workshop.run(runner, *(workshop.task(index) for index in range(100, 300)))
+        finally:
+            spinner.kill()
+            await spinner.wait()
+        assert runner.take_hung_graders().ended_early == 3
+    assert all(rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0} for group in groups)
+    starved = (workshop.folder / "starved").read_text()
+    by_starved = sum(pid == starved for pid, task in workshop.told("graded") if int(task) >= 100)
+    assert 0 < by_starved < 300, "it had little of the core, and what it began it ended"
 
 
 @pytest.mark.slow

@@ -199,6 +199,7 @@ class Fragile:
             yield chunk
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("error", [EngineUnavailable, EngineError])
 async def test_an_engines_failure_repeats_its_rollout_alone(workshop: Workshop, error: type[EngineError]) -> None:
     code = """
@@ -213,6 +214,7 @@ async def counted(task, engine):
     assert sorted(rollout for _, rollout in workshop.told("ran")) == ["0", "1", "1", "1", "2"]
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_engines_that_stay_away_give_the_task_back(workshop: Workshop) -> None:
     workshop.engine = Fragile(workshop.engine, EngineUnavailable, 1000)  # type: ignore[assignment, arg-type]
     async with workshop.runner("", producer="good") as runner:
@@ -220,7 +222,7 @@ async def test_engines_that_stay_away_give_the_task_back(workshop: Workshop) -> 
             await workshop.run(runner, workshop.task())
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("producer", ["good", ""])
 async def test_what_engines_refuse_again_and_again_has_failed(workshop: Workshop, producer: str) -> None:
     class Refuses(Fragile):
