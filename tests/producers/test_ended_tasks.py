@@ -16,7 +16,7 @@ from streamrl.schemas.control import Grant
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import KEY_GRANTED, MAIN_SOURCE, PREFIX_ATTEMPTS, PREFIX_CHECKPOINTS, SAMPLES, TASKS
 from streamrl.schemas.tasks import Refused, RolloutTask
-from tests.producers.conftest import Loop, samples_in, with_producer
+from tests.support.producing import Loop, in_memory, samples_in, with_producer
 
 HANGS = """
 import asyncio
@@ -70,6 +70,7 @@ async def keys(loop: Loop) -> list[str]:
 
 
 @pytest.mark.process
+@in_memory
 async def test_what_was_stored_of_a_task_goes_when_it_is_cut_short(loop: Loop, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     worker = loop.worker(config=with_producer(loop.config, f"{tmp_path / 'hangs.py'}:hangs"))
@@ -99,6 +100,7 @@ async def test_what_others_stored_of_a_task_that_had_ended_goes_when_it_comes(lo
             await asyncio.sleep(0.02)
 
 
+@in_memory
 async def test_work_that_is_given_up_is_cancelled_once(loop: Loop) -> None:
     """Each grant says again what has ended; the work, and the way off the queue, may take longer than from one to the next."""
     begun, cleaned = asyncio.Event(), asyncio.Event()

@@ -13,8 +13,8 @@ from streamrl.producers.episode import Episode, Segment
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
-from tests.producers.user_code import CODE, Workshop
 from tests.support.processes import until
+from tests.support.user_code import CODE, Workshop
 
 pytestmark = pytest.mark.process
 
