@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -21,7 +22,7 @@ from benchmarks.bus.plan import BusOptions, Cell, Transport
 from benchmarks.bus.redis_streams import codec
 from benchmarks.bus.servers import missing
 from benchmarks.processes import cpu_of_tree, cpu_seconds
-from benchmarks.raw import Round
+from benchmarks.raw import Round, read
 from streamrl.cli import main
 from streamrl.errors import BusError, ConfigError, LaunchError
 from streamrl.schemas.decoding import decode_samples
@@ -30,16 +31,20 @@ from tests.support.errors import raises
 from tests.support.needs import need
 
 NEEDS = {Transport.REDIS_ORJSON: "redis", Transport.REDIS_PICKLE: "redis", Transport.ZMQ_MSGPACK: "zmq", Transport.RAY: "ray"}
-TINY = BusOptions(samples=(1, 3), tokens=(40, 64), rounds=2, round_tokens=1000, min_tasks=2, max_tasks=7)
+TINY = BusOptions(samples=(1, 3), tokens=(40, 64), rounds=1, round_tokens=1000, min_tasks=2, max_tasks=7)
 
 
 @pytest.mark.nats
-@pytest.mark.parametrize("transport", [t if t is not Transport.RAY else pytest.param(t, marks=pytest.mark.slow) for t in Transport])
+@pytest.mark.parametrize("transport", [t if t is not Transport.RAY else pytest.param(t, marks=pytest.mark.slow) for t in NEEDS])
 def test_every_sample_arrives(transport: Transport) -> None:
-    if transport in NEEDS:
-        need(NEEDS[transport])
-    options = msgspec.structs.replace(TINY, transports=(transport,), rounds=1 if transport is Transport.RAY else 2)
-    found = [one for one in rounds(options) if isinstance(one, Round)]
+    need(NEEDS[transport])
+    options = msgspec.structs.replace(TINY, transports=(transport,))
+    all_arrived(options, [one for one in rounds(options) if isinstance(one, Round)])
+
+
+def all_arrived(options: BusOptions, found: Sequence[Round]) -> None:
+    """Every cell of every round was measured over the one transport, and what was sent was read."""
+    [transport] = options.transports
     assert {one.contender for one in found} == {transport}
     cells = [cell for _ in range(options.rounds) for cell in options.cells]
     assert [(one.round, one.cell) for one in found] == [(n, cell.name) for n in range(options.rounds) for cell in options.cells]
@@ -124,10 +129,12 @@ def test_cpu_time_of_other_processes() -> None:
 @pytest.mark.nats
 def test_the_command_measures_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    size = ["--samples", "2", "--tokens", "64", "--rounds", "1", "--round-tokens", "512", "--transports", "streamrl"]
+    size = ["--samples", "1,3", "--tokens", "40,64", "--rounds", "1", "--round-tokens", "1000", "--transports", "streamrl"]
     assert main(["bench", "bus", *size, "--out", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [(row["contender"], row["rounds"]) for row in report["rows"]] == [("streamrl", 1)]
+    assert [(row["contender"], row["rounds"]) for row in report["rows"]] == [("streamrl", 1)] * 4
+    found = read(out, "bus")
+    all_arrived(msgspec.convert(found.header.spec, BusOptions), found.rounds)
     assert {path.name for path in out.iterdir()} == {"raw.jsonl", "report.json", "table.md", "bus.png"}
     assert main(["bench", "bus", "--report", str(out)]) == 0
     assert capsys.readouterr().out.startswith("| samples x tokens |")

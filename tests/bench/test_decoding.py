@@ -1,23 +1,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from benchmarks.engine import measure
 from benchmarks.engine.report import build_report
 from benchmarks.engine.spec import MODELS, Spec
-from benchmarks.machine import Machine
-from benchmarks.raw import Fact, Header, Raw, Round, read, write
+from benchmarks.raw import Fact, Raw, Round, read, write
 from benchmarks.report import marks, render
 from benchmarks.shapes import model_config
 from streamrl.cli import main
 from streamrl.config.tree import ModelConfig
 from streamrl.data.model import write_qwen3
 from streamrl.errors import ConfigError
-
-MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-21", load=0.5)
+from tests.bench.known import raw_of
 
 
 def timing(contender: str, number: int, wall_s: float, cpu_s: float, *, batch: int = 8) -> Round:
@@ -29,14 +30,12 @@ def raw() -> Raw:
     ours = [timing("streamrl", 0, 0.5, 0.4), timing("streamrl", 1, 1.0, 0.4), timing("streamrl", 2, 0.25, 0.4)]
     base = [timing("generate", 0, 1.0, 0.8), timing("generate", 1, 1.0, 0.8), timing("generate", 2, 1.0, 0.8)]
     slower = [timing("streamrl", 0, 2.0, 2.0, batch=1), timing("generate", 0, 1.0, 1.0, batch=1)]
-    spec = msgspec.to_builtins(Spec(models=("quickstart",), batches=(1, 8), rounds=3))
     facts = [
         Fact("parameters", "quickstart", 410_000),
         Fact("left out", "generate_batch (quickstart)", "ValueError: no such thing"),
         Fact("log-prob distance", "quickstart", 1e-6),
     ]
-    header = Header(benchmark="engine", command="streamrl bench engine", machine=MACHINE, spec=spec)
-    return Raw(header=header, rounds=[*ours, *base, *slower], facts=facts)
+    return raw_of("engine", Spec(models=("quickstart",), batches=(1, 8), rounds=3), [*ours, *base, *slower], facts)
 
 
 def test_medians_and_ratios_are_those_of_the_rounds():
@@ -90,8 +89,17 @@ def test_what_cannot_be_measured_is_refused(values):
         Spec(**values)
 
 
-@pytest.mark.process
-def test_a_tiny_run_measures_all_three(tmp_path: Path, capsys):
+def test_a_tiny_run_measures_all_three(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """In this process: what starts the measuring one is `child`, as everywhere."""
+
+    def run_here(process: list[str], *, env: object, check: bool) -> subprocess.CompletedProcess[str]:
+        monkeypatch.setattr(sys, "argv", process)
+        measure.main()
+        return subprocess.CompletedProcess(process, 0)
+
+    monkeypatch.setattr(measure, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(measure, "child", lambda module, *words, env: {"process": [module, *map(str, words)], "env": env})
+    monkeypatch.setattr(measure.subprocess, "run", run_here)
     out = tmp_path / "out"
     flags = ["--models", "quickstart", "--batches", "1,3", "--tokens", "4", "--prompt", "3", "--rounds", "2", "--round-s", "0.01"]
     assert main(["bench", "engine", *flags, "--out", str(out), "--json"]) == 0

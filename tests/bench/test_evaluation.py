@@ -2,19 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from benchmarks.evaluation.measure import measure
 from benchmarks.evaluation.report import build_report, report_of
 from benchmarks.evaluation.spec import ALONE, EVALUATION, EvaluationSpec, config_of
-from benchmarks.machine import Machine
-from benchmarks.raw import Header, Raw, Round
+from benchmarks.raw import Raw, Round
 from benchmarks.report import render
 from streamrl.errors import ConfigError
-
-MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={}, date="2026-11-25", load=0.5)
+from tests.bench.known import raw_of
 
 
 def raw(slower: float) -> Raw:
@@ -25,9 +22,7 @@ def raw(slower: float) -> Raw:
         for number, seconds in enumerate((2.0, 4.0))
         for name, factor in ((ALONE, 1.0), (EVALUATION, slower))
     ]
-    return Raw(
-        header=Header(benchmark="eval", command="streamrl bench eval", machine=MACHINE, spec=msgspec.to_builtins(spec)), rounds=rounds
-    )
+    return raw_of("eval", spec, rounds)
 
 
 def test_speeds_are_compared_within_a_round() -> None:

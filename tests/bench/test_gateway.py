@@ -2,20 +2,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from benchmarks.gateway.report import build_report
 from benchmarks.gateway.spec import ENGINE, GATEWAY, NUM_ROLLOUTS, GatewaySpec, config_of
-from benchmarks.machine import Machine
-from benchmarks.raw import Fact, Header, Raw, Round, read
+from benchmarks.raw import Fact, Raw, Round, read
 from benchmarks.report import render
 from streamrl.cli import main
 from streamrl.config.check import check
 from streamrl.errors import ConfigError
+from tests.bench.known import raw_of
 
-MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={}, date="2026-11-25", load=0.5)
 MIB = 1 << 20
 
 
@@ -29,8 +27,7 @@ def raw(added_s: float) -> Raw:
     sizes = {"idle": 90 * MIB, "open": 100 * MIB, "used": 103 * MIB}
     facts = [Fact("memory", about, size) for about, size in sizes.items()]
     facts += [Fact("sessions", "opened_s", 2.5), Fact("turns", "stored", 3072)]
-    spec = msgspec.to_builtins(GatewaySpec())
-    return Raw(header=Header(benchmark="gateway", command="streamrl bench gateway", machine=MACHINE, spec=spec), rounds=rounds, facts=facts)
+    return raw_of("gateway", GatewaySpec(), rounds, facts)
 
 
 def test_what_is_added_is_compared_within_a_round() -> None:

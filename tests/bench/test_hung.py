@@ -6,15 +6,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.hung import measure
 from benchmarks.hung.report import build_report, report_of
 from benchmarks.hung.spec import HUNG, UNDISTURBED, HungSpec, config_of
-from benchmarks.machine import Machine
-from benchmarks.raw import Header, Raw, Round, read, write
+from benchmarks.raw import Raw, Round, read, write
 from benchmarks.report import render
 from streamrl.cli import main
 from streamrl.errors import ConfigError
-
-MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={}, date="2026-11-22", load=0.5)
+from tests.bench.known import contend_here, raw_of
 
 
 def raw(samples: int) -> Raw:
@@ -24,9 +23,7 @@ def raw(samples: int) -> Raw:
         for label, count in ((UNDISTURBED, 960), (HUNG, samples)):
             values = {"seconds": seconds, "batches": 30, "samples": count, "load": 1.0}
             rounds.append(Round(cell="", contender=label, round=number, values=values))
-    return Raw(
-        header=Header(benchmark="hung", command="streamrl bench hung", machine=MACHINE, spec=msgspec.to_builtins(HungSpec())), rounds=rounds
-    )
+    return raw_of("hung", HungSpec(), rounds)
 
 
 def test_the_rate_is_compared_within_a_round(tmp_path: Path) -> None:
@@ -56,10 +53,10 @@ def test_what_cannot_be_measured_is_refused(wrong: dict[str, float]) -> None:
         HungSpec(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.nats
 @pytest.mark.process
-def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
+def test_it_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "contend", contend_here)
     out = tmp_path / "out"
-    arguments = "--rounds 1 --batches 3 --skip 1 --rollout-s 0.1 --limit-s 1 --share 0.2"
+    arguments = "--rounds 1 --batches 2 --skip 1 --rollout-s 0.1 --limit-s 1 --share 0.2"
     assert main(["bench", "hung", *arguments.split(), "--out", str(out)]) == 0
     assert [one.contender for one in read(out, "hung").rounds] == [UNDISTURBED, HUNG]

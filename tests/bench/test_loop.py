@@ -13,23 +13,23 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.loop import run
 from benchmarks.loop.links import EngineEnd, TrainerEnd, receive
 from benchmarks.loop.plain import Rollouts, pack
 from benchmarks.loop.report import build_report, report_of
 from benchmarks.loop.sampler import Sampler
 from benchmarks.loop.ways import LoopSpec, Way, quickstart, warm, write_problems
-from benchmarks.machine import Machine
 from benchmarks.names import names
-from benchmarks.raw import Header, Raw, Round, read, write
+from benchmarks.raw import Raw, Round, read, write
 from benchmarks.report import render
 from streamrl.cli import main
 from streamrl.config.load import load
 from streamrl.config.tree import DataConfig, EvaluationConfig
 from streamrl.errors import ConfigError, LaunchError
+from tests.bench.known import contend_here, raw_of, small_quickstart
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
-MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-21", load=0.5)
 
 
 def run_of(part: str, label: str, number: int, batch_s: float, cpu_s: dict[str, float]) -> Round:
@@ -46,8 +46,7 @@ def raw() -> Raw:
         runs.append(run_of("overhead", "queues", number, 0.10 * slow, {"all": 1.0}))
         runs.append(run_of("tail", "asynchronous", number, 0.1 * slow, {"trainer": 0.1}))
         runs.append(run_of("tail", "lockstep", number, 0.3 * slow, {"trainer": 0.1}))
-    spec = msgspec.to_builtins(LoopSpec(batches=20, skip=10, tail_batches=20, tail_skip=10))
-    return Raw(header=Header(benchmark="loop", command="streamrl bench loop", machine=MACHINE, spec=spec), rounds=runs)
+    return raw_of("loop", LoopSpec(batches=20, skip=10, tail_batches=20, tail_skip=10), runs)
 
 
 def test_overhead_and_gain_are_ratios_of_rounds():
@@ -172,18 +171,19 @@ def test_ways_are_named():
 
 
 @pytest.mark.process
-def test_a_tiny_run_measures_every_way_and_both_tails(tmp_path: Path, capsys):
+def test_a_tiny_run_measures_every_way_and_both_tails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """In this process and over the bus in memory; test_screens has a run of the stream under `up`."""
+    monkeypatch.setattr(run, "contend", contend_here)
+    monkeypatch.setattr(run, "quickstart", small_quickstart)
     out = tmp_path / "out"
-    flags = ["--backend", "table", "--batches", "4", "--skip", "2", "--rounds", "1", "--tail-rounds", "1", "--tail-batches", "8"]
-    flags += ["--tail-token-ms", "0.5"]
-    assert main(["bench", "loop", *flags, "--out", str(out)]) == 0
+    flags = "--backend table --batches 2 --skip 1 --rounds 1 --tail-rounds 1 --tail-batches 7 --tail-token-ms 0.5"
+    assert main(["bench", "loop", *flags.split(), "--out", str(out)]) == 0
     assert "stream against" in capsys.readouterr().out
     found = read(out, "loop").rounds
     assert [one.contender for one in found] == ["stream", "queues", "pipes", "memory", "asynchronous", "lockstep"]
     for one in found:
-        measured, batch = (2, 64 if one.cell == "tail" else 512)
-        assert one.values["batches"] == measured and one.values["seconds"] > 0
-        assert one.values["samples"] == measured * batch
+        assert one.values["batches"] == 1 and one.values["seconds"] > 0
+        assert one.values["samples"] == 64
     assert all(one.values["staleness_most"] <= 1 for one in found if one.cell == "overhead")
     assert found[-1].values["staleness_most"] == 0, "lockstep trains on its own samples"
     assert (out / "loop.png").is_file() and (out / "table.md").is_file()

@@ -5,15 +5,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.machine import Machine
-from benchmarks.raw import Header, Raw, Round, read, write
+from benchmarks.raw import Raw, Round, read, write
 from benchmarks.report import render
+from benchmarks.rewards import measure, spec
 from benchmarks.rewards.report import build_report, report_of
 from benchmarks.rewards.spec import ASYNC, HUNG, LOOP, PLAIN, POOL, UNDISTURBED, RewardsSpec
 from streamrl.cli import main
 from streamrl.errors import ConfigError
-
-MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={}, date="2026-11-25", load=0.5)
+from tests.bench.known import contend_here, raw_of, small_quickstart
 
 
 def raw(tokens: int, seconds: float) -> Raw:
@@ -25,8 +24,7 @@ def raw(tokens: int, seconds: float) -> Raw:
         for label, count in ((UNDISTURBED, 1000), (HUNG, tokens)):
             values = {"seconds": 10.0 * slower, "batches": 30, "tokens": count, "load": 1.0}
             rounds.append(Round(cell=LOOP, contender=label, round=number, values=values))
-    spec = msgspec.to_builtins(RewardsSpec())
-    return Raw(header=Header(benchmark="rewards", command="streamrl bench rewards", machine=MACHINE, spec=spec), rounds=rounds)
+    return raw_of("rewards", RewardsSpec(), rounds)
 
 
 def test_both_targets_are_judged_and_rates_compared_within_a_round(tmp_path: Path) -> None:
@@ -44,11 +42,12 @@ def test_what_cannot_be_measured_is_refused(wrong: dict[str, float]) -> None:
         RewardsSpec(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.nats
 @pytest.mark.process
 @pytest.mark.slow
-def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
+def test_it_runs_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "contend", contend_here)
+    monkeypatch.setattr(spec, "quickstart", small_quickstart)
     out = tmp_path / "out"
-    arguments = "--rounds 1 --graders 16 --children 2 --batches 3 --skip 1 --share 0.002 --backend table"
+    arguments = "--rounds 1 --graders 8 --children 1 --batches 2 --skip 1 --share 0.002 --backend table"
     assert main(["bench", "rewards", *arguments.split(), "--out", str(out)]) == 0
     assert [one.contender for one in read(out, "rewards").rounds] == [PLAIN, ASYNC, UNDISTURBED, HUNG]

@@ -11,23 +11,23 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.loop import sampler as sampler_module
+from benchmarks.loop import screens
 from benchmarks.loop.onlookers import Browser, looking
 from benchmarks.loop.sampler import Sampler
 from benchmarks.loop.screens import SCREENS, Screen, ScreensSpec, asked, slice_ends
 from benchmarks.loop.screens_report import build_report, report_of
-from benchmarks.machine import Machine
-from benchmarks.raw import Header, Raw, Round, read, write
+from benchmarks.raw import Raw, Round, read, write
 from benchmarks.report import render
 from streamrl.cli import main
 from streamrl.config.tree import Config, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
+from tests.bench.known import raw_of, small_quickstart
 from tests.page.conftest import batches, page
 from tests.page.conftest import write as write_rows
 from tests.support.errors import raises
 from tests.support.processes import until
 
-MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={}, date="2026-11-22", load=0.5)
 OWN = {"cpu/trainer": 6.0, "cpu/engine": 3.0, "cpu/nats-server": 1.0}
 
 
@@ -40,8 +40,7 @@ def raw(supervisor: float, page: float, *, megabytes: float = 60.0) -> Raw:
         looks = {"cpu/page": page, "cpu/top": 0.1, "before/page": 0.7, "bytes/page": megabytes * 1e6, "bytes/top": 5e7, "bytes/engine": 9e9}
         looks["bytes/supervisor"] = 4e7
         rounds.append(Round(cell="", contender=Screen.PAGE_TOP, round=number, values={**values, **looks}))
-    spec = msgspec.to_builtins(ScreensSpec(screens=(Screen.FILE, Screen.PAGE_TOP), slices=1))
-    return Raw(header=Header(benchmark=SCREENS, command="streamrl bench loop --screens", machine=MACHINE, spec=spec), rounds=rounds)
+    return raw_of(SCREENS, ScreensSpec(screens=(Screen.FILE, Screen.PAGE_TOP), slices=1), rounds)
 
 
 def test_who_looks_is_held_against_the_runs_own_time(tmp_path: Path) -> None:
@@ -151,17 +150,36 @@ for number in range(400):
     assert 50e6 < max(sampler.most_bytes().values()) < 100e6
 
 
+@pytest.mark.parametrize(("screen", "sinks"), [(Screen.PAGE_TOP, ()), (Screen.PROMETHEUS, ("prometheus",)), (Screen.WANDB, ("wandb",))])
+def test_a_run_has_the_sink_that_is_to_look_at_it(
+    screen: Screen, sinks: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Config] = []
+
+    async def measured(_: Screen, config: Config, spec: ScreensSpec) -> list[dict[str, float]]:
+        seen.append(config)
+        return [{"seconds": 1.0}] * spec.slices
+
+    monkeypatch.setattr(screens, "_measured", measured)
+    monkeypatch.setattr(screens, "check_sinks", lambda metrics: None)
+    spec = ScreensSpec(screens=(screen,), backend="table", batches=3, skip=1, rounds=2, slices=2)
+    screens.measure(spec, tmp_path, "streamrl bench loop --screens")
+    assert [config.metrics.sinks for config in seen] == [sinks] * 2 and seen[0].metrics.wandb.mode == "offline"
+    assert [one.round for one in read(tmp_path, SCREENS).rounds] == [0, 1, 2, 3]
+
+
 @pytest.mark.nats
 @pytest.mark.process
-def test_a_tiny_run_measures_all_that_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_a_tiny_run_measures_all_that_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(screens, "quickstart", small_quickstart)
     out = tmp_path / "out"
-    flags = "--backend table --batches 4 --skip 2 --rounds 1 --slices 2 --screens page-top,prometheus"
+    flags = "--backend table --batches 3 --skip 1 --rounds 1 --slices 2 --screens page-top"
     assert main(["bench", "loop", *flags.split(), "--out", str(out)]) == 0
-    assert "memory of supervisor, page and top" in capsys.readouterr().out
-    top, later, prometheus, _ = read(out, SCREENS).rounds
+    assert "supervisor, page and top" in capsys.readouterr().out
+    top, later = read(out, SCREENS).rounds
     assert (top.round, later.round, top.values["batches"], later.values["batches"]) == (0, 1, 1, 1)
     assert later.values["before/top"] == top.values["before/top"] and later.values["bytes/top"] >= top.values["bytes/top"]
-    assert (top.contender, prometheus.contender) == (Screen.PAGE_TOP, Screen.PROMETHEUS)
+    assert top.contender == Screen.PAGE_TOP
     assert {"cpu/supervisor", "cpu/page", "cpu/top", "bytes/page", "bytes/top"} <= top.values.keys()
-    assert {"cpu/supervisor", "cpu/sink-prometheus"} <= prometheus.values.keys() and "cpu/page" not in prometheus.values
     assert main(["bench", "loop", "--screens", "--report", str(out)]) == 0

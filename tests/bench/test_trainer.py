@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,33 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.machine import Machine
-from benchmarks.raw import Fact, Header, Raw, Round, read, write
+from benchmarks.raw import Fact, Raw, Record, Round, read, write
 from benchmarks.report import render
 from benchmarks.shapes import num_elements, shape_of
 from benchmarks.trainer import measure as running
 from benchmarks.trainer.batch import make_batch
-from benchmarks.trainer.contender import build_model, flops_of_shape, shape_config
+from benchmarks.trainer.contender import build_model, contend, flops_of_shape, shape_config
 from benchmarks.trainer.parts import REST, Stopwatch
 from benchmarks.trainer.plain import PlainLoop, group_advantages, make_rows
 from benchmarks.trainer.report import build_report, report_of
-from benchmarks.trainer.spec import Contender, TrainerSpec, layers_kept, longest_sample, named_shape, our_config, resolved, row_length
+from benchmarks.trainer.spec import (
+    MODEL,
+    Contender,
+    TrainerSpec,
+    layers_kept,
+    longest_sample,
+    named_shape,
+    our_config,
+    resolved,
+    row_length,
+)
 from benchmarks.trainer.trl_loss import make_rectangles
 from streamrl.cli import main
 from streamrl.errors import ConfigError, LaunchError
+from tests.bench.known import raw_of
 from tests.support.errors import raises
 
 CPU = torch.device("cpu")
-MACHINE = Machine(processor="a processor", cores=2, python="3.11", packages={"torch": "2"}, date="2026-11-22", load=0.5)
 SMALL = resolved(TrainerSpec(answers=(16,), prompt_tokens=8, batch_tokens=300, rollouts=4, device="cpu", rounds=1, steps=1))
 
 
@@ -169,10 +179,7 @@ def raw(shape: str = "4B", **spec: Any) -> Raw:
         Fact("settings", f"{plain} ({shape}, 1500)", {"row": 8192, "compiled": True}),
         Fact("left out", f"{Contender.TRL} ({shape}, 1500)", "ModuleNotFoundError: No module named 'trl'"),
     ]
-    asked = msgspec.to_builtins(resolved(TrainerSpec(shape=shape, answers=(1500,), **spec)))
-    return Raw(
-        header=Header(benchmark="trainer", command="streamrl bench trainer", machine=MACHINE, spec=asked), rounds=rounds, facts=facts
-    )
+    return raw_of("trainer", resolved(TrainerSpec(shape=shape, answers=(1500,), **spec)), rounds, facts)
 
 
 def test_the_report_has_speed_utilisation_and_what_is_left_out(tmp_path: Path) -> None:
@@ -298,38 +305,39 @@ def test_what_failed_is_struck_off_and_what_stood_behind_it_is_tried(
     }
 
 
-@pytest.mark.process
-@pytest.mark.timeout(300)
-def test_what_fails_is_said_and_not_asked_for_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = ["--answers", "16", "--prompt", "8", "--rollouts", "4", "--batch-tokens", "300", "--rounds", "2", "--device", "cpu"]
-    only = ["--contenders", "streamrl", "--set", "debug.memory_tokens=1"]
-    assert main(["bench", "trainer", *size, *only, "--out", str(tmp_path / "out")]) == 1
-    assert "Left out: streamrl (tiny, 16): OutOfMemory: " in capsys.readouterr().out
+def here(name: str, number: int, spec: TrainerSpec, directory: Path) -> Iterator[Record]:
+    """Stand in for `running.ran`: only the plain loop gets a process of its own."""
+    if name == MODEL:
+        build_model(spec, directory / "model")
+    elif name == Contender.PLAIN:
+        yield from RAN(name, number, spec, directory)
+    else:
+        yield from contend(Contender(name), number, spec, directory / "model")
+
+
+RAN = running.ran
+SIZE = ["--answers", "16", "--prompt", "8", "--rollouts", "4", "--batch-tokens", "300", "--rounds", "1", "--steps", "1", "--device", "cpu"]
+
+
+def test_what_fails_is_said_and_not_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "ran", here)
+    only = ["--contenders", "streamrl", "--set", "debug.memory_tokens=1", "--rounds", "2"]
+    assert main(["bench", "trainer", *SIZE, *only, "--out", str(tmp_path / "out")]) == 1
+    assert "OutOfMemory" in capsys.readouterr().out
     found = read(tmp_path / "out", "trainer")
     assert [fact.about for fact in found.facts if fact.name == "left out"] == ["streamrl (tiny, 16)"] and not found.rounds
 
 
 @pytest.mark.process
 @pytest.mark.timeout(300)
-def test_the_command_trains_measures_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_measures_and_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(running, "ran", here)
     out = tmp_path / "out"
-    size = [
-        "--answers",
-        "16",
-        "--prompt",
-        "8",
-        "--rollouts",
-        "4",
-        "--batch-tokens",
-        "300",
-        "--rounds",
-        "1",
-        "--steps",
-        "1",
-        "--device",
-        "cpu",
-    ]
-    assert main(["bench", "trainer", *size, "--set", "trainer.minibatches=2", "--out", str(out), "--json"]) == 0
+    assert main(["bench", "trainer", *SIZE, "--set", "trainer.minibatches=2", "--out", str(out), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     rows = {row["contender"]: row["values"] for row in report["rows"]}
     assert {"streamrl", "plain"} <= set(rows) and rows["streamrl"]["ratio"]["p50"] > 0
@@ -338,5 +346,5 @@ def test_the_command_trains_measures_and_prints(tmp_path: Path, capsys: pytest.C
     assert {"prepare", "forward", "head", "backward", "optimizer"} <= set(parts["streamrl (tiny, 16)"]) & set(parts["plain (tiny, 16)"])
     left_out = read(out, "trainer").named("left out")
     assert ("trl" in rows) != any(name.startswith("trl") for name in left_out), "either it runs, or it is said why not"
-    assert main(["bench", "trainer", *size, "--out", str(out)]) != 0
+    assert main(["bench", "trainer", *SIZE, "--out", str(out)]) != 0
     assert "expected a new directory" in capsys.readouterr().err

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
 from benchmarks.weights.trainer_group import TrainerGroup, buckets_of
+from tests.support.preloaded import Preloaded
 
 RECEIVER = """
 import sys
@@ -30,16 +30,18 @@ distributed.destroy_process_group(group)
 
 
 @pytest.mark.process
-def test_torch_distributed_on_the_other_side_gets_the_bytes():
+def test_torch_distributed_on_the_other_side_gets_the_bytes(preloaded: Preloaded, tmp_path: Path):
     tensors = [torch.arange(12, dtype=torch.float32).reshape(3, 4), torch.ones(5, dtype=torch.bfloat16)]
     wanted = sum(int(tensor.flatten().view(torch.uint8).sum()) for tensor in tensors)
     group = TrainerGroup(torch.device("cpu"), ranks=1, name="test")
     _, port = group.address
-    command = [sys.executable, "-c", RECEIVER, str(port), "test", str(sum(tensor.nbytes for tensor in tensors))]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+    with (tmp_path / "out").open("wb") as out:
+        size = str(sum(tensor.nbytes for tensor in tensors))
+        other = preloaded.start("-c", RECEIVER, str(port), "test", size, out=out.fileno())
         group.join()
         group.send(tensors)
-        assert other.communicate(timeout=60)[0].strip() == str(wanted)
+        assert other.wait(timeout=60) == 0
+    assert (tmp_path / "out").read_text().strip() == str(wanted)
     group.close()
     assert not distributed.is_initialized()
 

@@ -30,6 +30,10 @@ from tests.support.publishing import load, publish
 Made = Callable[..., Any]
 
 
+TOKENS = 100
+"""Of a completion into which two versions fall."""
+
+
 def write_policy(path: Path) -> Path:
     write_qwen3(path / "policy", ModelConfig(max_len=32), seed=0)
     return path / "policy"
@@ -135,15 +139,15 @@ async def test_the_tokens_are_drawn_by_inverse_cdf_from_the_reported_distributio
     assert chi_square < degrees + 4 * np.sqrt(2 * degrees)
 
 
-@pytest.mark.parametrize(("kind", "forward"), [("qwen3", "functional"), ("qwen3", "modules"), ("llama", "functional"), ("mistral", "auto")])
+@pytest.mark.parametrize(("kind", "forward"), [("qwen3", "functional"), ("qwen3", "modules"), ("mistral", "auto")])
 async def test_versions_are_exact_over_swaps_inside_running_requests(running: Made, kind: str, forward: str):
     """A replay that switches models where the versions say gives the same log-probs; one token off and it does not."""
     built = {Version(0, number): models.build(kind, seed=number) for number in range(3)}
     published = {version: publish(models.tensors(model), version) for version, model in built.items()}
-    sampling = Sampling(max_new_tokens=200, ignore_eos=True)
+    sampling = Sampling(max_new_tokens=TOKENS, ignore_eos=True)
     asked = [
         GenerateRequest(request_id=f"r{k}", prompt_ids=tuple(range(3, 5 + 4 * k)), seeds=(k,), sampling=sampling, stream=True)
-        for k in range(6)
+        for k in range(4)
     ]
     answers = [Answer() for _ in asked]
     async with running(kind, forward=forward) as (engine, _):
@@ -151,8 +155,8 @@ async def test_versions_are_exact_over_swaps_inside_running_requests(running: Ma
         async def follow(index: int) -> None:
             async for chunk in engine.generate(asked[index]):
                 answers[index].add(chunk)
-                if index == 0 and answers[0].chunks in (30, 90):
-                    await load(engine, published[Version(0, 1 if answers[0].chunks == 30 else 2)])
+                if index == 0 and answers[0].chunks in (20, 50):
+                    await load(engine, published[Version(0, 1 if answers[0].chunks == 20 else 2)])
 
         await asyncio.gather(*[follow(index) for index in range(len(asked))])
     assert len(set(answers[0].versions)) == 3, "both swaps fell into the running request"
@@ -160,7 +164,7 @@ async def test_versions_are_exact_over_swaps_inside_running_requests(running: Ma
         exact = models.replay(built, request.prompt_ids, answer.ids, answer.versions)
         assert np.abs(np.array(exact) - answer.logprobs).max() <= 1e-4
     for shift in (1, -1):
-        moved = answers[0].versions[:1] * shift + answers[0].versions[: 200 - shift]
+        moved = answers[0].versions[:1] * shift + answers[0].versions[: TOKENS - shift]
         if shift < 0:
             moved = answers[0].versions[1:] + answers[0].versions[-1:]
         control = models.replay(built, asked[0].prompt_ids, answers[0].ids, moved)
@@ -213,8 +217,8 @@ async def test_a_prompt_longer_than_one_prefill_pass_is_taken(running: Made):
     rng = np.random.default_rng(0)
     sampling = Sampling(max_new_tokens=2, ignore_eos=True)
     asked = [
-        GenerateRequest(request_id=f"r{k}", prompt_ids=tuple(rng.integers(3, 64, 1500 + 100 * k).tolist()), seeds=(k,), sampling=sampling)
-        for k in range(6)
+        GenerateRequest(request_id=f"r{k}", prompt_ids=tuple(rng.integers(3, 64, 1800 + 100 * k).tolist()), seeds=(k,), sampling=sampling)
+        for k in range(5)
     ]
     async with running("qwen3", max_len=2304) as (engine, model):
         answers = await asyncio.gather(*[ask(engine, request) for request in asked])
@@ -226,7 +230,7 @@ async def test_a_prompt_longer_than_one_prefill_pass_is_taken(running: Made):
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_where_tokens_went_is_what_a_plain_forward_says(running: Made, deterministic: bool):
     """Of prompts that share a prefill, of rows that move, of completions that are cut; the last token is computed by nobody."""
-    asked = requests(40, temperature=0.8)
+    asked = requests(16, temperature=0.8)
     async with running("qwen3-moe", routed=True, deterministic=deterministic) as (engine, model):
         answers = await asyncio.gather(*[ask(engine, request) for request in asked])
     chosen: list[torch.Tensor] = []

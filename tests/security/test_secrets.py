@@ -74,10 +74,10 @@ async def session(run: RunDir) -> bytes:
 
 
 async def test_a_run_keeps_its_secrets(tmp_path: Path) -> None:
-    write_run(tmp_path, steps=100_000, rest=BUS)
+    write_run(tmp_path, steps=100_000, checkpoint_every=2, rest=BUS)
     run = RunDir(tmp_path / "runs" / "demo")
     async with started(["up", "demo.toml", "--plain"], tmp_path, surroundings={"WANDB_API_KEY": PLANTED}) as process:
-        await until(lambda: trained(tmp_path) >= 20, process, tmp_path)
+        await until(lambda: trained(tmp_path) >= 2, process, tmp_path)
         await until(lambda: addresses(run), process, tmp_path)
         secrets = secrets_of(run) | {"a session's key": await session(run)}
         shown = {pid: of_process(pid, "cmdline") for pid in (process.pid, *descendants(process.pid))}

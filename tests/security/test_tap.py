@@ -15,7 +15,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from tests.support.harness import read_ledger
 from tests.support.role_server import started, trained, until, write_run
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 
 async def entries_of(bus: Bus, trainer: str, number: int, process: asyncio.subprocess.Process, place: Path) -> list[LedgerEntry]:
@@ -28,11 +28,11 @@ async def entries_of(bus: Bus, trainer: str, number: int, process: asyncio.subpr
 
 
 async def test_a_tap_has_the_rights_that_it_needs(tmp_path: Path) -> None:
-    toml = write_run(tmp_path, steps=100_000)
+    toml = write_run(tmp_path, steps=100_000, checkpoint_every=2)
     run = RunDir(tmp_path / "runs" / "demo")
     command = ("tap", "demo", "--name", "shadow", "--lease", "3", "--set", "trainer.optimizer.learning_rate=0.02")
     async with started(("up", str(toml)), tmp_path) as up:
-        await until(lambda: trained(tmp_path) >= 20, up, tmp_path)
+        await until(lambda: trained(tmp_path) >= 2, up, tmp_path)
         assert BusAddress.load(run.bus_path_of("trainer")).user == "trainer"
         # The operator's password is out of reach, as it is on another host.
         hidden = run.bus_path.with_suffix(".hidden")
@@ -47,7 +47,7 @@ async def test_a_tap_has_the_rights_that_it_needs(tmp_path: Path) -> None:
                 assert await asyncio.wait_for(tap.wait(), 60) == 0, (tmp_path / "out").read_text()[-3000:]
             first = await read_ledger(bus, "demo", "shadow")
             async with started(command, tmp_path) as tap:
-                more = await entries_of(bus, "shadow", len(first) + 30, tap, tmp_path)
+                more = await entries_of(bus, "shadow", len(first) + 10, tap, tmp_path)
                 tap.send_signal(signal.SIGINT)
                 assert await asyncio.wait_for(tap.wait(), 60) == 0, (tmp_path / "out").read_text()[-3000:]
             assert [entry.version.number for entry in more] == list(range(1, len(more) + 1)), "it went on where it had left"

@@ -1,8 +1,9 @@
-"""A trainer that is killed while its device copies: `python -m tests.weights.ipc_half_copied DIRECTORY` prints the manifest, and waits."""
+"""A trainer that is killed while its device copies: `python -m tests.weights.ipc_half_copied DIRECTORY` prints the manifest, and stays."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ async def main(directory: Path) -> None:
     HalfCopied(trainer, manifest)
     sys.stdout.write(msgspec.msgpack.encode(manifest).hex() + "\n")
     sys.stdout.flush()
-    await asyncio.to_thread(sys.stdin.readline)
+    signal.pause()
 
 
 if __name__ == "__main__":

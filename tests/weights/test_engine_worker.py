@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -56,7 +57,7 @@ def config(**engine) -> Config:
     return Config(
         run=RunConfig(name="r"),
         engine=EngineConfig(kind="table", slots=4, **engine),
-        model=ModelConfig(max_len=50000),
+        model=ModelConfig(max_len=500),
         supervise=SuperviseConfig(drain_s=120.0),
     )
 
@@ -158,14 +159,30 @@ async def test_a_restarted_engine_is_another_engine_and_takes_the_newest_weights
     assert len(set(seen)) == 2
 
 
-async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory_bus, run_dir):
+class Gate:
+    """In the place of an artificial time per token: a completion gets a few tokens, and the others once it is open."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self._free = 10
+
+    def seconds(self, seeds: np.ndarray) -> np.ndarray:
+        self._free -= 1
+        if self._free < 0:
+            self.open.wait(120)
+        return np.zeros(len(seeds))
+
+
+async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory_bus, run_dir, monkeypatch):
+    gate = Gate()
+    monkeypatch.setattr(engine_worker, "token_delay", lambda config: gate)
     worker = worker_of(memory_bus, run_dir)
     await publish(memory_bus, run_dir, worker, 1)
     task = asyncio.create_task(engine_worker.main(worker))
     address = (await presence(memory_bus, serving=Version(0, 1))).address
     entries = memory_bus.kv.watch(PREFIX)
     await anext(entries)
-    body = {**request_of(45000), "stream": True, "incremental": True}
+    body = {**request_of(400), "stream": True, "incremental": True}
     headers = {"Authorization": f"Bearer {run_dir.engine_token()}"}
     async with aiohttp.ClientSession() as session, session.post(f"{address}/generate", json=body, headers=headers) as response:
         results = [json.loads((await response.content.readline()).removeprefix(b"data: "))]
@@ -174,11 +191,12 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory
             pass
         status, refusal = await generate(address, run_dir.engine_token(), 1)
         assert status == 400 and "draining" in refusal["error"]["message"]
+        gate.open.set()
         lines = [line.removeprefix(b"data: ").strip() async for line in response.content if line.strip()]
     await task
     assert lines.pop() == b"[DONE]"
     results += [json.loads(line) for line in lines]
-    assert sum(len(result["output_ids"]) for result in results) == 45000
+    assert sum(len(result["output_ids"]) for result in results) == 400
     assert results[-1]["meta_info"]["finish_reason"]["type"] == "length"
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from asyncio.subprocess import PIPE
+import os
 from pathlib import Path
 
 import msgspec
@@ -13,8 +12,9 @@ import pytest
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Copying, Manifest
 from tests.support.errors import raises
+from tests.support.preloaded import Preloaded
 from tests.support.wanted import slices
-from tests.weights.test_ipc import Trainer, answer, read, reader
+from tests.weights.test_ipc import Trainer, read, reader
 
 
 @pytest.fixture
@@ -80,15 +80,23 @@ async def test_a_version_that_is_replaced_while_it_is_waited_for_is_gone(tmp_pat
     assert await read(reader(tmp_path), newer) == newer.digest
 
 
+def line_of(descriptor: int) -> str:
+    with open(descriptor) as said:
+        return said.readline()
+
+
 @pytest.mark.process
 @pytest.mark.usefixtures("small_buckets")
-async def test_a_trainer_that_is_killed_while_it_copies_takes_the_version_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_trainer_that_is_killed_while_it_copies_takes_the_version_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded: Preloaded
+) -> None:
     """Who reads it already gives up within a bound, others do not begin, and the next trainer's versions are read."""
     monkeypatch.setattr("streamrl.tensors.buckets.PATIENCE_S", 0.5)
-    command = [sys.executable, "-m", "tests.weights.ipc_half_copied", str(tmp_path)]
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=1 << 20)
+    reading, writing = os.pipe()
+    process = preloaded.start("-m", "tests.weights.ipc_half_copied", str(tmp_path), out=writing)
+    os.close(writing)
     try:
-        manifest = msgspec.msgpack.decode(bytes.fromhex(await answer(process)), type=Manifest)
+        manifest = msgspec.msgpack.decode(bytes.fromhex(await asyncio.to_thread(line_of, reading)), type=Manifest)
         parts = reader(tmp_path).fetch(manifest, slices(manifest))
         for start in range(0, 1280, 256):
             assert (await anext(parts)).start == start
@@ -97,7 +105,7 @@ async def test_a_trainer_that_is_killed_while_it_copies_takes_the_version_along(
         assert not following.done()
     finally:
         process.kill()
-        await process.communicate()
+        process.wait(60)
     with raises(WeightSyncError, buckets=1):
         await following
     other = reader(tmp_path)

@@ -30,46 +30,7 @@ from streamrl.weights.ranks import RankContent, check_places, merge, placed
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
 from tests.support.wanted import slices
-
-MODEL = {
-    "embed": ("bfloat16", (301, 8)),
-    "norm": ("float32", (5,)),
-    "scale": ("float32", ()),
-    "w.up": ("bfloat16", (64, 3, 4)),
-    "none": ("int8", (0, 4)),
-}
-ITEMS = {"bfloat16": 2, "float32": 4, "int8": 1}
-
-
-def model(number: int) -> list[Shard]:
-    """Version `number`: a few elements differ from one to the next."""
-    shards = []
-    for name, (dtype, shape) in MODEL.items():
-        data = np.random.default_rng(0).integers(0, 256, int(np.prod(shape, dtype=int)) * ITEMS[dtype], dtype=np.uint8)
-        data[number::97] += number
-        shards.append(Shard(name=name, dtype=dtype, global_shape=shape, shape=shape, data=data))
-    return shards
-
-
-def rows_of(shards: Sequence[Shard], rank: int, ranks: int) -> list[Shard]:
-    """A rank's rows, as FSDP2 shards them: the last ranks may have none. What has no rows is rank 0's."""
-    own = []
-    for shard in shards:
-        if not shard.shape:
-            own += [shard] if rank == 0 else []
-            continue
-        rows = -(-shard.shape[0] // ranks)
-        low, high = (min(shard.shape[0], edge * rows) for edge in (rank, rank + 1))
-        item = shard.data.nbytes // shard.shape[0] if shard.shape[0] else 0
-        own.append(
-            msgspec.structs.replace(
-                shard,
-                data=shard.data[low * item : high * item],
-                shape=(high - low, *shard.shape[1:]),
-                offset=(low, *(0,) * (len(shard.shape) - 1)),
-            )
-        )
-    return own
+from tests.weights.ranked import ITEMS, model, rows_of
 
 
 def whole(number: int) -> bytes:
@@ -255,7 +216,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.versions import Version
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.shm import ShmTransport
-from tests.weights.test_ranks import model, rows_of
+from tests.weights.ranked import model, rows_of
 
 folder, kind, rank, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 

@@ -32,7 +32,8 @@ from streamrl.weights.shm import ShmTransport
 from streamrl.weights.slices import MergedTransport, OtherRanks, RankPublisher, Requests
 from tests.support.errors import raises
 from tests.support.wanted import slices
-from tests.weights.test_ranks import model, rows_of, whole
+from tests.weights.ranked import large, model, rows_of
+from tests.weights.test_ranks import whole
 
 SUBJECTS = Subjects("r")
 PATIENCE_S = 60.0
@@ -236,7 +237,6 @@ async def test_damaged_keys_are_passed_over(tmp_path: Path, config: WeightsConfi
     assert (await announced(bus)).digest == Content(model(1)).digest
 
 
-LARGE = (256, 4096)
 RANK = """
 import asyncio, sys
 from pathlib import Path
@@ -245,8 +245,7 @@ from streamrl.schemas.versions import Version
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.shm import ShmTransport
 from streamrl.weights.slices import RankPublisher
-from tests.weights.test_ranks import rows_of
-from tests.weights.test_slices import large
+from tests.weights.ranked import large, rows_of
 
 async def main():
     bus = await connect(BusAddress.load(Path(sys.argv[1]) / "bus.json"), "r", create=False)
@@ -262,11 +261,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def large() -> list[Shard]:
-    data = np.random.default_rng(1).integers(0, 256, 2 * LARGE[0] * LARGE[1], dtype=np.uint8)
-    return [Shard(name="w", dtype="bfloat16", global_shape=LARGE, shape=LARGE, data=data)]
 
 
 @pytest.fixture
