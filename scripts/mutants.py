@@ -176,7 +176,7 @@ def wait(pid: int, wall_s: float) -> tuple[int, float]:
 
 
 def run(tests: Sequence[str], cpu_s: float, wall_s: float, *, imported: int | None = None) -> tuple[int, float]:
-    """The tests in a forked process; what `wait` gives. What they imported is written to a pipe; what they print is shown then, where they fail."""
+    """The tests in a forked process; what `wait` gives. `imported`: a pipe for what they import; their failures are then shown."""
     gc.freeze()
     pid = os.fork()
     if pid:
