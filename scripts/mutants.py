@@ -1,13 +1,17 @@
 """A mutation run: which small faults do the tests of a module find?
 
-    python -m scripts.mutants                    all modules: the table of docs/algorithms-mutants.md, and the mutants that live
-    python -m scripts.mutants kl fold --jobs 8   these alone, eight mutants at a time
+    python -m scripts.mutants                         all modules: the table of docs/algorithms-mutants.md, and the mutants that live
+    python -m scripts.mutants kl fold.close --jobs 8  these alone, a function or a class alone too, eight mutants at a time
+    python -m scripts.mutants claims --sample 40      forty of them, the same ones each time
 
 Each mutant differs from a module in one place (`scripts/mutations.py`). The module's tests meet it in a forked child, which has torch
 and pytest imported already: half a second beside several for a new process. Every job has its own copy of the tree; mutants are written
 into the copy. Mutants that mean the same are listed with their reasons in scripts/equivalent_mutants.txt. The exit status is 1 where
-others live, where one that is listed dies, or where no mutant is like one that is listed. A child is given CPU time, not wall time, so a
-busy machine changes no result; one that waits for ever is ended after WALL_S.
+others live, where one that is listed dies, or where no mutant is like one that is listed.
+
+Asked are the tests of `make test` that start no process. A child may use a multiple of the CPU time that the tests take on the module as
+it is, so that a busy machine changes no result; one that waits for ever is ended by a multiple of their wall time. What a child has
+started ends with it, and all of it with this process.
 """
 
 from __future__ import annotations
@@ -15,10 +19,13 @@ from __future__ import annotations
 import argparse
 import compileall
 import contextlib
+import ctypes
 import gc
 import importlib
 import multiprocessing
 import os
+import random
+import re
 import resource
 import shutil
 import signal
@@ -27,57 +34,74 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.mutations import mutants
+from scripts.mutations import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.txt"
+PRODUCT = ("streamrl", "producers", "consumers", "schemas")
+SELECTION = "not process and not slow and not soak"
 CPU_S = 5.0
 """A child gets this and four times what the tests take on the module as it is."""
-WALL_S = 600.0
+WALL_S, WALLS = 10.0, 10.0
+"""It is ended after so many times the wall time that they take, and not before so many seconds."""
+FIRST_S = 600.0
+"""The tests on the module as it is may take this long."""
 MEMORY_BYTES = 6 << 30
+PR_SET_PDEATHSIG = 1
 
 DECISIONS = """
-streamrl/core/fold.py      test_fold test_fold_batches test_fold_quarantine test_fold_staleness test_fold_rewards test_admission \
-                           test_fold_expiry test_gaps dead/test_impossible
-streamrl/core/impossible.py dead/test_impossible test_fold test_fold_quarantine test_gaps test_admission
-streamrl/core/state.py     test_state test_fold test_fold_batches test_fold_staleness test_fold_expiry test_fold_quarantine test_gaps
-streamrl/core/expiry.py    test_fold_expiry test_fold_staleness test_fold_rewards
-streamrl/core/pacing.py
-streamrl/core/admission.py
-streamrl/core/assembly.py  test_assembly test_admission
-streamrl/core/records.py   test_records test_admission dead/test_judged
+fold.fold                    test_fold test_fold_batches test_fold_quarantine test_fold_staleness test_fold_rewards test_admission \
+                             test_fold_expiry test_gaps test_impossible
+impossible.impossible        test_impossible test_fold test_fold_quarantine test_gaps test_admission
+state.FoldState              test_state test_fold test_fold_batches test_fold_staleness test_fold_expiry test_fold_quarantine test_gaps
+expiry.expired               test_fold_expiry test_fold_staleness test_fold_rewards
+pacing.released
+admission.admit
+assembly.assemble            test_assembly test_admission
+records.judge                test_records test_admission test_judged
+claims.Claims
+rollouts.serve               test_rollouts_logic
+publishing.Publisher         test_publishing_logic
+tree.Tree                    test_strands
+sessions.Sessions
+reaper.Reaper
+resuming.Resuming
+publisher.Publisher          test_publisher_logic
+streamed.StreamedProblems    test_streamed test_streamed_rows
+slo.Judge                    test_slo test_slo_levels
 """
 MATHEMATICS = """
-streamrl/algorithms/policy_losses.py   test_policy_losses test_opsm test_value_loss
-streamrl/algorithms/sampler_losses.py  test_policy_losses test_sampler_losses
-streamrl/algorithms/policy.py
-streamrl/algorithms/choices.py
-streamrl/algorithms/kl.py
-streamrl/algorithms/kl_coefficient.py
-streamrl/algorithms/importance.py
-streamrl/algorithms/rejection.py
-streamrl/algorithms/corrections.py
-streamrl/algorithms/batch_metrics.py
-streamrl/algorithms/groups.py          test_groups test_advantages
-streamrl/algorithms/advantages.py
-streamrl/algorithms/returns.py
-streamrl/algorithms/reductions.py
-streamrl/core/balance.py
-streamrl/core/packing.py
-streamrl/algorithms/logprobs.py
-streamrl/algorithms/fused_head.py      test_logprobs test_vocab_parallel
-streamrl/algorithms/nucleus.py
-streamrl/algorithms/vocab_parallel.py
-streamrl/algorithms/sequences.py
-streamrl/trainers/schedule.py
+policy_losses.ppo_clip       test_policy_losses test_opsm test_value_loss
+sampler_losses.dppo          test_policy_losses test_sampler_losses
+policy.policy_loss
+choices.decide
+kl.kl_loss
+kl_coefficient.coefficient
+importance.importance_weights
+rejection.accept
+corrections.correct
+batch_metrics.ratio_metrics
+groups.rollout_rewards       test_groups test_advantages
+advantages.grpo
+returns.gae
+reductions.token_weights
+balance.karmarkar_karp
+packing.plan_micro_batches
+logprobs.token_logprobs
+fused_head.FusedHead         test_logprobs test_vocab_parallel
+nucleus.support
+vocab_parallel.vocab_parallel_logprobs
+sequences.Packed
+schedule.learning_rate
 """
-"""A module by its path, and its tests, the quickest first, where they are not `test_<module>` alone. They lie in the folder of tests/
-that mirrors the module's, unless another is named."""
+"""A module by its name and that of a function or class that only it defines; and its tests, the quickest first, where they are not
+`test_<module>` alone. Where files lie is found out: of several tests of a name it is the one that mirrors the module's place."""
 
 
 class Module(NamedTuple):
@@ -97,20 +121,47 @@ class Tried(NamedTuple):
 
 
 def modules() -> dict[str, Module]:
-    """Both tables, by the name of the file."""
+    """Both tables, by the module's name; raises LookupError for what is not there, or twice."""
     found: dict[str, Module] = {}
     for table, decides in ((DECISIONS, True), (MATHEMATICS, False)):
-        for path, *tests in map(str.split, table.strip().splitlines()):
-            place = Path(path)
-            room = Path("tests", *place.parent.parts[1:])
-            files = [Path("tests", test) if "/" in test else room / test for test in tests or [f"test_{place.stem}"]]
-            found[place.stem] = Module(path, tuple(f"{file}.py" for file in files), decides)
+        for key, *tests in map(str.split, table.strip().splitlines()):
+            name, _, defined = key.partition(".")
+            place = defining(name, defined)
+            files = [test_file(test, place) for test in tests or [f"test_{name}"]]
+            found[name] = Module(str(place), tuple(map(str, files)), decides)
     return found
 
 
-def wait(pid: int) -> tuple[int, float]:
+def defining(name: str, defined: str) -> Path:
+    """The file `<name>.py` of the product with this function or class at its top."""
+    files = [path for folder in PRODUCT for path in (ROOT / folder).rglob(f"{name}.py")]
+    line = re.compile(rf"^(async def|def|class) {defined}\b", re.MULTILINE)
+    return only({path.resolve() for path in files if line.search(path.read_text())}, f"{name}.{defined}")
+
+
+def test_file(name: str, module: Path) -> Path:
+    """The test file of this name."""
+    found = {path.resolve() for path in (ROOT / "tests").rglob(f"{name}.py")}
+    room = module.parent.parts[1:] if module.parts[0] == "streamrl" else module.parent.parts
+    mirrored = (ROOT / "tests").joinpath(*room, f"{name}.py").resolve()
+    return only({mirrored} if mirrored in found else found, f"{name}.py")
+
+
+def only(found: set[Path], wanted: str) -> Path:
+    """The only one there is, from the root."""
+    if len(found) != 1:
+        raise LookupError(f"expected one file of {wanted}, got {sorted(map(str, found))}")
+    return found.pop().relative_to(ROOT)
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that has forked it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def wait(pid: int, wall_s: float) -> tuple[int, float]:
     """Exit status of a child (negative: the signal that ended it) and its CPU time; it and what it started are gone then."""
-    end = time.monotonic() + WALL_S
+    end = time.monotonic() + wall_s
     try:
         while True:
             found, status, used = os.wait4(pid, os.WNOHANG)
@@ -124,21 +175,22 @@ def wait(pid: int) -> tuple[int, float]:
             os.killpg(pid, signal.SIGKILL)
 
 
-def run(tests: Sequence[str], cpu_s: float, *, imported: int | None = None) -> tuple[int, float]:
-    """The tests in a forked process; what `wait` gives. What they imported is written to a pipe, and what they print is shown then."""
+def run(tests: Sequence[str], cpu_s: float, wall_s: float, *, imported: int | None = None) -> tuple[int, float]:
+    """The tests in a forked process; what `wait` gives. `imported`: a pipe for what they import; their failures are then shown."""
     gc.freeze()
     pid = os.fork()
     if pid:
-        return wait(pid)
+        return wait(pid, wall_s)
     status = 70
     try:
         os.setsid()
+        end_with_parent()
         resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 6))
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-        if imported is None:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, 1)
-            os.dup2(null, 2)
+        shown = os.dup(2)
+        said = os.open(os.devnull, os.O_WRONLY) if imported is None else os.memfd_create("said")
+        os.dup2(said, 1)
+        os.dup2(said, 2)
         import hypothesis
         import pytest
 
@@ -146,8 +198,11 @@ def run(tests: Sequence[str], cpu_s: float, *, imported: int | None = None) -> t
         phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
         hypothesis.settings.register_profile("mutants", phases=phases, derandomize=True, database=None, deadline=None)
         hypothesis.settings.load_profile("mutants")
-        status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", *tests]))
+        status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "-m", SELECTION, *tests]))
         if imported is not None:
+            if status:
+                sys.stdout.flush()
+                os.write(shown, os.pread(said, 1 << 20, 0))
             again = ("streamrl", "tests", "_pytest", "pytest", "__m")
             os.write(imported, "\n".join(name for name in sys.modules if not name.startswith(again)).encode())
     except BaseException:
@@ -157,29 +212,35 @@ def run(tests: Sequence[str], cpu_s: float, *, imported: int | None = None) -> t
         os._exit(status)
 
 
-def preload(tests: Sequence[str]) -> float:
-    """Run the tests on the module as it is, then import here what they imported, so that children need not; a child's CPU time."""
+def preload(tests: Sequence[str]) -> tuple[float, float]:
+    """Run the tests on the module as it is, then import here what they imported, so that children need not; a child's CPU and wall time."""
     read, write = os.pipe()
-    status, used = run(tests, 10 * WALL_S, imported=write)
+    began = time.monotonic()
+    status, used = run(tests, FIRST_S, FIRST_S, imported=write)
+    wall_s = time.monotonic() - began
     os.close(write)
+    with os.fdopen(read) as lines:
+        names = lines.read().split()
     if status != 0:
         raise RuntimeError(f"these tests fail without any mutant: {' '.join(tests)}")
-    with os.fdopen(read) as lines:
-        for name in lines.read().split():
-            with contextlib.suppress(ImportError):  # made at run time, not imported
-                importlib.import_module(name)
-    return CPU_S + 4 * used
+    for name in names:
+        with contextlib.suppress(ImportError):  # made at run time, not imported
+            importlib.import_module(name)
+    return CPU_S + 4 * used, max(WALL_S, WALLS * wall_s)
 
 
 class Job:
     """What a worker process keeps between mutants. Its working directory is its own copy of the tree."""
 
     path = ""
-    cpu_s = 0.0
+    cpu_s = wall_s = 0.0
+    broken = ""
+    """The module whose tests fail without any mutant."""
 
 
 def begin(tree: Path) -> None:
     """A new worker: copy the tree and go there."""
+    end_with_parent()
     copied = tree.parent / str(os.getpid())
     shutil.copytree(tree, copied, symlinks=True)
     os.chdir(copied)
@@ -192,32 +253,50 @@ def attempt(module: Module, source: str) -> Tried:
     """Try a mutant; in a worker."""
     path = Path(module.path)
     if Job.path != module.path:
-        Job.path, Job.cpu_s = module.path, preload(module.tests)
+        if Job.broken == module.path:
+            raise RuntimeError("its tests fail without any mutant")
+        Job.broken = module.path
+        Job.cpu_s, Job.wall_s = preload(module.tests)
+        Job.path = module.path
         for cached in path.parent.glob(f"__pycache__/{path.stem}.*"):
             cached.unlink()
     original = path.read_text()
     try:
         path.write_text(source)
-        status, _ = run(module.tests, Job.cpu_s)
+        status, _ = run(module.tests, Job.cpu_s, Job.wall_s)
     finally:
         path.write_text(original)
     return Tried(status == 0, status in (-signal.SIGXCPU, -signal.SIGKILL))
 
 
-def try_module(name: str, module: Module, known: set[str], workers: Executor) -> tuple[Counter[str], list[str]]:
-    """Counts, and what the list of equivalent mutants has wrong."""
-    counts, wrong = Counter[str](), list[str]()
+def chosen(name: str, module: Module, functions: Sequence[str], sample: int) -> list[Mutant]:
+    """The mutants that are asked for: all, or those of some functions, or so many that are drawn."""
     found = list(mutants(name, (ROOT / module.path).read_text(), decides=module.decides))
-    tried = workers.map(attempt, [module] * len(found), [mutant.source for mutant in found])
-    for mutant, (lives, timed_out) in zip(found, tried, strict=True):
-        listed = mutant.key in known
-        counts["mutants"] += 1
-        counts["killed" if not lives else "equivalent" if listed else "lives"] += 1
-        counts["timed out"] += timed_out
-        if lives != listed:
-            wrong.append(f"{'lives' if lives else 'dies, though listed as equivalent'}: {mutant.key}")
-            print(wrong[-1], flush=True)
-    gone = {key for key in known if key.startswith(f"{name}.")} - {mutant.key for mutant in found}
+    if functions:
+        found = [mutant for mutant in found if any(mutant.key.startswith((f"{one}:", f"{one}.")) for one in functions)]
+    if 0 < sample < len(found):
+        found = [found[i] for i in sorted(random.Random(0).sample(range(len(found)), sample))]
+    return found
+
+
+def judged(name: str, found: Sequence[Mutant], tried: Iterator[Tried], known: set[str], *, whole: bool) -> tuple[Counter[str], list[str]]:
+    """Counts, and what the list of equivalent mutants has wrong; `whole`: these are all mutants of the module."""
+    counts, wrong = Counter[str](), list[str]()
+    try:
+        for mutant, (lives, timed_out) in zip(found, tried, strict=True):
+            listed = mutant.key in known
+            counts["mutants"] += 1
+            counts["killed" if not lives else "equivalent" if listed else "lives"] += 1
+            counts["timed out"] += timed_out
+            if lives != listed:
+                wrong.append(f"{'lives' if lives else 'dies, though listed as equivalent'}: {mutant.key}")
+                print(wrong[-1], flush=True)
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, BrokenProcessPool):
+            raise
+        wrong.append(f"{name} is not tried to its end: {error}")
+        print(wrong[-1], flush=True)
+    gone = {key for key in known if key.startswith(f"{name}.")} - {mutant.key for mutant in found} if whole else set()
     for key in sorted(gone):
         wrong.append(f"listed as equivalent, but no mutant: {key}")
         print(wrong[-1], flush=True)
@@ -230,7 +309,7 @@ def pool(jobs: int) -> Generator[Executor, None, None]:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         # With scripts/: processes that tests spawn import this module.
-        for name in ("streamrl", "producers", "consumers", "schemas", "scripts", "tests", "examples"):
+        for name in ("streamrl", "producers", "consumers", "schemas", "scripts", "tests", "examples", "docs"):
             shutil.copytree(ROOT / name, tree / name, symlinks=True)
         shutil.copy(ROOT / "pyproject.toml", tree)
         compileall.compile_dir(tree, quiet=2)
@@ -246,23 +325,31 @@ def main(arguments: Sequence[str]) -> int:
     """Try all mutants of the modules in copies of the tree; exit status 1 where the list of equivalent ones has something wrong."""
     table = modules()
     parser = argparse.ArgumentParser(description="Which small faults do the tests of a module find?")
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"all without any: {' '.join(table)}")
+    parser.add_argument("modules", nargs="*", metavar="MODULE[.FUNCTION]", help=f"all without any: {' '.join(table)}")
     parser.add_argument("--jobs", type=int, default=1, help="mutants tried at a time")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="so many mutants of each module, the same ones each time")
     given = parser.parse_args(arguments)
-    unknown = [name for name in given.modules if name not in table]
-    gone = [module.path for module in table.values() if not (ROOT / module.path).is_file()]
-    if unknown or gone or given.jobs < 1:
-        parser.error(f"expected modules of the table, files that are there and a job or more; got {unknown}, {gone} and {given.jobs}")
+    names = list(dict.fromkeys(one.partition(".")[0] for one in given.modules)) or list(table)
+    unknown = [name for name in names if name not in table]
+    if unknown or given.jobs < 1 or given.sample < 0:
+        parser.error(f"expected modules of the table, a job or more and a sample of 0 or more; got {unknown}, {given.jobs}, {given.sample}")
     listed = [line for line in EQUIVALENT.read_text().splitlines() if line and not line.startswith("#")]
     known = {line.rpartition("  # because ")[0] for line in listed}
     lines, sums, wrong = ["| module | mutants | killed | equivalent | score |", "|---|---|---|---|---|"], Counter[str](), list[str]()
     began = time.monotonic()
     with pool(given.jobs) as workers:
-        for name in given.modules or table:
-            counts, found = try_module(name, table[name], known, workers)
-            sums, wrong = sums + counts, wrong + found
+        # All at once: no job is idle at the end of a module.
+        tried: list[tuple[str, list[Mutant], Iterator[Tried], bool]] = []
+        for name in names:
+            functions = [one for one in given.modules if one.startswith(f"{name}.") and name not in given.modules]
+            found = chosen(name, table[name], functions, given.sample)
+            results = workers.map(attempt, [table[name]] * len(found), [mutant.source for mutant in found])
+            tried.append((name, found, results, not functions and not given.sample))
+        for name, found, results, whole in tried:
+            counts, faults = judged(name, found, results, known, whole=whole)
+            sums, wrong = sums + counts, wrong + faults
             lines.append(row(name, counts))
-            print(lines[-1], flush=True)
+            print(lines[-1], f"{time.monotonic() - began:.0f} s, ended by their time: {counts['timed out']}", flush=True)
     print("\n".join([*lines, row("all", sums)]))
     print(f"\n{time.monotonic() - began:.0f} s, {given.jobs} jobs; ended by their time: {sums['timed out']}; wrong: {len(wrong)}")
     return bool(wrong)

@@ -165,7 +165,7 @@ def mutants(module: str, source: str, *, decides: bool = False) -> Iterator[Muta
                 seen[key] += 1
                 yield Mutant(key + (f"  # {seen[key]}" if seen[key] > 1 else ""), ast.unparse(ast.fix_missing_locations(tree)))
                 place(node, field, index, child)
-            inside = child.name if isinstance(child, ast.FunctionDef | ast.ClassDef) else ""
+            inside = child.name if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else ""
             below = ".".join(filter(None, [function if function != "<module>" else "", inside])) or function
             yield from visit(child, child if own_line(child, node) else line, below)
 

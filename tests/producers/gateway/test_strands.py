@@ -1,0 +1,191 @@
+"""Trees of turns, counted by hand: where a turn goes, what a call keeps, and what is trained where."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from streamrl.errors import SchemaError
+from streamrl.producers.gateway.entries import OWN_PROMPT, TASK_PROMPT, Tokens, Turn, packed_ids
+from streamrl.producers.gateway.tree import Fits, Node, Tree, fits_messages, fits_text, fits_tokens
+from streamrl.schemas.samples import LogprobMode
+from streamrl.schemas.tasks import Sampling
+
+PROMPT, HEARD = (1, 2, 3), (b"tools", b"question")
+
+
+def turn(parent: int, ids: Sequence[int], *, heard: str = "", context: Sequence[int] = (), family: int = 0) -> Turn:
+    """A turn of these tokens that says the first of them; `heard`: a letter a message."""
+    tokens = Tokens(packed_ids(ids), b"", (), LogprobMode.SAMPLED, "stop", "e")
+    said, request = b"%d" % ids[0], b"%d" % ids[0]
+    told = tuple(letter.encode() for letter in heard)
+    return Turn(
+        parent=parent,
+        heard=told,
+        context=packed_ids(context),
+        family=family,
+        said=said,
+        tokens=tokens,
+        sampling=Sampling(),
+        seed=0,
+        request=request,
+    )
+
+
+def grown(*turns: Turn) -> Tree:
+    tree = Tree(PROMPT, HEARD)
+    for one in turns:
+        tree.add(one)
+    return tree
+
+
+A = turn(TASK_PROMPT, [10, 11])
+B = turn(0, [12], heard="x", context=[4, 5])
+C = turn(0, [13], heard="y", context=[6])
+OWN = turn(OWN_PROMPT, [20], heard="pq", context=[1, 2, 9])
+OTHER = turn(OWN_PROMPT, [30], heard="r", context=[7], family=1)
+
+
+def told(tree: Tree) -> tuple[list[tuple[Any, ...]], int]:
+    """Numbers of a strand's nodes, how many turns at its end are trained there, its parent, tokens in common, and whether it is the newest."""
+    strands, abandoned = tree.strands()
+    return [([node.number for node in s.nodes], s.num_own, s.parent, s.num_shared, s.is_newest) for s in strands], abandoned
+
+
+STRANDS: dict[str, tuple[list[Turn], list[tuple[Any, ...]], int]] = {
+    "nothing": ([], [], 0),
+    "one turn": ([A], [([-1, 0], 1, None, 0, True)], 0),
+    "a conversation": ([A, B, turn(1, [14])], [([-1, 0, 1, 2], 3, None, 0, True)], 0),
+    "a fork that is given up": ([A, B, C], [([-1, 0, 2], 2, None, 0, True)], 1),
+    "the newest of a prompt": ([A, turn(TASK_PROMPT, [11])], [([-1, 1], 1, None, 0, True)], 1),
+    "a fork that is gone on with": (
+        [A, B, C, turn(1, [14]), turn(2, [15])],
+        [([-1, 0, 1], 2, None, 0, False), ([-1, 0, 2, 4], 2, 0, 5, True)],
+        1,
+    ),
+    "two answers to the prompt": (
+        [A, turn(TASK_PROMPT, [16]), turn(0, [14]), turn(1, [15])],
+        [([-1, 0], 1, None, 0, False), ([-1, 1, 3], 2, 0, 3, True)],
+        1,
+    ),
+    "three answers, all gone on with": (
+        [A, turn(TASK_PROMPT, [16]), turn(TASK_PROMPT, [17]), turn(0, [14]), turn(1, [15]), turn(2, [18]), turn(3, [19])],
+        [([-1, 0, 3, 6], 3, None, 0, True), ([-1, 1], 1, 0, 3, False), ([-1, 2], 1, 0, 3, False)],
+        2,
+    ),
+    "a compacted prompt": ([A, B, OWN], [([-1, 0], 1, None, 0, False), ([-2, 2], 1, 0, 2, True)], 1),
+    "a compacted prompt alone": ([OWN], [([-2, 0], 1, None, 0, True)], 0),
+    "a prompt of the agent's own": ([A, OTHER], [([-1, 0], 1, None, 0, True), ([-2, 1], 1, None, 0, False)], 0),
+    "that prompt alone": ([OTHER], [([-2, 0], 1, None, 0, True)], 0),
+    "that prompt before": ([OTHER, A], [([-2, 0], 1, None, 0, False), ([-1, 1], 1, None, 0, True)], 0),
+    "prompts that have nothing in common": (
+        [A, B, turn(OWN_PROMPT, [20], heard="p", context=[8, 2, 3])],
+        [([-1, 0], 1, None, 0, False), ([-2, 2], 1, None, 0, True)],
+        1,
+    ),
+    "a prompt that is longer": (
+        [A, B, turn(OWN_PROMPT, [20], heard="p", context=[1, 2, 3, 4])],
+        [([-1, 0], 1, None, 0, False), ([-2, 2], 1, 0, 3, True)],
+        1,
+    ),
+    "the same own prompt twice": (
+        [OTHER, turn(OWN_PROMPT, [31], heard="r", context=[7], family=1), turn(0, [32]), turn(1, [33])],
+        [([-2, 0], 1, None, 0, False), ([-2, 1, 3], 2, 0, 1, True)],
+        1,
+    ),
+    "a fork of a fork": (
+        [A, B, turn(1, [14]), turn(1, [15]), turn(2, [16]), turn(3, [17]), turn(0, [18]), turn(6, [19])],
+        [([-1, 0, 1, 2], 3, None, 0, False), ([-1, 0, 1, 3], 1, 0, 8, False), ([-1, 0, 6, 7], 2, 0, 5, True)],
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRANDS)
+def test_strands(case: str) -> None:
+    turns, strands, abandoned = STRANDS[case]
+    assert told(grown(*turns)) == (strands, abandoned)
+
+
+def test_nodes_know_their_place() -> None:
+    tree = grown(A, B, C, OWN, OTHER)
+    assert [(node.number, node.family, node.end, node.context) for node in (*tree.prompts, *tree.turns)] == [
+        (-1, 0, 3, (1, 2, 3)),
+        (-2, 0, 3, (1, 2, 9)),
+        (-3, 1, 1, (7,)),
+        (0, 0, 5, ()),
+        (1, 0, 8, (4, 5)),
+        (2, 0, 7, (6,)),
+        (3, 0, 4, ()),
+        (4, 1, 2, ()),
+    ]
+    assert [node.heard for node in (*tree.prompts, *tree.turns)] == [HEARD, (b"p", b"q"), (b"r",), (), (b"x",), (b"y",), (), ()]
+    assert [node.number for node in tree.turns[1].path()] == [-1, 0, 1]
+    assert tree.turns[1].token_ids() == [1, 2, 3, 10, 11, 4, 5, 12] and tree.turns[1].own_ids == (4, 5, 12)
+    assert tree.prompts[0].own_ids == PROMPT and tree.prompts[0].children == [tree.turns[0]]
+    assert tree.turns[0].children == [tree.turns[1], tree.turns[2]] and tree.turns[0].parent is tree.prompts[0]
+    assert tree.new_family() == 2 and grown().new_family() == 1
+
+
+def test_an_own_prompt_is_one_where_messages_and_tokens_are_the_same() -> None:
+    tree = grown(
+        OTHER,
+        turn(OWN_PROMPT, [31], heard="r", context=[7], family=1),
+        turn(OWN_PROMPT, [32], heard="r", context=[8], family=2),
+        turn(OWN_PROMPT, [33], heard="s", context=[7], family=3),
+    )
+    assert [len(prompt.children) for prompt in tree.prompts] == [0, 2, 1, 1]
+    tree.add(turn(OWN_PROMPT, [34], heard="", context=PROMPT))
+    assert len(tree.prompts) == 5
+    same = Tree((7,), (b"r",))
+    same.add(OTHER)
+    assert len(same.prompts) == 2, "the task's own is no other's"
+
+
+@pytest.mark.parametrize("parent", [1, 2, -3])
+def test_a_turn_goes_on_from_an_earlier_one(parent: int) -> None:
+    tree = grown(A)
+    with pytest.raises(SchemaError, match=f"turn 1 .* {parent}$"):
+        tree.add(turn(parent, [9]))
+    assert len(tree.turns) == 1
+    tree.add(turn(0, [9]))
+    with pytest.raises(SchemaError):
+        tree.add(turn(2, [9]))
+
+
+def shown(node: Node) -> str:
+    return "".join(f"{token}." for token in node.own_ids)
+
+
+TREE = grown(A, B, C, turn(TASK_PROMPT, [10, 11]), OTHER)
+CALLS: list[tuple[Fits, int | None, int]] = [
+    (fits_messages([*HEARD, b"10", b"x", b"12", b"new"]), 1, 5),
+    (fits_messages([*HEARD, b"10", b"x", b"12"]), 1, 5),
+    (fits_messages([*HEARD, b"10", b"x"]), 3, 3),
+    (fits_messages([*HEARD, b"10", b"y", b"13"]), 2, 5),
+    (fits_messages([*HEARD, b"10", b"z", b"13"]), 3, 3),
+    (fits_messages([*HEARD]), -1, 2),
+    (fits_messages([*HEARD, b"z"]), -1, 2),
+    (fits_messages([b"r", b"30"]), 4, 2),
+    (fits_messages([b"question", b"tools"]), None, 0),
+    (fits_messages([]), None, 0),
+    (fits_tokens([1, 2, 3, 10, 11, 4, 5, 12]), 1, 8),
+    (fits_tokens([1, 2, 3, 10, 11, 6, 13, 99]), 2, 7),
+    (fits_tokens([1, 2, 3, 10, 11]), 3, 5),
+    (fits_tokens([1, 2, 3, 10]), -1, 3),
+    (fits_tokens([7, 30]), 4, 2),
+    (fits_tokens([1, 2]), None, 0),
+    (fits_text("1.2.3.10.11.4.5.12.rest", shown), 1, 19),
+    (fits_text("1.2.3.10.11.", shown), 3, 12),
+    (fits_text("1.2.3.", shown), -1, 6),
+    (fits_text("7.3", shown), -2, 2),
+    (fits_text("2.3.", shown), None, 0),
+]
+
+
+@pytest.mark.parametrize(("fits", "number", "end"), CALLS)
+def test_a_call_keeps_the_most_and_of_the_same_the_newest(fits: Fits, number: int | None, end: int) -> None:
+    node, found = TREE.deepest(fits)
+    assert (None if node is None else node.number, found) == (number, end)
