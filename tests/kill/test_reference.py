@@ -13,10 +13,10 @@ from streamrl.config.tree import Config
 from streamrl.history.replay import Range, verify
 from tests.history.test_critic import ppo_config
 from tests.support.world.fuse import Spot
-from tests.support.world.nursery import Nursery
+from tests.support.world.nursery import TORCH, nursery
 from tests.support.world.world import world
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 SPOTS = (
     Spot("step", "after", 3),  # renewed, and not in the ledger
@@ -37,8 +37,8 @@ def renewing(base: Path) -> Config:
     )
 
 
-async def test_a_run_goes_on_with_the_reference_that_it_had(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
-    async with world(renewing(tmp_path), own_server, children) as w:
+async def test_a_run_goes_on_with_the_reference_that_it_had(tmp_path: Path, own_server: NatsServer) -> None:
+    async with nursery(tmp_path / "children.log", *TORCH) as children, world(renewing(tmp_path), own_server, children) as w:
         async with w.around("engine", "producer", "feeder"):
             await w.kill("trainer", SPOTS)
             assert await w.child("trainer") == 0
