@@ -25,9 +25,6 @@ from streamrl.schemas.weights import Manifest
 from tests.support.harness import read_ledger
 from tests.support.world.place import Place, place
 
-pytestmark = pytest.mark.process
-"""The rewards of these runs are functions, which have processes of their own."""
-
 END = 24
 
 

@@ -80,7 +80,11 @@ class Place:
 @asynccontextmanager
 async def place(tmp_path: Path, **sections: dict[str, object]) -> AsyncGenerator[Place]:
     """Everything of a run but its trainer is up."""
-    given: dict[str, dict[str, object]] = {"run": {"steps": 24}, "trainer": {"checkpoint_every": 4, "keep_checkpoints": 3}}
+    given: dict[str, dict[str, object]] = {
+        "run": {"steps": 24},
+        "trainer": {"checkpoint_every": 4, "keep_checkpoints": 3},
+        "reward": {"kind": "random"},  # which needs no process, as a function would
+    }
     run, config = make_run(tmp_path, table_config(tmp_path, **{**given, **sections}))
     ensure_model(config, run.model_dir)
     bus = MemoryBus(config.run.name, config.bus)
