@@ -64,7 +64,7 @@ async def test_where_all_are_damaged_everything_is_trained_again_from_the_initia
         for path in w.kept:
             half(path)
         await w.train()
-        assert (await w.said())[-1] == "goes on from the initial weights: all versions are trained again from the log"
+        assert "initial weights" in (await w.said())[-1]
         report = await verify(w.config, w.bus, w.run.model_dir)
         assert report.ok and report.equal == 24, report.lines
 

@@ -151,5 +151,5 @@ async def test_fates_are_read_off_the_ledger(bus: Bus, run_id: str) -> None:
     ]
     assert (await fates.of_message(8)).state == "waiting"
     late = await fates.of_message(8, task=0)
-    assert late.state == "dropped" and "task 0, which was trained into version 0.1" in late.detail
-    assert (await fates.of_message(8, task=5)).detail.endswith("dropped as poison before version 0.1")
+    assert late.state == "dropped" and "task 0" in late.detail and "version 0.1" in late.detail
+    assert (await fates.of_message(8, task=5)).detail.endswith("poison before version 0.1")

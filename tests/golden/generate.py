@@ -31,12 +31,7 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.images import Image
 from streamrl.schemas.ledger import Choices, Drop, Gap, LedgerEntry, SourceTally, SpilledDrops, TrainedOn, Used
-from streamrl.schemas.samples import (
-    EpochMark,
-    Mark,
-    RewardUpdate,
-    Tombstone,
-)
+from streamrl.schemas.samples import EpochMark, Mark, RewardUpdate, Tombstone
 from streamrl.schemas.tasks import Refused, RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import (
@@ -56,296 +51,197 @@ from tests.support.golden_rows import SAMPLING, agents_samples, claimed_samples,
 FOLDER = Path(__file__).parent
 
 
+VERSION, EPOCH_2 = Version(1, 17), Version(2, 18)
+PART = PartRef("blob/17/0", 0, 48, "ef" * 32)
+DIGEST, WORDS, LAYOUT = "d1430de7c9a85298", "0123456789abcdef", "847822ab7c2d7e8c"
+LOGITS = TensorSpec("logits", "float32", (3, 4), 0, 48, DIGEST)
+ONE = (Used(40, (0,), (100,)),)
+ENGINE = {"engine": "engine-0", "address": "http://127.0.0.1:1", "serving": VERSION, "slots": 8}
+LATEST = ("main", VERSION, "checkpoints/main-v00000017-e1", 104, 99, "identity")
+
+
+def task(**values: Any) -> RolloutTask:
+    return RolloutTask(run="golden", index=41, source="main", **values)
+
+
+def entry(**values: Any) -> LedgerEntry:
+    given = {"version": VERSION, "source": "main", "used": ONE, "cursor": 104, "granted": 68, "retired": 36} | values
+    return LedgerEntry(run="golden", trainer="main", **given)
+
+
+def manifest(**values: Any) -> Manifest:
+    given = {"transport": "ipc", "tensors": (replace(LOGITS, words=WORDS),)} | values
+    return Manifest(run="golden", policy="policy", version=VERSION, parts=(PART,), digest=LAYOUT, nbytes=48, **given)
+
+
+TASKS = {
+    "task": task(
+        row=7,
+        data_epoch=2,
+        prompt_ids=(5, 6),
+        prompt=[{"role": "user", "content": "6*7?"}],
+        label="42",
+        tools=[{"name": "calculator"}],
+        metadata={"level": 3},
+        num_rollouts=3,
+        sampling=Sampling(max_new_tokens=9),
+        min_version=15,
+        seed=123456789,
+    ),
+    "task-sampling": task(prompt_ids=(5, 6), sampling=SAMPLING),
+    "task-images": task(image_blob=BlobRef(f"0-63/{'cd' * 32}", "cd" * 32, 0, 1), image_rows=(Image("ab" * 32, "image/png", 67),)),
+    "task-refused": task(refused=Refused("row_broken", "line 3")),
+    "task-greedy": task(prompt_ids=(5, 6), num_rollouts=2, greedy_baseline=True),
+}
+ENDS = {
+    "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
+    "tombstone-claimed": Tombstone(
+        task=41, reason="timeout", group_size=3, source="main", producer="producer-1", issued_s=10.5, claimed_s=11.5, deliveries=3
+    ),
+    "tombstone-grading": Tombstone(task=41, reason="timeout", rollout=1, group_size=3, source="main", grading=1 << 40),
+    "reward": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}),
+    "reward-agent": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}, agent="solver/0"),
+    "reward-grading": RewardUpdate(task=41, rollout=2, reward=0.5, grading=1 << 40),
+    "mark": Mark(name="resume", detail={"version": "1.17"}),
+    "epoch": EpochMark(1, 13, 15),
+    "dead": DeadRecord(stream="samples", sequence=102, subject="golden.samples.main", reason="no Arrow data", body=b"\x00\xff"),
+}
+LEDGER = {
+    "ledger": entry(
+        used=(Used(40, (0, 1), (100, 103)), Used(41, (0, 2), (101, 101))),
+        drops=(Drop(99, 39, (0, 1), "stale", retires=True), Drop(102, -1, (), "poison", "no Arrow data")),
+        seed=99,
+        fingerprint="00112233445566ff",
+        digest=DIGEST,
+        warm=True,
+        staleness=(1, 0),
+        num_samples=4,
+        num_tokens=31,
+        metrics={"train/loss": 0.25},
+        fence=3,
+        time_s=1.5,
+    ),
+    "ledger_spilled": entry(
+        used=(), spilled=SpilledDrops(blob="ledger/main/1-17/4", sha256="cd" * 32, number=90_000, reasons={"late": 90_001})
+    ),
+    "ledger_decided": entry(source="warmup", warm=True, metrics={"train/answer_probability": 0.75}, score=0.75, reward=0.25),
+    "ledger_cursor": entry(cursor_s=1_700_000_000.25),
+    "ledger_lengths": entry(histograms={"lengths/trained": (0, 0, 2), "lengths/dropped": (1,)}),
+    "ledger_sources": entry(sources={"sums": SourceTally(3, 0.5), "words": SourceTally(1)}),
+    "ledger_reference": entry(digest=DIGEST, reference="98529adc9e7d0341"),
+    "ledger_budget": entry(micro_tokens=8192),
+    "ledger_trained_on": entry(
+        version=EPOCH_2, used=(), cursor=10, granted=8, retired=2, trained_on=TrainedOn(ranks=4, shards=2, gather="step")
+    ),
+    "ledger_context": entry(
+        version=Version(2, 19), used=(), cursor=10, granted=8, retired=2, trained_on=TrainedOn(ranks=4, shards=2, context=2)
+    ),
+    "ledger_choices": entry(
+        version=EPOCH_2,
+        source="tasks",
+        micro_tokens=8192,
+        choices=Choices(attention="packed", compiled=True, kept_layers=12, row_length=8192),
+    ),
+    "ledger_gap": entry(
+        version=Version(2, 17),
+        source="",
+        used=(),
+        fence=4,
+        gap=Gap(lost="end", missing=((18, 20),), highest=Version(1, 20), known_by="manifest"),
+    ),
+}
+WEIGHTS = {
+    "manifest": manifest(tensors=(LOGITS,), transport="shm", mirrors={"bus": (PART,)}, host="host-1", published_s=2.5),
+    "manifest-delta": manifest(
+        kind="delta",
+        parent=Version(1, 16),
+        tensors=(LOGITS,),
+        transport="bus",
+        links={
+            "bus": (
+                Link(version=Version(1, 16), parts=(PART,), pieces=(Piece(0, 24, 24), Piece(64, 0, 24))),
+                Link(version=VERSION, parent=Version(1, 16), parts=(PART,)),
+            )
+        },
+    ),
+    "manifest-words": manifest(),
+    "manifest-copying": replace(manifest(), parts=(replace(PART, sha256="", handle=b"\x01", copying=Copying(7, 48, (32, 48))),)),
+    "wanted-slices": WantedSlices(WORDS, VERSION),
+    "stored-slices": StoredSlices(
+        WORDS,
+        VERSION,
+        contributions={
+            "shm": Contribution(
+                run="golden",
+                policy="policy",
+                version=VERSION,
+                slices=(
+                    TensorSlice("logits", "float32", (3, 4), 8, 4, DIGEST),
+                    TensorSlice("w", "float32", (4, 4), 8, 8, DIGEST, words=WORDS),
+                ),
+                links=(Link(version=VERSION, parts=(PART,)),),
+                transport="shm",
+                host="host-1",
+            )
+        },
+    ),
+    "stored-slices-failed": StoredSlices(WORDS, VERSION, error="no room"),
+}
+KEYS = {
+    "data": DataRecord(rows=9, digest="ab"),
+    "mixture": MixtureRecord(
+        sources=("sums", "words"), segments=(MixtureSegment(first=64, version=3, weights=(3.0, 1.0), places=(48, 16)),)
+    ),
+    "grant": Grant(68, 17, 36, None),
+    "grant-open": Grant(68, 17, 36, None, 37),
+    "budget": MicroBudget(16384, 8192),
+    "budget-failed": MicroBudget(16384, 8192, 17),
+    "position": Position("main", "samples", 99, VERSION),
+    "latest": Latest(*LATEST),
+    "latest_kept": Latest(*LATEST, (42,), (Latest("main", Version(1, 12), "checkpoints/main-v00000012-e1", 80, 71, "identity"),)),
+    "run": RunRecord(
+        run="golden",
+        config="{}",
+        dataset_digest="ab",
+        num_rows=9,
+        code_version="0.1.0",
+        fingerprint={"torch": "2.11"},
+        created_s=3.5,
+    ),
+}
+TOLD = {
+    "engine": EnginePresence(**ENGINE, running=3, waiting=4),
+    "engine-degraded": EnginePresence(**ENGINE, max_len=4096, degraded="every update pauses it"),
+    "worker": WorkerPresence(worker="feeder-0", kind="feeder", pid=12, host="host-1", detail={"issued": 41}),
+    "worker-since": WorkerPresence(
+        worker="trainer-0", kind="trainer", state="waits for samples: 3 groups", pid=12, host="host-1", since_s=1234.5
+    ),
+    "event": Event(kind="swap", worker="engine-0", detail={"ms": 0.5}, time_s=4.5),
+    "metrics-lengths": MetricReport(worker="producer-0", sum={"b": 2.0}, histograms={"lengths/finished": (0, 3, 1)}, time_s=5.5),
+    "metrics": MetricReport(worker="engine-0", mean={"a": 1.0}, sum={"b": 2.0}, max={"c": 3.0}, last={"d": 4.0}, time_s=5.5),
+    "metrics-left": MetricReport(worker="producer-2", sum={"producer/slot_generate_s": 2.0}, time_s=6.5, left=True),
+    "metrics-tasks": MetricReport(worker="producer-0", sum={"producer/tasks_total": 2.0}, time_s=5.5, tasks=(7, 11)),
+}
+
+
+SAMPLES = {
+    "samples-2": samples,
+    "samples-2-claimed": claimed_samples,
+    "samples-2-sampling": sampled_samples,
+    "samples-2-agents": agents_samples,
+    "samples-2-grading": graded_samples,
+    "samples-2-images": image_samples,
+}
+
+
 def records() -> dict[str, Any]:
     """One of each struct that is put on the bus or kept under a key, by file name."""
-    version = Version(1, 17)
-    part = PartRef("blob/17/0", 0, 48, "ef" * 32)
-    words = Manifest(
-        run="golden",
-        policy="policy",
-        version=version,
-        tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298", words="0123456789abcdef"),),
-        parts=(part,),
-        transport="ipc",
-        digest="847822ab7c2d7e8c",
-        nbytes=48,
-    )
-    trained = LedgerEntry(
-        run="golden",
-        trainer="main",
-        version=Version(2, 18),
-        source="main",
-        used=(),
-        cursor=10,
-        granted=8,
-        retired=2,
-        trained_on=TrainedOn(ranks=4, shards=2, gather="step"),
-    )
-    return {
-        "task": RolloutTask(
-            run="golden",
-            index=41,
-            source="main",
-            row=7,
-            data_epoch=2,
-            prompt_ids=(5, 6),
-            prompt=[{"role": "user", "content": "6*7?"}],
-            label="42",
-            tools=[{"name": "calculator"}],
-            metadata={"level": 3},
-            num_rollouts=3,
-            sampling=Sampling(max_new_tokens=9),
-            min_version=15,
-            seed=123456789,
-        ),
-        "task-sampling": RolloutTask(run="golden", index=41, source="main", prompt_ids=(5, 6), sampling=SAMPLING),
-        "task-images": RolloutTask(
-            run="golden",
-            index=41,
-            source="main",
-            image_blob=BlobRef(f"0-63/{'cd' * 32}", "cd" * 32, 0, 1),
-            image_rows=(Image("ab" * 32, "image/png", 67),),
-        ),
-        "task-refused": RolloutTask(run="golden", index=41, source="main", refused=Refused("row_broken", "line 3")),
-        "task-greedy": RolloutTask(run="golden", index=41, source="main", prompt_ids=(5, 6), num_rollouts=2, greedy_baseline=True),
-        "tombstone": Tombstone(task=41, reason="failed", rollout=1, group_size=3, detail="tool timed out", source="main"),
-        "tombstone-claimed": Tombstone(
-            task=41, reason="timeout", group_size=3, source="main", producer="producer-1", issued_s=10.5, claimed_s=11.5, deliveries=3
-        ),
-        "reward": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}),
-        "reward-agent": RewardUpdate(task=41, rollout=2, reward=0.5, revision=2, reward_parts={"answer": 0.5}, agent="solver/0"),
-        "tombstone-grading": Tombstone(task=41, reason="timeout", rollout=1, group_size=3, source="main", grading=1 << 40),
-        "reward-grading": RewardUpdate(task=41, rollout=2, reward=0.5, grading=1 << 40),
-        "mark": Mark(name="resume", detail={"version": "1.17"}),
-        "epoch": EpochMark(1, 13, 15),
-        "ledger": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=version,
-            source="main",
-            used=(Used(40, (0, 1), (100, 103)), Used(41, (0, 2), (101, 101))),
-            drops=(Drop(99, 39, (0, 1), "stale", retires=True), Drop(102, -1, (), "poison", "no Arrow data")),
-            cursor=104,
-            granted=68,
-            retired=36,
-            seed=99,
-            fingerprint="00112233445566ff",
-            digest="d1430de7c9a85298",
-            warm=True,
-            staleness=(1, 0),
-            num_samples=4,
-            num_tokens=31,
-            metrics={"train/loss": 0.25},
-            fence=3,
-            time_s=1.5,
-        ),
-        "ledger_spilled": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=version,
-            source="main",
-            used=(),
-            cursor=104,
-            granted=68,
-            retired=36,
-            spilled=SpilledDrops(blob="ledger/main/1-17/4", sha256="cd" * 32, number=90_000, reasons={"late": 90_001}),
-        ),
-        "ledger_decided": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=version,
-            source="warmup",
-            used=(Used(40, (0,), (100,)),),
-            cursor=104,
-            granted=68,
-            retired=36,
-            warm=True,
-            metrics={"train/answer_probability": 0.75},
-            score=0.75,
-            reward=0.25,
-        ),
-        "ledger_cursor": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=version,
-            source="main",
-            used=(Used(40, (0,), (100,)),),
-            cursor=104,
-            cursor_s=1_700_000_000.25,
-            granted=68,
-            retired=36,
-        ),
-        "ledger_lengths": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=version,
-            source="main",
-            used=(Used(40, (0,), (100,)),),
-            cursor=104,
-            granted=68,
-            retired=36,
-            histograms={"lengths/trained": (0, 0, 2), "lengths/dropped": (1,)},
-        ),
-        "ledger_sources": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=version,
-            source="main",
-            used=(Used(40, (0,), (100,)),),
-            cursor=104,
-            granted=68,
-            retired=36,
-            sources={"sums": SourceTally(3, 0.5), "words": SourceTally(1)},
-        ),
-        "data": DataRecord(rows=9, digest="ab"),
-        "mixture": MixtureRecord(
-            sources=("sums", "words"), segments=(MixtureSegment(first=64, version=3, weights=(3.0, 1.0), places=(48, 16)),)
-        ),
-        "ledger_reference": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=version,
-            source="main",
-            used=(Used(40, (0,), (100,)),),
-            cursor=104,
-            granted=68,
-            retired=36,
-            digest="d1430de7c9a85298",
-            reference="98529adc9e7d0341",
-        ),
-        "ledger_budget": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=version,
-            source="main",
-            used=(Used(40, (0,), (100,)),),
-            cursor=104,
-            granted=68,
-            retired=36,
-            micro_tokens=8192,
-        ),
-        "ledger_trained_on": trained,
-        "ledger_context": replace(trained, version=Version(2, 19), trained_on=TrainedOn(ranks=4, shards=2, context=2)),
-        "ledger_choices": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=Version(2, 18),
-            source="tasks",
-            used=(Used(40, (0,), (100,)),),
-            cursor=104,
-            granted=68,
-            retired=36,
-            micro_tokens=8192,
-            choices=Choices(attention="packed", compiled=True, kept_layers=12, row_length=8192),
-        ),
-        "ledger_gap": LedgerEntry(
-            run="golden",
-            trainer="main",
-            version=Version(2, 17),
-            source="",
-            used=(),
-            cursor=104,
-            granted=68,
-            retired=36,
-            fence=4,
-            gap=Gap(lost="end", missing=((18, 20),), highest=Version(1, 20), known_by="manifest"),
-        ),
-        "manifest": replace(
-            words,
-            tensors=(replace(words.tensors[0], words=""),),
-            transport="shm",
-            mirrors={"bus": (part,)},
-            host="host-1",
-            published_s=2.5,
-        ),
-        "manifest-delta": Manifest(
-            run="golden",
-            policy="policy",
-            version=version,
-            kind="delta",
-            parent=Version(1, 16),
-            tensors=(TensorSpec("logits", "float32", (3, 4), 0, 48, "d1430de7c9a85298"),),
-            parts=(part,),
-            transport="bus",
-            links={
-                "bus": (
-                    Link(version=Version(1, 16), parts=(part,), pieces=(Piece(0, 24, 24), Piece(64, 0, 24))),
-                    Link(version=version, parent=Version(1, 16), parts=(part,)),
-                )
-            },
-            digest="847822ab7c2d7e8c",
-            nbytes=48,
-        ),
-        "manifest-words": words,
-        "manifest-copying": replace(words, parts=(replace(part, sha256="", handle=b"\x01", copying=Copying(7, 48, (32, 48))),)),
-        "wanted-slices": WantedSlices("0123456789abcdef", version),
-        "stored-slices": StoredSlices(
-            "0123456789abcdef",
-            version,
-            contributions={
-                "shm": Contribution(
-                    run="golden",
-                    policy="policy",
-                    version=version,
-                    slices=(
-                        TensorSlice("logits", "float32", (3, 4), 8, 4, "d1430de7c9a85298"),
-                        TensorSlice("w", "float32", (4, 4), 8, 8, "d1430de7c9a85298", words="0123456789abcdef"),
-                    ),
-                    links=(Link(version=version, parts=(part,)),),
-                    transport="shm",
-                    host="host-1",
-                )
-            },
-        ),
-        "stored-slices-failed": StoredSlices("0123456789abcdef", version, error="no room"),
-        "grant": Grant(68, 17, 36, None),
-        "grant-open": Grant(68, 17, 36, None, 37),
-        "budget": MicroBudget(16384, 8192),
-        "budget-failed": MicroBudget(16384, 8192, 17),
-        "position": Position("main", "samples", 99, version),
-        "latest": Latest("main", version, "checkpoints/main-v00000017-e1", 104, 99, "identity"),
-        "latest_kept": Latest(
-            "main",
-            version,
-            "checkpoints/main-v00000017-e1",
-            104,
-            99,
-            "identity",
-            (42,),
-            (Latest("main", Version(1, 12), "checkpoints/main-v00000012-e1", 80, 71, "identity"),),
-        ),
-        "engine": EnginePresence(engine="engine-0", address="http://127.0.0.1:1", serving=version, running=3, waiting=4, slots=8),
-        "engine-degraded": EnginePresence(
-            engine="engine-0", address="http://127.0.0.1:1", serving=version, slots=8, max_len=4096, degraded="every update pauses it"
-        ),
-        "worker": WorkerPresence(worker="feeder-0", kind="feeder", pid=12, host="host-1", detail={"issued": 41}),
-        "run": RunRecord(
-            run="golden",
-            config="{}",
-            dataset_digest="ab",
-            num_rows=9,
-            code_version="0.1.0",
-            fingerprint={"torch": "2.11"},
-            created_s=3.5,
-        ),
-        "worker-since": WorkerPresence(
-            worker="trainer-0", kind="trainer", state="waits for samples: 3 groups", pid=12, host="host-1", since_s=1234.5
-        ),
-        "event": Event(kind="swap", worker="engine-0", detail={"ms": 0.5}, time_s=4.5),
-        "metrics-lengths": MetricReport(worker="producer-0", sum={"b": 2.0}, histograms={"lengths/finished": (0, 3, 1)}, time_s=5.5),
-        "metrics": MetricReport(worker="engine-0", mean={"a": 1.0}, sum={"b": 2.0}, max={"c": 3.0}, last={"d": 4.0}, time_s=5.5),
-        "metrics-left": MetricReport(worker="producer-2", sum={"producer/slot_generate_s": 2.0}, time_s=6.5, left=True),
-        "metrics-tasks": MetricReport(worker="producer-0", sum={"producer/tasks_total": 2.0}, time_s=5.5, tasks=(7, 11)),
-        "dead": DeadRecord(stream="samples", sequence=102, subject="golden.samples.main", reason="no Arrow data", body=b"\x00\xff"),
-    }
+    return TASKS | ENDS | LEDGER | WEIGHTS | KEYS | TOLD
 
 
 def main(arguments: list[str]) -> None:
     files = {name: encode(record) for name, record in records().items()}
-    files |= {"samples-2": encode_samples(samples()), "samples-2-claimed": encode_samples(claimed_samples())}
-    files |= {"samples-2-sampling": encode_samples(sampled_samples()), "samples-2-agents": encode_samples(agents_samples())}
-    files["samples-2-grading"] = encode_samples(graded_samples())
-    files["samples-2-images"] = encode_samples(image_samples())
+    files |= {name: encode_samples(make()) for name, make in SAMPLES.items()}
     for name, data in files.items():
         path = FOLDER / f"{name}.bin"
         if not path.exists() or arguments == ["--force", name]:

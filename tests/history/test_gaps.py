@@ -38,7 +38,7 @@ async def with_a_gap(tmp_path: Path) -> AsyncGenerator[tuple[Place, int]]:
     """A finished run that has lost entries on its way, and the number of the version that it went on from."""
     async with place(tmp_path, trainer={"checkpoint_every": 4, "keep_checkpoints": 100}, data={"max_prompt_tokens": 16}) as w:
         await w.train(until=14)
-        w.lose(LEDGER, *range(10, (await w.bus.state(LEDGER)).last + 1))
+        w.bus.lose(LEDGER, *range(10, (await w.bus.state(LEDGER)).last + 1))
         await w.train()
         [gap] = [entry for entry in await read_ledger(w.bus, w.config.run.name) if entry.gap is not UNSET]
         yield w, gap.version.number
@@ -96,7 +96,7 @@ async def test_a_gap_whose_beginning_is_there_is_passed(tmp_path: Path) -> None:
         await w.train(until=14)
         while int(w.kept[0].name[6:14]) > 8:
             w.kept[0].rename(w.run.path / w.kept[0].name)
-        w.lose(LEDGER, *range(11, (await w.bus.state(LEDGER)).last + 1))
+        w.bus.lose(LEDGER, *range(11, (await w.bus.state(LEDGER)).last + 1))
         await w.train()
         main = {entry.version.number: entry for entry in await read_ledger(w.bus, w.config.run.name) if entry.gap is UNSET}
         assert [str(main[number].version) for number in (10, 11, END)] == ["0.10", "1.11", f"1.{END}"]

@@ -25,7 +25,7 @@ from streamrl.schemas.samples import TurnSpan, VersionSpan
 from streamrl.schemas.tasks import RewardSpec, RolloutTask
 from streamrl.schemas.versions import Version
 from tests.history.conftest import Recorded
-from tests.recorded import runs
+from tests.support import recorded as runs
 from tests.support.golden_rows import former_samples
 
 Say = Callable[..., tuple[int, str, str]]

@@ -36,7 +36,7 @@ from streamrl.schemas.subjects import HEADER_SCHEMA, LEDGER, SAMPLES, Subjects, 
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
 from tests.history.conftest import Recorded
-from tests.recorded import runs
+from tests.support import recorded as runs
 
 NAMES = ("drop", "fork", "late", "lockstep", "wait", "warmup")
 """Recordings of 7fe21ef."""

@@ -24,7 +24,7 @@ from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from tests.history.conftest import Recorded
-from tests.recorded import runs
+from tests.support import recorded as runs
 from tests.support.golden_rows import former_samples
 
 Lane = tuple[int, int]

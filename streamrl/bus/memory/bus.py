@@ -109,5 +109,9 @@ class MemoryBus:
     async def trim(self, stream: str, *, through: int) -> None:
         self._logs[self._topology.spec(stream).name].trim(through)
 
+    def lose(self, stream: str, *sequences: int, known_end: bool = False) -> None:
+        """Do to a stream what a power cut does to one on disk; see `Log.lose`."""
+        self._logs[self._topology.spec(stream).name].lose(sequences, known_end=known_end)
+
     async def close(self) -> None:
         self._keys.close()

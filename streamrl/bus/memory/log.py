@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from streamrl.bus.protocol import Message, Receipt, StreamState
 from streamrl.bus.topology import StreamSpec, message_bytes
@@ -110,6 +110,15 @@ class Log:
         """Remove one message, if it is there."""
         if self._messages.pop(sequence, None) is not None:
             self._bytes -= self._sizes.pop(sequence)
+
+    def lose(self, sequences: Collection[int], *, known_end: bool = False) -> None:
+        """Remove messages as a power cut does: where they were the last ones, their sequences are given again, unless the end is known."""
+        for sequence in sequences:
+            self.remove(sequence)
+        self._ids = {id: known for id, known in self._ids.items() if known[1] not in sequences}
+        self._newest = {message.subject: sequence for sequence, message in sorted(self._messages.items())}
+        if self.last in sequences and not known_end:
+            self.last = max(self._messages, default=0)
 
     def trim(self, through: int) -> None:
         """Remove all messages up to a sequence."""
