@@ -76,12 +76,13 @@ def test_a_broken_promise_is_found(name: str) -> None:
 
 def test_a_session_that_was_ended_must_be_on_the_stream() -> None:
     [lost, untold] = check(Sessions(), ANSWERS, [PLACE])
-    assert "was ended by its agent, and is not on the stream" in lost and "neither samples nor a tombstone" in untold
+    assert "not on the stream" in lost and "nor a tombstone" in untold
     subjects = Subjects("forged")
     stones = [Tombstone(task=4, reason="timeout", group_size=2), Tombstone(task=5, reason="failed", rollout=0, detail="reward: it raised")]
     messages = [Stored(number, subjects.tombstones("main"), encode(stone), {}, 0.0) for number, stone in enumerate(stones)]
     sessions = read_sessions(messages)
-    assert check(sessions, [], [PLACE, (5, 0)]) == ["session 4.1 was ended by its agent, and ends as [('timeout', '')]"]
+    [wrong] = check(sessions, [], [PLACE, (5, 0)])
+    assert "4.1" in wrong and "timeout" in wrong
 
 
 def test_two_contents_of_one_rollout_are_found() -> None:
@@ -89,5 +90,5 @@ def test_two_contents_of_one_rollout_are_found() -> None:
     messages = [Stored(number, subject, rows(4, (0, 1), first=number), {}, 0.0) for number in range(2)]
     sessions = read_sessions(messages, producer="")
     assert len(sessions.rows[4, 1]) == 1 and sum(sessions.rows[4, 1][0].mask) == 2
-    assert "task 4 rollout 1 is on the stream with two contents" in sessions.problems
+    assert [one for one in sessions.problems if one.startswith("task 4 rollout 1 ")] != []
     assert read_sessions(messages).rows == {}, "what others than gateways have made is none of agents'"

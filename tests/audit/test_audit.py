@@ -115,7 +115,7 @@ async def test_entries_that_a_gap_says_are_lost_are_one_problem(nats_bus: Bus, n
     forged.entries = [first, *([mark] if said else []), replace(third, version=Version(1, 3))]
     forged.manifests = [*(manifest(number) for number in range(3)), manifest(3, epoch=1)]
     found = await problems(forged, nats_bus, nats_address, run_id)
-    assert len([problem for problem in found if "goes on after a gap (end)" in problem]) == said
+    assert len([problem for problem in found if "a gap (end)" in problem]) == said
     assert len(found) == 1 if said else len(found) > 3
 
 
@@ -137,7 +137,7 @@ async def test_a_group_whose_rollout_was_refused_by_itself_passes(
     tokens = one.num_tokens // one.num_samples
     forged.entries[0] = replace(one, used=used, drops=(*one.drops, refused), num_samples=3, num_tokens=3 * tokens)
     found = await problems(forged, nats_bus, nats_address, run_id)
-    assert (found == []) is passes and all("was trained without its rollouts [1]" in problem for problem in found)
+    assert (found == []) is passes and all("its rollouts [1]" in problem for problem in found)
 
 
 def change(index: int, **values: Any) -> Bend:
@@ -294,7 +294,7 @@ async def test_a_greedy_rollout_that_was_trained_is_found(nats_bus: Bus, nats_ad
     forged = good_run()
     forged.config = replace(forged.config, loss=LossConfig(advantage="remax"))
     found = await problems(forged, nats_bus, nats_address, run_id)
-    assert sum("was trained without its greedy rollout 1, or that was" in one for one in found) == 6, found
+    assert sum("greedy rollout 1" in one for one in found) == 6, found
 
 
 async def test_mask_measures_the_youngest_token(nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
@@ -322,7 +322,7 @@ async def test_a_stream_that_drops_old_messages(nats_bus: Bus, nats_address: Bus
     jetstream = client.jetstream()
     await jetstream.delete_msg(f"{run_id}-samples", 12)
     report = await audit(nats_address.url, nats_address.user, nats_address.password, run_id)
-    assert any("1 messages are missing between 1 and 14, the first is 12" in problem for problem in report.problems)
+    assert any("between 1 and 14, the first is 12" in problem for problem in report.problems)
     await client.close()
 
 

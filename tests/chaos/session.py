@@ -27,7 +27,7 @@ from tests.support.world.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RAN
 from tests.support.world.measures import speed
 from tests.support.world.misdeeds import told
 from tests.support.world.shapes import AGENTS, DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, RANKS, STREAM, Shape
-from tests.support.world.verdict import judge
+from tests.support.world.verdict import judge, undisturbed
 
 SHAPES = {shape.name: shape for shape in (STREAM, LOCKSTEP, AGENTS, DAMAGED, QUICKSTART, RANKS, MISDEEDS, DEFAULTS)}
 EVERYBODY = (*PARTS, GRADER, RANK_1, GATEWAY, AGENT, WHOLE)
@@ -90,7 +90,9 @@ class Session:
 
     async def _disturb(self, shape: Shape, number: int) -> list[str]:
         if shape.deterministic and not self._calm:
-            self._calm = await self._undisturbed(shape)
+            calm = self._log.with_suffix("") / f"calm-{shape.name}"
+            self._calm = await undisturbed(calm, shape, self._steps(shape))
+            shutil.rmtree(calm)
         place = self._log.with_suffix("") / f"{number}-{shape.name}"
         shutil.rmtree(place, ignore_errors=True)
         given = self._given
@@ -131,7 +133,9 @@ class Session:
         moment = fault.moment if struck.hit else f"random (missed: {fault.moment})"
         if fault.damage and not struck.note:
             moment = f"random (nothing to damage: {fault.damage})"
-        held_s = {"SIGSTOP": self._given.stop_s, "cut": self._given.away_s, "HTTP cut": self._given.away_s}.get(fault.kind, 0.0)
+        held_s = {"SIGSTOP": fault.held_s or self._given.stop_s, "cut": self._given.away_s, "HTTP cut": self._given.away_s}.get(
+            fault.kind, 0.0
+        )
         recovered = struck.recovery_s >= 0
         self.write(
             FaultLine(
@@ -149,15 +153,6 @@ class Session:
             )
         )
         return [] if recovered else [f"no batch came after {fault.kind} of {fault.part}, {moment}"]
-
-    async def _undisturbed(self, shape: Shape) -> dict[str, str]:
-        place = self._log.with_suffix("") / f"calm-{shape.name}"
-        shutil.rmtree(place, ignore_errors=True)
-        async with disturbed(place, shape, steps=self._steps(shape), stop_s=0.0, away_s=0.0, attach=False) as run:
-            await run.finish()
-            digests = (await judge(run.run)).digests
-        shutil.rmtree(place)
-        return digests
 
 
 def processor() -> str:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.recorded import runs
+from tests.support import recorded as runs
 
-pytestmark = [pytest.mark.nats, pytest.mark.process]
+pytestmark = [pytest.mark.nats, pytest.mark.process, pytest.mark.slow]
 
 TOML = """
 [run]
@@ -43,7 +43,7 @@ def versions(run: Path) -> int:
     return max([int(path.name[6:14]) for path in (run / "checkpoints").glob("main-v*")], default=0)
 
 
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["drained", "killed"])
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["drained", "killed"])
 def test_a_run_that_was_copied_goes_on_elsewhere(tmp_path: Path, killed: bool) -> None:
     first, second = tmp_path / "hier", tmp_path / "ein anderer Ort, größer"
     first.mkdir()

@@ -79,12 +79,12 @@ async def test_a_lost_reward_that_closed_no_batch_is_a_gap_and_is_named(tmp_path
         made = before[-1].version.number
         whole, lost = await used_between(w, before)
         lost = await rewards_between(w, at(before, whole).cursor, at(before, whole + 1).cursor) if many else lost[:1]
-        w.lose(SAMPLES, *lost)
+        w.bus.lose(SAMPLES, *lost)
 
         report = await verify(w.config, w.bus, w.run.model_dir)
         assert not report.ok and report.equal == whole, report.lines
         [said] = report.lost
-        assert f"the sample stream has lost message {lost[0]}" in said and f"version {at(before, whole + 1).version}" in said, report.lines
+        assert f"lost message {lost[0]}" in said and f"version {at(before, whole + 1).version}" in said, report.lines
         await record(w.bus, w.config, w.run, tmp_path / "recording", run_record=None)
         again = RecordedLog(tmp_path / "recording")
         assert (await verify(again.config, again, again.model_dir)).lost == report.lost
@@ -95,7 +95,7 @@ async def test_a_lost_reward_that_closed_no_batch_is_a_gap_and_is_named(tmp_path
         assert gap.gap is not UNSET and (gap.gap.lost, gap.gap.highest.number) == ("samples", made)
         assert (gap.version.epoch, gap.version.number) == (1, whole)
         assert [str(entry.version) for entry in entries[made + 1 :]] == [f"1.{number}" for number in range(whole + 1, END + 1)]
-        assert any("the sample stream has lost messages" in text for text in await w.said())
+        assert any("lost messages" in text for text in await w.said())
         after = await verify(w.config, w.bus, w.run.model_dir)
         assert after.equal == END and not after.problem and len(after.lost) == 1, after.lines
 
@@ -107,7 +107,7 @@ async def test_a_reward_that_was_lost_before_it_was_read_is_no_gap(tmp_path: Pat
         made = await read_ledger(w.bus, w.config.run.name)
         end = (await w.bus.state(SAMPLES)).last
         unread = await rewards_between(w, max(cursor, made[-1].cursor), end)
-        w.lose(SAMPLES, *unread[:1])
+        w.bus.lose(SAMPLES, *unread[:1])
         await w.train()
         entries = await read_ledger(w.bus, w.config.run.name)
         assert [str(entry.version) for entry in entries] == [f"0.{number}" for number in range(1, END + 1)]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli import main
-from tests.recorded import runs
+from tests.support import recorded as runs
 
 NOBODY = 65534
 
@@ -57,7 +57,8 @@ def test_a_neighbour_that_cannot_be_read_is_listed_as_such(base: Path, capsys: p
     with as_somebody():
         assert main(["status", "--dir", str(base), "--json"]) == 0
     states = {line["run"]: line["state"] for line in json.loads(capsys.readouterr().out)}
-    assert states == {"own": "stopped", "odd": "stopped", "closed": "cannot be read: Permission denied"}
+    assert states.pop("closed").endswith("Permission denied")
+    assert states == {"own": "stopped", "odd": "stopped"}
     with as_somebody():
         assert main(["status", "closed", "--dir", str(base)]) == 1
     said = capsys.readouterr().err
@@ -77,7 +78,8 @@ def test_what_is_no_file_where_one_should_be_is_said_of_its_run_alone(base: Path
     assert main(["status", "--dir", str(base), "--json"]) == 0
     out = capsys.readouterr().out
     states = {line["run"]: line["state"] for line in json.loads(out[out.index("[\n") :])}
-    assert states == {"own": "stopped", "closed": "stopped", "odd": "cannot be read: Is a directory", "caf\ufffd": "stopped"}
+    assert states.pop("odd").endswith("Is a directory")
+    assert states == {"own": "stopped", "closed": "stopped", "caf\ufffd": "stopped"}
 
 
 @pytest.mark.process

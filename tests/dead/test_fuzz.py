@@ -1,9 +1,11 @@
-"""100,000 messages, most of them mutated, through `judge`, `fold` and `close`: every one has one fate, every task one end."""
+"""Many messages, most of them mutated, through `judge`, `fold` and `close`: every one has one fate, every task one end."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+
+import pytest
 
 from streamrl.core.fold import Batch, close, fold, trained
 from streamrl.core.records import Ended, Poison, Rewarded, Rollouts, judge
@@ -14,7 +16,7 @@ from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK
 from tests.support.bad_messages import GROUP, SUBJECTS, Author, Sent, broken_tables
 
-NUM_MESSAGES = 100_000
+SIZES = [20_000, pytest.param(100_000, marks=pytest.mark.slow)]
 CONFIG = FoldConfig(batch_tasks=4, group_size=GROUP, max_staleness=3, late_versions=3)
 REASONS = (
     "expected a body with digest",
@@ -116,15 +118,16 @@ class Books:
             self.largest = max(self.largest, len(state.encode()) - sum(len(encode(drop)) for drop in state.drops))
 
 
-def test_every_message_has_one_fate_and_every_task_one_end() -> None:
+@pytest.mark.parametrize("number", SIZES)
+def test_every_message_has_one_fate_and_every_task_one_end(number: int) -> None:
     author, books = Author(7), Books()
     pick = author.random
-    while books.sent < NUM_MESSAGES:
+    while books.sent < number:
         state = books.state
         open_tasks = [task for task in range(state.watermark, state.granted) if task not in state.retired_above]
         task = pick.choice(open_tasks) if pick.random() < 0.9 else pick.randrange(state.granted)
-        number = state.version.number
-        books.take(author.valid(task, number) if pick.random() < 0.1 else author.mutated(task, number))
+        version = state.version.number
+        books.take(author.valid(task, version) if pick.random() < 0.1 else author.mutated(task, version))
     granted = books.state.granted
     for task in range(books.state.watermark, granted):  # nobody sends anything more
         books.take(Sent("end", SUBJECTS.tombstones("main"), encode(Tombstone(task=task, reason="failed", group_size=GROUP))))
@@ -145,8 +148,8 @@ def check_fates(books: Books) -> None:
             messages[sequence] = fates[0] if fates else "dropped"
     counted = Counter(messages.values())
     assert counted["trained"] + counted["dropped"] + books.dead.total() + books.rewards.total() + books.other.total() == books.sent
-    assert counted["trained"] > 1000 and counted["dropped"] > 1000 and books.dead.total() > NUM_MESSAGES // 2
-    assert books.rewards["applied"] > 1000 and books.rewards["dropped"] > 100 and books.other["noted"] > 100
+    assert min(counted["trained"], counted["dropped"], books.rewards["applied"]) > books.sent // 100
+    assert min(books.rewards["dropped"], books.other["noted"]) > books.sent // 1000 and books.dead.total() > books.sent // 2
 
 
 def check_variety(books: Books) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from streamrl.bus.protocol import Bus, Message
@@ -21,7 +23,6 @@ from streamrl.schemas.ledger import Drop, LedgerEntry, Used
 from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import DEAD, HEADER_DIGEST, HEADER_TASK, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
-from tests.conftest import MakeBus
 from tests.support.bad_messages import patched, template
 from tests.support.errors import raises
 
@@ -75,12 +76,13 @@ async def test_a_letter_is_listed_once_however_often_it_was_buried(bus: Bus, run
 
 async def test_an_unknown_sequence_names_those_that_there_are(bus: Bus, run_id: str) -> None:
     letters = DeadLetters(bus, Subjects(run_id))
-    with pytest.raises(NotFound, match="got 9; there are none"):
+    with raises(NotFound, sequence=9):
         await letters.get(9)
     message = await send(bus, run_id, b"junk")
     await bury_it(bus, run_id, message)
-    with pytest.raises(NotFound, match=r"got 9; there are 1: 1\nhint: `streamrl dead list"):
+    with raises(NotFound, sequence=9) as caught:
         await letters.replay(9)
+    assert caught.value.message.endswith(": 1") and "dead list" in caught.value.hint
 
 
 async def test_what_was_trimmed_is_not_listed(bus: Bus, run_id: str) -> None:
@@ -118,7 +120,7 @@ async def test_a_letter_that_could_be_read_goes_out_as_it_was(bus: Bus, run_id: 
     assert (again.body, dict(again.headers)) == (update, {HEADER_TASK: "1000000"}) and replayed.task == 10**6
 
 
-async def test_a_full_bus_loses_the_letter_and_nothing_else(make_bus: MakeBus, run_id: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_full_bus_loses_the_letter_and_nothing_else(make_bus: Any, run_id: str, caplog: pytest.LogCaptureFixture) -> None:
     bus = await make_bus(BusConfig(blobs_bytes=100_000, samples_bytes=200_000_000, patience_s=20.0))
     message = await send(bus, run_id, b"\x00" * 2 * INLINE_BYTES)
     await bury_it(bus, run_id, message)
@@ -149,5 +151,5 @@ async def test_fates_are_read_off_the_ledger(bus: Bus, run_id: str) -> None:
     ]
     assert (await fates.of_message(8)).state == "waiting"
     late = await fates.of_message(8, task=0)
-    assert late.state == "dropped" and "task 0, which was trained into version 0.1" in late.detail
-    assert (await fates.of_message(8, task=5)).detail.endswith("dropped as poison before version 0.1")
+    assert late.state == "dropped" and "task 0" in late.detail and "version 0.1" in late.detail
+    assert (await fates.of_message(8, task=5)).detail.endswith("poison before version 0.1")

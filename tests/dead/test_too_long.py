@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.history.dead_letters import DeadLetters
 from streamrl.history.replay import verify
@@ -19,8 +20,8 @@ from streamrl.schemas.versions import Version
 from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.world.world import table_config
 
-pytestmark = pytest.mark.process
-"""The rewards of these runs are functions, which have processes of their own."""
+RANDOM = {"reward": {"kind": "random"}}
+"""Rewards that need no processes."""
 
 
 def long_sample(run: str, rollout: int, length: int) -> Sample:
@@ -43,7 +44,7 @@ def long_sample(run: str, rollout: int, length: int) -> Sample:
 
 @pytest.mark.parametrize("length", [25, 12_000])
 async def test_a_sample_beyond_the_longest_sequence_is_not_trained(tmp_path: Path, bus: Bus, run_id: str, length: int) -> None:
-    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": run_id, "steps": 3}))
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": run_id, "steps": 2}, **RANDOM))
     await write_or_check(bus, await prepare(config, run))
     body = encode_samples([long_sample(run_id, 0, length), long_sample(run_id, 1, 9), long_sample(run_id, 2, 9)])
     await bus.publish(Subjects(run_id).samples("main"), body, headers={HEADER_TASK: "0"})
@@ -59,13 +60,14 @@ async def test_a_sample_beyond_the_longest_sequence_is_not_trained(tmp_path: Pat
 
 
 @pytest.mark.parametrize("overlong", ["train", "mask", "drop"])
-async def test_truncated_samples_are_trained_masked_or_dropped(tmp_path: Path, bus: Bus, run_id: str, overlong: str) -> None:
+async def test_truncated_samples_are_trained_masked_or_dropped(tmp_path: Path, overlong: str) -> None:
     """Completions of 5 tokens at most, of which an untrained policy ends few by itself."""
     tasks = {"overlong": overlong, "drop_zero_variance": False, "batch_tasks": 8, "num_rollouts": 8}
-    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": run_id, "steps": 3}, tasks=tasks, sampling={"top_k": 24}))
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"steps": 2}, tasks=tasks, sampling={"top_k": 24}, **RANDOM))
+    bus = MemoryBus(config.run.name, config.bus)
     await write_or_check(bus, await prepare(config, run))
     await run_to_end(config, run, bus)
-    entries = await read_ledger(bus, run_id)
+    entries = await read_ledger(bus, config.run.name)
     ratios = [entry.metrics["rollout/truncated_ratio"] for entry in entries]
     dropped = sum(entry.dropped["truncated"] for entry in entries)
     if overlong == "drop":
@@ -76,3 +78,4 @@ async def test_truncated_samples_are_trained_masked_or_dropped(tmp_path: Path, b
     trained = sum(entry.metrics["rollout/tokens_trained"] for entry in entries)
     assert (trained < 5 * completions * (1 - np.mean(ratios))) == (overlong != "train")
     assert (await verify(config, bus, run.model_dir)).ok
+    await bus.close()

@@ -55,7 +55,7 @@ async def test_a_tap_and_a_branch_of_a_run_with_a_gap(tmp_path: Path) -> None:
     """It has lost entries on its way, and those behind its newest checkpoint are not known."""
     async with place(tmp_path, **SIZES) as w, asyncio.timeout(120):
         await w.train(until=7)
-        w.lose(LEDGER, *range(4, (await w.bus.state(LEDGER)).last + 1))
+        w.bus.lose(LEDGER, *range(4, (await w.bus.state(LEDGER)).last + 1))
         await w.train()
         [gap] = [entry for entry in await read_ledger(w.bus, w.config.run.name) if entry.gap is not UNSET]
         number = gap.version.number
@@ -92,7 +92,7 @@ async def test_a_gap_whose_beginning_is_there_is_passed(tmp_path: Path) -> None:
         await w.train(until=7)
         while int(w.kept[0].name[6:14]) > 4:
             w.kept[0].rename(w.run.path / w.kept[0].name)
-        w.lose(LEDGER, *range(6, (await w.bus.state(LEDGER)).last + 1))
+        w.bus.lose(LEDGER, *range(6, (await w.bus.state(LEDGER)).last + 1))
         await w.train()
         main = {entry.version.number: entry for entry in await read_ledger(w.bus, w.config.run.name) if entry.gap is UNSET}
         assert [str(main[number].version) for number in (5, 6, END)] == ["0.5", "1.6", f"1.{END}"]

@@ -24,7 +24,7 @@ from streamrl.producers.episode import samples_of
 from streamrl.schemas.samples import TurnSpan, VersionSpan
 from streamrl.schemas.tasks import RewardSpec, RolloutTask
 from streamrl.schemas.versions import Version
-from tests.recorded import runs
+from tests.support import recorded as runs
 from tests.support.golden_rows import former_samples
 from tests.support.recorded_run import Recorded
 

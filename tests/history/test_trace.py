@@ -35,7 +35,7 @@ from streamrl.schemas.samples import RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_SCHEMA, LEDGER, SAMPLES, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
-from tests.recorded import runs
+from tests.support import recorded as runs
 from tests.support.recorded_run import Recorded
 
 NAMES = ("drop", "fork", "late", "lockstep", "wait", "warmup")

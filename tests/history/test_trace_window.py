@@ -23,7 +23,7 @@ from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
-from tests.recorded import runs
+from tests.support import recorded as runs
 from tests.support.golden_rows import former_samples
 from tests.support.recorded_run import Recorded
 

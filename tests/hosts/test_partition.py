@@ -21,7 +21,7 @@ from tests.support.harness import read_ledger
 from tests.support.needs import need
 from tests.support.role_server import started, trained, until, write_run
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 AWAY_S = 2.0
 STEPS_BETWEEN = 15

@@ -12,11 +12,12 @@ from streamrl.bus.server import NatsServer
 from streamrl.history.trace_find import TaskFinder
 from streamrl.history.trace_task import life_of
 from streamrl.schemas.decoding import decode_samples
-from tests.support.world.fuse import Spot
+from tests.support.world.fuse import Spot, around
 from tests.support.world.nursery import Nursery
-from tests.support.world.world import World, table_config, world
+from tests.support.world.table import OTHERS
+from tests.support.world.world import Row, World, table_config, world
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 # The greedy answer of one task in nine fails, and so does a trained one of another in nine.
 REWARD = """
@@ -26,8 +27,9 @@ def reward(task, episode):
         raise ValueError("no reward for this one")
     return float(len(episode.completion) % 3)
 """
-TRAINER = [Spot(name, when) for name in ("read samples", "step", "publish ledger", "put latest") for when in ("before", "after")]
-PRODUCER = [Spot(name, when, 2) for name in ("publish samples", "publish tombstones") for when in ("before", "after")]
+TRAINER = Row("trainer", [*around("step", "publish ledger"), Spot("read samples"), Spot("put latest", "after")], OTHERS)
+PRODUCER = Row("producer", around("publish samples", "publish tombstones", counts=(2,)), ("engine", "trainer", "feeder"))
+STEPS = 28
 
 
 async def by_hand(w: World) -> None:
@@ -53,19 +55,15 @@ async def by_hand(w: World) -> None:
 
 
 async def test_killed_and_resumed_it_replays_bit_for_bit(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
-    config = table_config(tmp_path, run={"steps": 40}, tasks={"num_rollouts": 2}, loss={"advantage": "remax"})
+    config = table_config(tmp_path, run={"steps": STEPS}, tasks={"num_rollouts": 2}, loss={"advantage": "remax"})
     (tmp_path / "reward.py").write_text(REWARD)
     async with world(config, own_server, children) as w:
-        async with w.around("engine", "feeder"):
-            async with w.around("producer"):
-                await w.kill("trainer", TRAINER)
-            async with w.around("trainer"):
-                await w.kill("producer", PRODUCER)
-            async with w.around("producer"):
-                assert await w.child("trainer") == 0
+        await w.disturb(TRAINER, PRODUCER)
+        async with w.around(*OTHERS):
+            assert await w.child("trainer") == 0
         assert (report := await w.audit()).problems == []
         replay = await w.replay()
-        assert replay.ok and replay.versions == report.counts["versions"] == 40, replay.lines
+        assert replay.ok and replay.versions == report.counts["versions"] == STEPS, replay.lines
         await by_hand(w)
         reasons: defaultdict[str, set[int]] = defaultdict(set)
         for entry in await w.ledger():

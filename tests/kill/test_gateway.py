@@ -15,28 +15,16 @@ import pytest
 from streamrl.bus.server import NatsServer
 from streamrl.engines.batching.engine import BatchingEngine
 from streamrl.engines.protocol import Chunk, GenerateRequest
-from tests.kill import test_trainer
-from tests.kill.test_producers import finished
 from tests.support.audit.answers import Answer, check, read_sessions
 from tests.support.audit.raw import read_run
 from tests.support.world.agents import Agent, Told
-from tests.support.world.fuse import Spot
 from tests.support.world.nursery import Nursery
+from tests.support.world.table import GATEWAY
 from tests.support.world.world import World, table_config, world
 
 pytestmark = pytest.mark.nats
 
 AGENTS = 6
-SPOTS = [
-    Spot("claim", "after", 1),
-    *(Spot("put turn", when, count) for when in ("before", "after") for count in (1, 5)),
-    *(
-        Spot(name, when, 1)
-        for name in ("read turns", "publish samples", "publish tombstones", "publish rewards", "remove turns", "done")
-        for when in ("before", "after")
-    ),
-]
-"""The turns of its journal are of all kinds: who has a session, what he was told, what it is worth, that it has ended."""
 
 
 @pytest.fixture
@@ -96,9 +84,9 @@ async def test_every_call(tmp_path: Path, own_server: NatsServer, children: Nurs
     lines: list[dict[str, Any]] = []
     async with world(config, own_server, children) as w:
         async with w.around("engine", "trainer", "feeder"), agents(w, lines):
-            await w.kill("gateway", SPOTS)
-            async with w.around("gateway"), asyncio.timeout(100):
-                await finished(w)
+            await w.disturb(GATEWAY)
+            async with w.around("gateway"):
+                await w.finished()
         told = Told(lines)
         address = own_server.address
         raw = await read_run(address.url, address.user, address.password, config.run.name, w.run.path)
@@ -108,4 +96,4 @@ async def test_every_call(tmp_path: Path, own_server: NatsServer, children: Nurs
         assert len(queued) < 20 and len(told.ended) > 80
         assert told.wrong == []
         assert len(sessions.rows) > 60 and any(len(rows) > 1 for rows in sessions.rows.values())
-        await test_trainer.check(w, 0)
+        await w.check()

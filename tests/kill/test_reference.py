@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from streamrl.bus.server import NatsServer
-from streamrl.config.loss import KLConfig, LossConfig
+from streamrl.config.loss import KLConfig
 from streamrl.config.tree import Config
 from streamrl.history.replay import Range, verify
-from tests.support.torch_runs import ppo_config
 from tests.support.world.fuse import Spot
-from tests.support.world.nursery import Nursery
-from tests.support.world.world import world
+from tests.support.world.nursery import TORCH, nursery
+from tests.support.world.world import table_config, world
 
-pytestmark = pytest.mark.nats
+pytestmark = [pytest.mark.nats, pytest.mark.slow]
 
 SPOTS = (
     Spot("step", "after", 3),  # renewed, and not in the ledger
@@ -27,18 +25,20 @@ SPOTS = (
 
 
 def renewing(base: Path) -> Config:
-    config = ppo_config(base)
-    return replace(
-        config,
-        run=replace(config.run, name="renews", dir=str(base)),
-        tasks=replace(config.tasks, num_rollouts=2),
-        trainer=replace(config.trainer, checkpoint_every=3, minibatches=1),
-        loss=LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=2)),
+    return table_config(
+        base,
+        run={"steps": 6},
+        model={"hidden": 32, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate": 48, "max_len": 32},
+        tasks={"batch_tasks": 4, "num_rollouts": 2, "max_staleness": 1, "drop_zero_variance": False},
+        reward={"kind": "random"},
+        engine={"kind": "local", "slots": 8},
+        trainer={"backend": "torch", "checkpoint_every": 3, "keep_checkpoints": 100},
+        loss={"kl": KLConfig(loss_coef=0.5, estimator="k2", reference_every=2)},
     )
 
 
-async def test_a_run_goes_on_with_the_reference_that_it_had(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
-    async with world(renewing(tmp_path), own_server, children) as w:
+async def test_a_run_goes_on_with_the_reference_that_it_had(tmp_path: Path, own_server: NatsServer) -> None:
+    async with nursery(tmp_path / "children.log", *TORCH) as children, world(renewing(tmp_path), own_server, children) as w:
         async with w.around("engine", "producer", "feeder"):
             await w.kill("trainer", SPOTS)
             assert await w.child("trainer") == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,31 +14,33 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import open_message
 from streamrl.consumers.training.sample_blobs import blobs_named
 from streamrl.schemas.subjects import HEADER_TASK, SAMPLES
-from tests.kill.test_producers import finished
 from tests.ranks.test_experts import write_mixture
 from tests.support.images import write_rows
-from tests.support.world.fuse import Spot
-from tests.support.world.nursery import Nursery
+from tests.support.world.fuse import Spot, around
+from tests.support.world.nursery import TORCH, nursery
+from tests.support.world.table import OTHERS
 from tests.support.world.world import World, table_config, world
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(300)]
 
-STORING = [Spot("put sample blob", when, count) for when in ("before", "after") for count in (1, 5)]
-PUBLISHING = [*(Spot("publish samples", when, 2) for when in ("before", "after")), Spot("done", "before", 2)]
-ISSUING = [Spot("publish tasks", "before", 2)]
+STORING = around("put sample blob", counts=(1, 5))
+PUBLISHING = [*around("publish samples", counts=(2,)), Spot("done", "before", 2)]
+ISSUING = Spot("publish tasks", "before", 2)
 TRAINER = [
-    *(Spot("get sample blob", when, count) for when in ("before", "after") for count in (1, 12)),
-    *(Spot(name, when) for name in ("delete sample blob", "trim") for when in ("before", "after")),
+    *around("get sample blob"),
+    Spot("get sample blob", "after", 12),
+    *around("delete sample blob", "trim"),
     Spot("delete sample blob", "after", 7),
     Spot("trim", "after", 2),
 ]
+STEPS = 20
 
 
 def mixture_config(tmp_path: Path, **bus: object) -> Config:
     write_mixture(tmp_path / "mixture")
     return table_config(
         tmp_path,
-        run={"steps": 24},
+        run={"steps": STEPS},
         model={"path": str(tmp_path / "mixture")},
         engine={"kind": "local"},
         trainer={"backend": "torch", "routing_replay": True},
@@ -46,12 +49,12 @@ def mixture_config(tmp_path: Path, **bus: object) -> Config:
 
 
 def picture_config(tmp_path: Path, **bus: object) -> Config:
-    return table_config(tmp_path, run={"steps": 24}, bus=bus, **write_rows(tmp_path))
+    return table_config(tmp_path, run={"steps": STEPS}, bus=bus, **write_rows(tmp_path))
 
 
 def support_config(tmp_path: Path, **bus: object) -> Config:
     return table_config(
-        tmp_path, run={"steps": 24}, sampling={"max_new_tokens": 6, "top_p": 0.9}, trainer={"support_replay": True}, bus=bus
+        tmp_path, run={"steps": STEPS}, sampling={"max_new_tokens": 6, "top_p": 0.9}, trainer={"support_replay": True}, bus=bus
     )
 
 
@@ -77,7 +80,7 @@ async def check(w: World, *, whole: bool) -> None:
     assert (await w.audit()).problems == []
     ledger = await w.ledger()
     drops = [drop.reason for entry in ledger for drop in entry.drops]
-    assert "blob_missing" not in drops and len(ledger) == 24
+    assert "blob_missing" not in drops and len(ledger) == STEPS
     routed, supported = w.config.trainer.routing_replay, w.config.trainer.support_replay
     assert not routed or all(0.5 < entry.metrics["train/routing_replayed"] < 1 for entry in ledger)
     assert not supported or all(entry.metrics["train/support_replayed"] == 1 for entry in ledger)
@@ -92,29 +95,36 @@ async def check(w: World, *, whole: bool) -> None:
         assert (there - names != set()) or not whole, "a producer that died before it could name a blob leaves it"
     if whole:
         replay = await w.replay()
-        assert replay.ok and replay.versions == 24, replay.lines
+        assert replay.ok and replay.versions == STEPS, replay.lines
+
+
+@contextlib.asynccontextmanager
+async def run_of(kind: str, tmp_path: Path, server: NatsServer, **bus: object) -> AsyncIterator[World]:
+    modules = TORCH if kind == "experts" else ()
+    async with nursery(tmp_path / "children.log", *modules) as children, world(CONFIGS[kind](tmp_path, **bus), server, children) as w:
+        yield w
 
 
 @kinds
-async def test_who_stores_them_is_ended_around_each(kind: str, tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
+async def test_who_stores_them_is_ended_around_each(kind: str, tmp_path: Path, own_server: NatsServer) -> None:
     """Experts and candidates: the producer. Images: the feeder, and the producer that names them."""
-    async with world(CONFIGS[kind](tmp_path, ack_wait_s=0.5), own_server, children) as w:
+    async with run_of(kind, tmp_path, own_server, ack_wait_s=0.5) as w:
         async with w.around("engine", "trainer"):
             if kind == "images":
                 async with w.around("producer"):
-                    await w.kill("feeder", STORING + ISSUING)
+                    await w.kill("feeder", [*STORING, ISSUING])
             async with w.around("feeder"):
-                await w.kill("producer", PUBLISHING[1:2] if kind == "images" else STORING + PUBLISHING)
-                async with w.around("producer"), asyncio.timeout(100):
-                    await finished(w)
+                await w.kill("producer", PUBLISHING[1:2] if kind == "images" else [*STORING, *PUBLISHING])
+                async with w.around("producer"):
+                    await w.finished()
         await check(w, whole=True)
 
 
 @kinds
-async def test_the_trainer_is_ended_around_each_removal(kind: str, tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
+async def test_the_trainer_is_ended_around_each_removal(kind: str, tmp_path: Path, own_server: NatsServer) -> None:
     """With room for a few batches' blobs: the stream is trimmed for their sake, though it has room itself."""
-    async with world(CONFIGS[kind](tmp_path, sample_blobs_bytes=ROOM[kind]), own_server, children) as w:
-        async with w.around("engine", "producer", "feeder"):
+    async with run_of(kind, tmp_path, own_server, sample_blobs_bytes=ROOM[kind]) as w:
+        async with w.around(*OTHERS):
             await w.kill("trainer", TRAINER)
             assert await w.child("trainer") == 0
         assert (await w.bus.state(SAMPLES)).first > 1

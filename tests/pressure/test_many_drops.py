@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pyarrow.parquet as pq
@@ -27,7 +28,6 @@ from streamrl.schemas.control import RunRecord
 from streamrl.schemas.ledger import SpilledDrops
 from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import KEY_RUN, Subjects
-from tests.conftest import MakeBus
 from tests.support.audit.audit import audit
 from tests.support.audit.raw import read_run
 from tests.support.harness import make_run, read_ledger, run_to_end
@@ -46,7 +46,7 @@ async def flood(bus: Bus, subject: str) -> None:
 
 
 @pytest.mark.timeout(400)
-async def test_a_batch_after_forty_thousand_drops(tmp_path: Path, make_nats_bus: MakeBus, nats_address: BusAddress, run_id: str) -> None:
+async def test_a_batch_after_forty_thousand_drops(tmp_path: Path, make_nats_bus: Any, nats_address: BusAddress, run_id: str) -> None:
     config = table_config(tmp_path, run={"name": run_id, "steps": 4}, trainer={"checkpoint_every": 1000}, data={"max_prompt_tokens": 16})
     run, config = make_run(tmp_path, config)
     bus = await make_nats_bus(config.bus)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.recorded import runs
+from tests.support import recorded as runs
 
 COMMON = """
 [run]

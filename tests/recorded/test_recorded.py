@@ -24,7 +24,7 @@ from streamrl.config.load import from_json
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldConfig
 from streamrl.data.vocabulary import vocab_size
-from tests.recorded import runs
+from tests.support import recorded as runs
 
 pytestmark = pytest.mark.nats
 

@@ -45,7 +45,7 @@ async def services(config: Config, run: RunDir, bus: Bus, kinds: Sequence[str]) 
     finally:
         for worker in workers.values():
             worker.draining.set()
-        _, stuck = await asyncio.wait(tasks.values(), timeout=DRAIN_S)
+        stuck = (await asyncio.wait(tasks.values(), timeout=DRAIN_S))[1] if tasks else set[asyncio.Task[None]]()
         for task in stuck:
             task.cancel()
         done = await asyncio.gather(*tasks.values(), return_exceptions=True)

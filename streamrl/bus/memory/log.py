@@ -111,21 +111,19 @@ class Log:
         if self._messages.pop(sequence, None) is not None:
             self._bytes -= self._sizes.pop(sequence)
 
+    def lose(self, sequences: Collection[int], *, known_end: bool = False) -> None:
+        """Remove messages as a power cut does: where they were the last ones, their sequences are given again, unless the end is known."""
+        for sequence in sequences:
+            self.remove(sequence)
+        self._ids = {id: known for id, known in self._ids.items() if known[1] not in sequences}
+        self._newest = {message.subject: sequence for sequence, message in sorted(self._messages.items())}
+        if self.last in sequences and not known_end:
+            self.last = max(self._messages, default=0)
+
     def trim(self, through: int) -> None:
         """Remove all messages up to a sequence."""
         for sequence in [sequence for sequence in self._messages if sequence <= through]:
             self.remove(sequence)
-
-    def lose(self, sequences: Collection[int], *, known_end: bool) -> None:
-        """See `MemoryBus.lose`."""
-        lost_end = self.last in sequences and not known_end
-        for sequence in sequences:
-            self.remove(sequence)
-        self._ids = {id: known for id, known in self._ids.items() if known[1] not in sequences}
-        there = sorted(self._messages)
-        if lost_end:
-            self.last = there[-1] if there else 0
-        self._newest = {self._messages[sequence].subject: sequence for sequence in there}
 
     @property
     def first(self) -> int:

@@ -323,7 +323,13 @@ async def test_after_the_last_version_it_folds_what_is_left_itself(caplog: pytes
 async def test_what_is_stored_of_a_lost_task_goes_before_its_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     await scene.issue(3, taken=[0, 1])
-    for keys, key in ((scene.kv, "checkpoints/0/0"), (scene.kv, "attempts/0"), (scene.kv, "attempts/2"), (scene.turns, "0/1"), (scene.turns, "01/1")):
+    for keys, key in (
+        (scene.kv, "checkpoints/0/0"),
+        (scene.kv, "attempts/0"),
+        (scene.kv, "attempts/2"),
+        (scene.turns, "0/1"),
+        (scene.turns, "01/1"),
+    ):
         await keys.put(key, b"1")
     scene.away["publish"] = BusUnavailable("it is away")
     with pytest.raises(BusUnavailable):

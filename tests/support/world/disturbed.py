@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,7 +40,7 @@ ON_ITS_WAY_S = 0.05
 
 
 class Struck(msgspec.Struct, frozen=True):
-    """What came of a strike."""
+    """Tells what came of a strike."""
 
     fault: Fault
     hit: bool
@@ -56,6 +56,11 @@ class Struck(msgspec.Struct, frozen=True):
     """From the command that attaches a producer again to its first record on the server; -1: none was started, or none came."""
     engine_s: float = -1.0
     """From the death of an engine to the first bytes that the next one gives a producer; -1: it was not struck, or none came."""
+
+    @property
+    def as_told(self) -> bool:
+        """Whether it fell where it was aimed, damaged what it was to damage, and a batch came after it."""
+        return self.hit and self.recovery_s >= 0 and bool(self.note) == bool(self.fault.damage)
 
 
 class Disturbed:
@@ -211,6 +216,17 @@ class Disturbed:
         engine_s = await answered if answered is not None else -1.0
         return Struck(fault, hit, before, recovery_s, self._note if fault.damage else "", attach_s, engine_s)
 
+    async def disturb(self, faults: Iterable[Fault], rng: random.Random) -> list[Struck]:
+        """Strike after strike; once more where there was nothing to damage, as in a queue whose last tasks had just been done."""
+        found: list[Struck] = []
+        for fault in faults:
+            struck = await self.strike(fault, rng)
+            for _ in range(2):
+                if fault.damage and not struck.note:
+                    struck = await self.strike(fault, rng)
+            found.append(struck)
+        return found
+
     async def _fall(self, fault: Fault, rng: random.Random) -> float:
         """Kill everything but the attached producer at once, damage what is to be damaged, and start the run again.
 
@@ -258,19 +274,6 @@ class Disturbed:
                 return True
             self.open(1)
         return False
-
-    async def catch_trainer_committing(self) -> int:
-        """Stop the trainer with a ledger entry half sent; returns its process id."""
-        self.open(3)
-        assert await self._aim(Fault("trainer", "SIGSTOP", "commit", "within"), random.Random(0)), "expected the trainer to commit"
-        pid = self.pid("trainer")
-        assert pid is not None and send(pid, signal.SIGSTOP)
-        return pid
-
-    def wake(self, pid: int) -> None:
-        """Let a stopped process go on; the rest of what it was sending gets through."""
-        send(pid, signal.SIGCONT)
-        self._release()
 
     def _release(self) -> None:
         self._wire.release()
@@ -322,7 +325,7 @@ class Disturbed:
             case "SIGSTOP":
                 send(pid, signal.SIGSTOP)
                 self._release()
-                await asyncio.sleep(self._stop_s)
+                await asyncio.sleep(fault.held_s or self._stop_s)
                 send(pid, signal.SIGCONT)
             case "cut" if fault.part == AGENT and self.crew is not None:
                 await self.crew.wire.cut(pid, self._away_s)
@@ -378,7 +381,7 @@ class Disturbed:
 
 @contextlib.asynccontextmanager
 async def disturbed(
-    place: Path, shape: Shape, *, steps: int, stop_s: float, away_s: float, attach: bool = True
+    place: Path, shape: Shape, *, steps: int, stop_s: float = 1.5, away_s: float = 0.5, attach: bool = True
 ) -> AsyncGenerator[Disturbed]:
     """A run that is up, with an attached producer. Judge it before this ends: its address leads over the wire."""
     write_files(place, shape)

@@ -63,6 +63,8 @@ class Fault(msgspec.Struct, frozen=True):
     where: Where = "within"
     damage: str = ""
     """One of `tests.support.world.damage.DAMAGES`."""
+    held_s: float = 0.0
+    """How long a stop lasts, where not as long as the run's others."""
 
     @property
     def moment(self) -> str:
@@ -72,12 +74,62 @@ class Fault(msgspec.Struct, frozen=True):
         return "within checkpoint" if self.aim == CHECKPOINT else f"{self.where} {self.aim}"
 
 
-def matrix(rng: random.Random) -> list[Fault]:
-    """Every part with every fault that it can have once, at random moments, in random order."""
-    faults = [Fault(part, kind) for part in PARTS for kind in KINDS[:4] if kind != "HTTP cut" or part in ON_HTTP]
-    faults += [Fault(GRADER, kind) for kind in KINDS[:2]]
-    rng.shuffle(faults)
-    return faults
+EACH_KIND = [
+    Fault("trainer", "kill -9", "commit", "after"),
+    Fault("producer", "SIGSTOP", "samples", "within"),
+    Fault("trainer", "cut", "manifest", "after"),
+    Fault("producer", "HTTP cut", "request", "within"),
+    Fault(WHOLE, "damage", damage="newest checkpoint cut"),
+]
+EVERY_PAIR = [
+    Fault("trainer", "kill -9", CHECKPOINT),
+    Fault("trainer", "kill -9", "commit", "before"),
+    Fault("trainer", "SIGSTOP"),
+    Fault("trainer", "cut", "commit", "within"),
+    Fault("nats-server", "kill -9", "commit", "within"),
+    Fault("nats-server", "SIGSTOP"),
+    Fault("nats-server", "cut"),
+    Fault("trainer", "kill -9", "weights bytes", "within"),
+    Fault("producer", "kill -9", "samples", "after"),
+    Fault("producer", "cut"),
+    Fault("attached producer", "kill -9"),
+    Fault("attached producer", "SIGSTOP", "attached samples", "within"),
+    Fault("attached producer", "cut"),
+    Fault("attached producer", "HTTP cut", "attached request", "after"),
+    Fault("feeder", "kill -9"),
+    Fault("feeder", "SIGSTOP"),
+    Fault("feeder", "cut", "task", "after"),
+    Fault("engine", "kill -9", "presence", "before"),
+    Fault("engine", "SIGSTOP"),
+    Fault("engine", "cut"),
+    Fault("engine", "HTTP cut", "request", "before"),
+    Fault(WHOLE, "kill -9", "latest", "before"),
+    *(Fault(WHOLE, "damage", damage=damage) for damage in list(CHECKPOINTS)[1:]),
+]
+"""With `EACH_KIND`: every part with every fault that it can have, inside a write where one is its own."""
+GRADERS = [Fault(GRADER, "kill -9"), Fault(GRADER, "SIGSTOP", held_s=8.0)]
+"""One that is stopped for longer than a process may leave its event loop unanswered is given up, and killed."""
+TORN = [Fault(WHOLE, "damage", damage=damage) for damage in STREAMS]
+OF_AGENTS = [
+    Fault(GATEWAY, "kill -9", "turn", "before"),
+    Fault(AGENT, "SIGSTOP"),
+    Fault(GATEWAY, "SIGSTOP", "turn", "within"),
+    Fault(AGENT, "cut"),
+    Fault(GATEWAY, "cut", "gateway's samples", "after"),
+    Fault(AGENT, "kill -9"),
+]
+"""A gateway that is stopped outlives its claims, which are its own for one second: its sessions go on at its successor."""
+OF_RANKS = [
+    *(Fault(part, "kill -9", aim) for part in ("trainer", RANK_1, WHOLE) for aim in ("", CHECKPOINT)),
+    Fault(RANK_1, "SIGSTOP"),
+    Fault(RANK_1, "kill -9", "commit", "within"),
+    *(Fault(WHOLE, "damage", damage=damage) for damage in CHECKPOINTS),
+]
+
+
+def matrix() -> list[Fault]:
+    """Every part with every fault that it can have once, at random moments."""
+    return [Fault(part, kind) for part in PARTS for kind in KINDS[:4] if kind != "HTTP cut" or part in ON_HTTP] + GRADERS
 
 
 def aimed(rng: random.Random, *, bus_weights: bool = True) -> list[Fault]:
@@ -92,7 +144,6 @@ def aimed(rng: random.Random, *, bus_weights: bool = True) -> list[Fault]:
         found.append(Fault(part, kind, aim, next(where)))
     for aim, kind in itertools.product(REQUESTS, ("kill -9", "SIGSTOP", "HTTP cut")):
         found.append(Fault("engine" if rng.random() < 0.25 else REQUESTS[aim][0], kind, aim, next(where)))
-    rng.shuffle(found)
     return found
 
 
@@ -102,19 +153,15 @@ def falls(rng: random.Random, shape: Shape) -> list[Fault]:
     found += [Fault(WHOLE, "kill -9", aim, rng.choice(WHERE)) for aim in ("commit", "latest", "samples", "task")]
     damages = STREAMS if shape.losses else CHECKPOINTS
     found += [Fault(WHOLE, "damage", damage=damage) for damage in damages]
-    rng.shuffle(found)
     return found
 
 
 def ranks(rng: random.Random) -> list[Fault]:
     """Each rank of a trainer of two and the whole run, at random moments and inside writes, and each damage to a checkpoint in parts."""
-    found = [Fault(part, kind) for part in ("trainer", RANK_1) for kind in KINDS[:3]]
-    found += [Fault(part, "kill -9") for part in (WHOLE, "nats-server")]
-    found += [Fault(part, "kill -9", CHECKPOINT) for part in ("trainer", RANK_1, WHOLE)]
-    found += [Fault(part, "kill -9", "commit", rng.choice(WHERE)) for part in ("trainer", RANK_1, WHOLE)]
-    found += [Fault(WHOLE, "damage", damage=damage) for damage in CHECKPOINTS]
-    rng.shuffle(found)
-    return found
+    found = (
+        OF_RANKS + [Fault(part, kind) for part in ("trainer", RANK_1) for kind in ("SIGSTOP", "cut")] + [Fault("nats-server", "kill -9")]
+    )
+    return found + [Fault(part, "kill -9", "commit", rng.choice(WHERE)) for part in ("trainer", WHOLE)]
 
 
 def of_agents(rng: random.Random) -> list[Fault]:
@@ -123,7 +170,6 @@ def of_agents(rng: random.Random) -> list[Fault]:
     where = itertools.cycle(rng.sample(WHERE, 3))
     found += [Fault(GATEWAY, kind, aim, next(where)) for aim, kind in itertools.product(TURNS, KINDS[:3])]
     found += [Fault("nats-server", "kill -9", "turn", "within"), Fault("engine", "kill -9"), Fault(WHOLE, "kill -9")]
-    rng.shuffle(found)
     return found
 
 
@@ -134,17 +180,15 @@ def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
     """
     while True:
         if shape.losses:
-            yield from falls(rng, shape)
+            faults = falls(rng, shape)
         elif shape.ranks > 1:
-            yield from ranks(rng)
+            faults = ranks(rng)
         elif shape.agents:
-            yield from of_agents(rng)
+            faults = of_agents(rng)
         elif shape.misdeed_every:
-            kills = [Fault(part, "kill -9") for part in (*PARTS, WHOLE)]
-            kills.append(Fault(WHOLE, "damage", damage=rng.choice(list(CHECKPOINTS))))
-            rng.shuffle(kills)
-            yield from kills
+            faults = [Fault(part, "kill -9") for part in (*PARTS, WHOLE)]
+            faults.append(Fault(WHOLE, "damage", damage=rng.choice(list(CHECKPOINTS))))
         else:
-            faults = matrix(rng) + aimed(rng, bus_weights=shape.name != "quickstart") + falls(rng, shape)
-            rng.shuffle(faults)
-            yield from faults
+            faults = matrix() + aimed(rng, bus_weights=shape.name != "quickstart") + falls(rng, shape)
+        rng.shuffle(faults)
+        yield from faults

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import os
 import signal
@@ -20,13 +21,22 @@ import msgspec
 from tests.support.world.process import Request, end
 
 MODULES = (
+    "importlib.metadata",
+    "pandas",  # which pyarrow looks for when it reads its first record
     "streamrl.consumers.training.worker",
     "streamrl.producers.rollouts",
     "streamrl.producers.gateway.worker",
     "streamrl.producers.rewarder",
     "streamrl.producers.feeder",
+    "streamrl.producers.evaluation.worker",
     "streamrl.trainers.table.trainer",
 )
+TORCH = (
+    "streamrl.trainers.torch.trainer",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+"""What a service imports besides where its trainer is torch's: seconds of a processor for each child, if the nursery has not."""
 ROOT = Path(__file__).parents[3]
 
 
@@ -51,11 +61,12 @@ class Nursery:
 
 
 @contextlib.asynccontextmanager
-async def nursery(log: Path) -> AsyncIterator[Nursery]:
-    """A nursery whose children write what they have to say into `log`."""
+async def nursery(log: Path, *modules: str) -> AsyncIterator[Nursery]:
+    """A nursery that imports `modules` too, and whose children write what they have to say into `log`."""
     with log.open("ab") as file:
+        words = (sys.executable, "-m", __name__, *modules)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", __name__, cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=file
+            *words, cwd=ROOT, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=file
         )
     made = Nursery(process)
     try:
@@ -71,8 +82,10 @@ async def nursery(log: Path) -> AsyncIterator[Nursery]:
 
 def main() -> None:
     """Fork on request until the input ends."""
-    for name in MODULES:
+    for name in (*MODULES, *sys.argv[1:]):
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
     for line in sys.stdin:
         request = msgspec.json.decode(line, type=Request)
         pid = os.fork()

@@ -25,7 +25,7 @@ from tests.support.world.world import table_config
 
 @dataclass
 class Place:
-    """A run whose bus is in this process, so that its files may be damaged while it is down."""
+    """A run whose trainer starts and ends while everybody else is up; `bus.lose` does what a power cut does."""
 
     config: Config
     run: RunDir
@@ -57,10 +57,6 @@ class Place:
                     break
         return found
 
-    def lose(self, stream: str, *sequences: int, known_end: bool = False) -> None:
-        """See `MemoryBus.lose`."""
-        self.bus.lose(stream, *sequences, known_end=known_end)
-
     async def latest(self) -> Latest:
         found = await read_latest(self.bus, "main")
         assert found is not None
@@ -70,7 +66,11 @@ class Place:
 @asynccontextmanager
 async def place(tmp_path: Path, **sections: dict[str, object]) -> AsyncGenerator[Place]:
     """Everything of a run but its trainer is up."""
-    given: dict[str, dict[str, object]] = {"run": {"steps": 24}, "trainer": {"checkpoint_every": 4, "keep_checkpoints": 3}}
+    given: dict[str, dict[str, object]] = {
+        "run": {"steps": 24},
+        "trainer": {"checkpoint_every": 4, "keep_checkpoints": 3},
+        "reward": {"kind": "random"},  # which needs no process, as a function would
+    }
     run, config = make_run(tmp_path, table_config(tmp_path, **{**given, **sections}))
     ensure_model(config, run.model_dir)
     bus = MemoryBus(config.run.name, config.bus)

@@ -19,8 +19,8 @@ from streamrl.errors import Fenced
 from streamrl.runtime.kinds import MAINS
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
-from tests.kill.mutants import plant
 from tests.support.world.fuse import Fuse, FusedBus, FusedPublisher, FusedStore, FusedTrainer, Spot
+from tests.support.world.mutants import plant
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ async def serve(request: Request) -> None:
                 yield FusedStore(store, fuse)
 
         module.open_store = fused
-    seams = plant(request.mutant, FusedBus(bus, fuse), module)
+    seams = plant(request.mutant, FusedBus(bus, fuse), module, config.run.name)
     try:
         worker = Worker(config=config, run_dir=run, bus=seams, kind=request.kind, index=0)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.draining.set)

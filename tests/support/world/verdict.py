@@ -14,8 +14,11 @@ import pyarrow as pa
 from msgspec import UNSET
 
 from streamrl.bus import BusAddress, connect
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
+from streamrl.config.load import load
+from streamrl.data.model import ensure_model
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.samples import Tombstone
@@ -24,12 +27,12 @@ from streamrl.schemas.weights import Manifest
 from tests.support.audit.answers import check, read_sessions
 from tests.support.audit.audit import audit
 from tests.support.audit.raw import read_run
-from tests.support.harness import read_ledger
+from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.preloaded import PRELOADED
 from tests.support.world.agents import Told
 from tests.support.world.commands import ROOT
 from tests.support.world.misdeeds import told, wrong_ends
-from tests.support.world.shapes import NAME, Shape
+from tests.support.world.shapes import NAME, Shape, open_gate, write_files
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -91,6 +94,20 @@ async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[
     problems += [f"version {version} was given to {len(known)} sets of parameters" for version, known in digests.items() if len(known) > 1]
     counts = {**report.counts, "gaps": len(gaps), "samples": sum(entry.num_samples for entry in versions)}
     return Verdict(problems, counts, {str(entry.version): entry.digest for entry in versions})
+
+
+async def undisturbed(place: Path, shape: Shape, steps: int) -> dict[str, str]:
+    """Digests by version of a run of this shape whose services are in this process and which nobody disturbs."""
+    write_files(place, shape)
+    open_gate(place, 10**6)
+    words = [word for word in shape.arguments(steps, 0, 0, 0) if word != "--set"]
+    run, config = make_run(place / "runs", load(place / f"{NAME}.toml", [*words, "engine.advertise="]))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(NAME, config.bus)
+    await run_to_end(config, run, bus)
+    entries = await read_ledger(bus, NAME)
+    await bus.close()
+    return {str(entry.version): entry.digest for entry in entries}
 
 
 async def _agents(address: BusAddress, told: Told) -> list[str]:

@@ -1,4 +1,8 @@
-"""A run with the `table` backend on a nats-server of its own: services in the test's process, the one to be killed in a child."""
+"""A run with the `table` backend on a nats-server of its own: services in the test's process, the one to be killed in a child.
+
+A `World` is started, disturbed by a table of rows (who is ended, at which calls, beside whom), audited and replayed. Whole runs, which
+`streamrl up` starts, are disturbed in `tests.support.world.disturbed`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
+from streamrl.bus.reading import read_key
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import (
     BusConfig,
@@ -34,8 +40,11 @@ from streamrl.history.replay import ReplayReport, verify
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.control import Grant
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, TASKS, Subjects
 from streamrl.schemas.tasks import Sampling
 from tests.support.audit.audit import Report, audit
 from tests.support.audit.forge import rows
@@ -79,6 +88,14 @@ def table_config(tmp_path: Path, **sections: dict[str, object]) -> Config:
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
 
 
+class Row(NamedTuple):
+    """One row of the table by which a world is disturbed: who is ended, at which calls, and who is up meanwhile."""
+
+    part: str
+    spots: Sequence[Spot]
+    beside: tuple[str, ...]
+
+
 @dataclass
 class World:
     """A prepared run. `bus` is the test's own connection; the services in this process share it."""
@@ -88,6 +105,8 @@ class World:
     server: NatsServer
     bus: Bus
     nursery: Nursery
+    lost: list[int] = field(default_factory=list)
+    """Tasks that `swallow` took: the audit must find each, and nothing else."""
 
     @property
     def subjects(self) -> Subjects:
@@ -96,6 +115,14 @@ class World:
     async def child(self, kind: str, spot: Spot | None = None, mutant: str = "") -> int:
         """Run a service in a child to its end; returns the exit code."""
         return await self.nursery.run(Request(kind, str(self.run.path), spot, mutant))
+
+    async def disturb(self, *rows: Row) -> None:
+        """Row after row; the audit must find nothing at any time, whoever has just been killed."""
+        for row in rows:
+            async with self.around(*row.beside):
+                await self.kill(row.part, row.spots)
+            unknown = [one for one in (await self.audit(complete=False)).problems if lost_task(one) not in self.lost]
+            assert unknown == [], f"after the {row.part}'s deaths"
 
     async def kill(self, kind: str, spots: Sequence[Spot], mutant: str = "") -> None:
         """Run the service again and again, each time until its fuse blows."""
@@ -107,11 +134,54 @@ class World:
     async def drain(self, kind: str, versions: int, mutant: str = "") -> None:
         """Run the service in a child until the ledger has so many entries, then have it drain."""
         child = asyncio.create_task(self.child(kind, None, mutant))
-        async with asyncio.timeout(60):
-            while await self.num_entries() < versions and not child.done():
-                await asyncio.sleep(0.01)
+        await self.trained(versions, child.done)
         os.kill(self.nursery.pid, signal.SIGTERM)
         assert await child == 0
+
+    async def trained(self, versions: int, ended: Callable[[], bool] = lambda: False) -> None:
+        """Wait for so many entries of the ledger, or until `ended`."""
+        async with asyncio.timeout(60):
+            while await self.num_entries() < versions and not ended():
+                await asyncio.sleep(0.01)
+
+    async def finished(self) -> None:
+        """Wait until the trainer says that the run has its last version."""
+        async with asyncio.timeout(100):
+            while (await self.bus.last(self.subjects.events("finished"))) is None:
+                await asyncio.sleep(0.02)
+
+    async def told(self, kind: str) -> list[dict[str, Any]]:
+        """Details of the events of one kind so far."""
+        found: list[dict[str, Any]] = []
+        if (last := await self.bus.last(self.subjects.events(kind))) is not None:
+            async for message in self.bus.read(EVENTS, after=0, subject=last.subject):
+                found.append(decode(message.body, Event).detail)
+                if message.sequence >= last.sequence:
+                    break
+        return found
+
+    async def swallow(self) -> list[int]:
+        """Take all tasks off the queue, as a producer that stores nothing; the feeder is up."""
+        found: list[int] = []
+        async with asyncio.timeout(60):
+            while (granted := await read_key(self.bus.kv, KEY_GRANTED, Grant)) is None or granted.granted > (
+                await self.bus.state(TASKS)
+            ).last:
+                await asyncio.sleep(0.01)
+            while (left := (await self.bus.state(TASKS)).messages) > 0:
+                for lease in await self.bus.claim("main", max=left, wait_s=1.0):
+                    await lease.done()
+                    found.append(lease.sequence - 1)
+        self.lost += found
+        return found
+
+    async def check(self) -> None:
+        """The audit finds nothing but the tasks that are known to be lost, and a replay gives the ledger's digests."""
+        report = await self.audit()
+        assert sorted(map(lost_task, report.problems)) == sorted(self.lost), report.problems
+        assert report.counts["dropped"] > 5
+        replay = await self.replay()
+        assert replay.ok and replay.same_fingerprint and replay.versions == report.counts["versions"], replay.lines
 
     async def num_entries(self) -> int:
         newest = await self.bus.last(self.subjects.ledger("main"))
@@ -132,6 +202,11 @@ class World:
         return services(self.config, self.run, self.bus, kinds)
 
 
+def lost_task(problem: str) -> int:
+    """The task that the audit says is lost; -1: it says something else."""
+    return int(problem.split()[1]) if problem.startswith("task ") and " is lost: " in problem else -1
+
+
 @contextlib.asynccontextmanager
 async def world(config: Config, server: NatsServer, nursery: Nursery) -> AsyncIterator[World]:
     """Prepare a run on the server; its streams are removed at the end."""
@@ -149,16 +224,28 @@ async def world(config: Config, server: NatsServer, nursery: Nursery) -> AsyncIt
         await bus.close()
 
 
-async def vandalise(bus: Bus, run: str, every_s: float = 0.05) -> None:
-    """Put onto the sample stream what nobody should: broken bodies, samples of tasks that nobody was given, repeats of what is there."""
-    subjects = Subjects(run)
-    last = 0
-    while True:
-        await asyncio.sleep(every_s)
-        await bus.publish(subjects.samples("main"), b"no Arrow data")
-        await bus.publish(subjects.samples("main"), rows(10**9))
-        end = (await bus.state("samples")).last
-        if end > last:
-            last = end
-            old = await bus.fetch("samples", max(1, end - 7))
-            await bus.publish(old.subject, bytes(old.body), headers=dict(old.headers))
+@contextlib.asynccontextmanager
+async def vandals(w: World, every: int = 6) -> AsyncIterator[None]:
+    """Somebody who writes onto the sample stream what does not belong there: broken bodies, samples of tasks that nobody was given,
+    repeats of what is there. He writes when the stream has grown by `every`."""
+    subject, stranger = w.subjects.samples("main"), rows(10**9)
+
+    async def vandalise() -> None:
+        seen = 0
+        while True:
+            await asyncio.sleep(0.02)
+            end = (await w.bus.state("samples")).last
+            if end < seen + every:
+                continue
+            old = await w.bus.fetch("samples", max(1, end - 7))
+            await w.bus.publish(subject, b"no Arrow data")
+            await w.bus.publish(subject, stranger)
+            seen = (await w.bus.publish(old.subject, bytes(old.body), headers=dict(old.headers))).sequence
+
+    task = asyncio.create_task(vandalise())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

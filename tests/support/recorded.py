@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).parents[2]
-DATA = Path(__file__).parent / "data"
+DATA = ROOT / "tests" / "recorded" / "data"
 RECORDING = "recording"
 """Directory of a run's recording, beside `runs/`."""
 PATIENCE_S = 120.0

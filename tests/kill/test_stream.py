@@ -1,0 +1,54 @@
+"""One long run in which every part is ended at every call, and the nats-server too: it goes on, and its books are in order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from streamrl.bus.server import NatsServer
+from tests.support.world.fuse import Spot
+from tests.support.world.nursery import Nursery
+from tests.support.world.table import FEEDER, OTHERS, PRODUCER, REAPER, TRAINER
+from tests.support.world.world import World, table_config, vandals, world
+
+pytestmark = pytest.mark.nats
+
+STEPS = 100
+
+
+async def kill_server(w: World, times: int) -> None:
+    """The server is killed under load and started again on its store; nobody else is restarted."""
+    trainer = asyncio.create_task(w.child("trainer"))
+    for _ in range(times):
+        await w.trained(await w.num_entries() + 4, trainer.done)
+        assert not trainer.done(), "the trainer must outlive its server"
+        w.server.kill()
+        w.server.start()
+    async with asyncio.timeout(100):
+        assert await trainer == 0
+
+
+async def test_every_call_of_every_part(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
+    async with world(table_config(tmp_path, run={"steps": STEPS}, bus={"ack_wait_s": 0.5}), own_server, children) as w:
+        async with vandals(w):
+            await w.disturb(TRAINER)
+        async with w.around("feeder"):
+            await w.kill("trainer", [Spot("put granted", "after")])
+            swallowed = await w.swallow()
+        async with w.around(*REAPER.beside):
+            await w.kill(REAPER.part, REAPER.spots)
+        import sys
+
+        print("AFTER REAPER", await w.num_entries(), len(swallowed), file=sys.stderr)
+        await w.disturb(PRODUCER, FEEDER)
+        print("AFTER PRODUCER", await w.num_entries(), file=sys.stderr)
+        async with w.around(*OTHERS):
+            await kill_server(w, 3)
+        assert await w.num_entries() == STEPS
+        stones = [drop for entry in await w.ledger() for drop in entry.drops if drop.task in swallowed]
+        assert sorted((drop.task, drop.reason) for drop in stones) == [(task, "lost") for task in sorted(swallowed)], "each of them once"
+        await w.check()
+        fence = await w.bus.kv.get("fences/main")
+        assert fence is not None and fence.value is not None and int(fence.value) >= len(TRAINER.spots), "nearly every life took one"
