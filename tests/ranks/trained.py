@@ -117,7 +117,8 @@ class Trained:
         await until(lambda: not alive(ranks[0]), within_s=120)
         summary = await self.end()
         events = self.run.events_path.read_text()
-        assert events.count("event=worker_restarted worker=trainer-") == 2 and "trainer-1 ended with signal SIGKILL" in events
+        # Of which rank the end is told is chance: the other one's comes a moment later.
+        assert events.count("event=worker_restarted worker=trainer-") == 2 and "restart 1 of all 2 trainers" in events
         assert self.run.log_path("trainer-1").read_text().count("event=following rank=1") == 2
         generations = {line.rpartition("generation=")[2] for line in leader.read_text().splitlines() if "event=ranks_met" in line}
         assert len(generations) == 2
