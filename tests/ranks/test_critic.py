@@ -45,4 +45,4 @@ async def test_a_critic_goes_on_by_each_backend_and_each_stretch_is_replayed_by_
         await trained.up(f"run.steps={steps}", mesh)
     await check_taught(trained)
     stages, tensor = TrainedOn(ranks=2, backend="megatron", tensor=1, pipeline=2), TrainedOn(ranks=2, backend="megatron", tensor=2)
-    await trained.has_stretches((stages, TrainedOn(), tensor, TrainedOn(ranks=2, shards=2)))
+    await trained.has_stretches((stages, TrainedOn(), tensor, TrainedOn(ranks=2, shards=2)), idle=1)

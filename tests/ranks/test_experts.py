@@ -5,16 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from streamrl.config.load import load
-from streamrl.data.characters import VOCAB_SIZE, write_tokenizer
 from streamrl.errors import ConfigError
 from streamrl.launch.prepare import prepare
 from streamrl.schemas.ledger import TrainedOn
 from tests.ranks.trained import SHORT, Trained
 from tests.support.errors import raises
+from tests.support.mixtures import write_mixture
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(600)]
 MIXTURE = (
@@ -26,17 +24,6 @@ MIXTURE = (
 )
 SHARDS, EXPERTS = "trainer.shards=2", "trainer.backend=megatron trainer.experts=2"
 REPLAYED = f"{EXPERTS} trainer.routing_replay=true"
-
-
-def write_mixture(directory: Path) -> None:
-    """A Qwen3-MoE of one layer for the tokenizer of characters."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=VOCAB_SIZE, **sizes, **experts, max_position_embeddings=64))
-    model.save_pretrained(directory)
-    write_tokenizer(directory)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ MORE = (("shards=1", TrainedOn(ranks=2)), ("backend=megatron tensor=2", TENSORS)
 
 @pytest.mark.parametrize(
     "asked",
-    [pytest.param(STRETCHES, marks=pytest.mark.slow, id="four"), pytest.param(STRETCHES + MORE, marks=pytest.mark.soak, id="seven")],
+    [pytest.param(STRETCHES, marks=pytest.mark.slow, id="four"), pytest.param(STRETCHES + MORE, marks=pytest.mark.soak, id="all")],
 )
 async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(tmp_path: Path, asked: tuple[tuple[str, TrainedOn], ...]) -> None:
     trained = Trained(tmp_path, *OFTEN, "model.layers=2")

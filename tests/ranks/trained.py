@@ -117,7 +117,8 @@ class Trained:
         await until(lambda: not alive(ranks[0]), within_s=120)
         summary = await self.end()
         events = self.run.events_path.read_text()
-        assert events.count("event=worker_restarted worker=trainer-") == 2 and "trainer-1 ended with signal SIGKILL" in events
+        # Of which rank the end is told is chance: the other one's comes a moment later.
+        assert events.count("event=worker_restarted worker=trainer-") == 2 and "restart 1 of all 2 trainers" in events
         assert self.run.log_path("trainer-1").read_text().count("event=following rank=1") == 2
         generations = {line.rpartition("generation=")[2] for line in leader.read_text().splitlines() if "event=ranks_met" in line}
         assert len(generations) == 2
@@ -134,11 +135,11 @@ class Trained:
         """Its ledger."""
         return (await read_entries(NAME, base=self.place / "runs"))[1]
 
-    async def has_stretches(self, meshes: Sequence[TrainedOn]) -> None:
-        """Each mesh begins an epoch right behind the one before, and each stretch is replayed on its own."""
+    async def has_stretches(self, meshes: Sequence[TrainedOn], *, idle: int = 0) -> None:
+        """Each mesh begins an epoch right behind the one before, and each stretch is replayed on its own; `idle` steps teach nothing."""
         entries = await self.entries()
         assert [entry.version.number for entry in entries] == list(range(1, len(entries) + 1))
-        assert len({entry.digest for entry in entries}) == len(entries), "each has taught something"
+        assert len({entry.digest for entry in entries}) == len(entries) - idle, "each has taught something"
         stretches = dict.fromkeys((entry.version.epoch, cast("TrainedOn", entry.trained_on)) for entry in entries)
         assert list(stretches) == list(enumerate(meshes))
         await self.is_in_order()

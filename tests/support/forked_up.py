@@ -6,6 +6,7 @@ one; `process_id` finds them by what the supervisor says.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -50,7 +51,11 @@ def main() -> int:
 
     local.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
     prepare.build_model = build_model
-    return streamrl(["up", *sys.argv[1:], "--json"])
+    try:
+        return streamrl(["up", *sys.argv[1:], "--json"])
+    finally:
+        workers.close()
+        os.waitpid(parent, 0)  # whose processor time is counted then
 
 
 if __name__ == "__main__":

@@ -190,8 +190,9 @@ class Preloaded:
 
     def close(self) -> None:
         """No program outlives it."""
-        if self._process is not None and self._socket is not None:
+        if self._socket is not None:
             self._socket.close()
+        if self._process is not None:
             self._process.wait()
 
     def _open(self) -> socket.socket:

@@ -23,6 +23,11 @@ def policy_of(trainer: Any) -> Any:
     return of_this_rank(trainer)._policy
 
 
+def body_of(trainer: Any) -> Any:
+    """The layers of the model that is trained, without its head."""
+    return policy_of(trainer)._body
+
+
 def prepare(trainer: Any, batch: TrainBatch) -> Any:
     """What a step takes its gradient of."""
     return trainer._update.prepare(batch)

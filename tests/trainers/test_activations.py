@@ -76,7 +76,7 @@ def test_more_memory_keeps_more_layers_up_to_all_and_a_longer_row_fewer() -> Non
 def test_the_arithmetic_is_told() -> None:
     found = estimate(75)
     layer = 8192 * SHAPE.layer_bytes(2, compiled=True) / GIB
-    assert found.text.startswith(f"{found.kept} of 36 layers keep their activations: 95% of 75.0 GiB free")
+    assert found.text.startswith(f"{found.kept} of 36 layers ") and "95% of 75.0 GiB" in found.text
     assert found.text.endswith(f"= {layer:.2f}")
 
 

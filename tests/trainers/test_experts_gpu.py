@@ -137,7 +137,7 @@ def test_fresh_processes_give_the_same_digest(make_mixture: Callable[..., Path],
 
 def test_a_mixture_is_compiled_once_and_learns_what_a_plain_one_does(make_mixture: Callable[..., Path]) -> None:
     directory = make_mixture("bfloat16", **TINY)
-    torch.compiler.reset()  # pyright: ignore[reportPrivateUsage]
+    torch.compiler.reset()
     fast = make(directory, micro_tokens=1024)
     graphs = counters["stats"]["unique_graphs"]
     plain = make(directory, micro_tokens=1024, compile="off", attention="sdpa")

@@ -22,7 +22,7 @@ from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from tests.support.errors import raises
-from tests.support.scoring import policy_of
+from tests.support.scoring import body_of
 
 
 def make(directory: Path, **trainer: Any) -> Trainer:
@@ -76,7 +76,7 @@ def test_layers_that_keep_nothing_are_run_again_the_first_of_them(
 
         return hook
 
-    for number, layer in enumerate(policy_of(trainer)._body.layers):
+    for number, layer in enumerate(body_of(trainer).layers):
         layer.mlp.register_forward_pre_hook(count(number))
     trainer.step(rollouts())
     once = 2 if kept == "all" else int(kept)

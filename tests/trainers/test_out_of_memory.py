@@ -19,7 +19,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
-from tests.support.scoring import policy_of
+from tests.support.scoring import body_of
 
 Rollouts = Callable[..., TrainBatch]
 BUDGET = 32
@@ -46,7 +46,7 @@ def fails_at(trainer: Any, number: int) -> list[int]:
         if len(sizes) == number:
             raise torch.OutOfMemoryError("planted")
 
-    policy_of(trainer)._body.register_forward_pre_hook(hook, with_kwargs=True)
+    body_of(trainer).register_forward_pre_hook(hook, with_kwargs=True)
     return sizes
 
 
@@ -90,7 +90,7 @@ def test_packed_rows_shrink_with_the_budget_and_never_under_the_longest_sample(m
     assert tight.step(rollouts()).micro_tokens == BUDGET // 4 < longest == sizes[-1]
     with raises(OutOfMemory, micro_tokens=0) as caught:
         make(model_dir, DIRECT, attention="packed", limit=longest - 1).step(rollouts())
-    assert f"{longest}, which must fit into one" in str(caught.value)
+    assert str(longest) in caught.value.message
 
 
 def test_what_has_been_written_is_not_repeated(model_dir: Path, rollouts: Rollouts) -> None:

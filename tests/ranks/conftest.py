@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.support.preloaded import Preloaded
+
+
+@pytest.fixture(autouse=True)
+def what_is_forked_ends_with_the_session(preloaded: Preloaded) -> None:
+    """So that its processor time is counted."""
