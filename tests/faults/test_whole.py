@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.support.world.disturbed import disturbed
-from tests.support.world.faults import EACH_KIND, EVERY_PAIR, GRADERS, OF_AGENTS, OF_RANKS, RANK_1, TORN, WHOLE, Fault
+from tests.support.world.faults import EACH_KIND, EVERY_PAIR, GRADERS, MATRIX, OF_AGENTS, OF_RANKS, RANK_1, TORN, WHOLE, Fault
 from tests.support.world.misdeeds import ENDS, Misdeed, told, wrong_ends
 from tests.support.world.shapes import AGENTS, DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, RANKS, STREAM, Shape
 from tests.support.world.verdict import judge, undisturbed
@@ -33,7 +33,7 @@ RUNS = {
     "every part and kind": Run(LOCKSTEP, 200, EVERY_PAIR, attach=True),
     "everybody falls and the ends of streams are torn off": Run(DAMAGED, 60, [*TORN, *GRADERS]),
     "an attached producer lives on where they are torn off": Run(DAMAGED, 60, [*TORN, Fault("producer", "kill -9"), *GRADERS], attach=True),
-    "random moments": Run(STREAM, 200, [*EACH_KIND, *EVERY_PAIR], attach=True),
+    "random moments": Run(STREAM, 200, [*MATRIX, *GRADERS], attach=True),
     "agents": Run(AGENTS, 70, OF_AGENTS),
     "user code misbehaves": Run(MISDEEDS, 100, []),
     "every limit as it comes": Run(BEHAVED, 60, [Fault(part, "kill -9") for part in ("trainer", "producer", WHOLE)]),
