@@ -162,7 +162,8 @@ async def test_what_has_changed_is_said_and_what_binds_asks_for_consent(up: Star
     code, err = await start()
     assert code == 1 and "--accept-model" in err
     last = await recorded(run)
-    assert last.models != first.models and last.code["reward.kind"] != first.code["reward.kind"]
+    assert last.models != first.models and last.code is not msgspec.UNSET and first.code is not msgspec.UNSET
+    assert last.code["reward.kind"] != first.code["reward.kind"]
     async with open_bus(run) as bus:  # as a run of a build that wrote no digests
         await bus.kv.put(KEY_RUN, encode(msgspec.structs.replace(last, models=msgspec.UNSET)))
     assert await start() == (0, "")
