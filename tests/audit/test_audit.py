@@ -28,7 +28,7 @@ from tests.support.audit.audit import audit
 from tests.support.audit.forge import Forged, entry, good_run, manifest, rows
 
 pytestmark = pytest.mark.nats
-AUDIT = Path(__file__).parent / "audit.py"
+AUDIT = Path(__file__).parents[1] / "support" / "audit" / "audit.py"
 Bend = Callable[[Forged], object]
 
 

@@ -224,8 +224,9 @@ def nameless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("fork", "late", "lockstep") else pytest.mark.soak) for name in NAMES]
+)
 def test_it_is_resumed_and_ends(name: str, tmp_path: Path, answer: Answer) -> None:
     """`up` with the same file in another place: nothing of the past changes, and all that follows can be trained again."""
     kept = Kept(name, tmp_path, runs.unpack(name, tmp_path))
