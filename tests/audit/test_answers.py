@@ -49,7 +49,7 @@ def test_a_good_session_passes() -> None:
     assert check(Sessions(), ANSWERS, [PLACE], queued={PLACE[0]}) == []
 
 
-def bent(how: Callable[[list[Row]], None]) -> Sessions:
+def bent(how: Callable[[list[Row]], object]) -> Sessions:
     sessions = good()
     how(sessions.rows[PLACE])
     return sessions
@@ -57,7 +57,7 @@ def bent(how: Callable[[list[Row]], None]) -> Sessions:
 
 LOUDER = replace(SECOND, logprobs=(-6.5,))
 NEWER = replace(LAST, versions=((0, 8),))
-BENT: dict[str, tuple[Callable[[list[Row]], None], str]] = {
+BENT: dict[str, tuple[Callable[[list[Row]], object], str]] = {
     "a sample is missing": (lambda found: found.pop(), "an answer of 2 tokens is trained in 0 of 0 samples"),
     "a turn is masked": (lambda found: found.__setitem__(0, row(SECOND, masked=(FIRST,))), "trained in 0 of 1 samples"),
     "a turn is trained twice": (lambda found: found.append(row(FIRST)), "an answer of 2 tokens is trained in 2 of 2 samples"),

@@ -28,8 +28,8 @@ from tests.support.audit.audit import audit
 from tests.support.audit.forge import Forged, entry, good_run, manifest, rows
 
 pytestmark = pytest.mark.nats
-AUDIT = Path(__file__).parent / "audit.py"
-Bend = Callable[[Forged], None]
+AUDIT = Path(__file__).parents[1] / "support" / "audit" / "audit.py"
+Bend = Callable[[Forged], object]
 
 
 async def problems(forged: Forged, bus: Bus, address: BusAddress, run: str, *, complete: bool = True) -> list[str]:
@@ -77,7 +77,7 @@ async def test_what_a_checkpoint_carries_is_not_lost(nats_bus: Bus, nats_address
     await forged.put(nats_bus, run_id)
     (tmp_path / "checkpoints" / "main").mkdir(parents=True)
     subject = Subjects(run_id).samples("main")
-    reads = {"url": nats_address.url, "user": nats_address.user, "password": nats_address.password, "run": run_id}
+    reads: dict[str, Any] = {"url": nats_address.url, "user": nats_address.user, "password": nats_address.password, "run": run_id}
     assert any("task 7 is lost" in problem for problem in (await audit(**reads, directory=tmp_path)).problems)
     carried = carried_files([Message(subject, 99, rows(7), {HEADER_TASK: "7"})])
     (tmp_path / "checkpoints" / "main" / CARRIED_FILE).write_bytes(carried[CARRIED_FILE])

@@ -27,7 +27,7 @@ from tests.support.harness import make_run, read_ledger, services
 from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.nats
-SIZES = [600, pytest.param(2000, marks=pytest.mark.slow)]
+SIZES = [600, pytest.param(2000, marks=pytest.mark.soak)]
 CHUNK = 40
 PATIENCE = 10
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -66,12 +68,8 @@ def test_epochs_survive_the_checkpoint_and_are_there_in_older_ones() -> None:
     s = trained_to(6)
     s.put(Forked(s.next(), 1, 4, 5))
     assert FoldState.decode(s.state.encode()) == s.state
-    older = {name: value for name, value in vars_of(s.state).items() if name != "epochs"}
+    older: dict[str, Any] = {name: getattr(s.state, name) for name in s.state.__struct_fields__ if name != "epochs"}
     assert FoldState(**older).epochs == (Epoch(0, 0),)
-
-
-def vars_of(state: FoldState) -> dict[str, object]:
-    return {name: getattr(state, name) for name in state.__struct_fields__}
 
 
 def test_a_group_has_the_size_that_the_configuration_says() -> None:

@@ -20,7 +20,7 @@ from streamrl.schemas.versions import Version
 from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.world.world import table_config
 
-RANDOM = {"reward": {"kind": "random"}}
+RANDOM: dict[str, dict[str, object]] = {"reward": {"kind": "random"}}
 """Rewards that need no processes."""
 
 

@@ -31,7 +31,7 @@ AGENTS = 6
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Answer]:
     """What the engines of this process give, as it comes from them."""
     found: list[Answer] = []
-    generate = BatchingEngine.generate
+    generate: Any = BatchingEngine.generate
 
     async def written_down(self: BatchingEngine, request: GenerateRequest) -> AsyncIterator[Chunk]:
         chunks: list[Chunk] = []

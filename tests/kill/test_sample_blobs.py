@@ -61,7 +61,7 @@ def support_config(tmp_path: Path, **bus: object) -> Config:
 CONFIGS = {"experts": mixture_config, "support": support_config, "images": picture_config}
 ROOM = {"experts": 60_000, "support": 120_000, "images": 35_000}
 """Bytes: for the blobs of a few batches, or of five windows of tasks."""
-kinds = pytest.mark.parametrize("kind", CONFIGS)
+kinds = pytest.mark.parametrize("kind", [pytest.param("experts", marks=pytest.mark.soak), "support", "images"])
 
 
 async def named(w: World) -> tuple[set[str], set[str]]:

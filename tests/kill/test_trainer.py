@@ -39,7 +39,7 @@ async def test_one_that_wakes_beside_its_successor_is_refused_at_the_ledger(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stale", ["mask", "wait"])
+@pytest.mark.parametrize("stale", [pytest.param("mask", marks=pytest.mark.soak), "wait"])
 async def test_later_calls_with_a_warm_up(tmp_path: Path, own_server: NatsServer, children: Nursery, stale: str) -> None:
     config = table_config(
         tmp_path,

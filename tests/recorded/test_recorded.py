@@ -224,8 +224,9 @@ def nameless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("fork", "late", "lockstep") else pytest.mark.soak) for name in NAMES]
+)
 def test_it_is_resumed_and_ends(name: str, tmp_path: Path, answer: Answer) -> None:
     """`up` with the same file in another place: nothing of the past changes, and all that follows can be trained again."""
     kept = Kept(name, tmp_path, runs.unpack(name, tmp_path))
@@ -257,7 +258,7 @@ def test_its_configuration_decides_what_it_decided(kept: Kept, of: str) -> None:
     if of == "record":
         text = json.loads((kept.recording / "recording.json").read_text())["record"]["config"]
     tokens = vocab_size(kept.recording / "model")
-    fold = {RENAMED.get(name, name): value for name, value in kept.facts["fold"].items()}
+    fold: dict[str, Any] = {RENAMED.get(name, name): value for name, value in kept.facts["fold"].items()}
     assert fold_config(from_json(text), tokens) == FoldConfig(**fold, vocab_size=tokens)
 
 

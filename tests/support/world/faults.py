@@ -81,32 +81,28 @@ EACH_KIND = [
     Fault("producer", "HTTP cut", "request", "within"),
     Fault(WHOLE, "damage", damage="newest checkpoint cut"),
 ]
+MATRIX = [Fault(part, kind) for part in PARTS for kind in KINDS[:4] if kind != "HTTP cut" or part in ON_HTTP]
+"""Every part with every fault that it can have, at random moments."""
+_AIMS: dict[tuple[str, Kind], tuple[str, Where]] = {
+    ("trainer", "kill -9"): ("commit", "before"),
+    ("trainer", "cut"): ("commit", "within"),
+    ("nats-server", "kill -9"): ("commit", "within"),
+    ("producer", "kill -9"): ("samples", "after"),
+    ("attached producer", "SIGSTOP"): ("attached samples", "within"),
+    ("attached producer", "HTTP cut"): ("attached request", "after"),
+    ("feeder", "cut"): ("task", "after"),
+    ("engine", "kill -9"): ("presence", "before"),
+    ("engine", "HTTP cut"): ("request", "before"),
+}
 EVERY_PAIR = [
+    *(Fault(each.part, each.kind, *_AIMS.get((each.part, each.kind), ("", "within"))) for each in MATRIX),
     Fault("trainer", "kill -9", CHECKPOINT),
-    Fault("trainer", "kill -9", "commit", "before"),
-    Fault("trainer", "SIGSTOP"),
-    Fault("trainer", "cut", "commit", "within"),
-    Fault("nats-server", "kill -9", "commit", "within"),
-    Fault("nats-server", "SIGSTOP"),
-    Fault("nats-server", "cut"),
     Fault("trainer", "kill -9", "weights bytes", "within"),
-    Fault("producer", "kill -9", "samples", "after"),
-    Fault("producer", "cut"),
-    Fault("attached producer", "kill -9"),
-    Fault("attached producer", "SIGSTOP", "attached samples", "within"),
-    Fault("attached producer", "cut"),
-    Fault("attached producer", "HTTP cut", "attached request", "after"),
-    Fault("feeder", "kill -9"),
-    Fault("feeder", "SIGSTOP"),
-    Fault("feeder", "cut", "task", "after"),
-    Fault("engine", "kill -9", "presence", "before"),
-    Fault("engine", "SIGSTOP"),
-    Fault("engine", "cut"),
-    Fault("engine", "HTTP cut", "request", "before"),
+    Fault("trainer", "cut", "manifest", "after"),
     Fault(WHOLE, "kill -9", "latest", "before"),
-    *(Fault(WHOLE, "damage", damage=damage) for damage in list(CHECKPOINTS)[1:]),
+    *(Fault(WHOLE, "damage", damage=damage) for damage in CHECKPOINTS),
 ]
-"""With `EACH_KIND`: every part with every fault that it can have, inside a write where one is its own."""
+"""The matrix, inside a write where one is the part's own, and the falls of the whole run."""
 GRADERS = [Fault(GRADER, "kill -9"), Fault(GRADER, "SIGSTOP", held_s=8.0)]
 """One that is stopped for longer than a process may leave its event loop unanswered is given up, and killed."""
 TORN = [Fault(WHOLE, "damage", damage=damage) for damage in STREAMS]
@@ -125,11 +121,6 @@ OF_RANKS = [
     Fault(RANK_1, "kill -9", "commit", "within"),
     *(Fault(WHOLE, "damage", damage=damage) for damage in CHECKPOINTS),
 ]
-
-
-def matrix() -> list[Fault]:
-    """Every part with every fault that it can have once, at random moments."""
-    return [Fault(part, kind) for part in PARTS for kind in KINDS[:4] if kind != "HTTP cut" or part in ON_HTTP] + GRADERS
 
 
 def aimed(rng: random.Random, *, bus_weights: bool = True) -> list[Fault]:
@@ -189,6 +180,6 @@ def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
             faults = [Fault(part, "kill -9") for part in (*PARTS, WHOLE)]
             faults.append(Fault(WHOLE, "damage", damage=rng.choice(list(CHECKPOINTS))))
         else:
-            faults = matrix() + aimed(rng, bus_weights=shape.name != "quickstart") + falls(rng, shape)
+            faults = MATRIX + GRADERS + aimed(rng, bus_weights=shape.name != "quickstart") + falls(rng, shape)
         rng.shuffle(faults)
         yield from faults

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ class Fuse:
 
 
 class Wrapped:
-    """Passes every attribute on to `inner`; subclasses wrap some."""
+    """Passes every attribute on to `inner`; subclasses change some."""
 
     def __init__(self, inner: Any, fuse: Fuse) -> None:
         self.inner = inner
@@ -70,32 +71,69 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    async def _awaited(self, name: str, call: Callable[[], Any]) -> Any:
-        self.fuse.pass_by(name, "before")
-        result = await call()
-        self.fuse.pass_by(name, "after")
+
+class Fused(Wrapped):
+    """Passes every attribute on; before and after each call of the methods that `spots` has, the fuse is passed by.
+
+    Args:
+        inner: whose methods are called.
+        fuse: of the process.
+        spots: what a spot at a method is called: a name, or a function of its first argument that gives one.
+    """
+
+    def __init__(self, inner: Any, fuse: Fuse, **spots: str | Callable[[Any], str]) -> None:
+        super().__init__(inner, fuse)
+        self._spots = spots
+
+    def __getattr__(self, name: str) -> Any:
+        method, spot = getattr(self.inner, name), self._spots.get(name)
+        if spot is None:
+            return method
+
+        def called(*given: Any, **named: Any) -> Any:
+            says = spot if isinstance(spot, str) else spot(given[0])
+            self.fuse.pass_by(says, "before")
+            result = method(*given, **named)
+            if inspect.isawaitable(result):
+                return self._awaited(says, result)
+            self.fuse.pass_by(says, "after")
+            return result
+
+        return called
+
+    async def _awaited(self, says: str, call: Awaitable[Any]) -> Any:
+        result = await call
+        self.fuse.pass_by(says, "after")
         return result
 
-    def _called(self, name: str, call: Callable[[], Any]) -> Any:
-        self.fuse.pass_by(name, "before")
-        result = call()
-        self.fuse.pass_by(name, "after")
-        return result
+
+def _of(name: str) -> Callable[[str], str]:
+    """Name a spot at a stream; others than `tasks` are not told apart."""
+    return lambda what: f"{name} {what}" if what == TASKS else name
 
 
-class FusedBus(Wrapped):
+def _keyed(name: str) -> Callable[[str], str]:
+    return lambda key: f"{name} {key.split('/')[0]}"
+
+
+def _stored(what: str) -> dict[str, str]:
+    return {name: f"{name} {what}" for name in ("put", "get", "delete")}
+
+
+class FusedBus(Fused):
     """Spots: `publish <kind>`, `read <stream>` (each message), `fetch`, `state` (`fetch tasks`, `state tasks`), `trim`, `claim`, `done`,
-    `put <key>`, `get <key>`, `put turn`, `read turns`, `remove turns`, and `put`, `get`, `delete` of a `blob` or a `sample blob`."""
+    `put <key>`, `get <key>`, `put turn`, `read turns`, `remove turns`, and `put`, `get`, `delete` of a `blob` or a `sample blob`.
+
+    Keys are named by their first part: `granted`, `latest`, `positions`, `fences`.
+    """
 
     def __init__(self, bus: Bus, fuse: Fuse) -> None:
-        super().__init__(bus, fuse)
-        self.kv = FusedKeys(bus.kv, fuse)
-        self.turns = FusedTurns(bus.turns, fuse)
-        self.blobs = FusedBlobs(bus.blobs, fuse)
-        self.sample_blobs = FusedBlobs(bus.sample_blobs, fuse, "sample blob")
-
-    async def publish(self, subject: str, body: bytes, **options: Any) -> Any:
-        return await self._awaited(f"publish {kind_of(subject)}", lambda: self.inner.publish(subject, body, **options))
+        streams = {"fetch": _of("fetch"), "first_from": _of("fetch"), "state": _of("state")}
+        super().__init__(bus, fuse, publish=lambda subject: f"publish {kind_of(subject)}", trim="trim", **streams)
+        self.kv: Wrapped = Fused(bus.kv, fuse, put=_keyed("put"), get=_keyed("get"))
+        self.turns = Fused(bus.turns, fuse, put="put turn", values="read turns", remove="remove turns")
+        self.blobs = Fused(bus.blobs, fuse, **_stored("blob"))
+        self.sample_blobs = Fused(bus.sample_blobs, fuse, **_stored("sample blob"))
 
     async def read(self, stream: str, **options: Any) -> AsyncIterator[Any]:
         messages = self.inner.read(stream, **options)
@@ -107,109 +145,24 @@ class FusedBus(Wrapped):
         finally:
             await messages.aclose()
 
-    async def fetch(self, stream: str, sequence: int) -> Any:
-        return await self._awaited(_of("fetch", stream), lambda: self.inner.fetch(stream, sequence))
-
-    async def first_from(self, stream: str, sequence: int, **options: Any) -> Any:
-        return await self._awaited(_of("fetch", stream), lambda: self.inner.first_from(stream, sequence, **options))
-
-    async def state(self, stream: str) -> Any:
-        return await self._awaited(_of("state", stream), lambda: self.inner.state(stream))
-
-    async def trim(self, stream: str, **options: Any) -> None:
-        await self._awaited("trim", lambda: self.inner.trim(stream, **options))
-
-    async def claim(self, source: str, **options: Any) -> list[FusedLease]:
-        leases = await self._awaited("claim", lambda: self.inner.claim(source, **options))
-        return [FusedLease(lease, self.fuse) for lease in leases]
+    async def claim(self, source: str, **options: Any) -> list[Any]:
+        self.fuse.pass_by("claim", "before")
+        leases = await self.inner.claim(source, **options)
+        self.fuse.pass_by("claim", "after")
+        return [Fused(lease, self.fuse, done="done") for lease in leases]
 
 
-def _of(name: str, stream: str) -> str:
-    return f"{name} {stream}" if stream == TASKS else name
-
-
-class FusedLease(Wrapped):
-    """A claimed task."""
-
-    async def done(self) -> None:
-        await self._awaited("done", self.inner.done)
-
-
-class FusedKeys(Wrapped):
-    """Keys are named by their first part: `granted`, `latest`, `positions`, `fences`."""
-
-    async def put(self, key: str, value: bytes, **options: Any) -> int:
-        return await self._awaited(f"put {key.split('/')[0]}", lambda: self.inner.put(key, value, **options))
-
-    async def get(self, key: str) -> Any:
-        return await self._awaited(f"get {key.split('/')[0]}", lambda: self.inner.get(key))
-
-
-class FusedStore(Wrapped):
-    """The answers of a set of problems; its spot is `store`."""
-
-    def add(self, record: Any) -> None:
-        self._called("store", lambda: self.inner.add(record))
-
-
-class FusedTurns(Wrapped):
-    """The journals of sessions."""
-
-    async def put(self, key: str, value: bytes, **options: Any) -> int:
-        return await self._awaited("put turn", lambda: self.inner.put(key, value, **options))
-
-    async def values(self, prefix: str) -> Any:
-        return await self._awaited("read turns", lambda: self.inner.values(prefix))
-
-    async def remove(self, prefix: str) -> None:
-        await self._awaited("remove turns", lambda: self.inner.remove(prefix))
-
-
-class FusedBlobs(Wrapped):
-    """Spots are called by what they store."""
-
-    def __init__(self, inner: Any, fuse: Fuse, what: str = "blob") -> None:
-        super().__init__(inner, fuse)
-        self._what = what
-
-    async def put(self, name: str, data: Any) -> str:
-        return await self._awaited(f"put {self._what}", lambda: self.inner.put(name, data))
-
-    async def get(self, name: str) -> bytes:
-        return await self._awaited(f"get {self._what}", lambda: self.inner.get(name))
-
-    async def delete(self, name: str) -> None:
-        await self._awaited(f"delete {self._what}", lambda: self.inner.delete(name))
-
-
-class FusedTrainer(Wrapped):
+class FusedTrainer(Fused):
     """Spots: `step`, `shards`, `load`, `save` (the snapshot), `saved` (its files are in place)."""
 
     def __init__(self, trainer: Trainer, fuse: Fuse) -> None:
-        super().__init__(trainer, fuse)
-
-    def step(self, batch: Any) -> Any:
-        return self._called("step", lambda: self.inner.step(batch))
-
-    def shards(self) -> Iterator[Any]:
-        return self._called("shards", self.inner.shards)
-
-    def load(self, path: Path) -> bytes:
-        return self._called("load", lambda: self.inner.load(path))
+        super().__init__(trainer, fuse, step="step", shards="shards", load="load")
 
     def save(self, path: Path, extra: bytes, **options: Any) -> Future[None]:
-        future: Future[None] = self._called("save", lambda: self.inner.save(path, extra, **options))
+        self.fuse.pass_by("save", "before")
+        future = self.inner.save(path, extra, **options)
+        self.fuse.pass_by("save", "after")
         if self.fuse.spot is not None and self.fuse.spot.name == "saved":
             future.result()
             self.fuse.pass_by("saved", "after")
         return future
-
-
-class FusedPublisher(Wrapped):
-    """Spots: `offer`, `close`."""
-
-    def offer(self, *arguments: Any) -> None:
-        self._called("offer", lambda: self.inner.offer(*arguments))
-
-    def close(self, *arguments: Any) -> None:
-        self._called("close", lambda: self.inner.close(*arguments))

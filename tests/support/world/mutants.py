@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from msgspec.structs import replace
@@ -20,12 +19,12 @@ from streamrl.schemas.control import Position
 from streamrl.schemas.subjects import PREFIX_POSITIONS, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from tests.support.world.fuse import Fuse, FusedBus, FusedKeys, FusedLease, Wrapped
+from tests.support.world.fuse import Fuse, FusedBus, Wrapped
 
 Call = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
-def plant(name: str, bus: FusedBus, module: ModuleType, run: str) -> FusedBus:
+def plant(name: str, bus: FusedBus, module: Any, run: str) -> FusedBus:
     """The bus that the service gets; `module` is the one its `main` lies in. Called in the loop that the bus lives in."""
     if name:
         running = asyncio.get_running_loop()
@@ -33,7 +32,7 @@ def plant(name: str, bus: FusedBus, module: ModuleType, run: str) -> FusedBus:
     return bus
 
 
-def saving(module: ModuleType, save: Callable[[Any, Path, bytes, dict[str, Any]], Future[None]]) -> None:
+def saving(module: Any, save: Callable[[Any, Path, bytes, dict[str, Any]], Future[None]]) -> None:
     """Trainers that save as `save` does; its first argument is the real one."""
     make = module.make_trainer
 
@@ -44,12 +43,12 @@ def saving(module: ModuleType, save: Callable[[Any, Path, bytes, dict[str, Any]]
     module.make_trainer = lambda *given, **named: Trainer(make(*given, **named), Fuse(None))
 
 
-def position_before_checkpoint(bus: FusedBus, module: ModuleType, run: str, call: Call) -> None:
+def position_before_checkpoint(bus: FusedBus, module: Any, run: str, call: Call) -> None:
     """The position moves as soon as a snapshot begins, before its files are complete and pointed to."""
 
-    class Keys(FusedKeys):
+    class Keys(Wrapped):
         async def put(self, key: str, value: bytes, **options: Any) -> int:
-            return 0 if key.startswith(PREFIX_POSITIONS) else await super().put(key, value, **options)  # moved already
+            return 0 if key.startswith(PREFIX_POSITIONS) else await self.inner.put(key, value, **options)  # moved already
 
     def save(trainer: Any, path: Path, extra: bytes, options: dict[str, Any]) -> Future[None]:
         state = FoldState.decode(extra)
@@ -57,11 +56,11 @@ def position_before_checkpoint(bus: FusedBus, module: ModuleType, run: str, call
         return trainer.save(path, extra, **options)
 
     keys = bus.kv.inner
-    bus.kv = Keys(keys, bus.fuse)
+    bus.kv = Keys(bus.kv, bus.fuse)
     saving(module, save)
 
 
-def publish_before_ledger(bus: FusedBus, module: ModuleType, run: str, call: Call) -> None:
+def publish_before_ledger(bus: FusedBus, module: Any, run: str, call: Call) -> None:
     """A version goes to the engines before its entry is durable."""
     make_trainer, make_publisher, make_books = module.make_trainer, module.make_publisher, loop.ledger_books
     made: dict[str, Any] = {}
@@ -90,7 +89,7 @@ def publish_before_ledger(bus: FusedBus, module: ModuleType, run: str, call: Cal
     loop.ledger_books = early_books
 
 
-def retired_set_missing(bus: FusedBus, module: ModuleType, run: str, call: Call) -> None:
+def retired_set_missing(bus: FusedBus, module: Any, run: str, call: Call) -> None:
     """The checkpoint holds the watermark, but not which tasks above it have ended."""
 
     def save(trainer: Any, path: Path, extra: bytes, options: dict[str, Any]) -> Future[None]:
@@ -99,11 +98,11 @@ def retired_set_missing(bus: FusedBus, module: ModuleType, run: str, call: Call)
     saving(module, save)
 
 
-def acked_on_receipt(bus: FusedBus, module: ModuleType, run: str, call: Call) -> None:
+def acked_on_receipt(bus: FusedBus, module: Any, run: str, call: Call) -> None:
     """A producer takes a task off the queue when it gets it."""
     claim = bus.claim
 
-    class Done(FusedLease):
+    class Done(Wrapped):
         async def done(self) -> None:
             """Nothing is left to do."""
 
@@ -113,7 +112,7 @@ def acked_on_receipt(bus: FusedBus, module: ModuleType, run: str, call: Call) ->
         async def retry(self, delay_s: float = 0.0) -> None:
             """Nothing is left to give back."""
 
-    async def acked(source: str, **options: Any) -> list[FusedLease]:
+    async def acked(source: str, **options: Any) -> list[Done]:
         leases = await claim(source, **options)
         for lease in leases:
             await lease.inner.done()

@@ -19,7 +19,7 @@ from streamrl.errors import Fenced
 from streamrl.runtime.kinds import MAINS
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
-from tests.support.world.fuse import Fuse, FusedBus, FusedPublisher, FusedStore, FusedTrainer, Spot
+from tests.support.world.fuse import Fuse, Fused, FusedBus, FusedTrainer, Spot
 from tests.support.world.mutants import plant
 
 
@@ -40,21 +40,21 @@ async def serve(request: Request) -> None:
     fuse = Fuse(request.spot)
     bus = await connect(BusAddress.load(run.bus_path), config.run.name, config.bus, create=False)
     module_name, _, function = MAINS[request.kind].partition(":")
-    module = importlib.import_module(module_name)
+    module: Any = importlib.import_module(module_name)
     if request.kind == "trainer":
         make_trainer, make_publisher = module.make_trainer, module.make_publisher
         module.make_trainer = lambda *given, **named: FusedTrainer(make_trainer(*given, **named), fuse)
-        module.make_publisher = lambda *given, **options: FusedPublisher(make_publisher(*given, **options), fuse)
+        module.make_publisher = lambda *given, **options: Fused(make_publisher(*given, **options), fuse, offer="offer", close="close")
     if request.kind == "evaluator":
         open_store = module.open_store
 
         @contextlib.contextmanager
-        def fused(*given: Any) -> Iterator[FusedStore]:
+        def fused(*given: Any) -> Iterator[Fused]:
             with open_store(*given) as store:
-                yield FusedStore(store, fuse)
+                yield Fused(store, fuse, add="store")
 
         module.open_store = fused
-    seams = plant(request.mutant, FusedBus(bus, fuse), module, config.run.name)
+    seams: Any = plant(request.mutant, FusedBus(bus, fuse), module, config.run.name)
     try:
         worker = Worker(config=config, run_dir=run, bus=seams, kind=request.kind, index=0)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.draining.set)

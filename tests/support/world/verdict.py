@@ -157,7 +157,9 @@ async def replay(place: Path, *, first: int = 0, named: int | None = None) -> li
             code = await asyncio.to_thread(process.wait)
         finally:
             process.kill()
-        out, err = (file.seek(0) or file.read() for file in (told, said))
+        told.seek(0)
+        said.seek(0)
+        out, err = told.read(), said.read()
     if code not in (0, 1) or not out:
         return [f"replay: exit code {code}: {err.decode()[-500:]}"]
     report = json.loads(out)
