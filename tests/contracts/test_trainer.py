@@ -179,10 +179,8 @@ def test_another_kind_of_batch_begins_with_fresh_moments(make: MakeTrainer) -> N
     # The first Adam step is the sign of the gradient times the rate, so a fresh trainer moves as far and a warm one would not.
     start = make()
     start.step(demonstrations())
-    moved = max(
-        float(np.abs(a.host().view(np.float32) - b.host().view(np.float32)).max())
-        for a, b in zip(warmed.shards(), start.shards(), strict=True)
-    )
+    pairs = zip(warmed.shards(), start.shards(), strict=True)
+    moved = max(float(np.abs(a.host().view(np.float32) - b.host().view(np.float32)).max()) for a, b in pairs)
     assert moved == pytest.approx(result.metrics["train/lr"], rel=1e-3)
 
 
