@@ -55,7 +55,15 @@ REWARD = """
 def mine(task, episode):
     return float(episode.completion == str(task.label)) + len(episode.turns)
 """
-OPTIONS = ("run.steps=100000", "tasks.drop_zero_variance=false", "tasks.batch_tasks=2", "warmup.max_steps=0", "bus.ack_wait_s=2")
+OPTIONS = (
+    "run.steps=100000",
+    "tasks.drop_zero_variance=false",
+    "tasks.batch_tasks=2",
+    "warmup.max_steps=0",
+    "bus.ack_wait_s=2",
+    "producer.children=1",
+    "reward.children=1",
+)
 Say = Callable[..., Awaitable[tuple[int, str, str]]]
 
 
@@ -67,7 +75,8 @@ def streamrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     async def run(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
         code = await asyncio.to_thread(main, words)
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, err
 
     return run
 
