@@ -7,6 +7,7 @@ from tests.producers.children.test_graders import test_a_quick_grader_whose_proc
 
 pytestmark = pytest.mark.process
 
+
 @pytest.mark.parametrize("n", range(3))
 async def test_old(workshop, monkeypatch, n):
     monkeypatch.setattr(Cores, "look", lambda self, state=False: Had())
