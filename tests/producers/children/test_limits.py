@@ -113,7 +113,7 @@ async def endless(task, engine):
 
 
 async def test_the_clock_stands_while_a_rollout_waits_for_a_version(workshop: Workshop) -> None:
-    async with workshop.runner("", producer="good", limits=Limits(idle_s=0.5, total_s=1.0)) as runner:
+    async with workshop.runner("", producer="good", limits=Limits(idle_s=2.0, total_s=2.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(min_version=1)))
         await asyncio.sleep(3)
         assert not rolling.done()
@@ -131,14 +131,14 @@ async def naps(task, engine):
     chat = engine.chat(task)
     await chat.generate()
     tell("naps")
-    await asyncio.sleep(1)
+    await asyncio.sleep(0.3)
     return chat.episode()
 """
     async with workshop.runner(code, producer="naps", limits=Limits(idle_s=2.5, total_s=60.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(num_rollouts=1)))
         await until(lambda: bool(workshop.told("naps")))
         # What SIGSTOP does to this process: nothing runs in it, and then everything is late.
-        time.sleep(5)  # noqa: ASYNC251
+        time.sleep(4)  # noqa: ASYNC251
         assert ends(await rolling) == {0: "episode"}
 
 
@@ -152,7 +152,7 @@ async def once(task, engine):
         await asyncio.sleep(0.02)
     return chat.episode()
 """
-    async with workshop.runner(code, producer="once", limits=Limits(idle_s=30.0, total_s=60.0, answer_s=1.5)) as runner:
+    async with workshop.runner(code, producer="once", limits=Limits(idle_s=30.0, total_s=60.0, answer_s=3.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(num_rollouts=2)))
         await until(lambda: len(workshop.told("ran")) >= 2)
         os.kill(int(workshop.told("ran")[0][0]), signal.SIGSTOP)
