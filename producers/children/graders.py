@@ -27,6 +27,7 @@ from streamrl.config.tree import RewardConfig
 from streamrl.errors import SchemaError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import Call, Limits
+from streamrl.producers.children.child import Child
 from streamrl.producers.children.hung import Patience, Running
 from streamrl.producers.children.seats import Seat, Seats
 from streamrl.producers.episode import Episode, bare
@@ -125,9 +126,14 @@ class Graders:
         return self._seats.crew.notice
 
     @property
+    def processes(self) -> list[Child]:
+        """Those that have been started and not buried."""
+        return self._seats.crew.all
+
+    @property
     def pids(self) -> list[int]:
         """Of its processes."""
-        return [child.pid for child in self._seats.crew.all]
+        return [child.pid for child in self.processes]
 
     def take_hung(self) -> Hung:
         """What hangs now."""

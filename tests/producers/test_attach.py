@@ -12,10 +12,11 @@ from streamrl.errors import ConfigError
 from streamrl.producers.groups import Group
 from streamrl.producers.protocol import Failure
 from streamrl.producers.rollouts import Streak, attach, main
-from tests.support.producing import Loop, in_memory, samples_in
+from tests.support.producing import Loop, in_memory, on_server, samples_in
 
 
 @pytest.mark.process
+@on_server
 async def test_another_producer_attaches_and_leaves(loop: Loop, functions: Path) -> None:
     guest = loop.worker(7)
     async with loop.engine():

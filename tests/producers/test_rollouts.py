@@ -168,8 +168,8 @@ async def test_a_task_that_was_given_back_says_how_often_it_was_claimed(loop: Lo
 @pytest.mark.process
 @in_memory
 async def test_a_row_that_kills_its_process_ends_alone(loop: Loop, functions: Path) -> None:
-    """With `tasks.max_deliveries` and `producer.children` as they are by default."""
-    worker = loop.worker(config=with_producer(loop.config, f"{functions}:exits_at_row_4"))
+    """With `tasks.max_deliveries` as it is by default."""
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:exits_at_row_4", children=1))
     async with loop.engine(), loop.serving(main, worker) as service:
         await loop.issue(9)
         records = await loop.records(9, timeout_s=90)

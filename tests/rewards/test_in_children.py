@@ -49,11 +49,9 @@ async def scored(made: Children, one: RolloutTask, *completions: str) -> Any:
         return await found.score(episodes)
 
 
-async def test_kinds_by_row_programs_and_the_part_that_is_trained(tmp_path: Path) -> None:
-    async with children(tmp_path, reward="math", reward_key="boxed", by_row={"python": {"fraction": True}}) as made:
-        right, wrong, bare = await scored(made, task("1/2"), r"\boxed{0.5}", r"\boxed{0.6}", "0.5")
-        assert (right, wrong) == (RewardValue(1, {"answer": 1, "boxed": 1}), RewardValue(1, {"answer": 0, "boxed": 1}))
-        assert bare.value == 0
+async def test_kinds_by_row_and_programs(tmp_path: Path) -> None:
+    async with children(tmp_path, reward="math", by_row={"python": {"fraction": True}}) as made:
+        assert [value.value for value in await scored(made, task("1/2"), r"\boxed{0.5}", r"\boxed{0.6}")] == [1, 0]
         assert [value.value for value in await scored(made, task("a cat", reward=RewardSpec("f1")), "the cat", "dog")] == [1, 0]
         tests = {"tests": ["assert x == 1", "assert x == 2"]}
         [value] = await scored(made, task(None, reward=RewardSpec("python"), metadata=tests), "```python\nx = 1\n```")
@@ -67,11 +65,11 @@ async def test_a_comparison_that_never_ends_and_a_server_that_never_answers_have
     with socket.create_server(("127.0.0.1", 0)) as silent:
         asks = RewardSpec("remote", {"timeout_s": 300.0, "total_s": 300.0})
         shared = {"remote": {"url": f"http://127.0.0.1:{silent.getsockname()[1]}/"}}
-        async with children(tmp_path, score_s=2.0, reward="math", by_row=shared) as made, asyncio.timeout(300.0):
+        async with children(tmp_path, score_s=2.0, reward="math", reward_key="boxed", by_row=shared) as made, asyncio.timeout(300.0):
             [error] = await scored(made, task("1", reward=asks), "one")
             assert isinstance(error, TimeoutError) and "2 s of user code" in str(error)
             # A row's own label is not looked at for what may explode.
             given = await scored(made, task("x^{100}(1+x)^{999}"), r"\boxed{3}")
             assert isinstance(given, Failure) or isinstance(given[0], Exception)
-            [value] = await scored(made, task("3"), r"\boxed{3}")
-            assert value.value == 1
+            [value] = await scored(made, task("1"), r"\boxed{2}")
+            assert value == RewardValue(1, {"answer": 0, "boxed": 1}), "by the part that is trained"

@@ -93,7 +93,7 @@ async def filtered(workshop: Workshop, name: str, *, score_s: float = 20.0, **op
         chat_template=True,
         memory_bytes=0,
     )
-    children = Children(hello, Limits(idle_s=20.0, total_s=60.0), scoring=Scoring(timeout_s=score_s), count=1)
+    children = Children(hello, Limits(idle_s=20.0, total_s=60.0), scoring=Scoring(timeout_s=score_s, answer_s=1.0), count=1)
     runner = GroupRunner(
         producer=SingleTurn(),
         reward=ExactMatch(),

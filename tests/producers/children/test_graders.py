@@ -46,7 +46,7 @@ async def test_graders_that_hang_cost_their_own_rollouts(workshop: Workshop, kin
     code = f"{kind} score(task, episode):\n" + "".join(
         f"    if (task.index, episode.rollout) == ({index}, 2):\n        {line}\n" for index, line in enumerate(lines)
     )
-    scoring = Scoring(timeout_s=1.5, children=2, max_hung=len(lines), answer_s=1.5)
+    scoring = Scoring(timeout_s=1.0, children=2, max_hung=len(lines), answer_s=1.0)
     async with workshop.runner(f"{code}    return 1.0\n", reward="score", scoring=scoring) as runner, asyncio.timeout(300):
         groups = await workshop.run(runner, *(workshop.task(index) for index in range(len(lines) + 1)))
         [after] = await workshop.run(runner, workshop.task(9))
@@ -54,7 +54,9 @@ async def test_graders_that_hang_cost_their_own_rollouts(workshop: Workshop, kin
     for index, group in enumerate(groups):
         assert rewards(group) == {0: 1.0, 1: 1.0}, lines[index]
         [failure] = group.failures
-        assert failure.reason == "timeout" and "1.5 s" in failure.detail and f"(task {index}, row 0, rollout 2)" in failure.detail
+        assert (
+            failure.reason == "timeout" and "1 s of user code" in failure.detail and f"(task {index}, row 0, rollout 2)" in failure.detail
+        )
 
 
 async def test_a_group_reward_gets_all_episodes_in_one_call_and_ends_with_it(workshop: Workshop) -> None:
@@ -84,7 +86,7 @@ DEATHS = {
 """How graders kill their process, and what is said of it."""
 
 
-@pytest.mark.parametrize("kind", DEATHS)
+@pytest.mark.parametrize("kind", ["def", pytest.param("async def", marks=pytest.mark.slow)])
 async def test_a_grader_that_kills_its_process_costs_its_own_rollout(workshop: Workshop, kind: str) -> None:
     code = f"{kind} score(task, episode):\n    if episode.rollout != 2:\n        return 1.0\n    tell('struck', task.index)\n" + "".join(
         f"    if task.index == {index}:\n        {line}\n" for index, (line, _) in enumerate(DEATHS[kind])
@@ -203,7 +205,7 @@ KEPT = []
 def score(task, episode):
     match episode.rollout:
         case 0:
-            for _ in range(1 << 7):
+            for _ in range(1 << 6):
                 os.write(1, b"x" * (1 << 20))
         case 1:
             while True:
@@ -212,7 +214,7 @@ def score(task, episode):
 """
     caplog.set_level("INFO")
     scoring = Scoring(timeout_s=60, children=1)
-    async with workshop.runner(code, reward="score", scoring=scoring, memory_bytes=1 << 29) as runner, asyncio.timeout(300):
+    async with workshop.runner(code, reward="score", scoring=scoring, memory_bytes=3 << 27) as runner, asyncio.timeout(300):
         [group] = await workshop.run(runner, workshop.task())
         [after] = await workshop.run(runner, workshop.task(1))
     assert rewards(group) == {0: 1.0, 2: 1.0}
@@ -252,8 +254,7 @@ def starve():
     core = min(os.sched_getaffinity(0))
     for thread in map(int, os.listdir("/proc/self/task")):
         os.sched_setaffinity(thread, {core})
-        os.setpriority(os.PRIO_PROCESS, thread, 19)
-    (FOLDER / "starved").write_text(str(os.getpid()))
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def score(task, episode):
@@ -262,7 +263,6 @@ def score(task, episode):
     if task.index == 100 and episode.rollout == 0:
         starve()
     sum(range(10_000))
-    tell("graded", task.index)
     return 1.0
 """
     scoring = Scoring(timeout_s=600, children=2, max_hung=2)
@@ -279,9 +279,6 @@ def score(task, episode):
             await spinner.wait()
         assert runner.take_hung_graders().ended_early == 3
     assert all(rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0} for group in groups)
-    starved = (workshop.folder / "starved").read_text()
-    by_starved = sum(pid == starved for pid, task in workshop.told("graded") if int(task) >= 100)
-    assert 0 < by_starved < 300, "it had little of the core, and what it began it ended"
 
 
 @pytest.mark.slow
@@ -302,25 +299,9 @@ def score(task, episode):
 """
     scoring = Scoring(timeout_s=600, children=2, max_hung=2)
     async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(300):
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(120)))
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(100)))
     failed = {(index, failure.rollout) for index, group in enumerate(groups) for failure in group.failures}
     assert failed == {(index, 2) for index in range(42, 100, 3)}
-
-
-@pytest.mark.slow
-async def test_few_graders_that_hang_have_all_of_their_time(workshop: Workshop) -> None:
-    """Two in a hundred are slow, and no more than two at once may be."""
-    code = """
-def score(task, episode):
-    if task.index in (60, 70) and episode.rollout == 0:
-        time.sleep(1.5)
-    return 1.0
-"""
-    scoring = Scoring(timeout_s=60, children=2, max_hung=2)
-    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(300):
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(100)))
-        assert runner.take_hung_graders().ended_early == 0
-    assert all(rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0} for group in groups)
 
 
 @pytest.mark.slow

@@ -40,11 +40,11 @@ HANGS = """
         ("async def", "await asyncio.sleep(3600)", 1),
         # Among others first, whose process is killed; then alone.
         ("async def", "time.sleep(3600)", 2),
-        pytest.param("async def", "while True: pass", 2, marks=pytest.mark.slow),
         # It holds the interpreter itself, so that nothing in the process can say who it is: a third time by itself.
         pytest.param("async def", "import re; re.match('(a+)+$', 'a' * 60 + 'b')", 3, marks=pytest.mark.slow),
         ("async def", "while True:\n            try: await asyncio.sleep(3600)\n            except BaseException: pass", 1),
-        ("def", "while True: pass", 1),
+        ("def", "time.sleep(3600)", 1),
+        pytest.param("def", "while True: pass", 1, marks=pytest.mark.slow),
     ],
 )
 async def test_what_hangs_ends_alone(workshop: Workshop, kind: str, line: str, num_hung: int) -> None:
@@ -97,7 +97,7 @@ async def endless(task, engine):
 """
     async with workshop.runner(code, producer="endless", limits=Limits(idle_s=60.0, total_s=1.0)) as runner:
         [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
-    assert ends(group) == {0: f"timeout: {1:g} s of user code"}
+    assert ends(group) == {0: "timeout: 1 s of user code"}
 
 
 async def test_a_chat_without_room_that_asks_for_ever_ends(workshop: Workshop) -> None:
@@ -107,13 +107,13 @@ async def endless(task, engine):
     while True:
         await chat.generate(max_new_tokens=0)
 """
-    async with workshop.runner(code, producer="endless", limits=SHORT) as runner:
+    async with workshop.runner(code, producer="endless", limits=Limits(idle_s=0.5, total_s=60.0)) as runner:
         [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
     assert ends(group)[0].startswith("timeout")
 
 
 async def test_the_clock_stands_while_a_rollout_waits_for_a_version(workshop: Workshop) -> None:
-    async with workshop.runner("", producer="good", limits=Limits(idle_s=0.5, total_s=1.0)) as runner:
+    async with workshop.runner("", producer="good", limits=Limits(idle_s=2.0, total_s=2.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(min_version=1)))
         await asyncio.sleep(3)
         assert not rolling.done()
@@ -131,14 +131,14 @@ async def naps(task, engine):
     chat = engine.chat(task)
     await chat.generate()
     tell("naps")
-    await asyncio.sleep(1)
+    await asyncio.sleep(0.3)
     return chat.episode()
 """
     async with workshop.runner(code, producer="naps", limits=Limits(idle_s=2.5, total_s=60.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(num_rollouts=1)))
         await until(lambda: bool(workshop.told("naps")))
         # What SIGSTOP does to this process: nothing runs in it, and then everything is late.
-        time.sleep(5)  # noqa: ASYNC251
+        time.sleep(4)  # noqa: ASYNC251
         assert ends(await rolling) == {0: "episode"}
 
 
@@ -152,7 +152,7 @@ async def once(task, engine):
         await asyncio.sleep(0.02)
     return chat.episode()
 """
-    async with workshop.runner(code, producer="once", limits=Limits(idle_s=30.0, total_s=60.0, answer_s=1.5)) as runner:
+    async with workshop.runner(code, producer="once", limits=Limits(idle_s=30.0, total_s=60.0, answer_s=3.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(num_rollouts=2)))
         await until(lambda: len(workshop.told("ran")) >= 2)
         os.kill(int(workshop.told("ran")[0][0]), signal.SIGSTOP)
