@@ -30,12 +30,12 @@ NUM_SAMPLES = 1024
 
 
 class Counts:
-    """What was asked so far."""
+    """Counters of what has been asked so far."""
 
     def __init__(self) -> None:
         self.pulls = 0
         self.waited = 0
-        """Of the claims those that found no task at first."""
+        """Claims that found no task at first."""
         self.leases = 0
         self.reads = 0
 

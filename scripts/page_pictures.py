@@ -19,7 +19,7 @@ from tests.support.needs import browser
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 STEP = 110
-"""Of reinforcement learning, at which it is looked at."""
+"""The step of reinforcement learning that the pictures show."""
 
 
 async def picture(
@@ -78,7 +78,7 @@ async def main() -> None:
 
 
 def _step(line: str) -> int:
-    """Of a line of `up --plain`; 0 for other lines."""
+    """Read the step from a line of `up --plain`; 0 for any other line."""
     text = line.partition(" step=")[2].partition("/")[0]
     return int(text) if text.isdigit() else 0
 

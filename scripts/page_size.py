@@ -1,6 +1,6 @@
-"""How fast the page of a long run is: `python scripts/page_size.py [BATCHES]` makes one of 10^5 batches and 10^6 samples and looks at it.
+"""Measure the page of a long run: `python scripts/page_size.py [BATCHES]` makes a run of 10^5 batches and 10^6 samples and opens it.
 
-What it prints is in docs/page.md. It needs a Chromium and playwright, as the tests of the page do.
+docs/page.md has the output. The script needs a Chromium and playwright, as the tests of the page do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from streamrl.telemetry.names import METRICS
 from tests.support.needs import browser
 
 SAMPLES = 10
-"""Of a batch."""
+"""Samples of a batch."""
 _NAMES = [name for name in METRICS if name.startswith(("rollout/", "train/", "staleness/", "perf/", "rollouts/", "tokens/trained"))]
 _ENGINES = 8
 
@@ -122,7 +122,7 @@ async def look(run: RunDir) -> None:
 
 
 def resident_mb(pid: int) -> float:
-    """Of a process, as the kernel says."""
+    """Read the resident memory of a process from the kernel."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) / 1e3
 

@@ -38,7 +38,7 @@ would train the same again. What it said is in `runs/<name>/logs/<worker>.log`, 
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What is said about one class."""
+    """The page's entry for one class."""
 
     meaning: str
     action: str
@@ -272,7 +272,7 @@ def _inside(place: Path) -> Generator[None]:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """What the provoked code logs is no news."""
+    """Silence the log of the provoked code."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

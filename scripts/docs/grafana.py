@@ -50,7 +50,7 @@ ROWS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _BY_REASON: Mapping[str, str] = MappingProxyType(
     {"rollouts/dropped_total": "rollouts decided against", "tokens/dropped_total": "sampled tokens of the rollouts decided against"}
 )
-"""What is counted by reason, all reasons in one panel."""
+"""Metrics that are counted by reason; all reasons are in one panel."""
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 

@@ -37,7 +37,7 @@ PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType(
         ("docs/security.md", "rights"): rights_table,
     }
 )
-"""By page and name of the marks."""
+"""Functions by page and by the name of its marks."""
 
 
 def stale(root: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What `streamrl.config.registry` knows of estimators and policy losses, as tables."""
+"""Tables of the estimators and policy losses in `streamrl.config.registry`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of slime's flags, and of spellings that none of its versions takes, as tables."""
+"""Tables that map slime's flags to keys, and correct spellings that none of its versions takes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from streamrl.config.tree import Config
 
 
 def hooks_table() -> str:
-    """Those that have a place."""
+    """Render the hooks that have a place here."""
     lines = ["| slime's flag | called as | becomes | differs |", "|---|---|---|---|"]
     for name, hook in HOOKS.items():
         signature = hook.signature.replace("|", "\\|")
@@ -18,13 +18,13 @@ def hooks_table() -> str:
 
 
 def refused_table() -> str:
-    """Those that have none."""
+    """Render the hooks that have none."""
     lines = ["| slime's flag | why not | nearest |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `--{name.replace('_', '-')}` | {why} | {nearest} |" for name, (why, nearest) in REFUSED.items())])
 
 
 def names_table() -> str:
-    """What may be imported, and what `args` has."""
+    """Render the names that may be imported, and those that `args` has."""
     lines = ["| module | names |", "|---|---|"]
     lines += [f"| `{module}` | {', '.join(f'`{name}`' for name in names)} |" for module, names in NAMES.items()]
     flags = ", ".join(f"`{name}`" for name in run_flags(Config(), "") if not name.endswith("_path"))

@@ -1,4 +1,4 @@
-"""What a checkpoint takes from training: the wait of the optimizer for the copy, and beside it what saving takes in the background.
+"""Measure what a checkpoint costs training: the optimizer's wait for the copy, and the time to save it in the background.
 
     python3 scripts/gpu/checkpoint_wait.py [--shape 4b] [--ranks 2 --shards 2] [--answers 1500] [--batch-tokens 98304] [--saves 3]
 

@@ -133,7 +133,7 @@ def compiled(problem: Problem) -> Tensor:
 
 
 def forms() -> dict[str, Callable[[], Form]]:
-    """By name; called to import what a form needs."""
+    """Return functions by the name of a form; each imports what its form needs."""
     return {
         "fused": lambda: fused,
         "fused, larger chunks": lambda: fused_in_larger_chunks,

@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 NAMES = {"worker trainer": "trainer", "sglang": "engine", "one_gpu.py ballast": "ballast"}
-"""What a process with this in its command line is called."""
+"""A process with this in its command line is called by this name."""
 
 
 def write_model(name: str, directory: Path) -> None:

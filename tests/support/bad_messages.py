@@ -104,7 +104,7 @@ class Author:
         self.mutations: list[Callable[[Sent, int], Sent]] = [*5 * [self.bytes_of], self.headers_of, *2 * [self.subject_of], self.values_of]
 
     def valid(self, task: int, number: int) -> Sent:
-        """What a sound producer sends for a task, at the trainer's present version or a little before."""
+        """Make the message of a sound producer for a task, at the trainer's present version or a little before."""
         number = max(0, number - self.random.choice([0, 0, 1, 2]))
         pick = self.random.random()
         if pick < 0.7:

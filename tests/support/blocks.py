@@ -17,7 +17,7 @@ class Block:
     line: int
     language: str
     mark: str
-    """What the comment above it says; empty without one."""
+    """The text of the comment above it; empty without one."""
     text: str
 
     @property

@@ -41,11 +41,11 @@ class Round(msgspec.Struct, frozen=True):
     thought: str
     calls: int
     answers: tuple[str, ...]
-    """Of the tools where there are calls, else of the user."""
+    """Answers of the tools where there are calls, else of the user."""
     cut: bool
-    """Whether the turn ended at a length limit."""
+    """The turn ended at a length limit."""
     alone: bool
-    """Whether each of its characters is a token."""
+    """Each of its characters is a token."""
 
 
 def rounds(name: str) -> st.SearchStrategy[list[Round]]:

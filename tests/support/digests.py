@@ -1,4 +1,4 @@
-"""What a model's parameters must have as their digest."""
+"""The digest that a model's parameters must have."""
 
 from __future__ import annotations
 

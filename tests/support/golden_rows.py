@@ -12,7 +12,7 @@ from streamrl.schemas.versions import Version
 
 
 def samples() -> list[Sample]:
-    """What `samples/2` adds, every column filled."""
+    """Make rows with every column that `samples/2` adds."""
     full, least = former_samples()
     full = replace(
         full,

@@ -1,4 +1,4 @@
-"""Tests that start processes say so: `make test-fast` leaves them out by their marker."""
+"""Tests that start processes have a marker, by which `make test-fast` leaves them out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.preloaded import Preloaded
 
 FIXTURES = {"start", "own_server", "children", "nats_server", "role_server", "shared_server", "sglang_python"}
-"""Who asks for one of these starts a process."""
+"""A test with one of these fixtures starts a process."""
 WAYS = (
     (subprocess.Popen, "_execute_child"),
     (os, "fork"),
@@ -24,7 +24,7 @@ WAYS = (
 
 
 def mark(item: pytest.Item) -> None:
-    """Add the marker `process` where another marker or a fixture says it already."""
+    """Add the marker `process` to a test that has another marker, or a fixture, which implies it."""
     names = getattr(item, "fixturenames", ())
     if item.get_closest_marker("nats") or item.get_closest_marker("gpu") or FIXTURES.intersection(names):
         item.add_marker("process")
@@ -32,7 +32,7 @@ def mark(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def starts_no_process_unmarked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test without the marker that starts a process fails when it is over."""
+    """Fail a test, at its end, that has started a process without the marker."""
     if request.node.get_closest_marker("process") is not None:
         yield
         return

@@ -49,7 +49,7 @@ def save(group: Writers, path: Path, content: str) -> None:
 
 
 def found(path: Path) -> str | None:
-    """What all files of a whole checkpoint hold."""
+    """Describe all files of a whole checkpoint."""
     if not path.exists():
         return None
     check_files(path)

@@ -1,4 +1,4 @@
-"""Nothing of the tests stays in shared memory: what is new there at the end of a session, and nobody's, fails the session."""
+"""A session fails if it leaves something in shared memory that no living process uses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 SHARED_MEMORY = Path("/dev/shm")
 KILLED_SGLANG = re.compile(r"sem\.mp-|sgl_shm_mq_")
-"""What SGLang's processes leave when they are killed before our server has noted it: bytes of a semaphore, a queue."""
+"""SGLang's processes leave a semaphore and a queue when they are killed before our server has noted them."""
 FAILED = 9
-"""Exit status of a session that leaves something behind; pytest's own end at 5."""
+"""The exit status of a session that leaves something behind; pytest itself uses 0 to 5."""
 GRACE_S = 10.0
-"""Processes that have just been ended may take as long to let go."""
+"""A process that has just been ended may hold its memory for this long."""
 
 
 class Leftovers:
@@ -35,21 +35,21 @@ class Leftovers:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """After the workers' ends."""
+        """Look for what is left, after the workers have ended."""
         base: Path = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self.left = sorted(name for name in self.abandoned() if not of_another_session(name, base) and not KILLED_SGLANG.match(name))
         if self.left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             session.exitstatus = FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Name them."""
+        """Name what is left."""
         if self.left:
             terminalreporter.section(f"left in {self._place}", red=True)
             for name in self.left:
                 terminalreporter.line(describe(self._place / name))
 
     def abandoned(self) -> set[str]:
-        """New names that no living process has open or mapped, again and again until the time is over: another program's come and go."""
+        """Return the new names that no living process uses; look again until the time is over: other programs' come and go."""
         deadline = time.monotonic() + self._grace_s
         left = names(self._place) - self._before
         while left := (left & names(self._place)) - held(self._place):
@@ -60,12 +60,12 @@ class Leftovers:
 
 
 def names(place: Path) -> set[str]:
-    """What lies in a folder."""
+    """Name the entries of a folder."""
     return {path.name for path in place.iterdir()} if place.is_dir() else set()
 
 
 def held(place: Path) -> set[str]:
-    """Names in a folder that are, or below which there is, an open or mapped file or the current directory of a process."""
+    """Name the entries of a folder that a process uses: an open or mapped file, or its current directory, is there or below."""
     used: set[str] = set()
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -78,7 +78,7 @@ def held(place: Path) -> set[str]:
 
 
 def of_another_session(name: str, base: Path) -> bool:
-    """Whether a name is that of a run's versions (`weights_directory`), and no run below `base` has it."""
+    """Check if a name is that of a run's versions (`weights_directory`) and no run below `base` has it."""
     found = re.fullmatch(rf"streamrl-{os.getuid()}-(.+)-([0-9a-f]{{8}})", name)
     if found is None:
         return False
@@ -87,7 +87,7 @@ def of_another_session(name: str, base: Path) -> bool:
 
 
 def describe(path: Path) -> str:
-    """One line: its size, and what is in it."""
+    """Return one line with what is in a folder, or the size of a file."""
     inside = sorted(one.name for one in path.iterdir()) if path.is_dir() else []
     try:
         return f"{path.name}: {', '.join(inside[:5])}" if inside else f"{path.name}: {path.stat().st_size} bytes"

@@ -1,7 +1,8 @@
-"""What a machine may lack, and what that makes of the tests that need it.
+"""Needs are things that a machine may lack, such as a GPU or a redis-server.
 
-Tests say so with `@pytest.mark.needs("redis")`, a fixture or a test with `need("redis")`. They are skipped with the reason, or fail with
-it where STREAMRL_REQUIRE names the need: `STREAMRL_REQUIRE=sglang,hosts`, or `all` for every one but GPUs, as in CI.
+A test declares one with `@pytest.mark.needs("redis")`; a test or a fixture may also call `need("redis")`. Where the need is not met, the
+test is skipped with the reason. It fails instead if STREAMRL_REQUIRE names the need (`STREAMRL_REQUIRE=sglang,hosts`); `all` names every
+need but GPUs, as in CI.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SWITCH = "STREAMRL_REQUIRE"
 
 
 def sglang_python() -> str | None:
-    """The interpreter of an environment with SGLang: SGLANG_PYTHON, or the one that `make sglang-cpu` makes."""
+    """Find the interpreter of an environment with SGLang: SGLANG_PYTHON, or the one that `make sglang-cpu` makes."""
     return _python_of("SGLANG_PYTHON", ".venv-sglang")
 
 
@@ -37,12 +38,12 @@ def _python_of(variable: str, venv: str) -> str | None:
 
 
 def verifiers_python() -> str | None:
-    """The interpreter of an environment with verifiers: VERIFIERS_PYTHON, or the one that `make verifiers` makes."""
+    """Find the interpreter of an environment with verifiers: VERIFIERS_PYTHON, or the one that `make verifiers` makes."""
     return _python_of("VERIFIERS_PYTHON", ".venv-verifiers")
 
 
 def openenv_python() -> str | None:
-    """The interpreter of an environment with OpenEnv's server: OPENENV_PYTHON, or the one that `make verifiers` makes."""
+    """Find the interpreter of an environment with OpenEnv's server: OPENENV_PYTHON, or the one that `make verifiers` makes."""
     return _python_of("OPENENV_PYTHON", ".venv-openenv")
 
 
@@ -51,7 +52,7 @@ def _no_sglang() -> str:
 
 
 def _no_hosts() -> str:
-    """Whether this user may make namespaces, cables and a private mount: it makes some."""
+    """Try to make namespaces, cables and a private mount; return why this user may not."""
     missing = [tool for tool in ("ip", "unshare", "mount") if shutil.which(tool) is None]
     if missing:
         return f"network namespaces need {', '.join(missing)} (iproute2, util-linux)"
@@ -71,7 +72,7 @@ def _no_hosts() -> str:
 
 
 def _said(*command: str) -> str:
-    """What a command that failed has said."""
+    """Return the error output of a command, or an empty string if it succeeds."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
 
@@ -82,7 +83,7 @@ def _no_package(*names: str) -> str:
 
 
 def chat_templates() -> Path | None:
-    """The folder of models' own chat templates that the package trl has; it is not imported."""
+    """Find the folder of models' own chat templates in the package trl, which is not imported."""
     found = importlib.util.find_spec("trl")
     folders = [Path(place) / "chat_templates" for place in (found.submodule_search_locations or [])] if found else []
     return next((folder for folder in folders if folder.is_dir()), None)
@@ -101,7 +102,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
 def browser() -> str | None:
-    """A Chromium that can be run without a screen."""
+    """Find a Chromium that can be run without a screen."""
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
@@ -116,7 +117,7 @@ def _no_gpus(least: int) -> str:
 
 
 def _no_isolation(kind: Kind) -> str:
-    """Whether programs can be kept apart in this way: one is run."""
+    """Run a program with this isolation; return why it cannot be kept apart."""
     sandbox = Sandbox(isolation=kind)
     try:
         sandbox.check()
@@ -144,15 +145,15 @@ REASONS: dict[str, Callable[[], str]] = {
     "gpu": lambda: _no_gpus(1),
     "two gpus": lambda: _no_gpus(2),
 }
-"""Each need, and why this machine does not meet it; empty where it does."""
+"""Each need maps to a function that says why this machine does not meet it, or returns an empty string."""
 GPUS = {"gpu", "two gpus"}
 
 
 def required() -> set[str]:
-    """The needs that must be met here.
+    """Read which needs must be met here.
 
     Raises:
-        pytest.UsageError: one is not known.
+        pytest.UsageError: A need is not known.
     """
     named = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
     if unknown := named - REASONS.keys() - {"all"}:
@@ -161,6 +162,6 @@ def required() -> set[str]:
 
 
 def need(name: str) -> None:
-    """Skip the test that calls where the machine does not meet a need, or fail where it must."""
+    """Skip the calling test if the machine does not meet a need; fail it if the need is required."""
     if reason := REASONS[name]():
         (pytest.fail if name in required() else pytest.skip)(f"needs {name}: {reason}")

@@ -46,9 +46,9 @@ def write_model(place: Path, name: str) -> Path:
 
 
 def plan(config: Config, gpu: str) -> dict[str, Check]:
-    """By name what `streamrl doctor` would say of it where there are such GPUs.
+    """Return by name the checks that `streamrl doctor` would make of it on a machine with such GPUs.
 
-    Of `check_config` what goes by the configuration and a model's description: not this machine's disk, ports, interpreters and GPUs.
+    These are the checks of the configuration and the model's description, not those of this machine's disk, ports, interpreters and GPUs.
     """
     found = [check_backend(config), *check_plan(config)]
     found += [*check_gpu_memory(config, int(GPUS[gpu] * GIB)), *check_rewards(config)]

@@ -1,4 +1,4 @@
-"""Real processes, looked at from outside: by what the kernel says of them."""
+"""Functions that look at real processes from outside, through the kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.runtime.rundir import RunDir
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits to be reaped does not."""
+    """Check if a process runs; one that has ended and waits to be reaped does not."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -22,17 +22,17 @@ def alive(pid: int) -> bool:
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal."""
+    """Check if a signal has stopped a process."""
     return _stat(pid)[0] == "T"
 
 
 def parent(pid: int) -> int:
-    """The process that started another; 0 once that one is gone."""
+    """Return the parent of a process; 0 once the process is gone."""
     return int(_stat(pid)[1])
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """State and parent as the kernel has them."""
+    """Read the state and the parent of a process."""
     try:
         # The name of the program stands in parentheses and may hold spaces.
         state, number = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
@@ -42,7 +42,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 async def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
-    """Return once `condition` holds; fails after a time that no healthy machine needs."""
+    """Wait until `condition` holds; fail after a time that no healthy machine needs."""
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"
@@ -50,7 +50,7 @@ async def until(condition: Callable[[], object], *, within_s: float = 20.0) -> N
 
 
 def descendants(pid: int) -> list[int]:
-    """All that a process has started, and what those have, nearest first."""
+    """Find all children of a process and their descendants, nearest first."""
     of: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -62,14 +62,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def grader_pid(run: RunDir) -> int | None:
-    """The process that a run's producer has started last for user code: with a built-in producer, one of its graders."""
+    """Find the newest child of a run's producer that runs user code: with a built-in producer, one of its graders."""
     producer = worker_pid(run, "producer")
     own = [pid for pid in find("streamrl.producers.children") if parent(pid) == producer] if producer else []
     return max(own, default=None)
 
 
 def processor_s(pids: Iterable[int]) -> float:
-    """Processor time that these processes have had, and those of theirs that have ended."""
+    """Add up the processor time of these processes and of their children that have ended."""
     total = 0
     for pid in pids:
         try:
@@ -80,12 +80,12 @@ def processor_s(pids: Iterable[int]) -> float:
 
 
 def read_pids(path: Path) -> list[int]:
-    """Process ids that tiny workers have written, one a line."""
+    """Read the process ids that tiny workers have written, one a line."""
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
 def find(*words: str) -> list[int]:
-    """Processes whose command line has all of these arguments; those that have ended and wait to be reaped have none."""
+    """Find the processes whose command line has all of these arguments; one that has ended and waits to be reaped has none."""
     wanted = {word.encode() for word in words}
     found: list[int] = []
     for path in Path("/proc").iterdir():
@@ -99,24 +99,24 @@ def find(*words: str) -> list[int]:
 
 
 def children(*words: str) -> list[int]:
-    """Those of `find` that this process has started itself: another test's are none of ours."""
+    """Find the processes with these arguments that this process has started itself."""
     return [pid for pid in find(*words) if parent(pid) == os.getpid()]
 
 
 def worker_pid(run: RunDir, kind: str, index: int = 0) -> int | None:
-    """A worker that runs under a supervisor or by hand."""
+    """Find a worker that runs under a supervisor or by hand."""
     pids = find("worker", kind, "--run", str(run.path), "--index", str(index))
     return pids[0] if pids else None
 
 
 def server_pid(run: RunDir) -> int | None:
-    """The embedded nats-server."""
+    """Find the embedded nats-server of a run."""
     pids = find(str(run.bus_store / "nats-server.conf"))
     return pids[0] if pids else None
 
 
 def send(pid: int, number: signal.Signals) -> bool:
-    """Send a signal; False when the process has ended by itself before."""
+    """Send a signal; return False if the process has already ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

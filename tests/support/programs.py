@@ -1,4 +1,4 @@
-"""Programs that a test starts, and what becomes of them. The fixture `start` (tests/conftest.py) leaves none running."""
+"""Programs that a test starts. The fixture `start` (tests/conftest.py) leaves none of them running."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ STREAMRL = ("-m", "streamrl")
 
 
 def surroundings(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a program that imports this checkout wherever it runs; packages may lie where only PYTHONPATH says."""
+    """Return the environment of a program that imports this checkout wherever it runs; PYTHONPATH is kept, since packages may lie there."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", **(more or {})}
 
 
 @asynccontextmanager
 async def programs(place: Path, *, patience_s: float = 20.0) -> AsyncIterator[Start]:
-    """`await start(*words)`: a Python program in `place`, whose output is read, or goes where keywords of `create_subprocess_exec` say.
+    """Yield `start`: `await start(*words)` starts a Python program in `place`.
 
-    At the end the last is ended first: one that has a standard input when that closes, any other by SIGINT and SIGTERM, on which `up`
-    stops at once and leaves no shared memory. What has not ended within `patience_s`, or is stopped, is killed.
+    Its output goes into pipes, or where keywords of `create_subprocess_exec` say. At the end, programs are ended, the last one first. A
+    program with a standard input ends when that closes. Any other gets SIGINT and SIGTERM, on which `up` stops at once and leaves no
+    shared memory. A program that is stopped, or does not end within `patience_s`, is killed.
     """
     started: list[asyncio.subprocess.Process] = []
 
@@ -66,14 +67,14 @@ async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:
 
 
 async def said(process: asyncio.subprocess.Process, within_s: float = 120) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error, once it has ended."""
+    """Wait for the end of a program; return its exit code, standard output and standard error."""
     out, err = await asyncio.wait_for(process.communicate(), within_s)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
 
 
 async def answer(process: asyncio.subprocess.Process) -> Any:
-    """What a command that must succeed prints as JSON."""
+    """Return the JSON that a command prints, which must succeed."""
     code, out, err = await said(process)
     assert code == 0, err
     return json.loads(out)

@@ -28,7 +28,7 @@ def chunked(pieces: Iterable[bytes]) -> Iterable[bytes]:
 
 
 async def told(url: str, sent: bytes, pieces: Iterable[bytes] = (), *, within_s: float = 30.0) -> bytes:
-    """What the server says to a request, up to where it closes; it may say it, and close, before it has all of the request."""
+    """Send a request and read the answer until the server closes, which may be before it has all of the request."""
     reader, writer = await connected(url)
     found = bytearray()
     answer = asyncio.create_task(_all(reader, found))
@@ -49,12 +49,12 @@ async def told(url: str, sent: bytes, pieces: Iterable[bytes] = (), *, within_s:
 
 
 async def _all(reader: asyncio.StreamReader, found: bytearray) -> None:
-    """What comes until the connection is closed, or breaks because of what was sent into it afterwards."""
+    """Read until the connection is closed, or breaks because something was sent into it afterwards."""
     with contextlib.suppress(ConnectionError):
         while piece := await reader.read(1 << 16):
             found += piece
 
 
 def status(answer: bytes) -> int:
-    """Of the first answer; 0: there is none."""
+    """Read the status of the first answer; 0 if there is none."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else 0

@@ -31,9 +31,9 @@ class Rotation:
         self, folder: Path, patch: pytest.MonkeyPatch, row: Callable[[int], Row], *, last: int, keep_bytes: int, rows: int, listing: str
     ) -> None:
         self.number = last
-        """Of the newest row."""
+        """The number of the newest row."""
         self.room = 100
-        """How many rows more listings write."""
+        """The number of rows that listings may still write."""
         self._file = MetricsFile(folder, MetricsConfig(file_bytes=100, keep_bytes=keep_bytes))
         self._row, self._rows, self._listing, self._writing = row, rows, listing, False
         self._names = Path.iterdir

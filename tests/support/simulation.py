@@ -25,7 +25,7 @@ Pause = Generator[float | None, None, None]
 
 @dataclass(frozen=True)
 class World:
-    """What a run is up against; chances are per task, kills per line of the trainer."""
+    """The faults that a run meets; chances are per task, kills per line of the trainer."""
 
     batch: int = 3
     staleness: int = 1
@@ -58,7 +58,7 @@ class World:
     expire: int = 0
     """Versions after which a task expires."""
     baseline: bool = False
-    """Whether the last rollout of each task after the warm-up is greedy."""
+    """The last rollout of each task after the warm-up is greedy."""
     hung_every: int = 0
     """Every so many tasks one hangs: nothing ever comes of it, and it holds its slot until it has ended."""
     seed: int = 0
@@ -353,7 +353,7 @@ class Simulation:
 
 
 def check_state(state: FoldState, config: FoldConfig) -> None:
-    """What holds after every record."""
+    """Check what must hold after every record."""
     if config.hold_ahead:
         # Outstanding tasks always make up a batch, so one becomes ready.
         assert state.retired + config.batch_tasks <= state.granted <= state.retired + window(config)

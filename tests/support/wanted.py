@@ -1,4 +1,4 @@
-"""What a reader of some tensors asks a transport for."""
+"""Requests of a reader of some tensors to a transport."""
 
 from __future__ import annotations
 

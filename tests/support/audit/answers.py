@@ -1,4 +1,4 @@
-"""What agents were told by a gateway against the sample stream: every answer is on it, and each sampled token is trained once.
+"""Compare a gateway's answers with the sample stream: every answer is on it, and each sampled token is trained once.
 
 Like the rest of the audit it knows nothing of the product: an agent writes down its answers, an engine (where there is one at hand) what it
 gave, and the stream is read with pyarrow.
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass
 class Sessions:
-    """What the stream has of each rollout: how often it ends there, and its samples."""
+    """The samples of each rollout on the stream, and how often it ends there."""
 
     rows: dict[Place, list[Row]] = field(default_factory=dict)
     stones: dict[Place, set[tuple[str, str]]] = field(default_factory=lambda: defaultdict(set))

@@ -30,7 +30,7 @@ from tests.support.audit.stream import read_message
 
 @dataclass
 class Report:
-    """What an audit found. `problems` are sentences with numbers; none means that every promise held."""
+    """The result of an audit. `problems` are sentences with numbers; if there are none, every promise held."""
 
     problems: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)

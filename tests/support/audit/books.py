@@ -16,13 +16,13 @@ _REFUSED = {"inexact", "truncated", "too_short", "too_long", "repetitive"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What the run's configuration promises. Letters: B groups a batch, S versions of staleness."""
+    """Promises of the run's configuration. Letters: B groups a batch, S versions of staleness."""
 
     b: int
     s: int
     stale: str = "drop"
     greedy: bool = False
-    """Whether the last rollout of each task after the warm-up is greedy: compared with, and never trained."""
+    """The last rollout of each task after the warm-up is greedy: others are compared with it, and it is never trained."""
 
     @property
     def bound(self) -> int:
@@ -165,7 +165,7 @@ class Books:
             self._say(f"version {number}: task {task} was trained {counted} versions old, at most {self.settings.bound} are allowed")
 
     def _stale(self, entry: dict[str, Any]) -> None:
-        """What was dropped as stale was stale."""
+        """Check that drops with the reason `stale` were stale."""
         source = entry["version"]["number"] - 1
         found: dict[int, list[Rollout]] = defaultdict(list)
         for drop in entry["drops"]:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def problems_of(told: Sequence[dict[str, Any]], folder: Path, *, rows: dict[str, int], pass_reward: float = 1.0) -> list[str]:
-    """What is wrong, in words; empty: nothing.
+    """List in words what is wrong.
 
     Args:
         told: details of the events `evaluation`, in their order.

@@ -96,7 +96,7 @@ class Forged:
     entries: list[LedgerEntry] = field(default_factory=list)
     manifests: list[Manifest] = field(default_factory=lambda: [manifest(number) for number in range(4)])
     publish_first: bool = False
-    """Whether the manifests go out before the ledger."""
+    """Publish the manifests before the ledger."""
     dead: set[int] = field(default_factory=lambda: {4})
     keys: list[tuple[str, Any]] = field(default_factory=list)
     """In the order in which they are put."""

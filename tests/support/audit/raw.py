@@ -1,4 +1,4 @@
-"""What is on the server: every stored message of a run, read with plain nats-py."""
+"""Read every stored message of a run from the server with plain nats-py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Raw:
     later: dict[str, Stored]
     """The same keys, read after the samples."""
     blobs: dict[str, bytes] = field(default_factory=dict)
-    """Those that the ledger's entries name, by name; one that is not there is left out."""
+    """Blobs that the ledger's entries name, by name; one that is not there is left out."""
     carried: list[Stored] = field(default_factory=list)
     """Messages of the sample stream that the newest checkpoints carry, so that they may have been trimmed."""
 

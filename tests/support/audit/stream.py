@@ -19,7 +19,7 @@ class Rollout:
 
     rows: int
     tokens: int
-    """Of all rows, trained or not."""
+    """Tokens of all rows, trained or not."""
     oldest: int | None
     """Lowest version number over the spans that hold trained tokens; None when no model sampled any of them."""
     newest: int | None

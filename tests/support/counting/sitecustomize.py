@@ -1,4 +1,4 @@
-"""Counts what tests start, in every Python process of theirs: the wall clock lies on a shared machine, counts do not.
+"""Count what tests start, in each of their Python processes: the wall clock lies on a shared machine, counts do not.
 
 `scripts.run_tests` puts this folder on PYTHONPATH and names a file in STREAMRL_STARTS. Python imports a module of this name when it
 starts. Each start is one line of the file, `WHAT TEST`, where TEST is what pytest calls the test that runs, or is inherited by its
@@ -10,11 +10,11 @@ import os
 import sys
 
 SERVERS = {"nats-server": "nats-server", "gcs_server": "ray head", "g++": "compiler"}
-"""Programs by the last part of their path, and what they count as."""
+"""Programs by the last part of their path, with the kind that each counts as."""
 
 
 def _kind(executable: object, arguments: object) -> str | None:
-    """What a started program counts as; None: nothing."""
+    """Return the kind that a started program counts as, or None."""
     words = [os.fsdecode(word) for word in arguments] if isinstance(arguments, list | tuple) else str(arguments).split()
     program = os.path.basename(os.fsdecode(executable) if isinstance(executable, str | bytes | os.PathLike) else words[0] if words else "")
     if program in SERVERS:
