@@ -49,7 +49,7 @@ OTHER = turn(OWN_PROMPT, [30], heard="r", context=[7], family=1)
 
 
 def told(tree: Tree) -> tuple[list[tuple[Any, ...]], int]:
-    """Numbers of a strand's nodes, how many turns at its end are trained there, its parent, tokens in common, and whether it is the newest."""
+    """By strand: numbers of its nodes, turns that are trained there, its parent, tokens in common, whether it is the newest."""
     strands, abandoned = tree.strands()
     return [([node.number for node in s.nodes], s.num_own, s.parent, s.num_shared, s.is_newest) for s in strands], abandoned
 
@@ -90,6 +90,16 @@ STRANDS: dict[str, tuple[list[Turn], list[tuple[Any, ...]], int]] = {
         [([-1, 0], 1, None, 0, False), ([-2, 2], 1, 0, 3, True)],
         1,
     ),
+    "that prompt before, with tokens in common": (
+        [turn(OWN_PROMPT, [30], heard="r", context=[1, 8], family=1), A],
+        [([-2, 0], 1, None, 0, False), ([-1, 1], 1, None, 0, True)],
+        0,
+    ),
+    "that prompt behind, with tokens in common": (
+        [A, turn(OWN_PROMPT, [30], heard="r", context=[1, 8], family=1)],
+        [([-1, 0], 1, None, 0, True), ([-2, 1], 1, None, 0, False)],
+        0,
+    ),
     "the same own prompt twice": (
         [OTHER, turn(OWN_PROMPT, [31], heard="r", context=[7], family=1), turn(0, [32]), turn(1, [33])],
         [([-2, 0], 1, None, 0, False), ([-2, 1, 3], 2, 0, 1, True)],
@@ -126,6 +136,7 @@ def test_nodes_know_their_place() -> None:
     assert tree.turns[1].token_ids() == [1, 2, 3, 10, 11, 4, 5, 12] and tree.turns[1].own_ids == (4, 5, 12)
     assert tree.prompts[0].own_ids == PROMPT and tree.prompts[0].children == [tree.turns[0]]
     assert tree.turns[0].children == [tree.turns[1], tree.turns[2]] and tree.turns[0].parent is tree.prompts[0]
+    assert grown(turn(TASK_PROMPT, [1, 2, 3])).turns[0].end == 6
     assert tree.new_family() == 2 and grown().new_family() == 1
 
 
@@ -189,3 +200,11 @@ CALLS: list[tuple[Fits, int | None, int]] = [
 def test_a_call_keeps_the_most_and_of_the_same_the_newest(fits: Fits, number: int | None, end: int) -> None:
     node, found = TREE.deepest(fits)
     assert (None if node is None else node.number, found) == (number, end)
+
+
+def test_of_prompts_that_keep_the_same_it_is_the_tasks() -> None:
+    tree = Tree(PROMPT, (b"p", b"q"))
+    tree.add(OWN)
+    assert tree.deepest(fits_messages([b"p", b"q"])) == (tree.prompts[0], 2)
+    empty = Tree((), ())
+    assert empty.deepest(fits_tokens([])) == (empty.prompts[0], 0)
