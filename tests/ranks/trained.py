@@ -39,6 +39,7 @@ until = 0.5
 learning_rate = 5e-3
 [trainer]
 ranks = 2
+micro_tokens = 512
 checkpoint_every = 4
 rank_timeout_s = 90
 [supervise]
