@@ -87,4 +87,4 @@ EVALUATOR = Row(
     ("engine", "producer"),
 )
 TRIMMING = Row("trainer", around("save", "put latest", "put positions", "trim"), OTHERS)
-"""Of a trainer whose stream is full."""
+"""For a trainer whose stream is full."""
