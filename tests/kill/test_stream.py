@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from tests.support.world.world import World, table_config, vandals, world
 
 pytestmark = pytest.mark.nats
 
-STEPS = 100
+STEPS = 10_000
+"""More than are trained: how many that is depends on how busy the machine is."""
 
 
 async def kill_server(w: World, times: int) -> None:
@@ -26,6 +29,8 @@ async def kill_server(w: World, times: int) -> None:
         assert not trainer.done(), "the trainer must outlive its server"
         w.server.kill()
         w.server.start()
+    await w.trained(await w.num_entries() + 4, trainer.done)
+    os.kill(w.nursery.pid, signal.SIGTERM)
     async with asyncio.timeout(100):
         assert await trainer == 0
 
@@ -41,9 +46,8 @@ async def test_every_call_of_every_part(tmp_path: Path, own_server: NatsServer, 
         await w.disturb(PRODUCER, FEEDER)
         async with w.around(*OTHERS):
             await kill_server(w, 3)
-        assert await w.num_entries() == STEPS
         stones = [drop for entry in await w.ledger() for drop in entry.drops if drop.task in w.lost]
         assert sorted((drop.task, drop.reason) for drop in stones) == [(task, "lost") for task in sorted(w.lost)], "each of them once"
-        await w.check()
+        await w.check(complete=False)
         fence = await w.bus.kv.get("fences/main")
         assert fence is not None and fence.value is not None and int(fence.value) >= len(TRAINER.spots), "nearly every life took one"
