@@ -26,7 +26,7 @@ class Run(NamedTuple):
     faults: Sequence[Fault]
     tier: str = "soak"
     attach: bool = False
-    """Whether a producer that belongs to nobody's supervisor is attached to it."""
+    """True: a producer that belongs to nobody's supervisor is attached to it."""
 
 
 BEHAVED = msgspec.structs.replace(DEFAULTS, misdeed_every=10**6)

@@ -23,7 +23,7 @@ from tests.support.world.world import Row, World, table_config, vandals, world
 
 pytestmark = pytest.mark.nats
 
-STEPS = 28
+STEPS = 44
 ROWS = {"sums": 9, "few": 6}
 
 

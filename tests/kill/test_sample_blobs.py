@@ -33,7 +33,7 @@ TRAINER = [
     Spot("delete sample blob", "after", 7),
     Spot("trim", "after", 2),
 ]
-STEPS = 20
+STEPS = 24
 
 
 def mixture_config(tmp_path: Path, **bus: object) -> Config:

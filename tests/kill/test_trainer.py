@@ -43,7 +43,7 @@ async def test_one_that_wakes_beside_its_successor_is_refused_at_the_ledger(
 async def test_later_calls_with_a_warm_up(tmp_path: Path, own_server: NatsServer, children: Nursery, stale: str) -> None:
     config = table_config(
         tmp_path,
-        run={"steps": 24},
+        run={"steps": 30},
         tasks={"stale": stale, "max_staleness": 1},
         warmup={"max_steps": 6, "until": 1.0},
         weights={"transport": "shm"},

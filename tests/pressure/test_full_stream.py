@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from streamrl.bus.protocol import Bus, Lease
+from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.publishing import Publisher
@@ -20,7 +18,7 @@ from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
 from tests.support.world.fuse import BLOWN, Spot
 from tests.support.world.nursery import Nursery
-from tests.support.world.world import World, table_config, world
+from tests.support.world.world import World, kept, table_config, world
 
 pytestmark = pytest.mark.nats
 
@@ -77,20 +75,3 @@ async def publish(bus: Bus, w: World, task: RolloutTask, rollout: int) -> int:
     )
     await Publisher(bus, w.subjects).task(task, samples_of(task, [episode], producer="by-hand"), [])
     return (await bus.state(SAMPLES)).last
-
-
-@contextlib.asynccontextmanager
-async def kept(lease: Lease) -> AsyncIterator[None]:
-    """Keep a claimed task while the block runs."""
-
-    async def keep() -> None:
-        while True:
-            await lease.keep()
-            await asyncio.sleep(0.2)
-
-    keeper = asyncio.create_task(keep())
-    try:
-        yield
-    finally:
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)

@@ -59,7 +59,7 @@ class Struck(msgspec.Struct, frozen=True):
 
     @property
     def as_told(self) -> bool:
-        """Whether it fell where it was aimed, damaged what it was to damage, and a batch came after it."""
+        """True where it fell as it was aimed, damaged what it was to damage, and a batch came after it."""
         return self.hit and self.recovery_s >= 0 and bool(self.note) == bool(self.fault.damage)
 
 

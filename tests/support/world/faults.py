@@ -64,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True):
     damage: str = ""
     """One of `tests.support.world.damage.DAMAGES`."""
     held_s: float = 0.0
-    """How long a stop lasts, where not as long as the run's others."""
+    """Seconds that a stop lasts; 0: as long as the run's others."""
 
     @property
     def moment(self) -> str:

@@ -36,7 +36,7 @@ TORCH = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""What a service imports besides where its trainer is torch's: seconds of a processor for each child, if the nursery has not."""
+"""Imports of a service whose trainer is torch's: they cost each child seconds of a processor, if the nursery has not made them."""
 ROOT = Path(__file__).parents[3]
 
 

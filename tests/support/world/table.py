@@ -44,7 +44,7 @@ TRAINER_AGAIN = Row(
 REAPER = Row(
     "trainer",
     [*around("state tasks", "fetch tasks"), *around("get fences", counts=(2,)), *around("publish tombstones")],
-    OTHERS,
+    ("engine", "producer"),
 )
 """Calls of the reaper beside the trainer, where a task is lost; `get fences` is asked once before."""
 PRODUCER = Row(
@@ -87,4 +87,4 @@ EVALUATOR = Row(
     ("engine", "producer"),
 )
 TRIMMING = Row("trainer", around("save", "put latest", "put positions", "trim"), OTHERS)
-"""Of a trainer whose stream is full."""
+"""For a trainer whose stream is full."""

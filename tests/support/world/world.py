@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from streamrl.bus import connect
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, Lease
 from streamrl.bus.reading import read_key
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import (
@@ -106,7 +106,7 @@ class World:
     bus: Bus
     nursery: Nursery
     lost: list[int] = field(default_factory=list)
-    """Tasks that `swallow` took: the audit must find each, and nothing else."""
+    """Tasks that nobody has any more: the audit must find each, and nothing else."""
 
     @property
     def subjects(self) -> Subjects:
@@ -160,24 +160,29 @@ class World:
                     break
         return found
 
-    async def swallow(self) -> list[int]:
-        """Take all tasks off the queue, as a producer that stores nothing; the feeder is up."""
-        found: list[int] = []
-        async with asyncio.timeout(60):
-            while (granted := await read_key(self.bus.kv, KEY_GRANTED, Grant)) is None or granted.granted > (
-                await self.bus.state(TASKS)
-            ).last:
-                await asyncio.sleep(0.01)
-            while (left := (await self.bus.state(TASKS)).messages) > 0:
-                for lease in await self.bus.claim("main", max=left, wait_s=1.0):
-                    await lease.done()
-                    found.append(lease.sequence - 1)
-        self.lost += found
-        return found
+    @contextlib.asynccontextmanager
+    async def swallowed(self) -> AsyncIterator[None]:
+        """All tasks of the queue but the first are taken off it, as by a producer that stores nothing; the first is held meanwhile.
 
-    async def check(self) -> None:
+        The feeder is up.
+        """
+        leases: list[Lease] = []
+        async with asyncio.timeout(60):
+            while (grant := await read_key(self.bus.kv, KEY_GRANTED, Grant)) is None or grant.granted > (await self.bus.state(TASKS)).last:
+                await asyncio.sleep(0.01)
+            while (left := (await self.bus.state(TASKS)).messages - len(leases)) > 0:
+                leases += await self.bus.claim("main", max=left, wait_s=0.2)
+        first, *rest = sorted(leases, key=lambda lease: lease.sequence)
+        for lease in rest:
+            await lease.done()
+            self.lost.append(lease.sequence - 1)
+        async with kept(first):
+            yield
+        await first.retry()
+
+    async def check(self, *, complete: bool = True) -> None:
         """The audit finds nothing but the tasks that are known to be lost, and a replay gives the ledger's digests."""
-        report = await self.audit()
+        report = await self.audit(complete=complete)
         assert sorted(map(lost_task, report.problems)) == sorted(self.lost), report.problems
         assert report.counts["dropped"] > 5
         replay = await self.replay()
@@ -200,6 +205,23 @@ class World:
     def around(self, *kinds: str) -> contextlib.AbstractAsyncContextManager[object]:
         """These services in this process."""
         return services(self.config, self.run, self.bus, kinds)
+
+
+@contextlib.asynccontextmanager
+async def kept(lease: Lease) -> AsyncIterator[None]:
+    """Keep a claimed task while the block runs."""
+
+    async def keep() -> None:
+        while True:
+            await lease.keep()
+            await asyncio.sleep(0.2)
+
+    keeper = asyncio.create_task(keep())
+    try:
+        yield
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
 
 
 def lost_task(problem: str) -> int:
