@@ -1,1 +1,282 @@
-"""To come."""
+"""Bounds of the objectives and of their causes, each from both sides, and what people are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from streamrl.config.slo import SloConfig
+from streamrl.monitor.numbers import Cause, EngineLine, Finding, Level, RunNumbers, Standing
+from streamrl.monitor.slo import OBJECTIVES, Judge, Signs, causes, detail_of, findings_of, line_of, values, worst_of
+from streamrl.monitor.view import RunView
+from streamrl.schemas.events import Event
+
+NOTHING: RunNumbers = RunView("demo").numbers(elapsed_s=1.0)
+DROPPED = "rollouts/dropped_total/"
+
+
+def engine(index: int = 0, **fields: Any) -> EngineLine:
+    """One that samples 100 tokens a second and has half of its slots free."""
+    given = {"serving": "0.1", "running": 4, "waiting": 0, "slots": 8, "behind": 0, "tokens_per_s": 100.0}
+    return EngineLine(engine=f"engine-{index}-ab", **{**given, **fields})
+
+
+def signs(numbers: dict[str, Any] | None = None, drops: dict[str, int] | None = None, **fields: Any) -> Signs:
+    """A run without engines; `shares` by `<kind>/<state>`, `run` for other values of the window."""
+    shares = {name.replace("/", "/share/", 1): value for name, value in fields.pop("shares", {}).items()}
+    decided = {DROPPED + reason: count for reason, count in (drops or {}).items()} | {"trained": fields.pop("trained", 0)}
+    window = {"": shares | fields.pop("run", {})}
+    return Signs(numbers=replace(NOTHING, **(numbers or {})), window=window, decided=decided, **fields)
+
+
+def two(**fields: Any) -> dict[str, Any]:
+    """Two engines, the first of them with these fields."""
+    return {"engines": (engine(0, **fields), engine(1))}
+
+
+def test_what_is_not_known_is_nothing() -> None:
+    bare = Signs(numbers=NOTHING)
+    assert (bare.still_s, bare.num_rollouts, bare.batch_tasks, bare.of_run("x"), bare.share("a", "b")) == (0.0, 1, 1, None, 0.0)
+    assert (bare.in_use, bare.saturated, bare.dropped, bare.barren, bare.drop_rate, bare.starved) == (0, 0.0, {}, 0, None, None)
+    assert values(bare) == {"stream_lag_s": 0.0, "no_progress_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "wanted"),
+    [
+        ({"shares": {"producer/tools": 0.25}}, "in_use", 0.25),
+        ({"shares": {f"producer/{state}": 0.125 for state in ("generate", "tools", "reward", "publish", "wait_engine")}}, "in_use", 0.625),
+        ({"shares": {"producer/wait_credit": 0.5, "engine/tools": 0.5}}, "in_use", 0.0),
+        ({"run": {"starvation/engines_saturated": 0.0}, "numbers": two(running=8, waiting=1)}, "saturated", 0.0),
+        ({"numbers": two(running=8, waiting=1)}, "saturated", 0.5),
+        ({"numbers": two(running=9, waiting=1)}, "saturated", 0.5),
+        ({"numbers": two(running=8)}, "saturated", 0.0),
+        ({"numbers": two(running=7, waiting=3)}, "saturated", 0.0),
+        ({"numbers": two(running=8, waiting=1, pinned=True)}, "saturated", 0.0),
+        ({"numbers": {"engines": (engine(pinned=True),)}}, "saturated", 0.0),
+        ({"drops": {"stale": 3, "late": 0}, "trained": 7}, "dropped", {"stale": 3.0}),
+        ({"numbers": {"barren_tasks": 9}, "batch_tasks": 6}, "barren", 3),
+        ({"numbers": {"barren_tasks": 6}, "batch_tasks": 9}, "barren", 0),
+        ({"drops": {"stale": 3}, "trained": 2, "num_rollouts": 4}, "drop_rate", 3 / 11),
+        ({"numbers": {"barren_tasks": 3}, "trained": 2, "num_rollouts": 4}, "drop_rate", 0.5),
+        ({"numbers": {"barren_tasks": 2}, "drops": {"late": 4}, "num_rollouts": 4}, "drop_rate", 1.0),
+        ({"trained": 2}, "drop_rate", 0.0),
+        ({"shares": {"trainer/wait_samples": 0.0}, "batch": {"perf/wait_s": 1.0, "perf/step_s": 1.0}}, "starved", 0.0),
+        ({"batch": {"perf/wait_s": 1.0, "perf/step_s": 3.0}}, "starved", 0.25),
+        ({"batch": {"perf/wait_s": 0.0, "perf/step_s": 0.5}}, "starved", 0.0),
+        ({"batch": {"perf/wait_s": 1.0}}, "starved", None),
+        ({"batch": {"perf/step_s": 1.0}}, "starved", None),
+        ({"batch": {"perf/wait_s": 0.0, "perf/step_s": 0.0}}, "starved", None),
+    ],
+)
+def test_signs(given: dict[str, Any], name: str, wanted: Any) -> None:
+    assert getattr(signs(**given), name) == wanted
+
+
+def test_values_by_objective() -> None:
+    known = signs(
+        {"stream_s": 5.0, "engines": (engine(behind=2), engine(1, behind=None), engine(2, behind=1))},
+        {"late": 1},
+        trained=3,
+        still_s=7.0,
+        batch={"staleness/p95": 1.5},
+        shares={"trainer/wait_samples": 0.5},
+    )
+    assert values(known) == {
+        "stream_lag_s": 5.0,
+        "no_progress_s": 7.0,
+        "p95_age": 1.5,
+        "versions_behind": 2.0,
+        "starvation": 0.5,
+        "drop_rate": 0.25,
+    }
+    assert OBJECTIVES == ("p95_age", "stream_lag_s", "versions_behind", "starvation", "drop_rate", "no_progress_s")
+
+
+NAMES: list[tuple[str, dict[str, Any], str]] = [
+    ("versions_behind", {}, "unknown"),
+    ("versions_behind", {"numbers": {"standing": Standing(what="credit", hint="see there")}}, "standing"),
+    ("p95_age", {"numbers": {"standing": Standing(what="credit", hint="see there")}}, "standing slow_engine"),
+    ("drop_rate", {"numbers": {"standing": Standing(what="credit", hint="see there")}}, "standing"),
+    # A full stream.
+    ("stream_lag_s", {"shares": {"producer/wait_room": 0.24}}, "slow_engine"),
+    ("stream_lag_s", {"shares": {"producer/wait_room": 0.25}}, "full_stream slow_engine"),
+    ("no_progress_s", {"numbers": {"stalled": ("producer-0",)}}, "full_stream slow_engine"),
+    ("starvation", {"numbers": {"stalled": ("producer-0",)}}, "full_stream slow_engine"),
+    # Hung tools.
+    ("drop_rate", {"numbers": {"hung_tasks": 4, "tasks_in_flight": 16}}, "unknown"),
+    ("drop_rate", {"numbers": {"hung_tasks": 5, "tasks_in_flight": 16}}, "hung_tool"),
+    ("drop_rate", {"numbers": {"hung_tasks": 1}}, "hung_tool"),
+    ("drop_rate", {"drops": {"timeout": 1, "filtered": 3}, "trained": 9}, "unknown"),
+    ("drop_rate", {"drops": {"timeout": 2, "filtered": 3}, "trained": 9}, "hung_tool"),
+    ("p95_age", {"numbers": {"hung_tasks": 1}}, "hung_tool slow_engine"),
+    ("drop_rate", {"numbers": {"hung_tasks": 1}, "shares": {"producer/reward": 0.5}}, "unknown"),
+    # What is made in vain.
+    ("drop_rate", {"drops": {"stale": 4}, "trained": 5}, "unknown"),
+    ("drop_rate", {"drops": {"stale": 4}, "trained": 4}, "stale"),
+    ("starvation", {"drops": {"stale": 4}}, "stale slow_engine"),
+    ("drop_rate", {"drops": {"stale": 2, "filtered": 2}}, "unknown"),
+    ("drop_rate", {"drops": {"stale": 1, "expired": 2, "filtered": 2}}, "stale"),
+    ("drop_rate", {"drops": {"other": 2, "late": 2}}, "unknown"),
+    ("drop_rate", {"drops": {"other": 3, "late": 2}}, "left_out"),
+    *(
+        ("drop_rate", {"drops": {reason: 3, "x": 2}}, cause)
+        for cause, reasons in {
+            "zero_variance": "zero_variance",
+            "stale": "stale expired",
+            "hung_tool": "timeout",
+            "failing_code": "failed poison deliveries",
+            "no_baseline": "no_baseline",
+            "given_up": "filtered",
+            "lost_tasks": "lost",
+            "late_rewards": "unrewarded late",
+            "filters": "too_short too_long repetitive too_hard too_easy filter",
+            "truncated": "truncated",
+        }.items()
+        for reason in reasons.split()
+    ),
+    ("drop_rate", {"drops": {"timeout": 3}, "shares": {"producer/reward": 0.5}}, "slow_reward"),
+    ("drop_rate", {"drops": {"failed": 3}, "shares": {"producer/reward": 0.5}}, "failing_code"),
+    # Without a batch.
+    ("drop_rate", {"numbers": {"barren_tasks": 5}}, "zero_variance"),
+    ("drop_rate", {"numbers": {"barren_tasks": 5, "failed_tasks": 2}}, "zero_variance"),
+    ("drop_rate", {"numbers": {"barren_tasks": 6, "failed_tasks": 3}}, "zero_variance"),
+    ("drop_rate", {"numbers": {"barren_tasks": 5, "failed_tasks": 3}}, "failing_code"),
+    ("drop_rate", {"numbers": {"barren_tasks": 6, "given_up_tasks": 3}}, "zero_variance"),
+    ("drop_rate", {"numbers": {"barren_tasks": 5, "given_up_tasks": 3}, "given_up": {"lost": 3}}, "lost_tasks"),
+    ("drop_rate", {"numbers": {"barren_tasks": 5, "given_up_tasks": 3, "failed_tasks": 3}, "given_up": {"lost": 3}}, "failing_code"),
+    ("drop_rate", {"numbers": {"barren_tasks": 5}, "drops": {"late": 1}}, "late_rewards"),
+    # An engine that is sick.
+    ("versions_behind", {"numbers": {"engines": (engine(tokens_per_s=0.0),)}}, "unknown"),
+    ("versions_behind", {"numbers": two(tokens_per_s=40.0)}, "unknown"),
+    ("versions_behind", {"numbers": two(tokens_per_s=39.0)}, "sick_engine"),
+    ("versions_behind", {"numbers": two(tokens_per_s=39.0, running=0)}, "unknown"),
+    ("versions_behind", {"numbers": two(tokens_per_s=39.0, running=1)}, "sick_engine"),
+    ("versions_behind", {"numbers": two(tokens_per_s=39.0, running=0, waiting=1)}, "sick_engine"),
+    ("versions_behind", {"numbers": two(tokens_per_s=39.0, pinned=True)}, "unknown"),
+    ("versions_behind", {"numbers": {"engines": (engine(tokens_per_s=-1.0), engine(1, tokens_per_s=0.0))}}, "unknown"),
+    ("versions_behind", {"numbers": {"engines": (engine(tokens_per_s=0.1), engine(1, tokens_per_s=0.9))}}, "sick_engine"),
+    ("versions_behind", {"numbers": two(behind=2)}, "unknown"),
+    ("versions_behind", {"numbers": two(behind=3)}, "sick_engine"),
+    ("versions_behind", {"numbers": {"engines": (engine(behind=4), engine(1, behind=1))}}, "unknown"),
+    ("versions_behind", {"numbers": {"engines": (engine(behind=5), engine(1, behind=1))}}, "sick_engine"),
+    ("versions_behind", {"numbers": {"engines": (engine(behind=3), engine(1, behind=None))}}, "sick_engine slow_weights"),
+    ("versions_behind", {"numbers": {"engines": (engine(behind=None), engine(1, behind=None))}}, "unknown"),
+    # All engines.
+    ("versions_behind", {"numbers": {"engines": (engine(behind=1), engine(1, behind=3))}}, "unknown"),
+    ("versions_behind", {"numbers": {"engines": (engine(behind=2), engine(1, behind=3))}}, "slow_weights"),
+    ("p95_age", {"numbers": {"engines": (engine(behind=2),)}}, "slow_weights few_producers"),
+    # Rewards and tools.
+    ("starvation", {"shares": {"producer/reward": 0.3, "producer/generate": 0.3}, "numbers": two()}, "few_producers"),
+    ("starvation", {"shares": {"producer/reward": 0.4, "producer/generate": 0.3}, "numbers": two()}, "slow_reward few_producers"),
+    ("starvation", {"shares": {"producer/tools": 0.3, "producer/generate": 0.3}, "numbers": two()}, "few_producers"),
+    ("p95_age", {"shares": {"producer/tools": 0.4, "producer/generate": 0.3}, "numbers": two()}, "slow_tool few_producers"),
+    ("p95_age", {"shares": {"producer/reward": 0.4, "producer/generate": 0.3}, "numbers": two()}, "slow_reward few_producers"),
+    ("starvation", {"numbers": two()}, "few_producers"),
+    # Whoever has no room for more.
+    ("starvation", {"run": {"starvation/engines_saturated": 0.25}, "numbers": two()}, "few_producers"),
+    ("starvation", {"run": {"starvation/engines_saturated": 0.26}, "numbers": two()}, "slow_engine"),
+    ("starvation", {"shares": {"producer/wait_credit": 0.5}, "numbers": two()}, "few_producers"),
+    ("starvation", {"shares": {"producer/wait_credit": 0.51}, "numbers": two()}, "slow_engine"),
+    ("starvation", {"numbers": {"engines": (engine(pinned=True),)}}, "slow_engine"),
+    # The trainer.
+    ("p95_age", {"shares": {"trainer/wait_samples": 0.5}}, "slow_trainer slow_engine"),
+    ("stream_lag_s", {"shares": {"trainer/wait_samples": 0.5}}, "slow_trainer slow_engine"),
+    ("no_progress_s", {"shares": {"trainer/wait_samples": 0.51}}, "slow_engine"),
+    ("starvation", {"shares": {"trainer/wait_samples": 0.1}}, "slow_engine"),
+]
+
+
+@pytest.mark.parametrize(("objective", "given", "names"), NAMES, ids=[f"{n}-{name[2]}" for n, name in enumerate(NAMES)])
+def test_causes_from_both_sides_of_their_bounds(objective: str, given: dict[str, Any], names: str) -> None:
+    assert [cause.name for cause in causes(objective, signs(**given))] == names.split()
+
+
+EVERYTHING: dict[str, Any] = {
+    "numbers": {
+        "standing": Standing(what="credit", hint="see there"),
+        "stalled": ("producer-0",),
+        "hung_tasks": 1,
+        **two(behind=9, tokens_per_s=1.0),
+    },
+    "drops": {"stale": 3},
+    "shares": {"trainer/wait_samples": 0.2, "producer/tools": 0.2},
+}
+ORDERS = {
+    "p95_age": "standing sick_engine hung_tool slow_trainer slow_tool few_producers",
+    "stream_lag_s": "standing full_stream slow_trainer hung_tool stale sick_engine slow_tool few_producers",
+    "versions_behind": "standing sick_engine",
+    "starvation": "standing full_stream hung_tool stale sick_engine slow_tool few_producers",
+    "drop_rate": "stale hung_tool standing",
+    "no_progress_s": "standing full_stream slow_trainer hung_tool stale sick_engine slow_tool few_producers",
+}
+
+
+@pytest.mark.parametrize("objective", ORDERS)
+def test_the_likeliest_cause_comes_first(objective: str) -> None:
+    assert [cause.name for cause in causes(objective, signs(**EVERYTHING))] == ORDERS[objective].split()
+
+
+def level(value: float, judge: Judge, now_s: float = 0.0) -> str:
+    found = judge.look(signs(still_s=value), now_s=now_s, time_s=1000.0 + now_s)
+    return str(found[0].level) if found else "ok"
+
+
+@pytest.mark.parametrize(
+    ("before", "value", "warn", "wanted"),
+    [
+        (0.0, 74.0, 0.75, "ok"),
+        (0.0, 75.0, 0.75, "warn"),
+        (0.0, 99.0, 0.75, "warn"),
+        (0.0, 100.0, 0.75, "breach"),
+        (0.0, 99.0, 0.0, "ok"),
+        (100.0, 90.0, 0.75, "breach"),
+        (100.0, 89.0, 0.75, "warn"),
+        (100.0, 67.5, 0.75, "warn"),
+        (100.0, 67.0, 0.75, "ok"),
+        (75.0, 67.5, 0.75, "warn"),
+        (75.0, 67.0, 0.75, "ok"),
+        (75.0, 90.0, 0.75, "warn"),
+        (100.0, 89.0, 0.0, "ok"),
+    ],
+)
+def test_levels_from_both_sides_of_their_bounds(before: float, value: float, warn: float, wanted: str) -> None:
+    judge = Judge(SloConfig(no_progress_s=100.0, stream_lag_s=0.0, warn=warn, hold_s=0.0))
+    level(before, judge)
+    assert level(value, judge, 1.0) == wanted
+
+
+def test_a_level_holds_from_when_it_was_first_seen() -> None:
+    judge = Judge(SloConfig(no_progress_s=100.0, stream_lag_s=0.0, hold_s=30.0))
+    assert [level(110.0, judge, at_s) for at_s in (10.0, 39.9, 40.0)] == ["ok", "ok", "breach"]
+    assert [level(75.0, judge, at_s) for at_s in (50.0, 79.0)] == ["breach", "breach"]
+    assert [level(10.0, judge, at_s) for at_s in (79.5, 80.0)] == ["breach", "ok"], "both are below it"
+    assert [level(85.0, judge, at_s) for at_s in (90.0, 110.0)] == ["ok", "ok"]
+    assert [level(110.0, judge, at_s) for at_s in (115.0, 120.0)] == ["ok", "breach"], "both are above it"
+    judge = Judge(SloConfig(no_progress_s=100.0, stream_lag_s=0.0, hold_s=30.0))
+    assert [level(85.0, judge, at_s) for at_s in (0.0, 30.0)] == ["ok", "warn"]
+    assert [level(110.0, judge, at_s) for at_s in (40.0, 60.0)] == ["warn", "warn"]
+    assert [level(10.0, judge, at_s) for at_s in (65.0, 94.0, 95.0)] == ["warn", "warn", "ok"], "the other way"
+
+
+def test_a_finding_has_what_it_was_held_against() -> None:
+    judge = Judge(SloConfig(starvation=0.8, no_progress_s=10.0, stream_lag_s=0.0, drop_rate=0.0, hold_s=5.0))
+    given = signs(**EVERYTHING | {"shares": {"trainer/wait_samples": 0.7}}, still_s=20.0)
+    assert judge.look(given, now_s=1.0, time_s=1001.0) == ()
+    first, second = judge.look(given, now_s=6.0, time_s=1006.0)
+    named = causes("no_progress_s", given)[:2]
+    assert first == Finding(objective="no_progress_s", level=Level.BREACH, value=20.0, bound=10.0, causes=named, since_s=1006.0)
+    assert (second.objective, second.level, second.value, second.bound) == ("starvation", Level.WARN, 0.7, 0.8)
+    assert [one.since_s for one in judge.look(given, now_s=9.0, time_s=1009.0)] == [1006.0, 1006.0]
+    assert len(named) == 2
+
+
+def test_what_people_and_events_are_told() -> None:
+    one = Finding(objective="drop_rate", level=Level.WARN, value=0.81234, bound=0.5, causes=(Cause("a", "b", "c"), Cause("d", "e", "f")))
+    assert line_of(one) == "warn: slo.drop_rate is 0.812, bound 0.5: b. hint: c; e. hint: f"
+    assert worst_of() == Level.OK and worst_of(Level.WARN, Level.BREACH, Level.OK) == Level.BREACH
+    told = detail_of([one])
+    assert told["level"] == "warn" and findings_of(Event(kind="slo", worker="w", detail=told)) == (one,)
+    assert findings_of(Event(kind="slo", worker="w", detail={"level": "ok"})) == ()
