@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 from streamrl.bus.protocol import Bus
+from streamrl.launch.local import Command
+from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
@@ -30,6 +33,7 @@ drain_s = 5
 backoff_s = 0.05
 """
 TINY_UP = Path(__file__).parents[1] / "launch" / "tiny_up.py"
+TINY_WORKER = TINY_UP.with_name("tiny_worker.py")
 
 
 def write_tiny(place: Path, toml: str = TOML) -> None:
@@ -37,6 +41,11 @@ def write_tiny(place: Path, toml: str = TOML) -> None:
     (place / "demo.toml").write_text(toml)
     rows = [{"prompt": f"{a}+{a}=", "label": str(a + a)} for a in range(4)]
     (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def tiny_command(run: RunDir, mode: str) -> Command:
+    """The command line of a tiny worker in the place of a real one."""
+    return lambda kind, index: (sys.executable, str(TINY_WORKER), kind, str(run.path), mode)
 
 
 def tiny_up(start: Start) -> Start:
