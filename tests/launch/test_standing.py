@@ -87,14 +87,14 @@ async def test_a_run_of_which_every_task_fails_ends_with_1_and_the_error(streamr
     keys = ("producer.function=mine.py:fails", "producer.workers=2", "producer.concurrency=2")
     code, out, err = await said(await streamrl("up", "run.toml", "--plain", *COLD, *sets(*keys)))
     assert code == 1
-    assert "tasks (3 batches) have failed and none was trained" in err
+    assert "(3 batches) have failed" in err
     assert "ValueError: no tool for" in err
-    assert "hint: mend the producer or the reward" in err
-    assert "tasks have failed since the newest batch; the newest: failed: " in out
+    assert "\nhint: " in err
+    assert "; the newest: failed: " in out
     (listed,) = await answer(await streamrl("status", "--json"))
     assert (listed["state"], listed["step"], listed["steps"]) == ("failed", 0, 15)
     assert "ValueError: no tool for" in listed["error"]
-    assert "run digits is failed, 0/15 steps" in (await said(await streamrl("status", "digits")))[1]
+    assert "failed, 0/15 steps" in (await said(await streamrl("status", "digits")))[1]
 
 
 @pytest.mark.nats
@@ -107,7 +107,7 @@ async def test_a_healthy_run_goes_on_beside_an_attached_producer_that_fails_and_
     said_by_guest = place / "guest.txt"
     with said_by_guest.open("w") as file:  # it says more than a pipe holds
         guest = await streamrl("attach", "mine.py:fails", "--run", "digits", stdout=file, stderr=file)
-    assert "all by producer-1. hint: stop and mend it" in await line_with(process, "tasks have failed since")
+    assert "all by producer-1. hint: " in await line_with(process, "tasks have failed since")
     before = json.loads(run.state_path.read_text())["step"]
     await until(lambda: json.loads(run.state_path.read_text())["step"] > before + 3, within_s=90)
     status = await answer(await streamrl("status", "digits", "--json"))
@@ -115,7 +115,7 @@ async def test_a_healthy_run_goes_on_beside_an_attached_producer_that_fails_and_
     assert failed.pop("producer-1") > 3 * 2 * 4 and not any(failed.values())
     assert re.search(r"producer-1: .* rollouts failed lately", (await said(await streamrl("status", "digits")))[1])
     assert await asyncio.wait_for(guest.wait(), 120) == 2, "it leaves by itself"
-    assert "ValueError: no tool for" in said_by_guest.read_text().rpartition("error: 64 tasks in a row")[2]
+    assert "ValueError: no tool for" in said_by_guest.read_text().rpartition("64 tasks in a row")[2]
     process.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(process.wait(), 60) == 0
 
