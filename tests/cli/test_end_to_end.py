@@ -90,7 +90,7 @@ async def test_a_terminal_that_lacks_letters_gets_a_sign_for_each(start: Start) 
     process = await start(*STREAMRL, "init", name, "--example", "calculator_tool", env={"PYTHONIOENCODING": "latin-1"})
     out, err = await process.communicate()
     assert (process.returncode, err) == (0, b"")
-    assert "streamrl up ?\N{LATIN SMALL LETTER E WITH ACUTE}/calculator.toml" in out.decode("latin-1")
+    assert "streamrl up '?\N{LATIN SMALL LETTER E WITH ACUTE}/calculator.toml'" in out.decode("latin-1")
 
 
 async def test_a_run_whose_weights_diverge_ends_with_that_word(start: Start, tmp_path: Path) -> None:
