@@ -13,18 +13,20 @@ import termios
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pyte
 import pytest
 
+from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from tests.support.digits import TABLE, write_digits
+from tests.support.looked_at import STAYS, LookedAt, sets
 from tests.support.processes import server_pid, stopped, until
-from tests.support.programs import STREAMRL, Start, answer, said
+from tests.support.programs import STREAMRL, Start, said
 
 pytestmark = pytest.mark.nats
 
-LONG = ("--set", "run.steps=100000", "--set", "data.heldout=", "--set", "debug.token_delay_s=0.002")
 WORKERS_SHARES = {"starvation/trainer", "engine/share/decode", "producer/share/tools"}
 
 
@@ -75,24 +77,19 @@ def terminal() -> Generator[Tty]:
     tty.close()
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    write_digits(tmp_path, TABLE)
-    return tmp_path
+other = terminal
+"""A second one."""
 
 
-@pytest.fixture
-def streamrl(start: Start) -> Start:
-    return partial(start, *STREAMRL)
+def on(tty: Tty) -> dict[str, Any]:
+    """For a process that has this terminal, as a login shell would start it."""
+    streams = {"stdin": tty.slave, "stdout": tty.slave, "stderr": tty.slave}
+    return {**streams, "start_new_session": True, "env": {"TERM": "xterm-256color"}}
 
 
-async def test_a_run_on_a_terminal_through_resize_keys_and_the_death_of_its_server(streamrl: Start, place: Path, terminal: Tty) -> None:
-    run = RunDir(place / "runs" / "digits")
-    up = await streamrl("up", "run.toml", "--plain", *LONG, stdout=asyncio.subprocess.DEVNULL)
-    await until(lambda: run.exists, within_s=60)
-    ends = {"stdin": terminal.slave, "stdout": terminal.slave, "stderr": terminal.slave, "start_new_session": True}
+async def test_top_on_a_terminal_through_resize_keys_and_a_server_that_stands(start: Start, running: LookedAt, terminal: Tty) -> None:
     modes = termios.tcgetattr(terminal.slave)
-    top = await streamrl("top", "digits", env={"TERM": "xterm-256color"}, **ends)
+    top = await start(*STREAMRL, "top", "digits", cwd=running.place, **on(terminal))
     await until(partial(fits, terminal), within_s=90)
     await until(terminal.shows("engine-0"), within_s=30)
     for columns, lines in ((50, 12), (132, 60)):
@@ -111,7 +108,7 @@ async def test_a_run_on_a_terminal_through_resize_keys_and_the_death_of_its_serv
     terminal.press("p")
     await until(lambda: not terminal.shows("paused")(), within_s=20)
 
-    server = server_pid(run)
+    server = server_pid(running.run)
     assert server is not None
     os.kill(server, signal.SIGSTOP)
     try:
@@ -120,27 +117,39 @@ async def test_a_run_on_a_terminal_through_resize_keys_and_the_death_of_its_serv
         os.kill(server, signal.SIGCONT)
     await until(lambda: not terminal.shows("does not answer")(), within_s=60)
 
-    up.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(up.wait(), 120)
-    await until(terminal.shows("streamrl digits  stopped"), within_s=60)
-    up = await streamrl("up", "run.toml", "--plain", *LONG, stdout=asyncio.subprocess.DEVNULL)
-    await until(partial(fits, terminal), within_s=90)
-
     terminal.press("q")
     await asyncio.wait_for(top.wait(), 30)
     assert top.returncode == 0
     assert termios.tcgetattr(terminal.slave) == modes, "the terminal is as it was"
-    up.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(up.wait(), 120)
 
 
-async def test_up_shows_the_board_with_the_pages_address_and_says_at_the_end_what_stood_on_it(
-    streamrl: Start, place: Path, terminal: Tty
+async def test_top_once_as_text_and_json(running: LookedAt) -> None:
+    look: dict[str, Any] = {}
+
+    def all_have_reported() -> bool:
+        look.update(running.answer("top", "digits"))
+        numbers = look["numbers"]
+        told = (look["shares"] or {}).keys() >= WORKERS_SHARES  # workers report one after the other
+        return numbers and numbers["step"] + numbers["warmup_step"] > 3 and told
+
+    await until(all_have_reported, within_s=120)
+    assert (look["run"], look["state"], look["away"]) == ("digits", "running", "")
+    assert [engine["engine"].startswith("engine-0") for engine in look["numbers"]["engines"]] == [True]
+    assert all(0 <= look["shares"][name] <= 1 for name in WORKERS_SHARES)
+    assert {"tokens/sampled_total", "tokens/open"} <= look["goodput"].keys()
+    code, out, err = running.said("top", "digits", "--once", COLUMNS="80")
+    assert (code, err) == (0, "")
+    assert out.startswith("streamrl digits  ") and "engine-0" in out and "\x1b" not in out
+
+
+async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks_at_it(
+    start: Start, tmp_path: Path, terminal: Tty, other: Tty
 ) -> None:
+    write_digits(tmp_path, TABLE)
+    run, streamrl, words = RunDir(tmp_path / "runs" / "digits"), partial(start, *STREAMRL), ("up", "run.toml", *sets(*STAYS))
     terminal.resize(100, 40)
-    ends = {"stdin": terminal.slave, "stdout": terminal.slave, "stderr": terminal.slave, "start_new_session": True}
     modes = termios.tcgetattr(terminal.slave)
-    up = await streamrl("up", "run.toml", *LONG, env={"TERM": "xterm-256color"}, **ends)
+    up = await streamrl(*words, **on(terminal))
     await until(terminal.shows("preparing run digits in "), within_s=60)
     await until(partial(fits, terminal), within_s=90)
     await until(terminal.shows("page: http://127.0.0.1:"), within_s=60)
@@ -155,48 +164,31 @@ async def test_up_shows_the_board_with_the_pages_address_and_says_at_the_end_wha
     await until(partial(stopped, up.pid), within_s=20)
     assert termios.tcgetattr(terminal.slave) == modes, "a shell has it now"
     up.send_signal(signal.SIGCONT)
-    terminal.resize(100, 40)
+    terminal.resize(240, 40)
     up.send_signal(signal.SIGWINCH)
     await until(partial(fits, terminal), within_s=20)
 
+    top = await streamrl("top", "digits", **on(other))
+    await until(partial(fits, other), within_s=90)
+    await until(lambda: "event=training version" in run.log_path("trainer-0").read_text(), within_s=60)
     up.send_signal(signal.SIGINT)
     await until(terminal.shows("digits stopped: "), within_s=120)
     await asyncio.wait_for(up.wait(), 120)
     assert up.returncode == 0
     assert termios.tcgetattr(terminal.slave) == modes, "the terminal is as it was"
     assert terminal.shows("] draining")(), "the notes of the board"
+    assert terminal.shows(f"  go on with: streamrl up run.toml {' '.join(sets(*STAYS))}")()
+    assert holder(run) is None
+    steps = json.loads(run.summary_path.read_text())["steps"]
+    await until(other.shows("streamrl digits  stopped"), within_s=60)
 
-
-async def test_once_as_text_and_json_and_of_a_run_that_is_over(streamrl: Start, place: Path) -> None:
-    run = RunDir(place / "runs" / "digits")
-    up = await streamrl("up", "run.toml", "--plain", *LONG, "--set", "metrics.window_s=2", stdout=asyncio.subprocess.DEVNULL)
-    await until(lambda: run.exists, within_s=60)
-
-    async def ledger_begins() -> dict[str, object]:
-        while True:
-            look = await answer(await streamrl("top", "digits", "--json"))
-            numbers = look["numbers"]
-            told = (look["shares"] or {}).keys() >= WORKERS_SHARES  # workers report one after the other
-            if numbers and numbers["step"] + numbers["warmup_step"] > 3 and told:
-                return look
-            await asyncio.sleep(0.5)
-
-    look = await asyncio.wait_for(ledger_begins(), 120)
-    numbers = look["numbers"]
-    assert isinstance(numbers, dict)
-    assert (look["run"], look["state"], look["away"]) == ("digits", "running", "")
-    assert [engine["engine"].startswith("engine-0") for engine in numbers["engines"]] == [True]
-    shares, goodput = look["shares"], look["goodput"]
-    assert isinstance(shares, dict) and all(0 <= shares[name] <= 1 for name in WORKERS_SHARES)
-    assert isinstance(goodput, dict) and {"tokens/sampled_total", "tokens/open"} <= goodput.keys()
-    code, out, err = await said(await streamrl("top", "digits", "--once", env={"COLUMNS": "80"}))
+    again = await streamrl(*words, "--plain")
+    await until(partial(fits, other), within_s=90)
+    other.press("q")
+    assert await asyncio.wait_for(top.wait(), 30) == 0
+    await until(lambda: run.log_path("trainer-0").read_text().count("event=training version") > 1, within_s=60)
+    assert await said(await streamrl("down", "digits")) == (0, "run digits has stopped\n", "")
+    code, out, err = await said(again)
     assert (code, err) == (0, "")
-    assert out.startswith("streamrl digits  ") and "engine-0" in out and "\x1b" not in out
-    up.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(up.wait(), 120)
-    code, out, err = await said(await streamrl("top", "digits", "--once"))
-    assert (code, err) == (0, "")
-    assert out.startswith("streamrl digits  stopped\n") and " steps in " in out
-    piped = await said(await streamrl("top", "digits"))
-    assert piped[0] == 0 and "run digits is stopped" in piped[1]
-    assert json.loads((await said(await streamrl("top", "digits", "--json")))[1])["summary"]["tokens_trained"] > 0
+    assert "] resuming" in out and "digits stopped: " in out
+    assert json.loads(run.summary_path.read_text())["steps"] >= steps

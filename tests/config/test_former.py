@@ -38,7 +38,7 @@ def test_a_former_advantage_beside_another_policy_loss_is_refused() -> None:
     with raises(ConfigError, key="loss.policy") as caught:
         loss_of(advantage="gspo", policy="sapo")
     assert caught.value.values["key"] == "loss.policy"
-    assert caught.value.hint == "set loss.advantage = 'grpo' for sapo on the same advantages"
+    assert "loss.advantage = 'grpo' for sapo" in caught.value.hint
 
 
 def test_a_former_advantage_still_names_slimes_estimator() -> None:
@@ -72,7 +72,7 @@ def test_an_override_in_former_words_changes_the_one_criterion() -> None:
     assert override(one, ["loss.correction.reject=none"]).loss.correction.reject == ()
     assert override_keys(["loss.correction.reject_high=0.3"]) == ["loss.correction.reject_high"]
     two = override(one, ['loss.correction.reject=[{measure="k2", high=0.5}, {measure="k3", high=0.1}]'])
-    with pytest.raises(ConfigError, match="is of a single criterion"):
+    with pytest.raises(ConfigError, match="single criterion"):
         override(two, ["loss.correction.reject_high=0.3"])
 
 

@@ -207,7 +207,7 @@ def test_a_folder_in_place_of_a_file_is_called_one(write, tmp_path):
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 129])
 def test_names_that_can_be_no_folder_and_subject_are_refused(write, name):
-    with pytest.raises(ConfigError, match="a run name may hold"):
+    with pytest.raises(ConfigError, match="run name"):
         load(write(""), [f"run.name={name}"])
 
 

@@ -273,7 +273,7 @@ distillation = {coef = 0.1, teacher = "teacher"}
 def test_the_old_names_say_the_new_ones() -> None:
     with pytest.raises(ConfigError) as caught:
         config_of("loss.tis_cap=2.0")
-    assert caught.value.hint == "it is loss.correction.high now; loss.correction.kind = 'none' is off"
+    assert "loss.correction.high now" in caught.value.hint
     with pytest.raises(ConfigError) as caught:
         config_of("loss.tis_floor=0.5")
     assert "loss.correction.low now" in caught.value.hint

@@ -30,7 +30,7 @@ def test_a_grammar_that_is_none_or_has_no_library_is_refused_before_the_start(tm
     for given in ("sampling.regex='('", 'sampling.json_schema=\'{"type": "foo"}\'', 'evaluation.sampling.json_schema=\'{"type": "foo"}\''):
         with raises(ConfigError, key=given.partition("=")[0]) as caught:
             load(file, [given])
-        assert "expected a grammar that llguidance understands" in caught.value.message
+        assert "llguidance" in caught.value.message
     monkeypatch.setattr(check_sampling.importlib.util, "find_spec", lambda name: None)
     with raises(ConfigError, key="sampling.regex") as caught:
         load(file, ["sampling.regex='[0-9]+'"])

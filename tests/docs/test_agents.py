@@ -44,6 +44,29 @@ async def cool(task, engine):
 """
 
 
+EACH = ("agent", "two_chats", "team", "explorer", "patient")
+"""Agents of the page that await: each has every fifth task of one run."""
+BY_TASK = f"""
+async def each(task, engine):
+    return await ({", ".join(EACH)})[task.index % {len(EACH)}](task, engine)
+"""
+
+
+def of(agent: str, samples: list[Sample]) -> list[Sample]:
+    """Those of one agent; there must be some."""
+    found = [sample for sample in samples if sample.task % len(EACH) == EACH.index(agent)]
+    assert found, agent
+    return found
+
+
+def rollouts(samples: list[Sample]) -> list[list[Sample]]:
+    """The samples of each rollout, in the order in which they were published."""
+    found: dict[tuple[int, int], list[Sample]] = {}
+    for sample in samples:
+        found.setdefault((sample.task, sample.rollout), []).append(sample)
+    return list(found.values())
+
+
 async def trained(place: Path, **sections: Any) -> list[Sample]:
     """The samples of a run of two batches with the page's functions."""
     return (await ran(place, **sections))[0]
@@ -52,7 +75,7 @@ async def trained(place: Path, **sections: Any) -> list[Sample]:
 async def ran(place: Path, **sections: Any) -> tuple[list[Sample], list[LedgerEntry]]:
     """The samples and the ledger of a run with the page's functions."""
     code = place / "agent.py"
-    code.write_text("\n".join(block.text for block in CODE))
+    code.write_text("\n".join(block.text for block in CODE) + BY_TASK)
     named = {
         section: {
             **{key: value if ":" in value else f"{code}:{value}" for key, value in keys.items() if isinstance(value, str)},
@@ -97,41 +120,40 @@ async def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
     assert (config.producer.function, config.reward.kind) == (f"{tmp_path}/agent.py:agent", f"{tmp_path}/agent.py:score")
 
 
-@pytest.mark.parametrize("name", ["agent", "plain"])
-async def test_an_agent_with_a_tool_and_one_that_blocks(tmp_path: Path, name: str) -> None:
-    samples = await trained(tmp_path, producer={"function": name})
-    assert samples and all(sample.reward in (0.0, 1.0) for sample in samples)
-
-
-async def test_two_chats_share_a_reward_and_have_temperatures_of_their_own(tmp_path: Path) -> None:
-    samples = await trained(tmp_path, producer={"function": "two_chats"})
-    rollouts: dict[tuple[int, int], list[Sample]] = {}
-    for sample in samples:
-        rollouts.setdefault((sample.task, sample.rollout), []).append(sample)
-    for first, last in rollouts.values():
+async def test_agents_of_the_page_train_as_it_says(tmp_path: Path) -> None:
+    samples = await trained(tmp_path, producer={"function": "each"}, tasks={"batch_tasks": len(EACH)})
+    assert all(sample.reward in (0.0, 1.0) for sample in of("agent", samples))
+    for first, last in rollouts(of("two_chats", samples)):
         assert (first.sampling.temperature, last.sampling.temperature) == (1.0, 0.5)
         assert list(last.tokens[: len(first.tokens)]) == list(first.tokens) and not any(last.loss_mask[: len(first.tokens)])
         assert last.metadata["turns"] == 2
-
-
-async def test_agents_of_the_page_have_rewards_of_their_own(tmp_path: Path) -> None:
-    samples = await trained(tmp_path, producer={"function": "team"})
-    rollouts: dict[tuple[int, int], list[Sample]] = {}
-    for sample in samples:
-        rollouts.setdefault((sample.task, sample.rollout), []).append(sample)
-    for first, second, judge in rollouts.values():
+    for first, second, judge in rollouts(of("team", samples)):
         assert (first.agent, second.agent, judge.agent) == ("solver/0", "solver/1", "")
         assert {first.reward, second.reward} == {judge.reward} and judge.agent_reward is None
         for solver in (first, second):
             assert solver.agent_reward in (0.0, 1.0)
-
-
-async def test_branches_of_the_page_train_each_token_once(tmp_path: Path) -> None:
-    samples = await trained(tmp_path, producer={"function": "explorer"})
-    branches = [sample for sample in samples if sample.branch is not None]
-    assert len(branches) == len(samples) * 2 // 3
+    explored = of("explorer", samples)
+    branches = [sample for sample in explored if sample.branch is not None]
+    assert len(branches) == len(explored) * 2 // 3
     for sample in branches:
         assert sample.branch is not None and not any(sample.loss_mask[: sample.branch.num_shared])
+    saved = of("patient", samples)
+    assert {sample.reward for sample in saved} == {1.0}
+    several = [[turn.sampling for turn in sample.turns] for sample in saved if sample.turns]
+    assert several and all(turns == [{}, *[{"temperature": 0.5}] * (len(turns) - 1)] for turns in several)
+
+
+@pytest.mark.parametrize("name", ["each", "plain"])
+async def test_agents_whose_chats_are_full_end(tmp_path: Path, name: str) -> None:
+    """`plain` blocks, and so has a run of its own."""
+    samples = await trained(tmp_path, producer={"function": name}, model={"max_len": 14}, tasks={"batch_tasks": len(EACH)})
+    assert all(len(sample.tokens) <= 14 for sample in samples)
+    if name == "plain":
+        assert samples and all(sample.reward in (0.0, 1.0) for sample in samples)
+        return
+    assert all(of(one, samples) for one in EACH)
+    for one in ("two_chats", "explorer", "patient"):
+        assert any(sample.status is Status.TRUNCATED for sample in of(one, samples)), one
 
 
 async def test_tools_of_the_page() -> None:
@@ -142,15 +164,8 @@ async def test_tools_of_the_page() -> None:
     engine = rollout_engine(family("qwen3"), [calls, '<tool_call>{"name": "look"}</tool_call>', "Done."])
     episode = await space["tool_user"](engine.context.task, engine)
     said = family("qwen3").decode([token for segment in episode.segments for token in segment.token_ids])
-    assert "<tool_response>\n3 pages about x\n</tool_response>" in said and '{"time":' in said
-    assert "Error: there is no tool 'look'; there are: clock, search" in said and episode.completion == "Done."
-
-
-async def test_an_agent_that_saves(tmp_path: Path) -> None:
-    samples = await trained(tmp_path, producer={"function": "patient"})
-    assert samples and {sample.reward for sample in samples} == {1.0}
-    several = [[turn.sampling for turn in sample.turns] for sample in samples if sample.turns]
-    assert several and all(turns == [{}, *[{"temperature": 0.5}] * (len(turns) - 1)] for turns in several)
+    assert "\n3 pages about x\n</tool_response>" in said and '{"time":' in said
+    assert "'look'; there are: clock, search" in said and episode.completion == "Done."
 
 
 async def test_turns_are_trained_at_the_temperature_they_were_drawn_at(tmp_path: Path) -> None:
@@ -162,13 +177,6 @@ async def test_turns_are_trained_at_the_temperature_they_were_drawn_at(tmp_path:
     assert {tuple(turn.sampling.get("temperature") for turn in sample.turns) for sample in samples} == {(None, 0.25)}
     distances = [entry.metrics["train/train_rollout_logprob_abs_diff_max"] for entry in entries]
     assert len(distances) == 2 and max(distances) < 1e-5, "in lockstep trainer and sampler have the same weights"
-
-
-@pytest.mark.parametrize("name", ["agent", "plain", "two_chats", "team", "explorer", "patient"])
-async def test_an_agent_whose_chat_is_full_ends(tmp_path: Path, name: str) -> None:
-    samples = await trained(tmp_path, producer={"function": name}, model={"max_len": 14})
-    assert samples and all(len(sample.tokens) <= 14 for sample in samples)
-    assert name in ("agent", "plain", "team") or any(sample.status is Status.TRUNCATED for sample in samples)
 
 
 async def test_named_parts_and_options(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_message_must_come_from_the_class_that_it_is_shown_under() -> None:
         raise ConfigError("expected this")
 
     assert said(ConfigError, fails) == "expected this"
-    with pytest.raises(ValueError, match="expected fails to end in SchemaError"):
+    with pytest.raises(ValueError, match="to end in SchemaError"):
         said(errors.SchemaError, fails)
     with pytest.raises(ValueError, match="it ended well"):
         said(ConfigError, lambda: None)

@@ -53,19 +53,6 @@ class Terminal:
         assert process.returncode == 0, said
         return said
 
-    def workers(self, run: str) -> set[str]:
-        """Names of the workers that are there, the attached ones among them."""
-        done = subprocess.run(
-            [sys.executable, "-m", "streamrl", "status", run, "--json"],
-            cwd=self.place,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            check=False,
-        )
-        numbers = json.loads(done.stdout)["numbers"] if done.returncode == 0 else None
-        return {worker["worker"] for worker in numbers["workers"]} if numbers else set()
-
     def close(self) -> None:
         for process in self._started:
             if process.poll() is None:
@@ -122,21 +109,23 @@ def test_a_run_of_ones_own(terminal: Terminal) -> None:
 def test_a_run_that_is_up_is_looked_at_joined_and_drained(terminal: Terminal) -> None:
     [block] = of("bash", UP)
     status, attach, down = block.commands
-    up = terminal.start("streamrl up my.toml --plain --set run.steps=100000 --set tasks.max_staleness=2")
-    wait_for(terminal, "trainer-0")
+    keys = ("run.steps=100000", "tasks.max_staleness=2", "debug.token_delay_s=0.05")
+    up = terminal.start(f"streamrl up my.toml --plain {' '.join(f'--set {key}' for key in keys)}")
+    logs = terminal.place / "runs" / "my-run" / "logs"
+    wait_for(logs / "trainer-0.log", "event=training version")
     assert "step" in terminal.run(status)
     guest = terminal.start(f"exec {attach}")
-    wait_for(terminal, "producer-1")
+    wait_for(logs / "producer-1.log", "event=started")
     guest.send_signal(signal.SIGINT)
     said, _ = guest.communicate(timeout=60)
-    assert guest.returncode == 0 and "producer-1 has left run my-run" in said, said
+    assert guest.returncode == 0 and "producer-1 has left" in said, said
     assert "has stopped" in terminal.run(down)
     said, _ = up.communicate(timeout=60)
     assert up.returncode == 0, said
 
 
-def wait_for(terminal: Terminal, worker: str) -> None:
-    deadline = time.monotonic() + 60
-    while worker not in terminal.workers("my-run"):
-        assert time.monotonic() < deadline, f"waited for {worker} in vain"
+def wait_for(log: Path, text: str) -> None:
+    deadline = time.monotonic() + 120
+    while not (log.exists() and text in log.read_text()):
+        assert time.monotonic() < deadline, f"waited in vain for {text!r} in {log.name}"
         time.sleep(0.1)

@@ -89,7 +89,7 @@ def test_a_description_that_is_none_is_refused_by_every_verb(refused: Refused, t
     for text in ("[]", "{", "null"):
         (tmp_path / "config.json").write_text(text)
         for said in refused(f"model.path={tmp_path}"):
-            assert "is model.path a Hugging Face directory?" in said
+            assert "model.path" in said
 
 
 def test_a_megatron_that_is_out_of_range_or_not_there_is_refused_by_every_verb(
@@ -110,10 +110,10 @@ def test_a_megatron_that_is_out_of_range_or_not_there_is_refused_by_every_verb(
     with monkeypatch.context() as patched:
         patched.setattr(buildable, "version", missing)
         for said in refused():
-            assert "needs megatron-core, which is not installed" in said and "pip install 'streamrl[megatron]'" in said
+            assert "megatron-core" in said and "pip install 'streamrl[megatron]'" in said
     monkeypatch.setattr(buildable, "find_spec", lambda _: None)
     for said in refused():
-        assert "imports einops and psutil, which it does not name" in said and "pip install 'streamrl[megatron]'" in said
+        assert "einops and psutil" in said and "pip install 'streamrl[megatron]'" in said
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_share_of_a_stage_is_told(tmp_path: Path) -> None:
     described(tmp_path, num_hidden_layers=6)
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=3, pipeline=3))
     config = replace(config, model=replace(config.model, path=str(tmp_path)))
-    assert "6 layers; a rank has 6 / 3 = 2 of them" in refuse_backend(config)
+    assert "6 / 3 = 2" in refuse_backend(config)
     with pytest.raises(ConfigError, match=r"num_hidden_layers = 6, got 6 / 4 = 1\.5"):
         refuse_backend(replace(config, trainer=TrainerConfig(backend="megatron", ranks=4, pipeline=4)))
     described(tmp_path, model_type="qwen3_moe", num_hidden_layers=6, num_experts=6, moe_intermediate_size=768)
@@ -186,7 +186,7 @@ def test_the_share_of_a_rank_that_has_experts_is_told(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             refuse_backend(replace(other, model=replace(other.model, path=str(tmp_path))))
     described(tmp_path)
-    with pytest.raises(ConfigError, match="is of a dense model"):
+    with pytest.raises(ConfigError, match="dense"):
         refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
 
 

@@ -38,7 +38,7 @@ def test_where_texts_go_is_asked_of_who_runs_anothers_configuration() -> None:
     asks = config("boxed_judge", {"remote": {"url": "http://b/"}}, url="http://a/v1", model="m", token_env="KEY")
     named = reward_addresses(asks)
     assert named == {"reward.options.url": "http://a/v1 with the value of KEY", "data.reward_options.remote.url": "http://b/"}
-    with pytest.raises(ConfigError, match="where texts and keys would be sent"):
+    with pytest.raises(ConfigError, match="would be sent"):
         check_trust(named, "the recording x", trusted=False)
     assert reward_addresses(config("mine.py:score", url="http://a/")) == {}
 

@@ -1,4 +1,4 @@
-"""Examples as a user runs them: copied, started by the command line, in lockstep, so that the seed decides what comes out."""
+"""Examples as a user gets them: copied by the command line, in lockstep, so that the seed decides what comes out."""
 
 from __future__ import annotations
 
@@ -6,28 +6,57 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from streamrl.bus.memory import MemoryBus
+from streamrl.cli import main
+from streamrl.config.load import load
+from streamrl.data.model import ensure_model
+from streamrl.launch.prepare import prepare
+from streamrl.runtime.run_record import write_or_check
+from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.programs import STREAMRL, surroundings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+LOCKSTEP = ("tasks.max_staleness=0", "run.until_reward=0")
+FEW = 20
+"""Batches that the first and the last reward are means of, as in a run's summary."""
 
 
-def run_example(name: str, place: Path, *overrides: str) -> dict[str, float]:
-    """The run's summary; `place` is an empty folder."""
-    for words in (
-        ["init", "mine", "--example", name],
-        ["up", *_files(name), *_set("tasks.max_staleness=0", "run.until_reward=0", *overrides)],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "streamrl", *words],
-            cwd=place,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=170,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
+async def learned(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> tuple[int, float, float]:
+    """Steps, first and last reward of a run on one event loop; `place` is an empty folder."""
+    monkeypatch.chdir(place)
+    assert main(["init", "mine", "--example", name]) == 0
+    run, config = make_run(place, load(place / _file(name), [*LOCKSTEP, *overrides]))
+    ensure_model(config, run.model_dir)
+    bus = MemoryBus(config.run.name, config.bus)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        await run_to_end(config, run, bus)
+        entries = [entry for entry in await read_ledger(bus, config.run.name) if entry.source == "main"]
+    finally:
+        await bus.close()
+    rewards = [entry.metrics["rollout/raw_reward"] for entry in entries]
+    return len(entries), fmean(rewards[:FEW]), fmean(rewards[-FEW:])
+
+
+def run_example(name: str, place: Path, *overrides: str) -> dict[str, Any]:
+    """The summary of a run with processes of its own; `place` is an empty folder."""
+    done = execute(place, "init", "mine", "--example", name)
+    assert done.returncode == 0, done.stderr
+    done = execute(place, "up", _file(name), *(word for text in (*LOCKSTEP, *overrides) for word in ("--set", text)))
+    assert done.returncode == 0, done.stdout + done.stderr
     [summary] = place.glob("runs/*/summary.json")
     return json.loads(summary.read_text())
+
+
+def execute(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A command of `streamrl`."""
+    command = [sys.executable, *STREAMRL, *words]
+    return subprocess.run(command, cwd=place, env=surroundings(), text=True, capture_output=True, timeout=170, check=False)
 
 
 def remade(name: str, place: Path) -> dict[str, bytes]:
@@ -38,9 +67,6 @@ def remade(name: str, place: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in place.glob("*.jsonl")}
 
 
-def _files(name: str) -> list[str]:
-    return [f"mine/{path.name}" for path in (EXAMPLES / name).glob("*.toml")]
-
-
-def _set(*overrides: str) -> list[str]:
-    return [word for text in overrides for word in ("--set", text)]
+def _file(name: str) -> str:
+    [path] = (EXAMPLES / name).glob("*.toml")
+    return f"mine/{path.name}"

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import EXAMPLES, remade, run_example
+from tests.examples.runs import EXAMPLES, execute, remade, run_example
 
 NAME = "eval_multi_task"
 
 
 @pytest.mark.nats
+@pytest.mark.slow
 def test_the_example_is_evaluated_on_three_sets(tmp_path: Path) -> None:
     summary = run_example(NAME, tmp_path, "run.steps=24", "evaluation.every=12", "trainer.checkpoint_every=12")
     sets = summary["evaluations"]
-    assert list(sets) == ["digits", "letters", "vowels"]  # type: ignore[arg-type]
+    assert list(sets) == ["digits", "letters", "vowels"]
     folder = tmp_path / "runs" / "eval-multi-task" / "evaluations"
     found = {path.name: sorted(one.name for one in path.glob("*.json")) for path in folder.iterdir()}
     assert found == {
@@ -37,17 +36,13 @@ def test_the_example_is_evaluated_on_three_sets(tmp_path: Path) -> None:
 
     # Afterwards, from the checkpoint: the same weights, sampling and seeds, and so the same answers.
     words = ["eval", "eval-multi-task", "--version", "24", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "streamrl", *words], cwd=tmp_path, text=True, capture_output=True, timeout=100, check=False
-    )
+    done = execute(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     again = {one["set"]: one for one in json.loads(done.stdout)}
     for name, one in last.items():
         assert (again[name]["accuracy"], again[name]["pass"], again[name]["version"]) == (one["accuracy"], one["pass"], "0.24")
     words[3] = "7"
-    gone = subprocess.run(
-        [sys.executable, "-m", "streamrl", *words], cwd=tmp_path, text=True, capture_output=True, timeout=100, check=False
-    )
+    gone = execute(tmp_path, *words)
     assert gone.returncode == 1
     assert "got 7: there are 0.12, 0.24" in gone.stderr
 

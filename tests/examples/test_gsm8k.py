@@ -82,7 +82,7 @@ def test_prepare_makes_the_rows(tmp_path: Path) -> None:
     assert pq.read_table(out / "train.parquet").to_pylist() == rows
     assert [json.loads(line) for line in (out / "short.jsonl").read_text().splitlines()] == rows
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "?", "answer": "no number"}) + "\n")
-    with pytest.raises(AssertionError, match=r"expected a solution that ends in '#### number'"):
+    with pytest.raises(AssertionError, match="#### number"):
         execute(tmp_path, str(EXAMPLE / "prepare.py"), str(tmp_path), str(out))
 
 
@@ -127,7 +127,7 @@ def test_lengths_belong_to_rows_and_have_a_heavy_tail(example: Any) -> None:
 
 
 @pytest.mark.nats
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
     limits = ("run.steps=4", "warmup.max_steps=6", "evaluation.num_problems=4", "sampling.max_new_tokens=24", "tasks.batch_tasks=8")
     sets = [word for text in (*SMALL, *limits) for word in ("--set", text)]
@@ -153,7 +153,7 @@ def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.nats
-@pytest.mark.slow
+@pytest.mark.soak
 def test_async_and_lockstep_train_the_same_rollouts(tmp_path: Path) -> None:
     sets = ("--set", "run.steps=5", "--set", "debug.token_delay_s=0.004")
     said = execute(tmp_path, str(EXAMPLE / "async_vs_lockstep.py"), "--out", str(tmp_path / "table.md"), *sets)

@@ -1,19 +1,18 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamrl.config.plugins import resolve
-from tests.examples.runs import EXAMPLES, remade, run_example
+from tests.examples.runs import EXAMPLES, execute, learned, remade, run_example
 
 NAME = "multi_agent"
 
 
 @pytest.mark.nats
+@pytest.mark.soak
 def test_three_roles_learn_together(tmp_path: Path) -> None:
     summary = run_example(NAME, tmp_path, "run.steps=25")
     assert summary["steps"] == 25
@@ -23,8 +22,16 @@ def test_three_roles_learn_together(tmp_path: Path) -> None:
         (["replay", str(run), "--verify"], "have the digest of the ledger"),
         (["inspect", str(run), "300/3"], "agent rewriter/2"),
     ):
-        done = subprocess.run([sys.executable, "-m", "streamrl", *words], text=True, capture_output=True, timeout=170, check=False)
+        done = execute(tmp_path, *words)
         assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.slow
+async def test_the_roles_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, first, last = await learned(NAME, tmp_path, monkeypatch, "run.steps=25")
+    assert steps == 25
+    assert last > first + 0.1
 
 
 @pytest.mark.parametrize(("candidates", "selected", "reward"), [("888", "8", 1.0), ("388", "3", 0.1), ("333", "8", 0.9), ("333", "4", 0.0)])

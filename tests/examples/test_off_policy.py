@@ -32,6 +32,7 @@ def test_every_method_is_accepted_at_every_age(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_run_is_kept_as_a_table_and_not_made_again(tmp_path: Path) -> None:
     command = [str(EXAMPLE / "curves.py"), "run", "--out", str(tmp_path), "--parallel", "1", "--seeds", "1", "--ages", "2"]
     command += ["--batches", "4", "--set", "warmup.max_steps=3", "--set", "tasks.batch_tasks=8"]
@@ -47,10 +48,14 @@ def test_a_run_is_kept_as_a_table_and_not_made_again(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_a_run_that_is_ended_at_its_limit_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of `up` stands what drains, and says that this went well."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     curves, running = importlib.import_module("curves"), importlib.import_module("running")
-    settings = ["warmup.until=1.0", "warmup.max_steps=100000"]
-    assert asyncio.run(running.execute(curves.QUICKSTART, "cut", settings, tmp_path, 12.0)) != 0
+    drains = tmp_path / "drains"
+    drains.write_text("#!/bin/sh\ntrap 'exit 0' TERM\nwhile :; do sleep 0.05; done\n")
+    drains.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(drains))
+    assert asyncio.run(running.execute(curves.QUICKSTART, "cut", [], tmp_path, 1.0)) != 0
 
 
 @pytest.mark.process

@@ -18,6 +18,7 @@ EXAMPLE = EXAMPLES / "openai_agent"
 
 
 @pytest.mark.nats
+@pytest.mark.slow
 def test_an_agent_that_knows_openais_sdk_alone_trains_the_policy(tmp_path: Path) -> None:
     settings = ["run.steps=32", "run.until_reward=0", "tasks.batch_tasks=4", "tasks.max_staleness=0", "gateway.port=0"]
     command = [sys.executable, "-m", "streamrl", "up", str(EXAMPLE / "openai_agent.toml"), "--plain"]

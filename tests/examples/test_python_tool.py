@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.config.plugins import resolve
 from streamrl.sandbox import run_python
-from tests.examples.runs import EXAMPLES, remade, run_example
+from tests.examples.runs import EXAMPLES, learned, remade
 
 NAME = "python_tool"
 
@@ -17,12 +17,12 @@ def of_example(name: str) -> Any:
     return resolve(f"{NAME}.py:{name}", what="an object", key="test", base=EXAMPLES / NAME)
 
 
-@pytest.mark.nats
-def test_it_learns_to_write_programs(tmp_path: Path) -> None:
-    summary = run_example(NAME, tmp_path, "run.steps=24", "tasks.num_rollouts=4")
-    assert summary["steps"] == 24
+@pytest.mark.process
+async def test_it_learns_to_write_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, first, last = await learned(NAME, tmp_path, monkeypatch, "run.steps=24", "tasks.num_rollouts=4")
+    assert steps == 24
     # Means of the first and the last twenty, which share sixteen.
-    assert summary["reward_last"] > summary["reward_first"] + 0.03
+    assert last > first + 0.03
 
 
 @pytest.mark.process

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.plugins import resolve
-from tests.examples.runs import EXAMPLES, remade, run_example
+from tests.examples.runs import EXAMPLES, learned, remade
 
 NAME = "search"
 
@@ -16,11 +16,12 @@ def of_example(name: str) -> Any:
     return resolve(f"{NAME}.py:{name}", what="an object", key="test", base=EXAMPLES / NAME)
 
 
-@pytest.mark.nats
-def test_it_learns_to_search(tmp_path: Path) -> None:
-    summary = run_example(NAME, tmp_path, "run.steps=40")
-    assert summary["steps"] == 40
-    assert summary["reward_last"] > summary["reward_first"] + 0.1
+@pytest.mark.process
+@pytest.mark.slow
+async def test_it_learns_to_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, first, last = await learned(NAME, tmp_path, monkeypatch, "run.steps=40")
+    assert steps == 40
+    assert last > first + 0.1
 
 
 def test_every_question_is_answered_by_the_best_passage() -> None:

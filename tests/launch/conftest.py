@@ -1,14 +1,56 @@
-"""The smallest run, with `up` of its own (`tiny_up.py`)."""
+"""The smallest run, with `up` of its own: as a process (`tiny_up.py`), or within the test."""
 
 from __future__ import annotations
 
+import io
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from streamrl.config.load import load
+from streamrl.launch import up as launch
+from streamrl.launch.local import LocalLauncher
+from streamrl.monitor.outcome import Outcome
+from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.rundir import RunDir
 from tests.support.programs import Start
-from tests.support.tiny import tiny_up, write_tiny
+from tests.support.tiny import tiny_command, tiny_up, write_tiny
+
+
+class Here:
+    """`up` in this process, whose workers are tiny ones."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._out = io.StringIO()
+
+    @property
+    def said(self) -> str:
+        """All lines so far."""
+        return self._out.getvalue()
+
+    async def up(self, mode: str, *overrides: str) -> Outcome:
+        """See `streamrl.launch.up.up`; without a mode it makes its launcher itself."""
+        config = load(self._place / "demo.toml", overrides)
+        run = RunDir(Path(config.run.dir) / config.run.name)
+        launcher = LocalLauncher(run, config, command=tiny_command(run, mode)) if mode else None
+        return await launch.up(config, PlainLines(self._out), launcher=launcher)
+
+    async def notes(self, mode: str, *overrides: str) -> str:
+        """What an `up` that must finish notes, a line each, without the time."""
+        before = len(self.said)
+        assert (await self.up(mode, *overrides)).state == "finished"
+        return "\n".join(line.partition("] ")[2] for line in self.said[before:].splitlines())
+
+    @staticmethod
+    def printed(outcome: Outcome) -> str:
+        """What the command prints at its end."""
+        out = io.StringIO()
+        outcome.print(Console(file=out, width=200, soft_wrap=True))
+        return out.getvalue()
 
 
 @pytest.fixture
@@ -27,3 +69,22 @@ def run(place: Path) -> RunDir:
 def up(place: Path, start: Start) -> Start:
     """Starts `tiny_up.py` in `place`: the mode, then overrides."""
     return tiny_up(start)
+
+
+@pytest.fixture
+def root_log() -> Iterator[None]:
+    """`up` takes the process's log for its own; afterwards it is as it was."""
+    root = logging.getLogger()
+    level, before = root.level, [*root.handlers]
+    yield
+    logging.captureWarnings(False)
+    for handler in root.handlers:
+        if handler not in before:
+            handler.close()
+    root.handlers[:], root.level = before, level
+
+
+@pytest.fixture
+def here(place: Path, root_log: None, monkeypatch: pytest.MonkeyPatch) -> Here:
+    monkeypatch.chdir(place)
+    return Here(place)

@@ -52,7 +52,7 @@ async def test_a_page_that_is_killed_comes_again_under_the_same_address_and_goes
         assert address_of(run) == address
     assert pages(run) == []
     assert address_of(run) == ""
-    assert notes[0] == f"page: {address}" and notes[1].startswith("the page ended with signal SIGKILL")
+    assert notes[0] == f"page: {address}" and "signal SIGKILL" in notes[1]
     assert len(notes) == 2
     assert page_token(run) not in run.log_path("page-0").read_text()
 
@@ -65,7 +65,7 @@ async def test_a_page_that_hangs_writes_its_stacks_and_comes_again(run: RunDir, 
         (first,) = pages(run)
         os.kill(first, signal.SIGSTOP)
         await until(lambda: pages(run) not in ([], [first]) and address_of(run, pid=pages(run)[0]), within_s=90)
-    assert notes[1].startswith("the page ended with signal SIGKILL (silent for 8 s)")
+    assert "SIGKILL (silent for 8 s)" in notes[1]
     assert "most recent call first" in run.log_path("page-0").read_text()
 
 
@@ -82,7 +82,7 @@ async def test_a_page_that_cannot_be_served_is_said_once_and_the_run_goes_on(run
             with open_index(run):
                 async with beside(run, notes):
                     await until(lambda: notes, within_s=60)
-    expected = f"expected port {port} of 127.0.0.1 to be free" if why == "port" else "expected no other page of run 'demo'"
-    assert notes[0].startswith(f"the page ended with exit code 1; {expected}")
+    expected = f"port {port} of" if why == "port" else "no other page"
+    assert "exit code 1; " in notes[0] and expected in notes[0]
     assert len(notes) == 1
     assert pages(run) == []

@@ -27,7 +27,7 @@ async def test_a_run_whose_checkpoints_do_not_fit_the_disk_does_not_start(tmp_pa
     described = {"num_attention_heads": 1, "hidden_size": 1 << 20, "intermediate_size": 1, "num_hidden_layers": 1, "vocab_size": 1 << 40}
     (tmp_path / "config.json").write_text(json.dumps(described))
     config = Config(run=replace(Config().run, dir=str(tmp_path / "runs")))
-    with pytest.raises(LaunchError, match="expected room for two checkpoints") as caught:
+    with pytest.raises(LaunchError, match="two checkpoints") as caught:
         await check_start(replace(config, model=replace(config.model, path=str(tmp_path))), RunDir(tmp_path / "runs" / "demo"))
     assert "run.dir" in caught.value.hint
 
@@ -55,7 +55,7 @@ def model_2b(tmp_path: Path) -> Config:
 async def test_a_trainer_that_does_not_fit_its_gpus_does_not_start(model_2b: Config) -> None:
     notes: list[str] = []
     await check_gpus(model_2b, notes.append)
-    assert len(notes) == 1 and "trainer beside 1 engine on one GPU of 80.0 GiB" in notes[0]
+    assert len(notes) == 1 and "one GPU of 80.0 GiB" in notes[0]
     for trainer, sampled, said in (
         (TrainerConfig(ranks=2, shards=2), 64, r"2, of 1 that torch sees \(trainer.gpu = 0, trainer.ranks = 2\)"),
         (TrainerConfig(check_logprobs=1), 10_000_000, "a rank takes .* for a sample of 10000128 tokens"),
@@ -68,9 +68,9 @@ async def test_a_trainer_that_does_not_fit_its_gpus_does_not_start(model_2b: Con
         await check_gpus(replace(config, trainer=replace(trainer, device="cpu"), engine=EngineConfig()), notes.append)
     tight = replace(model_2b, trainer=TrainerConfig(check_logprobs=1), tasks=replace(model_2b.tasks, max_staleness=3))
     await check_gpus(tight, notes.append)
-    assert "for trainer.check_logprobs" in notes[-1] and "GiB in all where the engine starts first; set engine.sglang" in notes[-1]
+    assert "trainer.check_logprobs" in notes[-1] and "set engine.sglang" in notes[-1]
     little = replace(model_2b.engine, sglang=replace(model_2b.engine.sglang, flags={"mem_fraction_static": 0.02}))
-    with pytest.raises(LaunchError, match=r"a GPU that holds trainer and engine: .* too little for its weights"):
+    with pytest.raises(LaunchError, match="too little for its weights"):
         await check_gpus(replace(model_2b, engine=little), notes.append)
 
 

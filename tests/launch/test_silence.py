@@ -85,8 +85,9 @@ async def test_a_stopped_worker_is_killed_and_restarted_and_its_stacks_are_in_it
         await asyncio.sleep(0.05)
     os.kill(watched.pid, signal.SIGSTOP)
     await watched.restarted()
-    assert watched.notes[0] == "producer-0 has been silent for 3 s: its stacks go to logs/producer-0.log, and it is killed"
-    assert watched.notes[1] == "producer-0 ended with signal SIGKILL (silent for 3 s); restart 1 in 0.05 s"
+    silent, restarted = watched.notes
+    assert "silent for 3 s" in silent and "logs/producer-0.log" in silent
+    assert "SIGKILL (silent for 3 s); restart 1" in restarted
     assert "most recent call first" in watched.log
 
 

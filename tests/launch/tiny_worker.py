@@ -23,10 +23,12 @@ async def learn(run: RunDir, mode: str) -> None:
     from streamrl.schemas.codec import encode
     from streamrl.schemas.events import Event
     from streamrl.schemas.subjects import Subjects
-    from tests.support.tiny import learned
+    from tests.support.tiny import evaluated, learned
 
     async with connected(run) as bus:
         await learned(bus, run.name)
+        await evaluated(bus, run.name, 0, 0.125)
+        await evaluated(bus, run.name, 30, 0.875)
         while mode == "learn-and-stay":
             await asyncio.sleep(600)
         finished = Event(kind="finished", worker="trainer-0", detail={"version": "0.30"})

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
 
 import msgspec
 import pytest
@@ -21,6 +23,19 @@ MakeEntry = Callable[..., LedgerEntry]
 def as_line(entry: LedgerEntry) -> LedgerLine:
     """The way an entry reaches a view: over the wire."""
     return decode(encode(entry), LedgerLine)
+
+
+def kept(thing: object) -> int:
+    """Objects that `thing` holds on to, itself included."""
+    seen: set[int] = set()
+    waiting = [thing]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(one))
+        waiting += gc.get_referents(one)
+    return len(seen)
 
 
 @pytest.fixture

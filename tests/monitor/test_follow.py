@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus.protocol import Bus, StreamState
 from streamrl.config.metrics import MetricsConfig
 from streamrl.monitor import trained
 from streamrl.monitor.follow import Follower, read_totals
@@ -120,7 +121,13 @@ async def test_reading_history_does_not_count_as_training_speed(bus: Bus, run_id
 async def test_catching_up_gives_up_in_the_end(bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     view = RunView(run_id)
     async with Follower(bus, view) as follower:
-        monkeypatch.setattr(follower, "_after", {stream: -1 for stream in follower._after})
+        state = bus.state
+
+        async def further(stream: str) -> StreamState:
+            found = await state(stream)
+            return replace(found, last=found.last + 1)  # a message that never comes
+
+        monkeypatch.setattr(bus, "state", further)
         await asyncio.wait_for(follower.catch_up(within_s=0.05), 20)
 
 

@@ -22,9 +22,11 @@ from tests.support.harness import read_ledger
 from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, said
 
-pytestmark = [pytest.mark.nats, pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.nats, pytest.mark.process]
 
 NAME = "goodput"
+NUM = 20
+"""Batches before, and after, a producer is killed."""
 TOML = f"""
 [run]
 name = "{NAME}"
@@ -36,7 +38,7 @@ chat_template = false
 [sampling]
 max_new_tokens = 64
 [evaluation]
-every = 20
+every = 10
 [tasks]
 batch_tasks = 3
 num_rollouts = 2
@@ -103,7 +105,9 @@ async def streams(run: RunDir) -> tuple[list[LedgerEntry], dict[int, dict[int, i
     return entries, stored
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["drained", "killed"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(False, marks=pytest.mark.soak), pytest.param(True, marks=pytest.mark.slow)], ids=["drained", "killed"]
+)
 async def test_sampled_tokens_are_published_or_cut_and_published_ones_trained_dropped_or_waiting(
     start: Start, tmp_path: Path, killed: bool
 ) -> None:
@@ -112,14 +116,14 @@ async def test_sampled_tokens_are_published_or_cut_and_published_ones_trained_dr
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+1=", "label": str(a + 1)}) + "\n" for a in range(8)))
     run = RunDir(tmp_path / "runs" / NAME)
     process = await start(*STREAMRL, "up", "goodput.toml", "--plain")
-    await until(lambda: run.metrics.exists() and len(rows(run, "batch")) > 30, within_s=180)
+    await until(lambda: run.metrics.exists() and len(rows(run, "batch")) > NUM, within_s=180)
     if killed:
         pid = worker_pid(run, "producer", 1)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         before = len(rows(run, "batch"))
         await until(lambda: worker_pid(run, "producer", 1) not in (None, pid), within_s=90)
-        await until(lambda: len(rows(run, "batch")) > before + 30, within_s=180)
+        await until(lambda: len(rows(run, "batch")) > before + NUM, within_s=180)
     process.send_signal(signal.SIGINT)
     code, out, err = await said(process)
     assert (code, err) == (0, ""), out

@@ -22,7 +22,7 @@ from streamrl.schemas.subjects import LEDGER, METRICS, SAMPLES, kind_of
 from tests.support.harness import make_run, run_to_end
 from tests.support.world.world import table_config
 
-pytestmark = [pytest.mark.process, pytest.mark.slow]
+pytestmark = [pytest.mark.process, pytest.mark.soak]
 
 STEPS = 120
 CODE = """

@@ -1,4 +1,4 @@
-"""Every declared metric has a real run in which it is finite and moves, or a word on why it stays or when it exists; no other is seen."""
+"""Every declared metric has a real run in which it is finite and moves, or a word on why it stays or when it exists."""
 
 from __future__ import annotations
 
@@ -12,54 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.bus import connect
-from streamrl.bus.server import NatsServer
 from streamrl.monitor.metrics_file import decoded, files
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.codec import decode
-from streamrl.schemas.events import MetricReport
-from streamrl.schemas.subjects import METRICS as REPORTS
 from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
-from streamrl.telemetry.names import LENGTHS, METRICS
+from streamrl.telemetry.names import METRICS
 from tests.support.digits import TABLE, TRANSFORMER, write_digits
-from tests.support.harness import read_ledger
 from tests.support.processes import worker_pid
-from tests.support.programs import STREAMRL, Start, said
-
-pytestmark = [pytest.mark.nats, pytest.mark.process]
-
-
-async def reported(run: RunDir) -> tuple[set[str], set[str]]:
-    """Names of all values, and of all histograms, in the ledger and in the workers' reports."""
-    server = NatsServer(run.bus_store)
-    server.start()
-    try:
-        bus = await connect(server.address, "digits", run.load_config().bus)
-        entries = await read_ledger(bus, "digits")
-        state = await bus.state(REPORTS)
-        reports = [
-            decode((await bus.fetch(REPORTS, number)).body, MetricReport, where="reports") for number in range(state.first, state.last + 1)
-        ]
-        await bus.close()
-    finally:
-        server.stop()
-    assert reports and entries
-    values = {name for entry in entries for name in entry.metrics}
-    values |= {name for one in reports for group in (one.mean, one.sum, one.max, one.last) for name in group}
-    return values, {name for one in (*entries, *reports) if isinstance(one.histograms, dict) for name in one.histograms}
-
-
-async def test_every_name_without_a_condition_is_seen_and_every_name_that_is_seen_is_declared(start: Start, tmp_path: Path) -> None:
-    write_digits(tmp_path, TABLE)
-    code, _, err = await said(await start(*STREAMRL, "up", "run.toml", "--plain", "--set", "metrics.window_s=1"))
-    assert (code, err) == (0, "")
-    run = RunDir(tmp_path / "runs" / "digits")
-    rows = [decoded(line) for path in files(run.metrics) for line in path.read_bytes().splitlines()]
-    seen = {name for row in rows if row is not None for name, value in row.values.items() if math.isfinite(value)}
-    assert [name for name, one in METRICS.items() if not one.when and name not in seen] == []
-    assert {"eval/heldout", "train/answer_probability", "tokens/evaluated_total", "lengths/dropped_p50"} <= seen
-    values, histograms = await reported(run)
-    assert values - METRICS.keys() == set() and histograms <= LENGTHS.keys() and "lengths/trained" in histograms
+from tests.support.programs import STREAMRL, Start
 
 
 def test_conditions_are_those_of_declared_metrics() -> None:
@@ -173,6 +132,7 @@ async def to_move(names: set[str], look: Callable[[], set[str]], *, within_s: fl
     assert sorted(names - look()) == []
 
 
+@pytest.mark.nats
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_every_name_without_a_condition_moves_in_a_run_that_has_all_troubles(start: Start, tmp_path: Path) -> None:
@@ -189,7 +149,8 @@ async def test_every_name_without_a_condition_moves_in_a_run_that_has_all_troubl
         await to_move(OF_TROUBLED, look, within_s=400)
 
 
-@pytest.mark.slow
+@pytest.mark.nats
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 async def test_names_of_scores_and_corrections_move_in_a_run_that_has_them_all(start: Start, tmp_path: Path) -> None:
     table = TABLE.replace("[engine]\nkind", "[engine]\nslots = 64\nkind").replace("[sampling]\nmax_new_tokens = 3\n", "")

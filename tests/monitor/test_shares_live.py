@@ -42,7 +42,9 @@ function = "code.py:producer"
 [reward]
 kind = "code.py:reward"
 [debug]
-token_delay_s = 0.01
+token_delay_s = 0.05
+[metrics]
+window_s = 4
 [supervise]
 backoff_s = 3.0
 """
@@ -53,12 +55,12 @@ import asyncio
 async def producer(task, engine):
     chat = engine.chat(task)
     await chat.generate()
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0.1)
     return chat.episode()
 
 
 async def reward(task, episode):
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
     return 1.0
 """
 

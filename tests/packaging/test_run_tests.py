@@ -104,27 +104,25 @@ def test_runs_that_are_made_together_are_read_each_by_itself(folder: Path) -> No
     assert sum(line.startswith("tests: slowest: ") for line in said.lines) == 2
 
 
-@pytest.mark.parametrize("arguments", [ALONE, WORKERS])
-def test_one_that_always_fails(folder: Path, arguments: str) -> None:
+def test_one_that_always_fails(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES + FAILS)
-    said = run(folder, arguments)
+    said = run(folder, ALONE)
     assert (said.code, said.closing) == (1, "1 passed, 1 failed")
     assert said.has("retried: test_a.py::test_fails: first failed, then failed")
     assert said.has("FAILED failed: test_a.py::test_fails")
 
 
-@pytest.mark.parametrize("arguments", [ALONE, WORKERS])
-def test_slow_ones_are_left_out_where_that_is_asked_for_and_it_is_said(folder: Path, arguments: str) -> None:
+def test_slow_ones_are_left_out_where_that_is_asked_for_and_it_is_said(folder: Path) -> None:
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: slow\n    soak: one\n")
     more = ("slow", "soak")
     (folder / "test_a.py").write_text(
         PASSES + "import pytest\n" + "".join(f"@pytest.mark.{one}\ndef test_{one}():\n    assert False\n" for one in more)
     )
     slow, soak = (f"; tests marked {one} were left out: {by} runs them" for one, by in zip(more, (".ci/run", "make soak"), strict=True))
-    said = run(folder, "--tier", "test", arguments)
+    said = run(folder, "--tier", "test", ALONE)
     assert (said.code, said.closing) == (0, f"1 passed, 0 failed{slow}{soak}")
-    assert run(folder, "--tier", "ci", arguments).closing == f"1 passed, 1 failed{soak}"
-    assert run(folder, arguments).closing == "1 passed, 2 failed"
+    assert run(folder, "--tier", "ci", ALONE).closing == f"1 passed, 1 failed{soak}"
+    assert run(folder, ALONE).closing == "1 passed, 2 failed"
 
 
 @pytest.mark.parametrize("test", [FAILS_ONCE, DIES_ONCE])
@@ -191,7 +189,7 @@ def test_a_file_that_cannot_be_collected(folder: Path, arguments: str) -> None:
     assert any(line.startswith("tests: FAILED cannot be collected: test_b.py") for line in said.lines)
 
 
-@pytest.mark.parametrize("arguments", [ALONE, WORKERS, f"{ALONE} --no-such-option", f"{ALONE} -k nothing", f"{ALONE} nowhere"])
+@pytest.mark.parametrize("arguments", [ALONE, f"{ALONE} --no-such-option", f"{ALONE} -k nothing", f"{ALONE} nowhere"])
 def test_no_tests_are_no_success(folder: Path, arguments: str) -> None:
     if "-k" in arguments:
         (folder / "test_a.py").write_text(PASSES)

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COUNTED = "import sys, tests.conftest; assert 'torch' not in sys.modules; import torch; print(torch.get_num_threads())"
+SET = "import os, sys, tests.conftest; assert 'torch' not in sys.modules; print(os.environ['OMP_NUM_THREADS'])"
+"""What torch reads when it is loaded."""
 
 
 @pytest.mark.process
 def test_a_process_of_tests_has_one_thread() -> None:
     surroundings = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", SET], cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
     assert done.stdout == "1\n", done.stderr

@@ -112,7 +112,7 @@ async def test_a_port_that_is_taken_is_a_sentence(run: RunDir) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         from aiohttp import web
 
-        with pytest.raises(LaunchError, match="to be free for the page"):
+        with pytest.raises(LaunchError, match="to be free"):
             async with served(web.Application(), taken.getsockname()[1]):
                 pass
 

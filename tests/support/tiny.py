@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
 from streamrl.bus.protocol import Bus
+from streamrl.launch.local import Command
+from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
@@ -30,6 +33,7 @@ drain_s = 5
 backoff_s = 0.05
 """
 TINY_UP = Path(__file__).parents[1] / "launch" / "tiny_up.py"
+TINY_WORKER = TINY_UP.with_name("tiny_worker.py")
 
 
 def write_tiny(place: Path, toml: str = TOML) -> None:
@@ -37,6 +41,11 @@ def write_tiny(place: Path, toml: str = TOML) -> None:
     (place / "demo.toml").write_text(toml)
     rows = [{"prompt": f"{a}+{a}=", "label": str(a + a)} for a in range(4)]
     (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def tiny_command(run: RunDir, mode: str) -> Command:
+    """The command line of a tiny worker in the place of a real one."""
+    return lambda kind, index: (sys.executable, str(TINY_WORKER), kind, str(run.path), mode)
 
 
 def tiny_up(start: Start) -> Start:
@@ -63,12 +72,13 @@ def ledger_entry(run: str, number: int) -> LedgerEntry:
 
 
 async def learned(bus: Bus, run: str, first: int = 1, last: int = 30) -> None:
-    """Publish the ledger entries of these batches, then the evaluations of versions 0 and 30 that are among them."""
-    subjects = Subjects(run)
+    """Publish the ledger entries of these batches."""
     for number in range(first, last + 1):
-        await bus.publish(subjects.ledger("main"), encode(ledger_entry(run, number)), id=f"0.{number}")
-    for number, accuracy in ((0, 0.125), (30, 0.875)):
-        if first - 1 <= number <= last:
-            version, problem = f"0.{number}", {"prompt": "1+1=", "expected": "2", "got": "2" if number else "5"}
-            detail = {"version": version, "versions": [version, version], "accuracy": accuracy, "num": 8, "problems": [problem]}
-            await bus.publish(subjects.events("evaluation"), encode(Event(kind="evaluation", worker="evaluator-0", detail=detail)))
+        await bus.publish(Subjects(run).ledger("main"), encode(ledger_entry(run, number)), id=f"0.{number}")
+
+
+async def evaluated(bus: Bus, run: str, number: int, accuracy: float) -> None:
+    """Publish an evaluation of a version."""
+    version, problem = f"0.{number}", {"prompt": "1+1=", "expected": "2", "got": "2" if accuracy > 0.5 else "5"}
+    detail = {"version": version, "versions": [version, version], "accuracy": accuracy, "num": 8, "problems": [problem]}
+    await bus.publish(Subjects(run).events("evaluation"), encode(Event(kind="evaluation", worker="evaluator-0", detail=detail)))
