@@ -1,108 +1,23 @@
-"""A gateway in this process: the worker on a bus, a table engine behind HTTP, and clients of it."""
-
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-import aiohttp
-import numpy as np
-import pytest
-from msgspec.structs import replace
+import pytest_asyncio
 
-from streamrl.bus.memory import MemoryBus
-from streamrl.config.gateway import GatewayConfig
-from streamrl.config.tree import BusConfig, Config, DataConfig, EngineConfig, ModelConfig, RunConfig, TrainerConfig
-from streamrl.producers.gateway.worker import addresses, main
-from streamrl.runtime.rundir import RunDir
-from streamrl.runtime.worker import Worker
-from tests.producers.conftest import ACK_WAIT_S, Loop
-from tests.producers.conftest import loop as on_both_buses
-from tests.support.policies import make_model, script
-from tests.support.processes import until
-
-__all__ = ["on_both_buses"]
-PROMPT: Any = [{"role": "user", "content": "3+4"}]
+from streamrl.bus.protocol import Bus
+from streamrl.config.tree import BusConfig
+from tests.support.producing import Loop, make_loop, memory_loop
 
 
-@pytest.fixture
-def loop(tmp_path: Path, run_id: str) -> Loop:
+@pytest_asyncio.fixture
+async def loop(tmp_path: Path, run_id: str) -> AsyncIterator[Loop]:
     """A run on the in-process bus."""
-    run_dir = RunDir(tmp_path / run_id)
-    run_dir.create()
-    tokenizer = make_model(run_dir.model_dir)
-    config = Config(
-        run=RunConfig(name=run_id),
-        model=ModelConfig(max_len=128),
-        data=DataConfig(train="unused.jsonl"),
-        engine=EngineConfig(kind="table"),
-        trainer=TrainerConfig(backend="table"),
-        bus=BusConfig(ack_wait_s=ACK_WAIT_S, samples_bytes=1_000_000),
-    )
-    return Loop(MemoryBus(run_id, config.bus), config, run_dir, tokenizer)
+    made = await memory_loop(tmp_path, run_id)
+    yield made
+    await made.bus.close()
 
 
-class Gateway:
-    """One that serves, and a raw client of it."""
-
-    def __init__(self, loop: Loop, worker: Worker, url: str, http: aiohttp.ClientSession) -> None:
-        self.loop = loop
-        self.worker = worker
-        self.url = url
-        self.key = loop.run_dir.gateway_key()
-        self._http = http
-
-    async def post(self, path: str, body: Any, key: str = "", **headers: str) -> tuple[int, Any]:
-        """Status and answer of a request; `body` is JSON, or bytes as they are."""
-        data = {"data": body} if isinstance(body, bytes) else {"json": body}
-        given = {"Authorization": f"Bearer {key}"} | {name.replace("_", "-"): value for name, value in headers.items()}
-        async with self._http.post(self.url + path, headers=given, **data) as answer:
-            return answer.status, await answer.json()
-
-    async def start(self, **body: Any) -> dict[str, Any]:
-        """A session."""
-        status, told = await self.post("/rl/start_session", body, self.key)
-        assert status == 200, told
-        return told
-
-    async def chat(self, key: str, messages: Any, **body: Any) -> dict[str, Any]:
-        """An answered call."""
-        status, answer = await self.post("/v1/chat/completions", {"model": "policy", "messages": messages, **body}, key)
-        assert status == 200, answer
-        return answer
-
-    async def end(self, key: str, reward: float | None = None) -> None:
-        """End a session."""
-        if reward is not None:
-            assert (await self.post("/rl/set_reward", {"reward": reward}, key))[0] == 200
-        assert (await self.post("/rl/end_session", {}, key))[0] == 200
-
-
-@contextlib.asynccontextmanager
-async def gateway(
-    loop: Loop, *, logits: np.ndarray | None = None, engine: bool = True, index: int = 0, **config: Any
-) -> AsyncIterator[Gateway]:
-    """A gateway worker until the end, with an engine unless there is one already."""
-    worker = loop.worker(index, kind="gateway", config=replace(loop.config, gateway=GatewayConfig(**{"wait_s": 5.0, **config})))
-    async with contextlib.AsyncExitStack() as opened:
-        if engine:
-            await opened.enter_async_context(loop.engine(logits))
-        await opened.enter_async_context(loop.serving(main, worker))
-        await until(lambda: worker.name in addresses(loop.run_dir) and worker.detail().get("address"))
-        http = await opened.enter_async_context(aiohttp.ClientSession())
-        yield Gateway(loop, worker, worker.detail()["address"], http)
-
-
-def tool_policy(loop: Loop) -> np.ndarray:
-    """Logits of a policy that asks (`?`) half of the time and answers 7 otherwise."""
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
-    row = logits[0, loop.tokenizer.encode("<|assistant|>")[0]]
-    row[loop.tokenizer.encode("?")[0]] = 30.0
-    return logits
-
-
-def shown(loop: Loop, sample: Any) -> str:
-    """The text of a sample's trained tokens."""
-    return loop.tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist())
+@pytest_asyncio.fixture
+async def on_both_buses(tmp_path: Path, run_id: str, make_bus: Callable[[BusConfig], Awaitable[Bus]]) -> Loop:
+    return await make_loop(tmp_path, run_id, make_bus)

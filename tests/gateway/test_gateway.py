@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from streamrl.core.seeds import rollout_seed
-from tests.gateway.conftest import PROMPT, gateway, shown, tool_policy
-from tests.producers.conftest import Loop, samples_in
+from tests.support.gateways import PROMPT, gateway, shown, tool_policy
+from tests.support.producing import Loop, samples_in
 
 
 async def test_sessions_become_the_samples_of_their_task(on_both_buses: Loop) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from streamrl.producers.gateway.keys import Keys
-from tests.gateway.conftest import PROMPT, gateway
-from tests.producers.conftest import Loop
+from tests.support.gateways import PROMPT, gateway
+from tests.support.producing import Loop
 
 CHAT = {"model": "policy", "messages": PROMPT}
 DEEP = b'{"model": "policy", "messages": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"

@@ -8,8 +8,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.gateway.conftest import PROMPT, Gateway, gateway, shown, tool_policy
-from tests.producers.conftest import Loop, samples_in
+from tests.support.gateways import PROMPT, Gateway, gateway, shown, tool_policy
+from tests.support.producing import Loop, samples_in
 
 pytestmark = pytest.mark.process  # the SDK asks `uname` for the machine
 

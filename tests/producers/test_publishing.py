@@ -16,7 +16,7 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import LogprobMode, Sample, VersionSpan
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
-from tests.producers.conftest import Loop, samples_in, tombstones_in
+from tests.support.producing import Loop, samples_in, tombstones_in
 
 NUM_ROLLOUTS = 6
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.conftest import gateway
-from tests.producers.conftest import Loop
+from tests.support.gateways import gateway
 from tests.support.needs import need, openenv_python
+from tests.support.producing import Loop
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
 

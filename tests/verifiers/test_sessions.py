@@ -18,10 +18,10 @@ from streamrl.producers.verifiers.worker import main
 from streamrl.schemas.codec import encode
 from streamrl.schemas.samples import Sample, Status
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.gateway.conftest import gateway
-from tests.producers.conftest import Loop, samples_in, tombstones_in
 from tests.support.errors import raises
+from tests.support.gateways import gateway
 from tests.support.processes import until
+from tests.support.producing import Loop, samples_in, tombstones_in
 
 TASKSET = Path(__file__).with_name("tasks.py")
 LONG_S = 150.0

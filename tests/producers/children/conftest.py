@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest_asyncio
 
-from tests.producers.user_code import Workshop
 from tests.support.policies import make_model, script, start_engine
+from tests.support.user_code import Workshop
 
 
 @pytest_asyncio.fixture

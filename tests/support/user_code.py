@@ -92,6 +92,7 @@ class Workshop:
         limits: Limits | None = None,
         count: int = 1,
         scoring: Scoring | None = None,
+        max_deaths: int = 4,
         **hello: Any,
     ) -> AsyncIterator[GroupRunner]:
         """A started runner; a producer or reward that is not named is the built-in one, in this process."""
@@ -119,7 +120,7 @@ class Workshop:
             max_len=128,
             chat_template=True,
             children=children,
-            max_deaths=4,
+            max_deaths=max_deaths,
         )
         try:
             await runner.start()
