@@ -21,6 +21,7 @@ import msgspec
 from streamrl.errors import ConfigError, LaunchError, SchemaError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import Call, Limits
+from streamrl.producers.children.cores import Cores
 from streamrl.producers.children.main_thread import END_SIGNAL
 from streamrl.producers.children.output import LineBudget, pass_on
 from streamrl.producers.children.pipes import FrameReader, LineReader
@@ -105,6 +106,7 @@ class Child:
             theirs_down.close()
             theirs_up.close()
             os.close(alive)
+        self.cores = Cores(self._process.pid)
         self._opening = asyncio.ensure_future(self._open(down, up, hello))
 
     async def _open(self, down: socket.socket, up: socket.socket, hello: frames.Hello) -> None:
@@ -392,5 +394,6 @@ class Child:
         while self._process.poll() is None:  # noqa: ASYNC110  # SIGKILL has been sent
             await asyncio.sleep(0.01)
         os.close(self._alive)
+        self.cores.close()
         for transport in (self._transport, self._up, self._out):
             transport.close()

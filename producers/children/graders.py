@@ -27,6 +27,7 @@ from streamrl.config.tree import RewardConfig
 from streamrl.errors import SchemaError
 from streamrl.producers.children import frames
 from streamrl.producers.children.calls import Call, Limits
+from streamrl.producers.children.child import Child
 from streamrl.producers.children.hung import Patience, Running
 from streamrl.producers.children.seats import Seat, Seats
 from streamrl.producers.episode import Episode, bare
@@ -54,6 +55,11 @@ class Scoring(msgspec.Struct, frozen=True):
     """Processes; 0: one a core, at most four."""
     concurrency: int = 64
     max_hung: int = 2
+    answer_s: float = 5.0
+    """That a call may take to end once it is told to, over its limit, before its process is killed."""
+    ends_s: float = 0.5
+    """The same while more than `max_hung` hang: one that has to wait for a core needs some of it, and
+    a process takes as much of a core to start."""
 
     @classmethod
     def of(cls, config: RewardConfig) -> Scoring:
@@ -92,13 +98,14 @@ class Graders:
 
     def __init__(self, hello: frames.Hello, scoring: Scoring) -> None:
         self._max_hung = scoring.max_hung
-        self._limits = Limits(idle_s=math.inf, total_s=scoring.timeout_s)
+        self._limits = Limits(idle_s=math.inf, total_s=scoring.timeout_s, answer_s=scoring.answer_s)
         self._seats = Seats(
             hello,
             self._limits,
             children=scoring.children,
             concurrency=scoring.concurrency,
             max_hung=scoring.max_hung,
+            ends_s=scoring.ends_s,
             looked=self._looked,
             waits=self._look_at_seats,
         )
@@ -119,9 +126,14 @@ class Graders:
         return self._seats.crew.notice
 
     @property
+    def processes(self) -> list[Child]:
+        """Those that have been started and not buried."""
+        return self._seats.crew.all
+
+    @property
     def pids(self) -> list[int]:
         """Of its processes."""
-        return [child.pid for child in self._seats.crew.all]
+        return [child.pid for child in self.processes]
 
     def take_hung(self) -> Hung:
         """What hangs now."""
@@ -201,7 +213,7 @@ class Graders:
                     lambda number, child=child: Call(number, self._limits, task=task.index, engine=None, send=child.send),
                     lambda call: frames.Score(call.number, task, episodes),
                 )
-                running = Running(self._patience.num_ended, began_s=time.monotonic(), first=call.number == 1)
+                running = Running(self._patience.num_ended, began_s=time.monotonic(), first=call.number == 1, before=child.cores.look())
                 self._running[call] = _Runs(seat, running, answer)
                 try:
                     given = await child.wait(call)
@@ -210,7 +222,7 @@ class Graders:
             if given == Call.TIMEOUT:
                 return TimeoutError(call.expired)
             if isinstance(given, frames.Scored):
-                running.look(time.monotonic(), call.spent_s)
+                running.look(time.monotonic(), call.spent_s, child.cores.look())
                 self._patience.ended(running)
                 return given
             why = child.lost
@@ -231,8 +243,9 @@ class Graders:
     def _looked(self) -> None:
         now_s = time.monotonic()
         for call, runs in self._running.items():
-            runs.time.look(now_s, call.spent_s)
-        times = {call: runs.time for call, runs in self._running.items()}
+            runs.time.look(now_s, call.spent_s, runs.seat.child.cores.look(state=True))
+        # One that has ended is still among them until its own task has run again: where this process had to wait, that may be later.
+        times = {call: runs.time for call, runs in self._running.items() if not call.done.done()}
         for call in self._patience.too_many(times, seats=self._seats.number):
             self._give_up(call)
         hung = sorted((runs for runs in self._running.values() if self._patience.hangs(runs.time)), key=lambda runs: -runs.time.spent_s)

@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
+from streamrl.producers.children.cores import Had
+
 K = TypeVar("K")
 
 UNWATCHED_S = 0.2
@@ -45,10 +47,18 @@ class Running(msgspec.Struct):
     """By the caller's clock."""
     first: bool = False
     """Of its process."""
+    before: Had = Had()
+    """What its process had had when it began."""
 
-    def look(self, now_s: float, watched_s: float) -> None:
-        """Count what it has had by `now_s`: the time that was watched, and what may not have been counted yet."""
-        self.spent_s = min(now_s - self.began_s, watched_s + UNWATCHED_S)
+    def look(self, now_s: float, watched_s: float, had: Had) -> None:
+        """Count what it has had by `now_s`: the time that was watched, and what may not have been counted yet.
+
+        Time in which its process waited for a core is nobody's: beside other work a call that is as quick as any may wait for many times
+        as long as others take. While the process could run, it has had what it had on a core.
+        """
+        waited_s = had.queued_s - self.before.queued_s
+        had_s = had.ran_s - self.before.ran_s if had.runnable else now_s - self.began_s - waited_s
+        self.spent_s = max(self.spent_s, min(had_s, watched_s + UNWATCHED_S))
 
 
 class Patience:

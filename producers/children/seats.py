@@ -15,9 +15,6 @@ from streamrl.producers.children.crew import CORES, Crew, default_count
 from streamrl.producers.children.frames import Hello
 
 _TICK_S = 0.1
-_ENDS_S = 0.5
-"""That a call may take to end once it is told to, while more than `max_hung` do. One that has to wait for a core needs some of it, and a
-process takes as much of a core to start."""
 _DOUBTED = 8
 """Calls that hang and are waited for, as no other has been slow enough lately: they have slots, too, beside the `max_hung`, so that they
 keep no seats."""
@@ -41,6 +38,7 @@ class Seats:
         children: processes; 0: one a core, at most four.
         concurrency: calls of async functions at once.
         max_hung: slots for calls that hang.
+        ends_s: that a call may take to end once it is told to, while more than `max_hung` do.
         looked: called ten times a second, after a look at all processes.
         waits: called when calls wait for seats.
     """
@@ -53,6 +51,7 @@ class Seats:
         children: int,
         concurrency: int,
         max_hung: int,
+        ends_s: float,
         looked: Callable[[], None],
         waits: Callable[[], None],
     ) -> None:
@@ -62,6 +61,7 @@ class Seats:
         self._count = children or default_count()
         self._concurrency = concurrency
         self._max_hung = max_hung
+        self._ends_s = ends_s
         self._waits = waits
         self._shared: list[Child] = []
         self._waiting: deque[asyncio.Future[Seat]] = deque()
@@ -193,9 +193,9 @@ class Seats:
 
     def kill_deaf(self) -> None:
         """Of the processes of plain functions whose call was told to end and goes on, leave no more than may hang."""
-        deaf = [child for child in self._shared if self.plain and child.leaving_s > _ENDS_S]
+        deaf = [child for child in self._shared if self.plain and child.leaving_s > self._ends_s]
         for child in deaf[: max(0, len(deaf) - self._max_hung)]:
-            child.kill(f"a call did not end within {_ENDS_S:g} s, and too many of them hang")
+            child.kill(f"a call did not end within {self._ends_s:g} s, and too many of them hang")
 
     def _bury_useless(self) -> None:
         for child in [child for child in self._shared if child.lost or (child.worn and not child.num_jobs and not child.num_leaving)]:

@@ -13,8 +13,8 @@ from streamrl.producers.episode import Episode, Segment
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
-from tests.producers.user_code import CODE, Workshop
 from tests.support.processes import until
+from tests.support.user_code import CODE, Workshop
 
 pytestmark = pytest.mark.process
 
@@ -46,7 +46,7 @@ async def graders(workshop: Workshop, name: str) -> Graders:
     path = workshop.folder / "code.py"
     path.write_text(CODE + HANGS)
     hello = Hello(reward=f"{path}:{name}", model_dir="", max_len=32, chat_template=True, memory_bytes=0)
-    made = Graders(hello, Scoring(timeout_s=60.0, children=1))
+    made = Graders(hello, Scoring(timeout_s=600.0, children=1, answer_s=600.0))
     await made.start()
     return made
 
@@ -55,7 +55,7 @@ async def graders(workshop: Workshop, name: str) -> Graders:
 async def test_a_call_that_is_cancelled_in_any_moment_ends_in_its_process(workshop: Workshop, name: str) -> None:
     """Before its process has heard of it, before its function has begun, or later: 40 moments of the first two milliseconds."""
     pool = await graders(workshop, name)
-    (child,) = pool._seats.crew.all
+    (child,) = pool.processes
     try:
         for moment in range(120):
             call = asyncio.create_task(pool.score(workshop.task(1 + moment, 1), EPISODES))
@@ -64,7 +64,7 @@ async def test_a_call_that_is_cancelled_in_any_moment_ends_in_its_process(worksh
             await asyncio.sleep(moment % 40 * 5e-5)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
-            await until(lambda: not child.num_leaving, within_s=4)
+            await until(lambda: not child.num_leaving)
         assert await pool.score(workshop.task(0, 1), EPISODES) == [RewardValue(1.0)]
         assert pool.pids == [child.pid] and not child.lost
     finally:

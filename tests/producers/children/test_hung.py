@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from streamrl.producers.children.cores import Had
 from streamrl.producers.children.hung import LEAST_S, UNWATCHED_S, Patience, Running
 
 
@@ -118,7 +121,24 @@ def test_the_first_call_of_a_process_may_load_what_later_ones_find() -> None:
 
 def test_a_short_call_has_had_its_own_time_and_a_suspended_one_what_was_watched() -> None:
     call = Running(0, began_s=10.0)
-    call.look(10.05, 0.0)
+    call.look(10.05, 0.0, Had())
     assert abs(call.spent_s - 0.05) < 1e-9, "the watch has not counted it yet"
-    call.look(500.0, 1.0)
+    call.look(500.0, 1.0, Had())
     assert call.spent_s == 1.0 + UNWATCHED_S
+
+
+@pytest.mark.parametrize(
+    ("had", "spent_s"),
+    [
+        (Had(ran_s=5.25, queued_s=3.0), 2.0),  # it sleeps, and never waited
+        (Had(ran_s=5.25, queued_s=4.75), 0.25),  # it sleeps, and waited before
+        (Had(ran_s=5.25, queued_s=3.0, runnable=True), 0.25),  # it waits since it began, and how long is not counted yet
+        (Had(ran_s=7.0, queued_s=3.0, runnable=True), 2.0),  # it has had a core all the time
+    ],
+)
+def test_time_in_which_its_process_waits_for_a_core_is_nobodys(had: Had, spent_s: float) -> None:
+    call = Running(0, began_s=10.0, before=Had(ran_s=5.0, queued_s=3.0))
+    call.look(12.0, 60.0, had)
+    assert call.spent_s == spent_s
+    call.look(12.5, 60.0, had._replace(runnable=True))
+    assert call.spent_s == spent_s, "what it has had it keeps"
