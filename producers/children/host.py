@@ -14,12 +14,11 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from streamrl.config.tree import RewardConfig
-from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError, EngineError, SchemaError, StreamRLError
 from streamrl.producers.children import frames
 from streamrl.producers.children.main_thread import MainThread, Wear
@@ -32,6 +31,9 @@ from streamrl.producers.functions import FunctionProducer, describe, make_produc
 from streamrl.producers.protocol import Context, Failure
 from streamrl.rewards.factory import make_reward
 from streamrl.sandbox.sandbox import waits_for_slot
+
+if TYPE_CHECKING:
+    from streamrl.data.tokenizer import Tokenizer
 
 logger = logging.getLogger("streamrl.producers.user")
 
@@ -68,7 +70,7 @@ class Host:
         self._send = link.send
         self._asking: dict[int, Asking] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._tokenizer = load_tokenizer(Path(hello.model_dir)) if hello.function else None
+        self._tokenizer = _tokenizer(hello.model_dir) if hello.function else None
         self._producer = make_producer(hello.function, key=hello.function_key, in_thread=in_thread) if hello.function else None
         config = RewardConfig(kind=hello.reward, options=hello.reward_options, key=hello.reward_key)
         self.main_thread = MainThread()
@@ -196,6 +198,13 @@ class Host:
             self._send(frame)
         except SchemaError as error:
             self._send(failed(error.message))
+
+
+def _tokenizer(model_dir: str) -> Tokenizer:
+    """Load it, and what it needs, where rollouts are run: graders start without."""
+    from streamrl.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(Path(model_dir))
 
 
 def run(down: int, up: int) -> None:
