@@ -77,7 +77,8 @@ class Recorded:
         return Segment(*kept, self.inexact, self.temperature, self.origin, experts, self.sampling, candidates)
 
 
-def _bare(chunk: Chunk) -> Chunk:
+def bare_chunk(chunk: Chunk) -> Chunk:
+    """Leave out what is recorded here and no user code reads: experts and candidates."""
     if not chunk.extras.keys() & {EXPERTS, CANDIDATES}:
         return chunk
     kept = {name: value for name, value in chunk.extras.items() if name not in (EXPERTS, CANDIDATES)}
@@ -225,7 +226,7 @@ class Call:
             async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:
                     self.turns[frame.turn + chunk.completion].add(chunk)
-                    self._send(Given(self.number, frame.turn, chunk=_bare(chunk)))
+                    self._send(Given(self.number, frame.turn, chunk=bare_chunk(chunk)))
         except EngineError as error:
             self._send(Given(self.number, frame.turn, problem=Problem.of(error)))
         except Exception as error:  # the request is the user's: whatever it breaks here ends it, never the worker

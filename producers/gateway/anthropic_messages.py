@@ -26,23 +26,24 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens"}
 async def anthropic_messages(call: Call, request: web.Request) -> web.StreamResponse:
     """Answer a call of messages."""
     body = call.body
-    messages, tools = _conversation(body), _tools(body)
+    messages, tools = conversation_of(body), tools_of(body)
     fields = call.fields(*_HANDLED) | {"max_tokens": body.get("max_tokens")}
     if body.get("max_tokens") is None:
         raise refused("expected max_tokens, which this API wants", param="max_tokens")
     if stops := body.get("stop_sequences"):
         fields["stop"] = stops
-    _check_others(body)
+    refuse_others(body)
     streams = call.flag("stream")
     what = [message.for_template() for message in messages]
     asked = ask(call, "messages", what, by_messages(messages, tools, call.session.rules), fields, tools=tools)
     answer = await answered(call, asked, "msg")
     if streams:
-        return await stream(request, _events(answer), named=True)
+        return await stream(request, events_of(answer), named=True)
     return web.Response(body=msgspec.json.encode(_whole(answer)), content_type="application/json")
 
 
-def _conversation(body: Mapping[str, Any]) -> list[Message]:
+def conversation_of(body: Mapping[str, Any]) -> list[Message]:
+    """Read the messages of a request; raises ApiError for what is none."""
     found = Conversation()
     if system := texts(body.get("system"), "system", ("text",), _TEXT):
         found.add(Message(role="system", content=system))
@@ -88,7 +89,8 @@ def _said(found: Conversation, block: Any, where: str) -> None:
             raise refused(f"expected a block of type text, thinking or tool_use, got {other!r:.80}", param=where)
 
 
-def _tools(body: Mapping[str, Any]) -> list[Any] | None:
+def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
+    """Read the tools of a request; None: it has none."""
     if not body.get("tools"):
         return None
     found: list[Any] = []
@@ -101,7 +103,8 @@ def _tools(body: Mapping[str, Any]) -> list[Any] | None:
     return found
 
 
-def _check_others(body: Mapping[str, Any]) -> None:
+def refuse_others(body: Mapping[str, Any]) -> None:
+    """Raise ApiError where a field asks for what no engine does."""
     choice = body.get("tool_choice")
     kind = table(choice, "tool_choice", ("type", "disable_parallel_tool_use")).get("type") if choice is not None else "auto"
     if kind != "auto" and not (kind == "none" and not body.get("tools")):
@@ -115,7 +118,8 @@ def _check_others(body: Mapping[str, Any]) -> None:
         )
 
 
-def _blocks(answer: Answer) -> list[dict[str, Any]]:
+def blocks_of(answer: Answer) -> list[dict[str, Any]]:
+    """List the blocks of content of a turn."""
     says = answer.says
     found: list[dict[str, Any]] = []
     if says.reasoning:
@@ -133,10 +137,11 @@ def _stop(answer: Answer) -> dict[str, Any]:
 def _whole(answer: Answer) -> dict[str, Any]:
     usage = {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)}
     head = {"id": answer.identity, "type": "message", "role": ASSISTANT, "model": answer.model}
-    return {**head, "content": _blocks(answer), **_stop(answer), "usage": usage}
+    return {**head, "content": blocks_of(answer), **_stop(answer), "usage": usage}
 
 
-def _events(answer: Answer) -> Iterator[dict[str, Any]]:
+def events_of(answer: Answer) -> Iterator[dict[str, Any]]:
+    """List the events of a turn that is streamed."""
     whole = _whole(answer)
     begun = {"content": [], "stop_reason": None, "usage": whole["usage"] | {"output_tokens": 0}}
     yield {"type": "message_start", "message": whole | begun}

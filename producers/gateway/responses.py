@@ -47,18 +47,19 @@ async def responses(call: Call, request: web.Request) -> web.StreamResponse:
     for name, taken in _PLAIN.items():
         if body.get(name) not in taken:
             raise refused(f"expected {name} to be left out, got {body[name]!r:.80}", code="unsupported_parameter", param=name)
-    messages, tools = _conversation(body), _tools(body)
+    messages, tools = conversation_of(body), tools_of(body)
     fields = call.fields(*_HANDLED) | {"max_tokens": body.get("max_output_tokens")}
     streams = call.flag("stream")
     what = [message.for_template() for message in messages]
     asked = ask(call, "responses", what, by_messages(messages, tools, call.session.rules), fields, tools=tools)
     answer = await answered(call, asked, "resp")
     if streams:
-        return await stream(request, _events(call, answer), named=True)
+        return await stream(request, events_of(call, answer), named=True)
     return web.Response(body=msgspec.json.encode(_whole(call, answer)), content_type="application/json")
 
 
-def _conversation(body: Mapping[str, Any]) -> list[Message]:
+def conversation_of(body: Mapping[str, Any]) -> list[Message]:
+    """Read the messages of a request; raises ApiError for what is none."""
     found = Conversation()
     if instructions := text(body.get("instructions"), "instructions"):
         found.add(Message(role="system", content=instructions))
@@ -94,7 +95,8 @@ def _message(item: Any, where: str) -> Message:
             return Message(role="tool", content=said, tool_call_id=text(fields.get("call_id"), f"{where}.call_id"))
 
 
-def _tools(body: Mapping[str, Any]) -> list[Any] | None:
+def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
+    """Read the tools of a request; None: it has none."""
     if not body.get("tools"):
         return None
     found: list[Any] = []
@@ -107,7 +109,7 @@ def _tools(body: Mapping[str, Any]) -> list[Any] | None:
     return found
 
 
-def _output(answer: Answer) -> list[dict[str, Any]]:
+def output_of(answer: Answer) -> list[dict[str, Any]]:
     """The items of a turn."""
     says, name = answer.says, answer.identity.removeprefix("resp-")
     found: list[dict[str, Any]] = []
@@ -137,7 +139,7 @@ def _whole(call: Call, answer: Answer) -> dict[str, Any]:
         "model": answer.model,
         "instructions": call.body.get("instructions"),
         "metadata": call.body.get("metadata") or {},
-        "output": _output(answer),
+        "output": output_of(answer),
         "parallel_tool_calls": True,
         "temperature": call.body.get("temperature"),
         "top_p": call.body.get("top_p"),
@@ -153,7 +155,8 @@ def _whole(call: Call, answer: Answer) -> dict[str, Any]:
     }
 
 
-def _events(call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+def events_of(call: Call, answer: Answer) -> Iterator[dict[str, Any]]:
+    """List the events of a turn that is streamed."""
     whole, numbers = _whole(call, answer), itertools.count()
 
     def event(kind: str, **fields: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _MAGIC = b"streamrl line index 1\n"
 _HEAD_BYTES = 4096
-_READ_BYTES = 4 << 20
+READ_BYTES = 4 << 20
 _LONGEST_BLANK = 1 << 16
 """A line of white space beyond this counts as a row, which is a broken one."""
 LONGEST_ROW = 64 << 20
@@ -124,7 +124,7 @@ def _build(file: BinaryIO, told: dict[str, Any], target: BinaryIO) -> dict[str, 
         total.update(part)
         target.write(part)
 
-    counts = _scan(file, told["size"], write)
+    counts = scan(file, told["size"], write)
     head = {**told, **counts, "digest": total.hexdigest()}
     target.seek(0)
     target.write((_MAGIC + json.dumps(head).encode()).ljust(_HEAD_BYTES, b"\n"))
@@ -193,7 +193,7 @@ def _load(kept: Path, told: dict[str, Any]) -> LineIndex | None:
             if any(described.get(key) != value for key, value in told.items()):
                 return None
             total = hashlib.sha256()
-            while block := file.read(_READ_BYTES):
+            while block := file.read(READ_BYTES):
                 total.update(block)
         if total.hexdigest() == described["digest"]:
             return _map(kept, described)
@@ -215,9 +215,9 @@ def _map(kept: Path, head: dict[str, Any]) -> LineIndex:
     return LineIndex(whole[:rows], whole[rows:], head["digest"])
 
 
-def _scan(file: BinaryIO, size: int, write: Callable[[_Offsets], None]) -> dict[str, int]:
+def scan(file: BinaryIO, size: int, write: Callable[[_Offsets], None]) -> dict[str, int]:
     """Write the starts of rows, then the places of blank lines; memory depends on the blank lines alone."""
-    buffer, base, rows = bytearray(_READ_BYTES), 0, 0
+    buffer, base, rows = bytearray(READ_BYTES), 0, 0
     start = len(codecs.BOM_UTF8) if os.pread(file.fileno(), 3, 0) == codecs.BOM_UTF8 else 0
     blanks: list[_Offsets] = []
     file.seek(0)

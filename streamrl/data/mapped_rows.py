@@ -227,20 +227,20 @@ class _ParquetRows(_Files):
         first, stop = self._first, self._first + self._count
         used = [g for g in range(len(groups)) if self._starts[g] < stop and self._starts[g + 1] > first and counts[g]]
         self._used = np.array(used, np.int64)
-        self._held: OrderedDict[int, Any] = OrderedDict()
+        self.held: OrderedDict[int, Any] = OrderedDict()
         self._windows: dict[int, tuple[Any, Any, Any]] = {}
 
     def read(self, row: int) -> dict[str, Any]:
         whole = self._first + row
         group = int(np.searchsorted(self._starts, whole, side="right")) - 1
-        if group in self._held:
-            self._held.move_to_end(group)
+        if group in self.held:
+            self.held.move_to_end(group)
         else:
-            self._held[group] = self._decode(group, row)
+            self.held[group] = self._decode(group, row)
             # The newest always stays, however large it is.
-            while len(self._held) > 1 and sum(self._bytes[one] for one in self._held) > WINDOW_BYTES:
-                self._held.popitem(last=False)
-        return self._held[group].slice(whole - int(self._starts[group]), 1).to_pylist()[0]
+            while len(self.held) > 1 and sum(self._bytes[one] for one in self.held) > WINDOW_BYTES:
+                self.held.popitem(last=False)
+        return self.held[group].slice(whole - int(self._starts[group]), 1).to_pylist()[0]
 
     def order(self, seed: int, place: int, *, shuffle: bool) -> tuple[int, int]:
         if not shuffle or sum(self._bytes[group] for group in self._used) <= WINDOW_BYTES:

@@ -44,13 +44,13 @@ def test_it_is_what_a_plain_read_finds(
     place = tmp_path_factory.mktemp("index")
     data = (b"\xef\xbb\xbf" if mark else b"") + b"\n".join(lines) + end
     (place / "rows").write_bytes(data)
-    before = module._READ_BYTES
-    module._READ_BYTES = block  # lines that begin in one block and end in another
+    before = module.READ_BYTES
+    module.READ_BYTES = block  # lines that begin in one block and end in another
     try:
         index = line_index(place / "rows", place / "kept")
         again = line_index(place / "rows", place / "kept")
     finally:
-        module._READ_BYTES = before
+        module.READ_BYTES = before
     assert seen(index) == seen(again) == plainly(data)
     assert index.digest == again.digest
     assert seen(first_lines(place / "rows", 3)) == plainly(data)[:4]
@@ -95,14 +95,14 @@ def test_another_file_of_the_same_size_and_time_is_another(rows: Path, tmp_path:
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scan = module._scan
+    scan = module.scan
 
     def growing(*args):
         with rows.open("a") as file:
             file.write("{}\n")
         return scan(*args)
 
-    monkeypatch.setattr(module, "_scan", growing)
+    monkeypatch.setattr(module, "scan", growing)
     with raises(DataError, path=str(rows)):
         line_index(rows, tmp_path / "kept")
     assert os.listdir(tmp_path) == [rows.name]
@@ -128,7 +128,7 @@ def test_sampled_blocks_have_both_ends(tmp_path: Path) -> None:
 def test_what_a_killed_builder_has_left_is_written_over_and_gone(rows: Path, tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom streamrl.data import line_index as module\n"
-        "module._scan = lambda file, size, write: (write(module.np.zeros(99999, int)), os.kill(os.getpid(), 9))\n"
+        "module.scan = lambda file, size, write: (write(module.np.zeros(99999, int)), os.kill(os.getpid(), 9))\n"
         "module.line_index(Path(sys.argv[1]), Path(sys.argv[2]))"
     )
     kept = tmp_path / "kept" / "one"

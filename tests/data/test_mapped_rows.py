@@ -88,7 +88,7 @@ def test_only_a_window_of_row_groups_is_held(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(mapped_rows, "WINDOW_BYTES", 2 * pq.ParquetFile(path).metadata.row_group(0).total_byte_size)
     rows = open_mapped(str(path), tmp_path)
     assert [rows.read(row) for row in range(50)] == ROWS
-    assert len(rows._held) <= 3
+    assert len(rows.held) <= 3
 
 
 @pytest.mark.parametrize("harm", ["grown", "gone"])

@@ -12,19 +12,19 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from streamrl.producers.gateway.anthropic_messages import _blocks, _check_others, _conversation, _events, _tools
+from streamrl.producers.gateway.anthropic_messages import blocks_of, conversation_of, events_of, refuse_others, tools_of
 from streamrl.producers.gateway.errors import ApiError
 from streamrl.producers.gateway.front import Answer, Call, answered, ask
 from streamrl.producers.gateway.messages import Message
 from streamrl.producers.gateway.placing import by_messages
-from streamrl.producers.gateway.responses import _conversation as _input
-from streamrl.producers.gateway.responses import _output
-from streamrl.producers.gateway.responses import _tools as _functions
+from streamrl.producers.gateway.responses import conversation_of as input_of
+from streamrl.producers.gateway.responses import output_of
+from streamrl.producers.gateway.responses import tools_of as functions_of
 from streamrl.producers.gateway.session import Session
-from tests.gateway.conftest import gateway, shown
 from tests.gateway.test_tools import session_of, turn
-from tests.producers.conftest import Loop, samples_in
 from tests.support.conversations import TOOLS
+from tests.support.gateways import gateway, shown
+from tests.support.producing import Loop, samples_in
 
 pytestmark = pytest.mark.process  # the SDKs ask `uname` for the machine
 
@@ -95,9 +95,9 @@ async def test_calls_of_tools_come_back_by_their_value_and_keep_their_tokens(api
     name, parameters = function["name"], function["parameters"]  # type: ignore[index]
     question = {"role": "user", "content": "2+3?"}
     if api == "messages":
-        tools = _tools({"tools": [{"name": name, "input_schema": parameters}]})
-        first = await asked(session, _conversation({"messages": [question]}), tools)
-        blocks = _blocks(first)
+        tools = tools_of({"tools": [{"name": name, "input_schema": parameters}]})
+        first = await asked(session, conversation_of({"messages": [question]}), tools)
+        blocks = blocks_of(first)
         assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": b["id"], "content": "rain"} for b in blocks if b["type"] == "tool_use"]
         given = [
@@ -105,16 +105,16 @@ async def test_calls_of_tools_come_back_by_their_value_and_keep_their_tokens(api
             {"role": "assistant", "content": blocks},
             {"role": "user", "content": [*results, {"type": "text", "text": "so?"}]},
         ]
-        second = await asked(session, _conversation({"messages": given}), tools)
-        kinds = [event["delta"]["type"] for event in _events(first) if event["type"] == "content_block_delta"]
+        second = await asked(session, conversation_of({"messages": given}), tools)
+        kinds = [event["delta"]["type"] for event in events_of(first) if event["type"] == "content_block_delta"]
         assert kinds == ["thinking_delta", "text_delta", "input_json_delta", "input_json_delta"]
     else:
-        tools = _functions({"tools": [{"type": "function", "name": name, "parameters": parameters, "strict": True}]})
-        first = await asked(session, _input({"input": [question]}), tools)
-        output = _output(first)
+        tools = functions_of({"tools": [{"type": "function", "name": name, "parameters": parameters, "strict": True}]})
+        first = await asked(session, input_of({"input": [question]}), tools)
+        output = output_of(first)
         assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call"]
         outputs = [{"type": "function_call_output", "call_id": i["call_id"], "output": "rain"} for i in output if "call_id" in i]
-        second = await asked(session, _input({"input": [question, *output, *outputs, {"role": "user", "content": "so?"}]}), tools)
+        second = await asked(session, input_of({"input": [question, *output, *outputs, {"role": "user", "content": "so?"}]}), tools)
     assert tools == TOOLS
     kept = [*first.prompt_ids, *first.token_ids]
     assert second.prompt_ids[: len(kept)] == kept
@@ -140,7 +140,7 @@ WRONG: list[Any] = [
 
 @pytest.mark.parametrize("given", WRONG, ids=range(len(WRONG)))
 def test_messages_of_another_form_are_refused_by_name(given: Any) -> None:
-    for read, name in ((_conversation, "messages"), (_input, "input")):
+    for read, name in ((conversation_of, "messages"), (input_of, "input")):
         with pytest.raises(ApiError) as caught:
             read({name: given})
         assert caught.value.status == 400 and caught.value.param.startswith(name)
@@ -158,11 +158,11 @@ bodies = st.recursive(
 @drawn(bodies, bodies)
 def test_any_json_is_read_or_refused(messages: Any, tools: Any) -> None:
     for read in (
-        lambda: _conversation({"messages": messages, "system": tools}),
-        lambda: _input({"input": messages, "instructions": tools}),
-        lambda: _tools({"tools": tools}),
-        lambda: _functions({"tools": tools}),
-        lambda: _check_others({"tool_choice": tools, "thinking": messages}),
+        lambda: conversation_of({"messages": messages, "system": tools}),
+        lambda: input_of({"input": messages, "instructions": tools}),
+        lambda: tools_of({"tools": tools}),
+        lambda: functions_of({"tools": tools}),
+        lambda: refuse_others({"tool_choice": tools, "thinking": messages}),
     ):
         with contextlib.suppress(ApiError):
             read()

@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.producers.candidates import candidates_of
-from streamrl.producers.children.calls import Recorded, _bare
+from streamrl.producers.children.calls import Recorded, bare_chunk
 from streamrl.producers.children.saved import pack, unpack
 from streamrl.producers.completions import complete
 from streamrl.producers.episode import Episode, Segment, bare
@@ -64,7 +64,7 @@ def test_user_code_never_sees_them_and_its_parts_of_turns_have_their_own() -> No
     turn = Recorded()
     for one in CHUNKS:
         turn.add(one)
-    assert _bare(CHUNKS[1]).extras == {"began_s": 1.0} and _bare(CHUNKS[0]) is CHUNKS[0]
+    assert bare_chunk(CHUNKS[1]).extras == {"began_s": 1.0} and bare_chunk(CHUNKS[0]) is CHUNKS[0]
     assert turn.part(0, 3).candidates is None, "what a child is given"
     segments = turn.part(0, 1, beside=True), Segment((8, 8)), turn.part(1, 3, beside=True)
     assert rows(segments) == [[], [1, 4], [], [], [2], [3, 5]]
