@@ -169,10 +169,10 @@ def test_what_is_no_image_within_its_bounds_is_refused(folder: Path, given: Any,
 def test_a_row_says_where_it_stands_and_a_field_that_is_not_there_is_no_null(folder: Path) -> None:
     path = str(folder / "rows.jsonl")
     row = {"prompt": "p", "label": "l"}
-    with pytest.raises(DataError, match=r"expected images, or null for none, under 'images' at .*rows.jsonl line 3, got none"):
+    with pytest.raises(DataError, match=r"'images' at .*rows.jsonl line 3"):
         read_problem(row, KEYED, row_number=0, line=3, path=path)
     assert read_problem({**row, "images": None}, KEYED, row_number=0, line=3, path=path).images == ()
-    with pytest.raises(DataError, match=r"image 0: expected an image file 'no' in .*data, got none: .*rows.jsonl line 3"):
+    with pytest.raises(DataError, match=r"image 0: .* 'no' in .*rows.jsonl line 3"):
         read_problem({**row, "images": "no"}, KEYED, row_number=0, line=3, path=path)
     parts = {**row, "prompt": user({"type": "image", "image": png(1)})}
     with pytest.raises(DataError) as caught:

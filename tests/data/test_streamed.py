@@ -83,7 +83,7 @@ def test_a_set_of_which_the_first_rows_cannot_be_used_does_not_start(tmp_path: P
     path.write_text(f"{GOOD}\n" * 300)
     with raises(DataError, bad=256, rows=256) as caught:
         try_rows(of(path, prompt_key="question"), tokenizer, tmp_path, vocab_size=104)
-    assert "the row has: label, prompt" in caught.value.message and "line 1" in caught.value.message
+    assert "has: label, prompt" in caught.value.message and "line 1" in caught.value.message
     assert not (tmp_path / "kept").exists(), "a look at the first rows goes through no file"
     with raises(ConfigError, key="data.chat_template_kwargs"):
         try_rows(of(path, chat_template_kwargs={"enable_thinkng": 1}), tokenizer, tmp_path, vocab_size=104)

@@ -21,11 +21,11 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import SAMPLES
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from tests.gateway.conftest import PROMPT, Gateway, gateway
 from tests.gateway.test_lives import cancelled, more
-from tests.producers.conftest import Loop, samples_in
+from tests.support.gateways import PROMPT, Gateway, gateway
 from tests.support.policies import script, serve_logits
 from tests.support.processes import until
+from tests.support.producing import Loop, samples_in
 
 CHAT = "/v1/chat/completions"
 CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}
@@ -134,20 +134,21 @@ async def test_a_call_that_is_held_for_a_version_stays_within_its_limit(loop: Lo
 
 
 async def test_a_gateway_that_drains_answers_its_open_calls_one_way_or_the_other(loop: Loop) -> None:
-    async with loop.engine(delay=TokenDelay(mean_s=3.0, sigma=0.0)):
-        async with gateway(loop, engine=False) as gate:
-            await loop.issue(2, num_rollouts=1)
-            keys = [(await gate.start())["api_key"] for _ in range(2)]
-            calls = [asyncio.create_task(asked(gate, key)) for key in keys]
-            await asyncio.sleep(0.2)
-            gate.worker.draining.set()
-            outcomes = [await call for call in calls]
-            assert (await asked(gate, "sk-0"))[0] in (0, 401), "or it listens no more"
-        for status, refusal, again in outcomes:
-            assert (status, refusal["error"]["code"]) == (503, "session_moved") and int(again) >= 1
-        assert len(await loop.bus.turns.keys()) == 2, "nothing but that they were started"
-        async with gateway(loop, engine=False, index=1) as gate:
-            assert [(await answered(gate, key))["id"] for key in keys] == ["chatcmpl-0.0.0", "chatcmpl-1.0.0"]
+    async with loop.engine(delay=TokenDelay(mean_s=60.0, sigma=0.0)) as engine, gateway(loop, engine=False) as gate:
+        await loop.issue(2, num_rollouts=1)
+        keys = [(await gate.start())["api_key"] for _ in range(2)]
+        calls = [asyncio.create_task(asked(gate, key)) for key in keys]
+        async with asyncio.timeout(60):
+            while (await engine.info()).running < 2:
+                await asyncio.sleep(0.02)
+        gate.worker.draining.set()
+        outcomes = [await call for call in calls]
+        assert (await asked(gate, "sk-0"))[0] in (0, 401), "or it listens no more"
+    for status, refusal, again in outcomes:
+        assert (status, refusal["error"]["code"]) == (503, "session_moved") and int(again) >= 1
+    assert len(await loop.bus.turns.keys()) == 2, "nothing but that they were started"
+    async with gateway(loop, index=1) as gate:
+        assert [(await answered(gate, key))["id"] for key in keys] == ["chatcmpl-0.0.0", "chatcmpl-1.0.0"]
 
 
 async def test_of_two_gateways_that_serve_one_is_killed(loop: Loop) -> None:

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from streamrl.producers.gateway import guards, server, session, verbs
-from tests.gateway.conftest import PROMPT, Gateway, gateway, shown
-from tests.producers.conftest import Loop, samples_in, tombstones_in
+from tests.support.gateways import PROMPT, Gateway, gateway, shown
 from tests.support.processes import until
+from tests.support.producing import Loop, samples_in, tombstones_in
 from tests.support.raw_http import chunked, connected, head, status, told
 
 CHAT = "/v1/chat/completions"
@@ -139,7 +139,8 @@ async def test_verbs_that_are_replayed_change_nothing(loop: Loop) -> None:
     assert [(s.rollout, s.reward) for s in samples] == [(0, 0.5), (1, 0.25)]
 
 
-async def test_bodies_without_end_and_packed_ones_are_not_read(loop: Loop) -> None:
+async def test_bodies_without_end_and_packed_ones_are_not_read(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LINGER_S", 0.2)
     async with gateway(loop, max_body_bytes=MIB) as gate:
         await loop.issue(1, num_rollouts=1)
         key = (await gate.start())["api_key"]
@@ -190,7 +191,7 @@ async def test_who_says_nothing_is_closed_and_keeps_nobody_out(loop: Loop, monke
                 return await answer
             return b""
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             nothing, of_head, of_body = await asyncio.gather(
                 trickle(b"", b""), trickle(head(CHAT, key)[:-2] + b"X-More: "), trickle(head(CHAT, key, "Content-Length: 1000"), b"")
             )
@@ -315,7 +316,7 @@ async def test_a_million_of_anything_is_one_sessions_own_trouble(loop: Loop, mon
 
 
 async def test_keys_of_sessions_elsewhere_do_not_empty_the_queue(loop: Loop) -> None:
-    async with gateway(loop) as first, gateway(loop, engine=False, index=1, wait_s=4.0) as second:
+    async with gateway(loop) as first, gateway(loop, engine=False, index=1, wait_s=1.5) as second:
         await loop.issue(12, num_rollouts=1)
         key = (await first.start())["api_key"]
         asking = [asyncio.create_task(second.post(CHAT, CALL, key)) for _ in range(4)]

@@ -17,9 +17,9 @@ from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.samples import RewardUpdate
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, kind_of
-from tests.gateway.conftest import PROMPT, Gateway, gateway, shown, tool_policy
-from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in
+from tests.support.gateways import PROMPT, Gateway, gateway, shown, tool_policy
 from tests.support.processes import until
+from tests.support.producing import ACK_WAIT_S, Loop, samples_in, tombstones_in
 
 
 @contextlib.asynccontextmanager
@@ -196,7 +196,7 @@ async def test_a_late_reward_joins_by_its_session_at_any_gateway(loop: Loop) -> 
             await gate.end(key)
             await loop.records(1)
             assert (await gate.post("/rl/set_reward", {"reward": 0.5, "revision": 3}, key))[1]["late"] is True
-        async with gateway(loop, engine=False, index=1) as other:
+        async with gateway(loop, engine=False, index=1, wait_s=0.5) as other:
             assert (await other.post("/rl/set_reward", {"reward": 0.75}, key))[0] == 200
             status, answer = await other.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key)
             assert (status, answer["error"]["code"]) == (503, "session_away")

@@ -12,10 +12,11 @@ from streamrl.errors import ConfigError
 from streamrl.producers.groups import Group
 from streamrl.producers.protocol import Failure
 from streamrl.producers.rollouts import Streak, attach, main
-from tests.producers.conftest import Loop, samples_in
+from tests.support.producing import Loop, in_memory, on_server, samples_in
 
 
 @pytest.mark.process
+@on_server
 async def test_another_producer_attaches_and_leaves(loop: Loop, functions: Path) -> None:
     guest = loop.worker(7)
     async with loop.engine():
@@ -32,6 +33,7 @@ async def test_another_producer_attaches_and_leaves(loop: Loop, functions: Path)
 
 
 @pytest.mark.process
+@in_memory
 async def test_attach_refuses_what_is_no_producer(loop: Loop, functions: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'calculator'"):
         await attach(loop.worker(), f"{functions}:calculater")

@@ -28,8 +28,8 @@ from streamrl.rewards.built_in import ExactMatch
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Branch, Sample
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.producers.conftest import Loop, samples_in, tombstones_in, with_producer
 from tests.support.policies import make_model, script, start_engine
+from tests.support.producing import Loop, in_memory, samples_in, tombstones_in, with_producer
 
 PROMPT = "<|user|>3+4<|end|><|assistant|>"
 
@@ -161,7 +161,7 @@ async def test_a_producer_of_whole_groups_draws_it_greedily_or_fails_it_with_the
     assert not failures and [bool(sample.loss_mask.any()) for sample in samples] == [True, True, False]
     samples, failures = await group(engine, tokenizer, Whole(False), make_task(tokenizer, 3))
     assert [sample.rollout for sample in samples] == [0, 1] and list(failures) == [2]
-    assert "expected turns of temperature 0, got 1.5" in failures[2].detail and "for_rollout(2)" in failures[2].detail
+    assert "temperature 0, got 1.5" in failures[2].detail and "for_rollout(2)" in failures[2].detail
 
 
 async def test_helpers_branches_and_agents_of_it_are_greedy_and_masked_too(engine: Any, tokenizer: Tokenizer) -> None:
@@ -205,6 +205,7 @@ def raises_when_greedy(task, engine):
 
 
 @pytest.mark.process
+@in_memory
 async def test_user_code_in_a_process_of_its_own_needs_no_change(loop: Loop, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(CODE)
     worker = loop.worker(config=with_producer(loop.config, f"{tmp_path / 'code.py'}:twice", children=1))
@@ -219,6 +220,7 @@ async def test_user_code_in_a_process_of_its_own_needs_no_change(loop: Loop, tmp
 
 
 @pytest.mark.process
+@in_memory
 async def test_where_it_fails_its_tombstone_says_so_and_the_others_are_stored(loop: Loop, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(CODE)
     worker = loop.worker(config=with_producer(loop.config, f"{tmp_path / 'code.py'}:raises_when_greedy", children=1))

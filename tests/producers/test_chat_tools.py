@@ -102,10 +102,10 @@ async def test_whatever_a_tool_does_the_model_gets_an_answer() -> None:
         "it was cancelled",
         "Mute: its text cannot be had: ValueError",
     ]
-    assert "no text and no JSON" in errors[5]
+    assert "no JSON" in errors[5]
     assert (results[6].text, errors[6]) == ("a?", "")
-    assert "there is no tool 'other'; there are: cancels, " in errors[7]
-    assert errors[8].startswith("wrong arguments: got an unexpected keyword")
+    assert "'other'; there are: cancels, " in errors[7]
+    assert errors[8].startswith("wrong arguments: ")
     assert results[9].call is None and "cannot be read" in results[9].text
     assert all(result.text == f"Error: {result.error}" for result in results[:9] if result.error)
     assert said_after(chat, 0).count("Error: ") == 9
@@ -139,7 +139,7 @@ async def test_by_choice_a_tool_fails_the_rollout() -> None:
     chat = begin(call("broken"))
     await chat.generate()
     before = chat.token_ids
-    with pytest.raises(ToolError, match="the tool broken gave nothing: OSError: down"):
+    with pytest.raises(ToolError, match="broken gave nothing: OSError"):
         await chat.call_tools({"broken": broken}, fail=True)
     assert chat.token_ids == before
 
@@ -243,9 +243,9 @@ async def test_a_loop_over_calls_ends_where_the_chat_is_full() -> None:
 async def test_results_given_by_hand() -> None:
     chat = begin(call("look") + call("look"), call("look"))
     turn = await chat.generate()
-    with pytest.raises(SchemaError, match="a text for each of 2 calls"):
+    with pytest.raises(SchemaError, match="each of 2 calls"):
         chat.tools(["5"])
-    with pytest.raises(SchemaError, match="a text for each of 2 calls"):
+    with pytest.raises(SchemaError, match="each of 2 calls"):
         chat.tools("56")
     chat.tools(["5", "6"])
     assert said_after(chat, 0) == "<5><6>"

@@ -21,6 +21,7 @@ from streamrl.schemas.ledger import LedgerEntry, SourceTally
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
+from tests.support.producing import in_memory
 
 CODE = """
 import os, sys, time
@@ -85,6 +86,7 @@ def test_what_are_no_weights_is_refused(said: object, more: dict[str, object]) -
 
 
 @pytest.mark.process
+@in_memory
 async def test_a_verdict_is_on_record_before_it_is_used_and_a_restart_goes_on_with_it(bus: Bus, config: Config) -> None:
     subjects, rows = Subjects(config.run.name), MixedRows(("a", "b"), ())
     for number in range(1, 5):
@@ -132,6 +134,7 @@ async def test_a_weight_that_is_no_number_is_named_as_it_was_returned(config: Co
 
 
 @pytest.mark.process
+@in_memory
 async def test_weights_stay_where_it_fails(bus: Bus, config: Config) -> None:
     data = {"sources": [{"name": "a", "train": "a"}, {"name": "b", "train": "b"}], "curriculum_every": 1}
     mine = convert({"data": data | {"curriculum": config.data.curriculum.replace("by_reward", "talks")}}, where="test")

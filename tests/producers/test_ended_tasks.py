@@ -16,7 +16,7 @@ from streamrl.schemas.control import Grant
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import KEY_GRANTED, MAIN_SOURCE, PREFIX_ATTEMPTS, PREFIX_CHECKPOINTS, SAMPLES, TASKS
 from streamrl.schemas.tasks import Refused, RolloutTask
-from tests.producers.conftest import Loop, samples_in, with_producer
+from tests.support.producing import Loop, in_memory, samples_in, with_producer
 
 HANGS = """
 import asyncio
@@ -45,6 +45,7 @@ async def test_tasks_that_have_ended_are_cut_short_on_the_engine_and_leave_the_q
         assert (await engine.info()).running == 2, "the third task has not ended"
 
 
+@in_memory
 async def test_a_task_that_had_ended_before_it_came_is_not_worked_on(loop: Loop) -> None:
     async with loop.serving(main, loop.worker()), asyncio.timeout(60):
         await end_below(loop, 2)
@@ -56,6 +57,7 @@ async def test_a_task_that_had_ended_before_it_came_is_not_worked_on(loop: Loop)
     assert (await loop.bus.state(SAMPLES)).last == 1
 
 
+@in_memory
 async def test_a_grant_that_cannot_be_read_stops_no_producer(loop: Loop) -> None:
     await loop.bus.kv.put(KEY_GRANTED, b"no grant")
     async with loop.engine(), loop.serving(main, loop.worker()):
@@ -70,6 +72,7 @@ async def keys(loop: Loop) -> list[str]:
 
 
 @pytest.mark.process
+@in_memory
 async def test_what_was_stored_of_a_task_goes_when_it_is_cut_short(loop: Loop, tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text(HANGS)
     worker = loop.worker(config=with_producer(loop.config, f"{tmp_path / 'hangs.py'}:hangs"))
@@ -87,6 +90,7 @@ async def test_what_was_stored_of_a_task_goes_when_it_is_cut_short(loop: Loop, t
             await asyncio.sleep(0.02)
 
 
+@in_memory
 async def test_what_others_stored_of_a_task_that_had_ended_goes_when_it_comes(loop: Loop) -> None:
     for key in (f"{PREFIX_CHECKPOINTS}0/0", f"{PREFIX_CHECKPOINTS}0/3", f"{PREFIX_ATTEMPTS}0", f"{PREFIX_CHECKPOINTS}7/0"):
         await loop.bus.kv.put(key, b"2")
@@ -99,6 +103,7 @@ async def test_what_others_stored_of_a_task_that_had_ended_goes_when_it_comes(lo
             await asyncio.sleep(0.02)
 
 
+@in_memory
 async def test_work_that_is_given_up_is_cancelled_once(loop: Loop) -> None:
     """Each grant says again what has ended; the work, and the way off the queue, may take longer than from one to the next."""
     begun, cleaned = asyncio.Event(), asyncio.Event()

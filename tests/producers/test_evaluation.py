@@ -25,9 +25,9 @@ from streamrl.schemas.versions import Version
 from streamrl.weights.factory import make_publisher
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
-from tests.producers.conftest import Loop
 from tests.support.policies import script, serve_logits
 from tests.support.processes import until
+from tests.support.producing import Loop, in_memory
 
 BLOCKS = """import time
 
@@ -147,6 +147,7 @@ async def test_the_held_out_problems_are_asked_when_due(loop: Loop, config: Conf
 
 
 @pytest.mark.process
+@in_memory
 async def test_an_evaluator_says_which_line_of_user_code_blocks(loop: Loop, config: Config, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(BLOCKS)
     config = replace(config, producer=replace(config.producer, function=f"{tmp_path / 'code.py'}:blocks"))

@@ -145,7 +145,7 @@ async def test_a_reward_that_breaks_fails_the_group(engine: TableEngine, tokeniz
     episodes, failures = await run(runner(engine, tokenizer, reward=Short()), make_task(tokenizer))
     assert episodes == []
     assert [f.rollout for f in failures] == [0, 1, 2]
-    assert "one reward for each of 3" in failures[0].detail
+    assert "for each of 3" in failures[0].detail
 
 
 async def test_a_producer_that_forgets_a_rollout_is_told(engine: TableEngine, tokenizer: Tokenizer) -> None:
@@ -229,12 +229,13 @@ async def test_an_engines_failure_repeats_the_rollouts_it_has_ended_and_no_other
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("at_once")
 async def test_rollouts_that_engines_refuse_again_and_again_fail_without_the_others(engine: TableEngine, tokenizer: Tokenizer) -> None:
     class Refuses(Breaks):
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
             if len(request.seeds) < 3:
                 self.seeds.append(tuple(request.seeds))
-                raise EngineError("the prompt is too long")
+                raise EngineError("too long")
             async for chunk in super().generate(request):
                 yield chunk
 
@@ -244,8 +245,8 @@ async def test_rollouts_that_engines_refuse_again_and_again_fail_without_the_oth
     await held.close()
     assert [episode.rollout for episode in group.episodes] == [1]
     assert [(failure.rollout, failure.reason, failure.detail) for failure in group.failures] == [
-        (0, "failed", "engine: the prompt is too long"),
-        (2, "failed", "engine: the prompt is too long"),
+        (0, "failed", "engine: too long"),
+        (2, "failed", "engine: too long"),
     ]
     assert len(broken.seeds) == REFUSALS
 
@@ -280,6 +281,6 @@ async def test_a_reward_without_an_objective_fails_its_rollout(engine: TableEngi
     episodes, failures = await run(made, make_task(tokenizer, 4))
     assert episodes == [(0, 1.5)]
     assert [(failure.rollout, failure.reason) for failure in failures] == [(1, "failed"), (2, "failed"), (3, "failed")]
-    assert "'form', but the reward was given the parts right" in failures[0].detail
-    assert "'right', but the reward was given the parts form" in failures[1].detail
-    assert "'right', but the reward was given this part as nan" in failures[2].detail
+    assert "'form', but" in failures[0].detail
+    assert "'right', but" in failures[1].detail
+    assert "this part as nan" in failures[2].detail

@@ -22,9 +22,9 @@ from streamrl.schemas.events import MetricReport
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, METRICS, SAMPLES, TASKS
 from streamrl.schemas.tasks import RolloutTask
-from tests.producers.conftest import ACK_WAIT_S, Loop, samples_in, tombstones_in, with_producer
 from tests.support.policies import SURE, script
 from tests.support.processes import until
+from tests.support.producing import ACK_WAIT_S, Loop, in_memory, on_server, samples_in, tombstones_in, with_producer
 
 
 async def test_a_task_becomes_one_message_of_scored_samples(loop: Loop) -> None:
@@ -59,6 +59,7 @@ async def test_warmup_tasks_need_no_engine(loop: Loop) -> None:
 
 
 @pytest.mark.process
+@in_memory
 async def test_a_custom_producer_runs_over_several_turns(loop: Loop, functions: Path) -> None:
     # Asked for 3+4 it calls the tool half of the time; the tool's answer comes back until it gives its own.
     logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
@@ -78,6 +79,7 @@ async def test_a_custom_producer_runs_over_several_turns(loop: Loop, functions: 
 
 
 @pytest.mark.process
+@on_server
 async def test_user_code_that_blocks_keeps_its_lease(loop: Loop, functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_producer(loop.config, f"{functions}:blocks", options={"block_s": 3 * ACK_WAIT_S})
     worker = loop.worker(config=config)
@@ -102,6 +104,7 @@ async def test_user_code_that_blocks_keeps_its_lease(loop: Loop, functions: Path
 
 
 @pytest.mark.process
+@in_memory
 async def test_tasks_whose_code_hangs_are_reported_and_those_that_wait_for_an_engine_are_not(
     loop: Loop, functions: Path, tmp_path: Path
 ) -> None:
@@ -128,28 +131,25 @@ async def test_tasks_whose_code_hangs_are_reported_and_those_that_wait_for_an_en
 
 
 @pytest.mark.process
-async def test_a_failing_rollout_ends_alone(loop: Loop, functions: Path) -> None:
-    worker = loop.worker(config=with_producer(loop.config, f"{functions}:fails_on_odd_rollouts"))
+@in_memory
+async def test_what_fails_ends_alone_and_a_task_without_any_sample_whole(loop: Loop, functions: Path) -> None:
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:fails"))
     async with loop.engine(), loop.serving(main, worker):
-        await loop.issue(1, num_rollouts=4)
-        records = await loop.records(3)
+        await loop.issue(3, num_rollouts=4)
+        records = await loop.records(7)
         await loop.queue_is_empty()
-    assert [(t.task, t.rollout, t.reason, t.group_size) for t in tombstones_in(records)] == [(0, 1, "failed", 4), (0, 3, "failed", 4)]
-    assert "a broken tool" in tombstones_in(records)[0].detail
+    of = {task: [record for record in records if record.headers[HEADER_TASK] == str(task)] for task in range(3)}
+    odd = tombstones_in(of[0])
+    assert [(t.rollout, t.reason, t.group_size) for t in odd] == [(1, "failed", 4), (3, "failed", 4)]
+    assert "a broken tool" in odd[0].detail
     # Tombstones first: a redelivered task may find its sample message stored already.
-    assert [sample.rollout for sample in samples_in(records[2:])] == [0, 2]
-
-
-@pytest.mark.process
-async def test_a_task_without_any_sample_ends_whole(loop: Loop, functions: Path) -> None:
-    worker = loop.worker(config=with_producer(loop.config, f"{functions}:always_fails"))
-    async with loop.engine(), loop.serving(main, worker):
-        await loop.issue(1, num_rollouts=3)
-        [stone] = tombstones_in(await loop.records(1))
-        await loop.queue_is_empty()
-    assert (stone.task, stone.rollout, stone.reason, stone.group_size) == (0, None, "failed", 3)
+    assert [sample.rollout for sample in samples_in(of[0][2:])] == [0, 2]
+    [stone] = tombstones_in(of[1])
+    assert (stone.task, stone.rollout, stone.reason, stone.group_size) == (1, None, "failed", 4)
     assert (stone.producer, stone.deliveries) == ("producer-0", 1)
     assert isinstance(stone.claimed_s, float) and isinstance(stone.issued_s, float) and 0 < stone.issued_s <= stone.claimed_s
+    assert [(t.rollout, t.reason, "numpy.float32" in t.detail) for t in tombstones_in(of[2])] == [(2, "failed", True), (3, "failed", True)]
+    assert [(sample.rollout, sample.metadata) for sample in samples_in(of[2])] == [(0, {"score": 0.5}), (1, {"score": 0.5})]
 
 
 async def test_a_task_that_was_given_back_says_how_often_it_was_claimed(loop: Loop) -> None:
@@ -166,9 +166,10 @@ async def test_a_task_that_was_given_back_says_how_often_it_was_claimed(loop: Lo
 
 
 @pytest.mark.process
+@in_memory
 async def test_a_row_that_kills_its_process_ends_alone(loop: Loop, functions: Path) -> None:
-    """With `tasks.max_deliveries` and `producer.children` as they are by default."""
-    worker = loop.worker(config=with_producer(loop.config, f"{functions}:exits_at_row_4"))
+    """With `tasks.max_deliveries` as it is by default."""
+    worker = loop.worker(config=with_producer(loop.config, f"{functions}:exits_at_row_4", children=1))
     async with loop.engine(), loop.serving(main, worker) as service:
         await loop.issue(9)
         records = await loop.records(9, timeout_s=90)
@@ -182,18 +183,7 @@ async def test_a_row_that_kills_its_process_ends_alone(loop: Loop, functions: Pa
 
 
 @pytest.mark.process
-async def test_metadata_that_cannot_be_stored_ends_its_rollout(loop: Loop, functions: Path) -> None:
-    worker = loop.worker(config=with_producer(loop.config, f"{functions}:bad_metadata"))
-    async with loop.engine(), loop.serving(main, worker):
-        await loop.issue(1)
-        records = await loop.records(2)
-        await loop.queue_is_empty()
-    [stone] = tombstones_in(records)
-    assert (stone.rollout, stone.reason) == (1, "failed") and "numpy.float32" in stone.detail
-    assert [(sample.rollout, sample.metadata) for sample in samples_in(records)] == [(0, {"score": 0.5})]
-
-
-@pytest.mark.process
+@in_memory
 async def test_a_plain_function_may_block(loop: Loop, functions: Path) -> None:
     worker = loop.worker(config=with_producer(loop.config, f"{functions}:plain"))
     async with loop.engine(), loop.serving(main, worker):
@@ -224,6 +214,7 @@ async def test_a_task_that_cannot_be_read_ends_as_poison(loop: Loop) -> None:
 
 
 @pytest.mark.process
+@on_server
 async def test_a_drain_gives_open_tasks_back_at_once(loop: Loop, functions: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
@@ -231,9 +222,7 @@ async def test_a_drain_gives_open_tasks_back_at_once(loop: Loop, functions: Path
     async with loop.engine():
         async with loop.serving(main, worker):
             await loop.issue(5)
-            async with asyncio.timeout(10):
-                while len(list(begun.iterdir())) < 10:
-                    await asyncio.sleep(0.02)
+            await until(lambda: len(list(begun.iterdir())) == 10)
         leases = await loop.bus.claim("main", max=10, wait_s=5.0)
         assert sorted(lease.sequence for lease in leases) == [1, 2, 3, 4, 5]
         assert {lease.deliveries for lease in leases} == {2}
@@ -270,7 +259,7 @@ async def test_an_engine_that_dies_costs_nothing_but_time(loop: Loop) -> None:
     async with loop.serving(main, loop.worker()):
         async with loop.engine(delay=TokenDelay(mean_s=0.5, sigma=0.0)) as slow:
             await loop.issue(3)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while (await slow.info()).running < 6:
                     await asyncio.sleep(0.02)
         async with loop.engine(name="table-1"):
@@ -290,15 +279,13 @@ async def test_a_full_stream_stalls_and_goes_on(loop: Loop) -> None:
         await loop.issue(2)
         # Longer than the ack wait: the leases must be kept alive while the samples wait for room.
         await asyncio.sleep(2 * ACK_WAIT_S)
-        async with asyncio.timeout(10):
-            while worker.state != "stalled: stream full":
-                await asyncio.sleep(0.05)
+        await until(lambda: worker.state == "stalled: stream full")
         last = (await loop.bus.state(SAMPLES)).last
         assert (await loop.bus.state(TASKS)).messages == 2
         await loop.bus.trim(SAMPLES, through=last)
         await loop.queue_is_empty()
         found = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             async for message in loop.bus.read(SAMPLES, after=last):
                 found.append(message)
                 if len(found) == 2:

@@ -104,7 +104,7 @@ async def test_each_worker_sees_the_gpus_that_it_was_given(start: Start, run: Ru
 
     code, _, err = await said(await up(start, address, *asked, "ray.engine.gpus=1"), START_S)
     assert code == 1
-    assert "asks for 1 trainer with 0.5 CPU, 1 GPU each; 2 engines with 0.5 CPU, 1 GPU each; there is 2 GPU in all" in err
+    assert "1 trainer with 0.5 CPU, 1 GPU each" in err
 
     process = await up(start, address, *asked, "ray.engine.gpus=0.5")
     found = await seen(run, "trainer-0", "engine-0", "engine-1", "producer-0", "feeder-0")
@@ -179,6 +179,6 @@ async def test_an_engine_whose_actor_is_killed_comes_back_on_its_gpu(start: Star
 async def test_more_gpus_than_there_are_is_refused_at_once(start: Start, run: RunDir) -> None:
     code, _, err = await said(await up(start, "local", "engine.workers=2", "ray.engine.gpus=1"), WITHIN_S)
     assert code == 1
-    assert "it asks for 1 trainer with 1 CPU, 1 GPU each; 2 engines with 1 CPU, 1 GPU each; there is 2 GPU in all" in err
-    assert "hint: lower engine.workers or trainer.ranks, share GPUs with fractions" in err
+    assert "2 engines with 1 CPU, 1 GPU each" in err
+    assert "engine.workers or trainer.ranks" in err
     assert not run.log_path("trainer-0").exists()

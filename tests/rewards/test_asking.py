@@ -181,7 +181,7 @@ async def test_a_server_that_never_answers_costs_its_limits(server: Server) -> N
 
     server.handler = never
     [error] = await scored("remote", {"url": server.url, "attempts": 2, "timeout_s": 0.05, "backoff_s": 0.01})
-    assert isinstance(error, RewardError) and "no answer within 0.05 s, tried 2 times" in error.message
+    assert isinstance(error, RewardError) and "0.05 s, tried 2 times" in error.message
     [error] = await scored("remote", {"url": server.url, "attempts": 100, "timeout_s": 0.05, "backoff_s": 0.01, "total_s": 0.3})
     assert isinstance(error, RewardError) and "in 0.3 s (total_s)" in error.message
 

@@ -29,11 +29,11 @@ async def test_rewarders_join_are_killed_and_leave(tmp_path: Path) -> None:
         command = ["rewarder", "--credentials", "r.attach"]
         async with started(command, there) as guest:
             assert await guest.wait() == 1
-        assert "the run's reward is user code" in (there / "out").read_text()
+        assert "is user code" in (there / "out").read_text()
         (there / "reward.py").write_text("def letters(task, episode):\n    return 1.0\n")
         async with started([*command, "--reward", "reward.py:letters"], there) as guest:
             assert await guest.wait() == 2
-        assert "expected the reward that run demo was started with" in (there / "out").read_text()
+        assert "run demo was started with" in (there / "out").read_text()
         shutil.copy(here / "reward.py", there / "reward.py")
         async with started([*command, "--reward", "reward.py:letters"], there) as guest:
             logs = RunDir(there / "runs" / "attached" / "demo").path / "logs"
@@ -41,10 +41,10 @@ async def test_rewarders_join_are_killed_and_leave(tmp_path: Path) -> None:
             # The run's own one is stopped dead: the guest has all the work, and what it held.
             before = trained(here)
             os.kill(int(re.findall(r"event=started .*pid=([0-9]+)", own.read_text())[-1]), signal.SIGKILL)
-            await until(lambda: trained(here) > before + 20, up, here)
+            await until(lambda: trained(here) > before + 8, up, here)
             guest.terminate()
             assert await guest.wait() == 0
         assert "has left run demo" in (there / "out").read_text()
         before = trained(here)
-        await until(lambda: trained(here) > before + 20, up, here)
+        await until(lambda: trained(here) > before + 8, up, here)
         assert len(re.findall("event=started ", own.read_text())) == 2

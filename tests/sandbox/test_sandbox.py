@@ -157,7 +157,7 @@ def test_what_is_missing_is_said_once_and_loudly(caplog: pytest.LogCaptureFixtur
 def test_elsewhere_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     sandbox = Sandbox()
-    with pytest.raises(LaunchError, match="expected Linux for a sandbox, got darwin"):
+    with pytest.raises(LaunchError, match=r"Linux .* got darwin"):
         sandbox.check()
     sandbox.close()
 

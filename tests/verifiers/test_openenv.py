@@ -143,7 +143,7 @@ async def test_a_server_that_dies_fails_the_rollout(engine: TableEngine, tokeniz
     process, url = await asyncio.to_thread(serve, openenv_python() or "")
     try:
         [failure] = await roll_out(engine, tokenizer, url, mode="dies")
-        assert isinstance(failure, Failure) and failure.reason == "failed" and "ended the session during step" in failure.detail
+        assert isinstance(failure, Failure) and failure.reason == "failed" and "session during step" in failure.detail
         [failure] = await roll_out(engine, tokenizer, url)
         assert isinstance(failure, Failure) and "Connect" in failure.detail
     finally:

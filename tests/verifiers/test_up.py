@@ -40,7 +40,7 @@ def test_the_example_learns_and_is_replayed(tmp_path: Path, python: str) -> None
     assert summary["reward_first"] > 0.05 and summary["reward_last"] > summary["reward_first"] + 0.05, summary
     rows = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
     assert [row["metadata"]["verifiers"]["idx"] for row in rows] == list(range(16))
-    assert "24 of 24 versions after 0.0 have the digest of the ledger" in streamrl(tmp_path, "replay", "bandit", "--verify")
+    assert "24 of 24 versions" in streamrl(tmp_path, "replay", "bandit", "--verify")
 
 
 def test_a_game_of_textarena_is_played_and_trained_on(tmp_path: Path, python: str) -> None:

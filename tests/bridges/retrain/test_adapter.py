@@ -161,14 +161,14 @@ def test_files_hold_what_they_were_given(tmp_path: Path) -> None:
     for wrong in (None, {1}, object(), float("nan")):
         with pytest.raises(ConfigError):
             toml({"a": {"x": wrong}})
-    with pytest.raises(ConfigError, match="expected x to be plain"):
+    with pytest.raises(ConfigError, match="x to be plain"):
         producer({"x": tmp_path})
     assert write_rows(tmp_path / "rows", iter(["a"])) == {"data.train": str(tmp_path / "rows"), "data.label_key": ""}
 
 
 async def test_what_no_run_can_do_says_so(tmp_path: Path) -> None:
     made = adapter(tmp_path, name="mine")
-    with pytest.raises(TrainingError, match="batches come from the run's own stream"):
+    with pytest.raises(TrainingError, match="the run's own stream"):
         await made.step({})
     with pytest.raises(ConfigError, match="checkpoint_directory"):
         made.load_checkpoint(str(tmp_path / "nowhere"))
@@ -185,9 +185,9 @@ async def test_what_no_run_can_do_says_so(tmp_path: Path) -> None:
 async def test_a_run_that_fails_says_why_and_one_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     broken = adapter(tmp_path, name="broken")
     (tmp_path / "game.py").unlink()
-    with pytest.raises(TrainingError, match=r"ended with exit code 1: .*game.py, there is none"):
+    with pytest.raises(TrainingError, match=r"exit code 1: .*game.py"):
         await broken.train()
-    with pytest.raises(TrainingError, match="`streamrl export` of run broken ended"):
+    with pytest.raises(TrainingError, match="`streamrl export` of run broken"):
         broken.save_checkpoint(str(tmp_path / "saved"))
 
     made = adapter(tmp_path, name="mine", keys={"num_iterations": 100_000, "slime_save_interval": 100})
@@ -213,7 +213,7 @@ def test_neither_retrain_nor_slime_nor_ray_is_needed_and_torch_is_not_loaded(tmp
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "expected a module retrain.environment with the environment, there is none" in done.stderr, done.stderr
+    assert "retrain.environment with the environment" in done.stderr, done.stderr
     assert "hint: install it" in done.stderr
 
 

@@ -137,7 +137,7 @@ async def test_a_calculator_that_raises_gives_no_silent_zero() -> None:
     engine = rollout_engine(QWEN, ["7"])
     [failed] = await FunctionProducer(create_retrain_bridge(Guess, Raises)).rollout(engine.context.task, engine.context)
     assert isinstance(failed, Failure) and failed.detail.startswith("KeyError: 'expected_answer'")
-    with pytest.raises(SchemaError, match="with process_rollouts, got a dict"):
+    with pytest.raises(SchemaError, match="process_rollouts, got a dict"):
         await played(create_retrain_bridge(Guess, dict), ["7"])
 
 
@@ -180,7 +180,7 @@ async def test_a_long_episode_goes_on_where_its_producer_died() -> None:
             self.hint = "otherwise"
             return shown
 
-    with pytest.raises(SchemaError, match="to show again what it had shown before turn 3"):
+    with pytest.raises(SchemaError, match="before turn 3"):
         await played(create_retrain_bridge(Other, checkpoint=True), ["7"], store=store, resumes=dict(stored))
 
 
@@ -195,7 +195,7 @@ async def test_an_episode_too_large_to_keep_goes_on_without(caplog: pytest.LogCa
 
 async def test_a_prompt_that_is_no_text_is_refused() -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+3?"}]
-    with pytest.raises(SchemaError, match="got messages of system, user"):
+    with pytest.raises(SchemaError, match="of system, user"):
         await played(create_retrain_bridge(Guess), ["7"], prompt=messages)
 
 

@@ -127,7 +127,7 @@ async def test_the_turns_rewards_become_one(combine: Any, reward: float) -> None
 async def test_rewards_of_another_scale_are_put_on_0_to_1() -> None:
     [one], _ = await played(create_retrain_bridge(Guess, reward_range=(-2, 1)), TEXTS["wrong, look, right"])
     assert (one.reward, one.reward_parts) == (pytest.approx(2.75 / 3), {})
-    with pytest.raises(SchemaError, match=r"expected a reward in \[-1, 0.5\], got 0.75"):
+    with pytest.raises(SchemaError, match=r"\[-1, 0.5\], got 0.75"):
         await played(create_retrain_bridge(Guess, reward_range=(-1, 0.5)), TEXTS["wrong, look, right"])
 
 

@@ -137,7 +137,7 @@ def test_append_keeps_masks_and_log_probs_beside_tokens() -> None:
     sample.append_response_tokens(Args({}), tokens=[40], trainable=False, text="y")
     assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([1, 2, 5, 6, 40], [1, 1, 0], [-0.1, -0.2, 0.0])
     assert (sample.response, sample.response_length, sample.weight_versions, sample.status) == ("xy", 3, ["8"], Sample.Status.COMPLETED)
-    with pytest.raises(ValueError, match="a log-prob for each of 2 tokens, got 1"):
+    with pytest.raises(ValueError, match="each of 2 tokens, got 1"):
         sample.append_response_tokens(Args({}), tokens=[5, 6], log_probs=[-0.1])
 
 

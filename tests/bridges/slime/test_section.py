@@ -75,7 +75,7 @@ def test_paths_are_relative_to_the_file_and_their_code_is_digested(tmp_path: Pat
 def test_a_file_that_is_not_there_is_named_by_slimes_key(tmp_path: Path, line: str) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "label": "1"}\n')
     (tmp_path / "my.toml").write_text(f'[slime]\n{line}\n[data]\ntrain = "train.jsonl"\n')
-    with pytest.raises(ConfigError, match=rf"expected slime.{line.partition(' ')[0]}.* to name a file, got no such file"):
+    with pytest.raises(ConfigError, match=rf"expected slime.{line.partition(' ')[0]}.* got no such file"):
         load(tmp_path / "my.toml")
 
 

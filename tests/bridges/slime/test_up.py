@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from streamrl.runtime.rundir import RunDir
-from tests.support.programs import STREAMRL, Start, said
+from streamrl.bus.protocol import Bus
+from streamrl.config.load import load
+from streamrl.history.replay import verify
+from streamrl.launch.prepare import prepare
+from streamrl.runtime.run_record import write_or_check
+from tests.support.harness import make_run, read_ledger, run_to_end
 
 TOML = """
 [run]
@@ -16,7 +21,6 @@ name = "demo"
 steps = 3
 [data]
 train = "train.jsonl"
-heldout = "train.jsonl"
 max_prompt_tokens = 16
 [model]
 max_len = 64
@@ -37,8 +41,6 @@ custom_config = { wanted = "A" }
 kind = "table"
 [trainer]
 backend = "table"
-[evaluation]
-num_problems = 1
 """
 LETTERS = '''
 
@@ -52,25 +54,27 @@ async def letters(args, sample, **kwargs):
 '''
 
 
+pytestmark = pytest.mark.nats
+
+
 @pytest.fixture
-def place(hooks: Path) -> Path:
+def place(hooks: Path, run_id: str) -> Path:
     """Has hooks, rows and `demo.toml`."""
     hooks.write_text(hooks.read_text() + LETTERS)
-    (hooks.parent / "demo.toml").write_text(TOML)
+    (hooks.parent / "demo.toml").write_text(TOML.replace("demo", run_id))
     rows = [{"prompt": f"{a}+1=", "label": str(a + 1)} for a in range(4)]
     (hooks.parent / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return hooks.parent
 
 
-async def test_a_run_of_slimes_hooks_is_replayed_without_them(place: Path, start: Start) -> None:
+async def test_a_run_of_slimes_hooks_is_replayed_without_them(place: Path, nats_bus: Bus, run_id: str) -> None:
+    run, config = make_run(place, load(place / "demo.toml"))
     hooks = place / "hooks.py"
-    code, out, err = await said(await start(*STREAMRL, "up", "demo.toml", "--set", "page.enabled=false"))
-    assert code == 0, out + err
-    run = RunDir(place / "runs" / "demo")
-    config = run.load_config()
     assert config.producer.function == f"slime:{hooks}:two_turns" and config.reward.kind == f"slime:{hooks}:letters"
-    drops = json.loads((run.path / "summary.json").read_text())["drops"]
-    assert set(drops) == {"filter: zero_std_0.0"}, "nothing failed, and groups were refused with the filter's reason"
-    hooks.rename(place / "gone.txt")
-    code, out, err = await said(await start(*STREAMRL, "replay", "demo"))
-    assert code == 0, out + err
+    await write_or_check(nats_bus, await prepare(config, run))
+    await run_to_end(config, run, nats_bus)
+    reasons = {drop.reason for entry in await read_ledger(nats_bus, run_id) for drop in entry.drops}
+    assert reasons == {"filter: zero_std_0.0"}, "nothing failed, and groups were refused with the filter's reason"
+    shutil.move(hooks, place / "gone.txt")
+    replay = await verify(config, nats_bus, run.model_dir)
+    assert replay.ok and replay.versions == 3, replay.lines

@@ -22,8 +22,8 @@ from streamrl.producers.groups import GroupRunner
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.rewards.built_in import ExactMatch
 from streamrl.schemas.ledger import filter_reason
-from tests.producers.user_code import Workshop, ends
 from tests.support.blocks import blocks
+from tests.support.user_code import Workshop, ends
 
 pytestmark = pytest.mark.process
 
@@ -73,6 +73,9 @@ def not_a_number(task, episodes):
 
 def short(task, episodes):
     return [True]
+
+def chosen(task, episodes):
+    return globals()[task.metadata["filter"]](task, episodes, **task.metadata.get("options", {}))
 """
 
 
@@ -90,7 +93,7 @@ async def filtered(workshop: Workshop, name: str, *, score_s: float = 20.0, **op
         chat_template=True,
         memory_bytes=0,
     )
-    children = Children(hello, Limits(idle_s=20.0, total_s=60.0), scoring=Scoring(timeout_s=score_s), count=1)
+    children = Children(hello, Limits(idle_s=20.0, total_s=60.0), scoring=Scoring(timeout_s=score_s, answer_s=1.0), count=1)
     runner = GroupRunner(
         producer=SingleTurn(),
         reward=ExactMatch(),
@@ -108,50 +111,42 @@ async def filtered(workshop: Workshop, name: str, *, score_s: float = 20.0, **op
         await runner.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "expected"),
-    [
-        ("by_reward", {}, {0: "filter: dull: ", 1: "filter: dull: ", 2: "filter: dull: "}),
-        ("odd", {}, {0: "episode", 1: "filter: odd: ", 2: "episode"}),
-        ("nothing", {"least": 3}, {0: "episode", 1: "episode", 2: "episode"}),
-        ("nothing", {"least": 4}, {0: "filter: ", 1: "filter: ", 2: "filter: "}),
-        ("later", {}, dict.fromkeys(range(3), f"filter: later {'x' * 54}: ")),
-    ],
-)
-async def test_what_is_kept_and_why_not(workshop: Workshop, name: str, options: dict[str, Any], expected: dict[int, str]) -> None:
-    async with filtered(workshop, name, **options) as runner:
+async def test_what_is_kept_and_why_not(workshop: Workshop) -> None:
+    """Of a group whose last rollout is greedy that one stays as long as another is kept, or it is."""
+    async with filtered(workshop, "chosen") as runner:
+        for name, options, greedy, expected in (
+            ("by_reward", {}, False, dict.fromkeys(range(3), "filter: dull: ")),
+            ("odd", {}, False, {0: "episode", 1: "filter: odd: ", 2: "episode"}),
+            ("nothing", {"least": 3}, False, dict.fromkeys(range(3), "episode")),
+            ("nothing", {"least": 4}, False, dict.fromkeys(range(3), "filter: ")),
+            ("last", {}, True, dict.fromkeys(range(3), "episode")),
+            ("odd", {}, True, {0: "episode", 1: "filter: odd: ", 2: "episode"}),
+            ("by_reward", {}, True, dict.fromkeys(range(3), "filter: dull: ")),
+            ("only_last", {}, True, {0: "filter: first: ", 1: "filter: first: ", 2: "episode"}),
+            ("raises", {}, True, dict.fromkeys(range(3), "failed: filter: ValueError: no\x00thing")),
+        ):
+            task = workshop.task(metadata={"filter": name, "options": options})
+            (group,) = await workshop.run(runner, replace(task, greedy_baseline=True) if greedy else task)
+            assert ends(group) == expected, name
+
+
+async def test_a_coroutine_may_filter_and_what_it_says_is_cut(workshop: Workshop) -> None:
+    async with filtered(workshop, "later") as runner:
         (group,) = await workshop.run(runner, workshop.task())
-    assert ends(group) == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("last", {0: "episode", 1: "episode", 2: "episode"}),
-        ("odd", {0: "episode", 1: "filter: odd: ", 2: "episode"}),
-        ("by_reward", {0: "filter: dull: ", 1: "filter: dull: ", 2: "filter: dull: "}),
-        ("only_last", {0: "filter: first: ", 1: "filter: first: ", 2: "episode"}),
-        ("raises", dict.fromkeys(range(3), "failed: filter: ValueError: no\x00thing")),
-    ],
-)
-async def test_a_greedy_rollout_stays_as_long_as_another_is_kept(workshop: Workshop, name: str, expected: dict[int, str]) -> None:
-    async with filtered(workshop, name) as runner:
-        (group,) = await workshop.run(runner, replace(workshop.task(), greedy_baseline=True))
-    assert ends(group) == expected
+    assert ends(group) == dict.fromkeys(range(3), f"filter: later {'x' * 54}: ")
 
 
 async def test_what_is_no_verdict_is_a_failure_with_its_reason(workshop: Workshop) -> None:
     found = {}
-    for name in ("exits", "raises", "forgets", "says", "not_a_number", "short", "dies"):
-        async with filtered(workshop, name) as runner:
-            (group,) = await workshop.run(runner, workshop.task())
-        assert not group.episodes
-        (found[name],) = {(failure.reason, failure.detail) for failure in group.failures}
+    async with filtered(workshop, "chosen") as runner:
+        for name in ("exits", "raises", "forgets", "says", "not_a_number", "short", "dies"):
+            (group,) = await workshop.run(runner, workshop.task(metadata={"filter": name}))
+            assert not group.episodes
+            (found[name],) = {(failure.reason, failure.detail) for failure in group.failures}
     assert found["exits"] == ("failed", "filter: SystemExit: 3")
     assert found["raises"] == ("failed", "filter: ValueError: no\x00thing")
-    for name, got in (("forgets", "None"), ("says", "'yes'"), ("not_a_number", "nan")):
-        assert found[name][0] == "failed" and f"True, False or (False, reason), got {got}" in found[name][1]
-    assert "a verdict for each of 3 episodes, got 1" in found["short"][1]
+    for name, got in (("forgets", "got None"), ("says", "got 'yes'"), ("not_a_number", "got nan"), ("short", "got 1")):
+        assert found[name][0] == "failed" and got in found[name][1]
     assert found["dies"][0] in ("deliveries", "failed") and "died" in found["dies"][1]
 
 

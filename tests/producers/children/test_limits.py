@@ -16,9 +16,9 @@ from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.repeats import REFUSALS
 from streamrl.schemas.versions import Version
-from tests.producers.user_code import Workshop, ends
 from tests.support.policies import script, serve_logits
 from tests.support.processes import alive, until
+from tests.support.user_code import Workshop, ends
 
 pytestmark = pytest.mark.process
 
@@ -40,12 +40,11 @@ HANGS = """
         ("async def", "await asyncio.sleep(3600)", 1),
         # Among others first, whose process is killed; then alone.
         ("async def", "time.sleep(3600)", 2),
-        ("async def", "while True: pass", 2),
         # It holds the interpreter itself, so that nothing in the process can say who it is: a third time by itself.
-        ("async def", "import re; re.match('(a+)+$', 'a' * 60 + 'b')", 3),
+        pytest.param("async def", "import re; re.match('(a+)+$', 'a' * 60 + 'b')", 3, marks=pytest.mark.slow),
         ("async def", "while True:\n            try: await asyncio.sleep(3600)\n            except BaseException: pass", 1),
         ("def", "time.sleep(3600)", 1),
-        ("def", "while True: pass", 1),
+        pytest.param("def", "while True: pass", 1, marks=pytest.mark.slow),
     ],
 )
 async def test_what_hangs_ends_alone(workshop: Workshop, kind: str, line: str, num_hung: int) -> None:
@@ -58,11 +57,13 @@ async def test_what_hangs_ends_alone(workshop: Workshop, kind: str, line: str, n
     assert [ends(group) for group in (groups[0], groups[2], after)] == [{0: "episode", 1: "episode", 2: "episode"}] * 3
     found = ends(groups[1])
     assert (found[0], found[2]) == ("episode", "episode")
-    assert found[1].startswith(f"timeout: {limits.idle_s:g} s without an engine call")
+    assert found[1].startswith(f"timeout: {limits.idle_s:g} s")
     assert len(workshop.told("hung")) == num_hung
 
 
-@pytest.mark.parametrize("line", ["time.sleep(3600)", "import re; re.match('(a+)+$', 'a' * 60 + 'b')"])
+@pytest.mark.parametrize(
+    "line", ["time.sleep(3600)", pytest.param("import re; re.match('(a+)+$', 'a' * 60 + 'b')", marks=pytest.mark.slow)]
+)
 async def test_a_task_that_a_rollout_leaves_behind_stops_nobody(workshop: Workshop, line: str) -> None:
     """It is no call any more when it holds the loop, so no limit of a call ends it; not where its task is alone either."""
     code = f"""
@@ -81,7 +82,7 @@ async def leaves(task, engine):
     return chat.episode()
 """
     limits = Limits(idle_s=20.0, total_s=60.0, answer_s=1.5)
-    async with workshop.runner(code, producer="leaves", limits=limits) as runner, asyncio.timeout(60):
+    async with workshop.runner(code, producer="leaves", limits=limits) as runner, asyncio.timeout(300):
         groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
     assert [ends(group) for group in groups] == [{0: "episode", 1: "episode", 2: "episode"}] * 3
     assert len(workshop.told("late")) >= 1
@@ -106,13 +107,13 @@ async def endless(task, engine):
     while True:
         await chat.generate(max_new_tokens=0)
 """
-    async with workshop.runner(code, producer="endless", limits=SHORT) as runner:
+    async with workshop.runner(code, producer="endless", limits=Limits(idle_s=0.5, total_s=60.0)) as runner:
         [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
     assert ends(group)[0].startswith("timeout")
 
 
 async def test_the_clock_stands_while_a_rollout_waits_for_a_version(workshop: Workshop) -> None:
-    async with workshop.runner("", producer="good", limits=Limits(idle_s=0.5, total_s=1.0)) as runner:
+    async with workshop.runner("", producer="good", limits=Limits(idle_s=2.0, total_s=2.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(min_version=1)))
         await asyncio.sleep(3)
         assert not rolling.done()
@@ -130,15 +131,14 @@ async def naps(task, engine):
     chat = engine.chat(task)
     await chat.generate()
     tell("naps")
-    await asyncio.sleep(1)
+    await asyncio.sleep(0.3)
     return chat.episode()
 """
     async with workshop.runner(code, producer="naps", limits=Limits(idle_s=2.5, total_s=60.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(num_rollouts=1)))
-        while not workshop.told("naps"):
-            await asyncio.sleep(0.02)
+        await until(lambda: bool(workshop.told("naps")))
         # What SIGSTOP does to this process: nothing runs in it, and then everything is late.
-        time.sleep(5)  # noqa: ASYNC251
+        time.sleep(4)  # noqa: ASYNC251
         assert ends(await rolling) == {0: "episode"}
 
 
@@ -152,10 +152,9 @@ async def once(task, engine):
         await asyncio.sleep(0.02)
     return chat.episode()
 """
-    async with workshop.runner(code, producer="once", limits=Limits(idle_s=30.0, total_s=60.0, answer_s=1.5)) as runner:
+    async with workshop.runner(code, producer="once", limits=Limits(idle_s=30.0, total_s=60.0, answer_s=3.0)) as runner:
         rolling = asyncio.create_task(runner.run(workshop.task(num_rollouts=2)))
-        while len(workshop.told("ran")) < 2:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(workshop.told("ran")) >= 2)
         os.kill(int(workshop.told("ran")[0][0]), signal.SIGSTOP)
         (workshop.folder / "go-on").touch()
         assert ends(await rolling) == {0: "episode", 1: "episode"}
@@ -190,16 +189,17 @@ class Fragile:
     def __init__(self, engine: TableEngine, error: type[EngineError], times: int) -> None:
         self._engine = engine
         self._error = error
-        self._left = times
+        self.left = times
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        if ".1-" in request.request_id and self._left:
-            self._left -= 1
+        if ".1-" in request.request_id and self.left:
+            self.left -= 1
             raise self._error("the engine has a bad day")
         async for chunk in self._engine.generate(request):
             yield chunk
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("error", [EngineUnavailable, EngineError])
 async def test_an_engines_failure_repeats_its_rollout_alone(workshop: Workshop, error: type[EngineError]) -> None:
     code = """
@@ -214,6 +214,7 @@ async def counted(task, engine):
     assert sorted(rollout for _, rollout in workshop.told("ran")) == ["0", "1", "1", "1", "2"]
 
 
+@pytest.mark.usefixtures("at_once")
 async def test_engines_that_stay_away_give_the_task_back(workshop: Workshop) -> None:
     workshop.engine = Fragile(workshop.engine, EngineUnavailable, 1000)  # type: ignore[assignment, arg-type]
     async with workshop.runner("", producer="good") as runner:
@@ -221,20 +222,20 @@ async def test_engines_that_stay_away_give_the_task_back(workshop: Workshop) -> 
             await workshop.run(runner, workshop.task())
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("producer", ["good", ""])
 async def test_what_engines_refuse_again_and_again_has_failed(workshop: Workshop, producer: str) -> None:
     class Refuses(Fragile):
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-            self._left -= 1
-            raise EngineError("the prompt is too long")
+            self.left -= 1
+            raise EngineError("too long")
             yield
 
     workshop.engine = engine = Refuses(workshop.engine, EngineError, 0)  # type: ignore[assignment, arg-type]
     async with workshop.runner("def one(task, episode): return 1.0", producer=producer, reward="one") as runner:
         [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
-    assert ends(group) == {0: "failed: engine: the prompt is too long"}
-    assert engine._left == -REFUSALS
+    assert ends(group) == {0: "failed: engine: too long"}
+    assert engine.left == -REFUSALS
 
 
 async def test_many_short_blocks_are_slow_and_kill_nothing(workshop: Workshop) -> None:
@@ -268,8 +269,7 @@ def outlives(task, engine):
     async with workshop.runner(code, producer="outlives", limits=Limits(idle_s=60.0, total_s=60.0, answer_s=1.0)) as runner:
         neighbour = asyncio.create_task(runner.run(workshop.task(0)))
         given_back = asyncio.create_task(runner.run(workshop.task(1, num_rollouts=1)))
-        while not workshop.told("hung"):
-            await asyncio.sleep(0.02)
+        await until(lambda: bool(workshop.told("hung")))
         given_back.cancel()
         await until(lambda: not alive(int(workshop.told("hung")[0][0])))
         (workshop.folder / "go-on").touch()
@@ -301,13 +301,13 @@ async def waits(task, engine):
     sandbox._threads.submit(free.wait)
     holds.set()
     for _ in range(8):
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         await engine.context.engine.info()
     free.set()
     return chat.episode()
 """
-    async with workshop.runner(code, producer="waits", limits=Limits(idle_s=4.0, total_s=60.0)) as runner:
+    async with workshop.runner(code, producer="waits", limits=Limits(idle_s=2.5, total_s=60.0)) as runner:
         group = await runner.run(workshop.task(num_rollouts=3))
     found = ends(group)
     assert (found[0], found[1]) == ("episode", "episode")
-    assert found[2].startswith("timeout: 4 s without an engine call"), "a program that was given up waits no longer"
+    assert found[2].startswith("timeout: 2.5 s"), "a program that was given up waits no longer"

@@ -24,9 +24,9 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.producers.conftest import Loop
 from tests.support.policies import script, serve_logits
 from tests.support.processes import until
+from tests.support.producing import Loop, in_memory
 
 GRADE = """import time
 
@@ -195,6 +195,7 @@ async def test_an_engine_that_goes_away_in_the_middle_costs_no_answer(loop: Loop
 
 
 @pytest.mark.process
+@in_memory
 async def test_a_grader_that_hangs_fails_its_answers_and_no_other_set(loop: Loop, config: Config, tmp_path: Path) -> None:
     few = config.evaluation.sets[1]
     sets = (
@@ -220,6 +221,7 @@ async def test_a_grader_that_hangs_fails_its_answers_and_no_other_set(loop: Loop
 
 
 @pytest.mark.process
+@in_memory
 async def test_rows_with_a_reward_of_their_own_are_scored_and_vote_by_it(loop: Loop, config: Config, tmp_path: Path) -> None:
     """Rows of `gsm8k` in a run of `exact_match`; a set with a reward of its own has that for all its rows."""
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({"prompt": "3+4", "label": "7", "grade": "gsm8k"}) + "\n" for _ in range(2)))
