@@ -248,7 +248,7 @@ def score(task, episode):
 
 
 async def test_a_quick_grader_whose_process_gets_no_core_does_not_hang(workshop: Workshop) -> None:
-    """As beside other work: while others hang for certain, one process has next to nothing of the core that it shares."""
+    """As beside other work: while others hang for certain, one process gets next to nothing of the core that it shares."""
     code = """
 def starve():
     core = min(os.sched_getaffinity(0))
@@ -262,7 +262,9 @@ def score(task, episode):
         time.sleep(3600)
     if task.index == 100 and episode.rollout == 0:
         starve()
-    sum(range(10_000))
+        until_s = time.thread_time() + 0.005
+        while time.thread_time() < until_s:
+            pass
     return 1.0
 """
     scoring = Scoring(timeout_s=600, children=2, max_hung=2)
@@ -271,12 +273,13 @@ def score(task, episode):
         await workshop.run(runner, *(workshop.task(index) for index in range(40)))
         hung = await workshop.run(runner, *(workshop.task(index) for index in range(40, 60)))
         assert [len(group.failures) for group in hung] == [1] * 3 + [0] * 17, "more hang than may"
-        spinner = await asyncio.create_subprocess_exec(sys.executable, "-c", spins)
+        spinners = [await asyncio.create_subprocess_exec(sys.executable, "-c", spins) for _ in range(3)]
         try:
             groups = await workshop.run(runner, *(workshop.task(index) for index in range(100, 300)))
         finally:
-            spinner.kill()
-            await spinner.wait()
+            for spinner in spinners:
+                spinner.kill()
+                await spinner.wait()
         assert runner.take_hung_graders().ended_early == 3
     assert all(rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0} for group in groups)
 
@@ -299,7 +302,7 @@ def score(task, episode):
 """
     scoring = Scoring(timeout_s=600, children=2, max_hung=2)
     async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(300):
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(100)))
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(120)))
     failed = {(index, failure.rollout) for index, group in enumerate(groups) for failure in group.failures}
     assert failed == {(index, 2) for index in range(42, 100, 3)}
 
