@@ -70,22 +70,26 @@ async def test_an_interpreter_without_sglang_is_named_with_a_hint(tmp_path: Path
     assert not server.directory.exists()
 
 
-async def test_a_flag_that_sglang_does_not_know_is_shown_with_its_own_words(sglang_python: str, tmp_path: Path):
-    server = server_of(cpu_config(sglang_python, flags={"atention_backend": "x"}), tmp_path)
-    with pytest.raises(EngineError, match="--atention-backend") as caught:
-        await server.start()
-    assert "engine.sglang.flags" in caught.value.hint
-    await server.stop()
+USAGE = "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --atention-backend x\n"
+TRACE = "Traceback (most recent call last):\n  File ...\nImportError: no kernel for sm_90\n" + "killing a child\n" * 20 + "EOFError\n"
 
 
-async def test_the_first_error_is_named_where_the_end_of_the_log_does_not_say_it(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("told", "code", "said", "hint"),
+    [
+        (USAGE, 2, "--atention-backend", "engine.sglang.flags"),
+        (TRACE, 3, r"code 3\. First error: ImportError: no kernel for sm_90\. ", ""),
+    ],
+)
+async def test_a_server_that_ends_at_its_start_is_shown_with_its_own_words(told: str, code: int, said: str, hint: str, tmp_path: Path):
+    """The first error is named where the end of the log does not say it."""
     python = tmp_path / "python"
-    told = "Traceback (most recent call last):\n  File ...\nImportError: no kernel for sm_90\n" + "killing a child\n" * 20 + "EOFError\n"
-    python.write_text(f"#!/bin/sh\ncat <<'END'\n{told}END\nexit 3\n")
+    python.write_text(f"#!/bin/sh\ncat <<'END'\n{told}END\nexit {code}\n")
     python.chmod(0o755)
     server = server_of(cpu_config(str(python)), tmp_path)
-    with pytest.raises(EngineError, match=r"ended with code 3\. First error: ImportError: no kernel for sm_90\. The end of"):
+    with pytest.raises(EngineError, match=said) as caught:
         await server.start()
+    assert hint in caught.value.hint
     await server.stop()
 
 

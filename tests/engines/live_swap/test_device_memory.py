@@ -16,7 +16,7 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.weights.manifest import build
 from streamrl.weights.protocol import CudaSource, DeviceMemory
-from tests.sglang.test_recorder import Derived, Fused, content, entries, stager, tensors
+from tests.engines.live_swap.test_recorder import Derived, Fused, content, entries, stager, tensors
 from tests.support.errors import raises
 
 

@@ -19,7 +19,7 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import FilePiece, FileSource, Shard
 from streamrl.weights.shm import ShmTransport
-from tests.sglang.test_recorder import Derived, Fused, content, entries, shard, stager, tensors
+from tests.engines.live_swap.test_recorder import Derived, Fused, content, entries, shard, stager, tensors
 from tests.support.errors import raises
 
 
