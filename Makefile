@@ -3,9 +3,9 @@
 #            adds those marked slow (learning curves, clusters, whole examples), as CI does; COMBINATIONS=1 those of which CI runs a choice
 # make pytest  the tests of make test alone
 # make test-fast  the tests that start no process, without lint and types; it says how long it took and what it left out
-# make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
+# make sglang-cpu  .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (2 minutes, 2.3 GB)
 # make test-megatron  the tests of megatron-core on its newest version, which needs Python 3.12 or 3.13: makes .venv-megatron (2 minutes, 5 GB)
-# make verifiers  .venv-verifiers and .venv-openenv: verifiers 0.4 for producer.python, OpenEnv for its tests (some minutes, 0.8 GB);
+# make verifiers  .venv-verifiers and .venv-openenv: verifiers 0.4 for producer.python, OpenEnv for its tests (2 minutes, 0.7 GB);
 #            make test-verifiers runs the tests of both
 # make docs  the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos kill -9 of parts and whole runs, SIGSTOP, cut connections, damaged disks (CHAOS_ARGS="--minutes 10"), and the tables of docs/reliability.md
