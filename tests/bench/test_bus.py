@@ -82,8 +82,8 @@ def test_all_carry_the_same_facts() -> None:
 def test_what_is_missing_is_left_out_with_a_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: None)
     assert missing(Transport.STREAMRL) == ""
-    assert missing(Transport.RAY) == "no Python package ray: pip install --editable '.[ray]'"
-    assert missing(Transport.REDIS_ORJSON) == "no Python package redis and orjson: pip install --editable '.[bench]'"
+    assert "'.[ray]'" in missing(Transport.RAY)
+    assert "redis and orjson" in missing(Transport.REDIS_ORJSON) and "'.[bench]'" in missing(Transport.REDIS_ORJSON)
     monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "apt install redis-server" in missing(Transport.REDIS_PICKLE)
@@ -109,7 +109,7 @@ def test_a_sample_too_many_or_too_few_is_an_error() -> None:
 @pytest.mark.process
 def test_a_process_that_dies_is_an_error(tmp_path: Path) -> None:
     lane = LaneProcess("consumer", Transport.STREAMRL, str(tmp_path / "nowhere.json"))
-    with lane, pytest.raises(LaunchError, match="streamrl consumer's process ended with exit code 1"):
+    with lane, pytest.raises(LaunchError, match=r"streamrl consumer.* exit code 1"):
         lane.prepare(Order(Cell(1, 1), 0, 1))
 
 

@@ -217,7 +217,7 @@ def test_prefills_beyond_one_for_each_request_are_seen(raw, report):
 
 def test_requests_that_went_through_a_change_are_counted(report):
     assert (report.requests.mixed, report.requests.most_versions) == (1, 2)
-    assert "1 went on through a change of weights (up to 2 versions in one)" in render(report)
+    assert "up to 2 versions in one" in render(report)
 
 
 def test_steady_windows_are_compared_one_by_one(raw, report):
@@ -239,4 +239,4 @@ def test_gpu_memory_is_shown_at_each_moment(raw):
         "77.0",
         "0.5",
     ]
-    assert "0.5 ms of copying beside a pass" in text
+    assert "0.5 ms of copying" in text

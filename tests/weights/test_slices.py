@@ -201,9 +201,9 @@ async def test_a_rank_that_cannot_store_says_why_to_all(tmp_path: Path, config: 
     await ranks.offer(1)
     with raises(WeightSyncError, rank=1) as caught:
         await asyncio.to_thread(ranks.leader.close, 60.0)
-    assert "rank 1 cannot store its slices: tensor 'embed': expected a range of rows" in caught.value.message
+    assert "'embed': expected a range" in caught.value.message
     for call in (lambda: ranks.others[0].offer(ranks.asked.word, v(2), (), []), ranks.others[0].close):
-        with pytest.raises(WeightSyncError, match="expected a range of rows"):
+        with pytest.raises(WeightSyncError, match="a range of rows"):
             call()
 
 
