@@ -226,6 +226,7 @@ def test_steady_windows_are_compared_one_by_one(raw, report):
     assert 0.97 < low < 1 < high < 1.03
     slow = msgspec.structs.replace(raw.forwards[0], gpu_ms=raw.forwards[0].gpu_ms + np.maximum(0, raw.forwards[0].host_s - 138) * 1e3)
     found = build_report(msgspec.structs.replace(raw, forwards=[slow, *raw.forwards[1:]]), resamples=10)
+    assert found.steady is not None
     assert found.steady.gap_p50[1] == pytest.approx(2, rel=0.02)
     assert found.steady.tokens_per_s[0] == pytest.approx(0.5, rel=0.02)
 

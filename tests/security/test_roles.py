@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from typing import TypeVar, cast
 
 import pytest
 
@@ -25,20 +26,26 @@ TO = Subjects(RUN)
 PRODUCES = {"producer", "gateway"}
 WORKERS = {"trainer", "producer", "gateway", "rewarder", "engine", "feeder", "evaluator"}
 Operation = Callable[[JetStreamBus], Awaitable[object]]
+T = TypeVar("T")
+
+
+def closing(entries: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
+    """`aclosing` of what the bus gives, which is a generator."""
+    return aclosing(cast("AsyncGenerator[T, None]", entries))
 
 
 async def first_of(bus: JetStreamBus, stream: str) -> bytes:
-    async with aclosing(bus.read(stream, after=0)) as messages:
+    async with closing(bus.read(stream, after=0)) as messages:
         return (await anext(messages)).body
 
 
 async def first_key(bus: JetStreamBus, prefix: str) -> str:
-    async with aclosing(bus.kv.watch(prefix)) as entries:
+    async with closing(bus.kv.watch(prefix)) as entries:
         return (await anext(entries)).key
 
 
 async def watched_key(bus: JetStreamBus, key: str) -> str:
-    async with aclosing(bus.kv.watch_key(key)) as entries:
+    async with closing(bus.kv.watch_key(key)) as entries:
         return (await anext(entries)).key
 
 
@@ -228,7 +235,7 @@ async def test_who_watches_one_key_is_sent_no_other(as_role: As) -> None:
     operator, producer, other = await as_role(OPERATOR), await as_role("producer"), await as_role("producer")
     await other.kv.put("checkpoints/1/0", b"before")
     await operator.kv.put("granted", b"1")
-    async with asyncio.timeout(20), aclosing(producer.kv.watch_key("granted")) as entries:
+    async with asyncio.timeout(20), closing(producer.kv.watch_key("granted")) as entries:
         assert (await anext(entries)).value == b"1"
         before = client_of(producer).stats["in_bytes"]
         for rollout in range(50):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from streamrl.bus.address import BusAddress
 from streamrl.cli import main
@@ -73,7 +74,7 @@ def test_an_empty_secret_lets_nobody_in(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError):
         run.engine_token()
     for key in ("token_file", "password_file"):
-        named = BusConfig(url="nats://somewhere:4222", **{key: str(run.engine_token_path)})
+        named = replace(BusConfig(url="nats://somewhere:4222"), **{key: str(run.engine_token_path)})
         with pytest.raises(ConfigError) as caught:
             BusAddress.from_config(named)
         assert caught.value.values["key"] == f"bus.{key}"

@@ -111,7 +111,7 @@ async def copying_updates(copying: SglangServer, epochs: Iterator[int], tmp_path
 
 @pytest.mark.soak
 async def test_bfloat16_weights_are_copied_into_place(copying_updates, copying):
-    one, other = (models.build("qwen3-untied", seed).to(torch.bfloat16) for seed in (1, 2))
+    one, other = (models.build("qwen3-untied", seed).bfloat16() for seed in (1, 2))
     assert (await copying_updates.host.hello())[0].swap == "copy"
     alone = {}
     for model in (one, other):

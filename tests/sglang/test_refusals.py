@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import pytest_asyncio
-import torch
 
 from streamrl.engines.live_swap.control import commit_body
 from streamrl.engines.live_swap.messages import Failed, Hello, decode_reply, frame, frame_length, socket_path
@@ -109,7 +108,7 @@ async def test_tensors_of_another_model(updates, served, tmp_path):
     wider = updates.next(models.build("llama", 0))
     with pytest.raises(WeightSyncError, match=r"elements|fit"):
         await updates.host.stage_from(wider.manifest, wider.source)
-    halves = updates.next(models.build("qwen3", 3).to(torch.bfloat16))
+    halves = updates.next(models.build("qwen3", 3).bfloat16())
     with pytest.raises(WeightSyncError, match="expected float32 for"):
         await updates.host.stage_from(halves.manifest, halves.source)
 

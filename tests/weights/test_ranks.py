@@ -29,7 +29,7 @@ from streamrl.weights.protocol import Shard, WeightTransport
 from streamrl.weights.ranks import RankContent, check_places, merge, placed
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import slices
+from tests.support.wanted import host, slices
 from tests.weights.ranked import ITEMS, model, rows_of
 
 
@@ -189,7 +189,7 @@ def test_two_slices_of_one_rank_and_wrong_sizes_are_refused():
     with pytest.raises(WeightSyncError, match="got two"):
         RankContent([one, one])
     with pytest.raises(WeightSyncError, match="expected bytes for"):
-        RankContent([msgspec.structs.replace(one, data=one.data[:-1])])
+        RankContent([msgspec.structs.replace(one, data=host(one)[:-1])])
     with pytest.raises(WeightSyncError, match="'float31'"):
         RankContent([msgspec.structs.replace(one, dtype="float31")])
     with pytest.raises(WeightSyncError, match="within shape"):

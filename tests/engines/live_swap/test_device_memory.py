@@ -27,7 +27,7 @@ class Trainers:
         self.bytes: dict[bytes, torch.Tensor] = {}
         self.beside: set[str] = set()
         """Owners that still had memory open when another one's was opened."""
-        self.opened: dict[bytes, weakref.ref[torch.Tensor]] = {}
+        self.opened: dict[bytes, weakref.ref[torch.UntypedStorage]] = {}
         monkeypatch.setattr("streamrl.tensors.cuda_ipc.open_shared", self._open)
 
     def _open(self, handle: bytes, device: torch.device) -> torch.Tensor:
