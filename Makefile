@@ -8,10 +8,10 @@
 # make docs       the pages, tables and pictures of docs/ that are made from the code: configuration, errors, metrics, the loop
 # make chaos      a part of make soak: kill -9 of parts and whole runs, SIGSTOP, cut connections, damaged disks (CHAOS_ARGS="--minutes 10")
 # make mutants    a part of make soak: small faults in the code, one at a time, that the tests must find (MODULES="fold kl" JOBS=16)
-# make sglang-cpu     .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (3 minutes, 2.7 GB)
+# make sglang-cpu     .venv-sglang: SGLang on this machine's CPU, for the tests and for engine.sglang.python (2 minutes, 2.3 GB)
 # make test-sglang    the tests on that SGLang
 # make test-megatron  the tests of megatron-core on its newest version, which needs Python 3.12 or 3.13: makes .venv-megatron (2 minutes, 5 GB)
-# make verifiers      .venv-verifiers and .venv-openenv: verifiers 0.4 for producer.python, OpenEnv for its tests (some minutes, 0.8 GB)
+# make verifiers      .venv-verifiers and .venv-openenv: verifiers 0.4 for producer.python, OpenEnv for its tests (2 minutes, 0.7 GB)
 # make test-verifiers the tests of both
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
@@ -39,7 +39,7 @@ export VENV SGLANG_VENV MEGATRON_VENV VERIFIERS_VENV OPENENV_VENV
 # Where it is set, every process that a test starts compiles all of streamrl again, and pytest rewrites every test file.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test pytest test-fast test-sglang test-megatron test-verifiers lint docs soak chaos mutants clean torch sglang-cpu verifiers
+.PHONY: up test pytest test-fast test-sglang test-megatron test-verifiers lint style types types-of-tests docs soak chaos mutants clean torch sglang-cpu verifiers
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -68,13 +68,21 @@ verifiers: $(VERIFIERS_VENV)/.installed
 test-verifiers: $(VENV)/.installed-dev verifiers
 	STREAMRL_REQUIRE=verifiers,openenv $(VENV)/bin/python -m pytest tests/verifiers -o cache_dir=.pytest_cache/verifiers
 
+# The two runs of pyright take most of the time: they run beside each other.
 lint: $(VENV)/.installed-dev
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target style types types-of-tests
+
+style: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/python -m scripts.house
 	$(VENV)/bin/python -m scripts.costs
+
+types: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright
+
+types-of-tests: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright -p tests/pyrightconfig.json
 
 docs: $(VENV)/.installed-dev

@@ -15,7 +15,7 @@ python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --confcutdir tests/train
     tests/tensors/test_digest_gpu.py tests/trainers/test_torch_gpu.py tests/trainers/test_ranks.py tests/weights/test_ipc_gpu.py tests/weights/test_changes_gpu.py "$@"
 result=$?
 # Its folder's conftest needs such plugins, too, and this file none of its fixtures.
-python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --noconftest -m gpu -s -p no:cacheprovider tests/sglang/test_recorder.py "$@" || result=1
+python3 -m pytest -c scripts/gpu/pytest.ini --rootdir . --noconftest -m gpu -s -p no:cacheprovider tests/engines/live_swap/test_recorder.py "$@" || result=1
 # measure GPU: what a version costs with the trainer's weights on that one.
 measure() {
     local left=$((${LIMIT:-3600} - SECONDS))

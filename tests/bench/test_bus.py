@@ -22,7 +22,7 @@ from benchmarks.bus.plan import BusOptions, Cell, Transport
 from benchmarks.bus.redis_streams import codec
 from benchmarks.bus.servers import missing
 from benchmarks.processes import cpu_of_tree, cpu_seconds
-from benchmarks.raw import Round, read
+from benchmarks.raw import Fact, Round, read
 from streamrl.cli import main
 from streamrl.errors import BusError, ConfigError, LaunchError
 from streamrl.schemas.decoding import decode_samples
@@ -82,15 +82,15 @@ def test_all_carry_the_same_facts() -> None:
 def test_what_is_missing_is_left_out_with_a_line_that_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: None)
     assert missing(Transport.STREAMRL) == ""
-    assert missing(Transport.RAY) == "no Python package ray: pip install --editable '.[ray]'"
-    assert missing(Transport.REDIS_ORJSON) == "no Python package redis and orjson: pip install --editable '.[bench]'"
+    assert "'.[ray]'" in missing(Transport.RAY)
+    assert "redis and orjson" in missing(Transport.REDIS_ORJSON) and "'.[bench]'" in missing(Transport.REDIS_ORJSON)
     monkeypatch.setattr(servers.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "apt install redis-server" in missing(Transport.REDIS_PICKLE)
     with raises(ConfigError, left_out=ANY):
         list(rounds(msgspec.structs.replace(TINY, transports=(Transport.REDIS_PICKLE,))))
     monkeypatch.setattr(measure, "_round", lambda options, transports, number: [])
-    assert [(fact.name, fact.about) for fact in rounds(TINY)] == [("left out", "redis-orjson"), ("left out", "redis-pickle")]
+    assert [fact.about for fact in rounds(TINY) if isinstance(fact, Fact)] == ["redis-orjson", "redis-pickle"]
 
 
 def test_a_sample_too_many_or_too_few_is_an_error() -> None:
@@ -109,7 +109,7 @@ def test_a_sample_too_many_or_too_few_is_an_error() -> None:
 @pytest.mark.process
 def test_a_process_that_dies_is_an_error(tmp_path: Path) -> None:
     lane = LaneProcess("consumer", Transport.STREAMRL, str(tmp_path / "nowhere.json"))
-    with lane, pytest.raises(LaunchError, match="streamrl consumer's process ended with exit code 1"):
+    with lane, pytest.raises(LaunchError, match=r"streamrl consumer.* exit code 1"):
         lane.prepare(Order(Cell(1, 1), 0, 1))
 
 

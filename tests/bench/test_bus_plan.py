@@ -28,23 +28,6 @@ def test_an_unknown_transport_is_refused() -> None:
         names("--transports", "streamrl,kafka", Transport)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"rounds": 0},
-        {"samples": ()},
-        {"tokens": (0,)},
-        {"tokens": (1 << 20,)},
-        {"max_tasks": 2},
-        {"round_tokens": 10**9},
-        {"samples": (1024,)},
-    ],
-)
-def test_what_cannot_be_measured_is_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="bench bus: expected"):
-        BusOptions(**wrong)  # type: ignore[arg-type]
-
-
 def test_a_round_sends_about_as_many_tokens_of_every_shape() -> None:
     options = BusOptions(round_tokens=1_000_000, min_tasks=3, max_tasks=1000)
     assert options.num_tasks(Cell(1, 256)) == 1000

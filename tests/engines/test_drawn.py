@@ -43,7 +43,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     assert write_byte_pairs(directory, TEXTS, vocab_size=VOCAB) <= VOCAB
     (directory / "table.json").write_text(json.dumps({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
-    shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     transformers.Qwen3Config(**shape, num_key_value_heads=2, head_dim=16, eos_token_id=EOS, bos_token_id=None).save_pretrained(directory)
     return directory
 

@@ -90,6 +90,7 @@ async def test_a_slow_answer_from_a_healthy_server_is_waited_for():
 
 async def test_a_connection_that_breaks_is_an_engine_error():
     async def broken(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
         request.transport.abort()
         return web.Response()
 

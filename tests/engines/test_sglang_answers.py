@@ -30,7 +30,8 @@ STYLE = Style(engine="e", seeded=False, isolate=True)
 
 
 def request_of(**sampling: Any) -> GenerateRequest:
-    return GenerateRequest(request_id="r", prompt_ids=(5, 6), seeds=(1, 2**63 + 9), sampling=Sampling(**{"max_new_tokens": 8} | sampling))
+    sampling.setdefault("max_new_tokens", 8)
+    return GenerateRequest(request_id="r", prompt_ids=(5, 6), seeds=(1, 2**63 + 9), sampling=Sampling(**sampling))
 
 
 def result(ids: list[int], total: int, reason: str | None = None, **meta: Any) -> Result:

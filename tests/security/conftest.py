@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from nats.aio.client import Client
 
 from streamrl.bus import connect
 from streamrl.bus.jetstream.bus import JetStreamBus
+from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.permissions import OPERATOR, ROLES, User, role_users
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
@@ -15,6 +17,16 @@ from streamrl.config.tree import BusConfig
 RUN = "run"
 QUICK = BusConfig(patience_s=10.0)
 As = Callable[[str], Awaitable[JetStreamBus]]
+
+
+def wire_of(bus: JetStreamBus) -> Connection:
+    """What the bus asks the server by, for requests that the bus itself never makes."""
+    return bus._connection
+
+
+def client_of(bus: JetStreamBus) -> Client:
+    """The client of nats-py below it."""
+    return bus._connection._client
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from streamrl.bus.permissions import OPERATOR, ROLE_API, ROLES, allowed
 from streamrl.bus.reading import stretch
 from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, turn_bucket
 from streamrl.schemas.subjects import Subjects
-from tests.security.conftest import RUN, As
+from tests.security.conftest import RUN, As, client_of, wire_of
 
 pytestmark = pytest.mark.nats
 
@@ -68,9 +68,9 @@ async def furnish(operator: JetStreamBus) -> None:
 async def contents(operator: JetStreamBus, stream: str) -> dict[str, str]:
     """Digest of every message by sequence and subject."""
     found: dict[str, str] = {}
-    info = (await admin.info(operator._connection, stream)).state
+    info = (await admin.info(wire_of(operator), stream)).state
     for sequence in range(info.first_seq, info.last_seq + 1):
-        answer = await operator._connection.request(f"$JS.API.DIRECT.GET.{stream}", {"seq": sequence})
+        answer = await wire_of(operator).request(f"$JS.API.DIRECT.GET.{stream}", {"seq": sequence})
         headers = answer.headers or {}
         if "Nats-Sequence" in headers:
             found[f"{sequence} {headers['Nats-Subject']}"] = hashlib.sha256(answer.data).hexdigest()
@@ -147,7 +147,7 @@ def requests(role: str) -> list[tuple[str, bytes]]:
 
 
 async def settle(bus: JetStreamBus) -> None:
-    await bus._connection._client.flush()
+    await client_of(bus).flush()
     await asyncio.sleep(0.5)
 
 
@@ -156,22 +156,22 @@ async def test_no_answer_can_be_aimed_where_the_role_may_not_write(role: str, as
     operator, bus = await as_role(OPERATOR), await as_role(role)
     await furnish(operator)
     if OWN_KEY.startswith(tuple(writable(role))):
-        await bus._connection.request(OWN_KEY, FORGED)
+        await wire_of(bus).request(OWN_KEY, FORGED)
     before = others(role, await everything(operator))
-    consumers = await operator._connection.request(f"$JS.API.CONSUMER.NAMES.{RUN}-tasks")
+    consumers = await wire_of(operator).request(f"$JS.API.CONSUMER.NAMES.{RUN}-tasks")
     sent = 0
     # A right of one's own reached by way of an answer is the same right.
     own = {subject.replace("$JS.API", ROLE_API) for subject in allowed(role, RUN).asks}
     for (subject, body), reply in itertools.product(requests(role), [target for target in targets() if target not in own]):
-        await bus._connection.send(subject, body, reply)
+        await wire_of(bus).send(subject, body, reply)
         sent += 1
     await settle(bus)
     after = others(role, await everything(operator))
     assert after == before
     assert sent > 100
-    names = (await operator._connection.request("$JS.API.STREAM.NAMES")).data
+    names = (await wire_of(operator).request("$JS.API.STREAM.NAMES")).data
     assert b"evil" not in names and all(stream.encode() in names for stream in STREAMS)
-    assert (await operator._connection.request(f"$JS.API.CONSUMER.NAMES.{RUN}-tasks")).data == consumers.data
+    assert (await wire_of(operator).request(f"$JS.API.CONSUMER.NAMES.{RUN}-tasks")).data == consumers.data
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -185,11 +185,11 @@ async def test_no_consumer_can_be_made_that_delivers_where_the_role_may_not_writ
         config = push | {"name": f"push{number}", "deliver_subject": target}
         verb = ("CREATE", "DURABLE.CREATE")[number % 2]
         body = msgspec.json.encode({"stream_name": stream, "config": config})
-        await bus._connection.send(f"{api}.CONSUMER.{verb}.{stream}.push{number}", body, f"_INBOX_{role}.x")
+        await wire_of(bus).send(f"{api}.CONSUMER.{verb}.{stream}.push{number}", body, f"_INBOX_{role}.x")
     await settle(bus)
     assert await everything(operator) == before
     for stream in STREAMS:
-        names = msgspec.json.decode((await operator._connection.request(f"$JS.API.CONSUMER.NAMES.{stream}")).data)["consumers"] or []
+        names = msgspec.json.decode((await wire_of(operator).request(f"$JS.API.CONSUMER.NAMES.{stream}")).data)["consumers"] or []
         assert [name for name in names if name.startswith("push")] == []
 
 
@@ -205,14 +205,14 @@ async def test_no_other_role_hears_an_answer_that_is_aimed_at_it(role: str, as_r
         async def hear(message: Msg) -> None:
             heard.append(message.subject)
 
-        name = other._connection.address.user
+        name = wire_of(other).address.user
         for subject in (f"_INBOX_{name}.>", *allowed(name, RUN).hears):
-            await other._connection._client.subscribe(subject, cb=hear)
-        await other._connection._client.flush()
+            await client_of(other).subscribe(subject, cb=hear)
+        await client_of(other).flush()
     aims = [f"_INBOX_{other}.x" for other in ROLES if other != role]
     aims += [stored_subject(stream, subject) for stream in STREAMS for subject in (TO.ledger("main"), f"$KV.{RUN}.granted")]
     for (subject, body), reply in itertools.product(requests(role), aims):
-        await bus._connection.send(subject, body, reply)
+        await wire_of(bus).send(subject, body, reply)
     await settle(bus)
     assert heard == []
     await operator.publish(TO.events("finished"), b"x")
@@ -240,8 +240,8 @@ async def test_a_watcher_takes_no_answer_for_news(as_role: As) -> None:
     news = stored_subject(keys_name(RUN), f"$KV.{RUN}.granted")
     for stream in (keys_name(RUN), f"{RUN}-events"):
         for body in (b'{"seq":1,"batch":50}', b'{"seq":1}', b'{"seq":50}'):
-            await bus._connection.send(f"{ROLE_API}.DIRECT.GET.{stream}", body, news)
-    await bus._connection.send(f"{ROLE_API}.STREAM.INFO.{keys_name(RUN)}", b"", news)
+            await wire_of(bus).send(f"{ROLE_API}.DIRECT.GET.{stream}", body, news)
+    await wire_of(bus).send(f"{ROLE_API}.STREAM.INFO.{keys_name(RUN)}", b"", news)
     await settle(bus)
     await operator.kv.put("granted", b"2")
     async with asyncio.timeout(20):
@@ -280,7 +280,7 @@ async def test_a_writers_headers_do_not_lie_about_a_sample(names: list[str], as_
         await asyncio.sleep(0.01)
     for number in range(1, 6):
         headers = {name: HEADERS.get(name, "503") for name in names}
-        await producer._connection._client.request(TO.samples("main"), b"%d" % number, headers=headers)
+        await client_of(producer).request(TO.samples("main"), b"%d" % number, headers=headers)
     expected = [(number + 1, TO.samples("main"), b"%d" % number) for number in range(6)]
     async with asyncio.timeout(20):
         while len(read) < 6:
@@ -302,6 +302,6 @@ async def test_no_header_removes_what_others_stored(value: str, as_role: As) -> 
         bus = await as_role(role)
         before = others(role, await everything(operator))
         for subject in (subject.replace("*", "own") for subject in allowed(role, RUN).asks if not subject.startswith("$JS.")):
-            await bus._connection._client.publish(subject, FORGED, headers={"Nats-Rollup": value})
+            await client_of(bus).publish(subject, FORGED, headers={"Nats-Rollup": value})
         await settle(bus)
         assert others(role, await everything(operator)) == before

@@ -60,7 +60,8 @@ async def test_every_route_but_health_asks_for_the_token(tmp_path: Path, given: 
     caplog.set_level(logging.DEBUG)
     headers = {} if given is None else {"Authorization": given}
     async with serving(tmp_path) as server, aiohttp.ClientSession(server.address) as session:
-        assert {str(route.resource.canonical) for route in _routes(server)} == {path for _, path in ROUTES[:-1]} | {"/health"}
+        served = {str(route.resource.canonical) for route in _routes(server) if route.resource is not None}
+        assert served == {path for _, path in ROUTES[:-1]} | {"/health"}
         for method, path in ROUTES:
             async with session.request(method, path, data=b"{}", headers=headers) as answer:
                 # A header's trailing space is not part of its value.

@@ -25,6 +25,7 @@ from streamrl.errors import ConfigError, Forbidden
 from streamrl.monitor.status import ONE_LOGIN, RunStatus, describe, print_status
 from streamrl.runtime.credentials import logins, write_cluster
 from streamrl.runtime.rundir import RunDir
+from tests.security.conftest import client_of, wire_of
 from tests.support.role_server import started, trained, until, write_run
 
 EACH = "user = 'demo-{role}'\npassword_file = 'secrets/{role}'\n"
@@ -72,8 +73,8 @@ async def test_a_run_trains_with_a_login_for_each_role_and_goes_on(outside: Path
     with pytest.raises(Forbidden):
         await reader.trim("samples", through=1)
     for api in ("$JS.API", "$STREAMRL.API"):
-        await reader._connection.send("$STREAMRL.API.DIRECT.GET.demo-dead", b'{"seq":1}', f"{api}.STREAM.DELETE.demo-ledger")
-    await reader._connection._client.flush()
+        await wire_of(reader).send("$STREAMRL.API.DIRECT.GET.demo-dead", b'{"seq":1}', f"{api}.STREAM.DELETE.demo-ledger")
+    await client_of(reader).flush()
     await asyncio.sleep(0.3)
     assert (await operator.state("ledger")).messages >= 6
     said = (tmp_path / "out").read_text() + "".join(path.read_text() for path in run.logs.glob("*.log"))

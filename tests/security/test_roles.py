@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from typing import TypeVar, cast
 
 import pytest
 
@@ -16,7 +17,7 @@ from streamrl.errors import Forbidden
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.weights.pins import Pins
-from tests.security.conftest import RUN, As
+from tests.security.conftest import RUN, As, client_of, wire_of
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.nats
@@ -25,20 +26,26 @@ TO = Subjects(RUN)
 PRODUCES = {"producer", "gateway"}
 WORKERS = {"trainer", "producer", "gateway", "rewarder", "engine", "feeder", "evaluator"}
 Operation = Callable[[JetStreamBus], Awaitable[object]]
+T = TypeVar("T")
+
+
+def closing(entries: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
+    """`aclosing` of what the bus gives, which is a generator."""
+    return aclosing(cast("AsyncGenerator[T, None]", entries))
 
 
 async def first_of(bus: JetStreamBus, stream: str) -> bytes:
-    async with aclosing(bus.read(stream, after=0)) as messages:
+    async with closing(bus.read(stream, after=0)) as messages:
         return (await anext(messages)).body
 
 
 async def first_key(bus: JetStreamBus, prefix: str) -> str:
-    async with aclosing(bus.kv.watch(prefix)) as entries:
+    async with closing(bus.kv.watch(prefix)) as entries:
         return (await anext(entries)).key
 
 
 async def watched_key(bus: JetStreamBus, key: str) -> str:
-    async with aclosing(bus.kv.watch_key(key)) as entries:
+    async with closing(bus.kv.watch_key(key)) as entries:
         return (await anext(entries)).key
 
 
@@ -69,7 +76,7 @@ def state(stream: str) -> Operation:
 
 def ask(subject: str, body: object = b"") -> Operation:
     """Ask JetStream's API, as the role's own connection calls it."""
-    return lambda bus: bus._connection.request(subject.replace("$JS.API", bus._connection.api), body)
+    return lambda bus: wire_of(bus).request(subject.replace("$JS.API", wire_of(bus).api), body)
 
 
 STORES: dict[str, tuple[Operation, set[str]]] = {
@@ -134,10 +141,10 @@ CHANGES: dict[str, tuple[Operation, set[str]]] = {
     "claim a task": (claimed("tasks"), PRODUCES),
     "claim a request": (claimed("grading"), {"rewarder"}),
     "remove the turns of a task": (lambda bus: bus.turns.remove("7/"), {"gateway", "trainer"}),
-    "trim samples": (lambda bus: admin.purge(bus._connection, f"{RUN}-samples", {"seq": 1}), {"trainer"}),
-    "trim the ledger": (lambda bus: admin.purge(bus._connection, f"{RUN}-ledger", {"seq": 1}), set()),
-    "empty the queue": (lambda bus: admin.purge(bus._connection, f"{RUN}-tasks", {"seq": 1}), set()),
-    "empty the requests": (lambda bus: admin.purge(bus._connection, f"{RUN}-grading", {"seq": 1}), set()),
+    "trim samples": (lambda bus: admin.purge(wire_of(bus), f"{RUN}-samples", {"seq": 1}), {"trainer"}),
+    "trim the ledger": (lambda bus: admin.purge(wire_of(bus), f"{RUN}-ledger", {"seq": 1}), set()),
+    "empty the queue": (lambda bus: admin.purge(wire_of(bus), f"{RUN}-tasks", {"seq": 1}), set()),
+    "empty the requests": (lambda bus: admin.purge(wire_of(bus), f"{RUN}-grading", {"seq": 1}), set()),
     "remove a blob": (lambda bus: bus.blobs.delete("old"), {"trainer"}),
     "remove a blob of a sample": (lambda bus: bus.sample_blobs.delete("old"), {"trainer"}),
     "empty the blobs of samples": (ask(f"$JS.API.STREAM.PURGE.{blobs_name(sample_bucket(RUN))}", {"seq": 1}), {"trainer"}),
@@ -216,8 +223,8 @@ async def test_a_role_cannot_listen_to_others(as_role: As) -> None:
         heard.append(str(message))
 
     for subject in (f"{RUN}.>", "_INBOX_trainer.>", "$JS.EVENT.>", ">", stored_subject(f"{RUN}-ledger"), "$STORED.>", "_R_.>"):
-        await producer._connection._client.subscribe(subject, cb=hear)
-    await producer._connection._client.flush()
+        await client_of(producer).subscribe(subject, cb=hear)
+    await client_of(producer).flush()
     await operator.publish(TO.ledger("main"), b"x")
     await producer.publish(TO.samples("main"), b"x")
     assert heard == []
@@ -228,14 +235,14 @@ async def test_who_watches_one_key_is_sent_no_other(as_role: As) -> None:
     operator, producer, other = await as_role(OPERATOR), await as_role("producer"), await as_role("producer")
     await other.kv.put("checkpoints/1/0", b"before")
     await operator.kv.put("granted", b"1")
-    async with asyncio.timeout(20), aclosing(producer.kv.watch_key("granted")) as entries:
+    async with asyncio.timeout(20), closing(producer.kv.watch_key("granted")) as entries:
         assert (await anext(entries)).value == b"1"
-        before = producer._connection._client.stats["in_bytes"]
+        before = client_of(producer).stats["in_bytes"]
         for rollout in range(50):
             await other.kv.put(f"checkpoints/7/{rollout}", bytes(10_000))
         await operator.kv.put("granted", b"2")
         assert (await anext(entries)).value == b"2"
-        assert producer._connection._client.stats["in_bytes"] - before < 10_000
+        assert client_of(producer).stats["in_bytes"] - before < 10_000
 
 
 async def test_a_producer_of_a_source_nobody_made_is_told_at_once(as_role: As) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -64,14 +66,19 @@ async def sglang_server(shared_server: SglangServer) -> AsyncIterator[SglangServ
         await shared_server.detach()
 
 
-@pytest_asyncio.fixture
-async def sglang_engine(sglang_server: SglangServer, sglang_config: EngineConfig) -> AsyncIterator[SglangEngine]:
-    """A new engine over the shared server; it serves nothing yet."""
-    engine = SglangEngine(
-        sglang_config, sglang_server.model_dir, sglang_server, engine_id="engine-0", policy="policy", max_len=MAX_LEN, owned=False
-    )
+@asynccontextmanager
+async def engine_over(server: SglangServer, config: EngineConfig, **options: Any) -> AsyncIterator[SglangEngine]:
+    """A new engine over a server that goes on afterwards."""
+    engine = SglangEngine(config, server.model_dir, server, engine_id="engine-0", policy="policy", max_len=MAX_LEN, owned=False, **options)
     await engine.start()
     try:
         yield engine
     finally:
         await engine.stop()
+
+
+@pytest_asyncio.fixture
+async def sglang_engine(sglang_server: SglangServer, sglang_config: EngineConfig) -> AsyncIterator[SglangEngine]:
+    """A new engine over the shared server; it serves nothing yet."""
+    async with engine_over(sglang_server, sglang_config) as engine:
+        yield engine

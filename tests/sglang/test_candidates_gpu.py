@@ -6,6 +6,7 @@ SGLANG_PYTHON=.../bin/python python -m pytest -m gpu tests/sglang/test_candidate
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,13 @@ FLAGS = {name: value for name, value in CPU_FLAGS.items() if name != "device"} |
 
 
 def model_in(directory: Path) -> transformers.PreTrainedModel:
-    shape = {"vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = transformers.Qwen3Config(**shape, head_dim=64, intermediate_size=256, eos_token_id=2, bos_token_id=None)
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(directory)
@@ -55,7 +62,7 @@ async def answers(
     engine = SglangEngine(config, tmp_path, server, engine_id="gpu", policy="policy", max_len=512, recording=recording)
     await engine.start()
     try:
-        served = {name: tensor.astype(np.float16) for name, tensor in models.tensors(model).items()}
+        served: dict[str, Any] = {name: tensor.astype(np.float16) for name, tensor in models.tensors(model).items()}
         await load(engine, publish(served, Version(0, 0)))
         request = GenerateRequest(request_id="r", prompt_ids=PROMPT, seeds=tuple(range(8)), sampling=sampling, stream=True)
         return model, await ask(engine, request)

@@ -70,7 +70,7 @@ async def experts_updates(two_ranks: SglangServer, epochs: Iterator[int], tmp_pa
         await two_ranks.detach()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 async def test_two_ranks_flip_experts_before_the_same_forward_pass(experts_updates, two_ranks):
     one, other = experts(1), experts(2)
     await experts_updates.put(one)
@@ -109,9 +109,9 @@ async def copying_updates(copying: SglangServer, epochs: Iterator[int], tmp_path
         await copying.detach()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 async def test_bfloat16_weights_are_copied_into_place(copying_updates, copying):
-    one, other = (models.build("qwen3-untied", seed).to(torch.bfloat16) for seed in (1, 2))
+    one, other = (models.build("qwen3-untied", seed).bfloat16() for seed in (1, 2))
     assert (await copying_updates.host.hello())[0].swap == "copy"
     alone = {}
     for model in (one, other):

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import pytest_asyncio
-import torch
 
 from streamrl.engines.live_swap.control import commit_body
 from streamrl.engines.live_swap.messages import Failed, Hello, decode_reply, frame, frame_length, socket_path
@@ -72,7 +71,7 @@ async def test_commit_compares_before_it_sets(updates, served):
     with raises(WeightSyncError, version=f"{serving.epoch}.99"):
         await updates.host.commit(Version(serving.epoch, 99))
     # The plugin itself refuses what was not staged, whoever asks.
-    await updates._commit(Version(serving.epoch, 98))
+    await updates.commit_unseen(Version(serving.epoch, 98))
     log = await updates.host._clients[0].commits()
     assert not log.commits[-1].committed
     assert log.serving == serving
@@ -87,7 +86,7 @@ async def test_staging_takes_back_what_was_staged(updates, served):
     await updates.host.stage_from(staged.manifest, staged.source)
     with pytest.raises(WeightSyncError):
         await updates.host.stage_from(broken.manifest, FileSource("/nowhere"))
-    await updates._commit(staged.manifest.version)
+    await updates.commit_unseen(staged.manifest.version)
     assert not (await updates.host._clients[0].commits()).commits[-1].committed
 
 
@@ -109,7 +108,7 @@ async def test_tensors_of_another_model(updates, served, tmp_path):
     wider = updates.next(models.build("llama", 0))
     with pytest.raises(WeightSyncError, match=r"elements|fit"):
         await updates.host.stage_from(wider.manifest, wider.source)
-    halves = updates.next(models.build("qwen3", 3).to(torch.bfloat16))
+    halves = updates.next(models.build("qwen3", 3).bfloat16())
     with pytest.raises(WeightSyncError, match="expected float32 for"):
         await updates.host.stage_from(halves.manifest, halves.source)
 

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from streamrl.errors import EngineError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from tests.sglang.conftest import engine_over
 from tests.sglang.cpu import MAX_LEN, ROOT, cpu_config, write_model
 from tests.support import models
 from tests.support.models import ask, build
@@ -70,22 +72,26 @@ async def test_an_interpreter_without_sglang_is_named_with_a_hint(tmp_path: Path
     assert not server.directory.exists()
 
 
-async def test_a_flag_that_sglang_does_not_know_is_shown_with_its_own_words(sglang_python: str, tmp_path: Path):
-    server = server_of(cpu_config(sglang_python, flags={"atention_backend": "x"}), tmp_path)
-    with pytest.raises(EngineError, match="--atention-backend") as caught:
-        await server.start()
-    assert "engine.sglang.flags" in caught.value.hint
-    await server.stop()
+USAGE = "usage: launch_server.py [-h]\nlaunch_server.py: error: unrecognized arguments: --atention-backend x\n"
+TRACE = "Traceback (most recent call last):\n  File ...\nImportError: no kernel for sm_90\n" + "killing a child\n" * 20 + "EOFError\n"
 
 
-async def test_the_first_error_is_named_where_the_end_of_the_log_does_not_say_it(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("told", "code", "said", "hint"),
+    [
+        (USAGE, 2, "--atention-backend", "engine.sglang.flags"),
+        (TRACE, 3, r"code 3\. First error: ImportError: no kernel for sm_90\. ", ""),
+    ],
+)
+async def test_a_server_that_ends_at_its_start_is_shown_with_its_own_words(told: str, code: int, said: str, hint: str, tmp_path: Path):
+    """The first error is named where the end of the log does not say it."""
     python = tmp_path / "python"
-    told = "Traceback (most recent call last):\n  File ...\nImportError: no kernel for sm_90\n" + "killing a child\n" * 20 + "EOFError\n"
-    python.write_text(f"#!/bin/sh\ncat <<'END'\n{told}END\nexit 3\n")
+    python.write_text(f"#!/bin/sh\ncat <<'END'\n{told}END\nexit {code}\n")
     python.chmod(0o755)
     server = server_of(cpu_config(str(python)), tmp_path)
-    with pytest.raises(EngineError, match=r"ended with code 3\. First error: ImportError: no kernel for sm_90\. The end of"):
+    with pytest.raises(EngineError, match=said) as caught:
         await server.start()
+    assert hint in caught.value.hint
     await server.stop()
 
 
@@ -151,17 +157,21 @@ async def test_the_key_is_asked_for_and_stands_in_no_command_line(sglang_server:
     assert sglang_server.directory.stat().st_mode & 0o777 == 0o700
 
 
-async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(sglang_engine: SglangEngine, epochs):
+async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(
+    sglang_server: SglangServer, sglang_config: EngineConfig, epochs
+):
     """Against the definition of the other engines (streamrl.engines.table.sampling): the kept set, renormalised."""
-    version = Version(next(epochs), 0)
     model = build("qwen3", seed=5)
-    await load(sglang_engine, publish(models.tensors(model), version))
     sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, top_p=0.7, top_k=9)
     request = GenerateRequest(request_id="t", prompt_ids=PROMPT, seeds=(1, 2, 3), sampling=sampling)
     for stream, recording in ((False, Recording()), (False, Recording(support=True)), (True, Recording(support=True))):
-        sglang_engine._style = msgspec.structs.replace(sglang_engine._style, recording=recording)
-        asked = msgspec.structs.replace(request, request_id=f"t-{stream}-{recording.support}", stream=stream)
-        for answer in await ask(sglang_engine, asked):
+        async with engine_over(sglang_server, sglang_config, recording=recording) as engine:
+            await load(engine, publish(models.tensors(model), Version(next(epochs), 0)))
+            answers = await ask(engine, msgspec.structs.replace(request, stream=stream))
+            # SGLang does not say what top-p alone kept: these are from before it, and marked so.
+            alone = msgspec.structs.replace(request, request_id="u", sampling=msgspec.structs.replace(sampling, top_k=-1))
+            chunks = [chunk async for chunk in engine.generate(alone)]
+        for answer in answers:
             expected = truncated(model, answer.ids, sampling)
             assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 2e-5
             assert ("candidates" in answer.extras) is recording.support
@@ -169,22 +179,23 @@ async def test_truncated_sampling_gives_the_log_probs_of_what_was_drawn_from(sgl
                 sets = answer.extras["candidates"].sets()
                 kept = np.isfinite(distributions(model, answer.ids, sampling))
                 assert sets.counts.tolist() == kept.sum(1).tolist() and sets.ids.tolist() == np.nonzero(kept)[1].tolist()
-    # SGLang does not say what top-p alone kept: these are from before it, and marked so.
-    sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, top_p=0.7)
-    async for chunk in sglang_engine.generate(msgspec.structs.replace(request, request_id="u", sampling=sampling)):
-        assert chunk.logprob_mode is LogprobMode.TEMPERATURE
-        expected = truncated(model, list(chunk.token_ids), Sampling(temperature=0.8))
-        assert max(abs(a - b) for a, b in zip(chunk.logprobs, expected, strict=True)) < 2e-5
+        for chunk in chunks:
+            assert chunk.logprob_mode is LogprobMode.TEMPERATURE
+            expected = truncated(model, list(chunk.token_ids), Sampling(temperature=0.8))
+            assert max(abs(a - b) for a, b in zip(chunk.logprobs, expected, strict=True)) < 2e-5
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_likeliest_are_those_of_what_was_drawn_from(sglang_engine: SglangEngine, epochs, stream: bool):
+async def test_the_likeliest_are_those_of_what_was_drawn_from(
+    sglang_server: SglangServer, sglang_config: EngineConfig, epochs, stream: bool
+):
     model = build("qwen3", seed=5)
-    await load(sglang_engine, publish(models.tensors(model), Version(next(epochs), 0)))
-    sglang_engine._style = msgspec.structs.replace(sglang_engine._style, recording=Recording(top=4))
     sampling = Sampling(max_new_tokens=24, ignore_eos=True, temperature=0.8, logit_bias={7: 2.0})
     request = GenerateRequest(request_id="k", prompt_ids=PROMPT, seeds=(1, 2), sampling=sampling, stream=stream)
-    for answer in await ask(sglang_engine, request):
+    async with engine_over(sglang_server, sglang_config, recording=Recording(top=4)) as engine:
+        await load(engine, publish(models.tensors(model), Version(next(epochs), 0)))
+        answers = await ask(engine, request)
+    for answer in answers:
         expected = distributions(model, answer.ids, sampling)
         sets = answer.extras["candidates"].sets()
         for place, (first, end) in enumerate(zip(sets.bounds, sets.bounds[1:], strict=False)):
@@ -212,7 +223,8 @@ async def test_a_penalty_is_that_of_the_other_engines_one_token_later(sglang_eng
     """
     model = build("qwen3", seed=6)
     await load(sglang_engine, publish(models.tensors(model), Version(next(epochs), 0)))
-    for asked in ({"presence_penalty": 1.5}, {"frequency_penalty": 0.75}, {"repetition_penalty": 1.3}):
+    penalties: list[dict[str, Any]] = [{"presence_penalty": 1.5}, {"frequency_penalty": 0.75}, {"repetition_penalty": 1.3}]
+    for asked in penalties:
         sampling = Sampling(max_new_tokens=24, ignore_eos=True, **asked)
         [answer] = await ask(sglang_engine, GenerateRequest(request_id="p", prompt_ids=PROMPT, seeds=(1,), sampling=sampling))
         expected = truncated(model, answer.ids, sampling, [PROMPT[-1], *answer.ids[:-1]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -81,7 +82,7 @@ async def test_a_missing_plugin_is_a_loud_pause_or_an_error(
     sglang_server: SglangServer, sglang_python: str, caplog: pytest.LogCaptureFixture
 ):
     # The server has one rank: that of a second one does not answer.
-    two = {"tensor_parallel": 2}
+    two: dict[str, Any] = {"tensor_parallel": 2}
     engine = engine_of(sglang_server, cpu_config(sglang_python, **two))
     with caplog.at_level(logging.WARNING):
         await engine.start()

@@ -68,9 +68,10 @@ class Updates:
         self._number = 0
         self.models: dict[int, PreTrainedModel] = {}
         """By stamp."""
-        self.host = ServerHost(str(server.directory), ranks, self._commit, pace=pace)
+        self.host = ServerHost(str(server.directory), ranks, self.commit_unseen, pace=pace)
 
-    async def _commit(self, version: Version) -> None:
+    async def commit_unseen(self, version: Version) -> None:
+        """Ask the server itself, past the host that keeps the books."""
         await self.server.client.command("/set_internal_state", commit_body(version), timeout_s=60.0)
 
     def next(self, model: PreTrainedModel, **named: Any) -> Image:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.concatenation import aligned
-from streamrl.weights.protocol import Slice
+from streamrl.weights.protocol import HostBytes, Shard, Slice
 
 
 def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slice, ...]:
@@ -32,3 +34,9 @@ def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slic
         else:
             joined.append(Slice(spec.offset, spec.nbytes))
     return tuple(joined)
+
+
+def host(shard: Shard) -> HostBytes:
+    """The bytes of a slice that lies on the host."""
+    assert isinstance(shard.data, np.ndarray)
+    return shard.data

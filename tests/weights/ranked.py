@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from streamrl.weights.protocol import Shard
+from tests.support.wanted import host
 
 MODEL = {
     "embed": ("bfloat16", (301, 8)),
@@ -42,7 +43,7 @@ def rows_of(shards: Sequence[Shard], rank: int, ranks: int) -> list[Shard]:
         own.append(
             msgspec.structs.replace(
                 shard,
-                data=shard.data[low * item : high * item],
+                data=host(shard)[low * item : high * item],
                 shape=(high - low, *shard.shape[1:]),
                 offset=(low, *(0,) * (len(shard.shape) - 1)),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ VOCAB = 64
 
 def save_model(path: Path) -> Path:
     """Float32 weights and configuration: both sides are told another type."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, **sizes, intermediate_size=64, tie_word_embeddings=True, eos_token_id=1))

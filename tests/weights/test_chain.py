@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import ANY
 
 import msgspec
@@ -31,7 +32,7 @@ from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import slices
+from tests.support.wanted import host, slices
 
 ROWS = 4096
 EVERY = 4
@@ -80,7 +81,7 @@ class Reader:
 
     def __init__(self, bus: Bus) -> None:
         self._blobs = Counted(bus)
-        self.transport = BusTransport(self._blobs, run="r", policy="policy", threads=2)
+        self.transport = BusTransport(cast("Any", self._blobs), run="r", policy="policy", threads=2)
 
     async def take(self, manifest: Manifest) -> bytes:
         parts = [(part.start, bytes(part.data)) async for part in self.transport.fetch(manifest, slices(manifest))]
@@ -102,7 +103,7 @@ class Reader:
 def make(memory_bus: Bus) -> Iterator[Callable[..., BusTransport]]:
     made: list[BusTransport] = []
 
-    def one(**options: object) -> BusTransport:
+    def one(**options: Any) -> BusTransport:
         made.append(BusTransport(memory_bus.blobs, run="r", policy="policy", part_bytes=4000, anchor_every=EVERY, threads=2, **options))
         return made[-1]
 
@@ -205,7 +206,7 @@ async def test_a_version_with_everything_changed_is_stored_whole(make, memory_bu
         noise = msgspec.structs.replace(shards(0)[0], data=rng.integers(0, 256, 4 * ROWS, dtype=np.uint8))
         manifest = await transport.publish(Version(0, number), iter([noise]))
         assert (manifest.kind, wire_bytes(manifest)) == ("full", manifest.nbytes)
-        assert await reader.take(manifest) == noise.data.tobytes()
+        assert await reader.take(manifest) == host(noise).tobytes()
     reader.transport.close()
 
 

@@ -61,7 +61,9 @@ def test_few_elements_alone_leave_the_device(pool: ThreadPoolExecutor, monkeypat
 
     monkeypatch.setattr(SnapshotBytes, "copy_to", refuse)
     content = Content(model.shards(on_host=False))
-    (block,) = before.replace(Version(0, 2), content, ranges_of(content)) or ()
+    blocks = before.replace(Version(0, 2), content, ranges_of(content))
+    assert blocks is not None
+    [block] = blocks
     assert len(block) < 60
 
 

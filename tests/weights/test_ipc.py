@@ -159,7 +159,8 @@ async def test_a_buffer_is_not_written_while_an_engine_reads_it(tmp_path: Path) 
         assert memory(first) == before
         await let_go(process)
         manifest = await second
-        assert (await answer(process)).startswith("error policy 0.1: its device memory holds a newer version")
+        said = await answer(process)
+        assert said.startswith("error policy 0.1: ") and "a newer version" in said
     assert memory(first) != before
     assert await read(reader(tmp_path), manifest) == trainer.digest() == manifest.digest
 
@@ -194,7 +195,8 @@ async def test_a_stuck_reader_loses_the_buffer_and_learns_of_it(tmp_path: Path, 
         manifest = await trainer.publish(2)
         process.send_signal(signal.SIGCONT)
         await let_go(process)
-        assert await answer(process) == "error policy 0.1: expected to read it to the end, its memory was taken back"
+        said = await answer(process)
+        assert said.startswith("error policy 0.1: ") and "taken back" in said
     assert "event=weights_reader_sent_away version=0.1" in caplog.text
     assert await read(reader(tmp_path), manifest) == manifest.digest
 

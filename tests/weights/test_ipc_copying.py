@@ -26,8 +26,9 @@ class HalfCopied:
     """A version whose device has copied the first bucket only: the rest is as a slow copy would leave it for a while."""
 
     def __init__(self, trainer: Trainer, manifest: Manifest) -> None:
-        assert manifest.parts[0].copying is not None
-        self.ends = manifest.parts[0].copying.ends
+        copying = manifest.parts[0].copying
+        assert isinstance(copying, Copying)
+        self.ends = copying.ends
         assert self.ends == (1280, manifest.nbytes)
         self._buffer = max(trainer.ring._buffers, key=lambda one: one.used)
         self._complete = self._buffer.memory.clone()
@@ -119,15 +120,16 @@ async def test_a_trainer_that_is_killed_while_it_copies_takes_the_version_along(
 async def test_buckets_that_no_trainer_announces_are_refused_before_a_byte_is_read(trainer: Trainer) -> None:
     manifest = await trainer.publish(1)
     (part,) = manifest.parts
-    assert part.copying is not None
-    for ends, at in (((), 0), ((part.nbytes - 1,), part.copying.at), ((part.nbytes,), part.copying.at + 4), ((part.nbytes,), 0)):
-        enemy = msgspec.structs.replace(part, copying=Copying(part.copying.stamp, at, ends))
+    copying = part.copying
+    assert isinstance(copying, Copying)
+    for ends, at in (((), 0), ((part.nbytes - 1,), copying.at), ((part.nbytes,), copying.at + 4), ((part.nbytes,), 0)):
+        enemy = msgspec.structs.replace(part, copying=Copying(copying.stamp, at, ends))
         with raises(WeightSyncError, expected=part.nbytes):
             await read(reader(trainer.directory), msgspec.structs.replace(manifest, parts=(enemy,)))
         with raises(WeightSyncError, expected=part.nbytes):
             async with reader(trainer.directory, sources=True).source(msgspec.structs.replace(manifest, parts=(enemy,))):
                 pass
     # Marks that lie beyond the buffer's end.
-    enemy = msgspec.structs.replace(part, copying=msgspec.structs.replace(part.copying, at=part.copying.at + (1 << 20)))
-    with raises(WeightSyncError, offset=part.copying.at + (1 << 20)):
+    enemy = msgspec.structs.replace(part, copying=msgspec.structs.replace(copying, at=copying.at + (1 << 20)))
+    with raises(WeightSyncError, offset=copying.at + (1 << 20)):
         await read(reader(trainer.directory), msgspec.structs.replace(manifest, parts=(enemy,)))

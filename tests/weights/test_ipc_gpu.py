@@ -96,7 +96,7 @@ async def read_while_training(tmp_path: Path, gpu: int) -> None:
             seen.append(digest)
         assert len(set(seen)) == 5
         gone = msgspec.structs.replace(manifest, parts=(msgspec.structs.replace(manifest.parts[0], handle=b"\x95no"),))
-        assert (await ask(process, gone, "device")).startswith("error expected a CUDA memory handle")
+        assert (await ask(process, gone, "device")).startswith("error expected a CUDA")
 
 
 @pytest.mark.parametrize("gpu", [0, 1])
@@ -190,7 +190,8 @@ async def read_parts(tmp_path: Path, ranks: int) -> None:
         assert len(set(seen)) == 4
         processes[-1].kill()
         await processes[-1].wait()
-        assert (await ask(reader, manifest, "device")).startswith("error policy 0.3: its device memory holds a newer version")
+        said = await ask(reader, manifest, "device")
+        assert said.startswith("error policy 0.3: ") and "a newer version" in said
 
 
 def test_no_snapshot_is_torn_by_the_steps_after_it(tmp_path: Path) -> None:

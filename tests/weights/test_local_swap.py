@@ -47,6 +47,7 @@ def shards(model_dir: Path, number: int) -> list[Shard]:
 async def engine(tmp_path: Path) -> AsyncIterator[BatchingEngine]:
     model_dir = ensure_model(CONFIG, tmp_path / "model")
     made = make_engine(CONFIG.engine, model_dir, engine_id="engine-0", max_len=CONFIG.model.max_len)
+    assert isinstance(made, BatchingEngine)
     await made.start()
     yield made
     await made.stop()

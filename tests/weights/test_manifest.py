@@ -20,7 +20,7 @@ from streamrl.tensors.digest import combine, digest_text, tensor_digest
 from streamrl.weights.manifest import ITEM_BYTES, Content, build, check_same, cover, cut, offers
 from streamrl.weights.protocol import Shard, Slice
 from tests.support.errors import raises
-from tests.support.wanted import slices
+from tests.support.wanted import host, slices
 
 
 def shard(
@@ -43,7 +43,7 @@ def whole(name: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generato
 def split_rows(tensor: Shard, ranks: int) -> list[Shard]:
     """The tensor as `ranks` slices along dimension 0, uneven where it does not divide."""
     rows, item = tensor.global_shape[0], ITEM_BYTES[tensor.dtype]
-    array = tensor.data.reshape(rows, -1)
+    array = host(tensor).reshape(rows, -1)
     bounds = np.linspace(0, rows, ranks + 1).astype(int)
     result = []
     for low, high in itertools.pairwise(bounds):
@@ -97,10 +97,10 @@ def test_tensors_lie_aligned_sorted_and_whole_in_the_parts(model, limit, seed):
     taken = np.zeros(len(data), bool)
     for spec in manifest.tensors:
         np.testing.assert_array_equal(data[spec.offset : spec.offset + spec.nbytes], by_name[spec.name].data)
-        assert int(spec.digest, 16) == tensor_digest(by_name[spec.name].data, ITEM_BYTES[spec.dtype])
+        assert int(spec.digest, 16) == tensor_digest(host(by_name[spec.name]), ITEM_BYTES[spec.dtype])
         taken[spec.offset : spec.offset + spec.nbytes] = True
     assert not data[~taken].any()
-    assert manifest.digest == combine({one.name: tensor_digest(one.data, ITEM_BYTES[one.dtype]) for one in shards})
+    assert manifest.digest == combine({one.name: tensor_digest(host(one), ITEM_BYTES[one.dtype]) for one in shards})
 
 
 @settings(max_examples=60, deadline=None)
@@ -143,7 +143,7 @@ def test_words_are_the_digest_of_the_bytes_by_eight():
     rng = np.random.default_rng(0)
     tensors = [whole("a", "bfloat16", (3, 4), rng), whole("b", "float64", (3,), rng), whole("c", "int8", (9,), rng)]
     specs = {spec.name: spec for spec in Content(tensors).tensors}
-    assert [specs[tensor.name].words for tensor in tensors[:2]] == [digest_text(tensor_digest(tensor.data, 8)) for tensor in tensors[:2]]
+    assert [specs[tensor.name].words for tensor in tensors[:2]] == [digest_text(tensor_digest(host(tensor), 8)) for tensor in tensors[:2]]
     assert specs["a"].words != specs["a"].digest and specs["b"].words == specs["b"].digest
     assert specs["c"].words == ""
 

@@ -52,9 +52,9 @@ def test_contributions_that_no_longer_fit_are_refused_as_they_were() -> None:
         merger.merge([first, msgspec.structs.replace(second, slices=second.slices[1:])])
     with pytest.raises(WeightSyncError):
         merger.merge([first])
-    with pytest.raises(WeightSyncError, match="whole slices of every rank"):
+    with pytest.raises(WeightSyncError, match="slices of every rank"):
         merger.merge([first, msgspec.structs.replace(second, links=())])
     crooked = msgspec.structs.replace(second.slices[0], digest="no digest here!!")
-    with pytest.raises(WeightSyncError, match="expected the digest of a slice"):
+    with pytest.raises(WeightSyncError, match="digest of a slice"):
         merger.merge([first, msgspec.structs.replace(second, slices=(crooked, *second.slices[1:]))])
     assert merger.merge([first, second]).digest == alone([first, second]).digest

@@ -29,7 +29,7 @@ from streamrl.weights.protocol import Shard, WeightTransport
 from streamrl.weights.ranks import RankContent, check_places, merge, placed
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import slices
+from tests.support.wanted import host, slices
 from tests.weights.ranked import ITEMS, model, rows_of
 
 
@@ -169,7 +169,7 @@ def test_ranks_whose_changes_begin_at_different_versions_are_refused():
         made.append(msgspec.structs.replace(one, links=(msgspec.structs.replace(one.links[0], parent=Version(0, parent)),)))
     assert merge(made).kind == "delta"
     older = msgspec.structs.replace(made[1].links[0], version=Version(0, 3), parent=Version(0, 2))
-    with pytest.raises(WeightSyncError, match=r"rank 0 changes since 0\.0; rank 1 changes since 0\.2") as caught:
+    with pytest.raises(WeightSyncError, match=r"since 0\.0; rank 1 .* since 0\.2") as caught:
         merge([made[0], msgspec.structs.replace(made[1], links=(older,))])
     assert "restart them together" in caught.value.hint
 
@@ -179,17 +179,17 @@ def test_ranks_whose_changes_begin_at_different_versions_are_refused():
 )
 def test_columns_are_refused_with_a_way_out(shape, offset, local):
     data = np.zeros(4 * int(np.prod(local)), np.uint8)
-    with pytest.raises(WeightSyncError, match="'w': expected a range of rows") as caught:
+    with pytest.raises(WeightSyncError, match=r"'w': .*range of rows") as caught:
         RankContent([Shard(name="w", dtype="float32", global_shape=shape, offset=offset, shape=local, data=data)])
     assert "full_tensor()" in caught.value.hint
 
 
 def test_two_slices_of_one_rank_and_wrong_sizes_are_refused():
     [one, *_] = model(1)
-    with pytest.raises(WeightSyncError, match="one slice of a rank, got two"):
+    with pytest.raises(WeightSyncError, match="got two"):
         RankContent([one, one])
     with pytest.raises(WeightSyncError, match="expected bytes for"):
-        RankContent([msgspec.structs.replace(one, data=one.data[:-1])])
+        RankContent([msgspec.structs.replace(one, data=host(one)[:-1])])
     with pytest.raises(WeightSyncError, match="'float31'"):
         RankContent([msgspec.structs.replace(one, dtype="float31")])
     with pytest.raises(WeightSyncError, match="within shape"):
@@ -203,7 +203,7 @@ async def test_a_rank_repeats_itself_without_effect_and_never_contradicts_itself
     ):
         first = await transport.contribute(Version(0, 1), iter(model(1)))
         assert await transport.contribute(Version(0, 1), iter(model(1))) == first
-        with pytest.raises(WeightSyncError, match="expected the slices contributed before"):
+        with pytest.raises(WeightSyncError, match="contributed before"):
             await transport.contribute(Version(0, 1), iter(model(2)))
         transport.close()
 
@@ -300,7 +300,7 @@ async def test_two_processes_hand_over_their_slices(own_server: NatsServer, nats
         path.write_bytes(data)
     else:
         await nats_bus.blobs.delete(part.location)
-    with pytest.raises(WeightSyncError, match=r"sha256|got none of that name"):
+    with pytest.raises(WeightSyncError, match=r"sha256|got none"):
         await read_all(transport(), made[-1])
     await merging.retire(Version(0, 4))
     assert [await merging.holds(manifest) for manifest in made[:3]] == [False] * 3

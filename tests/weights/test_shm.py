@@ -21,7 +21,7 @@ from streamrl.weights.factory import free_weights, weights_directory
 from streamrl.weights.protocol import Shard
 from streamrl.weights.shm import ShmTransport, host_id
 from tests.support.errors import raises
-from tests.support.wanted import slices
+from tests.support.wanted import host, slices
 
 V1, V2 = Version(0, 1), Version(0, 2)
 
@@ -73,7 +73,7 @@ def test_a_publisher_killed_in_the_middle_leaves_nothing_to_fetch_and_the_next_o
     async def publish_again():
         publisher = transport(directory)
         manifest = await publisher.publish(V1, iter(shards(1)))
-        assert await read(transport(directory), manifest) == shards(1)[0].data.tobytes()
+        assert await read(transport(directory), manifest) == host(shards(1)[0]).tobytes()
         publisher.close()
 
     asyncio.run(publish_again())
@@ -86,7 +86,7 @@ async def test_finished_files_outlive_their_publisher_until_they_are_retired(tmp
     first.close()
     second = transport(tmp_path)
     new = await second.publish(V2, iter(shards(2)))
-    assert await second.holds(old) and await read(second, old) == shards(1)[0].data.tobytes()
+    assert await second.holds(old) and await read(second, old) == host(shards(1)[0]).tobytes()
     await second.retire(V2)
     assert not await second.holds(old) and await second.holds(new)
     second.close()
@@ -111,7 +111,7 @@ async def test_a_reader_keeps_what_it_has_mapped(tmp_path):
     parts = [part async for part in transport(tmp_path).fetch(manifest, slices(manifest))]
     await writer.retire(V2)
     assert names(tmp_path) == [".lock"]
-    assert b"".join(bytes(part.data) for part in parts) == shards(1)[0].data.tobytes()
+    assert b"".join(bytes(part.data) for part in parts) == host(shards(1)[0]).tobytes()
     assert all(part.data.readonly for part in parts)
     writer.close()
 

@@ -31,7 +31,7 @@ from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
 from streamrl.weights.slices import MergedTransport, OtherRanks, RankPublisher, Requests
 from tests.support.errors import raises
-from tests.support.wanted import slices
+from tests.support.wanted import host, slices
 from tests.weights.ranked import large, model, rows_of
 from tests.weights.test_ranks import whole
 
@@ -201,9 +201,9 @@ async def test_a_rank_that_cannot_store_says_why_to_all(tmp_path: Path, config: 
     await ranks.offer(1)
     with raises(WeightSyncError, rank=1) as caught:
         await asyncio.to_thread(ranks.leader.close, 60.0)
-    assert "rank 1 cannot store its slices: tensor 'embed': expected a range of rows" in caught.value.message
+    assert "'embed': expected a range" in caught.value.message
     for call in (lambda: ranks.others[0].offer(ranks.asked.word, v(2), (), []), ranks.others[0].close):
-        with pytest.raises(WeightSyncError, match="expected a range of rows"):
+        with pytest.raises(WeightSyncError, match="a range of rows"):
             call()
 
 
@@ -316,7 +316,7 @@ async def test_a_rank_that_is_killed_while_it_stores_leaves_no_version_and_its_s
     found = bytearray(manifest.nbytes)
     async for part in own.fetch(manifest, slices(manifest)):
         found[part.start : part.start + len(part.data)] = part.data
-    assert bytes(found) == large()[0].data.tobytes()
+    assert bytes(found) == host(large()[0]).tobytes()
     await own.retire(v(2))
     assert await nats_bus.blobs.names() == []  # those of the dead rank too
     own.close()

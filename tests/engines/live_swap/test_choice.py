@@ -16,5 +16,5 @@ def test_a_trainer_on_the_same_gpu_is_not_counted_twice() -> None:
 
 def test_a_buffer_that_leaves_no_cache_is_named() -> None:
     said = memory_short(62 * GB, 80 * GB, 18 * GB, fraction=0.4, reserve=0.05)
-    assert "a second buffer of 18.0 GB would leave 0.0 GB" in said and "mem_fraction_static 0.4 of 80.0 GB, 4.0 GB wanted" in said
+    assert "18.0 GB would leave 0.0 GB" in said and "0.4 of 80.0 GB, 4.0 GB wanted" in said
     assert memory_short(62 * GB, 80 * GB, 10 * GB, fraction=0.5, reserve=0.05) == ""

@@ -16,7 +16,7 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.weights.manifest import build
 from streamrl.weights.protocol import CudaSource, DeviceMemory
-from tests.sglang.test_recorder import Derived, Fused, content, entries, stager, tensors
+from tests.engines.live_swap.test_recorder import Derived, Fused, content, entries, stager, tensors
 from tests.support.errors import raises
 
 
@@ -27,7 +27,7 @@ class Trainers:
         self.bytes: dict[bytes, torch.Tensor] = {}
         self.beside: set[str] = set()
         """Owners that still had memory open when another one's was opened."""
-        self.opened: dict[bytes, weakref.ref[torch.Tensor]] = {}
+        self.opened: dict[bytes, weakref.ref[torch.UntypedStorage]] = {}
         monkeypatch.setattr("streamrl.tensors.cuda_ipc.open_shared", self._open)
 
     def _open(self, handle: bytes, device: torch.device) -> torch.Tensor:
