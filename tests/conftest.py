@@ -15,7 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import re
 import sys
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from tests.support.leftovers import Leftovers
 from tests.support.needs import need, required
 from tests.support.preloaded import PRELOADED, Preloaded
 from tests.support.programs import Start, programs
+from tests.support.shared import shared
 from tests.support.world.nursery import Nursery, nursery
 
 __all__ = ["starts_no_process_unmarked"]
@@ -64,6 +66,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         need("gpu")
     for marker in item.iter_markers("needs"):
         need(*marker.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
+    """Count what fixtures of the session start for the session."""
+    with shared() if fixturedef.scope == "session" else nullcontext():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

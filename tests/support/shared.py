@@ -1,29 +1,23 @@
-"""What is made once a session and only looked at, whichever process of pytest-xdist asks first."""
+"""What a session starts once for all of its tests is nobody's: `scripts.costs` would count it for the test that happens to ask first."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import pytest
-
-T = TypeVar("T")
+CURRENT = "PYTEST_CURRENT_TEST"
 
 
-def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
-    """What `make(directory)` returns, which pickle can carry. Nobody may change it, nor what lies in the directory."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return make(factory.mktemp(name))
-    place = factory.getbasetemp().parent / name
-    place.mkdir(exist_ok=True)
-    stored = place / "made.pickle"
-    with (place / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not stored.exists():
-            (place / "run").mkdir(exist_ok=True)
-            stored.write_bytes(pickle.dumps(make(place / "run")))
-    return pickle.loads(stored.read_bytes())
+@contextmanager
+def shared() -> Iterator[None]:
+    """Count what is started here, and by those processes, for the session."""
+    before = os.environ.get(CURRENT)
+    os.environ[CURRENT] = "shared (setup)"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CURRENT]
+        else:
+            os.environ[CURRENT] = before
