@@ -21,7 +21,7 @@
 VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
-PYTEST_ARGS ?= -n 3 --dist worksteal
+PYTEST_ARGS ?= -n 3 --dist loadfile
 MORE_TESTS ?=
 SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang -o timeout=400
 TEST_ARGS ?=
@@ -52,7 +52,7 @@ pytest: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m scripts.run_tests --tier $(TIER) --together $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang --ignore=tests/verifiers" $(MORE_TESTS)
 
 test-fast: $(VENV)/.installed-dev
-	@began=$$(date +%s); $(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not process and not slow and not soak" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
+	@began=$$(date +%s); $(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not soak" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
 	echo "test-fast: $$(($$(date +%s) - began)) s; tests that start a process were left out: make test"; exit $$code
 
 test-sglang: $(VENV)/.installed-dev

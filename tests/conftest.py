@@ -15,8 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import re
 import sys
 import uuid
-from collections.abc import AsyncIterator, Generator, Iterator
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,13 +67,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         need(*marker.args)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object]) -> Generator[None, object, object]:
-    """Count what fixtures of the session start for the session."""
-    with shared() if fixturedef.scope == "session" else nullcontext():
-        return (yield)
-
-
 @pytest.fixture(autouse=True)
 def shared_memory_is_freed() -> Iterator[None]:
     """After all other fixtures. Only tests that prepare runs have imported the module."""
@@ -87,7 +79,8 @@ def shared_memory_is_freed() -> Iterator[None]:
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
     """A real nats-server for the session; do not stop it (start one of your own for that)."""
     server = NatsServer(tmp_path_factory.mktemp("nats"))
-    server.start()
+    with shared():
+        server.start()
     yield server
     server.stop()
 
