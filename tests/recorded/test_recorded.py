@@ -258,7 +258,7 @@ def test_its_configuration_decides_what_it_decided(kept: Kept, of: str) -> None:
     if of == "record":
         text = json.loads((kept.recording / "recording.json").read_text())["record"]["config"]
     tokens = vocab_size(kept.recording / "model")
-    fold: dict[str, Any] = {RENAMED.get(name, name): value for name, value in kept.facts["fold"].items()}
+    fold: dict[str, Any] = {str(RENAMED.get(name, name)): value for name, value in kept.facts["fold"].items()}
     assert fold_config(from_json(text), tokens) == FoldConfig(**fold, vocab_size=tokens)
 
 
