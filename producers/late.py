@@ -8,7 +8,7 @@ One that comes after its task has ended is written down in the ledger (`supersed
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -94,7 +94,7 @@ class LateRewards:
         )
         return await self._publisher.reward(update)
 
-    async def unrewarded(self, *, after: int = 0) -> AsyncIterator[tuple[int, Sample]]:
+    async def unrewarded(self, *, after: int = 0) -> AsyncGenerator[tuple[int, Sample]]:
         """Samples without the reward that they are trained on, in stream order, waiting for new ones for ever.
 
         Each comes with the sequence of its message. Demonstrations need no reward and are left out, and so is what cannot be read. Samples

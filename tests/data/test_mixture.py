@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.data.mixture import BLOCK, extended, places_at, quotas, segment_of, source_of
+from streamrl.schemas.control import MixtureSegment
 
 WEIGHTS = st.lists(st.sampled_from([0.0, 1e-6, 0.3, 1.0, 7.0]), min_size=1, max_size=5).filter(any)
 
@@ -38,7 +39,8 @@ def test_quotas_by_hand() -> None:
 def test_places_are_counted_through_every_change(seed: int, changes: list[tuple[list[float], int]]) -> None:
     """By brute force: the n-th task of a source has place n, whatever segments there were."""
     number = max(len(weights) for weights, _ in changes)
-    segments, granted = (), 0
+    segments: tuple[MixtureSegment, ...] = ()
+    granted = 0
     for version, (weights, more) in enumerate(changes):
         granted += more
         segments = extended(segments, (*weights, *[0.0] * (number - len(weights))), seed=seed, version=version, granted=granted)

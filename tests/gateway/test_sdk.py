@@ -24,7 +24,7 @@ async def test_the_async_sdk_chats_streams_and_completes(loop: Loop) -> None:
         told = await gate.start()
         async with client(gate, told["api_key"]) as sdk:
             [policy, run] = (await sdk.models.list()).data
-            assert (policy.id, run.id, policy.model_extra["max_model_len"]) == ("policy", loop.config.run.name, 128)
+            assert (policy.id, run.id, (policy.model_extra or {})["max_model_len"]) == ("policy", loop.config.run.name, 128)
             answer = await sdk.chat.completions.create(model="policy", messages=told["messages"], logprobs=True, user="me", n=1)
             assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("7", "stop")
             assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 2)

@@ -275,7 +275,7 @@ async def test_guessed_versions_reach_the_sample(engine: TableEngine, tokenizer:
 async def test_the_engines_counters_are_those_of_each_sample(engine: TableEngine, tokenizer: Tokenizer, producer: str) -> None:
     """Cached tokens, and drafts with the passes that verified them, as SGLang counts them for each completion."""
     task = make_task(tokenizer, num_rollouts=3)
-    told: dict[tuple[int, ...], list[dict[str, float]]] = {}
+    told: dict[tuple[int, ...], list[dict[str, int]]] = {}
 
     class Counting:
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
@@ -284,7 +284,7 @@ async def test_the_engines_counters_are_those_of_each_sample(engine: TableEngine
                     yield chunk
                     continue
                 counts = {"cached_tokens": len(request.prompt_ids) // 2, "spec_verify_ct": 3 + chunk.completion}
-                told.setdefault(request.seeds, []).append(counts)
+                told.setdefault(tuple(request.seeds), []).append(counts)
                 yield msgspec.structs.replace(chunk, extras={**counts, "began_s": 5.0})
 
     async def two_turns(task: RolloutTask, engine: RolloutEngine) -> Episode:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.engines.batching.delays import TokenDelay
-from streamrl.producers.claims import Claims
+from streamrl.producers.claims import Claim, Claims
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.rollouts import main
 from streamrl.schemas.codec import decode, encode
@@ -108,7 +108,7 @@ async def test_work_that_is_given_up_is_cancelled_once(loop: Loop) -> None:
     """Each grant says again what has ended; the work, and the way off the queue, may take longer than from one to the next."""
     begun, cleaned = asyncio.Event(), asyncio.Event()
 
-    async def work(task: RolloutTask, deliveries: int) -> None:
+    async def work(task: RolloutTask, claim: Claim) -> None:
         try:
             begun.set()
             await asyncio.sleep(3600)

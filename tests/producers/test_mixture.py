@@ -70,6 +70,7 @@ async def test_restarts_and_a_second_feeder_leave_no_row_out(bus, config, rows):
     await feed(Grant(404, 2, 360), 2)
     await feed(Grant(1404, 7, 404), 1)
     record = await read_key(bus.kv, KEY_MIXTURE, MixtureRecord)
+    assert record is not None
     assert [(one.first, one.version, one.weights) for one in record.segments] == [(0, 0, (3.0, 1.0)), (404, 2, (1.0, 1.0))]
     tasks = await issued(bus, 1404)
     counts = Counter(task.metadata["data_source"] for task in tasks[404:])

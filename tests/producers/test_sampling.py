@@ -145,7 +145,7 @@ def test_code_of_users_may_give_stop_strings_as_it_likes_and_no_nonsense() -> No
     assert one == other and hash(one) == hash(other) and one.later() == {"logit_bias": {3: 1.0, 5: 2.0}}
     for wrong in ({"stop": (3,)}, {"logit_bias": {"3": 1.0}}, {"stop": ("a",) * 33}, {"stop": ("a" * 257,)}):
         with raises(SchemaError, key=f"sampling.{next(iter(wrong))}"):
-            Sampling(**wrong)
+            Sampling(**wrong)  # type: ignore[arg-type]
     with raises(SchemaError, key="sampling.json_schema"):
         Sampling(json_schema="{" * 100_000)
     with raises(SchemaError, key="sampling.json_schema"):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import msgspec
 import nats
@@ -51,7 +52,7 @@ async def feeding(config: Config, *buses: Bus) -> AsyncIterator[list[Feeder]]:
         assert all(isinstance(result, asyncio.CancelledError) for result in results), results
 
 
-async def grant(bus: Bus, *values: int | None) -> Grant:
+async def grant(bus: Bus, *values: Any) -> Grant:
     grant = Grant(*values)
     await bus.kv.put(KEY_GRANTED, encode(grant))
     return grant
@@ -147,7 +148,8 @@ async def test_a_full_stream_stalls_it_and_it_goes_on_by_itself(nats_bus, nats_a
     client = await nats.connect(nats_address.url, user=nats_address.user, password=nats_address.password)
     try:
         stream = client.jetstream()
-        name = next(info.config.name for info in await stream.streams_info() if f"{config.run.name}.tasks" in info.config.subjects)
+        name = next(info.config.name for info in await stream.streams_info() if f"{config.run.name}.tasks" in (info.config.subjects or ()))
+        assert name is not None
         settings = (await stream.stream_info(name)).config
         await stream.update_stream(settings.evolve(max_msgs=10))
         async with feeding(config, nats_bus) as [feeder]:

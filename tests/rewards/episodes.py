@@ -18,6 +18,7 @@ class Episode(msgspec.Struct):
     rollout: int = 0
     status: Status = Status.COMPLETED
     metadata: dict[str, Any] = {}
+    agent: str = ""
 
     @property
     def turns(self) -> Sequence[str]:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import msgspec
 import pytest
 
 from streamrl.config.tree import RewardConfig
@@ -13,21 +11,11 @@ from streamrl.rewards.factory import built_in, is_user_code, make_reward
 from streamrl.rewards.numbers import Answer, final_answer, numbers
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask
+from tests.rewards.episodes import Episode
 from tests.support.errors import raises
 
 GSM8K = built_in("gsm8k", {})
 SOLUTION = "Natalia sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips altogether.\n#### 72"
-
-
-class Episode(msgspec.Struct):
-    completion: str
-    status: Status = Status.COMPLETED
-    rollout: int = 0
-    metadata: dict[str, Any] = {}
-
-    @property
-    def turns(self) -> Sequence[str]:
-        return (self.completion,)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +96,7 @@ def test_no_answer(text: str) -> None:
     ],
 )
 async def test_the_value_counts_not_how_it_is_written(label: Any, completion: str, expected: float) -> None:
+    value: Any
     [value] = await GSM8K.score(RolloutTask(run="run", index=0, source="main", label=label), [Episode(completion)])
     assert value.value == expected
     assert value.parts == {"answer": expected, "format": 0.0}
@@ -118,12 +107,13 @@ async def test_the_value_counts_not_how_it_is_written(label: Any, completion: st
     [
         (Episode("#### 72"), 1.0, 0.2),
         (Episode("#### 7"), 0.0, 0.2),
-        (Episode("#### 72", Status.TRUNCATED), 1.0, 0.0),
+        (Episode("#### 72", status=Status.TRUNCATED), 1.0, 0.0),
         (Episode("72"), 0.0, 0.0),
     ],
 )
 async def test_the_format_is_rewarded_apart(episode: Episode, answer: float, shaped: float) -> None:
     reward = built_in("gsm8k", {"format_reward": 0.2, "marked_only": True})
+    value: Any
     [value] = await reward.score(RolloutTask(run="run", index=0, source="main", label=SOLUTION), [episode])
     assert value.parts == {"answer": answer, "format": shaped}
     assert value.value == pytest.approx(answer + shaped)
@@ -132,7 +122,10 @@ async def test_the_format_is_rewarded_apart(episode: Episode, answer: float, sha
 async def test_it_is_built_in() -> None:
     config = RewardConfig(kind="gsm8k", options={"format_reward": 0.5})
     assert not is_user_code(config)
-    [value] = await make_reward(config).score(RolloutTask(run="run", index=0, source="main", label="1"), [Episode("#### 2")])
+    value: Any
+    reward = make_reward(config)
+    assert reward is not None
+    [value] = await reward.score(RolloutTask(run="run", index=0, source="main", label="1"), [Episode("#### 2")])
     assert value.value == 0.5
     with raises(ConfigError, key="reward.options", kind="gsm8k"):
         make_reward(RewardConfig(kind="gsm8k", options={"form": 1}))

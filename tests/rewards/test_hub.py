@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -278,9 +279,8 @@ def test_the_part_that_is_trained(tmp_path) -> None:
     first, second = scored(tmp_path, "lacks", "score", 2)
     assert first == RewardValue(1, {"score": 1})
     assert isinstance(second, SchemaError) and "row 7" in second.message and "length" in second.message
-    assert asyncio.run(make_reward(RewardConfig(kind="dapo", key="acc")).score(task("4"), [Episode("Answer: 4")])) == [
-        RewardValue(1, {"score": 1, "acc": 1})
-    ]
+    keyed: Any = make_reward(RewardConfig(kind="dapo", key="acc"))
+    assert asyncio.run(keyed.score(task("4"), [Episode("Answer: 4")])) == [RewardValue(1, {"score": 1, "acc": 1})]
 
 
 @pytest.mark.parametrize("advantage", ["maxrl", "pass_at_k"])

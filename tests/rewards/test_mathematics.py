@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -195,5 +196,6 @@ def test_the_package_is_light() -> None:
 
 async def test_a_boxed_reward_keeps_what_it_is_run_by() -> None:
     assert built_in("boxed_f1", {}).__class__.__name__ == "Boxed"
+    value: Any
     [value] = await built_in("boxed_f1", {}).score(task("a cat sat down"), [Episode(r"\boxed{the cat sat}")])
     assert value.value == pytest.approx(0.8)

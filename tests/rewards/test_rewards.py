@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
-import msgspec
 import pytest
 
 from streamrl.config.tree import RewardConfig
@@ -15,22 +13,9 @@ from streamrl.rewards.built_in import ExactMatch
 from streamrl.rewards.factory import make_reward
 from streamrl.rewards.functions import as_value
 from streamrl.rewards.protocol import RewardValue
-from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask
+from tests.rewards.episodes import Episode
 from tests.support.errors import raises
-
-
-class Answer(msgspec.Struct):
-    """The least that a reward needs of an episode."""
-
-    completion: str
-    rollout: int = 0
-    status: Status = Status.COMPLETED
-    metadata: dict[str, Any] = {}
-
-    @property
-    def turns(self) -> Sequence[str]:
-        return (self.completion,)
 
 
 def task(label: Any = "45") -> RolloutTask:
@@ -42,7 +27,7 @@ def task(label: Any = "45") -> RolloutTask:
     [("45", "45", 1.0), ("45", " 45\n", 1.0), (45, "45", 1.0), ("45", "4 5", 0.0), ("45", "", 0.0), (None, "None", 0.0), ("", "x", 0.0)],
 )
 async def test_exact_match(label: Any, completion: str, expected: float) -> None:
-    assert await ExactMatch().score(task(label), [Answer(completion)]) == [RewardValue(expected)]
+    assert await ExactMatch().score(task(label), [Episode(completion)]) == [RewardValue(expected)]
 
 
 @pytest.mark.parametrize(
@@ -96,17 +81,17 @@ def code(tmp_path: Path) -> Path:
 
 
 async def test_functions_get_their_options_and_may_be_async(code: Path) -> None:
-    half = make_reward(RewardConfig(kind=f"{code}:half", options={"scale": 2.0}))
-    assert await half.score(task(), [Answer("45"), Answer("4")]) == [RewardValue(1.0, {"half": 1.0}), RewardValue(0.0, {"half": 0.0})]
-    slow = make_reward(RewardConfig(kind="my_rewards.py:slow"), base=code.parent)
-    first, second = await slow.score(task(), [Answer("crash"), Answer("123")])
+    half: Any = make_reward(RewardConfig(kind=f"{code}:half", options={"scale": 2.0}))
+    assert await half.score(task(), [Episode("45"), Episode("4")]) == [RewardValue(1.0, {"half": 1.0}), RewardValue(0.0, {"half": 0.0})]
+    slow: Any = make_reward(RewardConfig(kind="my_rewards.py:slow"), base=code.parent)
+    first, second = await slow.score(task(), [Episode("crash"), Episode("123")])
     assert isinstance(first, ValueError)
     assert second == RewardValue(3.0)
 
 
 async def test_a_class_sees_the_whole_group(code: Path) -> None:
-    rank = make_reward(RewardConfig(kind=f"{code}:Rank", options={"top": 3.0}))
-    assert list(await rank.score(task(), [Answer("1"), Answer("22")])) == [0.0, 3.0]
+    rank: Any = make_reward(RewardConfig(kind=f"{code}:Rank", options={"top": 3.0}))
+    assert list(await rank.score(task(), [Episode("1"), Episode("22")])) == [0.0, 3.0]
 
 
 @pytest.mark.parametrize(

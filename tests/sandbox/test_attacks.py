@@ -12,6 +12,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ import pytest
 from tests.sandbox.conftest import Attacker, marked, wait_for
 
 pytestmark = pytest.mark.process
-SMALL = {"seconds": 0.5}
+SMALL: dict[str, Any] = {"seconds": 0.5}
 
 
 def tried(*statements: str, imports: str = "") -> str:

@@ -188,7 +188,7 @@ def _backend() -> tokenizers.Tokenizer:
 
 def tokenizer_for(template: str, closing: str) -> Tokenizer:
     """A byte-level tokenizer with all special tokens, that template, and `closing` as its end of sequence."""
-    stops = [_backend().token_to_id(token) for token in _OTHER_STOPS]
+    stops = [found for token in _OTHER_STOPS if (found := _backend().token_to_id(token)) is not None]
     special = {"bos_token": BOS, "eos_token": closing}
     return Tokenizer(_backend(), special=special, template=template, stop_ids=stops, where="tests/support/chat_templates.py")
 

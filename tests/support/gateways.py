@@ -32,7 +32,7 @@ class Gateway:
 
     async def post(self, path: str, body: Any, key: str = "", **headers: str) -> tuple[int, Any]:
         """Status and answer of a request; `body` is JSON, or bytes as they are."""
-        data = {"data": body} if isinstance(body, bytes) else {"json": body}
+        data: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
         given = {"Authorization": f"Bearer {key}"} | {name.replace("_", "-"): value for name, value in headers.items()}
         async with self._http.post(self.url + path, headers=given, **data) as answer:
             return answer.status, await answer.json()

@@ -53,7 +53,7 @@ async def serve_logits(engine: TableEngine, logits: np.ndarray, version: Version
     manifest = build(Content([shard]), run="run", policy="policy", version=version, parts=[PartRef("all", 0, len(data))], transport="bus")
 
     async def parts() -> AsyncIterator[Part]:
-        yield Part(0, memoryview(data))
+        yield Part(0, memoryview(data))  # type: ignore[arg-type]
 
     await engine.stage(manifest, parts())
     await engine.commit(version)

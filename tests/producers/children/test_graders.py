@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 
 import pytest
 
@@ -248,38 +247,36 @@ def score(task, episode):
 
 
 async def test_a_quick_grader_whose_process_gets_no_core_does_not_hang(workshop: Workshop) -> None:
-    """As beside other work: while others hang for certain, one process gets next to nothing of the core that it shares."""
+    """As beside other work: while others hang for certain, one process gets next to nothing of a core that it shares."""
     code = """
+import subprocess
+
+
 def starve():
     core = min(os.sched_getaffinity(0))
     for thread in map(int, os.listdir("/proc/self/task")):
         os.sched_setaffinity(thread, {core})
+    # In the process's own session: the kernel may give each session an equal share.
+    for _ in range(3):
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    for thread in map(int, os.listdir("/proc/self/task")):
         os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def score(task, episode):
     if 40 <= task.index < 43 and episode.rollout == 0:
         time.sleep(3600)
-    if task.index == 100 and episode.rollout == 0:
+    if task.index == 100:
         starve()
-        until_s = time.thread_time() + 0.005
-        while time.thread_time() < until_s:
-            pass
     return 1.0
 """
     scoring = Scoring(timeout_s=600, children=2, max_hung=2)
-    spins = f"import os\nos.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
-    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(300):
+    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(150):
         await workshop.run(runner, *(workshop.task(index) for index in range(40)))
         hung = await workshop.run(runner, *(workshop.task(index) for index in range(40, 60)))
         assert [len(group.failures) for group in hung] == [1] * 3 + [0] * 17, "more hang than may"
-        spinners = [await asyncio.create_subprocess_exec(sys.executable, "-c", spins) for _ in range(3)]
-        try:
-            groups = await workshop.run(runner, *(workshop.task(index) for index in range(100, 300)))
-        finally:
-            for spinner in spinners:
-                spinner.kill()
-                await spinner.wait()
+        await workshop.run(runner, workshop.task(100, num_rollouts=1))
+        groups = await workshop.run(runner, *(workshop.task(index) for index in range(101, 300)))
         assert runner.take_hung_graders().ended_early == 3
     assert all(rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0} for group in groups)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -32,7 +33,7 @@ def records(*rows: list[SampleRecord]) -> dict[int, ProblemRecord]:
     return {row: ProblemRecord(row=row, samples=tuple(samples)) for row, samples in enumerate(rows)}
 
 
-def told(one: ProblemSet, found: dict[int, ProblemRecord], **more: object) -> dict[str, object]:
+def told(one: ProblemSet, found: dict[int, ProblemRecord], **more: object) -> dict[str, Any]:
     given = {"number": 5, "pinned": True, "took_s": 1.5, "resumed": 0} | more
     return json.loads(json.dumps(summarize(one, PROBLEMS[: len(found)], found, **given)))  # type: ignore[arg-type]
 
