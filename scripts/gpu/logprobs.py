@@ -95,7 +95,7 @@ def naive(problem: Problem) -> Tensor:
 
 def liger_cross_entropy(accumulate: torch.dtype | None) -> Form:
     """Fused linear cross entropy of liger's: no temperature, no entropy; the weight's gradient in its own type unless told otherwise."""
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction  # pyright: ignore[reportMissingImports]
 
     def form(problem: Problem) -> Tensor:
         with_defaults = (None, None, -100, 0.0, 0.0, "none", None, False, accumulate)
@@ -107,7 +107,7 @@ def liger_cross_entropy(accumulate: torch.dtype | None) -> Form:
 
 def liger_scaled_cross_entropy() -> Form:
     """Cross entropy of liger's with entropy and one temperature for all tokens; on Hopper it needs nvidia-cutlass-dsl."""
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction
+    from liger_kernel.ops.fused_linear_scaled_cross_entropy import LigerFusedLinearScaledCrossEntropyFunction  # pyright: ignore[reportMissingImports]
 
     def form(problem: Problem) -> Tensor:
         found = LigerFusedLinearScaledCrossEntropyFunction.apply(problem.hidden, problem.weight, problem.targets, 1.0, -100, 1, True)
@@ -118,7 +118,7 @@ def liger_scaled_cross_entropy() -> Form:
 
 def liger_grpo_loss(problem: Problem) -> Tensor:
     """Fused linear GRPO loss of liger's: a whole loss over rows of sequences, so only time and memory compare."""
-    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # pyright: ignore[reportMissingImports]
 
     rows = 16 if len(problem.targets) % 16 == 0 else 1
     loss = LigerFusedLinearGRPOLoss(beta=0.0, use_ref_model=False, temperature=1.0)
@@ -180,7 +180,7 @@ def attempt(name: str, make: Callable[[], Form], problem: Problem, expected: lis
         form = make()
         if "compiled" not in name:
             return measure(name, form, problem, expected, args)
-        parts = {part: torch.compile(getattr(fused_head, part), dynamic=False) for part in ("statistics", "logit_slopes")}
+        parts: dict[str, Any] = {part: torch.compile(getattr(fused_head, part), dynamic=False) for part in ("statistics", "logit_slopes")}
         with patch.multiple(fused_head, **parts):
             return measure(name, form, problem, expected, args)
     except (ImportError, RuntimeError, TypeError, ValueError, AssertionError) as error:  # OutOfMemoryError is a RuntimeError

@@ -38,7 +38,7 @@ class Sent:
 
 def template(rollouts: tuple[int, ...], **values: Any) -> bytes:
     """Whole rollouts of the task TASK, sampled by version 0.NUMBER; `values` replace fields of every sample."""
-    base = dict(
+    base: dict[str, Any] = dict(
         run="run",
         policy="policy",
         source="main",

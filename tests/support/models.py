@@ -43,7 +43,8 @@ def config(kind: str) -> PretrainedConfig:
     if kind == "llama":
         return transformers.LlamaConfig(**_SHAPE, tie_word_embeddings=False)
     if kind == "llama-full":
-        return transformers.LlamaConfig(**_SHAPE | {"num_key_value_heads": 4}, tie_word_embeddings=True)
+        full: dict[str, Any] = {**_SHAPE, "num_key_value_heads": 4}
+        return transformers.LlamaConfig(**full, tie_word_embeddings=True)
     if kind == "mistral":
         return transformers.MistralConfig(**_SHAPE, sliding_window=6, tie_word_embeddings=False)
     if kind == "gemma2":
