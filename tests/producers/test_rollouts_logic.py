@@ -239,7 +239,7 @@ async def test_tokens_that_were_heard_and_not_stored_are_cut() -> None:
         await scene.issue(1)
         scene.drain_at(2.5)
         await serve(worker(scene), "f", sources=("main",))
-    assert scene.total("tokens/cut_total") == 5
+    assert scene.total("tokens/cut_total") == 5 and scene.reports[0][1]["tokens/cut_total"] == 5
     assert scene.reports[0][2]["lengths/cut"] == histogram([5])
 
 
@@ -339,6 +339,7 @@ async def test_with_rewarders_what_has_no_reward_is_asked_for() -> None:
         scene = Scene(patch, reward={"workers": 1})
 
         async def ask(publisher: Any, task: Any, episodes: Any, samples: Any) -> Any:
+            assert (task.index, len(episodes), publisher.stalled) == (0, 2, False)
             return [sample for sample in samples if sample.rollout == 0], [Failure(1, "failed", "too large")]
 
         patch.setattr(rollouts, "ask_for_rewards", ask)
