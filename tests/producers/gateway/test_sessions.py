@@ -206,6 +206,10 @@ async def test_a_task_that_comes_again_goes_on_from_its_journal() -> None:
     assert isinstance(first, Episode) and isinstance(third, Episode) and second == Failure(1, "failed", "")
     assert scene.sessions.take_metrics()["gateway/abandoned_total"] == 1
     assert [scene.sessions.has_ended(SessionKey(4, n, "")) for n in range(3)] == [True, False, True] and three is None
+    await scene.bus.turns.remove("4/0/")
+    scene.give(4)
+    await soon()
+    assert not scene.sessions.has_ended(SessionKey(4, 2, "")), "its task is here again"
 
 
 @virtual
@@ -440,6 +444,7 @@ async def test_agents_that_are_silent_for_too_long_lose_their_sessions(caplog: p
     assert calling.ended is None and scene.sessions.take_metrics()["gateway/timeouts_total"] == 1
     await asyncio.sleep(30.0)
     assert calling.ended is None, "its call is open"
+    assert scene.sessions.take_metrics()["gateway/timeouts_total"] == 0, "once"
     await calling.end(Ended())
     await asyncio.sleep(9.5)
     assert not work.done(), "while one was open, others might have come"
