@@ -72,7 +72,7 @@ tree.Tree                    test_strands
 sessions.Sessions
 reaper.Reaper
 resuming.Resuming
-publisher.Publisher          test_publisher_logic
+publisher.Publisher          test_publisher_logic test_publisher
 streamed.StreamedProblems    test_streamed test_streamed_rows
 slo.Judge                    test_slo test_slo_levels
 """

@@ -63,6 +63,7 @@ def test_what_is_not_known_is_nothing() -> None:
         ({"numbers": {"barren_tasks": 3}, "trained": 2, "num_rollouts": 4}, "drop_rate", 0.5),
         ({"numbers": {"barren_tasks": 2}, "drops": {"late": 4}, "num_rollouts": 4}, "drop_rate", 1.0),
         ({"trained": 2}, "drop_rate", 0.0),
+        ({"drops": {"stale": 1}}, "drop_rate", 1.0),
         ({"shares": {"trainer/wait_samples": 0.0}, "batch": {"perf/wait_s": 1.0, "perf/step_s": 1.0}}, "starved", 0.0),
         ({"batch": {"perf/wait_s": 1.0, "perf/step_s": 3.0}}, "starved", 0.25),
         ({"batch": {"perf/wait_s": 0.0, "perf/step_s": 0.5}}, "starved", 0.0),

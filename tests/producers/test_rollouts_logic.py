@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
@@ -19,9 +20,10 @@ from streamrl.errors import ConfigError, SchemaError, StreamFull
 from streamrl.producers import rollouts
 from streamrl.producers.children.graders import Hung
 from streamrl.producers.children.jobs import Keeping
-from streamrl.producers.episode import Episode, Segment
+from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.groups import Group
 from streamrl.producers.protocol import Failure
+from streamrl.producers.publishing import Publisher
 from streamrl.producers.rollouts import Streak, attach, check_reward, main, serve
 from streamrl.producers.slots import asked
 from streamrl.schemas.blobs import BlobRef
@@ -204,7 +206,7 @@ async def test_tasks_become_samples_and_numbers() -> None:
     [(kind, clock)] = scene.clocks
     assert kind == "producer" and clock.slots == 3
     shares = clock.take()
-    assert shares["setup"] >= 0 and {"wait_credit", "tools", "publish"} <= set(shares)
+    assert clock.take()["setup"] == 0.0 and {"wait_credit", "tools", "publish"} <= set(shares)
     assert scene.detail() == {"host": "h", "tasks": []} and scene.state == "running"
 
 
@@ -224,11 +226,19 @@ async def test_what_is_in_hand_is_told_and_given_back() -> None:
     assert len(await scene.bus.claim("main", max=300, wait_s=0.0)) == 260 and scene.reports[-1][1]["producer/failures_total"] == 0
 
 
+@pytest.mark.parametrize(("again", "cut"), [(False, [5]), (True, [2, 2, 5])])
 @virtual
-async def test_tokens_that_were_heard_and_not_stored_are_cut() -> None:
+async def test_tokens_that_were_heard_and_not_stored_are_cut(again: bool, cut: list[int]) -> None:
+    """`again`: an earlier delivery had stored the task's samples, so that nothing of this one is."""
     with pytest.MonkeyPatch.context() as patch:
         scene = Scene(patch)
         run = scene.runner.run
+        await scene.issue(1)
+        if again:
+            [lease] = await scene.bus.claim("main", max=1, wait_s=0.0)
+            task = decode(lease.body, RolloutTask)
+            await Publisher(scene.bus, SUBJECTS).task(task, samples_of(task, [episode(0), episode(1)], producer="p"), [])
+            await lease.retry()
 
         async def heard(task: RolloutTask, *, keeping: Keeping) -> Group:
             async for _ in asked(Speaks()).generate(SimpleNamespace(seeds=(1, 2, 3))):  # type: ignore[arg-type]
@@ -236,11 +246,10 @@ async def test_tokens_that_were_heard_and_not_stored_are_cut() -> None:
             return await run(task, keeping=keeping)
 
         scene.runner.run = heard  # type: ignore[method-assign]
-        await scene.issue(1)
         scene.drain_at(2.5)
         await serve(worker(scene), "f", sources=("main",))
-    assert scene.total("tokens/cut_total") == 5
-    assert scene.reports[0][2]["lengths/cut"] == histogram([5])
+    assert scene.total("tokens/cut_total") == scene.reports[0][1]["tokens/cut_total"] == sum(cut)
+    assert scene.reports[0][2]["lengths/cut"] == histogram(cut)
 
 
 @virtual
@@ -339,6 +348,7 @@ async def test_with_rewarders_what_has_no_reward_is_asked_for() -> None:
         scene = Scene(patch, reward={"workers": 1})
 
         async def ask(publisher: Any, task: Any, episodes: Any, samples: Any) -> Any:
+            assert (task.index, len(episodes), publisher.stalled) == (0, 2, False)
             return [sample for sample in samples if sample.rollout == 0], [Failure(1, "failed", "too large")]
 
         patch.setattr(rollouts, "ask_for_rewards", ask)
@@ -456,6 +466,7 @@ async def test_a_front_has_its_tasks_claimed_and_its_numbers_told() -> None:
         assert scene.clocks == [] and scene.wait() == "waits for engines"
         scene.pool.wait = ""
         assert scene.wait() == "serves" and scene.reports[0][1]["gateway/calls_total"] == 4
+        assert scene.reports[0][1]["producer/hung_s"] == 0.0
 
 
 @virtual
@@ -532,7 +543,8 @@ async def test_a_streak_is_hopeless_when_it_is_long_in_tasks_and_in_time() -> No
 
 
 @virtual
-async def test_an_attached_producer_leaves_when_its_code_fails_or_the_run_has_finished() -> None:
+async def test_an_attached_producer_leaves_when_its_code_fails_or_the_run_has_finished(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     with pytest.MonkeyPatch.context() as patch:
         scene = Scene(patch, producer={"concurrency": 2})
         await scene.issue(80)
@@ -554,7 +566,7 @@ async def test_an_attached_producer_leaves_when_its_code_fails_or_the_run_has_fi
         assert not scene.draining.is_set()
         await scene.bus.publish(SUBJECTS.events("finished"), b"x")
         await asyncio.sleep(1.0)
-        assert scene.draining.is_set() and await attached == 3
+        assert scene.draining.is_set() and await attached == 3 and "event=run_finished action=leave" in caplog.messages
         scene = Scene(patch)
         scene.drain_at(1.0)
         await scene.issue(1)
@@ -593,7 +605,7 @@ async def test_code_that_judges_is_the_run_s(tmp_path: Path) -> None:
             await check_reward(worker(scene))
             mine = rollouts.code_digests({key: reference})
             record = RunRecord(run="demo", config="", dataset_digest="", num_rows=0, code_version="", fingerprint={}, created_s=0.0)
-            for code, refused in (({}, False), (mine, False), ({"data.curriculum": "x"}, False), ({key: "e" * 64}, True)):
+            for code, refused in ((UNSET, False), ({}, False), (mine, False), ({"data.curriculum": "x"}, False), ({key: "e" * 64}, True)):
                 await scene.bus.kv.put(KEY_RUN, encode(replace(record, code=code)))
                 if not refused:
                     await check_reward(worker(scene))

@@ -148,6 +148,7 @@ async def test_the_newest_takes_the_place_of_what_waits_unless_all_are_kept(
     await closed(one)
     assert [m.version.number for m in await scene.announced()] == published
     assert offered == [(0, []), *((n, [0] if keep else list(range(n))) for n in (1, 2, 3))]
+    assert not [line for line in scene.told if line[1] == "retire"]
     replaced = [message for message in caplog.messages if "replaced" in message]
     assert replaced == [f"event=weights_replaced policy=policy version=0.{n} by=0.{n + 1}" for n in (1, 2)] * (keep > 0)
     with pytest.raises(WeightSyncError) as caught:
@@ -226,11 +227,26 @@ async def test_a_restart_repeats_only_what_cannot_be_fetched(case: str, caplog: 
 async def test_a_version_that_was_announced_with_other_weights_is_refused() -> None:
     scene = Scene()
     await scene.stored(manifest(1))
+    scene.transport.gives[Version(0, 1)] = manifest(1, value=7)
     one = scene.publisher()
     offer(one, 1, digest=manifest(1, value=7).digest)
     await asyncio.sleep(5.0)
     with pytest.raises(WeightSyncError):
         one.close(0.0)
+    assert not [line for line in scene.told if line[1] == "publish"]
+
+
+@virtual
+async def test_four_versions_keep_their_bytes_unless_it_is_told_otherwise() -> None:
+    scene = Scene()
+    await scene.stored(*map(manifest, range(5)))
+    await scene.trim(WEIGHTS, through=2)
+    one = scene.publisher()
+    for number in (5, 6):
+        offer(one, number)
+        await asyncio.sleep(5.0)
+    await closed(one)
+    assert [line[2] for line in scene.told if line[1] == "retire"] == ["0.3"], "of 2 to 5 none, of 2 to 6 one"
 
 
 @virtual

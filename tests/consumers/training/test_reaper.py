@@ -129,6 +129,7 @@ def lost(task: int, source: str = "main") -> tuple[str, Tombstone]:
         (3, [0, 1, 2], [0, 2], (1,), []),
         (3, [0, 1, 2], [0, 1, 2], (), []),
         (3, [1], [0], (1,), [1, 2]),
+        (3, [1], [1], (), [0, 2]),
     ],
 )
 @virtual
@@ -245,20 +246,31 @@ async def test_rollouts_whose_request_for_a_reward_is_gone_end() -> None:
     ]
 
 
+@virtual
+async def test_nothing_is_waited_for_where_all_have_their_rewards() -> None:
+    scene = Scene()
+    await scene.issue(1)
+    await scene.samples(0, (0,), 7)
+    await MemoryBus.publish(scene, SUBJECTS.rewards, encode(RewardUpdate(task=0, rollout=0, reward=1.0, grading=7)))
+    await scene.fold()
+    await scene.end(0, 1)
+    assert await (await scene.reaper()).look() == () and at() == 0.0
+
+
 @pytest.mark.parametrize("answer", ["reward", "another request", "the end of the task", "nothing"])
 @virtual
 async def test_a_rollout_that_is_answered_meanwhile_does_not_end(answer: str, caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     await scene.issue(1)
-    await scene.samples(0, (0,), 7)
+    await scene.samples(0, (1,), 7)
     await scene.fold()
     looking = asyncio.create_task((await scene.reaper()).look())
     match answer:
         case "reward":
-            await MemoryBus.publish(scene, SUBJECTS.rewards, encode(RewardUpdate(task=0, rollout=0, reward=1.0, grading=7)))
+            await MemoryBus.publish(scene, SUBJECTS.rewards, encode(RewardUpdate(task=0, rollout=1, reward=1.0, grading=7)))
         case "another request":
             known = scene.folded.pending[0]
-            other = replace(known, rollouts={0: replace(known.rollouts[0], grading=8)})
+            other = replace(known, rollouts={1: replace(known.rollouts[1], grading=8)})
             later = replace(scene.folded, pending={0: other})
             scene.state_now = iter_states([scene.folded, later]).__next__  # type: ignore[method-assign]
             looking.cancel()
@@ -271,8 +283,8 @@ async def test_a_rollout_that_is_answered_meanwhile_does_not_end(answer: str, ca
     if answer != "another request":
         await scene.fold()
     assert await looking == ()
-    assert [id for id, _ in await scene.stones()] == (["lost-0.0.g7"] if answer == "nothing" else [])
-    assert caplog.messages == (["event=reward_lost task=0 rollout=0 grading=7"] if answer == "nothing" else [])
+    assert [id for id, _ in await scene.stones()] == (["lost-0.1.g7"] if answer == "nothing" else [])
+    assert caplog.messages == (["event=reward_lost task=0 rollout=1 grading=7"] if answer == "nothing" else [])
 
 
 def iter_states(states: list[FoldState]) -> Any:

@@ -132,6 +132,14 @@ def test_without_a_checkpoint_it_begins_while_the_stream_has_its_beginning(scene
     assert caught.value.values == {"needed": 1, "first": 2}
 
 
+def test_a_stream_without_messages_has_its_beginning(scene: Scene) -> None:
+    scene.bus = MemoryBus("r")
+    assert scene.resume().identity == scene.identity
+    scene.point(scene.checkpoint(1))
+    scene.damaged = {path_of(1)}
+    assert scene.resume() == Resumed(INITIAL, None, {}, scene.identity)
+
+
 def test_the_newest_is_gone_on_from_and_the_older_ones_are_kept(scene: Scene) -> None:
     older = scene.checkpoint(2), scene.checkpoint(1)
     newest = scene.checkpoint(5, cursor=7)
@@ -259,6 +267,7 @@ def test_others_in_the_directory_are_tried_too_the_newest_first(scene: Scene) ->
         scene.checkpoint(number)
     scene.checkpoint(3, epoch=1)
     scene.entries(6)
+    scene.checkpoint(0)
     other = scene.path / "checkpoints" / "tap-v00000004-e0"
     other.mkdir()
     scene.damaged = {path_of(5), path_of(4), path_of(2)}
@@ -311,6 +320,7 @@ def test_with_none_that_will_do_it_begins_again_before_anything_was_loaded(scene
 
     scene.bus.kv.delete = told  # type: ignore[method-assign]
     assert scene.resume() == Resumed(INITIAL, None, {}, scene.identity)
+    assert scene.loaded == [path_of(5), path_of(4)]
     assert scene.puts[-1] == (PREFIX_POSITIONS + "main", Position("main", SAMPLES, 1, Version()))
     assert deleted == [("latest/main", len(scene.puts))], "behind the position"
     assert scene.said[-1].startswith("goes on from the initial weights:")
