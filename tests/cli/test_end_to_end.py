@@ -1,10 +1,8 @@
-"""The command line from start to end: a tabular policy learns, the run is looked at, joined, and replayed."""
+"""The command line from start to end: a tabular policy learns, the run is looked at and replayed."""
 
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,17 +10,9 @@ import pytest
 from streamrl.weights.factory import weights_directory
 from tests.support.digits import TABLE, write_digits
 from tests.support.looked_at import STRICT, LookedAt, sets
-from tests.support.processes import until
 from tests.support.programs import STREAMRL, Start, said
 
 pytestmark = pytest.mark.nats
-
-PRODUCER = """
-async def mine(task, engine):
-    chat = engine.chat(task)
-    await chat.generate()
-    return chat.episode()
-"""
 
 
 def test_a_run_learns_and_its_log_gives_its_ledger_again(finished: LookedAt) -> None:
@@ -67,22 +57,6 @@ def test_status_and_top_of_a_run_that_has_finished(finished: LookedAt) -> None:
     code, out, _ = finished.said("top", "digits")
     assert code == 0 and "run digits is finished" in out
     assert finished.answer("top", "digits")["summary"]["tokens_trained"] > 0
-
-
-async def test_a_run_is_joined_and_left(running: LookedAt) -> None:
-    (running.place / "mine.py").write_text(PRODUCER)
-    pipe = subprocess.PIPE
-    with running.started("attach", "mine.py:mine", "--run", "digits", "--concurrency", "4", stdout=pipe, stderr=pipe) as guest:
-        try:
-            await until(lambda: "event=started" in running.log("producer-1"), within_s=60)
-            workers = {worker["worker"] for worker in running.answer("status", "digits")["numbers"]["workers"]}
-            assert workers == {"trainer-0", "engine-0", "feeder-0", "producer-0", "producer-1", "evaluator-0"}
-            guest.send_signal(signal.SIGINT)
-            out, _ = guest.communicate(timeout=60)
-        finally:
-            guest.kill()
-    assert guest.returncode == 0
-    assert "producer-1 has left" in out
 
 
 async def test_a_terminal_that_lacks_letters_gets_a_sign_for_each(start: Start) -> None:

@@ -9,8 +9,9 @@ import os
 import pty
 import signal
 import struct
+import subprocess
 import termios
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,21 @@ import pytest
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from tests.support.digits import TABLE, write_digits
-from tests.support.looked_at import STAYS, LookedAt, sets
+from tests.support.looked_at import STAYS, LookedAt, sets, that_stays
 from tests.support.processes import server_pid, stopped, until
 from tests.support.programs import STREAMRL, Start, said
 
 pytestmark = pytest.mark.nats
 
 WORKERS_SHARES = {"starvation/trainer", "engine/share/decode", "producer/share/tools"}
+
+
+PRODUCER = """
+async def mine(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    return chat.episode()
+"""
 
 
 class Tty:
@@ -87,6 +96,65 @@ def on(tty: Tty) -> dict[str, Any]:
     return {**streams, "start_new_session": True, "env": {"TERM": "xterm-256color"}}
 
 
+async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks_at_it(
+    start: Start, tmp_path: Path, terminal: Tty, other: Tty
+) -> None:
+    write_digits(tmp_path, TABLE)
+    run, streamrl, words = RunDir(tmp_path / "runs" / "digits"), partial(start, *STREAMRL), ("up", "run.toml", *sets(*STAYS))
+    terminal.resize(100, 40)
+    modes = termios.tcgetattr(terminal.slave)
+    up = await streamrl(*words, **on(terminal))
+    await until(terminal.shows("preparing run digits in "), within_s=60)
+    await until(partial(fits, terminal), within_s=90)
+    await until(terminal.shows("page: http://127.0.0.1:"), within_s=60)
+    await until(terminal.shows("engine-0"), within_s=30)
+    terminal.resize(40, 12)
+    up.send_signal(signal.SIGWINCH)
+    terminal.press("q\x1b[F")
+    await until(partial(fits, terminal), within_s=20)
+    await until(lambda: not terminal.shows("step  ")(), within_s=20)  # it has moved on
+
+    up.send_signal(signal.SIGTSTP)
+    await until(partial(stopped, up.pid), within_s=20)
+    assert termios.tcgetattr(terminal.slave) == modes, "a shell has it now"
+    up.send_signal(signal.SIGCONT)
+    terminal.resize(240, 40)
+    up.send_signal(signal.SIGWINCH)
+    await until(partial(fits, terminal), within_s=20)
+
+    top = await streamrl("top", "digits", **on(other))
+    await until(partial(fits, other), within_s=90)
+    await until(lambda: "event=training version" in run.log_path("trainer-0").read_text(), within_s=60)
+    up.send_signal(signal.SIGINT)
+    await until(terminal.shows("digits stopped: "), within_s=120)
+    await asyncio.wait_for(up.wait(), 120)
+    assert up.returncode == 0
+    assert termios.tcgetattr(terminal.slave) == modes, "the terminal is as it was"
+    assert terminal.shows("] draining")(), "the notes of the board"
+    assert terminal.shows(f"  go on with: streamrl up run.toml {' '.join(sets(*STAYS))}")()
+    assert holder(run) is None
+    steps = json.loads(run.summary_path.read_text())["steps"]
+    await until(other.shows("streamrl digits  stopped"), within_s=60)
+
+    again = await streamrl(*words, "--plain")
+    await until(partial(fits, other), within_s=90)
+    other.press("q")
+    assert await asyncio.wait_for(top.wait(), 30) == 0
+    await until(lambda: run.log_path("trainer-0").read_text().count("event=training version") > 1, within_s=60)
+    assert await said(await streamrl("down", "digits")) == (0, "run digits has stopped\n", "")
+    code, out, err = await said(again)
+    assert (code, err) == (0, "")
+    assert "] resuming" in out and "digits stopped: " in out
+    assert json.loads(run.summary_path.read_text())["steps"] >= steps
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LookedAt]:
+    """A run for all below."""
+    with that_stays(tmp_path_factory.mktemp("running")) as looked:
+        yield looked
+
+
 async def test_top_on_a_terminal_through_resize_keys_and_a_server_that_stands(start: Start, running: LookedAt, terminal: Tty) -> None:
     modes = termios.tcgetattr(terminal.slave)
     top = await start(*STREAMRL, "top", "digits", cwd=running.place, **on(terminal))
@@ -142,53 +210,17 @@ async def test_top_once_as_text_and_json(running: LookedAt) -> None:
     assert out.startswith("streamrl digits  ") and "engine-0" in out and "\x1b" not in out
 
 
-async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks_at_it(
-    start: Start, tmp_path: Path, terminal: Tty, other: Tty
-) -> None:
-    write_digits(tmp_path, TABLE)
-    run, streamrl, words = RunDir(tmp_path / "runs" / "digits"), partial(start, *STREAMRL), ("up", "run.toml", *sets(*STAYS))
-    terminal.resize(100, 40)
-    modes = termios.tcgetattr(terminal.slave)
-    up = await streamrl(*words, **on(terminal))
-    await until(terminal.shows("preparing run digits in "), within_s=60)
-    await until(partial(fits, terminal), within_s=90)
-    await until(terminal.shows("page: http://127.0.0.1:"), within_s=60)
-    await until(terminal.shows("engine-0"), within_s=30)
-    terminal.resize(40, 12)
-    up.send_signal(signal.SIGWINCH)
-    terminal.press("q\x1b[F")
-    await until(partial(fits, terminal), within_s=20)
-    await until(lambda: not terminal.shows("step  ")(), within_s=20)  # it has moved on
-
-    up.send_signal(signal.SIGTSTP)
-    await until(partial(stopped, up.pid), within_s=20)
-    assert termios.tcgetattr(terminal.slave) == modes, "a shell has it now"
-    up.send_signal(signal.SIGCONT)
-    terminal.resize(240, 40)
-    up.send_signal(signal.SIGWINCH)
-    await until(partial(fits, terminal), within_s=20)
-
-    top = await streamrl("top", "digits", **on(other))
-    await until(partial(fits, other), within_s=90)
-    await until(lambda: "event=training version" in run.log_path("trainer-0").read_text(), within_s=60)
-    up.send_signal(signal.SIGINT)
-    await until(terminal.shows("digits stopped: "), within_s=120)
-    await asyncio.wait_for(up.wait(), 120)
-    assert up.returncode == 0
-    assert termios.tcgetattr(terminal.slave) == modes, "the terminal is as it was"
-    assert terminal.shows("] draining")(), "the notes of the board"
-    assert terminal.shows(f"  go on with: streamrl up run.toml {' '.join(sets(*STAYS))}")()
-    assert holder(run) is None
-    steps = json.loads(run.summary_path.read_text())["steps"]
-    await until(other.shows("streamrl digits  stopped"), within_s=60)
-
-    again = await streamrl(*words, "--plain")
-    await until(partial(fits, other), within_s=90)
-    other.press("q")
-    assert await asyncio.wait_for(top.wait(), 30) == 0
-    await until(lambda: run.log_path("trainer-0").read_text().count("event=training version") > 1, within_s=60)
-    assert await said(await streamrl("down", "digits")) == (0, "run digits has stopped\n", "")
-    code, out, err = await said(again)
-    assert (code, err) == (0, "")
-    assert "] resuming" in out and "digits stopped: " in out
-    assert json.loads(run.summary_path.read_text())["steps"] >= steps
+async def test_a_run_is_joined_and_left(running: LookedAt) -> None:
+    (running.place / "mine.py").write_text(PRODUCER)
+    pipe = subprocess.PIPE
+    with running.started("attach", "mine.py:mine", "--run", "digits", "--concurrency", "4", stdout=pipe, stderr=pipe) as guest:
+        try:
+            await until(lambda: "event=started" in running.log("producer-1"), within_s=60)
+            workers = {worker["worker"] for worker in running.answer("status", "digits")["numbers"]["workers"]}
+            assert workers == {"trainer-0", "engine-0", "feeder-0", "producer-0", "producer-1", "evaluator-0"}
+            guest.send_signal(signal.SIGINT)
+            out, _ = guest.communicate(timeout=60)
+        finally:
+            guest.kill()
+    assert guest.returncode == 0
+    assert "producer-1 has left" in out

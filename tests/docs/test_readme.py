@@ -106,6 +106,7 @@ def test_a_run_of_ones_own(terminal: Terminal) -> None:
     assert (terminal.place / "both.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_run_that_is_up_is_looked_at_joined_and_drained(terminal: Terminal) -> None:
     [block] = of("bash", UP)
     status, attach, down = block.commands

@@ -1,4 +1,4 @@
-"""Runs that tests only look at: each is started once a session, by the first test that asks for it."""
+"""Runs that tests only look at: one that has finished, and one that stays up while it is looked at."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LookedAt:
 
 @contextlib.contextmanager
 def that_stays(place: Path) -> Iterator[LookedAt]:
-    """A run that trains until the end of the session."""
+    """A run that trains while the context is open."""
     write_digits(place, TABLE)
     looked = LookedAt(place)
     with (place / "up.txt").open("w") as out:
