@@ -108,9 +108,9 @@ async def test_a_connection_that_the_server_ends_comes_back(own_server: NatsServ
     bus = await connect(own_server.address, "run", QUICK)
     reader = asyncio.ensure_future(anext(bus.read("samples", after=0)))
     await asyncio.sleep(0.1)
-    connection: Connection = bus._connection
+    connection: Connection = bus.connection
     # Larger than the server takes: it answers with an error and closes, after which the client never reconnects by itself.
-    await connection._client._send_publish("run.marks", "", bytes(9 << 20), 9 << 20, None)
+    await connection.client._send_publish("run.marks", "", bytes(9 << 20), 9 << 20, None)
     async with asyncio.timeout(10):
         while connection.generation == 1:
             await asyncio.sleep(0.01)

@@ -33,7 +33,7 @@ def test_headers_are_read_as_the_client_reads_them() -> None:
     draw = random.Random(0)
     pieces = [b"Nats-Sequence", b"a", b":", b": ", b" ", b"\t", b"\r\n", b"\r", b"\n", b"\x0b", b"\x1c", b"\x85", b"\xff", b"\xc3"]
     pieces.append("é:\xa0".encode())
-    blocks = (b"".join(draw.choices(pieces, k=draw.randrange(24))) for _ in range(20_000))
+    blocks = (b"".join(draw.choices(pieces, k=draw.randrange(24))) for _ in range(5_000))
     for block in blocks:
         wanted = {name: value for name, value in theirs(block).items() if name}
         assert ours(block) == wanted, block
@@ -68,13 +68,13 @@ async def test_what_fails_in_a_callback_ends_nothing(own_server: NatsServer) -> 
         raise ValueError("a handler")
 
     try:
-        bus._connection._client._error_cb = note
-        sink = await bus._connection.open_sink(fail, "elsewhere")
-        await bus._connection.send("elsewhere", b"")
+        bus.connection.client._error_cb = note
+        sink = await bus.connection.open_sink(fail, "elsewhere")
+        await bus.connection.send("elsewhere", b"")
         await bus.publish(TO.events("x"), b"1")
         assert [message.body for message in await heard(bus, 1)] == [b"1"]
         assert [str(error) for error in errors] == ["a handler"]
-        await bus._connection.close_sink(sink)
+        await bus.connection.close_sink(sink)
     finally:
         await bus.close()
 
@@ -94,7 +94,7 @@ async def test_a_socket_that_gathers_wakes_a_few_times_for_many_messages(own_ser
     other = await connect(own_server.address, "run", BusConfig(patience_s=10.0))
     try:
         await other.publish(TO.events("x"), b"0")
-        gathering._connection._client._transport.__class__ = Counting
+        gathering.connection.client._transport.__class__ = Counting
         start_s = time.monotonic()
         for number in range(1, count):
             await asyncio.sleep(0.02)

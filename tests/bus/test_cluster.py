@@ -134,7 +134,7 @@ async def connected(cluster: Cluster) -> AsyncIterator[Connected]:
 
 
 async def described(bus: JetStreamBus, name: str) -> dict[str, object]:
-    connection = bus._connection
+    connection = bus.connection
     return msgspec.json.decode((await connection.request(f"{connection.api}.STREAM.INFO.{name}")).data)
 
 
@@ -235,7 +235,7 @@ async def test_copies_are_added_to_a_run_that_has_one_and_never_taken_away(clust
     again = await connect(address, RUN, single)
     await again.publish(TO.marks, b"x")
     assert (await described(again, stream_name(RUN, "samples")))["config"]["num_replicas"] == 1  # type: ignore[index]
-    await admin.create(again._connection, again._topology, CONFIG)
+    await admin.create(again.connection, again.topology, CONFIG)
     assert (await described(again, stream_name(RUN, "samples")))["config"]["num_replicas"] == 3  # type: ignore[index]
     assert (await again.fetch("samples", 1)).body == b"x"
     for each in (bus, again):

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from pathlib import Path
 
 import nats.errors
 import pytest
@@ -24,6 +23,7 @@ from streamrl.bus.topology import blobs_name
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusUnavailable
 from streamrl.schemas.subjects import Subjects
+from tests.support.processes import stopped, until
 
 pytestmark = pytest.mark.nats
 
@@ -70,10 +70,11 @@ async def test_acknowledged_messages_are_all_there_once_and_in_order_after_kills
 
     follower = asyncio.create_task(follow())
     writers = [asyncio.create_task(write(writer)) for writer in range(32)]
-    for _ in range(3):
-        await asyncio.sleep(0.4)
+    for _ in range(2):
+        known = len(acknowledged)
+        await until(lambda: len(acknowledged) > known + 150)  # noqa: B023
         await restart(own_server)
-    await asyncio.sleep(0.4)
+    await until(lambda: len(acknowledged) > known + 300)
     stop.set()
     await asyncio.gather(*writers)
     last = (await bus.state("samples")).last
@@ -114,7 +115,7 @@ async def test_large_reads_stay_over_a_reconnect(own_server: NatsServer, bus: Je
             sizes.append(len(data))
             return data
 
-    transport = bus._connection._client._transport
+    transport = bus.connection.client._transport
     assert type(transport) is WideTransport
     transport.__class__ = Counting
     body = os.urandom(4 << 20)
@@ -125,7 +126,7 @@ async def test_large_reads_stay_over_a_reconnect(own_server: NatsServer, bus: Je
         assert max(sizes) > 64 << 10, "the client's own limit"
         await restart(own_server)
         await bus.state("samples")
-        assert bus._connection._client._transport is transport
+        assert bus.connection.client._transport is transport
 
 
 async def test_a_compare_and_set_chain_goes_through_kills(own_server: NatsServer, bus: JetStreamBus) -> None:
@@ -200,7 +201,7 @@ async def test_what_a_dead_writer_left_behind_is_no_blob(own_server: NatsServer,
         return (await admin.info(connection, blobs_name(RUN))).state.messages
 
     before = await messages()
-    put = asyncio.create_task(bus.blobs.put("half", os.urandom(100_000_000)))
+    put = asyncio.create_task(bus.blobs.put("half", bytes(100_000_000)))
     async with asyncio.timeout(20):
         while await messages() == before:
             await asyncio.sleep(0)
@@ -218,10 +219,10 @@ async def test_what_a_dead_writer_left_behind_goes_with_a_later_upload(
     await bus.blobs.put("whole", os.urandom(2_000_000))
     dead = f"{1:013x}{'0' * 16}"
     for index in range(3):
-        await bus._outbox.publish(f"$O.{RUN}.C.{dead}", bytes(1000), id=f"{dead}.{index}")
+        await bus.outbox.publish(f"$O.{RUN}.C.{dead}", bytes(1000), id=f"{dead}.{index}")
 
     async def messages() -> int:
-        return (await admin.info(bus._connection, blobs_name(RUN))).state.messages
+        return (await admin.info(bus.connection, blobs_name(RUN))).state.messages
 
     before = await messages()
     await asyncio.sleep(1.5)
@@ -244,7 +245,7 @@ async def test_a_connection_that_breaks_while_it_is_made_again_is_made_again(bus
         return await subscribe(client, *given, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Client, "subscribe", breaks)
-    await bus._connection._client.close()  # for good, as after a protocol error
+    await bus.connection.client.close()  # for good, as after a protocol error
     async with asyncio.timeout(20):
         assert (await bus.publish(TO.marks, b"x")).sequence == 1
     assert broken == []
@@ -271,18 +272,12 @@ async def test_a_bus_that_stays_away_is_a_named_error(own_server: NatsServer) ->
     await bus.close()
 
 
-def stopped(pid: int) -> bool:
-    """Whether SIGSTOP has taken effect, which it does some time after it was sent."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
 async def test_a_server_that_keeps_silent_is_a_named_error_and_its_messages_are_stored_once(own_server: NatsServer) -> None:
     bus = await connect(own_server.address, RUN, BusConfig(patience_s=1.0))
     pid = own_server.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    while not stopped(pid):
-        await asyncio.sleep(0.01)
+    await until(lambda: stopped(pid))  # some time after it was sent
     try:
         with pytest.raises(BusUnavailable, match="did not acknowledge") as caught:
             await bus.publish(TO.marks, b"x", id="x")

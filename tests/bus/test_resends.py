@@ -33,8 +33,8 @@ async def test_a_message_that_a_cluster_is_still_storing_is_asked_about_again(ow
         refusal = b'{"error": {"code": 409, "err_code": 10158, "description": "duplicate message id is in process"}}'
         await message.respond(refusal if len(asked) < 3 else b'{"stream": "S", "seq": 7, "duplicate": true}')
 
-    await bus._connection._client.subscribe("elsewhere", cb=answer)
-    ack, attempts = await bus._outbox.publish("elsewhere", b"x", id="one")
+    await bus.connection.client.subscribe("elsewhere", cb=answer)
+    ack, attempts = await bus.outbox.publish("elsewhere", b"x", id="one")
     assert (ack.error, ack.seq, attempts, asked) == (None, 7, 3, ["one"] * 3)
     await bus.close()
 
@@ -42,7 +42,7 @@ async def test_a_message_that_a_cluster_is_still_storing_is_asked_about_again(ow
 async def test_a_request_waits_for_a_cluster_to_choose_a_leader(own_server: NatsServer) -> None:
     """A cluster without one answers with an error instead of keeping silent; a stored message may say the same words."""
     bus = await connect(own_server.address, "run", BusConfig(replicas=1))
-    connection = bus._connection
+    connection = bus.connection
     connection.unheard_s = 30.0
     refusal = b'{"type": "t", "error": {"code": 503, "err_code": 10008, "description": "JetStream system temporarily unavailable"}}'
     asked = 0
@@ -52,7 +52,7 @@ async def test_a_request_waits_for_a_cluster_to_choose_a_leader(own_server: Nats
         asked += 1
         await message.respond(refusal if asked < 3 else b"{}")
 
-    await connection._client.subscribe("elsewhere", cb=answer)
+    await connection.client.subscribe("elsewhere", cb=answer)
     assert (await connection.request("elsewhere")).data == b"{}" and asked == 3
     connection.unheard_s, asked = 0.0, -(10**6)
     with raises(NoResponder):
@@ -71,7 +71,7 @@ async def test_messages_of_which_some_were_sent_again_keep_their_order(own_serve
     await asyncio.sleep(1.0)
     posts += [asyncio.ensure_future(bus.publish(TO.events("x"), b"%d" % number)) for number in range(5, 10)]
     async with asyncio.timeout(30):
-        while {post.body: post.attempts for post in bus._outbox._sent.values()}.get(b"0", 0) < 2:
+        while {post.body: post.attempts for post in bus.outbox.sent.values()}.get(b"0", 0) < 2:
             await asyncio.sleep(0.01)
         own_server.kill()
         own_server.start()

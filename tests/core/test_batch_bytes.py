@@ -45,5 +45,5 @@ def test_nothing_that_could_run_code_passes() -> None:
     with pytest.raises(SchemaError, match="numbers or booleans"):
         unpack(forged, Pair | Other)
     short = msgspec.msgpack.encode({"type": "Pair", "name": "x", "first": ["<f4", [3], b"1234"]})
-    with pytest.raises(SchemaError, match=r"expected bytes for \(3,\) of float32, got 4"):
+    with pytest.raises(SchemaError, match=r"\(3,\) of float32, got 4"):
         unpack(short, Pair | Other)

@@ -109,7 +109,7 @@ def test_trained_tokens_in_it_are_a_dead_letter_and_its_task_ends() -> None:
     """As a producer that knows no greedy rollouts stores them."""
     s = Stream(remax())
     effects = s.rollouts(0, view(0, reward=1.0), view(1, reward=0.0))
-    assert "loss mask of zeros in rollout 1 of task 0" in effects.dead[0].reason and s.state.is_retired(0)
+    assert "rollout 1 of task 0" in effects.dead[0].reason and s.state.is_retired(0)
     assert not s.rollouts(1, view(0, reward=1.0), greedy(1, 0.0)).dead
 
 

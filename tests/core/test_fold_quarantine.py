@@ -42,7 +42,7 @@ def test_poison_that_ends_its_task_says_why() -> None:
 def test_one_demonstration_among_sampled_rollouts_is_poison() -> None:
     s = Stream(config())
     (letter,) = s.rollouts(0, view(0, reward=1.0), view(1, oldest=-1, reward=0.0)).dead
-    assert letter.reason == "expected trained tokens that a model sampled, got a demonstration for task 0, which is not of the warm-up"
+    assert "a demonstration for task 0" in letter.reason
 
 
 def test_ends_keep_what_the_producer_said() -> None:

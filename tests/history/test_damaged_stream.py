@@ -23,7 +23,7 @@ async def test_the_last_message_that_a_version_needs_is_gone(tmp_path: Path, nat
     await run_to_end(config, run, nats_bus)
     cursor = (await read_ledger(nats_bus, run_id))[-1].cursor
     for sequence in range(cursor, (await nats_bus.state(SAMPLES)).last + 1):
-        await nats_bus._connection.request(f"$JS.API.STREAM.MSG.DELETE.{run_id}-samples", {"seq": sequence})
+        await nats_bus.connection.request(f"$JS.API.STREAM.MSG.DELETE.{run_id}-samples", {"seq": sequence})
     assert (await nats_bus.state(SAMPLES)).last >= cursor, "the server keeps the numbers of messages that it lost"
     async with asyncio.timeout(60):
         report = await verify(config, nats_bus, run.model_dir)

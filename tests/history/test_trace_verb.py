@@ -28,7 +28,7 @@ def said(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> Say:
 
 def test_the_verb(said: Say) -> None:
     code, out, err = said("RECORDING", "41")
-    assert (code, err) == (0, "") and out.startswith("task 41 of run parent (main, 3 rollouts): ")
+    assert (code, err) == (0, "") and out.startswith("task 41 of run parent ")
     code, out, err = said("RECORDING", "41/2", "--json")
     life = json.loads(out)
     assert (code, life["task"], [one["rollout"] for one in life["rollouts"]]) == (0, 41, [2])
@@ -37,18 +37,18 @@ def test_the_verb(said: Say) -> None:
 @pytest.mark.parametrize("place", ["", "x", "1/", "/1", "1/2/3", "1.5", "²", "1 2", "9" * 40, "0x1"])
 def test_garbage_is_refused_with_what_was_expected(said: Say, place: str) -> None:
     code, out, err = said("RECORDING", place)
-    assert (code, out) == (1, "") and err.startswith("error: expected TASK or TASK/ROLLOUT") and "hint:" in err
+    assert (code, out) == (1, "") and "TASK/ROLLOUT" in err and "hint:" in err
 
 
 def test_a_rollout_and_a_run_that_are_not_there(said: Say, tmp_path: Path) -> None:
-    assert "expected a rollout from 0 to 2 of task 41, got 3" in said("RECORDING", "41/3")[2]
+    assert "of task 41, got 3" in said("RECORDING", "41/3")[2]
     code, _, err = said("nothing", "1", "--dir", str(tmp_path))
     assert code == 1 and err.startswith("error: ")
 
 
 def test_a_tap_that_is_not_there(said: Say, recorded: Recorded) -> None:
     code, _, err = said(f"{recorded.path}:nobody", "3")
-    assert code == 1 and "got 'nobody', which has no ledger" in err
+    assert code == 1 and "'nobody'" in err
 
 
 def test_a_branch_is_sent_to_its_parent(tmp_path: Path, said: Say) -> None:
@@ -56,4 +56,4 @@ def test_a_branch_is_sent_to_its_parent(tmp_path: Path, said: Say) -> None:
     (tmp_path / "b" / "config.json").write_text("{}")
     (tmp_path / "b" / "branch.json").write_text("{}")
     code, _, err = said("b", "1", "--dir", str(tmp_path))
-    assert code == 1 and "got the branch 'b'" in err and "the parent is named in" in err
+    assert code == 1 and "branch 'b'" in err and "branch.json" in err

@@ -128,12 +128,13 @@ async def test_a_shortened_recording_is_found(recorded: Recorded, copy: Path) ->
     change(copy / "ledger.parquet", lambda table: table.slice(0, table.num_rows - 3))
     report = await replayed(copy)
     assert not report.ok and report.equal == newest - 3
-    assert report.lost == (f"the ledger has no entry for version {newest - 2} to {newest}",)
+    [lost] = report.lost
+    assert lost.endswith(f" version {newest - 2} to {newest}")
     within = await replayed(copy, Range(last=newest - 3))
     assert within.ok, within.lines
     change(copy / "ledger.parquet", lambda table: pa.concat_tables([table.slice(0, 4), table.slice(6)]))
     report = await replayed(copy)
-    assert report.versions == 4 and f"the ledger has no entry for version 5 to 6, {newest - 2} to {newest}" in report.lost
+    assert report.versions == 4 and report.lost[0].endswith(f" version 5 to 6, {newest - 2} to {newest}")
 
 
 async def test_a_shortened_recording_of_an_earlier_build_is_refused(copy: Path) -> None:
@@ -155,7 +156,7 @@ async def test_a_shortened_sample_stream_is_said_at_once(recorded: Recorded, cop
     (copy / "recording.json").write_bytes(msgspec.json.encode(shorter))
     report = await replayed(copy)
     assert not report.ok and report.versions == report.equal == sum(entry.cursor <= end for entry in recorded.ledger)
-    assert f"the sample stream ends at sequence {end}" in report.lost[0]
+    assert f"at sequence {end}" in report.lost[0]
 
 
 async def test_a_trimmed_recording_needs_a_checkpoint(copy: Path) -> None:

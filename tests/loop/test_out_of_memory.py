@@ -49,7 +49,7 @@ async def test_a_halved_budget_is_kept_recorded_and_replayed(tmp_path: Path) -> 
             config = replace(config, run=replace(config.run, steps=steps), trainer=replace(config.trainer, optimizer=optimizer))
             await run_to_end(config, run, bus)
         said = [text for text in await notices(bus, "halved") if "out of memory" in text]
-        assert len(said) == 1 and "micro-batches of 32 tokens (trainer.micro_tokens is 64" in said[0]
+        assert len(said) == 1 and "of 32 tokens" in said[0] and "trainer.micro_tokens is 64" in said[0]
         larger = replace(config, debug=DebugConfig(), run=replace(config.run, steps=5))
         await run_to_end(larger, run, bus)
         entries = await read_ledger(bus, "halved")
@@ -65,7 +65,7 @@ async def test_a_halved_budget_is_kept_recorded_and_replayed(tmp_path: Path) -> 
         smaller = replace(larger, debug=DebugConfig(memory_tokens=14))
         report = await verify(smaller, bus, run.model_dir, span=Range(last=5))
         assert report.first_difference is not None
-        assert report.first_difference.detail == "micro-batches of 32 tokens in the ledger, 16 here: out of memory"
+        assert "32 tokens in the ledger, 16 here" in report.first_difference.detail
     finally:
         await bus.close()
 

@@ -204,7 +204,7 @@ async def test_an_end_that_is_gone_is_not_waited_for(run_id: str, monkeypatch: p
     await queue.issue(2)
     await queue.end(0)
     await queue.take(0, 1)
-    bus._logs[SAMPLES].remove(1)
+    bus.lose(SAMPLES, 1, known_end=True)
     async with asyncio.timeout(20):
         assert await (await queue.reaper()).look() == (0, 1)
     await bus.close()
@@ -230,15 +230,6 @@ async def test_demonstrations_end_under_their_source(bus: Bus, run_id: str) -> N
     assert await queue.stones() == [(0, "lost", "warmup")]
 
 
-def lose_the_end(bus: MemoryBus, count: int) -> None:
-    """The sample stream is as it was before its last messages."""
-    log = bus._logs[SAMPLES]
-    for sequence in range(log.last - count + 1, log.last + 1):
-        log.remove(sequence)
-    log.last -= count
-    log._ids = {id: known for id, known in log._ids.items() if known[1] <= log.last}
-
-
 @pytest.mark.process
 async def test_a_lockstep_run_that_lost_the_end_of_its_samples_goes_on(tmp_path: Path) -> None:
     run, config = make_run(tmp_path, table_config(tmp_path, run={"steps": 6}, tasks={"max_staleness": 0}))
@@ -251,7 +242,8 @@ async def test_a_lockstep_run_that_lost_the_end_of_its_samples_goes_on(tmp_path:
         async with services(config, run, bus, ["producer"]):
             while (await bus.state(TASKS)).messages or (await bus.state(TASKS)).last < config.tasks.batch_tasks:
                 await asyncio.sleep(0.02)
-            lose_the_end(bus, 2)
+            last = (await bus.state(SAMPLES)).last
+            bus.lose(SAMPLES, last - 1, last)
             await trainer_service.main(Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=0))
     ledger = await read_ledger(bus, config.run.name)
     await bus.close()

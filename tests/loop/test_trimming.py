@@ -103,11 +103,11 @@ async def test_halves_of_blobs_are_swept_and_whole_ones_are_not(nats_bus: JetStr
     await nats_bus.sample_blobs.put("1/0.00000000", b"whole")
 
     async def messages() -> int:
-        return (await admin.info(nats_bus._connection, blobs_name(bucket))).state.messages
+        return (await admin.info(nats_bus.connection, blobs_name(bucket))).state.messages
 
     whole = await messages()
     for index in range(3):
-        await nats_bus._outbox.publish(f"$O.{bucket}.C.half", b"x" * 100, id=f"half.{index}", headers={})
+        await nats_bus.outbox.publish(f"$O.{bucket}.C.half", b"x" * 100, id=f"half.{index}", headers={})
     assert await messages() == whole + 3
     await nats_bus.sample_blobs.sweep(60.0)
     assert await messages() == whole + 3, "its writer may be alive"

@@ -42,7 +42,7 @@ async def ups(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pyt
 
 async def test_tasks_of_rows_that_cannot_be_used_end_with_the_reason(ups: Ups, caplog: pytest.LogCaptureFixture) -> None:
     [note] = await ups.up(14)
-    assert note.startswith("data.train: 3 of the first 93 rows ")
+    assert note.startswith("data.train: 3 of the first 93 ")
     assert "event=row_broken" in caplog.text and "line 41, got: " in caplog.text and "under 'label'" in caplog.text
     assert "event=row_too_long" in caplog.text and "line 43, got 300" in caplog.text
     await ups.up(16)
@@ -61,7 +61,7 @@ async def test_a_run_with_several_sources_is_resumed_and_replayed(ups: Ups, capl
     (ups.place / "run.toml").write_text(TABLE.replace('train = "train.jsonl"\n', "") + SOURCES)
     await ups.up(6)
     [note] = await ups.up(9)
-    assert note.startswith("source high: 3 of the first 53 rows ")
+    assert note.startswith("source high: 3 of the first 53 ")
     assert "event=mixture" in caplog.text and "weights=(4.0, 1.0)" in caplog.text
     report = await ups.replayed()
     assert report.ok and report.equal == len(await ups.ledger()) > 9, report.lines

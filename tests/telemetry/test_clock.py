@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 
 import pytest
 
@@ -60,8 +61,14 @@ def test_slots_times_seconds_add_up_however_they_move() -> None:
 
 
 def test_states_are_entered_and_read_by_several_threads() -> None:
-    clock = StateClock("a", slots=4)
-    taken: dict[str, float] = {}
+    seen: list[float] = []
+
+    def now() -> float:
+        seen.append(time.monotonic())
+        return seen[-1]
+
+    clock = StateClock("a", slots=4, now=now)
+    taken = 0.0
 
     def go() -> None:
         for _ in range(2000):
@@ -72,10 +79,10 @@ def test_states_are_entered_and_read_by_several_threads() -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        for state, amount in clock.take().items():
-            assert amount >= 0.0
-            taken[state] = taken.get(state, 0.0) + amount
-    assert clock.take().keys() == {"a", "b"}
+        taken += sum(clock.take().values())
+    last = clock.take()
+    assert last.keys() == {"a", "b"}
+    assert taken + sum(last.values()) == pytest.approx(4 * (seen[-1] - seen[0]), rel=1e-6)
 
 
 async def test_what_the_bus_does_not_take_is_reported_later() -> None:

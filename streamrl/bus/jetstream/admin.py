@@ -137,18 +137,19 @@ async def _ensure(connection: Connection, wanted: dict[str, Any]) -> None:
     try:
         found = (await info(connection, name)).config
     except NotFound:
-        await _change(connection, "CREATE", wanted)
+        await change(connection, "CREATE", wanted)
         logger.info("event=bus_stream_created stream=%s max_bytes=%d", name, wanted["max_bytes"])
         return
     current = {key: wanted.get(key) for key in _MENDED}
     current["num_replicas"] = max(current["num_replicas"], found.get("num_replicas", 1))  # an administrator may have raised it
     if any((found.get(key) or None) != (value or None) for key, value in current.items()):
         kept = {key: value for key, value in found.items() if key not in _MENDED}
-        await _change(connection, "UPDATE", kept | {key: value for key, value in current.items() if value is not None})
+        await change(connection, "UPDATE", kept | {key: value for key, value in current.items() if value is not None})
         logger.info("event=bus_stream_updated stream=%s max_bytes=%d was=%s", name, wanted["max_bytes"], found.get("max_bytes"))
 
 
-async def _change(connection: Connection, verb: str, config: dict[str, Any]) -> None:
+async def change(connection: Connection, verb: str, config: dict[str, Any]) -> None:
+    """Have the server CREATE or UPDATE (`verb`) a stream; raises BusError where it refuses."""
     name = config["name"]
     reply = decode((await connection.request(f"{connection.api}.STREAM.{verb}.{name}", config, timeout_s=30.0)).data, StreamInfoReply)
     if reply.error is not None:

@@ -77,6 +77,21 @@ class JetStreamBus:
             raise
 
     @property
+    def connection(self) -> Connection:
+        """For who administers streams past what a bus offers."""
+        return self._connection
+
+    @property
+    def outbox(self) -> Outbox:
+        """What all its messages leave by."""
+        return self._outbox
+
+    @property
+    def topology(self) -> Topology:
+        """The run's streams."""
+        return self._topology
+
+    @property
     def kv(self) -> JetStreamKeys:
         return self._keys
 

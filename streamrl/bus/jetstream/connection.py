@@ -118,6 +118,11 @@ class Connection:
         return 0.0 if self.connected else time.monotonic() - self._away_since
 
     @property
+    def client(self) -> DirectClient:
+        """Of the package; after a loss for good there is another one."""
+        return self._client
+
+    @property
     def max_payload(self) -> int:
         """Largest message, headers included, in bytes."""
         return self._client.max_payload

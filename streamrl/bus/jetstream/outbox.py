@@ -1,7 +1,7 @@
 """Publishing: one ordered queue, many messages under way, each stored once.
 
-A message waits in `_queue`, is sent and moves to `_sent`, and leaves when the server has acknowledged it. When the connection
-breaks, all of `_sent` goes back into the queue in its order, and is sent again with the same ids: what the server
+A message waits in `_queue`, is sent and moves to `sent`, and leaves when the server has acknowledged it. When the connection
+breaks, all of `sent` goes back into the queue in its order, and is sent again with the same ids: what the server
 had already stored it recognises. What an answer never came for is sent again after a while too.
 """
 
@@ -67,7 +67,8 @@ class Outbox:
         self._made = 0
         self._numbers = itertools.count()
         self._queue: deque[_Post] = deque()
-        self._sent: dict[str, _Post] = {}
+        self.sent: dict[str, _Post] = {}
+        """By where its answer goes, in the order of sending: what is not acknowledged yet."""
         self._sent_bytes = 0
         self._closed = False
         self._wake = asyncio.Event()
@@ -116,12 +117,12 @@ class Outbox:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._stop_listening()
         self._connection.denial_listeners.remove(self._on_denied)
-        for post in [*self._sent.values(), *self._queue]:
+        for post in [*self.sent.values(), *self._queue]:
             _settle(post, BusUnavailable(f"the bus was closed before {post.subject} was acknowledged"))
 
     def _forget(self, post: _Post) -> None:
         self._connection.drop(post.reply)
-        if self._sent.pop(post.reply, None) is not None:
+        if self.sent.pop(post.reply, None) is not None:
             self._sent_bytes -= post.size
             self._wake.set()
 
@@ -158,26 +159,26 @@ class Outbox:
         )
 
     def _on_denied(self, subject: str, hint: str) -> None:
-        for post in self._sent.values():
+        for post in self.sent.values():
             if post.subject.lower() == subject:
                 _settle(post, Forbidden(f"the server forbids publish to {post.subject}", hint=hint, subject=post.subject))
 
     def _on_connection(self, up: bool) -> None:
         if not up:
-            self._take_back(list(self._sent.values()))
+            self._take_back(list(self.sent.values()))
         self._wake.set()
 
     def _take_back(self, posts: list[_Post]) -> None:
         """Put sent messages back into the queue, in the order in which all began: some of them may have been sent again, others not."""
         for post in posts:
-            if self._sent.pop(post.reply, None) is not None:
+            if self.sent.pop(post.reply, None) is not None:
                 self._sent_bytes -= post.size
         waiting = [post for post in posts if not post.future.done()]
         self._queue = deque(sorted([*waiting, *self._queue], key=lambda post: post.number))
 
     def _room(self) -> bool:
         size = self._queue[0].size
-        return not self._sent or (len(self._sent) < WINDOW_MESSAGES and self._sent_bytes + size <= WINDOW_BYTES)
+        return not self.sent or (len(self.sent) < WINDOW_MESSAGES and self._sent_bytes + size <= WINDOW_BYTES)
 
     async def _sender(self) -> None:
         while True:
@@ -186,7 +187,7 @@ class Outbox:
                 post = self._queue.popleft()
                 if post.future.done():
                     continue
-                self._sent[post.reply] = post
+                self.sent[post.reply] = post
                 self._sent_bytes += post.size
                 post.attempts += 1
                 post.sent_s = time.monotonic()
@@ -203,10 +204,10 @@ class Outbox:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
-            for post in [*self._sent.values(), *self._queue]:
+            for post in [*self.sent.values(), *self._queue]:
                 if now > post.deadline:
                     _settle(post, self._given_up(post))
-            late = [post for post in self._sent.values() if now - post.sent_s > RESEND_S and not post.future.done()]
+            late = [post for post in self.sent.values() if now - post.sent_s > RESEND_S and not post.future.done()]
             if silent := [post for post in late if post.sent_s]:
                 logger.warning(
                     "event=bus_publish_unanswered messages=%d subject=%s hint=is_the_servers_disk_full?", len(silent), silent[0].subject

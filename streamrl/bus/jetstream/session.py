@@ -46,13 +46,16 @@ class Session:
         self._stream = stream
         self._subject = subject
         self._follow = follow
-        self._position = after
+        self.position = after
+        """Sequence of what was returned last."""
         self._batch: deque[Stored] = deque()
         self._ahead: asyncio.Task[list[Msg]] | None = None
         """The batch behind `_batch`, already asked for."""
-        self._repeated: deque[Stored] = deque()
+        self.repeated: deque[Stored] = deque()
+        """What was heard as it was stored, and is not returned yet."""
         self._repeated_bytes = 0
-        self._sink: Sink | None = None
+        self.sink: Sink | None = None
+        """Where it hears what is stored; None while it does not listen."""
         self._overrun = False
         """Whether what was stored came faster than it was read: it is not listened to until the end is near again."""
         self._at_end = False
@@ -65,14 +68,14 @@ class Session:
     @property
     def at_end(self) -> bool:
         """Whether `next` has returned all that was there; what comes now is new."""
-        return self._at_end and not self._batch and not self._repeated
+        return self._at_end and not self._batch and not self.repeated
 
     async def open(self) -> None:
         """Ask for the first messages. Raises BusError, BusUnavailable, Interrupted."""
         await self._connection.ready()
         await self._turn()
         if self._follow:
-            self._look()
+            self.look()
 
     async def close(self) -> None:
         """Forget what was asked for."""
@@ -82,8 +85,8 @@ class Session:
         if self._ahead is not None:
             self._ahead.cancel()
             await asyncio.gather(self._ahead, return_exceptions=True)
-        if self._sink is not None:
-            await self._connection.close_sink(self._sink)
+        if self.sink is not None:
+            await self._connection.close_sink(self.sink)
 
     async def next(self, until_s: float | None = None) -> Stored | None:
         """The next message; None after the last one when not following, or at the time `until_s` of the loop's clock.
@@ -95,37 +98,37 @@ class Session:
         while True:
             if self._batch:
                 return self._passed(self._batch.popleft())
-            while self._repeated and self._repeated[0].sequence <= self._position:
+            while self.repeated and self.repeated[0].sequence <= self.position:
                 self._drop_repeated()
-            if self._repeated and self._is_next(self._repeated[0]):
+            if self.repeated and self._is_next(self.repeated[0]):
                 return self._passed(self._drop_repeated())
             if self._failure is not None:
                 raise self._failure
-            if self._repeated or not self._at_end:
+            if self.repeated or not self._at_end:
                 try:
-                    await (self._fill_gap() if self._repeated else self._turn())
+                    await (self._fill_gap() if self.repeated else self._turn())
                 except NoResponder as error:
                     raise Interrupted(error.message) from error
             elif not self._follow or not await self._arrival(until_s):
                 return None
 
     def _passed(self, message: Stored) -> Stored:
-        self._position = message.sequence
+        self.position = message.sequence
         return message
 
     def _is_next(self, message: Stored) -> bool:
-        return message.sequence == self._position + 1 or (self._subject is not None and message.previous <= self._position)
+        return message.sequence == self.position + 1 or (self._subject is not None and message.previous <= self.position)
 
     def _drop_repeated(self) -> Stored:
-        message = self._repeated.popleft()
+        message = self.repeated.popleft()
         self._repeated_bytes -= len(message.data)
         return message
 
     async def _turn(self) -> None:
         """Take the next batch. Whoever follows listens before the end is looked for, so that nothing falls between."""
-        if self._follow and self._sink is None and not self._overrun:
-            self._sink = await self._connection.open_sink(self._on_repeated, stored_subject(self._stream, self._subject or ">"), self._fail)
-        ahead = self._ahead or asyncio.ensure_future(self._ask(self._position + 1))
+        if self._follow and self.sink is None and not self._overrun:
+            self.sink = await self._connection.open_sink(self._on_repeated, stored_subject(self._stream, self._subject or ">"), self._fail)
+        ahead = self._ahead or asyncio.ensure_future(self._ask(self.position + 1))
         self._ahead = ahead
         answers = await ahead
         self._ahead = None
@@ -135,11 +138,11 @@ class Session:
             raise BusError(f"read {self._stream}: expected messages, got {status} {headers.get(DESCRIPTION, '')}", hint=_HINT)
         found = [message for answer in answers[:-1] if (message := stored(self._stream, answer.data, answer.headers)) is not None]
         # What was asked for ahead may have been heard, and read, in the meantime.
-        self._batch.extend(message for message in found if message.sequence > self._position)
+        self._batch.extend(message for message in found if message.sequence > self.position)
         if found and int(headers.get(PENDING, "0")):
-            self._ahead = asyncio.ensure_future(self._ask(max(found[-1].sequence, self._position) + 1))
+            self._ahead = asyncio.ensure_future(self._ask(max(found[-1].sequence, self.position) + 1))
         else:
-            self._at_end = not self._follow or self._sink is not None
+            self._at_end = not self._follow or self.sink is not None
             self._overrun = False
 
     async def _ask(self, first: int) -> list[Msg]:
@@ -151,15 +154,15 @@ class Session:
     async def _fill_gap(self) -> None:
         """Fetch what lies before a repeated message; where the stream has nothing there, it was removed, and that message is the next."""
         await self._turn()
-        if self._batch or not self._repeated:
+        if self._batch or not self.repeated:
             return
         # A replica that lags may have answered; the stream's leader knows.
-        request = {"seq": self._position + 1, "next_by_subj": self._subject or ">"}
+        request = {"seq": self.position + 1, "next_by_subj": self._subject or ">"}
         answer = await self._connection.ask(f"{self._connection.api}.STREAM.MSG.GET.{self._stream}", msgspec.json.encode(request))
         reply = decode(answer.data, StoredMessageReply)
         if reply.error is not None and reply.error.code != 404:
             raise error_of(reply.error, doing=f"read {self._stream}")
-        if reply.message is None or reply.message.seq >= self._repeated[0].sequence:
+        if reply.message is None or reply.message.seq >= self.repeated[0].sequence:
             self._batch.append(self._drop_repeated())
         else:
             await asyncio.sleep(RETRY_S)
@@ -176,12 +179,12 @@ class Session:
 
     def _on_repeated(self, answer: Msg) -> None:
         message = stored(self._stream, answer.data, answer.headers)
-        if message is None or self._sink is None:
+        if message is None or self.sink is None:
             return
-        self._repeated.append(message)
+        self.repeated.append(message)
         self._repeated_bytes += len(message.data)
-        if self._repeated_bytes > BATCH_BYTES or len(self._repeated) > WAITING:
-            sink, self._sink, self._overrun, self._at_end = self._sink, None, True, False
+        if self._repeated_bytes > BATCH_BYTES or len(self.repeated) > WAITING:
+            sink, self.sink, self._overrun, self._at_end = self.sink, None, True, False
             self._connection.adopt(asyncio.ensure_future(self._connection.close_sink(sink)))
         self._arrived.set()
 
@@ -192,10 +195,11 @@ class Session:
     def _on_connection(self, up: bool) -> None:
         self._fail(Interrupted(f"reading {self._stream} was interrupted: the connection broke"))
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """See whether the stream has more, should nothing have been heard of it; at once, and every `LOOK_S` seconds from then on."""
         self._at_end = False
         self._arrived.set()
-        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+        self._looking = asyncio.get_running_loop().call_later(LOOK_S, self.look)
 
 
 _HINT = "is this a NATS server of version 2.11 or later, and does the stream allow direct gets? `streamrl up` sees to that"

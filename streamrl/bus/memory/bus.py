@@ -109,5 +109,12 @@ class MemoryBus:
     async def trim(self, stream: str, *, through: int) -> None:
         self._logs[self._topology.spec(stream).name].trim(through)
 
+    def lose(self, stream: str, *sequences: int, known_end: bool = False) -> None:
+        """Messages are gone, as after a power cut; where they were the last ones, their sequences are given again.
+
+        With `known_end` they are not: nats-server keeps the end of a stream in a file of its own, which may be newer than what is left.
+        """
+        self._logs[self._topology.spec(stream).name].lose(sequences, known_end=known_end)
+
     async def close(self) -> None:
         self._keys.close()

@@ -58,18 +58,8 @@ class Place:
         return found
 
     def lose(self, stream: str, *sequences: int, known_end: bool = False) -> None:
-        """Messages are gone, as after a power cut; where they were the last ones, their sequences are given again.
-
-        With `known_end` they are not: nats-server keeps the end of a stream in a file of its own, which may be newer than what is left.
-        """
-        log = self.bus._logs[stream]
-        for sequence in sequences:
-            log.remove(sequence)
-            log._ids = {id: known for id, known in log._ids.items() if known[1] != sequence}
-        there = sorted(log._messages)
-        if sequences and max(sequences) == log.last and not known_end:
-            log.last = there[-1] if there else 0
-        log._newest = {log._messages[sequence].subject: sequence for sequence in there}
+        """See `MemoryBus.lose`."""
+        self.bus.lose(stream, *sequences, known_end=known_end)
 
     async def latest(self) -> Latest:
         found = await read_latest(self.bus, "main")
