@@ -110,9 +110,14 @@ class RecordReader:
         return item
 
     @property
+    def waiting(self) -> int:
+        """Messages that are here right now, decoded or not, and not taken."""
+        return len(self._fetched) + self._queue.qsize()
+
+    @property
     def empty(self) -> bool:
         """Whether nothing is waiting right now."""
-        return not self._fetched and self._queue.empty()
+        return self.waiting == 0
 
     def close(self) -> None:
         """Stop reading."""
@@ -132,7 +137,7 @@ class RecordReader:
 
     async def _take(self, message: Message) -> None:
         # Only this coroutine adds messages, so the room that it has seen stays.
-        while len(self._fetched) + self._queue.qsize() >= self._capacity:
+        while self.waiting >= self._capacity:
             self._hand_on()
             self._room.clear()
             self._full = True

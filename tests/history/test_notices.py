@@ -21,6 +21,7 @@ from tests.support.torch_runs import limited
 
 pytestmark = [
     pytest.mark.nats,
+    pytest.mark.slow,
     pytest.mark.process,
     pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),

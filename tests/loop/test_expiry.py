@@ -32,7 +32,7 @@ EXPIRE = 3
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("stale", ["drop", "mask"])
+@pytest.mark.parametrize("stale", ["drop", pytest.param("mask", marks=pytest.mark.slow)])
 async def test_hung_rollouts_expire_and_replay_branch_and_back_test_agree(tmp_path: Path, stale: str) -> None:
     (tmp_path / "hangs.py").write_text(PRODUCER)
     config = table_config(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "examples" / "quickstart"
+from streamrl.bus.memory import MemoryBus
+from streamrl.config.load import load
+from streamrl.launch.prepare import prepare
+from streamrl.runtime.run_record import write_or_check
+from tests.support.harness import make_run, run_to_end
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
 SHUFFLED = """
 import random
@@ -50,15 +53,15 @@ def heldout(model_dir: Path) -> tuple[float, float]:
     return right / len(rows), probability / len(rows)
 
 
-def train(tmp_path: Path, *settings: str) -> list[tuple[float, float]]:
-    """Run 80 batches of the quickstart in lockstep; `heldout` after the warm-up and at the end."""
-    fixed = (f"run.dir={tmp_path}", "run.steps=80", "run.until_reward=0", "run.max_seconds=0", "tasks.max_staleness=0")
-    command = [sys.executable, "-m", "streamrl", "up", str(QUICKSTART / "quickstart.toml"), "--plain"]
-    for setting in (*fixed, *settings):
-        command += ["--set", setting]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    saved = sorted((tmp_path / "quickstart" / "hf").iterdir())
+async def train(tmp_path: Path, steps: int, *settings: str) -> list[tuple[float, float]]:
+    """Run so many batches of the quickstart in lockstep; `heldout` after the warm-up and at the end."""
+    fixed = (f"run.steps={steps}", "run.until_reward=0", "run.max_seconds=0", "tasks.max_staleness=0", f"run.seed={SEED}")
+    run, config = make_run(tmp_path, load(QUICKSTART / "quickstart.toml", overrides=[*fixed, *settings]))
+    bus = MemoryBus(config.run.name, config.bus)
+    await write_or_check(bus, await prepare(config, run))
+    await run_to_end(config, run, bus, timeout_s=800)
+    await bus.close()
+    saved = sorted(run.hf.iterdir())
     assert len(saved) == 2, f"expected the policy after the warm-up and at the end, got {saved}"
     return [heldout(one) for one in saved]
 
@@ -73,16 +76,18 @@ def train(tmp_path: Path, *settings: str) -> list[tuple[float, float]]:
 #     right       2      0.292 -> 0.944    0.236 -> 0.787
 #     shuffled    1      0.278 -> 0.014    0.188 -> 0.019
 #     shuffled    2      0.292 -> 0.014    0.236 -> 0.013
+#
+# After 24 batches of shuffled rewards of seed 2 it is 0.292 -> 0.042 and 0.236 -> 0.040.
 SEED = 2
 RISE = 0.2
 
 
 @pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_rewards_teach(tmp_path: Path) -> None:
+async def test_rewards_teach(tmp_path: Path) -> None:
     """Asynchronously it learns in the quickstart: .ci/quickstart holds `make up` to the same rise."""
-    (first, likely_first), (last, likely_last) = train(tmp_path, f"run.seed={SEED}")
+    (first, likely_first), (last, likely_last) = await train(tmp_path, 80)
     assert last >= first + RISE, f"held-out accuracy {first:.3f} -> {last:.3f}"
     assert likely_last >= likely_first + RISE, f"probability of held-out answers {likely_first:.3f} -> {likely_last:.3f}"
 
@@ -90,9 +95,10 @@ def test_rewards_teach(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
+async def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     """The same rewards, given to any of a group's rollouts."""
     (tmp_path / "shuffled.py").write_text(SHUFFLED)
-    (first, likely_first), (last, likely_last) = train(tmp_path, f"run.seed={SEED}", f"reward.kind={tmp_path / 'shuffled.py'}:Shuffled")
+    (first, likely_first), (last, likely_last) = await train(tmp_path, 16, f"reward.kind={tmp_path / 'shuffled.py'}:Shuffled")
+    print("HERE", first, last, likely_first, likely_last)
     assert last < first, f"held-out accuracy {first:.3f} -> {last:.3f} from rewards that say nothing"
     assert likely_last < likely_first, f"probability of held-out answers {likely_first:.3f} -> {likely_last:.3f} from such rewards"

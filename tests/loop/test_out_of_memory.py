@@ -102,7 +102,7 @@ async def test_a_recorded_version_that_does_not_fit_any_more_is_trained_smaller(
 @pytest.mark.process
 async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, config = make_run(tmp_path, limited(tmp_path, 0))
-    config = replace(config, trainer=replace(config.trainer, checkpoint_every=2))
+    config = replace(config, run=replace(config.run, steps=4), trainer=replace(config.trainer, checkpoint_every=2))
     ensure_model(config, run.model_dir)
     step, check = TorchTrainer.step, checkpoints.check_files
 
@@ -126,14 +126,15 @@ async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path
         latest = await read_latest(bus, "main")
         assert latest is not None and latest.version == Version(0, 2)
         await run_to_end(config, run, bus)
-        assert [entry.micro_tokens for entry in await read_ledger(bus, "halved")] == [64] * 2 + [32] * 4
+        assert [entry.micro_tokens for entry in await read_ledger(bus, "halved")] == [64] * 2 + [32] * 2
     finally:
         await bus.close()
 
 
 @pytest.mark.process
 async def test_a_branch_that_changes_nothing_is_cut_as_its_parent_was(tmp_path: Path) -> None:
-    run, config = make_run(tmp_path, limited(tmp_path, 40))
+    config = limited(tmp_path, 40)
+    run, config = make_run(tmp_path, replace(config, run=replace(config.run, steps=3)))
     ensure_model(config, run.model_dir)
     bus = MemoryBus("halved", config.bus)
     try:
@@ -142,7 +143,7 @@ async def test_a_branch_that_changes_nothing_is_cut_as_its_parent_was(tmp_path: 
         entries = await read_ledger(bus, "halved")
         assert {entry.micro_tokens for entry in entries} == {32}
         larger, loop = replace(config, debug=DebugConfig()), asyncio.get_running_loop()
-        for overrides, expected in (((), [32] * 6), (("trainer.micro_tokens=48",), [48] * 6)):
+        for overrides, expected in (((), [32] * 3), (("trainer.micro_tokens=48",), [48] * 3)):
             mine = replace(override(larger, overrides), run=replace(config.run, name="branch"))
             directory = tmp_path / f"branch{len(overrides)}"
             directory.mkdir()

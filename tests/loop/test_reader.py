@@ -66,7 +66,7 @@ async def test_a_thread_that_is_busy_now_and_then_gets_every_record_in_order(bus
             incoming = reader.get(10.0)
             assert incoming is not None
             found.append(incoming.record.sequence)
-            assert reader._queue.qsize() <= capacity
+            assert reader.waiting <= capacity
             if len(found) % 10 == 0:
                 time.sleep(busy_s)
         assert reader.get(0.01) is None and reader.empty
@@ -79,13 +79,14 @@ async def test_a_thread_that_is_busy_now_and_then_gets_every_record_in_order(bus
         await bus.close()
 
 
-async def test_what_has_been_fetched_counts_as_waiting() -> None:
+async def test_what_has_been_fetched_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.consumers.training.reader.GATHER_S", 3600.0)  # nothing is decoded before somebody wants it
     bus = await a_stream(2)
     reader = RecordReader(bus, asyncio.get_running_loop(), after=0, capacity=8)
     try:
-        while not reader._fetched:
-            await asyncio.sleep(0)
-        assert not reader.empty, "a batch must not be closed on less than all that is here"
+        async with asyncio.timeout(20):
+            while reader.empty:  # a batch must not be closed on less than all that is here
+                await asyncio.sleep(0)
         assert [(await asyncio.to_thread(reader.get, 5.0)).record.sequence for _ in range(2)] == [1, 2]  # type: ignore[union-attr]
         assert reader.empty
     finally:

@@ -62,16 +62,16 @@ async def test_conversations_are_learned_resumed_and_replayed(tmp_path: Path, mo
     write(tmp_path)
     monkeypatch.chdir(tmp_path)
     ups = Ups(tmp_path)
-    await ups.up(12)
-    await ups.up(40)
+    await ups.up(8)
+    await ups.up(24)
     entries = await ups.ledger()
-    assert [entry.version.number for entry in entries] == [*range(1, 41)]
+    assert [entry.version.number for entry in entries] == [*range(1, 25)]
     assert entries[-1].metrics["train/loss"] < 0.7 * entries[0].metrics["train/loss"]
-    assert (await ups.replayed()).equal == 40
+    assert (await ups.replayed()).equal == 24
     # Batches of half the size are twice as many: to the back-test the whole run is of demonstrations, too.
     facts = {"checkpoints": ups.run.checkpoints, "foreign": "", "record": None, "initial_digest": ""}
     source = Source(config=ups.run.load_config(), log=ups.bus, model_dir=ups.run.model_dir, **facts)
-    assert min(one.batches for one in (await backtest_grid(source, ["tasks.batch_tasks=4"])).outcomes) >= 80
+    assert min(one.batches for one in (await backtest_grid(source, ["tasks.batch_tasks=4"])).outcomes) >= 48
     await ups.bus.close()
 
 

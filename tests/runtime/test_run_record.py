@@ -116,7 +116,7 @@ def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: 
         config = Config(loss=LossConfig(kl=KLConfig(reference=str(folder))))
         return msgspec.structs.replace(record(config), models=model_digests(config, tmp_path / "none", tmp_path / "cache"))
 
-    weights = bytes(range(256)) * (80 << 12)
+    weights = bytes(range(256)) * (20 << 12)
     first = placed("a/model", weights)
     check_resume(first, placed("b/model", weights))
     check_resume(first, placed("c/renamed", weights))
