@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, WeightsConfig
-from streamrl.data.model import ensure_model
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
 from streamrl.history.export import Found, NewFile, choose, export, find_versions
 from streamrl.runtime.rundir import RunDir
@@ -44,8 +43,9 @@ from streamrl.trainers.torch.checkpoint import (
 )
 from tests.support.digests import digest_of
 from tests.support.errors import raises
-from tests.support.harness import make_run, read_ledger, run_to_end, services
+from tests.support.harness import read_ledger, run_to_end, services
 from tests.support.torch_runs import ppo_config
+from tests.support.ups import begun
 from tests.support.world.world import table_config
 from tests.tensors.test_names import tiny
 
@@ -78,15 +78,10 @@ class Exported:
 
 
 async def make(base: Path, dtype: str) -> Exported:
-    run, config = make_run(base, exporting(base, dtype))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(config.run.name, config.bus)
-    try:
+    async with begun(base, exporting(base, dtype)) as (run, config, bus):
         await run_to_end(config, run, bus)
         ledger = await read_ledger(bus, config.run.name)
         return Exported(config, run, bus, ledger, await find_versions(config, bus, run.checkpoints))
-    finally:
-        await bus.close()
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -311,10 +306,7 @@ async def test_a_directory_that_comes_meanwhile_is_kept(tmp_path: Path, monkeypa
 
 
 async def test_a_table_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
-    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": "table", "steps": 4}))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus("table", config.bus)
-    try:
+    async with begun(tmp_path, table_config(tmp_path, run={"name": "table", "steps": 4})) as (run, config, bus):
         await run_to_end(config, run, bus)
         found = await find_versions(config, bus, run.checkpoints)
         version = choose(found, None)
@@ -322,38 +314,30 @@ async def test_a_table_is_exported_from_its_checkpoint(tmp_path: Path) -> None:
         own = run.hf / f"v{version.number:08d}"
         read = await asyncio.to_thread(lambda: [(path / "logits.npy").read_bytes() for path in (own, tmp_path / "out")])
         assert read[0] == read[1]
-    finally:
-        await bus.close()
 
 
 @pytest.mark.parametrize("every", [0, 1000])
 async def test_a_run_that_is_stopped_leaves_its_newest_version_where_that_is_asked_for(tmp_path: Path, every: int) -> None:
-    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": "stopped", "steps": 500}, trainer={"export_every": every}))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus("stopped", config.bus)
-    try:
+    async with begun(tmp_path, table_config(tmp_path, run={"name": "stopped", "steps": 500}, trainer={"export_every": every})) as (
+        run,
+        config,
+        bus,
+    ):
         async with services(config, run, bus, ["engine", "producer", "feeder", "trainer"]):
             while len(await read_ledger(bus, "stopped")) < 3:
                 await asyncio.sleep(0.05)
         newest = (await read_ledger(bus, "stopped"))[-1].version.number
         assert [path.name for path in run.hf.iterdir()] == ([f"v{newest:08d}"] if every else [])
-    finally:
-        await bus.close()
 
 
 async def test_a_disk_that_is_full_for_an_export_ends_no_training(tmp_path: Path) -> None:
     """A file lies where its directory would; what is written between is left out, and the end's is an error."""
-    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": "full", "steps": 4}, trainer={"export_every": 1}))
-    ensure_model(config, run.model_dir)
-    shutil.rmtree(run.hf)
-    run.hf.touch()
-    bus = MemoryBus("full", config.bus)
-    try:
+    async with begun(tmp_path, table_config(tmp_path, run={"name": "full", "steps": 4}, trainer={"export_every": 1})) as (run, config, bus):
+        shutil.rmtree(run.hf)
+        run.hf.touch()
         with pytest.raises(TrainingError, match="v0000"):
             await run_to_end(config, run, bus)
         versions = [entry.version.number for entry in await read_ledger(bus, "full")]
         newest = await bus.last(Subjects("full").events("notice"))
         assert versions[-1] >= 4 and newest is not None
         assert f"version 0.{versions[-1]} is not exported" in str(decode(newest.body, Event).detail)
-    finally:
-        await bus.close()

@@ -91,7 +91,7 @@ def test_rows_have_their_own_rewards_and_parts_as_in_a_run(tmp_path: Path, capsy
     # A row's own reward has to have the part, too.
     assert [one["reward"] for one in found] == [0.0, 1.0, None, None, None]
     assert "reward.key = 'boxed'" in found[2]["error"] and found[0]["parts"] == {"answer": 1.0, "boxed": 0.0}
-    (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text().replace('key = "boxed"\nchildren = 1\n', ""))
+    (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text().replace('key = "boxed"\n', ""))
     main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"])
     assert [one["reward"] for one in json.loads(capsys.readouterr().out)["rows"]] == [1.0, 0.0, 0.0, 0.0, 1.0]
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from streamrl.algorithms import policy_losses
 from streamrl.algorithms.importance import ratio_of
-from streamrl.bus.memory import MemoryBus
-from streamrl.data.model import ensure_model
 from tests.loop.test_lockstep import lockstep_config
-from tests.support.harness import make_run, run_to_end
+from tests.support.harness import run_to_end
+from tests.support.ups import begun
 
 pytestmark = pytest.mark.process
 """The rewards of these runs are functions, which have processes of their own."""
@@ -31,11 +30,8 @@ async def test_from_the_loop_to_the_clipped_loss_it_is_a_few_frames(tmp_path: Pa
 
     monkeypatch.setattr(policy_losses, "ratio_of", looking)
     config = lockstep_config(tmp_path, run_id, "torch")
-    run, config = make_run(tmp_path, replace(config, run=replace(config.run, steps=1)))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(run_id, config.bus)
-    await run_to_end(config, run, bus)
-    await bus.close()
+    async with begun(tmp_path, replace(config, run=replace(config.run, steps=1))) as (run, config, bus):
+        await run_to_end(config, run, bus)
     names = stacks[0]
     path = names[names.index("_train") - 1 :]
     assert (path[0], path[-1]) == ("run", "ppo_clip")

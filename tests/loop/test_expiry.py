@@ -39,7 +39,7 @@ async def test_hung_rollouts_expire_and_replay_branch_and_back_test_agree(tmp_pa
         tmp_path,
         run={"name": "hung", "steps": STEPS},
         tasks={"stale": stale, "expire_versions": EXPIRE},
-        producer={"function": f"{tmp_path / 'hangs.py'}:hangs", "concurrency": 12},
+        producer={"function": f"{tmp_path / 'hangs.py'}:hangs", "concurrency": 12, "children": 1},
         **FIXED,
     )
     recorded = await make_recorded(tmp_path, config)

@@ -9,11 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamrl.bus.memory import MemoryBus
 from streamrl.config.load import load
-from streamrl.launch.prepare import prepare
-from streamrl.runtime.run_record import write_or_check
-from tests.support.harness import make_run, run_to_end
+from tests.support.harness import run_to_end
+from tests.support.ups import begun
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -56,12 +54,9 @@ def heldout(model_dir: Path) -> tuple[float, float]:
 async def train(tmp_path: Path, steps: int, *settings: str) -> list[tuple[float, float]]:
     """Run so many batches of the quickstart in lockstep; `heldout` after the warm-up and at the end."""
     fixed = (f"run.steps={steps}", "run.until_reward=0", "run.max_seconds=0", "tasks.max_staleness=0", f"run.seed={SEED}")
-    run, config = make_run(tmp_path, load(QUICKSTART / "quickstart.toml", overrides=[*fixed, *settings]))
-    bus = MemoryBus(config.run.name, config.bus)
-    await write_or_check(bus, await prepare(config, run))
-    await run_to_end(config, run, bus, timeout_s=800)
-    await bus.close()
-    saved = sorted(run.hf.iterdir())
+    async with begun(tmp_path, load(QUICKSTART / "quickstart.toml", overrides=[*fixed, *settings])) as (run, config, bus):
+        await run_to_end(config, run, bus, timeout_s=800)
+        saved = sorted(run.hf.iterdir())
     assert len(saved) == 2, f"expected the policy after the warm-up and at the end, got {saved}"
     return [heldout(one) for one in saved]
 
@@ -99,6 +94,5 @@ async def test_shuffled_rewards_teach_nothing(tmp_path: Path) -> None:
     """The same rewards, given to any of a group's rollouts."""
     (tmp_path / "shuffled.py").write_text(SHUFFLED)
     (first, likely_first), (last, likely_last) = await train(tmp_path, 16, f"reward.kind={tmp_path / 'shuffled.py'}:Shuffled")
-    print("HERE", first, last, likely_first, likely_last)
     assert last < first, f"held-out accuracy {first:.3f} -> {last:.3f} from rewards that say nothing"
     assert likely_last < likely_first, f"probability of held-out answers {likely_first:.3f} -> {likely_last:.3f} from such rewards"

@@ -51,7 +51,7 @@ def lockstep_config(tmp_path: Path, run_id: str, backend: str) -> Config:
         tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=0, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=6),
         producer=ProducerConfig(concurrency=3),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters"),
+        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters", children=1),
         engine=EngineConfig(kind="table" if table else "local", deterministic=True, slots=5),
         trainer=TrainerConfig(backend="table" if table else "torch", checkpoint_every=2),
     )

@@ -12,19 +12,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.bus.memory import MemoryBus
 from streamrl.config.load import override
 from streamrl.config.tree import Config, DebugConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.core.batches import TrainBatch
-from streamrl.data.model import ensure_model
 from streamrl.errors import OutOfMemory
 from streamrl.history.branch import branch
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_log import PastLedger
-from streamrl.launch.prepare import prepare
-from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.ledger import Choices, LedgerEntry
 from streamrl.schemas.versions import Version
 from streamrl.trainers import checkpoints
@@ -33,17 +29,14 @@ from streamrl.trainers.protocol import StepResult, out_of_memory
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.loop.test_steps import notices
-from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import read_ledger, run_to_end
 from tests.support.torch_runs import limited
+from tests.support.ups import begun
 
 
 @pytest.mark.process
 async def test_a_halved_budget_is_kept_recorded_and_replayed(tmp_path: Path) -> None:
-    run, config = make_run(tmp_path, limited(tmp_path, 40))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus("halved", config.bus)
-    try:
-        await write_or_check(bus, await prepare(config, run))
+    async with begun(tmp_path, limited(tmp_path, 40)) as (run, config, bus):
         for steps in (2, 4):  # the second start begins with what the first has come to
             optimizer = replace(config.trainer.optimizer, decay_steps=6)
             config = replace(config, run=replace(config.run, steps=steps), trainer=replace(config.trainer, optimizer=optimizer))
@@ -66,20 +59,15 @@ async def test_a_halved_budget_is_kept_recorded_and_replayed(tmp_path: Path) -> 
         report = await verify(smaller, bus, run.model_dir, span=Range(last=5))
         assert report.first_difference is not None
         assert "32 tokens in the ledger, 16 here" in report.first_difference.detail
-    finally:
-        await bus.close()
 
 
 @pytest.mark.process
 async def test_a_recorded_version_that_does_not_fit_any_more_is_trained_smaller(tmp_path: Path) -> None:
     """On a smaller device than it was made on: the ledger's budget would be out of memory again at each start."""
-    run, config = make_run(tmp_path, limited(tmp_path, 0))
+    config = limited(tmp_path, 0)
     config = replace(config, run=replace(config.run, name="smaller", steps=4, numerics="fast"))
     config = replace(config, trainer=replace(config.trainer, checkpoint_every=100, minibatches=2))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus("smaller", config.bus)
-    try:
-        await write_or_check(bus, await prepare(config, run))
+    async with begun(tmp_path, config) as (run, config, bus):
         await run_to_end(config, run, bus)
         before = await read_ledger(bus, "smaller")
         for one in list_checkpoints(run.checkpoints, "main-"):
@@ -95,15 +83,12 @@ async def test_a_recorded_version_that_does_not_fit_any_more_is_trained_smaller(
         forked = [entry for entry in after if entry.version.epoch > 0]
         assert forked and all(entry.micro_tokens == 32 for entry in forked)
         assert after[-1].version.number == 4 and PastLedger(after).entries[4].micro_tokens == 32
-    finally:
-        await bus.close()
 
 
 @pytest.mark.process
 async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, config = make_run(tmp_path, limited(tmp_path, 0))
+    config = limited(tmp_path, 0)
     config = replace(config, run=replace(config.run, steps=4), trainer=replace(config.trainer, checkpoint_every=2))
-    ensure_model(config, run.model_dir)
     step, check = TorchTrainer.step, checkpoints.check_files
 
     def out_at_three(self: TorchTrainer, batch: TrainBatch) -> StepResult:
@@ -115,9 +100,7 @@ async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path
         time.sleep(0.5)
         check(*given, **named)
 
-    bus = MemoryBus("halved", config.bus)
-    try:
-        await write_or_check(bus, await prepare(config, run))
+    async with begun(tmp_path, config) as (run, config, bus):
         monkeypatch.setattr(TorchTrainer, "step", out_at_three)
         monkeypatch.setattr(checkpoints, "check_files", slow)
         with pytest.raises(OutOfMemory):
@@ -127,18 +110,12 @@ async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path
         assert latest is not None and latest.version == Version(0, 2)
         await run_to_end(config, run, bus)
         assert [entry.micro_tokens for entry in await read_ledger(bus, "halved")] == [64] * 2 + [32] * 2
-    finally:
-        await bus.close()
 
 
 @pytest.mark.process
 async def test_a_branch_that_changes_nothing_is_cut_as_its_parent_was(tmp_path: Path) -> None:
     config = limited(tmp_path, 40)
-    run, config = make_run(tmp_path, replace(config, run=replace(config.run, steps=3)))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus("halved", config.bus)
-    try:
-        await write_or_check(bus, await prepare(config, run))
+    async with begun(tmp_path, replace(config, run=replace(config.run, steps=3))) as (run, config, bus):
         await run_to_end(config, run, bus)
         entries = await read_ledger(bus, "halved")
         assert {entry.micro_tokens for entry in entries} == {32}
@@ -166,5 +143,3 @@ async def test_a_branch_that_changes_nothing_is_cut_as_its_parent_was(tmp_path: 
             found = await asyncio.to_thread(work)
             assert [entry.micro_tokens for entry in found] == expected
             assert ([entry.digest for entry in found] == [entry.digest for entry in entries]) == (not overrides)
-    finally:
-        await bus.close()

@@ -56,7 +56,7 @@ def provenance_config(tmp_path: Path, run_id: str) -> Config:
         tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=6, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=60, ignore_eos=True),
         producer=ProducerConfig(concurrency=32),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters"),
+        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters", children=1),
         engine=EngineConfig(slots=64),
         trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3)),
         weights=WeightsConfig(keep=0),

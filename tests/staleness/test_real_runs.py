@@ -6,17 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.bus.memory import MemoryBus
 from streamrl.config.check import check
 from streamrl.config.tree import DebugConfig, TasksConfig
 from streamrl.consumers.training import worker
-from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import LedgerEntry
 from tests.staleness.conftest import table_config
 from tests.staleness.slow import SlowTrainer
 from tests.support.errors import raises
-from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import read_ledger, run_to_end
+from tests.support.ups import begun
 
 pytestmark = pytest.mark.process
 
@@ -27,14 +26,9 @@ STEP_S = 0.15
 
 
 async def trained(tmp_path: Path, *, steps: int, tasks: TasksConfig, debug: DebugConfig) -> list[LedgerEntry]:
-    run, config = make_run(tmp_path, table_config(tmp_path, "stale", steps=steps, tasks=tasks, debug=debug))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus("stale", config.bus)
-    try:
+    async with begun(tmp_path, table_config(tmp_path, "stale", steps=steps, tasks=tasks, debug=debug)) as (run, config, bus):
         await run_to_end(config, run, bus)
         return await read_ledger(bus, "stale")
-    finally:
-        await bus.close()
 
 
 @pytest.mark.parametrize("stale", ["drop", "wait"])

@@ -18,7 +18,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_RUN
 from tests.support.harness import make_run, read_ledger, run_to_end
 
-FIXED: dict[str, dict[str, object]] = {"trainer": {"keep_checkpoints": 100}, "data": {"max_prompt_tokens": 16}, "reward": {"children": 1}}
+FIXED: dict[str, dict[str, object]] = {"trainer": {"keep_checkpoints": 100}, "data": {"max_prompt_tokens": 16}}
 """Every checkpoint stays, and the configuration passes its own check."""
 
 

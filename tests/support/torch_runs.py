@@ -36,7 +36,7 @@ def ppo_config(base: Path) -> Config:
         data=DataConfig(train=str(base / "train.jsonl"), max_prompt_tokens=16),
         tasks=TasksConfig(batch_tasks=4, num_rollouts=1, max_staleness=1, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=6),
-        reward=RewardConfig(kind=f"{base / 'reward.py'}:share_of_letters"),
+        reward=RewardConfig(kind=f"{base / 'reward.py'}:share_of_letters", children=1),
         engine=EngineConfig(slots=8),
         trainer=TrainerConfig(checkpoint_every=2, minibatches=2, keep_checkpoints=100),
         loss=LossConfig(advantage="ppo", gae_lambda=0.95, kl=KLConfig(reward_coef=0.01), critic=critic),

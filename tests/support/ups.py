@@ -1,7 +1,9 @@
-"""A run from the run file of a directory, started again and again as `up` does it, on one event loop and a bus in this process."""
+"""Runs that begin as `up` has them begin, on one event loop and a bus in this process."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from streamrl.bus.memory import MemoryBus
@@ -15,8 +17,20 @@ from streamrl.schemas.ledger import LedgerEntry
 from tests.support.harness import make_run, read_ledger, run_to_end
 
 
+@asynccontextmanager
+async def begun(base: Path, config: Config) -> AsyncGenerator[tuple[RunDir, Config, MemoryBus]]:
+    """A run whose model and record are there, in a directory of its own below `base`, and its bus."""
+    run, config = make_run(base, config)
+    bus = MemoryBus(config.run.name, config.bus)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        yield run, config, bus
+    finally:
+        await bus.close()
+
+
 class Ups:
-    """Each `up` takes `place/run.toml` as it is then.
+    """A run from a run file, started again and again: each `up` takes `place/run.toml` as it is then.
 
     Args:
         place: holds the run file and its rows, which it names relative to the directory that the test runs in.

@@ -70,7 +70,7 @@ def table_config(tmp_path: Path, **sections: dict[str, object]) -> Config:
         tasks=TasksConfig(batch_tasks=3, num_rollouts=3, max_staleness=2, max_deliveries=50),
         sampling=Sampling(max_new_tokens=5),
         producer=ProducerConfig(concurrency=6),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward"),
+        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", children=1),
         engine=EngineConfig(kind="table", slots=12),
         trainer=TrainerConfig(backend="table", checkpoint_every=2, keep_checkpoints=2),
         weights=WeightsConfig(transport="bus"),
