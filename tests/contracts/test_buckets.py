@@ -64,7 +64,7 @@ async def test_keys_expire_unless_put_again(bus: Bus) -> None:
     await bus.kv.put("presence/made-permanent", b"x")
     async with asyncio.timeout(20):
         while await bus.kv.get("presence/lost") is not None:
-            await bus.kv.put("presence/kept", b"x", ttl_s=2)
+            await bus.kv.put("presence/kept", b"x", ttl_s=30)
             await asyncio.sleep(0.25)
     assert await bus.kv.keys("presence/") == ["presence/kept", "presence/made-permanent"]
     await bus.kv.put("presence/lost", b"again", expect=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.history import branch_run
 from tests.support.recorded_run import FIXED, Recorded, make_recorded
 from tests.support.shared import made_once
 from tests.support.world.world import table_config
@@ -20,3 +21,9 @@ def make(base: Path) -> Recorded:
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return made_once(tmp_path_factory, "recorded", make)
+
+
+@pytest.fixture
+def unplotted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch's plot is an empty file: drawing takes a third of the time of a short branch. test_command_line.py draws it."""
+    monkeypatch.setattr(branch_run, "write_plot", lambda view, path: path.touch())

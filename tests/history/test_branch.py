@@ -20,6 +20,8 @@ from streamrl.trainers.checkpoints import list_checkpoints
 from tests.support.errors import raises
 from tests.support.recorded_run import Recorded
 
+pytestmark = pytest.mark.usefixtures("unplotted")
+
 
 def contents(path: Path) -> dict[str, str]:
     return {str(p.relative_to(path)): hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(path.rglob("*")) if p.is_file()}

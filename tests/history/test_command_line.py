@@ -67,7 +67,7 @@ def test_record_replay_branch_and_compare(runs: Path, capsys: pytest.CaptureFixt
         stretch = answer(capsys, "replay", source, "--verify", "--from", "0.5", "--to", "7", *here)
         assert (stretch["ok"], stretch["began"], stretch["ended"]) == (True, "0.4", "0.7")
     branch = answer(capsys, "replay", "demo", "--set", "trainer.optimizer.learning_rate=0.01", "--name", "fast", *here)
-    assert branch["run"] == "fast" and branch["steps"] == 9
+    assert branch["run"] == "fast" and branch["steps"] == 9 and (runs / "fast" / "plot.png").stat().st_size > 10_000
     compared = answer(capsys, "compare", out, "fast", "--out", str(runs / "both.png"), *here)
     assert (compared["same_batches_to"], compared["same_digests_to"]) == (9, 0)
     assert (runs / "both.png").stat().st_size > 10_000

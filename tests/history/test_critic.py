@@ -61,6 +61,7 @@ async def branched(learned: Recorded, base: Path, *overrides: str, span: Range |
     return read_branch_ledger(run.path)
 
 
+@pytest.mark.usefixtures("unplotted")
 async def test_branches_change_the_loss_on_the_same_batches(learned: Recorded, tmp_path: Path) -> None:
     same = await branched(learned, tmp_path, "loss.correction.high=2.0", span=Range(first=2))
     assert [e.digest for e in same] == [e.digest for e in learned.ledger[2:]]

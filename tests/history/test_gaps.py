@@ -51,6 +51,7 @@ def source(w: Place) -> Source:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("unplotted")
 async def test_a_tap_and_a_branch_of_a_run_with_a_gap(tmp_path: Path) -> None:
     """It has lost entries on its way, and those behind its newest checkpoint are not known."""
     async with place(tmp_path, **SIZES) as w, asyncio.timeout(120):
@@ -86,6 +87,7 @@ async def test_a_tap_and_a_branch_of_a_run_with_a_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("unplotted")
 async def test_a_gap_whose_beginning_is_there_is_passed(tmp_path: Path) -> None:
     """The run went on from the last version whose entry is there: what it was made of is known, as a replay of it shows."""
     async with place(tmp_path, **SIZES) as w:

@@ -66,7 +66,6 @@ async def test_the_record_is_written_once_and_checked_afterwards(bus: Bus) -> No
 def test_what_decides_the_result_may_not_change(config: Config, key: str) -> None:
     with raises(ConfigError, key=key) as caught:
         check_resume(record(Config()), record(config))
-    assert caught.value.values["key"] == key
     assert "--name" in caught.value.hint
 
 
@@ -83,9 +82,8 @@ def test_a_reward_that_was_moved_with_its_run_is_the_same_and_another_is_not(nam
     check_resume(
         there, record(Config(reward=RewardConfig(kind="/here/too/mine.py:score"), loss=LossConfig(policy="/here/too/mine.py:loss")))
     )
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, key="reward.kind"):
         check_resume(there, record(Config(reward=RewardConfig(kind=name), loss=LossConfig(policy="/there/mine.py:loss"))))
-    assert caught.value.values["key"] == "reward.kind"
 
 
 def test_models_that_were_moved_with_their_run_are_the_same_and_others_are_not() -> None:
@@ -190,9 +188,8 @@ def test_a_key_that_came_later_is_off() -> None:
     del tree["tasks"]["hold_ahead"], tree["debug"]
     old = msgspec.structs.replace(record(Config()), config=json.dumps(tree))
     check_resume(old, record(Config()))
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, key="tasks.hold_ahead"):
         check_resume(old, record(Config(tasks=TasksConfig(hold_ahead=True))))
-    assert caught.value.values["key"] == "tasks.hold_ahead"
 
 
 def test_the_server_of_a_reward_may_move_but_not_change() -> None:
@@ -246,9 +243,8 @@ def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Pa
     assert (now.tasks, now.producer.workers) == (old.tasks, 3)
     assert settings == ['tasks.inexact="allow"', "tasks.check_max_len=false"]
     check_resume(record(old), record(now))
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, key="tasks.check_max_len"):
         check_resume(record(old), record(Config(data=DataConfig(train="x"))))
-    assert caught.value.values["key"] == "tasks.check_max_len"
     run.write_config(now)
     assert continued(now, run) == (now, [])
     run.write_config(Config(data=DataConfig(train="x")))
