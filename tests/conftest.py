@@ -15,19 +15,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import re
 import sys
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, settings
 
-from streamrl.bus import Bus, BusAddress, connect
-from streamrl.bus.jetstream.bus import JetStreamBus
+from streamrl.bus import Bus, BusAddress
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
+from tests.support.buses import SMALL, MakeBus, connections
 from tests.support.guard import mark, starts_no_process_unmarked
 from tests.support.leftovers import Leftovers
 from tests.support.needs import need, required
@@ -39,8 +38,6 @@ __all__ = ["starts_no_process_unmarked"]
 # A busy machine decides no test: Hypothesis would fail an example that takes 200 ms, or a strategy that is slow to draw.
 settings.register_profile("streamrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("streamrl")
-MakeBus = Callable[..., Awaitable[Bus]]
-SMALL = BusConfig(patience_s=60.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -125,22 +122,6 @@ def preloaded() -> Iterator[Preloaded]:
 def run_id(request: pytest.FixtureRequest) -> str:
     name = re.sub(r"[^A-Za-z0-9]+", "-", request.node.name)[:40].strip("-")
     return f"{name}-{uuid.uuid4().hex[:8]}"
-
-
-@asynccontextmanager
-async def connections(address: BusAddress, run_id: str) -> AsyncIterator[MakeBus]:
-    """Connections to one run, whose streams are removed at the end."""
-    opened: list[JetStreamBus] = []
-
-    async def make(config: BusConfig = SMALL) -> Bus:
-        opened.append(await connect(address, run_id, config))
-        return opened[-1]
-
-    yield make
-    if opened:
-        await opened[0].remove()
-    for bus in opened:
-        await bus.close()
 
 
 @pytest_asyncio.fixture

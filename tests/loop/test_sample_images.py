@@ -30,8 +30,8 @@ from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import HEADER_TASK, KEY_GRANTED, SAMPLES, TASKS, Subjects
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
-from tests.conftest import MakeBus
 from tests.loop.test_sample_blobs import World, episode
+from tests.support.buses import MakeBus
 from tests.support.images import GIF, JPEG, png
 
 PICTURES = (png(1), GIF)

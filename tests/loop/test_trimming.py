@@ -18,7 +18,7 @@ from streamrl.consumers.training.checkpoints import hold
 from streamrl.consumers.training.trimming import nearly_full, release, trim_if_full
 from streamrl.schemas.subjects import HEADER_TASK, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
-from tests.conftest import MakeBus
+from tests.support.buses import MakeBus
 
 BYTES = 10_000
 CONFIG = BusConfig(sample_blobs_bytes=200_000, patience_s=10)

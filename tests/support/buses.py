@@ -1,0 +1,29 @@
+"""Connections to the bus of a run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from streamrl.bus import Bus, BusAddress, connect
+from streamrl.bus.jetstream.bus import JetStreamBus
+from streamrl.config.tree import BusConfig
+
+MakeBus = Callable[..., Awaitable[Bus]]
+SMALL = BusConfig(patience_s=60.0, ack_wait_s=5.0, samples_bytes=200_000_000, blobs_bytes=200_000_000)
+
+
+@asynccontextmanager
+async def connections(address: BusAddress, run_id: str) -> AsyncIterator[MakeBus]:
+    """Connections to one run, whose streams are removed at the end."""
+    opened: list[JetStreamBus] = []
+
+    async def make(config: BusConfig = SMALL) -> Bus:
+        opened.append(await connect(address, run_id, config))
+        return opened[-1]
+
+    yield make
+    if opened:
+        await opened[0].remove()
+    for bus in opened:
+        await bus.close()
