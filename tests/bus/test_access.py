@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.accounts import RUN
@@ -67,7 +68,7 @@ def test_files_named_in_the_configuration_must_be_readable(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("key", ["ca_file", "credentials_file"])
 async def test_a_missing_certificate_or_credentials_file_is_named(tmp_path: Path, key: str) -> None:
-    address = BusAddress.from_config(BusConfig(url="nats://127.0.0.1:1", **{key: str(tmp_path / "missing")}))
+    address = BusAddress.from_config(replace(BusConfig(url="nats://127.0.0.1:1"), **{key: str(tmp_path / "missing")}))
     with raises(ConfigError, key=f"bus.{key}"):
         await connect(address, "run", QUICK)
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -94,7 +95,8 @@ async def test_a_socket_that_gathers_wakes_a_few_times_for_many_messages(own_ser
     other = await connect(own_server.address, "run", BusConfig(patience_s=10.0))
     try:
         await other.publish(TO.events("x"), b"0")
-        gathering.connection.client._transport.__class__ = Counting
+        transport_of: Any = gathering.connection.client._transport
+        transport_of.__class__ = Counting
         start_s = time.monotonic()
         for number in range(1, count):
             await asyncio.sleep(0.02)

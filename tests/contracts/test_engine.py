@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import msgspec
@@ -217,7 +218,7 @@ async def test_what_cannot_be_run_is_refused_with_a_hint(site: Site, changes, sa
 
 
 async def test_a_running_request_id_is_refused(site: Site):
-    running = site.engine.generate(site.request(sampling=site.long, stream=True))
+    running: Any = site.engine.generate(site.request(sampling=site.long, stream=True))
     await anext(running)
     with pytest.raises(EngineError, match="new request id"):
         await ask(site.engine, site.request())
@@ -331,7 +332,7 @@ async def test_a_waiting_request_can_be_aborted(site: Site):
 
 
 async def test_closing_the_iterator_frees_the_slots(site: Site):
-    chunks = site.engine.generate(site.request("left", seeds=range(SLOTS), sampling=site.long, stream=True))
+    chunks: Any = site.engine.generate(site.request("left", seeds=range(SLOTS), sampling=site.long, stream=True))
     await anext(chunks)
     await chunks.aclose()
     await site.until_idle()

@@ -87,7 +87,7 @@ def write_qwen3(directory: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     with torch.random.fork_rng():
         torch.manual_seed(0)
         Qwen3ForCausalLM(
@@ -130,15 +130,15 @@ def test_shards_are_whole_named_snapshots(make: MakeTrainer) -> None:
     trainer = make()
     shards = list(trainer.shards())
     assert len({shard.name for shard in shards}) == len(shards)
-    kept = [shard.data.copy() for shard in shards]
+    kept = [shard.host().copy() for shard in shards]
     for shard in shards:
         assert shard.shape == shard.global_shape
-        assert shard.data.dtype == np.uint8
+        assert shard.host().dtype == np.uint8
         assert shard.data.nbytes == 4 * int(np.prod(shard.shape))
     later = trainer.shards()
     trainer.step(rollouts())
-    assert all(np.array_equal(shard.data, old) for shard, old in zip(shards, kept, strict=True))
-    assert all(np.array_equal(shard.data, old) for shard, old in zip(later, kept, strict=True))
+    assert all(np.array_equal(shard.host(), old) for shard, old in zip(shards, kept, strict=True))
+    assert all(np.array_equal(shard.host(), old) for shard, old in zip(later, kept, strict=True))
 
 
 def test_equal_batches_from_equal_states_give_equal_bits(make: MakeTrainer) -> None:
@@ -179,9 +179,8 @@ def test_another_kind_of_batch_begins_with_fresh_moments(make: MakeTrainer) -> N
     # The first Adam step is the sign of the gradient times the rate, so a fresh trainer moves as far and a warm one would not.
     start = make()
     start.step(demonstrations())
-    moved = max(
-        float(np.abs(a.data.view(np.float32) - b.data.view(np.float32)).max()) for a, b in zip(warmed.shards(), start.shards(), strict=True)
-    )
+    pairs = zip(warmed.shards(), start.shards(), strict=True)
+    moved = max(float(np.abs(a.host().view(np.float32) - b.host().view(np.float32)).max()) for a, b in pairs)
     assert moved == pytest.approx(result.metrics["train/lr"], rel=1e-3)
 
 

@@ -106,7 +106,7 @@ def test_agents_have_the_mean_of_their_role() -> None:
 
 
 def test_sources_and_ages_are_of_what_is_trained() -> None:
-    source = {"metadata": {"data_source": "a"}}
+    source: Any = {"metadata": {"data_source": "a"}}
     messages = [[row(0, 0, reward=1.0, **source), greedy(0, 0.0, **source)], [row(1, 0, reward=0.5, **source), greedy(1, 0.0, **source)]]
     batch, decoded, state = closed(messages, CONFIG)
     assert assemble(batch, decoded, state, CONFIG).sources == {"a": SourceTally(2, 0.75)}

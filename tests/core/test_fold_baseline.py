@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -20,7 +22,7 @@ def greedy(rollout: int, reward: float | None = None, *, highest: int = 0) -> Ro
     return view(rollout, oldest=-1, highest=highest, reward=reward, tokens=0)
 
 
-def remax(batch: int = 1, size: int = 2, **options: object) -> FoldConfig:
+def remax(batch: int = 1, size: int = 2, **options: Any) -> FoldConfig:
     return config(batch, group_size=size, baseline=True, **options)
 
 

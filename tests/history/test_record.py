@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -128,17 +129,22 @@ def test_the_tables_open_elsewhere(recorded: Recorded) -> None:
     assert used <= set(samples.column("sequence").to_pylist())
 
 
+def fetched(query: str) -> list[Any]:
+    found: Any = duckdb.sql(query)
+    return found.fetchall()
+
+
 def test_duckdb_and_pandas_open_them(recorded: Recorded) -> None:
     query = f"""
         select l.number, avg(s.reward), sum(len(s.tokens))
         from (select number, unnest(tasks) as task from '{recorded.path}/ledger.parquet' where source = 'main') l
         join '{recorded.path}/samples.parquet' s using (task) group by l.number order by l.number
     """
-    rows = duckdb.sql(query).fetchall()
+    rows = fetched(query)
     assert [row[0] for row in rows] == [e.version.number for e in recorded.ledger if e.source == "main"]
     frame = pandas.read_parquet(recorded.path / "samples.parquet")
     assert len(frame) == recorded.recording.samples
-    assert list(frame["tokens"].iloc[0]) == duckdb.sql(f"select tokens from '{recorded.path}/samples.parquet' limit 1").fetchall()[0][0]
+    assert list(frame["tokens"].iloc[0]) == fetched(f"select tokens from '{recorded.path}/samples.parquet' limit 1")[0][0]
 
 
 def test_a_directory_is_never_overwritten(recorded: Recorded, tmp_path: Path) -> None:

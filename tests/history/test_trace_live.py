@@ -75,7 +75,8 @@ def streamrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     async def run(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
         code = await asyncio.to_thread(main, words)
-        return code, *capsys.readouterr()
+        out, err = capsys.readouterr()
+        return code, out, err
 
     return run
 

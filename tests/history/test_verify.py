@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,16 +47,14 @@ async def replayed(path: Path, span: Range | None = None, **options: object) -> 
         )
 
 
-def change(path: Path, edit: object) -> None:
+def change(path: Path, edit: Callable[[Any], Any]) -> None:
     """Rewrite a table through a function of it."""
-    assert callable(edit)
     table = pq.read_table(path)
     pq.write_table(edit(table).cast(table.schema), path)
 
 
-def edited_entries(path: Path, edit: object) -> None:
+def edited_entries(path: Path, edit: Callable[[Any], Any]) -> None:
     """Rewrite the ledger's exact bytes through a function of an entry."""
-    assert callable(edit)
 
     def rewrite(table: pa.Table) -> pa.Table:
         bodies = [encode(edit(decode(body, LedgerEntry))) for body in table.column("body").to_pylist()]

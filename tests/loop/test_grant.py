@@ -30,7 +30,7 @@ async def test_with_its_own_last_revision_a_grant_is_raised_without_asking(bus: 
     with monkeypatch.context() as patched:
         patched.setattr(type(bus.kv), "get", lambda self, key: refuse(key))
         after = await raise_grant(bus, grant(16), revision=revision)
-    assert await granted(bus) == 16 and after > revision
+    assert await granted(bus) == 16 and after is not None and revision is not None and after > revision
 
 
 @pytest.mark.parametrize(("other", "left"), [(12, 16), (24, 24)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ class Shuffled:
 def heldout(model_dir: Path) -> tuple[float, float]:
     """Share of the held-out problems that transformers' own greedy generation gets right; mean probability of their answers."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     rows = [json.loads(line) for line in (QUICKSTART / "heldout.jsonl").read_text().splitlines()]
     right, probability = 0, 0.0
     for row in rows:

@@ -74,7 +74,7 @@ async def plain_loop(config: Config, model_dir: Path) -> list[str]:
         content.fill(0, data)
 
         async def whole(data: np.ndarray = data):
-            yield Part(0, memoryview(data))
+            yield Part(0, memoryview(data.tobytes()))
 
         await engine.stage(manifest, whole())
         await engine.commit(Version(0, step))

@@ -44,9 +44,9 @@ def table(body: bytes | None = None) -> dict[str, list[Any]]:
 
 def message(columns: dict[str, list[Any]], schema: pa.Schema | None = None) -> bytes:
     """Whatever columns there are, as one Arrow message."""
-    schema = schema or arrow_schema()
-    batch = pa.RecordBatch.from_arrays([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+    chosen: pa.Schema = arrow_schema() if schema is None else schema
+    batch = pa.RecordBatch.from_arrays([pa.array(columns[field.name], field.type) for field in chosen], schema=chosen)
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema) as writer:
+    with pa.ipc.new_stream(sink, chosen) as writer:
         writer.write_batch(batch)
     return sink.getvalue().to_pybytes()

@@ -11,6 +11,8 @@ import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from streamrl.core.assembly import ages, used
 from streamrl.core.fold import Batch, close, fold, is_warm, trained
 from streamrl.core.records import Ended, Poison, Record, Rewarded, Rollouts, RolloutView
@@ -245,8 +247,7 @@ class Simulation:
             self.at(self.random.uniform(0, 2), lambda: self.publish(record))
 
     def publish(self, record: Record) -> None:
-        values = {name: getattr(record, name) for name in record.__struct_fields__}
-        self.log.append(type(record)(**values | {"sequence": len(self.log) + 1}))
+        self.log.append(structs.replace(record, sequence=len(self.log) + 1))
         if self.waiting:
             self.waiting = False
             self.step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from streamrl.bus.address import BusAddress
 from streamrl.bus.jetstream import admin
@@ -148,7 +148,7 @@ class JetStreamBus:
         found = await self._stored(self._topology.stream_of(subject).name, selector)
         return found.seq if found is not None and found.headers().get(HEADER_ID) == message_id else None
 
-    async def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncIterator[Message]:
+    async def read(self, stream: str, *, after: int, subject: str | None = None) -> AsyncGenerator[Message]:
         name = self._name(self._topology.readable(stream).name)
         position = after
         checked = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from streamrl.bus.jetstream import admin
 from streamrl.bus.jetstream.connection import Connection, Interrupted
@@ -84,13 +84,13 @@ class JetStreamKeys:
     async def size(self) -> int:
         return (await admin.info(self._connection, self._stream)).state.bytes
 
-    def watch(self, prefix: str) -> AsyncIterator[KeyEntry]:
+    def watch(self, prefix: str) -> AsyncGenerator[KeyEntry]:
         return self._watch(self._selection(prefix), lambda key: key.startswith(prefix))
 
-    def watch_key(self, key: str) -> AsyncIterator[KeyEntry]:
+    def watch_key(self, key: str) -> AsyncGenerator[KeyEntry]:
         return self._watch(self._subject(key), key.__eq__)
 
-    async def _watch(self, subject: str, wanted: Callable[[str], bool]) -> AsyncIterator[KeyEntry]:
+    async def _watch(self, subject: str, wanted: Callable[[str], bool]) -> AsyncGenerator[KeyEntry]:
         live = _LiveKeys()
         while True:
             session = await opened(self._connection, self._stream, after=0, subject=subject)
