@@ -9,6 +9,7 @@ from pathlib import Path
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.load import load
 from streamrl.config.tree import Config
+from streamrl.data.model import ensure_model
 from streamrl.history.replay import ReplayReport, verify
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import with_decay_steps, write_or_check
@@ -21,6 +22,7 @@ from tests.support.harness import make_run, read_ledger, run_to_end
 async def begun(base: Path, config: Config) -> AsyncGenerator[tuple[RunDir, Config, MemoryBus]]:
     """A run whose model and record are there, in a directory of its own below `base`, and its bus."""
     run, config = make_run(base, config)
+    ensure_model(config, run.model_dir)  # which `prepare` would start a process for
     bus = MemoryBus(config.run.name, config.bus)
     try:
         await write_or_check(bus, await prepare(config, run))
@@ -60,6 +62,7 @@ class Ups:
         if self._run is not None:
             config, _ = with_decay_steps(config, self._run, trained=True)
         self._run, config = make_run(self.place, config)
+        ensure_model(config, self._run.model_dir)
         await write_or_check(self.bus, await prepare(config, self._run, notes.append))
         await run_to_end(config, self._run, self.bus)
         return notes
