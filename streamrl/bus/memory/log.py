@@ -125,17 +125,6 @@ class Log:
         for sequence in [sequence for sequence in self._messages if sequence <= through]:
             self.remove(sequence)
 
-    def lose(self, sequences: Collection[int], *, known_end: bool) -> None:
-        """See `MemoryBus.lose`."""
-        lost_end = self.last in sequences and not known_end
-        for sequence in sequences:
-            self.remove(sequence)
-        self._ids = {id: known for id, known in self._ids.items() if known[1] not in sequences}
-        there = sorted(self._messages)
-        if lost_end:
-            self.last = there[-1] if there else 0
-        self._newest = {self._messages[sequence].subject: sequence for sequence in there}
-
     @property
     def first(self) -> int:
         """Sequence of the oldest message; last + 1 when there is none."""
