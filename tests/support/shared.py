@@ -1,11 +1,18 @@
-"""What a session starts once for all of its tests is nobody's: `scripts.costs` would count it for the test that happens to ask first."""
+"""What a session makes once for all of its tests, and what it counts as: `scripts.costs` would count it for the test that asks first."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
 
+import pytest
+
+T = TypeVar("T")
 CURRENT = "PYTEST_CURRENT_TEST"
 
 
@@ -21,3 +28,22 @@ def shared() -> Iterator[None]:
             del os.environ[CURRENT]
         else:
             os.environ[CURRENT] = before
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
+    """Return what `make(directory)` returns, in whichever process of pytest-xdist it was made.
+
+    It has to be something that pickle can carry. Nobody may change it, nor what lies in the directory.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return make(factory.mktemp(name))
+    place = factory.getbasetemp().parent / name
+    place.mkdir(exist_ok=True)
+    stored = place / "made.pickle"
+    with (place / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stored.exists():
+            (place / "run").mkdir(exist_ok=True)
+            with shared():
+                stored.write_bytes(pickle.dumps(make(place / "run")))
+    return pickle.loads(stored.read_bytes())
