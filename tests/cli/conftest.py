@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.looked_at import LookedAt, that_has_finished
-from tests.support.shared import shared
+from tests.support.shared import made_once
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> LookedAt:
-    with shared():
-        return that_has_finished(tmp_path_factory.mktemp("finished"))
+    return made_once(tmp_path_factory, "finished", that_has_finished)
