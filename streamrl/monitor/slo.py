@@ -318,20 +318,20 @@ def _mostly(state: str, cause: Cause, signs: Signs) -> Cause | None:
 def _sampling(signs: Signs) -> Cause | None:
     """Engines or producers: whoever has no room for more."""
     engines = [engine for engine in signs.numbers.engines if not engine.pinned]
-    said = "" if signs.starved is None else f"the trainer waits for samples {signs.starved:.0%} of its time"
+    said = "" if signs.starved is None else f"the trainer waits for samples {signs.starved:.0%} of its time; "
     saturated, idle = signs.saturated, signs.share("engine", "idle")
     if saturated > _SOME or signs.share("producer", "wait_credit") > _MANY:
         at = f"engines are saturated {saturated:.0%} of the time" if saturated > _SOME else "slots are free, and answers take long"
         return Cause(
             "slow_engine",
-            f"{said}; {at}",
+            f"{said}{at}",
             f"add engines (engine.workers: {len(engines)}), or make them faster: engine.slots, shorter answers",
         )
     if not engines:
-        return Cause("slow_engine", f"{said}; no engine serves a version", "see logs/engine-0.log")
+        return Cause("slow_engine", f"{said}no engine serves a version", "see logs/engine-0.log")
     return Cause(
         "few_producers",
-        f"{said}; engines have free slots" + (f", and are idle {idle:.0%} of the time" if idle else ""),
+        f"{said}engines have free slots" + (f", and are idle {idle:.0%} of the time" if idle else ""),
         "raise producer.concurrency or producer.workers",
     )
 

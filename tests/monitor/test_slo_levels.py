@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,3 +282,30 @@ def test_what_people_and_events_are_told() -> None:
     told = detail_of([one])
     assert told["level"] == "warn" and findings_of(Event(kind="slo", worker="w", detail=told)) == (one,)
     assert findings_of(Event(kind="slo", worker="w", detail={"level": "ok"})) == ()
+
+
+TOLD: list[tuple[str, dict[str, Any]]] = [
+    ("versions_behind", {}),
+    ("drop_rate", {"numbers": {"standing": Standing(what="credit", hint="see there")}}),
+    ("drop_rate", {"numbers": {"hung_tasks": 5, "tasks_in_flight": 16, "hung_s": 12.0}}),
+    ("drop_rate", {"drops": {"timeout": 2, "filtered": 3}, "trained": 9}),
+    ("starvation", {"drops": {"timeout": 3}}),
+    *(
+        ("drop_rate", {"drops": {reason: 3}})
+        for reason in ["zero_variance", "stale", "failed", "no_baseline", "late", "filter", "truncated"]
+    ),
+    ("versions_behind", {"numbers": two(tokens_per_s=39.0)}),
+    ("versions_behind", {"numbers": two(behind=3)}),
+    ("versions_behind", {"numbers": {"engines": (engine(behind=2), engine(1, behind=3))}}),
+    ("starvation", {"shares": {"producer/reward": 0.4, "producer/generate": 0.3, "trainer/wait_samples": 0.9}, "numbers": two()}),
+    ("starvation", {"shares": {"producer/tools": 0.4, "producer/generate": 0.3, "engine/idle": 0.2}, "numbers": two()}),
+    ("starvation", {"run": {"starvation/engines_saturated": 0.26}, "numbers": two(), "shares": {"trainer/wait_samples": 0.9}}),
+    ("starvation", {"run": {"starvation/engines_saturated": 0.25}, "numbers": two(), "shares": {"producer/wait_credit": 0.51}}),
+    ("stream_lag_s", {"shares": {"producer/wait_room": 0.25}}),
+    ("p95_age", {"shares": {"trainer/wait_samples": 0.5}, "numbers": two()}),
+]
+
+
+def test_people_are_told_what_it_is_and_what_to_do() -> None:
+    found = [f"{cause.name}: {cause.what} | {cause.hint}" for objective, given in TOLD for cause in causes(objective, signs(**given))]
+    assert found == Path(__file__).with_name("slo_causes.txt").read_text().splitlines()
