@@ -46,7 +46,7 @@ MEASURES = {
     "imports": ("imports from one folder of tests by another", "move what is shared to tests/support"),
     "prose": ("asserts on five and more words of prose", "match the type, key and values of an error, or one short token"),
     "private": ("private attributes of the product that tests use", "use the public way, or give the product a seam"),
-    "sleeps": ("sleeps in tests", "wait for the condition itself (tests/support/processes.until)"),
+    "sleeps": ("sleeps in tests, without `sleep(0)`, which only lets others run", "wait for the condition itself (tests/support/processes.until)"),
     "idle": ("asserts `>= 0`, which nothing fails", "assert the number, or a bound that a fault breaks"),
     "walk": ("product files that one lockstep sample enters", "shorten the way of a sample"),
 }
@@ -191,7 +191,8 @@ def _habits(node: ast.AST, foreign: set[str]) -> Iterator[tuple[str, int]]:
     elif isinstance(node, ast.keyword) and node.arg == "match" and any(_is_prose(part) for part in ast.walk(node.value)):
         yield "prose", node.value.lineno
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sleep":
-        yield "sleeps", node.lineno
+        if not _is_zero(node.args):
+            yield "sleeps", node.lineno
     elif isinstance(node, ast.Attribute) and _private(node.attr):
         owner = node.value
         own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
@@ -205,6 +206,10 @@ def _habits(node: ast.AST, foreign: set[str]) -> Iterator[tuple[str, int]]:
 
 def _private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
+
+
+def _is_zero(arguments: Sequence[ast.expr]) -> bool:
+    return len(arguments) == 1 and isinstance(arguments[0], ast.Constant) and arguments[0].value == 0
 
 
 def _is_prose(node: ast.AST) -> bool:

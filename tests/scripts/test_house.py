@@ -113,6 +113,8 @@ def test_circles_of_modules_and_rooms(tmp_path: Path) -> None:
         ("private", "self._b._c", 1),
         ("private", "import torch, os\nself._b, a.__dict__, a._replace(), os._exit(1), torch._dynamo.reset()", 0),
         ("sleeps", "await asyncio.sleep(1)", 1),
+        ("sleeps", "await asyncio.sleep(0.5 * a)", 1),
+        ("sleeps", "await asyncio.sleep(0)", 0),
         ("idle", "assert a >= 0", 1),
         ("idle", "assert a >= 1", 0),
         ("imports", "from tests.other import a, b", 1),
