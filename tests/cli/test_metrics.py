@@ -4,6 +4,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import pandas
 import pyarrow.parquet as pq
@@ -77,7 +78,7 @@ def test_all_rows_are_exported(run: RunDir, ending: str, capsys: pytest.CaptureF
     assert main(["metrics", "demo", "--export", str(out)]) == 0
     assert "12 rows written" in capsys.readouterr().out
     if ending == "csv":
-        frame = pandas.read_csv(out, dtype={"version": str}, keep_default_na=True)
+        frame: Any = pandas.read_csv(out, dtype={"version": str}, keep_default_na=True)
     elif ending == "parquet":
         frame = pq.read_table(out).to_pandas()
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.errors import raises
 
 def config_of(*settings: str):
     """A configuration with `a.b=c` put in; values are Python's literals, or words."""
-    tree: dict[str, object] = {}
+    tree: dict[str, Any] = {}
     for setting in settings:
         key, _, text = setting.partition("=")
         value: object = {"true": True, "false": False}.get(text, text)
@@ -30,7 +31,7 @@ def config_of(*settings: str):
         table = tree
         *sections, name = key.split(".")
         for section in sections:
-            table = table.setdefault(section, {})  # type: ignore[assignment]
+            table = table.setdefault(section, {})
         table[name] = value
     return convert(tree, where="test")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -86,7 +87,7 @@ def test_windows_of_row_groups_give_each_row_once_a_pass(tmp_path: Path, window:
 def test_only_a_window_of_row_groups_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, "parquet")
     monkeypatch.setattr(mapped_rows, "WINDOW_BYTES", 2 * pq.ParquetFile(path).metadata.row_group(0).total_byte_size)
-    rows = open_mapped(str(path), tmp_path)
+    rows: Any = open_mapped(str(path), tmp_path)
     assert [rows.read(row) for row in range(50)] == ROWS
     assert len(rows.held) <= 3
 

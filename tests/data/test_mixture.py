@@ -44,7 +44,7 @@ def test_places_are_counted_through_every_change(seed: int, changes: list[tuple[
     for version, (weights, more) in enumerate(changes):
         granted += more
         segments = extended(segments, (*weights, *[0.0] * (number - len(weights))), seed=seed, version=version, granted=granted)
-    assert segments[0].first == 0 and all(a.first < b.first for a, b in pairwise(segments))
+    assert next(iter(segments)).first == 0 and all(a.first < b.first for a, b in pairwise(segments))
     seen = [0] * number
     for task in range(granted + 50):
         segment = segment_of(segments, task)

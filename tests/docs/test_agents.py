@@ -187,7 +187,7 @@ async def test_named_parts_and_options(tmp_path: Path) -> None:
 
 async def test_a_reward_that_compares_a_group(tmp_path: Path) -> None:
     samples = await trained(tmp_path, reward={"kind": "Shortest"})
-    groups: dict[int, set[float]] = {}
+    groups: dict[int, set[float | None]] = {}
     for sample in samples:
         groups.setdefault(sample.task, set()).add(sample.reward)
     assert groups and all(1.0 in rewards for rewards in groups.values())

@@ -140,7 +140,7 @@ def test_the_commands_on_replaying_run(place: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_query_gives_a_row_for_each_batch(place: Path) -> None:
-    rows = duckdb.sql(of("replay.md", "sql").text.replace("DIR", str(place / "quickstart"))).fetchall()
+    rows = duckdb.execute(of("replay.md", "sql").text.replace("DIR", str(place / "quickstart"))).fetchall()
     assert [number for number, _ in rows] == list(range(1, 9))
 
 
@@ -156,7 +156,7 @@ def test_the_ways_to_read_metrics_read_them(tmp_path: Path, monkeypatch: pytest.
     found: dict[str, Any] = {}
     exec(of("metrics.md", "python").text, found)
     assert list(found["rewards"]) == [number / 8 for number in range(1, 9)]
-    assert duckdb.sql(of("metrics.md", "sql").text).fetchall() == [("", 1.0), ("engine-0", 1.0)]
+    assert duckdb.execute(of("metrics.md", "sql").text).fetchall() == [("", 1.0), ("engine-0", 1.0)]
     assert decoded(of("metrics.md", "json").text.encode()) is not None
 
 

@@ -181,8 +181,12 @@ def test_the_share_of_a_rank_that_has_experts_is_told(tmp_path: Path) -> None:
     described(tmp_path, model_type="qwen3_moe", num_experts=6, moe_intermediate_size=768)
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=6, experts=3))
     assert "6 / 3 = 2 of a layer's experts" in refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
-    for trainer, words in (({"experts": 4}, "num_experts = 6, got 6 / 4"), ({"tensor": 2}, "trainer.tensor = 2 cuts no mixture")):
-        other = Config(trainer=TrainerConfig(backend="megatron", ranks=4, **trainer))
+    four = TrainerConfig(backend="megatron", ranks=4)
+    for trainer, words in (
+        (replace(four, experts=4), "num_experts = 6, got 6 / 4"),
+        (replace(four, tensor=2), "trainer.tensor = 2 cuts no mixture"),
+    ):
+        other = Config(trainer=trainer)
         with pytest.raises(ConfigError, match=words):
             refuse_backend(replace(other, model=replace(other.model, path=str(tmp_path))))
     described(tmp_path)

@@ -9,6 +9,7 @@ import resource
 import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pandas
@@ -30,7 +31,7 @@ def row(number: int, **values: float) -> Row:
     return Row(time_s=1000.0 + number, kind="batch", version=f"0.{number}", step=number, values={"train/loss": 0.5, **values})
 
 
-def written(folder: Path) -> list[dict[str, object]]:
+def written(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in files(folder) for line in path.read_bytes().splitlines()]
 
 
@@ -55,11 +56,11 @@ def test_pandas_and_duckdb_read_it_across_files(tmp_path: Path, entry: MakeEntry
     file.close()
     paths = files(tmp_path / "metrics")
     assert len(paths) > 2
-    frame = pandas.concat(pandas.read_json(path, lines=True, dtype={"version": str}) for path in paths)
+    frame: Any = pandas.concat(pandas.read_json(path, lines=True, dtype={"version": str}) for path in paths)
     batches = frame[frame.kind == "batch"]
     assert list(batches.version) == [f"0.{number}" for number in range(1, 801)]
     assert frame[frame.of == "engine-0"]["engine/tokens_total"].sum() == sum(range(1, 801))
-    found = duckdb.sql(
+    found = duckdb.execute(
         f"""select sum("engine/tokens_total"), count(*) filter (kind = 'batch'), avg("rollout/raw_reward")
         from read_json('{tmp_path}/metrics/metrics*.jsonl', format='newline_delimited', union_by_name=true)"""
     ).fetchall()

@@ -92,7 +92,7 @@ def test_stretches_keep_means_extremes_and_sums() -> None:
     assert [one.num_batches for one in stretches.points[:-1]] == [128] * (len(stretches.points) - 1)
     first = stretches.points[0]
     assert (first.number, first.age_min, first.age_max, first.num_tokens) == (128, 0, 9, 128)
-    assert abs(first.reward - statistics.fmean(rewards[:128])) < 1e-9
+    assert first.reward is not None and abs(first.reward - statistics.fmean(rewards[:128])) < 1e-9
     without = Stretches(2)
     for number, reward in enumerate((None, 0.5, None, None), 1):
         without.add(point(number, reward))

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -45,7 +46,7 @@ def batches(first: int, last: int, *, epoch: int = 0, reward: float = 0.5) -> li
     ]
 
 
-def write(run: RunDir, rows: list[Row], **config: int) -> None:
+def write(run: RunDir, rows: list[Row], **config: Any) -> None:
     """Append rows to the run's metrics."""
     file = MetricsFile(run.metrics, MetricsConfig(**config))
     file.write(rows)

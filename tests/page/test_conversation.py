@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -31,7 +32,7 @@ def sample(tokenizer: Tokenizer, *parts: tuple[str, str], timed: bool = False) -
         some = tokenizer.encode(text)
         if who == "model":
             at = 10.0 * len(ids)
-            times = {"asked_s": at, "began_s": at + 1, "finished_s": at + 2} if timed else {}
+            times: dict[str, Any] = {"asked_s": at, "began_s": at + 1, "finished_s": at + 2} if timed else {}
             turns.append(TurnSpan(start=len(ids), length=len(some), engine="engine-1", finish_reason="stop", **times))
         spans.append(VersionSpan(len(some), Version(0, 3) if who == "model" else None))
         ids += some

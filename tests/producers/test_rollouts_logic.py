@@ -426,6 +426,9 @@ class Front:
     def __init__(self, wanted: int = 0) -> None:
         self.number, self.heard = wanted, []
 
+    async def rollout(self, task: RolloutTask, context: Any) -> list[Any]:
+        raise AssertionError(task)
+
     def wanted(self) -> int:
         return self.number
 
@@ -461,7 +464,7 @@ async def test_a_front_has_its_tasks_claimed_and_its_numbers_told() -> None:
 
         scene.bus.claim = told  # type: ignore[method-assign]
         scene.drain_at(2.5)
-        await serve(worker(scene), "f", sources=("main",), front=front, concurrency=7)  # type: ignore[arg-type]
+        await serve(worker(scene), "f", sources=("main",), front=front, concurrency=7)
         assert scene.made[0][1]["producer"] is front and front.heard == [0, 1] and most == [2]
         assert scene.clocks == [] and scene.wait() == "waits for engines"
         scene.pool.wait = ""

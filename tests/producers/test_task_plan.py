@@ -42,7 +42,7 @@ def test_each_epoch_goes_through_all_rows():
 
 
 def test_a_row_that_cannot_be_used_is_a_task_with_the_reason():
-    class Rows(Problems):
+    class Rows(Problems, frozen=True):
         def take(self, rows):
             return [Unusable(row=row, reason="row_broken", detail="line 3") if row == 2 else self.problems[row] for row in rows]
 

@@ -118,7 +118,8 @@ async def episode(environment: Any, prompt: str, actions: Sequence[dict[str, Any
             break
         seen, reward, terminated, truncated, info = await environment.step(action)
         done = terminated or truncated
-        rewards.append(reward), infos.append(info), used.append(action)
+        for kept, one in ((rewards, reward), (infos, info), (used, action)):
+            kept.append(one)
     return {
         "full_conversation_history": [dict(message) for message in seen["current_conversation"]],
         "executed_llm_actions": used,
