@@ -51,7 +51,7 @@ class EngineServer:
         """rid of every running completion to the engine's `<request id>.<index>`."""
         self._policy = ""
         self._encoder = msgspec.json.Encoder()
-        self._runner: web.AppRunner | None = None
+        self.runner: web.AppRunner | None = None
         self._sweeper: asyncio.Task[None] | None = None
         self.address = ""
         """`http://host:port`"""
@@ -76,22 +76,22 @@ class EngineServer:
         for path in ("/model_info", "/get_model_info"):
             app.router.add_get(path, _answering(self._model_info))
         # A handler is cancelled when its client has gone, which closes its generators and so aborts what they run.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        self.runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, host, port, backlog=1024)
         try:
             await site.start()
         except OSError as error:
-            await self._runner.cleanup()
+            await self.runner.cleanup()
             raise EngineError(
                 f"expected to listen on {host}:{port}, got: {error}",
                 hint="set engine.port to 0 for any free port, or to another one",
                 host=host,
                 port=port,
             ) from error
-        bound = self._runner.addresses[0][1]
+        bound = self.runner.addresses[0][1]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{bound}"
-        self._sweeper = asyncio.create_task(self._sweep(self._runner))
+        self._sweeper = asyncio.create_task(self._sweep(self.runner))
         logger.info("event=engine_listening address=%s", self.address)
 
     async def stop(self) -> None:
@@ -99,8 +99,8 @@ class EngineServer:
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self.runner is not None:
+            await self.runner.cleanup()
 
     async def _sweep(self, runner: web.AppRunner) -> None:
         """Close connections without a request; in rounds and not by the clock, so that a process that was stopped closes nobody for it."""

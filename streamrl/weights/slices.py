@@ -179,7 +179,7 @@ class RankPublisher:
     ) -> None:
         self._kv = kv
         self._policy = policy
-        self._transports = transports
+        self.transports = transports
         self._rank = rank
         self._lock = threading.Lock()
         self._word = ""
@@ -223,7 +223,7 @@ class RankPublisher:
         taken = self._take(wanted)
         if taken is None:
             return  # it was asked of ranks that have ended, or is stored
-        for name, transport in self._transports.items():
+        for name, transport in self.transports.items():
             try:
                 made = await self._contribute(wanted, name, transport, taken)
             except Exception as error:  # whatever it is: rank 0 would wait for it as for one that is late

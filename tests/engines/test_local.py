@@ -47,7 +47,7 @@ def test_an_engine_and_a_trainer_can_be_made_at_the_same_time(tmp_path: Path):
             trainers = pool.submit(lambda: [CausalLM(policy, torch.float32, torch.device("cpu")) for _ in range(4)])
             while not trainers.done():
                 engine = LocalEngine(policy, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=8)
-                assert "lm_head.weight" not in [tensor.name for tensor in engine._model.layout]
+                assert "lm_head.weight" not in [tensor.name for tensor in engine.model.layout]
             trainers.result()
 
 
@@ -117,7 +117,7 @@ def test_the_fast_forward_is_chosen_where_it_is_known(tmp_path: Path):
     def layout(kind: str) -> list[bool]:
         path = models.save_config(kind, tmp_path / kind)
         engine = LocalEngine(path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
-        return [tensor.glued for tensor in engine._model.layout]
+        return [tensor.glued for tensor in engine.model.layout]
 
     assert any(layout("qwen3")) and any(layout("llama"))
     assert not any(layout("mistral")), "a sliding window needs the modules"

@@ -100,5 +100,5 @@ async def test_an_engine_without_a_token_listens_on_loopback_only(tmp_path: Path
 
 
 def _routes(server: EngineServer) -> list[web.AbstractRoute]:
-    assert server._runner is not None
-    return list(server._runner.app.router.routes())
+    assert server.runner is not None
+    return list(server.runner.app.router.routes())

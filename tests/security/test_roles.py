@@ -257,6 +257,6 @@ async def test_a_task_whose_delivery_the_server_forgot_is_left_to_be_delivered_a
     operator, producer = await as_role(OPERATOR), await as_role("producer")
     await operator.publish(TO.tasks("main"), b"task")
     [lease] = await producer.claim("main", max=1, wait_s=2.0)
-    lease._reply = lease._reply.replace(f"{RUN}-tasks.main", f"{RUN}-tasks.nobody")
+    lease.reply = lease.reply.replace(f"{RUN}-tasks.main", f"{RUN}-tasks.nobody")
     await lease.done()
     assert (await operator.state("tasks")).messages == 1

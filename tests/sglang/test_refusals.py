@@ -72,7 +72,7 @@ async def test_commit_compares_before_it_sets(updates, served):
         await updates.host.commit(Version(serving.epoch, 99))
     # The plugin itself refuses what was not staged, whoever asks.
     await updates.commit_unseen(Version(serving.epoch, 98))
-    log = await updates.host._clients[0].commits()
+    log = await updates.host.clients[0].commits()
     assert not log.commits[-1].committed
     assert log.serving == serving
     # An older version that is staged after all is not served either.
@@ -87,7 +87,7 @@ async def test_staging_takes_back_what_was_staged(updates, served):
     with pytest.raises(WeightSyncError):
         await updates.host.stage_from(broken.manifest, FileSource("/nowhere"))
     await updates.commit_unseen(staged.manifest.version)
-    assert not (await updates.host._clients[0].commits()).commits[-1].committed
+    assert not (await updates.host.clients[0].commits()).commits[-1].committed
 
 
 async def test_files_that_are_none(updates, served, tmp_path):

@@ -233,12 +233,12 @@ async def test_a_penalty_is_that_of_the_other_engines_one_token_later(sglang_eng
 
 async def test_a_stop_string_ends_a_completion_that_the_server_would_go_on_with(sglang_engine: SglangEngine, epochs, tmp_path):
     write_tokenizer(tmp_path)
-    sglang_engine._texts = Texts(tmp_path, engine="e")
+    sglang_engine.texts = Texts(tmp_path, engine="e")
     await load(sglang_engine, publish(models.tensors(build("qwen3", seed=6)), Version(next(epochs), 0)))
     sampling = Sampling(max_new_tokens=200, ignore_eos=True, logit_bias={20: 60.0, 21: 60.0}, stop=("-,-",))
-    assert sglang_engine._texts.decode([20, 21]) == ",-"
+    assert sglang_engine.texts.decode([20, 21]) == ",-"
     for answer in await ask(sglang_engine, GenerateRequest(request_id="s", prompt_ids=PROMPT, seeds=(1, 2), sampling=sampling)):
-        assert answer.reason == "stop" and sglang_engine._texts.decode(answer.ids).endswith("-,-")
+        assert answer.reason == "stop" and sglang_engine.texts.decode(answer.ids).endswith("-,-")
         assert answer.extras["matched"] == "-,-"
 
 

@@ -216,7 +216,7 @@ def be(request: Request, descriptors: Sequence[int], more: Sequence[int], orders
     from streamrl.trainers.ranks import local
 
     code: object = 1
-    local._spawn = Preloaded(orders).start_rank  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    local.spawn = Preloaded(orders).start_rank  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
     try:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)
@@ -308,9 +308,9 @@ def main() -> None:
     """See the module."""
     for name in MODULES:
         importlib.import_module(name)
-    from streamrl.trainers.megatron.core import _imported  # pyright: ignore[reportPrivateUsage]
+    from streamrl.trainers.megatron.core import imported
 
-    _imported()
+    imported()
     threads = {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
     # That of pyarrow's allocator, which sees to its own locks at a fork.
     assert len(threads - {"jemalloc_bg_thd"}) == 1, f"a lock that another thread holds would stay locked in every fork: {threads}"

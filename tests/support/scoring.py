@@ -15,27 +15,27 @@ from streamrl.trainers.table.trainer import TableTrainer
 
 def of_this_rank(trainer: Any) -> Any:
     """What trains in this process, where ranks train together."""
-    return trainer._own if isinstance(trainer, LeadingTrainer) else trainer
+    return trainer.own if isinstance(trainer, LeadingTrainer) else trainer
 
 
 def policy_of(trainer: Any) -> Any:
     """The model that is trained."""
-    return of_this_rank(trainer)._policy
+    return of_this_rank(trainer).policy
 
 
 def body_of(trainer: Any) -> Any:
     """The layers of the model that is trained, without its head."""
-    return policy_of(trainer)._body
+    return policy_of(trainer).body
 
 
 def prepare(trainer: Any, batch: TrainBatch) -> Any:
     """What a step takes its gradient of."""
-    return trainer._update.prepare(batch)
+    return trainer.update.prepare(batch)
 
 
 def prepared(trainer: Any) -> list[Any]:
     """What each step from now on takes its gradient of, as they come."""
-    update, seen = of_this_rank(trainer)._update, []
+    update, seen = of_this_rank(trainer).update, []
     first = update.prepare
 
     def noted(batch: TrainBatch) -> Any:
@@ -51,7 +51,7 @@ def score(trainer: Any, batch: TrainBatch, role: Role) -> npt.NDArray[np.float32
     wanted = np.ones(batch.num_tokens, np.bool_)
     wanted[batch.offsets[:-1]] = False
     if not isinstance(trainer, TableTrainer):
-        return trainer._update.score(batch, role, wanted, np.arange(batch.num_samples))
+        return trainer.update.score(batch, role, wanted, np.arange(batch.num_samples))
     assert role is Role.POLICY
     found = np.zeros(batch.num_tokens, np.float32)
     found[wanted] = trainer._forward(batch, np.flatnonzero(wanted))[1]

@@ -48,7 +48,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Says how much memory there is."""
 
     def fixed(free: int) -> None:
-        monkeypatch.setattr(Arrangement, "_reckon", lambda self, copies: arrangement._Room((SHAPE,), free, 0))
+        monkeypatch.setattr(Arrangement, "_reckon", lambda self, copies: arrangement.Room((SHAPE,), free, 0))
 
     return fixed
 

@@ -15,7 +15,7 @@ from streamrl.core.context import share_row
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
-from streamrl.trainers.torch.attention import _by_piece, _flash  # pyright: ignore[reportPrivateUsage]
+from streamrl.trainers.torch.attention import by_flash, by_piece
 from tests.core.test_context import row
 from tests.support.measured import say
 from tests.support.meshes import BOUND, apart, batch, in_float64, parameters, run
@@ -47,7 +47,7 @@ def test_flash_attention_of_a_chunk_is_that_of_float64(lengths: list[int]) -> No
         for half in (0, 1):
             bounds = [torch.from_numpy(found[half]).cuda() for found in (cut.queries, cut.keys)]
             results: list[list[torch.Tensor]] = []
-            for attend, dtype in ((_by_piece, torch.float64), (_flash, torch.bfloat16)):
+            for attend, dtype in ((by_piece, torch.float64), (by_flash, torch.bfloat16)):
                 given = [x.to(torch.bfloat16).to(dtype).requires_grad_() for x in (query, key, value)]
                 junk = torch.full((64 << 20,), float("nan"), device="cuda")  # what an empty tensor of theirs would hold
                 del junk

@@ -51,7 +51,7 @@ def test_a_snapshot_keeps_its_values_and_frees_its_buffer() -> None:
         parameter.fill_(step)
         assert values(snapshots.take()) == [step, step]
         assert values(held) == [0, 0]
-    assert len(snapshots._buffers) == 2
+    assert len(snapshots.buffers) == 2
 
 
 def test_shards_are_taken_when_they_are_drawn() -> None:
@@ -186,7 +186,7 @@ def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.Mon
         snapshots = SnapshotRing(parameters, CPU, slots=1)
         for number in (1, 2):
             snapshot = snapshots.take()[0].data.snapshot  # type: ignore[union-attr]
-            (buffer,) = snapshots._buffers
+            (buffer,) = snapshots.buffers
             copying = snapshot.copying
             assert (copying.stamp, copying.ends, copying.at) == (number, ends, 1472)
             check_copying(copying, snapshot.nbytes, where="v")
@@ -197,13 +197,13 @@ def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.Mon
 def test_a_bucket_is_marked_when_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 64)
     seen: list[tuple[int, list[int], list[float]]] = []
-    copy = SnapshotRing._copy_bucket
+    copy = SnapshotRing.copy_bucket
 
     def watched(self: SnapshotRing, buffer: Buffer, number: int) -> None:
         copy(self, buffer, number)
         seen.append((number, buffer.marks.tolist(), [float(view[0]) for view in buffer.views]))
 
-    monkeypatch.setattr(SnapshotRing, "_copy_bucket", watched)
+    monkeypatch.setattr(SnapshotRing, "copy_bucket", watched)
     SnapshotRing([("b", torch.full((16,), 2.0)), ("a", torch.full((16,), 1.0))], CPU, slots=1).take()
     assert seen == [(0, [1, 0], [0.0, 1.0]), (1, [1, 1], [2.0, 1.0])]
 

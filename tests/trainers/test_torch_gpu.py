@@ -49,7 +49,7 @@ def make(directory: Path, *, numerics: Any = "fast", loss: LossConfig | None = N
 def host_digest(trainer: Any) -> str:
     """Of the parameters, by way of the host."""
     return combine(
-        {name: tensor_digest(p.detach().cpu().reshape(-1).view(torch.uint8).numpy(), p.element_size()) for name, p in trainer._parameters}
+        {name: tensor_digest(p.detach().cpu().reshape(-1).view(torch.uint8).numpy(), p.element_size()) for name, p in trainer.parameters}
     )
 
 
@@ -149,9 +149,9 @@ def test_parameters_are_the_rounded_masters(make_model: Any, rollouts: Callable[
     trainer: Any = make(make_model(), optimizer=OptimizerConfig(learning_rate=1e-6))
     for step in range(5):
         trainer.step(rollouts(step))
-    masters = dict(trainer._optimizer._masters)
-    assert all(masters[name].dtype == torch.float32 and torch.equal(masters[name].bfloat16(), p) for name, p in trainer._parameters)
-    assert any(not torch.equal(masters[name], p.float()) for name, p in trainer._parameters)
+    masters = dict(trainer.optimizer.masters)
+    assert all(masters[name].dtype == torch.float32 and torch.equal(masters[name].bfloat16(), p) for name, p in trainer.parameters)
+    assert any(not torch.equal(masters[name], p.float()) for name, p in trainer.parameters)
 
 
 def test_a_small_model_learns_the_same_on_both_devices(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:

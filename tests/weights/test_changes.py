@@ -181,7 +181,7 @@ async def test_a_follower_gets_every_version_from_the_changes(memory_bus) -> Non
             for spec in manifest.tensors:
                 wanted = copies[spec.name].reshape(-1).view(torch.uint8).numpy()
                 np.testing.assert_array_equal(data[spec.offset : spec.offset + spec.nbytes], wanted)
-    assert kinds[0] == "full" and "delta" in kinds and len(model.ring._buffers) == 2
+    assert kinds[0] == "full" and "delta" in kinds and len(model.ring.buffers) == 2
 
 
 async def test_a_version_that_could_not_be_stored_is_not_compared_with(memory_bus, monkeypatch: pytest.MonkeyPatch) -> None:

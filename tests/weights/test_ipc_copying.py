@@ -30,7 +30,7 @@ class HalfCopied:
         assert isinstance(copying, Copying)
         self.ends = copying.ends
         assert self.ends == (1280, manifest.nbytes)
-        self._buffer = max(trainer.ring._buffers, key=lambda one: one.used)
+        self._buffer = max(trainer.ring.buffers, key=lambda one: one.used)
         self._complete = self._buffer.memory.clone()
         self._buffer.marks[1:] -= 1
         self._buffer.memory[self.ends[0] : self.ends[-1]] = 0xEE

@@ -104,14 +104,14 @@ def test_engines_begin_to_read_while_the_copy_is_under_way(tmp_path: Path, gpu: 
     """About a second passes on the device between two buckets: the manifest is out before, and what is read is complete."""
     need("two gpus" if gpu else "gpu")
     monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 32 << 20)
-    copy = SnapshotRing._copy_bucket
+    copy = SnapshotRing.copy_bucket
 
     def slowly(ring: SnapshotRing, buffer: Buffer, number: int) -> None:
         if number in (1, 3):
             torch.cuda._sleep(1_000_000_000)
         copy(ring, buffer, number)
 
-    monkeypatch.setattr(SnapshotRing, "_copy_bucket", slowly)
+    monkeypatch.setattr(SnapshotRing, "copy_bucket", slowly)
     asyncio.run(read_while_copying(tmp_path, gpu))
 
 

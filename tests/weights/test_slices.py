@@ -168,7 +168,7 @@ async def test_a_rank_that_stores_late_is_waited_for(tmp_path: Path, config: Wei
     ranks = Ranks(bus, tmp_path, config)
     late = Held(run="r", policy="policy", directory=tmp_path / "weights", rank=1)
     late.go = asyncio.Event()
-    ranks.others[0]._transports["shm"] = late  # type: ignore[index]
+    ranks.others[0].transports["shm"] = late  # type: ignore[index]
     await ranks.offer(1)
     while await bus.kv.get("ranks/wanted-policy") is None or not stored(tmp_path / "weights"):
         await asyncio.sleep(0.01)
@@ -184,7 +184,7 @@ async def test_a_rank_that_does_not_store_is_named(tmp_path: Path, config: Weigh
     ranks = Ranks(bus, tmp_path, config, patience_s=0.2)
     late = Held(run="r", policy="policy", directory=tmp_path / "weights", rank=1)
     late.go = asyncio.Event()
-    ranks.others[0]._transports["shm"] = late  # type: ignore[index]
+    ranks.others[0].transports["shm"] = late  # type: ignore[index]
     await ranks.offer(1)
     with raises(WeightSyncError, rank=1, version="0.1") as caught:
         await asyncio.to_thread(ranks.leader.close, 60.0)

@@ -25,7 +25,7 @@ async def test_a_rank_whose_bytes_go_is_waited_for_beyond_the_patience(tmp_path:
     ranks = Ranks(bus, tmp_path, config, patience_s=1.0)
     late = Held(run="r", policy="policy", directory=tmp_path / "weights", rank=1)
     late.go = asyncio.Event()
-    ranks.others[0]._transports["shm"] = late  # type: ignore[index]
+    ranks.others[0].transports["shm"] = late  # type: ignore[index]
     await ranks.offer(1)
     while late.moved is None:
         await asyncio.sleep(0.01)
@@ -42,7 +42,7 @@ async def test_rank_0_uploads_while_the_others_do(tmp_path: Path, config: Weight
     """Each transport is answered for by itself: rank 0 does not wait for the others' upload before its own."""
     bus = MemoryBus("r")
     ranks = Ranks(bus, tmp_path, config)
-    slow = ranks.others[0]._transports["bus"]
+    slow = ranks.others[0].transports["bus"]
     go, contribute, signs = asyncio.Event(), slow.contribute, list[bool]()
 
     async def held(version, shards, *, moved):

@@ -43,7 +43,7 @@ class JetStreamLease:
         facts = delivery(message.reply)
         self._connection = connection
         self._stream = stream
-        self._reply = message.reply
+        self.reply = message.reply
         self._body = message.data
         self._sequence = facts.stream_sequence
         self._deliveries = facts.deliveries
@@ -68,7 +68,7 @@ class JetStreamLease:
     async def keep(self) -> None:
         await self._connection.ready()
         with contextlib.suppress(Interrupted):
-            await self._connection.send(self._reply, b"+WPI")
+            await self._connection.send(self.reply, b"+WPI")
 
     async def done(self) -> None:
         if await self._confirmed(b"+ACK"):
@@ -92,7 +92,7 @@ class JetStreamLease:
         for _ in range(ACK_ATTEMPTS):
             await self._connection.ready()
             try:
-                await self._connection.ask(self._reply, word, timeout_s=ACK_S)
+                await self._connection.ask(self.reply, word, timeout_s=ACK_S)
             except (Interrupted, NoResponder) as error:
                 logger.debug("event=bus_acknowledgement_unanswered stream=%s seq=%d error=%s", self._stream, self._sequence, error)
                 continue

@@ -59,7 +59,7 @@ class BatchingEngine:
         self.policy = policy
         self.detail: dict[str, Any] = {}
         self.lost = Lost()
-        self._model = model
+        self.model = model
         self._slots = slots
         self._texts = Texts(model_dir, engine=engine_id)
         self._grammars: Grammars | None = None
@@ -102,12 +102,12 @@ class BatchingEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """See `Engine.generate`. Closing the iterator aborts what is unfinished."""
-        check_request(request, engine=self.engine_id, policy=self.policy, vocab_size=self._model.vocab_size, max_len=self._model.max_len)
+        check_request(request, engine=self.engine_id, policy=self.policy, vocab_size=self.model.vocab_size, max_len=self.model.max_len)
         editors = await self._editors(request)
         if self._ended is not None:
             raise self._ended
         check_room(request, engine=self.engine_id, running=self._jobs, waiting=self._decode.waiting)
-        job = Job(request, eos_ids=self._model.eos_ids, max_len=self._model.max_len, lost=self.lost, editors=editors)
+        job = Job(request, eos_ids=self.model.eos_ids, max_len=self.model.max_len, lost=self.lost, editors=editors)
         self._jobs[request.request_id] = job
         unfinished = len(job.completions)
         try:
@@ -165,7 +165,7 @@ class BatchingEngine:
             running=self._decode.running,
             waiting=self._decode.waiting,
             slots=self._slots,
-            max_len=self._model.max_len,
+            max_len=self.model.max_len,
             tokens_total=self._decode.tokens_total,
             swaps_total=self._decode.swaps_total,
             last_swap_ms=self._decode.last_swap_ms,
@@ -203,7 +203,7 @@ class BatchingEngine:
                     expected=manifest.digest,
                     got=digest,
                 )
-            await _in_background(lambda: self._model.prepare(idle))
+            await _in_background(lambda: self.model.prepare(idle))
             self._staged = manifest.version
         return digest
 

@@ -61,7 +61,7 @@ class SglangEngine:
         self.detail: dict[str, Any] = {}
         """What people may want to know about it, once it runs."""
         self.lost = Lost()
-        self._texts = Texts(model_dir, engine=engine_id)
+        self.texts = Texts(model_dir, engine=engine_id)
         self._config = config
         self._model_dir = model_dir
         self._server = server
@@ -139,7 +139,7 @@ class SglangEngine:
         """See `Engine.generate`. Closing the iterator aborts what is unfinished."""
         # An id outside the vocabulary would end the server, not only the request.
         check_request(request, engine=self.engine_id, policy=self.policy, vocab_size=self._vocabulary, max_len=self._max_len)
-        decode = await self._texts.load() if request.sampling.stop else None
+        decode = await self.texts.load() if request.sampling.stop else None
         if self._ended is not None:
             raise self._ended
         assert self._style is not None

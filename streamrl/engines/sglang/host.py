@@ -62,7 +62,7 @@ class ServerHost:
         engine: str = "",
     ) -> None:
         self._engine = engine
-        self._clients = [RankClient(directory, rank, patience_s=patience_s) for rank in range(size)]
+        self.clients = [RankClient(directory, rank, patience_s=patience_s) for rank in range(size)]
         self._send_commit = commit
         self.pace = pace if pace is not None else Pace()
         self._verify = verify
@@ -79,7 +79,7 @@ class ServerHost:
 
     async def hello(self) -> tuple[Rank, ...]:
         """Who is there and how it swaps. Raises EngineError when a rank's plugin does not answer."""
-        return tuple(await asyncio.gather(*(client.hello() for client in self._clients)))
+        return tuple(await asyncio.gather(*(client.hello() for client in self.clients)))
 
     def wants(self, manifest: Manifest) -> Sequence[Slice]:
         return (Slice(0, manifest.nbytes),)
@@ -104,7 +104,7 @@ class ServerHost:
             books = self._books[layout]
             words = books.by_words(manifest)
             request = Stage(version=manifest.version, layout=layout, source=source, pace=self.pace, verify=self._verify, words=words)
-            staged = await _all([client.stage(request) for client in self._clients])
+            staged = await _all([client.stage(request) for client in self.clients])
             digest = books.check(manifest, [one.digests for one in staged], words=words) if self._verify else manifest.digest
             self._staged = manifest.version
         return Staging(digest, tuple(staged))
@@ -117,7 +117,7 @@ class ServerHost:
                     version=str(version),
                     staged=str(self._staged or ""),
                 )
-            before = await _all([client.commits(heard) for client, heard in zip(self._clients, self._heard, strict=True)])
+            before = await _all([client.commits(heard) for client, heard in zip(self.clients, self._heard, strict=True)])
             for rank, log in enumerate(before):
                 self._heard[rank] = max([self._heard[rank], *(done.index for done in log.commits)])
             await self._send_commit(version)
@@ -147,18 +147,18 @@ class ServerHost:
         """
         async with self._turn:
             layout = await self._prepared(manifest)
-            served = await _all([client.served(layout) for client in self._clients])
+            served = await _all([client.served(layout) for client in self.clients])
         if len({one.version for one in served}) != 1:
             raise EngineError(f"expected all ranks to serve one version, got {[str(one.version) for one in served]}")
         return served[0].version, self._books[layout].check(manifest, [one.digests for one in served])
 
     async def forwards(self) -> tuple[Forward, ...]:
         """Forward passes of rank 0 since the last call."""
-        return (await self._clients[0].forwards()).forwards
+        return (await self.clients[0].forwards()).forwards
 
     async def close(self) -> None:
         """Let go of the plugin; the server goes on."""
-        for client in self._clients:
+        for client in self.clients:
             await client.close()
 
     async def _prepared(self, manifest: Manifest) -> str:
@@ -169,7 +169,7 @@ class ServerHost:
             if manifest.kind == "adapter":
                 raise WeightSyncError(f"expected whole weights, got an adapter in {manifest.version}", hint="publish full versions")
             request = Prepare(layout=layout, tensors=entries)
-            prepared = await _all([client.prepare(request) for client in self._clients])
+            prepared = await _all([client.prepare(request) for client in self.clients])
             self._books[layout] = DigestBooks(manifest.tensors, prepared)
             log = logger.info if all(one.recorded for one in prepared) else logger.warning
             log(
@@ -184,7 +184,7 @@ class ServerHost:
     async def _outcome(self, version: Version) -> tuple[Committed, ...]:
         """What every rank did with the commit just sent; a rank other than the first may still be on its way to it."""
         done: list[Committed] = []
-        for rank, client in enumerate(self._clients):
+        for rank, client in enumerate(self.clients):
             for _ in range(200):
                 new = (await client.commits(self._heard[rank])).commits
                 if new:

@@ -105,7 +105,7 @@ class Decoder:
     ) -> None:
         check_installed()
         stand_in()
-        core = _imported()
+        core = imported()
         if timeout_s is not None:
             _begin(core, place, device, timeout_s)
         self.first, self.last = place.stage == 0, place.stage == place.stages - 1
@@ -239,7 +239,7 @@ class _Imported:
         self.TransformerConfig: Any = TransformerConfig
 
 
-def _imported() -> _Imported:
+def imported() -> _Imported:
     """megatron-core, which must not import wandb where that is installed: it is slow to come, and leaves files behind."""
     logging.getLogger("megatron").setLevel(logging.WARNING)
     hidden = "wandb" not in sys.modules
@@ -287,7 +287,7 @@ def _begin(core: _Imported, place: Place, device: torch.device, timeout_s: float
 def end() -> None:
     """Forget Megatron's groups, and the default group where it was made here: another trainer of this process may have more ranks."""
     global _alone
-    _imported().parallel_state.destroy_model_parallel()
+    imported().parallel_state.destroy_model_parallel()
     if _alone and dist.is_initialized():
         dist.destroy_process_group()
     _alone = False

@@ -90,27 +90,27 @@ class LeadingTrainer:
     """
 
     def __init__(self, own: Trainer, group: ProcessGroup) -> None:
-        self._own = own
+        self.own = own
         self._group = group
         self._saved: Future[None] | None = None
         self._agree("at the start", own.digest())
 
     def step(self, batch: TrainBatch) -> StepResult:
         self._group.order(pack(Step(batch)))
-        result = self._own.step(batch)
+        result = self.own.step(batch)
         self._finish(f"after the step from {batch.version}", result.digest)
         return result
 
     def digest(self) -> str:
         """Digest of the parameters, the same on all ranks."""
         self._group.order(pack(Digest()))
-        digest = self._own.digest()
+        digest = self.own.digest()
         self._finish("when asked", digest)
         return digest
 
     def shards(self) -> Iterator[Shard]:
         """See `Trainer.shards`: those of rank 0."""
-        return self._own.shards()
+        return self.own.shards()
 
     def offer(self, word: str, version: Version, kept: Sequence[Version]) -> None:
         """Have the other ranks take theirs, too: see `streamrl.weights.slices.RankPublisher.offer`."""
@@ -119,7 +119,7 @@ class LeadingTrainer:
 
     def save(self, path: Path, extra: bytes, *, version: Version, beside: Mapping[str, bytes] | None = None) -> Future[None]:
         self._group.order(pack(Save(str(path), extra, version)))
-        self._saved = self._own.save(path, extra, version=version, beside=beside)
+        self._saved = self.own.save(path, extra, version=version, beside=beside)
         self._finish()
         return self._saved
 
@@ -132,14 +132,14 @@ class LeadingTrainer:
         self._group.order(pack(Load(str(path), files)))
         if not all(self._group.gather(1)):
             _send_files(self._group, path, files)
-        extra = self._own.load(path)
-        self._finish(f"after loading {path}", self._own.digest())
+        extra = self.own.load(path)
+        self._finish(f"after loading {path}", self.own.digest())
         return extra
 
     def export(self, path: Path) -> None:
         """See `Trainer.export`; rank 0 alone writes."""
         self._group.order(pack(Export(str(path))))
-        self._own.export(path)
+        self.own.export(path)
         self._finish()
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class LeadingTrainer:
         self._group.dismiss()
         if self._saved is not None:
             wait([self._saved])
-        del self._own  # a model that is cut holds the group
+        del self.own  # a model that is cut holds the group
         self._group.close()
 
     def _finish(self, when: str = "", digest: str = "") -> None:

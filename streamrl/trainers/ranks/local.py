@@ -71,7 +71,7 @@ def open_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
     patience_s = 0.0
     try:
         for start in starts:
-            children.append(_spawn(start))
+            children.append(spawn(start))
         deadline = time.monotonic() + timeout_s
         while missing := meeting.missing():
             ended = [rank for rank in missing if children[rank - 1].poll() is not None]
@@ -135,7 +135,8 @@ def main() -> int:
     return 0
 
 
-def _spawn(start: _Start) -> subprocess.Popen[bytes]:
+def spawn(start: _Start) -> subprocess.Popen[bytes]:
+    """Start the process of one rank."""
     child = subprocess.Popen(
         [sys.executable, "-m", "streamrl.trainers.ranks.local"],
         stdin=subprocess.PIPE,

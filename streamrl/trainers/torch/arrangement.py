@@ -41,7 +41,7 @@ class Arranged(NamedTuple):
     """See `CausalLM.arrange`."""
 
 
-class _Room(NamedTuple):
+class Room(NamedTuple):
     """Of a device, before the first step."""
 
     shapes: Sequence[ModelShape]
@@ -201,7 +201,7 @@ class Arrangement:
             self._reckoned[row_length] = None if estimate.all_kept else estimate.kept
         return _fewer(self._reckoned[row_length], self._most)
 
-    def _reckon(self, copies: int) -> _Room | None:
+    def _reckon(self, copies: int) -> Room | None:
         """The memory that is there, of the rank that has the least; None where the shape or the layers are not known."""
         policy = self._trained[0]
         found = [model_shape(model.config) for model in self._trained]
@@ -211,7 +211,7 @@ class Arrangement:
         shapes = [shape or found[0] for shape in found]
         if self._parallel.cut is not None:  # each rank holds boxes in float32, and gradients and moments of them are still to come
             held = [sum(p.numel() for _, p in model.parameters()) for model in self._trained]
-            return _Room(shapes, least, -self._parallel.least(-(12 * sum(held) + copies * held[0] * policy.dtype.itemsize)))
+            return Room(shapes, least, -self._parallel.least(-(12 * sum(held) + copies * held[0] * policy.dtype.itemsize)))
         needed, itemsize, shards = 0, policy.dtype.itemsize, self._parallel.mesh.shard
         for model, shape in zip(self._trained, [shapes[0], *(shape.body for shape in shapes[1:])], strict=True):
             numbers = sum(p.numel() for _, p in model.parameters())  # of the whole, also where it is cut
@@ -222,7 +222,7 @@ class Arrangement:
             looked_at = [model_shape(model.config) or shapes[0] for model in self._frozen]
             needed += max((looked_at_bytes(shape, itemsize) for shape in looked_at), default=0)
         size = -(-sum(p.numel() for _, p in policy.parameters()) // shards) * itemsize
-        return _Room(shapes, least, needed + copies * size)
+        return Room(shapes, least, needed + copies * size)
 
     def _say_not_packed(self, model: str) -> None:
         asked = [] if self._kernels.free_attention else ["trainer.attention = 'packed'"]

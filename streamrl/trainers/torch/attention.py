@@ -85,7 +85,7 @@ def packed_attention(
         keys, values = gather_keys(key, value, context_order, context_group)
         chunks = query[0].transpose(0, 1).chunk(2)
         longest = (max_length_q, max_length_k)
-        attend = _flash if flash else _by_piece
+        attend = by_flash if flash else by_piece
         found = [attend(own, keys, values, cu_seq_lens_q[i], cu_seq_lens_k[i], longest, scaling) for i, own in enumerate(chunks)]
         return torch.cat(found)[None], None
     if flash:
@@ -105,7 +105,7 @@ _by_sample: Any = torch.compiler.disable(_each_sample)
 def _each_piece(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: tuple[int, int], scaling: float | None
 ) -> Tensor:
-    """As `_flash`: the last query of a piece looks at all of its keys, the one before at one less."""
+    """As `by_flash`: the last query of a piece looks at all of its keys, the one before at one less."""
     query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
     found: list[Tensor] = []
     pieces = zip(itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True)
@@ -122,7 +122,7 @@ def _each_piece(
 
 
 _QUERIES = 1024
-_by_piece: Any = torch.compiler.disable(_each_piece)
+by_piece: Any = torch.compiler.disable(_each_piece)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -132,10 +132,10 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scaling: float | None) -> Tensor:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return _flash(query, key, value, cu_seqlens, cu_seqlens, (longest, longest), scaling)
+    return by_flash(query, key, value, cu_seqlens, cu_seqlens, (longest, longest), scaling)
 
 
-def _flash(
+def by_flash(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: tuple[int, int], scaling: float | None
 ) -> Tensor:
     """Queries [L, N, D] of pieces that begin at `starts`, of their keys [L', K, D] at `key_starts`; the last query sees the last key."""

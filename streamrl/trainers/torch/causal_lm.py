@@ -75,12 +75,12 @@ class CausalLM:
         self._chunk_elements = CHUNK_ELEMENTS if device.type == "cpu" else GPU_CHUNK_ELEMENTS
         self.width: int = self.module.config.get_text_config().hidden_size
         self.vocab_size: int = self.module.get_output_embeddings().weight.shape[0]
-        self._body = self.module.get_decoder()
+        self.body = self.module.get_decoder()
         text = self.module.config.get_text_config()
         # Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling, Gemma caps them.
         self._scale: float = (getattr(text, "logit_scale", None) or 1.0) / (getattr(text, "logits_scaling", None) or 1.0)
         self._softcap: float = getattr(text, "final_logit_softcapping", None) or 0.0
-        self._takes_positions = "position_ids" in inspect.signature(self._body.forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(self.body.forward).parameters
         self.routers = routers_of(self.module)
         """Of a mixture of experts; none of another model."""
         self._check_head()
@@ -115,7 +115,7 @@ class CausalLM:
         if parallel.sharded:
             if not self._layers:
                 raise ConfigError(
-                    f"trainer.shards = {parallel.mesh.shard}, but {type(self._body).__name__} has no list of layers",
+                    f"trainer.shards = {parallel.mesh.shard}, but {type(self.body).__name__} has no list of layers",
                     hint="set it to 1",
                     key="trainer.shards",
                     got=parallel.mesh.shard,
@@ -169,7 +169,7 @@ class CausalLM:
         """
         if kept is not None and not 0 <= kept <= self.num_layers:
             raise ConfigError(
-                f"trainer.activations = {kept}, but {type(self._body).__name__} has {self.num_layers or 'no list of'} layers",
+                f"trainer.activations = {kept}, but {type(self.body).__name__} has {self.num_layers or 'no list of'} layers",
                 hint="set it to 'all'",
                 key="trainer.activations",
                 got=kept,
@@ -191,7 +191,7 @@ class CausalLM:
                 if gradient and self._unit is not None:
                     found.sum().backward()
                 elif gradient:  # of one parameter, so that none is added to a step's
-                    torch.autograd.grad(found.sum(), next(self._body.parameters()), allow_unused=True)
+                    torch.autograd.grad(found.sum(), next(self.body.parameters()), allow_unused=True)
         except RuntimeError as error:
             if self._unit is not None or self._context is not None:
                 raise
@@ -224,7 +224,7 @@ class CausalLM:
 
     def body_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters of all but the output head, by their name within the body."""
-        return self._body.named_parameters()
+        return self.body.named_parameters()
 
     def predict(
         self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False, divergence: Divergence | None = None
@@ -291,17 +291,17 @@ class CausalLM:
             if (got := named["input_ids"].numel()) > tokens:
                 raise torch.OutOfMemoryError(f"debug.memory_tokens is {tokens}, this pass is over {got}")
 
-        self._body.register_forward_pre_hook(refuse, with_kwargs=True)
+        self.body.register_forward_pre_hook(refuse, with_kwargs=True)
 
     def _states(self, micro: MicroBatch) -> Tensor:
         if micro.starts is not None:
             return self._packed(micro)
         inputs = self._tensor(micro.inputs)
         if micro.plain:
-            return self._body(input_ids=inputs, use_cache=False).last_hidden_state
+            return self.body(input_ids=inputs, use_cache=False).last_hidden_state
         mask = packed_rows.attention_mask(self._tensor(micro.tree), self._tensor(micro.branch))
         positions = self._tensor(micro.positions)
-        return self._body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
+        return self.body(input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
 
     def _packed(self, micro: MicroBatch) -> Tensor:
         assert micro.starts is not None
@@ -314,7 +314,7 @@ class CausalLM:
         options: dict[str, Any] = {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": longest, "max_length_k": micro.longest}
         if cut is not None and self._context is not None:
             options |= {"context_order": self._tensor(cut.order), "context_group": self._context.group}
-        return self._body(input_ids=ids, position_ids=self._tensor(micro.positions), use_cache=False, **options).last_hidden_state
+        return self.body(input_ids=ids, position_ids=self._tensor(micro.positions), use_cache=False, **options).last_hidden_state
 
     def _head(self, states: Tensor) -> Tensor:
         logits = self.module.get_output_embeddings()(states) * self._scale
@@ -332,7 +332,7 @@ class CausalLM:
     @torch.no_grad()
     def _check_head(self) -> None:
         ids = torch.arange(8, device=self.device)[None] % self.vocab_size
-        ours = self._head(self._body(input_ids=ids, use_cache=False).last_hidden_state)
+        ours = self._head(self.body(input_ids=ids, use_cache=False).last_hidden_state)
         theirs = self.module(input_ids=ids, use_cache=False).logits
         if ours.shape != theirs.shape or not self._close(ours, theirs):
             raise ConfigError(
@@ -348,8 +348,8 @@ class CausalLM:
         branch = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2]], device=self.device)
         positions = torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5]], device=self.device)
         mask = packed_rows.attention_mask(torch.zeros_like(branch), branch)
-        shared = self._body(input_ids=row, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state[0]
-        first, second = (self._body(input_ids=row[:, branch[0] != other], use_cache=False).last_hidden_state[0] for other in (2, 1))
+        shared = self.body(input_ids=row, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state[0]
+        first, second = (self.body(input_ids=row[:, branch[0] != other], use_cache=False).last_hidden_state[0] for other in (2, 1))
         return self._close(self._head(shared), self._head(torch.cat([first, second[4:]])))
 
     @torch.no_grad()
@@ -359,14 +359,14 @@ class CausalLM:
         starts = torch.tensor([0, 5, 8, 8], dtype=torch.int32, device=self.device)
         options = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
         positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=self.device)
-        row = self._body(input_ids=ids, position_ids=positions, use_cache=False, **options).last_hidden_state[0]
-        alone = [self._body(input_ids=part, use_cache=False).last_hidden_state[0] for part in (ids[:, :5], ids[:, 5:])]
+        row = self.body(input_ids=ids, position_ids=positions, use_cache=False, **options).last_hidden_state[0]
+        alone = [self.body(input_ids=part, use_cache=False).last_hidden_state[0] for part in (ids[:, :5], ids[:, 5:])]
         return self._close(self._head(row), self._head(torch.cat(alone)))
 
     def _stack(self) -> list[Any]:
         """The body's layers; none where they are not known."""
         count = self.module.config.get_text_config().num_hidden_layers
-        stacks = [module for module in self._body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
+        stacks = [module for module in self.body.modules() if isinstance(module, torch.nn.ModuleList) and len(module) == count]
         return list(stacks[0]) if stacks else []
 
     def _close(self, ours: Tensor, theirs: Tensor) -> bool:

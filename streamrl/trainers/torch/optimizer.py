@@ -41,9 +41,9 @@ class ClippedAdamW:
         self._config = config
         self._parameters = parameters
         self._norm = norm
-        self._masters = [(name, _master(p)) for name, p in parameters]
+        self.masters = [(name, _master(p)) for name, p in parameters]
         self._adam = self._fresh()
-        for (_, p), (_, master) in zip(parameters, self._masters, strict=True):
+        for (_, p), (_, master) in zip(parameters, self.masters, strict=True):
             if master is not p and not isinstance(p, DTensor):
                 p.register_post_accumulate_grad_hook(partial(_move_gradient, master))
 
@@ -53,16 +53,16 @@ class ClippedAdamW:
 
     def gradients(self) -> list[Tensor]:
         """The summed gradients, zeros where a parameter has none, in parameter order; written to in place by data parallelism."""
-        for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+        for (_, p), (_, master) in zip(self._parameters, self.masters, strict=True):
             if isinstance(p, DTensor) and p.grad is not None:  # summed there by torch.distributed.fsdp
                 master.grad, p.grad = local(p.grad), None
             if master.grad is None:
                 master.grad = torch.zeros_like(master)
-        return [master.grad for _, master in self._masters if master.grad is not None]
+        return [master.grad for _, master in self.masters if master.grad is not None]
 
     def discard(self) -> None:
         """Forget the gradients that have been summed."""
-        for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+        for (_, p), (_, master) in zip(self._parameters, self.masters, strict=True):
             p.grad = master.grad = None
 
     def step(self, learning_rate: float) -> tuple[float, bool]:
@@ -79,24 +79,24 @@ class ClippedAdamW:
         if finite:
             bound = self._config.clip_norm
             if bound > 0 and bool(bound / (norm + 1e-6) < 1):  # else it would multiply each by 1
-                torch.nn.utils.clip_grads_with_norm_([master for _, master in self._masters], bound, norm)
+                torch.nn.utils.clip_grads_with_norm_([master for _, master in self.masters], bound, norm)
             for group in self._adam.param_groups:
                 group["lr"] = learning_rate
             self._adam.step()
             with torch.no_grad():
-                for (_, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+                for (_, p), (_, master) in zip(self._parameters, self.masters, strict=True):
                     if master is not p and not isinstance(p, DTensor):
                         p.copy_(master)
             if not torch.isfinite(self._norm([local(p) for _, p in self._parameters])):
                 raise not_finite(float(norm), learning_rate)
-        for _, master in self._masters:
+        for _, master in self.masters:
             master.grad = None
         return float(norm), finite
 
     def state(self) -> dict[str, Tensor]:
         """The moments (none before the first step) and the master copies: the memory that `step` writes."""
         found: dict[str, Tensor] = {}
-        for (name, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+        for (name, p), (_, master) in zip(self._parameters, self.masters, strict=True):
             for moment, value in self._adam.state.get(master, {}).items():
                 found[f"{name}.{moment}"] = value
             if master is not p:
@@ -114,7 +114,7 @@ class ClippedAdamW:
         if unknown := sorted(set(state) - known):
             raise TrainingError(f"expected optimizer state of this model's parameters, got {unknown[0]} and {len(unknown) - 1} others")
         with torch.no_grad():
-            for (name, p), (_, master) in zip(self._parameters, self._masters, strict=True):
+            for (name, p), (_, master) in zip(self._parameters, self.masters, strict=True):
                 if f"{name}.master" in state or not (master is p or isinstance(p, DTensor)):
                     master.copy_(state[f"{name}.master"])
                 if f"{name}.step" in state:
@@ -123,8 +123,8 @@ class ClippedAdamW:
 
     def _fresh(self) -> torch.optim.AdamW:
         c = self._config
-        matrices = [master for _, master in self._masters if master.ndim >= 2]
-        others = [master for _, master in self._masters if master.ndim < 2]
+        matrices = [master for _, master in self.masters if master.ndim >= 2]
+        others = [master for _, master in self.masters if master.ndim < 2]
         groups = [{"params": matrices, "weight_decay": c.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.eps, fused=True)
 

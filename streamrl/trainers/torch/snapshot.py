@@ -270,7 +270,7 @@ class SnapshotRing:
         self._share = share
         self._reader_patience_s = reader_patience_s
         self._holder_patience_s = holder_patience_s
-        self._buffers: list[Buffer] = []
+        self.buffers: list[Buffer] = []
         self._freed = threading.Condition()
         self._taken = 0
         self._reader = HostReader(device)
@@ -325,17 +325,17 @@ class SnapshotRing:
     def _copy(self, buffer: Buffer) -> None:
         if self._stream is None:
             for number in range(len(self._layout.buckets)):
-                self._copy_bucket(buffer, number)
+                self.copy_bucket(buffer, number)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._begun = None
             for number in range(len(self._layout.buckets)):
-                self._copy_bucket(buffer, number)
+                self.copy_bucket(buffer, number)
                 self._begun = self._begun or self._recorded()
             self._copied = self._recorded()
 
-    def _copy_bucket(self, buffer: Buffer, number: int) -> None:
+    def copy_bucket(self, buffer: Buffer, number: int) -> None:
         large, targets, sources = buffer.copies[number]
         for target, source in large:
             target.copy_(source, non_blocking=True)
@@ -353,11 +353,11 @@ class SnapshotRing:
         until = time.monotonic() + self._holder_patience_s
         with self._freed:
             while True:
-                free = [buffer for buffer in self._buffers if not buffer.held]
+                free = [buffer for buffer in self.buffers if not buffer.held]
                 if buffer := next((one for one in free if one.guard is None), None):
                     break
-                if len(self._buffers) < self._slots:
-                    self._buffers.append(buffer := Buffer(self._layout, self._device, self._share))
+                if len(self.buffers) < self._slots:
+                    self.buffers.append(buffer := Buffer(self._layout, self._device, self._share))
                     break
                 if free:
                     buffer = min(free, key=lambda one: one.used)

@@ -105,34 +105,34 @@ class TorchTrainer:
         self._loss = loss
         self._learning_rate = learning_rate
         self._parallel = parallel or Parallel(mesh_of(trainer), device, trainer.gather)
-        self._policy = policy or CausalLM(model_dir, dtype, device, kernels=kernels)
+        self.policy = policy or CausalLM(model_dir, dtype, device, kernels=kernels)
         if memory_tokens:
-            self._policy.limit_memory(memory_tokens)
-        self._flops = self._policy.flops
+            self.policy.limit_memory(memory_tokens)
+        self._flops = self.policy.flops
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(dtype).removeprefix("torch."))
-        self._held = self._policy.cut(self._parallel, trained=True)
-        self._parameters = self._held.parameters
+        self.held = self.policy.cut(self._parallel, trained=True)
+        self.parameters = self.held.parameters
         self._critic: Critic | None = None
         if Role.VALUE in estimator_of(loss).needs:
             values = load_values or partial(TorchValues, dtype=dtype, device=device, kernels=kernels, parallel=self._parallel)
             self._critic = Critic(values, model_dir, config=loss.critic, optimizer=trainer.optimizer)
         cuda = device.type == "cuda"
-        self._snapshots = SnapshotRing(self._held.published(), device, slots=snapshots) if cuda else None
+        self._snapshots = SnapshotRing(self.held.published(), device, slots=snapshots) if cuda else None
         self._digester: NamedDigester | None = None
-        if cuda and not self._parallel.sharded and all(one.held.dtype == one.dtype for one in self._held.published()):
-            self._digester = NamedDigester({one.name: Region(one.held, one.shape) for one in self._held.published()})
-        self._optimizer = ClippedAdamW(self._parameters, trainer.optimizer, norm=self._parallel.norm)
+        if cuda and not self._parallel.sharded and all(one.held.dtype == one.dtype for one in self.held.published()):
+            self._digester = NamedDigester({one.name: Region(one.held, one.shape) for one in self.held.published()})
+        self.optimizer = ClippedAdamW(self.parameters, trainer.optimizer, norm=self._parallel.norm)
         load = load_frozen_model or partial(load_torch, dtype=dtype, device=device, kernels=kernels)
-        frozen = load_frozen(loss, model_dir, load, vocab_size=self._policy.vocab_size, parallel=self._parallel)
+        frozen = load_frozen(loss, model_dir, load, vocab_size=self.policy.vocab_size, parallel=self._parallel)
         self._reference: Reference | None = None
         if loss.kl.reference_every:
-            self._reference = Reference(frozen[Role.REFERENCE], self._held, every=loss.kl.reference_every)
-        self._update = Update(
+            self._reference = Reference(frozen[Role.REFERENCE], self.held, every=loss.kl.reference_every)
+        self.update = Update(
             loss,
             trainer,
-            policy=self._policy,
-            optimizer=self._optimizer,
+            policy=self.policy,
+            optimizer=self.optimizer,
             frozen=frozen,
             critic=self._critic,
             parallel=self._parallel,
@@ -140,12 +140,12 @@ class TorchTrainer:
             settle=self._settle,
         )
         kept = recheck_versions if trainer.check_logprobs else 0
-        wide = self._parallel.sharded or any(p.itemsize > dtype.itemsize for _, p in self._parameters)
+        wide = self._parallel.sharded or any(p.itemsize > dtype.itemsize for _, p in self.parameters)
         if kept and wide:  # in float32, and the parameters' own beside the one that is in their place
             kept = (kept + 1) * 4 // dtype.itemsize
         self._arrangement = Arrangement(
             kernels,
-            trained=[self._policy, *([self._critic.body] if self._critic is not None else [])],
+            trained=[self.policy, *([self._critic.body] if self._critic is not None else [])],
             frozen=list(dict.fromkeys(frozen.values())),
             parallel=self._parallel,
             budget=trainer.micro_tokens,
@@ -155,11 +155,11 @@ class TorchTrainer:
         # FlashAttention knows no float32.
         widen = kernels.attention != "flash"
         self._recheck = Recheck(
-            self._parameters,
+            self.parameters,
             samples=trainer.check_logprobs,
             versions=recheck_versions,
             widen=widen,
-            written=self._policy.forget,
+            written=self.policy.forget,
             free_bytes=self._parallel.free_bytes if cuda else None,
         )
         self._micro_tokens = trainer.micro_tokens
@@ -176,25 +176,25 @@ class TorchTrainer:
         several ranks, is for the caller, who begins again with all ranks from a checkpoint.
         """
         check_batch(batch)
-        self._update.budget = batch.micro_tokens or self._micro_tokens
+        self.update.budget = batch.micro_tokens or self._micro_tokens
         with self._profiler.step(batch.version.number + 1) if self._profiler is not None else nullcontext(), self._parallel.gathering():
-            self._update.least_row = self._arrangement.least_row(batch.choices)
-            rows = self._update.row_length(batch, self._update.budget)
+            self.update.least_row = self._arrangement.least_row(batch.choices)
+            rows = self.update.row_length(batch, self.update.budget)
             self._arrangement.follow(batch.choices, rows or self._micro_tokens)
             while True:
                 try:
                     objective, learns = self._begin(batch)
-                    done = self._update.run(batch, objective, self._learning_rate(batch), learns=learns)
+                    done = self.update.run(batch, objective, self._learning_rate(batch), learns=learns)
                     if learns and batch.kind == "rl":
-                        self._update.adapt(objective, {**objective.metrics, **done.metrics})
+                        self.update.adapt(objective, {**objective.metrics, **done.metrics})
                     return self._result(batch, objective, done)
                 except torch.OutOfMemoryError as error:
                     budget = self._repeatable(batch, error)
                 # Only here the error, whose frames hold on to the pass's memory, is gone.
-                self._update.discard()
-                if self._policy.device.type == "cuda":
+                self.update.discard()
+                if self.policy.device.type == "cuda":
                     torch.cuda.empty_cache()
-                self._update.budget = budget
+                self.update.budget = budget
 
     def _begin(self, batch: TrainBatch) -> tuple[Objective, bool]:
         """The batch's objective, and whether the policy learns from it; begun again where a step is repeated."""
@@ -202,9 +202,9 @@ class TorchTrainer:
             self._settle()
             self._reference.renew(self.digest())
         self._known = None
-        objective = self._update.prepare(batch)
+        objective = self.update.prepare(batch)
         if batch.kind != self._stage:
-            self._optimizer.reset()
+            self.optimizer.reset()
             self._stage = batch.kind
         self._recheck.keep(batch.version.number)
         return objective, self._learns(batch)
@@ -215,14 +215,14 @@ class TorchTrainer:
 
     def _repeatable(self, batch: TrainBatch, error: torch.OutOfMemoryError) -> int:
         """The budget that the step is repeated with, after fewer layers keep their activations; raises OutOfMemory where it may not be."""
-        budget, longest = self._update.budget, int(batch.lengths.max())
-        alone = not self._update.wrote and self._parallel.ranks == 1
+        budget, longest = self.update.budget, int(batch.lengths.max())
+        alone = not self.update.wrote and self._parallel.ranks == 1
         if alone and self._arrangement.keep_fewer():  # which changes no digit, as another budget does
             return budget
         # A packed row may be shorter than the budget, which then is cut below the row.
-        now = self._update.row_length(batch, budget) or max(budget, longest)
+        now = self.update.row_length(batch, budget) or max(budget, longest)
         half = now // 2
-        if (self._update.row_length(batch, half) or max(half, longest)) >= now:
+        if (self.update.row_length(batch, half) or max(half, longest)) >= now:
             half = 0
         if not half or not alone:
             raise out_of_memory(batch, now, half, longest, str(error)) from error
@@ -238,7 +238,7 @@ class TorchTrainer:
         dropped = done.metrics[DROPPED]
         finite = done.finite and (dropped == 0 or dropped < batch.loss_mask.sum())
         reference = self._reference.digest if self._reference is not None else ""
-        times = dict(self._update.times)
+        times = dict(self.update.times)
         if (waited_s := self._saving.take_waited_s()) is not None:
             times[COPY_WAIT] = waited_s
         return StepResult(
@@ -248,9 +248,9 @@ class TorchTrainer:
             finite=bool(finite),
             score=score,
             reference=reference,
-            micro_tokens=self._update.budget,
+            micro_tokens=self.update.budget,
             peak_s=self._peak_s(batch),
-            choices=self._arrangement.choices(self._update.row_length(batch, self._update.budget)),
+            choices=self._arrangement.choices(self.update.row_length(batch, self.update.budget)),
             notices=(*self._arrangement.notices(), *self._recheck.notices()),
             tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
         )
@@ -263,9 +263,9 @@ class TorchTrainer:
     def digest(self) -> str:
         """See `Trainer.digest`."""
         if self._snapshots is None:
-            return self._held.digest()
+            return self.held.digest()
         # Of a model that is cut, of the rows as they are rounded, which is what a snapshot will have of them.
-        self._known = self._digester.digests() if self._digester is not None else self._held.digests()
+        self._known = self._digester.digests() if self._digester is not None else self.held.digests()
         return self._parallel.digest(self._known.elements)
 
     def shards(self) -> Iterator[Shard]:
@@ -286,7 +286,7 @@ class TorchTrainer:
                     data=host_bytes(host_copy(one.held).to(one.dtype)),
                     shape=tuple(one.held.shape),
                 )
-                for one in self._held.published()
+                for one in self.held.published()
             ]
         )
 
@@ -296,21 +296,21 @@ class TorchTrainer:
 
     def _state(self, version: Version) -> TorchState:
         return TorchState(
-            policy=self._held.state(self._optimizer.state(), self.digest()),
+            policy=self.held.state(self.optimizer.state(), self.digest()),
             critic=self._critic.state() if self._critic is not None else None,
-            random=random_state(self._policy.device),
+            random=random_state(self.policy.device),
             stage=self._stage,
             version=str(version),
             reference=self._reference.state() if self._reference is not None else None,
-            kl_factor=self._update.kl_factor,
+            kl_factor=self.update.kl_factor,
         )
 
     def load(self, path: Path) -> bytes:
         """See `Trainer.load`; of several ranks each reads what it holds, and the caller has looked at all files."""
         parallel = self._parallel
-        boxes = {**self._held.boxes, **(self._critic.boxes if self._critic is not None else {})}
+        boxes = {**self.held.boxes, **(self._critic.boxes if self._critic is not None else {})}
         state, extra = read_checkpoint(path, parallel.mesh, parallel.part, check=parallel.ranks == 1, boxes=boxes)
-        self._held.check(state.policy, path, "parameters")
+        self.held.check(state.policy, path, "parameters")
         self._settle()
         if self._critic is not None:
             if state.critic is None:
@@ -324,22 +324,22 @@ class TorchTrainer:
         if self._reference is not None and state.reference is not None:  # a branch's parent may never have renewed it
             self._reference.restore(state.reference, path)
         self._known = None
-        self._held.take(state.policy.parameters)
-        self._policy.forget()
-        self._optimizer.restore(state.policy.optimizer)
+        self.held.take(state.policy.parameters)
+        self.policy.forget()
+        self.optimizer.restore(state.policy.optimizer)
         self._stage = state.stage
-        self._update.kl_factor = state.kl_factor if self._loss.kl.target else 1.0  # a branch may have left the target out
-        restore_random(state.random, self._policy.device)
+        self.update.kl_factor = state.kl_factor if self._loss.kl.target else 1.0  # a branch may have left the target out
+        restore_random(state.random, self.policy.device)
         return extra
 
     def export(self, path: Path) -> None:
         """See `Trainer.export`: a Hugging Face directory with weights, configuration and tokenizer. All ranks of a cut model call it."""
-        parameters = self._held.copies() if self._parallel.sharded else None
+        parameters = self.held.copies() if self._parallel.sharded else None
         if self._parallel.rank != 0:
             return
 
         def write(directory: Path) -> None:
-            self._policy.save_pretrained(directory, parameters)
+            self.policy.save_pretrained(directory, parameters)
             for source in sorted(self._model_dir.iterdir()):
                 target = directory / source.name
                 if source.is_file() and not target.exists() and not source.name.endswith(WEIGHT_SUFFIXES):
@@ -348,7 +348,7 @@ class TorchTrainer:
         write_directory(path, write)
 
     def _logprobs(self, batch: TrainBatch, wanted: npt.NDArray[np.bool_], samples: Indices) -> npt.NDArray[np.float32]:
-        return self._update.score(batch, Role.POLICY, wanted, samples)
+        return self.update.score(batch, Role.POLICY, wanted, samples)
 
     def _batch_metrics(self, batch: TrainBatch, objective: Objective, done: Updated) -> dict[str, float]:
         """What only a whole batch of sampled tokens gives."""

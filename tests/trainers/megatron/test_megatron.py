@@ -192,7 +192,7 @@ def test_what_lies_in_the_models_memory_is_digested_there(
     directory = (make_model if kind == "model" else make_mixture)(dtype, num_attention_heads=4, num_key_value_heads=2)
     with open_trainer(config(1, 1, dtype=dtype), directory) as opened:
         trainer: Any = opened
-        held = trainer._held
+        held = trainer.held
 
         def in_place() -> str:
             found = held.digests()
