@@ -69,8 +69,9 @@ class Letters:
 CONFIG = DataConfig(train="x", chat_template=False, max_prompt_tokens=5, metadata_key="info", tools_key="tools")
 
 
-def problems(*rows: dict[str, Any], config: DataConfig = CONFIG, **options: Any) -> StreamedProblems:
-    return StreamedProblems(cast(Any, Rows(*rows)), config, cast(Any, Letters()), **options)
+def problems(*rows: Any, config: DataConfig = CONFIG, tokenizer: Letters | None = None, **options: Any) -> StreamedProblems:
+    own = rows[0] if isinstance(rows[0], Rows) else Rows(*rows)
+    return StreamedProblems(cast(Any, own), config, cast(Any, tokenizer or Letters()), **options)
 
 
 def row(prompt: str = "ab", **fields: Any) -> dict[str, Any]:
@@ -78,7 +79,8 @@ def row(prompt: str = "ab", **fields: Any) -> dict[str, Any]:
 
 
 def test_rows_are_read_in_their_order_and_the_file_is_looked_at_before_and_after() -> None:
-    found = problems(row("ab"), row("~"), row("abcde"), row("abcdef"))
+    rows, tokenizer = Rows(row("ab"), row("~"), row("abcde"), row("abcdef")), Letters()
+    found = problems(rows, tokenizer=tokenizer)
     assert (found.digest, len(found), found.order(1, 2, shuffle=True)) == ("its digest", 4, (1, 2, True))
     first, broken, long, last, again = found.take([0, 1, 3, 2, 0])
     assert first == again == Problem(row=0, line=10, prompt_ids=(97, 98), prompt="ab", label="1")
@@ -86,15 +88,14 @@ def test_rows_are_read_in_their_order_and_the_file_is_looked_at_before_and_after
     assert isinstance(broken, Unusable) and (broken.row, broken.reason) == (1, BROKEN)
     assert "file line 11" in broken.detail and "prompt" in broken.detail
     assert long == Unusable(row=3, reason=TOO_LONG, detail="expected a prompt of at most 5 tokens at file line 13, got 6")
-    rows, tokenizer = cast(Any, found)._rows, cast(Any, found)._tokenizer
     assert rows.checks == 2 and tokenizer.asked == [(["ab", "~", "abcdef", "abcde", "ab"], True)]
 
 
 def test_a_chat_template_is_asked_about_its_variables_and_writes_its_own_special_tokens() -> None:
     config = replace(CONFIG, chat_template=True, chat_template_kwargs={"a": 1})
-    found = problems(row([{"role": "user", "content": "ab"}]), config=config)  # type: ignore[arg-type]
-    found.take([0])
-    assert cast(Any, found)._tokenizer.asked == [{"a": 1}, (["ab"], False)]
+    tokenizer = Letters()
+    problems(row([{"role": "user", "content": "ab"}]), config=config, tokenizer=tokenizer).take([0])  # type: ignore[arg-type]
+    assert tokenizer.asked == [{"a": 1}, (["ab"], False)]
 
 
 def test_a_row_s_own_check_is_asked_with_its_file() -> None:
@@ -110,8 +111,8 @@ def test_a_row_s_own_check_is_asked_with_its_file() -> None:
 
 
 def test_a_row_that_the_file_cannot_give_is_named() -> None:
-    found = problems(row(), row())
-    rows = cast(Any, found)._rows
+    rows: Any = Rows(row(), row())
+    found = problems(rows)
 
     def read(number: int) -> Any:
         raise DataError("x" * 499 + "yz")

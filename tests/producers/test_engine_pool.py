@@ -116,7 +116,7 @@ async def test_an_engine_that_serves_the_version_already_is_preferred(tmp_path: 
         await fleet.add("b", running=8, serving=Version(0, 3))
         begun = fleet.begin(min_version=3)
         await asyncio.sleep(0.05)
-        assert fleet.engines["a"]._decode.waiting == 0 and fleet.engines["b"]._decode.waiting == 1
+        assert [(await fleet.engines[name].info()).waiting for name in "ab"] == [0, 1]
         begun.cancel()
 
 

@@ -21,12 +21,12 @@ As = Callable[[str], Awaitable[JetStreamBus]]
 
 def wire_of(bus: JetStreamBus) -> Connection:
     """What the bus asks the server by, for requests that the bus itself never makes."""
-    return bus._connection
+    return bus.connection
 
 
 def client_of(bus: JetStreamBus) -> Client:
     """The client of nats-py below it."""
-    return bus._connection._client
+    return bus.connection.client
 
 
 @pytest.fixture(scope="module")
