@@ -20,7 +20,7 @@ from streamrl.schemas.control import Grant
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import GRADING, KEY_GRANTED, SAMPLES, TASKS, Subjects
 from streamrl.schemas.tasks import Refused, RolloutTask
-from tests.support.virtual import UNIX_S, at, virtual
+from tests.support.virtual import UNIX_S, at, elapse, virtual
 
 SUBJECTS = Subjects("r")
 ACK_WAIT_S = 6.0
@@ -74,7 +74,7 @@ class Scene(MemoryBus):
     async def work(self, task: RolloutTask, claim: Claim) -> None:
         self.told.append((at(), "work", task.index))
         try:
-            await asyncio.sleep(self.seconds.get(task.index, 1.0))
+            await elapse(self.seconds.get(task.index, 1.0))
         except asyncio.CancelledError:
             self.told.append((at(), "cut", task.index))
             raise
@@ -160,13 +160,13 @@ async def test_a_lease_is_kept_three_times_an_ack_wait_whatever_the_bus_says(cap
 
     async def away() -> None:
         if at() == 4.0:
-            raise BusUnavailable("it is away")
+            raise BusUnavailable("away")
 
     scene.answers["keep"] = away
     await scene.issue(1)
     await scene.drained(scene.claims(), at_s=25.0)
     assert [one[0] for one in scene.told if one[1] == "keep"] == [2.0 * n for n in range(1, 10)]
-    assert caplog.messages == ["event=keep_failed source=main sequence=1 error=it is away"]
+    assert caplog.messages == ["event=keep_failed source=main sequence=1 error=away"]
 
 
 @virtual
@@ -176,7 +176,7 @@ async def test_what_an_engine_fails_is_given_back_with_growing_delays(caplog: py
     async def work(task: RolloutTask, claim: Claim) -> None:
         scene.told.append((at(), "work", claim.deliveries))
         if claim.deliveries < 9:
-            raise EngineError("it went away")
+            raise EngineError("gone")
 
     claims = scene.claims(work=work, let_go=scene.let_go)
     await scene.issue(1)
@@ -186,7 +186,7 @@ async def test_what_an_engine_fails_is_given_back_with_growing_delays(caplog: py
     assert [one[2:] for one in scene.told if one[1] == "retry"] == [(0, delay) for delay in delays]
     assert [one[3] for one in scene.told if one[1] == "let_go"] == [False] * 8 + [True]
     assert counted(claims) == (1, 8, 8) and claims.num_done == 1
-    assert caplog.messages[0] == "event=task_given_back source=main task=0 delay_s=0.5 error=it went away"
+    assert caplog.messages[0] == "event=task_given_back source=main task=0 delay_s=0.5 error=gone"
 
 
 @virtual
@@ -243,17 +243,17 @@ async def test_a_drain_waits_for_a_claim_that_is_on_its_way_and_then_no_longer(c
 @virtual
 async def test_a_bus_that_does_not_take_a_task_back_is_not_waited_for() -> None:
     scene = Scene()
-    scene.seconds, scene.answers["retry"] = {0: 9.0}, lambda: asyncio.sleep(60.0)
+    scene.seconds, scene.answers["retry"] = {0: 9.0}, lambda: elapse(60.0)
     await scene.issue(1)
     await scene.drained(scene.claims(), at_s=1.0)
     assert at() == 4.0, "the grace, and two seconds"
 
     async def away() -> None:
-        raise BusUnavailable("it is away")
+        raise BusUnavailable("away")
 
     scene.draining.clear()
     scene.answers["retry"] = away
-    await asyncio.sleep(10.0)
+    await elapse(10.0)
     await scene.drained(scene.claims(), at_s=1.0)
     assert scene.told[-1][1:] == ("retry", 0, 0.0) and at() == 16.0
 
@@ -261,7 +261,7 @@ async def test_a_bus_that_does_not_take_a_task_back_is_not_waited_for() -> None:
 @virtual
 async def test_a_task_whose_records_are_stored_is_not_given_back() -> None:
     scene = Scene()
-    scene.answers["done"] = lambda: asyncio.sleep(60.0)
+    scene.answers["done"] = lambda: elapse(60.0)
     await scene.issue(1)
     claims = scene.claims()
     await scene.drained(claims, at_s=2.0)
@@ -273,20 +273,20 @@ async def test_work_on_tasks_that_have_ended_is_cut_short_a_second_after_the_gra
     caplog.set_level("INFO")
     scene = Scene()
     scene.seconds = {n: 50.0 for n in range(9)}
-    scene.answers["done"] = lambda: asyncio.sleep(0.5)
+    scene.answers["done"] = lambda: elapse(0.5)
     claims = scene.claims(let_go=scene.let_go, concurrency=3)
     await scene.issue(3)
 
     async def grants() -> None:
-        await asyncio.sleep(1.25)
+        await elapse(1.25)
         await scene.ends(1)
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         await scene.kv.delete(KEY_GRANTED)
         await scene.ends(b"no grant")
         await scene.kv.put(KEY_GRANTED, encode(Grant(9, 0, 0)))
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         await scene.ends(2)
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         await scene.ends(2)
         await scene.ends(0)
 
@@ -331,7 +331,7 @@ async def test_what_comes_of_tasks_that_have_ended_leaves_at_once() -> None:
 @virtual
 async def test_what_is_on_its_way_off_the_queue_is_not_cut_short() -> None:
     scene = Scene()
-    scene.answers["done"] = lambda: asyncio.sleep(2.0)
+    scene.answers["done"] = lambda: elapse(2.0)
     claims = scene.claims()
     await scene.issue(1)
     asyncio.get_running_loop().call_later(1.5, claims.drop_below, 1)
@@ -345,9 +345,9 @@ async def test_work_is_cut_short_once_and_a_drain_waits_for_it() -> None:
 
     async def work(task: RolloutTask, claim: Claim) -> None:
         try:
-            await asyncio.sleep(50.0)
+            await elapse(50.0)
         finally:
-            await asyncio.sleep(3.0)
+            await elapse(3.0)
             cleaned.append(at())
 
     claims = scene.claims(work=work)
@@ -385,7 +385,7 @@ def test_a_task_that_cannot_be_worked_on_ends_with_a_tombstone(
         scene = Scene()
         await scene.issue(2)
         await scene.publish(SUBJECTS.tasks("main"), body)
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         claims = scene.claims()
         await scene.drained(claims, at_s=2.0)
         [told] = await scene.stones()
@@ -418,7 +418,7 @@ async def test_another_queue_is_served_whatever_has_ended() -> None:
 
     async def work(item: str, claim: Claim) -> None:
         worked.append((item, claims.open_tasks))
-        await asyncio.sleep(3.0)
+        await elapse(3.0)
 
     claims = scene.claims(work=work, queue=Requests(), let_go=scene.let_go)
     for body in (b"7", b"3", b"?"):

@@ -28,7 +28,7 @@ from streamrl.schemas.subjects import GRADING, SAMPLES, Subjects
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.clock import StateClock
-from tests.support.virtual import at, virtual
+from tests.support.virtual import at, elapse, virtual
 
 SUBJECTS = Subjects("r")
 TASK = RolloutTask(run="r", index=4, source="main", num_rollouts=3)
@@ -294,13 +294,13 @@ async def test_a_full_stream_is_waited_for_with_growing_pauses(caplog: pytest.Lo
             await publisher.task(TASK, [sample(0)], [])
 
     work = asyncio.create_task(publishing_task())
-    await asyncio.sleep(0.05)
+    await elapse(0.05)
     assert (publisher.stalled, publisher.full) == (True, FULL_STREAM)
     other = asyncio.create_task(publisher.end_task(9, "main", "x", "y"))
-    await asyncio.sleep(0.01)
+    await elapse(0.01)
     assert publisher.stalled and len(bus.times) == 2
     other.cancel()
-    await asyncio.sleep(0.01)
+    await elapse(0.01)
     assert publisher.stalled and caplog.messages == ["event=stalled reason=stream_full error=no room"]
     del bus.times[1]
     await work
@@ -324,11 +324,11 @@ async def test_full_blobs_are_told_before_a_full_stream() -> None:
     publisher = Publisher(bus, SUBJECTS)
     assert publisher.full == ""
     beside = asyncio.create_task(publisher.beside(4, 0, b"x"))
-    await asyncio.sleep(0.01)
+    await elapse(0.01)
     assert publisher.full == FULL_BLOBS
     bus.full = 2
     ending = asyncio.create_task(publisher.end_task(4, "main", "x", "y"))
-    await asyncio.sleep(0.01)
+    await elapse(0.01)
     assert publisher.full == FULL_BLOBS
     room[0] = True
     name, digest = await beside

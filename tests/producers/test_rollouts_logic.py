@@ -35,7 +35,7 @@ from streamrl.schemas.samples import LogprobMode, Sample, Tombstone, VersionSpan
 from streamrl.schemas.subjects import KEY_RUN, SAMPLES, TASKS, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
-from tests.support.virtual import UNIX_S, at, virtual
+from tests.support.virtual import UNIX_S, at, elapse, virtual
 
 SUBJECTS = Subjects("r")
 
@@ -73,7 +73,7 @@ class Runner:
             assert keeping.store is not None and keeping.died is not None
             await keeping.store(0, b"half done")
             await keeping.died()
-        await asyncio.sleep(self.seconds)
+        await elapse(self.seconds)
         return self.groups.get(task.index, Group((episode(0), episode(1)), ()))
 
 
@@ -88,7 +88,7 @@ class Pool:
 
     async def run(self) -> None:
         try:
-            await asyncio.sleep(1e6)
+            await elapse(1e6)
         finally:
             self._scene.said.append("pool ends")
 
@@ -219,7 +219,7 @@ async def test_what_is_in_hand_is_told_and_given_back() -> None:
         await scene.issue(2, source="warmup", num_rollouts=2)
         scene.drain_at(2.1)
         serving = asyncio.create_task(serve(worker(scene), "f", sources=("main", "other")))
-        await asyncio.sleep(2.05)
+        await elapse(2.05)
         assert scene.detail()["tasks"] == list(range(256)) and scene.reports[0][3] == list(range(256))
         assert scene.reports[0][1]["producer/in_flight_tasks"] == 260
         assert await serving == 0
@@ -272,7 +272,7 @@ async def test_a_task_that_comes_again_has_what_was_kept_of_it() -> None:
         scene.runner.seconds = 0.5
         scene.drain_at(2.0)
         assert await serve(worker(scene), "f", sources=("main",)) == 1
-        await asyncio.sleep(2.0)
+        await elapse(2.0)
     assert scene.runner.keeping[1].resumes == {0: b"half done", 1: b"older"} and scene.runner.keeping[1].attempts == 3
     assert await scene.bus.kv.keys("checkpoints/") == await scene.bus.kv.keys("attempts/") == []
     assert [one.deliveries for one in await scene.records()] == [3, 3]
@@ -499,7 +499,7 @@ async def test_a_full_stream_is_told_when_it_begins_and_when_it_ends() -> None:
         states: list[str] = []
         serving = asyncio.create_task(serve(worker(scene), "f", sources=("main",)))
         for _ in range(5):
-            await asyncio.sleep(2.0 if states else 2.1)
+            await elapse(2.0 if states else 2.1)
             states.append(scene.state)
         scene.draining.set()
         await serving
@@ -516,14 +516,14 @@ def failed(*details: str, reason: str = "failed") -> Group:
 async def test_a_streak_is_hopeless_when_it_is_long_in_tasks_and_in_time() -> None:
     streak = Streak()
     assert (streak.length, streak.newest, streak.hopeless) == (0, "", False)
-    await asyncio.sleep(100.0)
+    await elapse(100.0)
     for number in range(64):
         streak.tell(failed("x", f"y{number}"))
     assert (streak.length, streak.newest, streak.hopeless) == (64, "y63", False)
-    await asyncio.sleep(29.5)
+    await elapse(29.5)
     streak.tell(failed("x"))
     assert not streak.hopeless
-    await asyncio.sleep(0.5)
+    await elapse(0.5)
     streak.tell(failed("x"))
     assert streak.hopeless
     streak.tell(Group((episode(0),), (Failure(1, "failed", "x"),)))
@@ -531,7 +531,7 @@ async def test_a_streak_is_hopeless_when_it_is_long_in_tasks_and_in_time() -> No
     streak = Streak()
     for _ in range(63):
         streak.tell(failed("x"))
-    await asyncio.sleep(31.0)
+    await elapse(31.0)
     for group in (failed("engine: away"), failed("x", reason="timeout")):
         streak.tell(failed("x"))
         assert streak.length == (64 if group.failures[0].detail[0] == "e" else 1) and streak.hopeless
@@ -540,7 +540,7 @@ async def test_a_streak_is_hopeless_when_it_is_long_in_tasks_and_in_time() -> No
     streak = Streak()
     for _ in range(62):
         streak.tell(failed("x"))
-    await asyncio.sleep(31.0)
+    await elapse(31.0)
     streak.tell(failed("x"))
     assert (streak.length, streak.hopeless) == (63, False)
 
@@ -562,13 +562,13 @@ async def test_an_attached_producer_leaves_when_its_code_fails_or_the_run_has_fi
         await scene.bus.publish(SUBJECTS.events("finished"), b"of before")
         await scene.issue(3, source="other")
         attached = asyncio.create_task(attach(worker(scene), "x.py:f", source="other"))
-        await asyncio.sleep(3.0)
+        await elapse(3.0)
         assert not attached.done()
         await scene.bus.publish(SUBJECTS.events("started"), b"x")
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         assert not scene.draining.is_set()
         await scene.bus.publish(SUBJECTS.events("finished"), b"x")
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         assert scene.draining.is_set() and await attached == 3 and "event=run_finished action=leave" in caplog.messages
         scene = Scene(patch)
         scene.drain_at(1.0)

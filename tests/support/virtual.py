@@ -88,6 +88,12 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return running
 
 
+async def elapse(seconds: float) -> None:
+    """Let the virtual clock go on by so many seconds: none of them is waited for."""
+    assert isinstance(asyncio.get_running_loop(), VirtualLoop), "elsewhere it would be a sleep"
+    await asyncio.sleep(seconds)
+
+
 def at() -> float:
     """Seconds since the clock began."""
     return round(asyncio.get_running_loop().time() - BEGINS_S, 6)

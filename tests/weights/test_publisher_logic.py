@@ -21,7 +21,7 @@ from streamrl.weights.manifest import wire_bytes
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
 from tests.support.publishing import publish
-from tests.support.virtual import at, virtual
+from tests.support.virtual import at, elapse, virtual
 
 SUBJECTS = Subjects("r")
 
@@ -41,7 +41,7 @@ class Transport:
 
     async def publish(self, version: Version, shards: Iterator[Shard]) -> Manifest:
         self.told.append((at(), f"{self.name}publish", str(version), list(shards)))
-        await asyncio.sleep(2.0)
+        await elapse(2.0)
         self.held.add(version)
         return self.gives.get(version, manifest(version.number, version.epoch))
 
@@ -94,7 +94,7 @@ async def closed(one: Publisher) -> None:
     """Close it from the loop's own thread."""
     with pytest.raises(TimeoutError):
         one.close(0.0)
-    await asyncio.sleep(60.0)
+    await elapse(60.0)
     one.close(0.0)
 
 
@@ -106,7 +106,7 @@ async def test_bytes_then_manifest_then_what_is_old(caplog: pytest.LogCaptureFix
     one = scene.publisher(keep=2, report=scene.report, mirrors={"disk": mirror})
     for number in range(4):
         offer(one, number)
-        await asyncio.sleep(10.0)
+        await elapse(10.0)
     await closed(one)
     each = [
         [
@@ -142,7 +142,7 @@ async def test_the_newest_takes_the_place_of_what_waits_unless_all_are_kept(
 
     one = scene.publisher(keep=keep, offered=told)
     offer(one, 0)
-    await asyncio.sleep(1.0)
+    await elapse(1.0)
     for number in (1, 2, 3):
         offer(one, number)
     await closed(one)
@@ -161,14 +161,14 @@ async def test_offers_while_it_closes_are_refused_and_what_waits_is_published() 
     scene = Scene()
     one = scene.publisher(keep=0)
     offer(one, 0)
-    await asyncio.sleep(1.0)
+    await elapse(1.0)
     offer(one, 1)
     with pytest.raises(TimeoutError):
         one.close(0.0)
     with pytest.raises(WeightSyncError) as caught:
         offer(one, 2)
     assert caught.value.values == {"version": "0.2", "closed": True}
-    await asyncio.sleep(10.0)
+    await elapse(10.0)
     one.close(0.0)
     assert [m.version.number for m in await scene.announced()] == [0, 1]
 
@@ -178,7 +178,7 @@ async def test_other_bytes_than_the_ledger_has_end_it() -> None:
     scene = Scene()
     one = scene.publisher()
     offer(one, 1, digest="other")
-    await asyncio.sleep(5.0)
+    await elapse(5.0)
     for again in (lambda: offer(one, 2), lambda: one.close(0.0)):
         with pytest.raises(WeightSyncError) as caught:
             again()
@@ -230,7 +230,7 @@ async def test_a_version_that_was_announced_with_other_weights_is_refused() -> N
     scene.transport.gives[Version(0, 1)] = manifest(1, value=7)
     one = scene.publisher()
     offer(one, 1, digest=manifest(1, value=7).digest)
-    await asyncio.sleep(5.0)
+    await elapse(5.0)
     with pytest.raises(WeightSyncError):
         one.close(0.0)
     assert not [line for line in scene.told if line[1] == "publish"]
@@ -244,7 +244,7 @@ async def test_four_versions_keep_their_bytes_unless_it_is_told_otherwise() -> N
     one = scene.publisher()
     for number in (5, 6):
         offer(one, number)
-        await asyncio.sleep(5.0)
+        await elapse(5.0)
     await closed(one)
     assert [line[2] for line in scene.told if line[1] == "retire"] == ["0.3"], "of 2 to 5 none, of 2 to 6 one"
 
@@ -255,7 +255,7 @@ async def test_what_is_retired_is_forgotten() -> None:
     one = scene.publisher(keep=1)
     for number in (0, 1):
         offer(one, number)
-        await asyncio.sleep(5.0)
+        await elapse(5.0)
     offer(one, 0, digest="whatever")
     await closed(one)
     assert [line[1:] for line in scene.told[-2:]] == [("retire", "0.1"), ("holds", "0.1")], "a newer one is out"
@@ -274,7 +274,7 @@ async def test_a_known_id_is_this_manifest_only_where_its_message_is(duplicates:
     """Message 1 is the manifest, 2 another one, 9 is gone."""
     scene = Scene()
     one = scene.publisher()
-    await asyncio.sleep(0.1)
+    await elapse(0.1)
     await scene.stored(manifest(5), manifest(6))
     scene.duplicates = duplicates
     offer(one, 5)

@@ -25,7 +25,7 @@ from streamrl.schemas.samples import RewardUpdate, Tombstone
 from streamrl.schemas.subjects import GRADING, PREFIX_FENCES, SAMPLES, TASKS, Subjects
 from streamrl.schemas.tasks import RolloutTask
 from tests.support.bad_messages import patched, template
-from tests.support.virtual import at, virtual
+from tests.support.virtual import at, elapse, virtual
 
 SUBJECTS = Subjects("r")
 CONFIG = FoldConfig(batch_tasks=40, max_staleness=1, group_size=2)
@@ -59,7 +59,7 @@ class Scene(MemoryBus):
     async def state(self, stream: str) -> StreamState:
         if error := self.away.get(stream):
             raise error
-        await asyncio.sleep(self.slow_s)
+        await elapse(self.slow_s)
         return await super().state(stream)
 
     async def fetch(self, stream: str, sequence: int) -> Message:
@@ -175,7 +175,7 @@ async def test_what_has_come_meanwhile_is_waited_for_and_counts() -> None:
     await scene.issue(4, taken=[0, 1, 2])
     await scene.end(0)
     looking = asyncio.create_task((await scene.reaper()).look())
-    await asyncio.sleep(3.05)
+    await elapse(3.05)
     assert not looking.done() and scene.ids == []
     await scene.fold()
     assert await looking == (1, 2) and at() == 3.1
@@ -193,7 +193,7 @@ async def test_an_end_of_the_stream_that_is_lost_is_not_waited_for(left: int, en
 
     looking = asyncio.create_task(reaper.look())
     if left:
-        await asyncio.sleep(4.25)
+        await elapse(4.25)
         await scene.fold_one()
     await scene.trim(SAMPLES, through=2)
     assert await looking == (0,)
@@ -214,9 +214,9 @@ async def test_a_message_that_is_there_is_waited_for_however_long() -> None:
 
     scene.first_from = counted  # type: ignore[method-assign]
     looking = asyncio.create_task((await scene.reaper()).look())
-    await asyncio.sleep(0.2)
+    await elapse(0.2)
     await scene.publish(SUBJECTS.rewards, b"behind the end that is waited for")
-    await asyncio.sleep(16.8)
+    await elapse(16.8)
     assert not looking.done() and [(round(at_s), *rest) for at_s, *rest in asked] == [(n, SAMPLES, 1) for n in (5, 10, 15)]
     await scene.trim(SAMPLES, through=1)
     assert await looking == (0,) and at() == pytest.approx(20.0, abs=0.35)
@@ -320,9 +320,9 @@ async def test_after_the_last_version_it_folds_what_is_left_itself(caplog: pytes
     await scene.end(1)
     await scene.end(2, 1)
     reaper, before = await scene.reaper(), scene.folded
-    scene.away["publish"] = BusUnavailable("it is away")
+    scene.away["publish"] = BusUnavailable("away")
     await reaper.last_look()
-    assert caplog.messages == ["event=reaper_failed at=end error=it is away"]
+    assert caplog.messages == ["event=reaper_failed at=end error=away"]
     scene.away.clear()
     await reaper.last_look()
     assert await scene.stones() == [lost(2), lost(3)] and scene.folded is before and at() == 0.0
@@ -340,20 +340,20 @@ async def test_what_is_stored_of_a_lost_task_goes_before_its_end_is_told(caplog:
         (scene.turns, "01/1"),
     ):
         await keys.put(key, b"1")
-    scene.away["publish"] = BusUnavailable("it is away")
+    scene.away["publish"] = BusUnavailable("away")
     with pytest.raises(BusUnavailable):
         await (await scene.reaper()).look()
-    await asyncio.sleep(2.0)
+    await elapse(2.0)
     assert await scene.kv.keys("checkpoints/") == [] and await scene.kv.keys("attempts/") == ["attempts/2"]
     assert await scene.turns.keys() == ["01/1"]
     scene.away.clear()
 
     async def away(prefix: str) -> None:
-        raise BusUnavailable("it is away")
+        raise BusUnavailable("away")
 
     scene.turns.remove = away  # type: ignore[method-assign]
     assert await (await scene.reaper()).look() == (0, 1)
-    assert caplog.messages[0] == "event=task_keys_left_behind task=0 error=it is away"
+    assert caplog.messages[0] == "event=task_keys_left_behind task=0 error=away"
 
 
 @virtual
@@ -382,18 +382,18 @@ async def test_it_rests_the_longer_the_longer_it_looks(slow_s: float, every_s: f
     async def counted() -> Any:
         looks.append(at())
         if len(looks) == 2:
-            raise BusUnavailable("it is away")
+            raise BusUnavailable("away")
         return await look()
 
     reaper.look = counted  # type: ignore[method-assign,assignment]
     scene.slow_s = slow_s
     caplog.clear()
     running = reaper.start(asyncio.get_running_loop())
-    await asyncio.sleep(every_s + 5.0 + every_s + 0.1)
+    await elapse(every_s + 5.0 + every_s + 0.1)
     assert looks == pytest.approx([0.0, every_s, every_s + 5.0, 2 * every_s + 5.0])
     running.cancel()
     await asyncio.sleep(0.0)
-    assert caplog.messages == ["event=reaper_failed error=it is away"] and running.cancelled()
+    assert caplog.messages == ["event=reaper_failed error=away"] and running.cancelled()
 
 
 @pytest.mark.parametrize(
@@ -413,6 +413,6 @@ async def test_it_ends_where_another_has_taken_over_and_says_what_else_ends_it(
     caplog.clear()
     scene.away[TASKS] = error
     running = reaper.start(asyncio.get_running_loop())
-    await asyncio.sleep(1.0)
+    await elapse(1.0)
     assert running.done() and caplog.messages == [said]
     assert (caplog.records[0].exc_info or (None, None))[1] is (None if isinstance(error, Fenced) else error)

@@ -23,7 +23,7 @@ from streamrl.producers.protocol import Context, Failure
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from tests.support.virtual import UNIX_S, at, virtual
+from tests.support.virtual import UNIX_S, at, elapse, virtual
 
 IDLE_S, TOTAL_S = 10.0, 25.0
 
@@ -51,7 +51,7 @@ class Silent:
     seconds = 3600.0
 
     async def generate(self, request: Any) -> AsyncIterator[Any]:
-        await asyncio.sleep(self.seconds)
+        await elapse(self.seconds)
         raise ZeroDivisionError
         yield None
 
@@ -137,7 +137,7 @@ class Scene:
 
 async def soon() -> None:
     """Let everything go on that can."""
-    await asyncio.sleep(0.001)
+    await elapse(0.001)
 
 
 async def refused(coroutine: Any) -> ApiError:
@@ -299,12 +299,12 @@ async def test_a_start_that_is_not_stored_leaves_the_session_free() -> None:
     put = scene.bus.turns.put
 
     async def away(*_: Any, **__: Any) -> int:
-        await asyncio.sleep(1.0)
+        await elapse(1.0)
         raise BusUnavailable("it is away")
 
     scene.bus.turns.put = away  # type: ignore[method-assign]
     first = asyncio.create_task(refused(scene.sessions.start(1.0)))
-    await asyncio.sleep(0.5)
+    await elapse(0.5)
     second = asyncio.create_task(scene.sessions.start(5.0))
     await soon()
     assert scene.sessions.num_waiting == 1, "it is reserved"
@@ -325,9 +325,9 @@ async def test_a_lost_task_is_wanted_for_ten_seconds_after_the_last_call() -> No
     assert (scene.sessions.wanted(), scene.changes) == (1, 2)
     error = await finding
     assert (error.status, error.code, error.retry_after_s, at(), scene.changes) == (503, "session_away", AGAIN_S, 2.5, 4)
-    await asyncio.sleep(9.4)
+    await elapse(9.4)
     assert scene.sessions.wanted() == 1, "asked for at 2 s the last time"
-    await asyncio.sleep(0.1)
+    await elapse(0.1)
     assert scene.sessions.wanted() == 0
 
 
@@ -434,21 +434,21 @@ async def test_agents_that_are_silent_for_too_long_lose_their_sessions(caplog: p
     scene = Scene(num_rollouts=3)
     looking = asyncio.create_task(scene.sessions.look())
     work = scene.give(4)
-    await asyncio.sleep(4.0)
+    await elapse(4.0)
     idle, calling = [await scene.sessions.start(0.0) for _ in range(2)]
     call = scene.call(calling)
-    await asyncio.sleep(10.2)
+    await elapse(10.2)
     assert idle.ended is None
-    await asyncio.sleep(0.3)
+    await elapse(0.3)
     assert idle.ended == Ended(reason="timeout", detail="no call for 10 s (gateway.idle_timeout_s, producer.rollout_timeout_s)")
     assert calling.ended is None and scene.sessions.take_metrics()["gateway/timeouts_total"] == 1
-    await asyncio.sleep(30.0)
+    await elapse(30.0)
     assert calling.ended is None, "its call is open"
     assert scene.sessions.take_metrics()["gateway/timeouts_total"] == 0, "once"
     await calling.end(Ended())
-    await asyncio.sleep(9.5)
+    await elapse(9.5)
     assert not work.done(), "while one was open, others might have come"
-    await asyncio.sleep(1.0)
+    await elapse(1.0)
     first, second, third = work.result()
     assert third == Failure(2, "timeout", "nobody has started a session for it")
     assert (first.reason, second.reason, call.done()) == ("timeout", "failed", True)
@@ -464,11 +464,11 @@ async def test_all_that_an_agent_has_is_limited_too(caplog: pytest.LogCaptureFix
     await soon()
     session = await scene.sessions.start(0.0)
     for _ in range(3):
-        await asyncio.sleep(8.0)
+        await elapse(8.0)
         with pytest.raises(ZeroDivisionError):
             await scene.call(session)
     assert session.ended is None and session.agent_s == pytest.approx(24.0, abs=0.01)
-    await asyncio.sleep(0.9)
+    await elapse(0.9)
     assert session.ended is None
     put, scene.bus.turns.put = scene.bus.turns.put, None  # type: ignore[method-assign,assignment]
 
@@ -476,10 +476,10 @@ async def test_all_that_an_agent_has_is_limited_too(caplog: pytest.LogCaptureFix
         raise BusUnavailable("it is away")
 
     scene.bus.turns.put = away  # type: ignore[method-assign]
-    await asyncio.sleep(0.5)
+    await elapse(0.5)
     assert caplog.messages == ["event=session_not_ended session=4.0 error=the run's bus is away: it is away"]
     scene.bus.turns.put = put  # type: ignore[method-assign]
-    await asyncio.sleep(0.3)
+    await elapse(0.3)
     assert session.ended is not None and session.ended.reason == "timeout"
     assert scene.sessions.take_metrics()["gateway/timeouts_total"] == 1
     looking.cancel()
@@ -507,7 +507,7 @@ async def test_now_and_then_what_others_have_left_is_swept() -> None:
     scene.journal.sweep = sweep  # type: ignore[method-assign]
     scene.first_open = 5
     looking = asyncio.create_task(scene.sessions.look())
-    await asyncio.sleep(125.0)
+    await elapse(125.0)
     assert swept == [(60.0, 5), (120.0, 5)]
     looking.cancel()
     unheard = Sessions(scene.journal, None, idle_s=1, total_s=1, own_prompts=True, drawable=print, num_rollouts=1)  # type: ignore[arg-type]
@@ -519,10 +519,10 @@ async def test_calls_are_counted_and_how_many_a_second() -> None:
     calls = Calls()
     assert (calls.num_answered, calls.num_refused, calls.per_s) == (0, 0, 0.0)
     calls.num_answered, calls.num_refused = 6, 2
-    await asyncio.sleep(0.5)
+    await elapse(0.5)
     assert (calls.take(), calls.per_s) == ((6, 2), 12.0)
     calls.num_answered, calls.num_refused = 10, 3
-    await asyncio.sleep(2.0)
+    await elapse(2.0)
     assert (calls.take(), calls.per_s) == ((4, 1), 2.0)
     calls.num_answered = 12
     assert (calls.take(), calls.per_s) == ((2, 0), 2000.0)
