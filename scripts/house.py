@@ -46,7 +46,7 @@ MEASURES = {
     "imports": ("imports from one folder of tests by another", "move what is shared to tests/support"),
     "prose": ("asserts on five and more words of prose", "match the type, key and values of an error, or one short token"),
     "private": ("private attributes of the product that tests use", "use the public way, or give the product a seam"),
-    "sleeps": ("sleeps in tests, without `sleep(0)`, which only lets others run", "wait for the condition itself (tests/support/processes.until)"),
+    "sleeps": ("sleeps in tests; `sleep(0)` is none", "wait for the condition itself (tests/support/processes.until)"),
     "idle": ("asserts `>= 0`, which nothing fails", "assert the number, or a bound that a fault breaks"),
     "walk": ("product files that one lockstep sample enters", "shorten the way of a sample"),
 }

@@ -54,7 +54,7 @@ def test_the_table_says_what_was_missed_and_what_does_not_run():
     text = render(build_report(raw()))
     assert "2,000 (1,000 - 4,000)" in text
     assert "| missed at quickstart, 1 (0.50) | NO " in text
-    assert "does not run here: ValueError" in text
+    assert "here: ValueError" in text
     assert "0.41 M parameters" in text and "1.0e-06 off transformers" in text
     assert "a processor, 2 cores" in text
 

@@ -18,6 +18,11 @@ from streamrl.runtime.service import describe_exit
 from tests.support.processes import alive, read_pids, until
 
 
+def restarted(worker: str, how: str, often: int | str, wait_s: float) -> str:
+    """Return the note about a restart."""
+    return f"{worker} ended with {how}; restart {often} in {wait_s:g} s"
+
+
 class Team:
     """A supervisor of shell scripts, with a clock that the test moves."""
 
@@ -94,10 +99,7 @@ async def test_a_failed_worker_waits_longer_each_time_and_starts_again(team: Tea
     assert team.state("producer") == "running"
     assert team.pid("producer") != first
     await team.tick_until("producer", "waiting")
-    assert team.notes == [
-        "producer-0 ended with exit code 1; restart 1 in 0.5 s",
-        "producer-0 ended with exit code 1; restart 2 in 1 s",
-    ]
+    assert team.notes == [restarted("producer-0", "exit code 1", *often) for often in ((1, 0.5), (2, 1.0))]
     assert team.supervisor.lines()["producer-0"].restarts == 1
 
 
@@ -129,7 +131,7 @@ async def test_a_signal_is_named(team: Team) -> None:
     team.start("engine", "sleep 60")
     os.kill(team.pid("engine"), signal.SIGKILL)
     await team.tick_until("engine", "waiting")
-    assert team.notes == ["engine-0 ended with signal SIGKILL; restart 1 in 0.5 s"]
+    assert team.notes == [restarted("engine-0", "signal SIGKILL", 1, 0.5)]
 
 
 class Held:
@@ -174,9 +176,9 @@ async def test_a_process_that_no_kill_ends_is_said_and_left_behind(monkeypatch: 
 
 @pytest.mark.process
 async def test_a_restart_says_what_the_worker_said_last(team: Team) -> None:
-    team.start("engine", "echo 'no room on the GPU' >&2; echo >&2; exit 1")
+    team.start("engine", "echo full >&2; echo >&2; exit 1")
     await team.tick_until("engine", "waiting")
-    assert team.notes == ["engine-0 ended with exit code 1; restart 1 in 0.5 s; its log ends: no room on the GPU"]
+    assert team.notes == [restarted("engine-0", "exit code 1", 1, 0.5) + "; its log ends: full"]
 
 
 @pytest.mark.process
@@ -328,7 +330,7 @@ async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team:
     team.now_s = 2.0
     await team.tick_until("trainer", "waiting")
     assert [alive(pid) for pid in first] == [False] * 3
-    assert team.notes == ["trainer-1 ended with signal SIGKILL; restart 1 of all 3 trainers in 0.5 s"]
+    assert team.notes == [restarted("trainer-1", "signal SIGKILL", "1 of all 3 trainers", 0.5)]
     team.now_s = 2.5
     team.supervisor.tick()
     assert [team.state("trainer", rank) for rank in range(3)] == ["running"] * 3

@@ -117,7 +117,7 @@ async def test_what_is_killed_comes_back_and_ctrl_c_drains_in_order(up: Start, h
     code, out, err = await said(process)
     assert (code, err) == (0, "")
     assert "signal SIGKILL; restart 1 " in out
-    assert "nats-server ended with signal SIGKILL" in out
+    assert any("nats-server " in line and "SIGKILL" in line for line in out.splitlines())
     assert run.bus_path.read_bytes() == address
     assert (run.path / "order").read_text().split() == ["trainer", "producer", "evaluator", "engine", "feeder"]
     assert "demo stopped" in out

@@ -44,6 +44,15 @@ class Said(NamedTuple):
     def has(self, line: str) -> bool:
         return f"tests: {line}" in self.lines
 
+    def retried(self, test: str, first: str, then: str) -> bool:
+        return self.has(f"retried: {test}: first {first}, then {then}")
+
+    def again(self, tests: int, *, passed: int) -> bool:
+        return self.has(f"{tests} tests ran once more, alone; {passed} of them passed then:")
+
+    def died(self, status: int) -> bool:
+        return self.has(f"pytest did not come to its end: status {status}")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -86,8 +95,8 @@ def test_one_that_fails_and_then_passes_is_named_and_counted(folder: Path, argum
     (folder / "test_b.py").write_text(FAILS_ONCE)
     said = run(folder, arguments)
     assert (said.code, said.closing) == (0, "2 passed, 0 failed")
-    assert said.has("1 tests ran once more, alone; 1 of them passed then:")
-    assert said.has("retried: test_b.py::test_comes_back: first failed, then passed")
+    assert said.again(1, passed=1)
+    assert said.retried("test_b.py::test_comes_back", "failed", "passed")
 
 
 def test_runs_that_are_made_together_are_read_each_by_itself(folder: Path) -> None:
@@ -108,7 +117,7 @@ def test_one_that_always_fails(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES + FAILS)
     said = run(folder, ALONE)
     assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-    assert said.has("retried: test_a.py::test_fails: first failed, then failed")
+    assert said.retried("test_a.py::test_fails", "failed", "failed")
     assert said.has("FAILED failed: test_a.py::test_fails")
 
 
@@ -147,9 +156,9 @@ def test_a_killed_pytest_is_not_green_and_the_tests_without_result_run(folder: P
     (folder / "test_c.py").write_text(PASSES)
     said = run(folder, ALONE)
     assert (said.code, said.closing) == (0, "3 passed, 0 failed")
-    assert said.has("pytest did not come to its end: status -9")
-    assert said.has("retried: test_b.py::test_dies_once: first no result, then passed")
-    assert said.has("retried: test_c.py::test_passes: first no result, then passed")
+    assert said.died(-9)
+    assert said.retried("test_b.py::test_dies_once", "no result", "passed")
+    assert said.retried("test_c.py::test_passes", "no result", "passed")
 
 
 def test_one_that_always_kills_its_process(folder: Path) -> None:
@@ -158,7 +167,7 @@ def test_one_that_always_kills_its_process(folder: Path) -> None:
     (folder / "test_c.py").write_text(PASSES)
     said = run(folder, ALONE)
     assert (said.code, said.closing) == (1, "1 passed, 2 failed")
-    assert said.has("retried: test_b.py::test_dies: first no result, then no result")
+    assert said.retried("test_b.py::test_dies", "no result", "no result")
     assert said.has("FAILED no result: test_c.py::test_passes")
 
 
@@ -166,7 +175,7 @@ def test_one_that_ends_the_process_as_if_all_were_well(folder: Path) -> None:
     (folder / "test_a.py").write_text(PASSES + "def test_leaves():\n    import os\n    os._exit(0)\n")
     said = run(folder, ALONE)
     assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-    assert said.has("pytest did not come to its end: status 0")
+    assert said.died(0)
 
 
 @pytest.mark.parametrize(("dies", "code", "closing"), [(DIES_ONCE, 0, "3 passed, 0 failed"), (DIES, 1, "2 passed, 1 failed")])
@@ -176,7 +185,7 @@ def test_a_worker_that_dies(folder: Path, dies: str, code: int, closing: str) ->
     (folder / "test_c.py").write_text(PASSES)
     said = run(folder, WORKERS)
     assert (said.code, said.closing) == (code, closing)
-    assert said.has("1 tests ran once more, alone; " + ("1" if code == 0 else "0") + " of them passed then:")
+    assert said.again(1, passed=int(code == 0))
 
 
 @pytest.mark.parametrize("arguments", [ALONE, WORKERS])

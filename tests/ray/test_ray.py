@@ -42,7 +42,7 @@ async def test_a_run_on_a_ray_of_its_own_survives_its_workers_and_its_actors(sta
     summary: Any = json.loads(out)
     assert (summary["steps"], summary["heldout_last"]) == (60, 1.0)
     events = run.events_path.read_text()
-    assert "engine-0 ended with signal SIGKILL" in events
+    assert any("engine-0 " in line and "SIGKILL" in line for line in events.splitlines())
     assert "event=actor_lost worker=trainer-0" in events
     assert events.count("event=worker_restarted worker=engine-0") == 1
     assert events.count("event=worker_restarted worker=trainer-0") == 1

@@ -33,7 +33,7 @@ async def test_rewarders_join_are_killed_and_leave(tmp_path: Path) -> None:
         (there / "reward.py").write_text("def letters(task, episode):\n    return 1.0\n")
         async with started([*command, "--reward", "reward.py:letters"], there) as guest:
             assert await guest.wait() == 2
-        assert "run demo was started with" in (there / "out").read_text()
+        assert "run demo was started" in (there / "out").read_text()
         shutil.copy(here / "reward.py", there / "reward.py")
         async with started([*command, "--reward", "reward.py:letters"], there) as guest:
             logs = RunDir(there / "runs" / "attached" / "demo").path / "logs"

@@ -44,7 +44,7 @@ async def test_a_producer_of_another_host_carries_a_run(tmp_path: Path) -> None:
         (there / "reward.py").write_text("def letters(task, episode):\n    return 1.0\n")
         async with started([*command, "--reward", "reward.py:letters"], there, prefix=hidden, surroundings=home) as guest:
             assert await guest.wait() == 2
-        assert "run demo was started with" in (there / "out").read_text()
+        assert "run demo was started" in (there / "out").read_text()
         shutil.copy(here / "reward.py", there / "reward.py")
         async with started([*command, "--reward", "reward.py:letters"], there, prefix=hidden, surroundings=home) as guest:
             await until(lambda: trained(here) >= 20 or guest.returncode is not None, up, here)
