@@ -216,7 +216,7 @@ async def test_any_other_error_ends_it() -> None:
     ],
 )
 def test_a_drain_gives_back_what_is_not_done_in_time(
-    seconds: float, grace: dict[str, float], told: list[Any], caplog: pytest.LogCaptureFixture
+    seconds: float, grace: dict[str, Any], told: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
 

@@ -107,7 +107,7 @@ class Scene:
         task = self.task(index, **fields)
         context = Context(
             engine=self.engine,  # type: ignore[arg-type]
-            tokenizer=Letters(),
+            tokenizer=Letters(),  # type: ignore[arg-type]
             task=task,
             seed=0,
             log=logging.getLogger("test"),
