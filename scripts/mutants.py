@@ -57,14 +57,20 @@ PR_SET_PDEATHSIG = 1
 
 DECISIONS = """
 fold.fold                    test_fold test_fold_batches test_fold_quarantine test_fold_staleness test_fold_rewards test_admission \
-                             test_fold_expiry test_gaps test_impossible
-impossible.impossible        test_impossible test_fold test_fold_quarantine test_gaps test_admission
-state.FoldState              test_state test_fold test_fold_batches test_fold_staleness test_fold_expiry test_fold_quarantine test_gaps
+                             test_fold_expiry test_gaps test_impossible test_fold_agents test_fold_baseline test_fold_blobs \
+                             test_fold_gradings test_fold_lengths test_filters test_overlong
+impossible.impossible        test_impossible test_fold test_fold_quarantine test_gaps test_admission test_fold_agents test_fold_gradings \
+                             test_fold_baseline test_fold_blobs
+state.FoldState              test_state test_fold test_fold_batches test_fold_staleness test_fold_expiry test_fold_quarantine test_gaps \
+                             test_fold_agents test_fold_baseline test_fold_blobs test_fold_gradings test_fold_lengths test_overlong \
+                             test_assembly_baseline test_filters
 expiry.expired               test_fold_expiry test_fold_staleness test_fold_rewards
 pacing.released
-admission.admit
-assembly.assemble            test_assembly test_admission
-records.judge                test_records test_admission test_judged
+admission.admit              test_admission test_fold_staleness test_fold_agents test_fold_lengths test_fold_baseline test_filters
+assembly.assemble            test_assembly test_admission test_assembly_baseline test_fold_agents test_fold_baseline test_overlong \
+                             test_length_rewards test_filters test_pass_rates
+records.judge                test_records test_admission test_judged test_fold_agents test_fold_baseline test_fold_lengths test_overlong \
+                             test_filters test_fold_gradings test_fold_blobs
 claims.Claims
 rollouts.serve               test_rollouts_logic
 publishing.Publisher         test_publishing_logic
@@ -79,7 +85,7 @@ slo.Judge                    test_slo test_slo_levels
 MATHEMATICS = """
 policy_losses.ppo_clip       test_policy_losses test_opsm test_value_loss
 sampler_losses.dppo          test_policy_losses test_sampler_losses
-policy.policy_loss
+policy.policy_loss           test_policy test_divergences
 choices.decide
 kl.kl_loss
 kl_coefficient.coefficient
@@ -88,11 +94,11 @@ rejection.accept
 corrections.correct
 batch_metrics.ratio_metrics
 groups.rollout_rewards       test_groups test_advantages
-advantages.grpo
+advantages.grpo              test_advantages test_baselines test_optimal_baselines test_agents
 returns.gae
-reductions.token_weights
+reductions.token_weights     test_reductions test_agents
 balance.karmarkar_karp
-packing.plan_micro_batches
+packing.plan_micro_batches   test_packing test_cuts test_context test_arrangement
 logprobs.token_logprobs
 fused_head.FusedHead         test_logprobs test_vocab_parallel
 nucleus.support

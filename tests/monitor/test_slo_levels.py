@@ -265,7 +265,8 @@ def test_a_level_holds_from_when_it_was_first_seen() -> None:
 
 def test_a_finding_has_what_it_was_held_against() -> None:
     judge = Judge(SloConfig(starvation=0.8, no_progress_s=10.0, stream_lag_s=0.0, drop_rate=0.0, hold_s=5.0))
-    given = signs(**(EVERYTHING | dict[str, Any](shares={"trainer/wait_samples": 0.7}, still_s=20.0)))
+    fields: dict[str, Any] = {**EVERYTHING, "shares": {"trainer/wait_samples": 0.7}, "still_s": 20.0}
+    given = signs(**fields)
     assert judge.look(given, now_s=1.0, time_s=1001.0) == ()
     first, second = judge.look(given, now_s=6.0, time_s=1006.0)
     named = causes("no_progress_s", given)[:2]

@@ -414,7 +414,7 @@ async def test_many_demonstrations_are_made_at_a_time_and_those_of_a_run_of_sft(
                 return await claim(source, max=max, wait_s=wait_s, stream=stream)
 
             scene.bus.claim = told  # type: ignore[method-assign]
-            front = Front()
+            front: Any = Front()
             scene.drain_at(0.2)
             await serve(worker(scene), "f", sources=(source,), front=front, concurrency=7)
         assert most == [256] and not front.heard, (kind, source)
