@@ -1,4 +1,4 @@
-"""What the tests cost, by folder, and the ratchet that holds it.
+"""Count what the tests cost, by folder, and hold it by a ratchet.
 
 `scripts.run_tests` counts what each test starts and the processor time it takes, prints a table by folder and keeps the last figures of
 each tier in `.pytest_cache/costs.json`. Processor time depends on the machine; counts do not, so counts have limits, in
@@ -31,7 +31,7 @@ VARIABLE = "STREAMRL_STARTS"
 KINDS = ("up", "nats-server", "torch import", "torch.compile", "compiler", "ray head", "sglang server", "python")
 """Columns of the table, in order."""
 LIMITED = KINDS[:-1]
-"""How many processes of Python there are depends on restarts, and so on time: it is shown and has no limit."""
+"""The number of processes of Python depends on restarts, and so on time: it is shown and has no limit."""
 SHARED = "shared"
 """Stands for the fixtures that each worker of a session starts once, whichever test asks first: they have no limit."""
 Limits = Mapping[str, Mapping[str, int]]

@@ -39,7 +39,7 @@ SLOWEST = 30
 TIERS = {"test": ("slow", "soak"), "ci": ("soak",), "soak": ()}
 """The markers that each tier leaves out."""
 WHERE = {"slow": ".ci/run", "soak": "make soak"}
-"""What runs the tests with a marker."""
+"""The command that runs the tests with a marker."""
 
 
 @dataclass

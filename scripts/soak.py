@@ -37,7 +37,7 @@ STEPS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 class Outcome(NamedTuple):
-    """How a step has ended."""
+    """The end of a step."""
 
     failed: bool
     said: str

@@ -1,4 +1,4 @@
-"""What a process has had of the machine's cores, and whether it waits for one: time that a busy machine takes is no call's own."""
+"""Read what a process has had of the machine's cores, and if it waits for one: time that a busy machine takes is no call's own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _READ_BYTES = 1024
 
 
 class Had(NamedTuple):
-    """Of the thread that runs user code and of the one beside it."""
+    """The thread that runs user code and the one beside it."""
 
     ran_s: float = 0.0
     """Time on a core."""
     queued_s: float = 0.0
     """Time without one though it could have run, up to when it had one last."""
     runnable: bool = False
-    """Whether it has a core now or waits for one."""
+    """Say if it has a core now or waits for one."""
 
 
 class Cores:
@@ -36,7 +36,7 @@ class Cores:
         self._had = Had()
 
     def look(self, *, state: bool = False) -> Had:
-        """What it has had until now, or at the look before if it is gone.
+        """Return what it has had until now, or at the look before if it is gone.
 
         Args:
             state: whether `runnable` is asked for.

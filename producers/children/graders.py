@@ -56,7 +56,7 @@ class Scoring(msgspec.Struct, frozen=True):
     concurrency: int = 64
     max_hung: int = 2
     answer_s: float = 5.0
-    """That a call may take to end once it is told to, over its limit, before its process is killed."""
+    """A call may take so long to end once it is told to, over its limit, before its process is killed."""
     ends_s: float = 0.5
     """The same while more than `max_hung` hang: one that has to wait for a core needs some of it, and
     a process takes as much of a core to start."""
@@ -127,7 +127,7 @@ class Graders:
 
     @property
     def processes(self) -> list[Child]:
-        """Those that have been started and not buried."""
+        """List those that have been started and not buried."""
         return self._seats.crew.all
 
     @property

@@ -48,7 +48,7 @@ class Running(msgspec.Struct):
     first: bool = False
     """Of its process."""
     before: Had = Had()
-    """What its process had had when it began."""
+    """Core time that its process had had when it began."""
 
     def look(self, now_s: float, watched_s: float, had: Had) -> None:
         """Count what it has had by `now_s`: the time that was watched, and what may not have been counted yet.

@@ -62,20 +62,20 @@ class StopText:
         self._decode = decode
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
-        self._window: list[int] = []
+        self.window: list[int] = []
 
     def take(self, token: int) -> str:
         """The next token; returns the stop string that it completes, the one that begins first, or an empty text."""
-        self._window.append(token)
-        text = self._decode(self._window)
+        self.window.append(token)
+        text = self._decode(self.window)
         found = first_stop(text, self._stops)
         if found is not None:
             return found[1]
         if len(text) > 4 * self._longest + 8 * _GUARD:
-            half = self._window[len(self._window) // 2 :]
+            half = self.window[len(self.window) // 2 :]
             # Tokens of little or no text may be many: then the window grows for a while.
             if len(self._decode(half)) >= self._longest + _GUARD:
-                self._window = half
+                self.window = half
         return ""
 
 

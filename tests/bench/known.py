@@ -1,4 +1,4 @@
-"""What the benchmarks' tests share: a machine that never was, a raw file of known numbers, and a loop that runs in the test's process."""
+"""Share among the benchmarks' tests a machine that never was, a raw file of known numbers, and a loop that runs in the test's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a benchmark cannot measure it refuses before it starts anything."""
+"""A benchmark refuses what it cannot measure before it starts anything."""
 
 from __future__ import annotations
 

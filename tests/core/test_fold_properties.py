@@ -1,4 +1,4 @@
-"""What holds in every run: hypothesis picks the world, `tests.support.simulation` runs it."""
+"""Some things hold in every run: hypothesis picks the world, `tests.support.simulation` runs it."""
 
 from __future__ import annotations
 

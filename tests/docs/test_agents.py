@@ -53,7 +53,7 @@ async def each(task, engine):
 
 
 def of(agent: str, samples: list[Sample]) -> list[Sample]:
-    """Those of one agent; there must be some."""
+    """Return those of one agent; there must be some."""
     found = [sample for sample in samples if sample.task % len(EACH) == EACH.index(agent)]
     assert found, agent
     return found

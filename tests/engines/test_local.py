@@ -31,7 +31,7 @@ Made = Callable[..., Any]
 
 
 TOKENS = 100
-"""Of a completion into which two versions fall."""
+"""Length of a completion into which two versions fall."""
 
 
 def write_policy(path: Path) -> Path:

@@ -72,7 +72,7 @@ def test_a_stop_string_that_is_never_completed_ends_nothing_and_costs_no_memory(
     ids = texts.tokenizer.encode("</answer>").ids
     for _ in range(200):
         assert not any(watch.take(token) for token in ids)
-    assert len(watch._window) < 200
+    assert len(watch.window) < 200
     # Tokens without a text between its parts do not hide it.
     assert not any(watch.take(token) for token in [*ids, *([305] * 500)])
     assert any(watch.take(token) for token in texts.tokenizer.encode("!").ids)

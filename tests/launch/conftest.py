@@ -40,14 +40,14 @@ class Here:
         return await launch.up(config, PlainLines(self._out), launcher=launcher)
 
     async def notes(self, mode: str, *overrides: str) -> str:
-        """What an `up` that must finish notes, a line each, without the time."""
+        """Return the notes of an `up` that must finish, a line each, without the time."""
         before = len(self.said)
         assert (await self.up(mode, *overrides)).state == "finished"
         return "\n".join(line.partition("] ")[2] for line in self.said[before:].splitlines())
 
     @staticmethod
     def printed(outcome: Outcome) -> str:
-        """What the command prints at its end."""
+        """Return what the command prints at its end."""
         out = io.StringIO()
         outcome.print(Console(file=out, width=200, soft_wrap=True))
         return out.getvalue()

@@ -111,7 +111,7 @@ def as_float32(value: float) -> float:
 
 
 def scraped(port: int) -> dict[tuple[str, str], float]:
-    """What an endpoint says, by Prometheus' own parser."""
+    """Read what an endpoint says, by Prometheus' own parser."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             text = answer.read().decode()
@@ -240,7 +240,7 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(monkeypatch: p
 
 
 def wandb_history(run: RunDir) -> list[dict[str, float]]:
-    """What the files of a run's offline directories have."""
+    """Read what the files of a run's offline directories have."""
     paths = run.sink_dir("wandb").glob("wandb/offline-run-*/run-*.wandb")
     return [one for path in paths for one in wandb_records(path)]
 

@@ -191,7 +191,7 @@ async def test_rows_that_cannot_be_used_are_counted_before_the_run_starts(run: R
 async def test_a_run_can_be_stopped_while_it_is_prepared(
     up: Start, start: Start, run: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whose reward takes until the signal is sent to load."""
+    """Its reward takes until the signal is sent to load."""
 
     def signalled(pid: int, began: str, number: signal.Signals) -> None:
         signal_process(pid, began, number)

@@ -1,4 +1,4 @@
-"""How many product files a lockstep sample walks through, from the feeder to the version that is trained on it."""
+"""Count the product files that a lockstep sample walks through, from the feeder to the version that is trained on it."""
 
 from __future__ import annotations
 

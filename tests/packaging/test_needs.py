@@ -47,7 +47,7 @@ def test_a_need_that_is_not_known_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 def missing(name: str) -> str:
-    """What is found now, whatever was found before."""
+    """Look for what is there now, whatever was found before."""
     return inspect.unwrap(REASONS[name])()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SET = "import os, sys, tests.conftest; assert 'torch' not in sys.modules; print(os.environ['OMP_NUM_THREADS'])"
-"""What torch reads when it is loaded."""
+"""A program that prints what torch reads when it is loaded."""
 
 
 @pytest.mark.process

@@ -1,4 +1,4 @@
-"""What is stored of a task, under which ids and in which order; and how a full stream is waited for. Under a virtual clock."""
+"""A task's samples are stored under known ids in a known order, and a full stream is waited for. Under a virtual clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CLAIM = Claim(2, 5.0, 6.0)
 
 
 def sample(rollout: int, *, prompt: int = 1, trained: int = 2, greedy: int = 0, mode: LogprobMode = LogprobMode.SAMPLED) -> Sample:
-    """Of a prompt, tokens that are trained on, and others that were sampled and are not."""
+    """Make a sample of a prompt, tokens that are trained on, and others that were sampled and are not."""
     length = prompt + trained + greedy
     spans = VersionSpan(prompt, None), VersionSpan(trained + greedy, Version(0, 1))
     return Sample(

@@ -7,4 +7,4 @@ from tests.support.preloaded import Preloaded
 
 @pytest.fixture(autouse=True)
 def what_is_forked_ends_with_the_session(preloaded: Preloaded) -> None:
-    """So that its processor time is counted."""
+    """The session waits for it, so its processor time is counted."""

@@ -20,7 +20,7 @@ As = Callable[[str], Awaitable[JetStreamBus]]
 
 
 def wire_of(bus: JetStreamBus) -> Connection:
-    """What the bus asks the server by, for requests that the bus itself never makes."""
+    """Return the connection by which the bus asks the server, for requests that the bus itself never makes."""
     return bus.connection
 
 

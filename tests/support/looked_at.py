@@ -33,7 +33,7 @@ class LookedAt:
         self.place = place
         self.run = RunDir(place / "runs" / "digits")
         self.said_by_up = ""
-        """By the `up` that has ended."""
+        """Written by the `up` that has ended."""
 
     def started(self, *words: str, **streams: Any) -> subprocess.Popen[str]:
         """A command that has been started."""

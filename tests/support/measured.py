@@ -1,4 +1,4 @@
-"""What tests on GPUs measure."""
+"""Print what tests on GPUs measure."""
 
 from __future__ import annotations
 

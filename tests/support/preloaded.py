@@ -67,7 +67,7 @@ class Request(msgspec.Struct, frozen=True):
     variable: str = ""
     """Says the number of the fifth descriptor."""
     session: bool = False
-    """Whether it leads a session of its own."""
+    """If true, it leads a session of its own."""
 
 
 class Forked:
@@ -292,7 +292,7 @@ def serve(orders: socket.socket) -> None:
 
 
 def nested() -> tuple[Preloaded, int]:
-    """What forks of this process come from, and its process id: it ends with this one, and they with it. Call it before any thread is."""
+    """Return what forks of this process come from, and its id: it ends with this one, and they with it. Call it before any thread is."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     tie = dies_with_parent(signal.SIGKILL)
     if not (pid := os.fork()):

@@ -1,4 +1,4 @@
-"""What stands around a producer in a test: a run's bus, tasks, an engine behind HTTP, and user code."""
+"""Surround a producer in a test with a run's bus, tasks, an engine behind HTTP, and user code."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from streamrl.trainers.table.trainer import TableTrainer
 
 
 def of_this_rank(trainer: Any) -> Any:
-    """What trains in this process, where ranks train together."""
+    """Return what trains in this process, where ranks train together."""
     return trainer.own if isinstance(trainer, LeadingTrainer) else trainer
 
 
@@ -29,12 +29,12 @@ def body_of(trainer: Any) -> Any:
 
 
 def prepare(trainer: Any, batch: TrainBatch) -> Any:
-    """What a step takes its gradient of."""
+    """Return what a step takes its gradient of."""
     return trainer.update.prepare(batch)
 
 
 def prepared(trainer: Any) -> list[Any]:
-    """What each step from now on takes its gradient of, as they come."""
+    """Collect what each step from now on takes its gradient of, as they come."""
     update, seen = of_this_rank(trainer).update, []
     first = update.prepare
 

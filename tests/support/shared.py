@@ -1,4 +1,4 @@
-"""What a session makes once for all of its tests, and what it counts as: `scripts.costs` would count it for the test that asks first."""
+"""Make once a session what all of its tests share, and count it as shared: `scripts.costs` would count it for the test that asks first."""
 
 from __future__ import annotations
 

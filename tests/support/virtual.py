@@ -61,7 +61,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """What `main` returns, under the virtual clock."""
+    """Return what `main` returns, under the virtual clock."""
     loop = VirtualLoop()
     with patch.object(time, "monotonic", loop.time), patch.object(time, "time", lambda: UNIX_S + loop.time() - BEGINS_S):
         try:

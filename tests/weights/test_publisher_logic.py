@@ -1,4 +1,4 @@
-"""What the publisher asks of its transport and the bus, in which order and how often, under a virtual clock."""
+"""The publisher asks its transport and the bus for known things, in a known order and number, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SUBJECTS = Subjects("r")
 
 
 def manifest(number: int, epoch: int = 0, value: int | None = None) -> Manifest:
-    """Of version `epoch.number`, whose one tensor is full of `value`."""
+    """Make version `epoch.number`, whose one tensor is full of `value`."""
     return publish({"w": np.full(32, number if value is None else value, np.float32)}, Version(epoch, number)).manifest
 
 

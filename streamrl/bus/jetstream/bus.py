@@ -83,7 +83,7 @@ class JetStreamBus:
 
     @property
     def outbox(self) -> Outbox:
-        """What all its messages leave by."""
+        """The outbox that all its messages leave by."""
         return self._outbox
 
     @property

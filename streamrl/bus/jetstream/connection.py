@@ -119,7 +119,7 @@ class Connection:
 
     @property
     def client(self) -> DirectClient:
-        """Of the package; after a loss for good there is another one."""
+        """The package's client; after a loss for good there is another one."""
         return self._client
 
     @property

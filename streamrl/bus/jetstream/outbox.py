@@ -68,7 +68,7 @@ class Outbox:
         self._numbers = itertools.count()
         self._queue: deque[_Post] = deque()
         self.sent: dict[str, _Post] = {}
-        """By where its answer goes, in the order of sending: what is not acknowledged yet."""
+        """Messages that are not acknowledged yet, in the order of sending, by where the answer goes."""
         self._sent_bytes = 0
         self._closed = False
         self._wake = asyncio.Event()

@@ -52,7 +52,7 @@ class Session:
         self._ahead: asyncio.Task[list[Msg]] | None = None
         """The batch behind `_batch`, already asked for."""
         self.repeated: deque[Stored] = deque()
-        """What was heard as it was stored, and is not returned yet."""
+        """Messages that were heard as they were stored, and are not returned yet."""
         self._repeated_bytes = 0
         self.sink: Sink | None = None
         """Where it hears what is stored; None while it does not listen."""

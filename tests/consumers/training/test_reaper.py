@@ -102,7 +102,7 @@ class Scene(MemoryBus):
         return Reaper(self, SUBJECTS, "main", await take_fence(self, "main"), self.state_now, self.config)
 
     async def stones(self) -> list[tuple[str, Tombstone]]:
-        """What the reaper has stored, under which ids."""
+        """Return what the reaper has stored, under which ids."""
         last = (await super().state(SAMPLES)).last
         messages = [await self.fetch(SAMPLES, n) for n in range(last - len(self.ids) + 1, last + 1)]
         for message, headers in zip(messages, self.headers, strict=True):

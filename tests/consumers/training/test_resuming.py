@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -173,11 +174,8 @@ def test_an_older_one_is_gone_on_from_where_the_newer_are_damaged(scene: Scene) 
     assert scene.positions() == [(2, 2, (7, 8, 9)), (1, 1, (7, 8, 9)), (2, 1, msgspec.UNSET)]
     assert scene.puts[-2] == ("latest/main", replace(one, cursor=1, oldest_needed=2, older=()))
     assert scene.folders() == ["1-e0", "2-e0.damaged", "5-e0.damaged"]
-    assert [said.partition(":")[0].split(" cannot")[0].split(";")[0] for said in scene.said] == [
-        "checkpoint main-v00000005-e0",
-        "checkpoint main-v00000002-e0",
-        "goes on from checkpoint main-v00000001-e0",
-    ]
+    assert [re.findall(r"main-v\d{8}-e0", said)[0] for said in scene.said] == [f"main-v{number:08}-e0" for number in (5, 2, 1)]
+    assert scene.said[-1].startswith("goes on from ")
 
 
 def test_one_in_the_middle_keeps_those_behind_it(scene: Scene) -> None:
@@ -248,7 +246,7 @@ def test_what_is_carried_is_not_asked_of_the_stream(scene: Scene) -> None:
 
 @pytest.mark.parametrize(("entries", "version"), [((1, 2, 3, 4, 5), 3), ((1, 4, 5), 3), ((1, 2, 3, 5), 5), ((1, 2, 3), 3), ((5,), 5)])
 def test_the_ledger_leads_on_from_a_checkpoint_to_its_end(scene: Scene, entries: tuple[int, ...], version: int) -> None:
-    """Of checkpoints 3 and 5, in this order."""
+    """Checkpoints 3 and 5, in this order."""
     three, five = scene.checkpoint(3), scene.checkpoint(5)
     scene.bus = MemoryBus("r")
     for _ in range(10):
@@ -323,7 +321,7 @@ def test_with_none_that_will_do_it_begins_again_before_anything_was_loaded(scene
     assert scene.loaded == [path_of(5), path_of(4)]
     assert scene.puts[-1] == (PREFIX_POSITIONS + "main", Position("main", SAMPLES, 1, Version()))
     assert deleted == [("latest/main", len(scene.puts))], "behind the position"
-    assert scene.said[-1].startswith("goes on from the initial weights:")
+    assert "initial weights:" in scene.said[-1]
 
 
 @pytest.mark.parametrize("why", ["loaded", "trimmed", "ledger", "another stream"])

@@ -1,4 +1,4 @@
-"""What Linux has counted of a process: time on cores, time without one."""
+"""Linux counts for a process its time on cores and its time without one."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ async def filtered(workshop: Workshop, name: str, *, score_s: float = 20.0, **op
 
 
 async def test_what_is_kept_and_why_not(workshop: Workshop) -> None:
-    """Of a group whose last rollout is greedy that one stays as long as another is kept, or it is."""
+    """The greedy last rollout of a group stays as long as another one is kept, or it is kept itself."""
     async with filtered(workshop, "chosen") as runner:
         for name, options, greedy, expected in (
             ("by_reward", {}, False, dict.fromkeys(range(3), "filter: dull: ")),

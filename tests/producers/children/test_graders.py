@@ -30,7 +30,7 @@ HANGS = {
         "time.sleep(3600)",
     ],
 }
-"""How graders hang."""
+"""Ways in which graders hang."""
 
 
 def rewards(group: Group) -> dict[int, float | None]:
@@ -82,7 +82,7 @@ DEATHS = {
         ("os.closerange(3, 4096)", "died: it"),
     ],
 }
-"""How graders kill their process, and what is said of it."""
+"""Ways in which graders kill their process, and words that say so."""
 
 
 @pytest.mark.parametrize("kind", ["def", pytest.param("async def", marks=pytest.mark.slow)])

@@ -49,7 +49,7 @@ OTHER = turn(OWN_PROMPT, [30], heard="r", context=[7], family=1)
 
 
 def told(tree: Tree) -> tuple[list[tuple[Any, ...]], int]:
-    """By strand: numbers of its nodes, turns that are trained there, its parent, tokens in common, whether it is the newest."""
+    """Tell for each strand: numbers of its nodes, turns that are trained there, its parent, tokens in common, if it is the newest."""
     strands, abandoned = tree.strands()
     return [([node.number for node in s.nodes], s.num_own, s.parent, s.num_shared, s.is_newest) for s in strands], abandoned
 
