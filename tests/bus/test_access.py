@@ -19,6 +19,7 @@ from streamrl.config.tree import BusConfig
 from streamrl.errors import BusError, BusUnavailable, ConfigError, Forbidden
 from streamrl.schemas.subjects import Subjects
 from tests.support.errors import raises
+from tests.support.processes import until
 
 pytestmark = pytest.mark.nats
 
@@ -112,9 +113,7 @@ async def test_a_connection_that_the_server_ends_comes_back(own_server: NatsServ
     connection: Connection = bus.connection
     # Larger than the server takes: it answers with an error and closes, after which the client never reconnects by itself.
     await connection.client._send_publish("run.marks", "", bytes(9 << 20), 9 << 20, None)
-    async with asyncio.timeout(10):
-        while connection.generation == 1:
-            await asyncio.sleep(0.01)
+    await until(lambda: connection.generation != 1)
     assert (await bus.publish("run.marks", b"after")).sequence == 1
     assert (await reader).body == b"after"
     await bus.publish("run.tasks.main", b"t")

@@ -78,9 +78,7 @@ async def test_acknowledged_messages_are_all_there_once_and_in_order_after_kills
     stop.set()
     await asyncio.gather(*writers)
     last = (await bus.state("samples")).last
-    async with asyncio.timeout(20):
-        while not follower.done() and len(read) < last:
-            await asyncio.sleep(0.02)
+    await until(lambda: follower.done() or len(read) >= last)
     follower.cancel()
     await asyncio.gather(follower, return_exceptions=True)
 

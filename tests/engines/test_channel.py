@@ -38,6 +38,7 @@ from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
 from tests.support.models import ask
+from tests.support.processes import until
 
 REQUEST = GenerateRequest(request_id="r", prompt_ids=(1, 2), seeds=(5, 6))
 
@@ -141,13 +142,9 @@ async def test_who_goes_away_has_the_engine_abort():
         for name in ("cancelled", "closed"):
             task = asyncio.ensure_future(ask(client, msgspec.structs.replace(hanging, request_id=name)))
             await client.abort(f"{name}.1")
-            async with asyncio.timeout(10):
-                while engine.aborted[-1:] != [f"{name}.1"]:
-                    await asyncio.sleep(0.005)
+            await until(lambda name=name: engine.aborted[-1:] == [f"{name}.1"])
             await (client.close() if name == "closed" else _cancel(task))
-            async with asyncio.timeout(10):
-                while engine.left[-1:] != [name]:
-                    await asyncio.sleep(0.005)
+            await until(lambda name=name: engine.left[-1:] == [name])
             await asyncio.gather(task, return_exceptions=True)
 
 
@@ -229,8 +226,7 @@ async def test_all_who_wait_for_a_connection_fail_with_its_one_attempt(closed: b
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     client = ChannelEngine(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", silence_s=30.0 if closed else 0.2)
     tasks = [asyncio.ensure_future(ask(client, REQUEST)) for _ in range(5)]
-    while not opens:
-        await asyncio.sleep(0.005)
+    await until(lambda: opens)
     if closed:
         await client.close()
     for task in tasks:
@@ -309,8 +305,7 @@ async def test_a_stopping_server_lets_open_requests_end():
     client = ChannelEngine(server.address)
     task = asyncio.ensure_future(ask(client, msgspec.structs.replace(REQUEST, prompt_ids=(9,))))
     await client.abort("taken after the request")
-    while not engine.aborted:
-        await asyncio.sleep(0.005)
+    await until(lambda: engine.aborted)
     stopping = asyncio.ensure_future(server.stop())
     await asyncio.sleep(0.05)
     release.set()

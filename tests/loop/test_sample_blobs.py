@@ -34,6 +34,7 @@ from streamrl.schemas.samples import BlobRef, Sample, VersionSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
+from tests.support.processes import until
 
 ROUTING = Routing(layers=3, per_token=2, experts=8)
 RULES = FoldConfig(batch_tasks=1, group_size=2, max_staleness=1, drop_zero_variance=False)
@@ -280,8 +281,7 @@ async def test_a_full_bucket_stalls_the_producer_until_there_is_room(make_bus: A
     assert "bus.sample_blobs_bytes" in caught.value.hint
     publisher = Publisher(bus, Subjects(run_id))
     storing = asyncio.create_task(publisher.beside(0, 0, bytes(40_000)))
-    while publisher.full != FULL_BLOBS:
-        await asyncio.sleep(0.01)
+    await until(lambda: publisher.full == FULL_BLOBS)
     await bus.sample_blobs.delete("9/0.00000000")
     name, digest = await asyncio.wait_for(storing, 30)
     assert hashlib.sha256(await bus.sample_blobs.get(name)).hexdigest() == digest and not publisher.stalled

@@ -33,6 +33,7 @@ from streamrl.schemas.versions import Version
 from tests.loop.test_sample_blobs import World, episode
 from tests.support.buses import MakeBus
 from tests.support.images import GIF, JPEG, png
+from tests.support.processes import until
 
 PICTURES = (png(1), GIF)
 
@@ -166,8 +167,7 @@ async def test_they_are_there_before_their_tasks_and_wait_for_room(make_bus: Mak
     try:
         await bus.kv.put(KEY_GRANTED, encode(Grant(40, 0, 0)))
         async with asyncio.timeout(20):
-            while feeder.full != FULL_BLOBS:
-                await asyncio.sleep(0.01)
+            await until(lambda: feeder.full == FULL_BLOBS)
             assert (await bus.state(TASKS)).last == 0
             await bus.sample_blobs.delete("9/0.00000000")
             while (await bus.state(TASKS)).last < 40:

@@ -215,9 +215,7 @@ async def test_a_tab_in_the_background_lets_go_of_the_line_and_is_up_to_date_whe
         tab.on("requestfailed", lambda request: lines.append("let go") if request.url.endswith("/api/live") else None)
         await tab.wait_for_selector("section[aria-label=Reward] canvas")
         await tab.evaluate(hide, True)
-        async with asyncio.timeout(PATIENCE_MS / 1000):
-            while lines[-1:] != ["let go"]:
-                await asyncio.sleep(0.1)
+        await until(lambda: lines[-1:] == ["let go"], within_s=PATIENCE_MS / 1000)
         write(run, batches(4, 9, reward=7.0))
         await tab.evaluate(hide, False)
         await tab.wait_for_selector(".card b:text-is('7')")

@@ -14,6 +14,7 @@ from streamrl.producers import tool_runs
 from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.chat import Chat
 from tests.support.chat_templates import family
+from tests.support.processes import until
 from tests.support.scripted import rollout_engine
 
 DONE = "Done."
@@ -199,8 +200,7 @@ async def test_plain_tools_that_never_return_are_counted_and_bounded(monkeypatch
             await chat.call_tools({"stuck": release.wait}, timeout_s=0.05)
     finally:
         release.set()
-    while tool_runs.num_hung():
-        await asyncio.sleep(0.01)
+    await until(lambda: not tool_runs.num_hung())
 
 
 async def test_a_tool_that_will_not_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +219,7 @@ async def test_a_tool_that_will_not_be_cancelled_is_left_behind(monkeypatch: pyt
     [result] = await chat.call_tools({"stubborn": stubborn}, timeout_s=0.05)
     assert "not answered" in result.error and tool_runs.num_hung() == 1
     release.set()
-    while tool_runs.num_hung():
-        await asyncio.sleep(0.01)
+    await until(lambda: not tool_runs.num_hung())
 
 
 async def test_a_result_without_end_is_cut() -> None:

@@ -27,6 +27,7 @@ from streamrl.schemas.control import DataRecord, Grant, RunRecord
 from streamrl.schemas.events import FULL_STREAM
 from streamrl.schemas.subjects import KEY_DATA, KEY_GRANTED, KEY_RUN, TASKS, Subjects
 from streamrl.schemas.tasks import RolloutTask
+from tests.support.processes import until
 
 MakeBus = Callable[..., Awaitable[Bus]]
 PROBLEMS = Problems(
@@ -76,9 +77,7 @@ async def test_it_issues_what_is_granted_and_waits_for_more(bus, config):
         assert await issued(bus, 8) == plan_tasks(first, 0, 8, PROBLEMS, config)
         second = await grant(bus, 600, 1, 4)
         assert (await issued(bus, 600))[8:] == plan_tasks(second, 8, 600, PROBLEMS, config)
-        async with asyncio.timeout(20):  # it counts a task once its receipt is here, which is after the stream has it
-            while feeder.num_issued < 600:
-                await asyncio.sleep(0.01)
+        await until(lambda: feeder.num_issued >= 600)  # it counts a task once its receipt is here, which is after the stream has it
         assert feeder.num_issued == 600
 
 
@@ -154,16 +153,12 @@ async def test_a_full_stream_stalls_it_and_it_goes_on_by_itself(nats_bus, nats_a
         await stream.update_stream(settings.evolve(max_msgs=10))
         async with feeding(config, nats_bus) as [feeder]:
             now = await grant(nats_bus, 30, 0, 0)
-            async with asyncio.timeout(20):
-                while feeder.full != FULL_STREAM:
-                    await asyncio.sleep(0.01)
+            await until(lambda: feeder.full == FULL_STREAM)
             assert (await nats_bus.state(TASKS)).last == 10
             await stream.update_stream(settings.evolve(max_msgs=-1))
             assert await issued(nats_bus, 30) == plan_tasks(now, 0, 30, PROBLEMS, config)
             assert feeder.num_full >= 1
-            async with asyncio.timeout(20):
-                while feeder.full:
-                    await asyncio.sleep(0.01)
+            await until(lambda: not feeder.full)
     finally:
         await client.close()
 

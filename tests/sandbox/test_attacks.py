@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.sandbox.conftest import Attacker, marked, wait_for
+from tests.support.processes import until
 
 pytestmark = pytest.mark.process
 SMALL: dict[str, Any] = {"seconds": 0.5}
@@ -302,8 +303,7 @@ async def test_ways_to_end(attacker: Attacker, code: str, exit_code: int, reason
 
 async def test_a_caller_that_is_cancelled_leaves_nothing(attacker: Attacker) -> None:
     task = asyncio.ensure_future(attacker.run("import os, time; os.fork(); time.sleep(600)", seconds=600.0))
-    while len(attacker.processes()) < 2:
-        await asyncio.sleep(0.02)
+    await until(lambda: len(attacker.processes()) >= 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -331,8 +331,7 @@ def test_a_caller_that_is_killed_leaves_nothing(attacker: Attacker) -> None:
 async def test_its_watcher_killed_from_outside(attacker: Attacker) -> None:
     """As the kernel does that is out of memory."""
     task = asyncio.ensure_future(attacker.run("import os, time; os.fork(); time.sleep(600)", seconds=600.0))
-    while len(attacker.processes()) < 2:
-        await asyncio.sleep(0.02)
+    await until(lambda: len(attacker.processes()) >= 2)
     os.kill(psutil.Process(min(attacker.processes())).ppid(), 9)
     result = await task
     assert result.reason == "killed" and attacker.processes() == []

@@ -21,6 +21,7 @@ from streamrl.bus.reading import stretch
 from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, turn_bucket
 from streamrl.schemas.subjects import Subjects
 from tests.security.conftest import RUN, As, client_of, wire_of
+from tests.support.processes import until
 
 pytestmark = pytest.mark.nats
 
@@ -232,8 +233,7 @@ async def test_a_watcher_takes_no_answer_for_news(as_role: As) -> None:
             seen.append((entry.key, entry.value))
 
     watching = asyncio.create_task(watch())
-    while not seen:
-        await asyncio.sleep(0.01)
+    await until(lambda: seen)
     await bus.kv.put("presence/workers/own", FORGED)
     for _ in range(50):
         await bus.publish(TO.events("stalled"), FORGED)
@@ -244,9 +244,7 @@ async def test_a_watcher_takes_no_answer_for_news(as_role: As) -> None:
     await wire_of(bus).send(f"{ROLE_API}.STREAM.INFO.{keys_name(RUN)}", b"", news)
     await settle(bus)
     await operator.kv.put("granted", b"2")
-    async with asyncio.timeout(20):
-        while ("granted", b"2") not in seen:
-            await asyncio.sleep(0.01)
+    await until(lambda: ("granted", b"2") in seen)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
     assert [entry for entry in seen if entry[0] == "granted"] == [("granted", b"1"), ("granted", b"2")]
@@ -276,15 +274,13 @@ async def test_a_writers_headers_do_not_lie_about_a_sample(names: list[str], as_
 
     following = asyncio.create_task(follow())
     await operator.publish(TO.samples("main"), b"0")
-    while not read:
-        await asyncio.sleep(0.01)
+    await until(lambda: read)
     for number in range(1, 6):
         headers = {name: HEADERS.get(name, "503") for name in names}
         await client_of(producer).request(TO.samples("main"), b"%d" % number, headers=headers)
     expected = [(number + 1, TO.samples("main"), b"%d" % number) for number in range(6)]
     async with asyncio.timeout(20):
-        while len(read) < 6:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(read) >= 6)
         anew = [(message.sequence, message.subject, message.body) async for message in stretch(trainer, "samples", first=1, last=6)]
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)

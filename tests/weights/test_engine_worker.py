@@ -32,6 +32,7 @@ from streamrl.weights.factory import free_weights, make_publisher
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from tests.support.errors import raises
+from tests.support.processes import until
 
 VOCAB, POSITIONS, EOS = 5, 3, 4
 PREFIX = "presence/engines/"
@@ -203,9 +204,7 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory
 async def test_nobody_hears_of_an_engine_before_it_serves_anything(memory_bus, run_dir):
     worker = worker_of(memory_bus, run_dir)
     async with running(worker):
-        async with asyncio.timeout(30):
-            while worker.state != "waits for its first weights":
-                await asyncio.sleep(0.01)
+        await until(lambda: worker.state == "waits for its first weights", within_s=30)
         assert await memory_bus.kv.keys(PREFIX) == []
         await publish(memory_bus, run_dir, worker, 3)
         await presence(memory_bus, serving=Version(0, 3))

@@ -10,6 +10,7 @@ import pytest
 from streamrl.bus.memory.bus import MemoryBus
 from streamrl.config.tree import WeightsConfig
 from streamrl.weights.manifest import Content, offers
+from tests.support.processes import until
 from tests.weights.test_ranks import model, whole
 from tests.weights.test_slices import SUBJECTS, Held, Ranks, announced, read
 
@@ -27,8 +28,8 @@ async def test_a_rank_whose_bytes_go_is_waited_for_beyond_the_patience(tmp_path:
     late.go = asyncio.Event()
     ranks.others[0].transports["shm"] = late  # type: ignore[index]
     await ranks.offer(1)
-    while late.moved is None:
-        await asyncio.sleep(0.01)
+    await until(lambda: late.moved is not None)
+    assert late.moved is not None
     for _ in range(25):  # 2.5 s
         late.moved()
         await asyncio.sleep(0.1)

@@ -18,6 +18,7 @@ from streamrl.producers.episode import Segment
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.subjects import PREFIX_ATTEMPTS
 from streamrl.schemas.versions import Version
+from tests.support.processes import until
 from tests.support.user_code import Workshop, ends
 
 FORGES = """
@@ -98,8 +99,7 @@ async def two_turns(task, engine):
 
     async with workshop.runner(code, producer="two_turns") as runner:
         waits = asyncio.create_task(runner.run(workshop.task(0, num_rollouts=2), keeping=keeping(0)))
-        while len(workshop.told("saved")) < 2:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(workshop.told("saved")) >= 2)
         [guilty] = await workshop.run(runner, workshop.task(1, num_rollouts=1), keeping=keeping(1))
         group = await waits
     assert ends(guilty) == {0: "episode"}
@@ -216,6 +216,5 @@ async def stubborn(task, engine):
                 await rolling
             while (await workshop.engine.info()).waiting:
                 await asyncio.sleep(0.01)
-            while len(workshop.told("ended")) < 3:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(workshop.told("ended")) >= 3)
             (workshop.folder / "ended").unlink()
