@@ -216,7 +216,7 @@ def be(request: Request, descriptors: Sequence[int], more: Sequence[int], orders
     from streamrl.trainers.ranks import local
 
     code: object = 1
-    local.spawn = Preloaded(orders).start_rank  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    local._spawn = Preloaded(orders).start_rank  # type: ignore[assignment]  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
     try:
         for number, descriptor in enumerate(descriptors):
             os.dup2(descriptor, number)

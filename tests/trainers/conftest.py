@@ -25,7 +25,7 @@ def forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     """Ranks of `open_trainer` do not import what they need, except on GPUs and where a test has the fixture `real_ranks`."""
     if request.node.get_closest_marker("gpu") is None and "real_ranks" not in request.fixturenames:
         preloaded: Preloaded = request.getfixturevalue("preloaded")  # which tests on a GPU host do without, see scripts/gpu/tests.sh
-        monkeypatch.setattr(local, "spawn", preloaded.start_rank)
+        monkeypatch.setattr(local, "_spawn", preloaded.start_rank)
 
 
 @pytest.fixture(scope="session")

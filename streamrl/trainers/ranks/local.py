@@ -71,7 +71,7 @@ def open_trainer(config: Config, model_dir: Path) -> Generator[Trainer]:
     patience_s = 0.0
     try:
         for start in starts:
-            children.append(spawn(start))
+            children.append(_spawn(start))
         deadline = time.monotonic() + timeout_s
         while missing := meeting.missing():
             ended = [rank for rank in missing if children[rank - 1].poll() is not None]
@@ -135,8 +135,7 @@ def main() -> int:
     return 0
 
 
-def spawn(start: _Start) -> subprocess.Popen[bytes]:
-    """Start the process of one rank."""
+def _spawn(start: _Start) -> subprocess.Popen[bytes]:
     child = subprocess.Popen(
         [sys.executable, "-m", "streamrl.trainers.ranks.local"],
         stdin=subprocess.PIPE,
