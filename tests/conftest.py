@@ -12,6 +12,7 @@ import os
 # each other spin for the cores that the others have, which takes six times the processor time for models as small as these.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import logging
 import re
 import sys
 import uuid
@@ -73,6 +74,20 @@ def shared_memory_is_freed() -> Iterator[None]:
     yield
     if memory := sys.modules.get("tests.support.memory"):
         memory.free()
+
+
+@pytest.fixture(autouse=True)
+def log_is_restored() -> Iterator[None]:
+    """Undo what a command that runs in the test's process does to its log."""
+    root = logging.getLogger()
+    level, before = root.level, [*root.handlers]
+    yield
+    if root.handlers != before:
+        logging.captureWarnings(False)
+        for handler in root.handlers:
+            if handler not in before:
+                handler.close()
+        root.handlers[:], root.level = before, level
 
 
 @pytest.fixture(scope="session")

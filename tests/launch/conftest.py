@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from streamrl.launch.local import LocalLauncher
 from streamrl.monitor.outcome import Outcome
 from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.rundir import RunDir
-from tests.support.programs import Start
+from tests.support.programs import Start, surroundings
 from tests.support.tiny import tiny_command, tiny_up, write_tiny
 
 
@@ -72,19 +70,7 @@ def up(place: Path, start: Start) -> Start:
 
 
 @pytest.fixture
-def root_log() -> Iterator[None]:
-    """`up` takes the process's log for its own; afterwards it is as it was."""
-    root = logging.getLogger()
-    level, before = root.level, [*root.handlers]
-    yield
-    logging.captureWarnings(False)
-    for handler in root.handlers:
-        if handler not in before:
-            handler.close()
-    root.handlers[:], root.level = before, level
-
-
-@pytest.fixture
-def here(place: Path, root_log: None, monkeypatch: pytest.MonkeyPatch) -> Here:
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.chdir(place)
+    monkeypatch.setenv("PYTHONPATH", surroundings()["PYTHONPATH"])  # workers import tests.support.tiny
     return Here(place)
