@@ -224,7 +224,12 @@ def test_shares_are_of_the_rollouts_that_a_limit_cut() -> None:
 def test_what_is_left_out_takes_its_ages_along() -> None:
     shares = (Share(False, False, 1, -1, -1), Share(False, True, 2, 3, 5), Share(True, False, 4, 0, 4))
     given = RolloutView(0, 1, 7, 0, 5, 1.0, shares=shares)
-    for inexact, truncated, left in [(False, False, (7, 0, 5)), (True, False, (3, 3, 5)), (False, True, (5, 0, 4)), (True, True, (1, -1, -1))]:
+    for inexact, truncated, left in [
+        (False, False, (7, 0, 5)),
+        (True, False, (3, 3, 5)),
+        (False, True, (5, 0, 4)),
+        (True, True, (1, -1, -1)),
+    ]:
         found = given.without(inexact=inexact, truncated=truncated)
         assert (found.num_tokens, found.oldest, found.newest) == left
 
