@@ -267,9 +267,9 @@ def test_length_is_that_of_an_agents_samples() -> None:
 
 def test_a_bias_is_kept_once_and_in_the_order_of_messages() -> None:
     one, two = Sampling(logit_bias={5: 1.0, 3: 2.0}), Sampling(logit_bias={4: -1.0})
-    alone = assemble(*closed([[row(0, 0)], [row(0, 1, sampling=two)], [row(1, 0), row(1, 1)]]), CONFIG).logit_biases
-    assert alone is not None and alone.of.tolist() == [-1] * 4 + [0] * 4 + [-1] * 8
     turns = (TurnSpan(start=2, length=2, sampling={"logit_bias": {"5": 1.0, "3": 2.0}}),)
+    alone = assemble(*closed([[row(0, 0), row(0, 1)], [row(1, 0)], [row(1, 1, turns=turns)]]), CONFIG).logit_biases
+    assert alone is not None and alone.of.tolist() == [-1] * 14 + [0] * 2
     messages = [[row(0, 0, sampling=one)], [row(0, 1, sampling=two)], [row(1, 0, turns=turns), row(1, 1)]]
     both = assemble(*closed(messages), CONFIG).logit_biases
     assert both is not None and both.of.tolist() == [0] * 4 + [1] * 4 + [-1, -1, 0, 0] + [-1] * 4
