@@ -198,6 +198,9 @@ def test_packed_rows_share_nothing_and_are_filled_to_the_last_position() -> None
     plans = plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=8, row_length=8)
     assert [plan.starts.tolist() for plan in plans if plan.starts is not None] == [[0, 8, 8], [0, 5, 8, 8], [0, 2, 8]]
     assert [plan.branch.min() for plan in plans] == [1, 1, 1]
+    alike = TrainBatch.from_lists([[1] * 2] * 2, [[1] * 4, [1] * 2], tasks=[0, 0])
+    (plan,) = plan_micro_batches(alike, alike.loss_mask, np.arange(2), budget=8, row_length=8)
+    assert plan.starts is not None and (plan.starts.tolist(), plan.branch.min()) == ([0, 5, 8, 8], 1)
     with raises(TrainingError, expected=7, got=8):
         plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=8, row_length=7)
 
