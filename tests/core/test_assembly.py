@@ -284,9 +284,10 @@ def test_large_columns_are_read_where_they_are_asked_for_and_a_sample_has_some()
         return CandidateSets(np.arange(len(message.tokens) + 1), message.tokens.astype(np.int32))
 
     blob = BlobRef("b", "0" * 64, 0, 4)
-    for column, wanted in (("routed_experts", {"routed": routed}), ("candidates", {"candidates": candidates})):
-        other = {"candidates": "routed_experts", "routed_experts": "candidates"}[column]
-        folded = closed([[row(0, 0, **{column: blob}), row(0, 1)], [row(1, 0), row(1, 1)]])
+    asked: dict[str, dict[str, Any]] = {"routed_experts": {"routed": routed}, "candidates": {"candidates": candidates}}
+    for (column, wanted), other in zip(asked.items(), reversed(asked), strict=True):
+        said: dict[str, Any] = {column: blob}
+        folded = closed([[row(0, 0, **said), row(0, 1)], [row(1, 0), row(1, 1)]])
         both = assemble(*folded, CONFIG, routed=routed, candidates=candidates)
         found = getattr(both, column)
         assert (found.ids if column == "candidates" else found.ravel()).tolist() == both.tokens.tolist()
