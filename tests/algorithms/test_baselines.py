@@ -84,6 +84,7 @@ def test_the_deviation_of_the_batch_divides_every_group_alike() -> None:
     rewards, tasks, rollouts = np.array([1.0, 0, 0.51, 0.49]), np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
     found = grpo(rewards, tasks, rollouts, batch_std=True)[0]
     assert found == pytest.approx(np.array([0.5, -0.5, 0.01, -0.01]) / (np.std(rewards, ddof=1) + 1e-6))
+    assert grpo(rewards[:2], tasks[:2], rollouts[:2], batch_std=True)[0] == pytest.approx(np.array([0.5, -0.5]) / (0.5**0.5 + 1e-6))
     assert grpo(np.array([1.0]), np.array([0]), np.array([0]), batch_std=True)[0].tolist() == [0.0]
 
 

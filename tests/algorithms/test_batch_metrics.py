@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.batch_metrics import effective_fraction, length_metrics, ratio_metrics, staleness_metrics, weight_metrics
+from streamrl.algorithms.batch_metrics import (
+    effective_fraction,
+    length_metrics,
+    ratio_metrics,
+    staleness_metrics,
+    step_means,
+    weight_metrics,
+)
 from streamrl.core.batches import TrainBatch
 from streamrl.telemetry.names import Reduction, metric
 
@@ -218,3 +225,7 @@ def test_the_effective_fraction_at_its_ends() -> None:
     assert effective_fraction(1.0 - np.array([3e-9, 0.0, 3e-9, 2e-9, 3e-9])) == 1.0  # rounded, the quotient is above 1
     assert effective_fraction(np.zeros(0)) == 0.0
     assert effective_fraction(np.array([1e-200, 1e-200])) == pytest.approx(1.0)
+
+
+def test_means_over_steps_are_over_those_that_have_the_metric() -> None:
+    assert step_means([{"a": 1.0, "b": 4.0}, {"a": 2.0}]) == {"a": 1.5, "b": 4.0}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.policy import PolicyTokens, policy_loss, usable_tokens
+from streamrl.algorithms.policy import POLICY_LOSSES, PolicyTokens, policy_loss, usable_tokens
 from streamrl.algorithms.sequences import Packed
+from streamrl.config import registry
 from streamrl.config.loss import LossConfig, policy_name
 from streamrl.errors import ConfigError, TrainingError
 from tests.algorithms import reference_policy_losses as reference
@@ -102,6 +103,10 @@ def test_a_token_that_is_not_finite_is_as_if_it_were_not_there(policy: str, fiel
     assert loss[others].tolist() == pytest.approx(want.tolist())
     assert [gradient[i] for i in others] == pytest.approx(y.gradient(want, [weights[i] for i in others]))
     assert all(m.isfinite().all() for m in metrics.values())
+
+
+def test_every_loss_that_is_registered_is_here() -> None:
+    assert set(POLICY_LOSSES) == set(registry.POLICY_LOSSES)
 
 
 def test_usable_tokens_are_trained_ones_only() -> None:

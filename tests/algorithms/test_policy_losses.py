@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.policy_losses import cispo, gmpo, gspo, gspo_token, ppo_clip, sapo
+from streamrl.algorithms.policy_losses import cispo, clip_cov, gmpo, gspo, gspo_token, kl_cov, ppo_clip, sapo
 from streamrl.algorithms.sequences import Packed, Padded
 from tests.algorithms import reference_policy_losses as reference
 from tests.algorithms.policy_cases import Layout, one_token, packed, padded, random_sequences, reference_result, weights_for
@@ -325,3 +325,38 @@ def test_gmpo_clips_each_token_and_not_their_mean() -> None:
     assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 0, 0]
     loss.mean().backward()
     assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([0.0] + [-math.exp(0.1) / 4] * 3)
+
+
+@pytest.mark.parametrize("advantages", [(0.0, 1.0, 0.0, -1.0), (0.0, 0.0, 0.0, 0.0)])
+def test_gmpo_clips_nothing_without_an_advantage_nor_at_a_bound(advantages: tuple[float, ...]) -> None:
+    logprobs = t(2.0, 0.5, -2.0, -0.5).requires_grad_()
+    pairs = Packed(torch.tensor([0, 0, 1, 1]), 2)
+    loss, metrics = gmpo(logprobs, t(0, 0, 0, 0), t(*advantages), pairs, log_low=0.5, log_high=0.5)
+    assert metrics["train/pg_clipfrac"].tolist() == [0, 0, 0, 0]
+    assert loss.tolist() == pytest.approx([0.0, -math.exp(1.25) * advantages[1], 0.0, -math.exp(-1.25) * advantages[3]])
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    half = [loss[place].item() / 2 for place in (1, 1, 3, 3)]
+    assert logprobs.grad.tolist() == pytest.approx(half), "of each pair one token has an advantage, and both move its ratio"
+
+
+def test_losses_of_sequences_read_nothing_outside_the_mask() -> None:
+    nan = math.nan
+    for one in (gspo_token, gmpo):
+        sequences = Padded(torch.tensor([[True, False, True]]))
+        logprobs = torch.tensor([[0.1, nan, 0.2]], dtype=torch.float64, requires_grad=True)
+        old, advantages = torch.tensor([[0.0, nan, 0.0]], dtype=torch.float64), torch.tensor([[1.0, nan, -1.0]], dtype=torch.float64)
+        bounds = {"clip_low": 0.5, "clip_high": 0.5} if one is gspo_token else {"log_low": 0.5, "log_high": 0.5}
+        loss, metrics = one(logprobs, old, advantages, sequences, **bounds)
+        loss.sum().backward()
+        assert loss.tolist()[0] == pytest.approx([-math.exp(0.15), 0.0, math.exp(0.15)])
+        assert logprobs.grad is not None and logprobs.grad[0, 1] == 0 and logprobs.grad.isfinite().all()
+        assert all(values.isfinite().all() for values in metrics.values())
+        if one is gmpo:
+            assert metrics["train/ppo_kl"].tolist()[0] == pytest.approx([-0.1, 0.0, -0.2])
+
+
+def test_losses_by_covariance_say_which_tokens_were_chosen() -> None:
+    given, chosen = (t(-1, -2), t(-1, -2), t(1, 1)), torch.tensor([True, False])
+    for _, metrics in (clip_cov(*given, chosen, clip_low=0.2, clip_high=0.2), kl_cov(*given, chosen, coef=1.0)):
+        assert metrics["train/cov_fraction"].tolist() == [1, 0]

@@ -74,6 +74,8 @@ def test_constant_length_divides_by_the_same_number_everywhere(batch: TrainBatch
     assert got == pytest.approx(batch.loss_mask / 10 / 3)
     with raises(TrainingError, key="loss.constant_length", got=0):
         token_weights(batch, np.arange(4), "constant_length")
+    with raises(TrainingError, key="loss.legacy_samples", got=0):
+        token_weights(batch, np.arange(4), "token_mean_legacy")
     assert token_weights(batch, np.arange(4), "constant_length", constant_length=1) == pytest.approx(batch.loss_mask / 3)
 
 

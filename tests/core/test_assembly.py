@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from streamrl.config.reward import LengthConfig
 from streamrl.core.assembly import PARTS, ages, assemble, parts_of_ages, used
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch, close, fold
 from streamrl.core.records import judge
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import TrainingError
+from streamrl.schemas.blobs import BlobRef
+from streamrl.schemas.candidates import CandidateSets, no_candidates
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.ledger import SourceTally, Used
 from streamrl.schemas.sample_batch import SampleBatch
@@ -131,16 +134,18 @@ def test_the_ledgers_list_of_what_was_used() -> None:
     assert batch.sequences == (1, 2, 3)
 
 
-def demonstration(task: int) -> Sample:
+def demonstration(task: int, **more: Any) -> Sample:
     values = {"spans": (VersionSpan(4, None),), "logprob_mode": LogprobMode.NONE, "logprobs": np.zeros(4, np.float32), "reward": None}
-    return row(task, 0, **values, source="warmup", group_size=1, sampling=Sampling(temperature=0.25))
+    return row(task, 0, **values, source="warmup", group_size=1, sampling=Sampling(temperature=0.25), **more)
 
 
 def test_demonstrations() -> None:
     config = FoldConfig(batch_tasks=2, max_staleness=1, warmup_steps=3)
     state = replace(initial_state(config), version=Version(0, 2), warmup_steps=2)
-    batch, messages, state = closed([[demonstration(1)], [demonstration(0)]], config, state)
-    made = assemble(batch, messages, state, config)
+    source: dict[str, Any] = {"metadata": {"data_source": "a"}, "candidates": BlobRef("b", "0" * 64, 0, 4)}
+    batch, messages, state = closed([[demonstration(1, **source)], [demonstration(0)]], config, state)
+    made = assemble(batch, messages, state, config, candidates=lambda message: no_candidates(len(message.tokens)))
+    assert made.candidates is None and made.sources == {"a": SourceTally(1, None)}
     assert (made.kind, made.stage_step) == ("sft", 2)
     assert made.temperature.tolist() == [1.0] * made.num_tokens, "the loss of a demonstration is taken at temperature 1"
     assert made.temperature.dtype == np.float32
@@ -236,6 +241,62 @@ def test_ages_fall_into_parts_by_token_and_by_sample() -> None:
     assert (of_tokens.sum(axis=0) == packed.staleness[packed.loss_mask]).all()
 
 
+def test_ages_of_zero_count_and_samples_without_a_trained_token_do_not() -> None:
+    batch, decoded, state = closed([[row(0, 0, spans=spans(7, 7)), row(0, 1, spans=spans(7, 7))], [row(1, 0), row(1, 1)]])
+    packed = assemble(batch, decoded, state, CONFIG)
+    of_tokens, of_samples = parts_of_ages(batch, replace(packed, loss_mask=packed.loss_mask & (np.arange(16) // 4 != 2)))
+    assert of_tokens.tolist() == [[0] * 6, [0] * 6, [0, 0, 0, 0, 3, 3]]
+    assert of_samples.tolist() == [[0] * 3, [0] * 3, [0, 0, 3]]
+
+
+def test_only_what_is_marked_as_inexact_is_masked() -> None:
+    config = replace(CONFIG, inexact="mask")
+    turns = (TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, inexact=True))
+    batch = assemble(*closed([[row(0, 0, turns=turns), row(0, 1)], [row(1, 0), row(1, 1)]], config), config)
+    assert batch.loss_mask.tolist() == [False, False, True, False] + [False, False, True, True] * 3
+
+
+def test_length_is_that_of_an_agents_samples() -> None:
+    """Half way to 4 tokens: from 2 to 1 the rollout's own answer, which is right, and from -10 to 0 the agent's, which is wrong."""
+    cosine = LengthConfig(kind="cosine", longest=4, cosine_right=(2.0, 1.0), cosine_wrong=(-10.0, 0.0), cosine_exceeded=-7.0)
+    config = replace(CONFIG, length=cosine)
+    rows = [row(0, 0, num_samples=2, reward=1.0), row(0, 0, index=1, num_samples=2, reward=1.0, agent="a", agent_reward=0.0)]
+    batch = assemble(*closed([[*rows, row(0, 1, reward=0.0)], [row(1, 0), row(1, 1)]], config), config)
+    assert batch.rewards[:3].round(9).tolist() == [1.5, -5.0, -5.0]
+
+
+def test_a_bias_is_kept_once_and_in_the_order_of_messages() -> None:
+    one, two = Sampling(logit_bias={5: 1.0, 3: 2.0}), Sampling(logit_bias={4: -1.0})
+    turns = (TurnSpan(start=2, length=2, sampling={"logit_bias": {"5": 1.0, "3": 2.0}}),)
+    alone = assemble(*closed([[row(0, 0), row(0, 1)], [row(1, 0)], [row(1, 1, turns=turns)]]), CONFIG).logit_biases
+    assert alone is not None and alone.of.tolist() == [-1] * 14 + [0] * 2
+    messages = [[row(0, 0, sampling=one)], [row(0, 1, sampling=two)], [row(1, 0, turns=turns), row(1, 1)]]
+    both = assemble(*closed(messages), CONFIG).logit_biases
+    assert both is not None and both.of.tolist() == [0] * 4 + [1] * 4 + [-1, -1, 0, 0] + [-1] * 4
+    assert [ids.tolist() for ids, _ in both.tables()] == [[3, 5], [4]]
+
+
+def test_large_columns_are_read_where_they_are_asked_for_and_a_sample_has_some() -> None:
+    def routed(message: SampleBatch) -> np.ndarray:
+        return message.tokens.astype(np.int16)[:, None, None]
+
+    def candidates(message: SampleBatch) -> CandidateSets:
+        return CandidateSets(np.arange(len(message.tokens) + 1), message.tokens.astype(np.int32))
+
+    blob = BlobRef("b", "0" * 64, 0, 4)
+    asked: dict[str, dict[str, Any]] = {"routed_experts": {"routed": routed}, "candidates": {"candidates": candidates}}
+    for (column, wanted), other in zip(asked.items(), reversed(asked), strict=True):
+        said: dict[str, Any] = {column: blob}
+        folded = closed([[row(0, 0, **said), row(0, 1)], [row(1, 0), row(1, 1)]])
+        both = assemble(*folded, CONFIG, routed=routed, candidates=candidates)
+        found = getattr(both, column)
+        assert (found.ids if column == "candidates" else found.ravel()).tolist() == both.tokens.tolist()
+        assert getattr(both, other) is None and getattr(assemble(*folded, CONFIG, **wanted), column) is not None
+        assert getattr(assemble(*folded, CONFIG), column) is None
+        plain = assemble(*closed([[row(0, 0), row(0, 1)], [row(1, 0), row(1, 1)]]), CONFIG, routed=routed, candidates=candidates)
+        assert getattr(plain, column) is None
+
+
 def test_groups_and_rewards_by_source() -> None:
     def of(task: int, *rewards: float | None, **values: Any) -> list[Sample]:
         return [row(task, rollout, reward=reward, group_size=len(rewards), **values) for rollout, reward in enumerate(rewards)]
@@ -247,7 +308,9 @@ def test_groups_and_rewards_by_source() -> None:
     batch, decoded, state = closed(messages, config)
     found = assemble(batch, decoded, state, config).sources
     assert found == {"sums": SourceTally(2, 0.75), "words": SourceTally(1, 0.5)}
-    many = [of(task, 0.0, 1.0, metadata={"data_source": f"{task:03}" * 40}) for task in range(70)]
+    # The two names that come last in order have two tasks each, 66 others have one.
+    names = [f"{99 - task // (1 + (task < 4)):03}" * 40 for task in range(70)]
+    many = [of(task, 0.0, 1.0, metadata={"data_source": name}) for task, name in enumerate(names)]
     batch, decoded, state = closed(many, config := replace(config, batch_tasks=70))
     found = assemble(batch, decoded, state, config).sources
-    assert len(found) == 64 and {len(name) for name in found} == {64}
+    assert list(found) == [*sorted({name[:64] for name in names[4:]})[:62], names[2][:64], names[0][:64]]

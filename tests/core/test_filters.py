@@ -107,7 +107,7 @@ def test_a_group_that_is_all_refused_frees_its_credit_at_once() -> None:
 
 def test_masked_rollouts_still_count_in_their_group() -> None:
     config = rules(refused="mask", max_tokens=3)
-    rows = [answer(0, [7, 8, 9, 7], reward=1.0), answer(1, [7, 8], reward=0.0)]
+    rows = [answer(0, [7, 8, 9, 7], reward=1.0), answer(1, [7], reward=0.0)]
     record, batch = judged(*rows)
     s = Stream(config, replace(initial_state(config), granted=9))
     s.put(record)
@@ -115,7 +115,7 @@ def test_masked_rollouts_still_count_in_their_group() -> None:
     assert closed is not None and not s.dropped and sorted(closed.groups[0].rollouts) == [0, 1]
     given_to = assemble(closed, {1: batch}, s.state, config)
     assert given_to.rewards.tolist() == [1.0, 0.0], "the reward counts"
-    assert np.add.reduceat(given_to.loss_mask, given_to.offsets[:-1], dtype=int).tolist() == [0, 2]
+    assert np.add.reduceat(given_to.loss_mask, given_to.offsets[:-1], dtype=int).tolist() == [0, 1]
     assert s.state.pending[3].rollouts[0].length == 4, "it was sampled all the same"
     s.sequence = 1
     s.rollouts(4, view(0, reward=1.0, tokens=9), view(1, reward=0.0, tokens=9))

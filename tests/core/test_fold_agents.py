@@ -106,6 +106,17 @@ def test_the_rollouts_reward_follows_its_last_agents_until_it_is_given_one_itsel
     assert (first.reward, [one.reward for one in first.agents]) == (2.0, [0.0, 0.75])
 
 
+def test_early_rewards_of_others_change_no_reward_that_comes_with_the_samples() -> None:
+    s = Stream(config(1))
+    reward(s, 1, 0, 9.0)
+    reward(s, 0, 1, 3.0)
+    s.rollouts(0, replace(only_agents(0, a=0.5), reward=2.0), only_agents(1, a=None))
+    assert [(one.reward, one.agents[0].reward) for one in s.state.pending[0].rollouts.values()] == [(2.0, 0.5), (3.0, None)]
+    assert s.state.early_rewards == {"1/0": (1, 9.0)}
+    s.rollouts(1, only_agents(0, a=1.0))
+    assert s.state.early_rewards == {}
+
+
 @pytest.mark.parametrize(
     ("agent", "sample", "told"),
     [("b", None, "its agents are a"), ("", 1, "expected agent a in a reward for sample 1")],
@@ -117,7 +128,9 @@ def test_a_reward_for_nobody_is_quarantined(agent: str, sample: int | None, told
     assert [(dead.sequence, told in dead.reason) for dead in s.effects.dead] == [(2, True)], s.effects
     assert s.state.is_open(0) is False and not s.state.is_retired(0), "its task goes on waiting"
     reward(s, 0, 1, 1.0, agent="a")
-    assert "which has none" in s.effects.dead[0].reason
+    assert ", which has none, " in s.effects.dead[0].reason
+    reward(s, 0, 0, 1.0, agent="a", sample=1)
+    assert not s.effects.dead, "it is that agent's sample"
 
 
 def test_a_checkpoint_keeps_them_and_reads_those_of_earlier_builds() -> None:

@@ -23,7 +23,7 @@ def test_a_task_of_which_nothing_came_ends_so_many_versions_after_its_grant() ->
     assert s.state.drops == () and s.state.first_open == 0
     granted = s.state.granted
     advance(s, 1, 3)
-    assert s.dropped == [(0, 0, (), "expired", True)]
+    assert s.dropped == [(0, 0, (), "expired", True)] and " 3 versions" in s.state.drops[0].detail
     assert s.state.granted == granted + 2, "one for the trained task, one for the expired one"
     assert (s.state.watermark, s.state.first_open) == (4, 4)
     s.group(0, oldest=0)

@@ -85,6 +85,14 @@ def test_a_failed_grading_ends_a_rollout_that_has_come_and_its_group_closes_with
     assert sorted(s.train().groups[0].rollouts) == [0, 2]
 
 
+def test_a_failed_grading_of_another_attempt_ends_nothing() -> None:
+    s = Stream(config(1))
+    s.rollouts(0, view(0), view(1, grading=6))
+    for rollout in range(2):
+        s.end(0, rollout, reason="timeout", grading=7)
+    assert [drop[2:4] for drop in s.dropped] == [((0,), "superseded_reward"), ((1,), "superseded_reward")]
+
+
 def test_when_all_gradings_fail_the_task_ends_and_its_credit_comes_back() -> None:
     s = Stream(config(1, 0))
     s.rollouts(0, view(0, grading=7), view(1, grading=7))

@@ -57,6 +57,25 @@ def test_expired_and_lost_answers_are_counted(stale: str) -> None:
     assert dropped(s) == {"expired": 23, "lost_version": 29}
 
 
+def test_answers_of_tasks_that_are_not_open_are_counted() -> None:
+    s = Stream(config(1, 1), replace(Stream(config(1, 1)).state, lost=9))
+    s.rollouts(99, view(0, tokens=5), view(1, tokens=0))
+    assert s.state.dropped == {"poison": Tally(5, histogram([5]))}, "that task had not been granted"
+    s.end(0)
+    s.rollouts(0, view(0, tokens=7, highest=3))
+    assert s.state.dropped["late"] == Tally(7, histogram([7])), "it is late before it is lost"
+
+
+def test_a_rollout_of_which_nothing_was_sampled_is_no_answer() -> None:
+    s = Stream(config(1, 1))
+    s.rollouts(1, view(0, tokens=0), view(1, tokens=0, grading=7))
+    assert [one.sampled for one in s.state.pending[1].rollouts.values()] == [0, 0]
+    s.end(1, 1, reason="timeout", grading=7)
+    s.end(0)
+    s.rollouts(0, view(0, tokens=0))
+    assert [drop.reason for drop in s.state.drops] == ["timeout", "failed", "late"] and s.state.dropped == {}
+
+
 def test_refused_and_masked_tokens_count_as_sampled() -> None:
     cut = replace(view(0, reward=1.0, tokens=31), shares=(Share(False, True, 31, 0, 0),))
     s = Stream(config(1, overlong="drop", drop_zero_variance=False))

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import ROW, MicroBatch, packed_row_length, plan_micro_batches, split_groups
+from streamrl.core.packing import ROW, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches, split_groups, trial_row
+from streamrl.errors import TrainingError
+from tests.support.errors import raises
 
 MakeBatch = Callable[..., TrainBatch]
 
@@ -101,7 +104,17 @@ def test_a_layout_by_hand(make_batch: MakeBatch) -> None:
     assert plan.branch.tolist() == [[1, 1, 1, 1, 1], [0, 0, 0, 2, 2]]
     assert plan.source.tolist() == [0, 1, 2, 3, 4, 7, 7, 8]
     assert plan.target.tolist() == [10, 11, 12, 13, 14, 3, 7, 8]
-    assert not plan.plain
+    assert plan.copies.tolist() == [[1] * 5, [2, 2, 2, 1, 0]]
+    assert plan.fed.tolist() == [[9, 10, 11, 12, 13], [0, 1, 2, 7, -1]]
+    assert (plan.plain, plan.starts, plan.longest) == (False, None, 0)
+
+
+def test_a_prompt_is_shared_as_far_as_it_went_to_the_same_experts(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1] * 8, "answer": [2 + r, 9], "task": 0, "rollout": r} for r in range(3)])
+    routed = np.zeros((30, 2, 2), np.int16)
+    routed[10 + 5, 1, 0] = 1  # of the second sample's sixth token, in one layer
+    (plan,) = plan_micro_batches(replace(batch, routed_experts=routed), batch.loss_mask, np.arange(3), budget=100)
+    assert plan.branch.tolist() == [[0] * 5 + [1] * 4 + [2] * 4 + [3] * 4]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -167,16 +180,52 @@ def test_packed_rows_are_as_long_as_the_budget_or_of_one_of_few_lengths_for_long
     found = {length(longest, 40) for longest in range(41, 1025)}
     assert all(longest <= length(longest, 40) < 1.125 * longest for longest in range(41, 1025))
     assert len(found) < 8 * 5 and max(found) == 1024
+    assert [length(41, 41), length(7, 4), length(15, 4)] == [41, 7, 15]
 
 
 def test_padding_is_cut_where_it_is_longer_than_samples_are() -> None:
     """Attention looks at no more than `longest` positions of a sample: what it left out would be whatever was in memory."""
     batch = TrainBatch.from_lists([[1]] * 3, [[1] * n for n in (ROW - 1, 4000, 3000)])
     plans = plan_micro_batches(batch, batch.loss_mask, np.arange(3), budget=3 * ROW, row_length=3 * ROW)
-    assert [plan.longest for plan in plans] == [ROW]
+    assert [(plan.longest, plan.plain) for plan in plans] == [(ROW, False)]
     (plan,) = plans
     assert plan.starts is not None and plan.starts.tolist() == [0, ROW - 1, ROW + 3999, ROW + 6999, 2 * ROW + 6999, 3 * ROW]
     assert np.diff(plan.starts).max() <= ROW
+
+
+def test_packed_rows_share_nothing_and_are_filled_to_the_last_position() -> None:
+    batch = TrainBatch.from_lists([[1]] * 4, [[1] * n for n in (5, 3, 8, 2)])
+    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=8, row_length=8)
+    assert [plan.starts.tolist() for plan in plans if plan.starts is not None] == [[0, 8, 8], [0, 5, 8, 8], [0, 2, 8]]
+    assert [plan.branch.min() for plan in plans] == [1, 1, 1]
+    alike = TrainBatch.from_lists([[1] * 2] * 2, [[1] * 4, [1] * 2], tasks=[0, 0])
+    (plan,) = plan_micro_batches(alike, alike.loss_mask, np.arange(2), budget=8, row_length=8)
+    assert plan.starts is not None and (plan.starts.tolist(), plan.branch.min()) == ([0, 5, 8, 8], 1)
+    with raises(TrainingError, expected=7, got=8):
+        plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=8, row_length=7)
+
+
+def test_rows_that_predict_nothing() -> None:
+    batch = TrainBatch.from_lists([[1]], [[1, 2]])
+    alone, packed, trial = empty_micro_batch(batch), empty_micro_batch(batch, 3 * ROW), trial_row(2 * ROW + 5)
+    assert (alone.inputs.shape, alone.plain, alone.starts, alone.longest) == ((1, 1), True, None, 0)
+    assert packed.starts is not None and packed.starts.tolist() == [0, ROW, 2 * ROW, 3 * ROW]
+    assert trial.starts is not None and trial.starts.tolist() == [0, ROW, 2 * ROW, 2 * ROW + 5, 2 * ROW + 5]
+    assert trial.positions.tolist() == [list(range(2 * ROW + 5))] and trial_row(7).longest == 7
+    for row, length in ((packed, 3 * ROW), (trial, 2 * ROW + 5)):
+        assert (row.inputs.shape, row.plain, row.longest) == ((1, length), False, ROW)
+    for row in (alone, packed, replace(trial, positions=np.zeros((1, 1), np.int64))):
+        found = {name: (getattr(row, name).dtype.name, set(getattr(row, name).ravel().tolist())) for name in row.__struct_fields__[:8]}
+        assert found == {
+            "inputs": ("int64", {0}),
+            "positions": ("int64", {0}),
+            "tree": ("int32", {0}),
+            "branch": ("int32", {1}),
+            "copies": ("int32", {0}),
+            "fed": ("int64", {-1}),
+            "source": ("int64", set()),
+            "target": ("int64", set()),
+        }
 
 
 @pytest.mark.parametrize(("mean", "cap", "num"), [(1500, 8192, 512), (8000, 16_000, 256)])

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.core.records import Ended, Forked, Marked, Poison, Rewarded, Rollouts, RolloutView, judge
+from streamrl.core.records import AgentView, Ended, Forked, Marked, Poison, Rewarded, Rollouts, RolloutView, Share, judge
 from streamrl.core.repetition import Tails
 from streamrl.schemas.codec import encode
+from streamrl.schemas.columns import FORMER_NAME, SCHEMA_NAME
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.samples import MARK_EPOCH, LogprobMode, Mark, RewardUpdate, Tombstone, VersionSpan
+from streamrl.schemas.samples import MARK_EPOCH, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
 from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.support.rows import sample
 
@@ -159,7 +161,7 @@ def test_version_zero_is_a_version() -> None:
 
 def test_what_a_record_does_not_say() -> None:
     assert RolloutView(0, 1, 2, 3, 4, None) == RolloutView(0, 1, 2, 3, 4, None, highest=-1, epochs=())
-    assert Rollouts(1, "main", 0, 2, ()).top_token == 0
+    assert RolloutView(0, 1, 2, 3, 4, None).grading == Rollouts(1, "main", 0, 2, ()).longest == Rollouts(1, "main", 0, 2, ()).top_token == 0
     assert Ended(1, "main", 0, None, 2, "failed").detail == ""
     assert Rewarded(1, 0, 0, 0.5, 1).sample is None
 
@@ -197,3 +199,71 @@ def test_reasons_have_the_length_that_ledgers_of_before_have_them_in() -> None:
 def test_a_fork_may_be_of_the_very_first_version() -> None:
     body = encode(Mark(name=MARK_EPOCH, detail={"epoch": 1, "first": 1, "last_before": 1}))
     assert judge(SUBJECTS.marks, 7, body, None) == (Forked(7, 1, 1, 1), None)
+
+
+def views_of(*rows: Sample) -> tuple[RolloutView, ...]:
+    record, _ = judge(SAMPLES, 1, encode_samples(list(rows)), None)
+    assert isinstance(record, Rollouts)
+    return record.rollouts
+
+
+def numbered(first: int, *numbers: int) -> tuple[VersionSpan, ...]:
+    """No version for so many tokens, then one token of each."""
+    return (VersionSpan(first, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
+
+
+def test_shares_are_of_the_rollouts_that_a_limit_cut() -> None:
+    cut, shown = {"status": Status.TRUNCATED}, {"logprob_mode": LogprobMode.NONE, "logprobs": np.zeros(4, np.float32)}
+    whole, one = views_of(sample(0), sample(1, **cut, spans=numbered(2, 3, 0)))
+    assert (whole.shares, one.shares) == ((), (Share(False, True, 2, 0, 3),))
+    one, whole = views_of(sample(0, **cut, **shown, spans=numbered(3, 3)), sample(1))
+    assert (one.shares, whole.shares) == ((Share(False, True, 2, 3, 3),), ()), "a token that no model sampled has no age"
+    assert views_of(sample(0, **cut, **shown, spans=numbered(4)))[0].shares == (Share(False, True, 2, -1, -1),)
+
+
+def test_what_is_left_out_takes_its_ages_along() -> None:
+    shares = (Share(False, False, 1, -1, -1), Share(False, True, 2, 3, 5), Share(True, False, 4, 0, 4))
+    given = RolloutView(0, 1, 7, 0, 5, 1.0, shares=shares)
+    for inexact, truncated, left in [
+        (False, False, (7, 0, 5)),
+        (True, False, (3, 3, 5)),
+        (False, True, (5, 0, 4)),
+        (True, True, (1, -1, -1)),
+    ]:
+        found = given.without(inexact=inexact, truncated=truncated)
+        assert (found.num_tokens, found.oldest, found.newest) == left
+
+
+def test_agents_and_their_samples_are_in_order() -> None:
+    owners = [(2, "a/1"), (1, "b"), (0, "a/1")]
+    rows = [sample(0, sample=index, num_samples=3, agent=agent, agent_reward=0.5) for index, agent in owners]
+    assert views_of(*rows[1:], rows[0])[0].agents == (AgentView("a/1", (0, 2), 0.5), AgentView("b", (1,), 0.5))
+    assert views_of(*rows)[0].agents == (AgentView("a/1", (0, 2), 0.5), AgentView("b", (1,), 0.5))
+
+
+def test_the_longest_sample_and_the_requests_for_rewards() -> None:
+    short = {"tokens": np.array([5, 6], np.int32), "loss_mask": np.array([0, 1], np.uint8), "logprobs": np.zeros(2, np.float32)}
+    record, _ = judge(SAMPLES, 1, encode_samples([sample(0, **short, spans=numbered(1, 4)), sample(1, grading=7, reward=None)]), None)
+    assert isinstance(record, Rollouts) and record.longest == 4
+    assert [one.grading for one in record.rollouts] == [0, 7]
+
+
+@pytest.mark.parametrize(("grading", "good"), [(-1, False), (0, False), (1, True), ((1 << 63) - 1, True), (1 << 63, False)])
+def test_gradings_that_can_be(grading: int, good: bool) -> None:
+    stone = Tombstone(task=4, reason="failed", rollout=1, group_size=2, grading=grading)
+    record, _ = judge(TOMBSTONES, 1, encode(stone), "4")
+    assert record == Ended(1, "", 4, 1, 2, "failed", grading=grading) if good else isinstance(record, Poison)
+    record, _ = judge(SUBJECTS.rewards, 2, encode(RewardUpdate(task=4, rollout=1, reward=0.5, grading=grading)), None)
+    assert record == Rewarded(2, 4, 1, 0.5, 1, grading=grading) if good else isinstance(record, Poison)
+    assert isinstance(judge(TOMBSTONES, 1, encode(Tombstone(task=4, reason="failed", grading=7)), "4")[0], Poison), "it is of no rollout"
+
+
+@pytest.mark.parametrize(("schema", "good"), [(SCHEMA_NAME, True), (FORMER_NAME, True), (None, True), ("other", False)])
+def test_schemas_that_are_read(schema: str | None, good: bool) -> None:
+    assert (judge(SAMPLES, 1, encode_samples([sample(0)]), None, schema=schema)[1] is not None) == good
+
+
+def test_only_what_a_model_drew_has_to_be_marked_as_inexact() -> None:
+    drawn, shown = Sampling(regex="a"), {"logprob_mode": LogprobMode.NONE, "logprobs": np.zeros(4, np.float32)}
+    assert views_of(sample(0, sampling=drawn, **shown, spans=numbered(4)))[0].demonstration
+    assert isinstance(judge(SAMPLES, 1, encode_samples([sample(0, sampling=drawn, spans=numbered(2, 0, 0))]), None)[0], Poison)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from streamrl.core.state import DROPS_CHUNK, Epoch, FoldConfig, FoldState, PendingRollout, PendingTask, initial_state, window
+from streamrl.config.filters import FiltersConfig
+from streamrl.core.state import DROPS_CHUNK, Epoch, FoldConfig, FoldState, PendingAgent, PendingRollout, PendingTask, initial_state, window
 from streamrl.errors import SchemaError
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
@@ -87,6 +88,9 @@ def test_what_a_configuration_does_not_name_is_off() -> None:
         hold_ahead=False,
         delay_versions=0,
         vocab_size=0,
+        overlong_buffer=0,
+        overlong_penalty=1.0,
+        filters=FiltersConfig(min_reward_std=0.0),
     )
 
 
@@ -94,6 +98,7 @@ def test_a_state_that_says_nothing_is_the_one_before_any_record() -> None:
     assert FoldState.decode(msgspec.msgpack.encode({})) == FoldState(
         version=Version(0, 0),
         cursor=0,
+        cursor_s=0.0,
         watermark=0,
         retired_above=frozenset(),
         pending={},
@@ -111,6 +116,7 @@ def test_a_state_that_says_nothing_is_the_one_before_any_record() -> None:
         warmup_score=0.0,
     )
     old = PendingRollout(sequence=1, num_samples=1, num_tokens=3, oldest=0, newest=0, reward=None)
+    assert (old.sampled, old.grading, PendingAgent("a", (0,), None).revision) == (-1, 0, 0)
     assert (old.revision, old.arrived, PendingTask(0, "main", 2, {}).ended, Epoch(1, 4).last) == (0, 0, (), None)
 
 
@@ -127,6 +133,36 @@ def test_the_first_grant_is_the_window(staleness: int, delay: int, batch: int, t
 )
 def test_a_demonstration_is_trained_on_and_sampled_by_no_model(tokens: int, oldest: int, is_one: bool) -> None:
     assert rollout(tokens=tokens, oldest=oldest).demonstration == is_one
+
+
+@pytest.mark.parametrize(("sampled", "oldest", "length"), [(-1, 0, 3), (-1, -1, 0), (0, 0, 0), (1, 0, 1), (5, -1, 5)])
+def test_what_was_sampled_counts_and_where_that_is_not_known_what_is_trained(sampled: int, oldest: int, length: int) -> None:
+    assert msgspec.structs.replace(rollout(oldest=oldest), sampled=sampled).length == length
+
+
+def owned(*agents: PendingAgent, samples: int, reward: float | None = None) -> PendingRollout:
+    return PendingRollout(1, samples, 3, 0, 0, reward, revision=7, agents=agents)
+
+
+def test_rewards_of_agents_are_of_their_own_samples() -> None:
+    a, b = PendingAgent("a/1", (0, 3), 0.5, 2), PendingAgent("b", (1, 2), 0.25, 3)
+    alone, beside = owned(a, b, samples=4), owned(a, b, samples=5)
+    assert (alone.rewarded, beside.rewarded, owned(a, b, samples=5, reward=1.0).rewarded) == (True, False, True)
+    assert list(beside.votes) == list(owned(a, b, samples=4, reward=1.0).votes) == [("a", 0.5), ("b", 0.25)]
+    assert list(owned(a, samples=3, reward=1.0).votes) == [("", 1.0), ("a", 0.5)]
+    assert [beside.revision_of(name) for name in ("a/1", "b", "", "c")] == [2, 3, 7, 7]
+    assert msgspec.structs.replace(beside, reward=4.0, revision=8) == beside.with_reward(4.0, 8)
+    # a/1 made the last sample, though b comes behind it by name.
+    first = msgspec.structs.replace(alone, revision=0)
+    assert [first.with_reward(4.0, 4, name).reward for name in ("a/1", "b")] == [4.0, None]
+    assert [one.with_reward(4.0, 4, "a/1").reward for one in (alone, msgspec.structs.replace(beside, revision=0))] == [None, None]
+    assert [(one.reward, one.revision) for one in first.with_reward(4.0, 4, "b").agents] == [(0.5, 2), (4.0, 4)]
+
+
+@pytest.mark.parametrize(("baseline", "compared", "reward"), [(-1, [0, 1], None), (0, [1], 0.5), (1, [0], 0.25), (2, [0, 1], None)])
+def test_a_greedy_rollout_is_compared_with_the_others(baseline: int, compared: list[int], reward: float | None) -> None:
+    task = msgspec.structs.replace(task_of(rollout(reward=0.5), rollout(reward=0.25)), baseline=baseline)
+    assert (list(task.compared), task.baseline_reward) == (compared, reward)
 
 
 def test_a_task_is_complete_when_every_rollout_has_ended() -> None:

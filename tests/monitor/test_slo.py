@@ -164,6 +164,11 @@ def test_rewards_that_run_into_their_limit_are_slow_and_no_tool_hangs(objective:
     assert "hung_tool" not in named and ("slow_reward" in named or (objective, drops) == ("drop_rate", {}))
 
 
+def test_no_engine_is_sick_beside_another_that_is_as_late() -> None:
+    late = signs(shares=starved(), engines=(engine(0), engine(1, behind=9), engine(2, behind=9)))
+    assert "sick_engine" not in {cause.name for cause in causes("starvation", late)}
+
+
 def test_zero_variance_that_starves_the_trainer_is_named_there_too() -> None:
     assert causes("starvation", signs(shares=starved(**SATURATED), drops={"zero_variance": 80}))[0].name == "zero_variance"
 

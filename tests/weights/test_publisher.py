@@ -22,7 +22,7 @@ from streamrl.weights.bus import BusTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Part, Shard, Slice, WeightTransport
-from streamrl.weights.publisher import MAX_WAITING, Publisher
+from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
 from tests.support.wanted import host, slices
@@ -153,20 +153,20 @@ async def test_keep_all_publishes_every_version_and_holds_the_trainer_back(memor
     returned: asyncio.Queue[int] = asyncio.Queue()
 
     def train() -> None:
-        for number in range(MAX_WAITING + 4):
+        for number in range(8):
             one.offer(Version(0, number), digest(number), shards(number))
             loop.call_soon_threadsafe(returned.put_nowait, number)
 
     training = asyncio.create_task(asyncio.to_thread(train))
     await gate.entered.wait()
-    for number in range(MAX_WAITING + 1):
+    for number in range(5):  # one is being published, and four wait
         assert await returned.get() == number
     await asyncio.sleep(0.02)
     assert returned.empty()
     gate.open.set()
     await training
     await close(one)
-    assert await numbers(memory_bus) == list(range(MAX_WAITING + 4))
+    assert await numbers(memory_bus) == list(range(8))
 
 
 async def test_the_newest_versions_and_pinned_ones_keep_their_bytes(memory_bus, shm):
@@ -196,7 +196,7 @@ async def test_an_error_wakes_a_trainer_that_waits_for_room(memory_bus, shm):
     one = publisher(memory_bus, gate, keep=0)
 
     def train() -> None:
-        for number in range(MAX_WAITING + 3):
+        for number in range(7):
             one.offer(Version(0, number), "bad", shards(number))
 
     training = asyncio.create_task(asyncio.to_thread(train))
@@ -204,6 +204,21 @@ async def test_an_error_wakes_a_trainer_that_waits_for_room(memory_bus, shm):
     gate.open.set()
     with raises(WeightSyncError, version="0.0", expected="bad"):
         await training
+
+
+async def test_closing_wakes_a_trainer_that_waits_for_room(memory_bus, shm):
+    gate = Gated(shm())
+    one = publisher(memory_bus, gate, keep=0)
+    for number in range(5):
+        await offer(one, number)
+    training = asyncio.create_task(offer(one, 5))
+    await gate.entered.wait()
+    closing = asyncio.create_task(close(one))
+    with raises(WeightSyncError, version="0.5", closed=True):
+        await training
+    gate.open.set()
+    await closing
+    assert await numbers(memory_bus) == list(range(5))
 
 
 async def test_a_closed_publisher_takes_nothing(memory_bus, shm):
