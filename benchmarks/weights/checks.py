@@ -13,6 +13,8 @@ from benchmarks.weights.updates import Updates
 _SHORT, _LONG = 32, 256
 """Tokens of the answers that are compared."""
 _PUSHES = 3
+_TRIES = 5
+"""On a busy machine the tokens may all be made before the first update is committed."""
 
 
 async def check_updates(engine: BenchEngine, updates: Updates, *, distributed: bool = False) -> tuple[list[Check], list[UpdateRecord]]:
@@ -29,14 +31,16 @@ async def check_updates(engine: BenchEngine, updates: Updates, *, distributed: b
         records.append(await updates.apply(Mode.FLIP, -1, digest=True))
         answers.append(await engine.greedy(_SHORT))
     undisturbed = await engine.greedy(_LONG)
-    running = asyncio.create_task(engine.greedy(_LONG))
-    pushes = 0
-    for _ in range(_PUSHES):
-        record = await updates.apply(Mode.PACED, -1, change=False, digest=True)
-        records.append(record)
-        # One that was committed after the last token has shown nothing.
-        pushes += not running.done()
-    disturbed = await running
+    for _ in range(_TRIES):
+        running = asyncio.create_task(engine.greedy(_LONG))
+        pushes = 0
+        for _ in range(_PUSHES):
+            records.append(await updates.apply(Mode.PACED, -1, change=False, digest=True))
+            # One that was committed after the last token has shown nothing.
+            pushes += not running.done()
+        disturbed = await running
+        if pushes or disturbed != undisturbed:
+            break
     checks = [
         Check("an idle engine serves a version at once", all(not record.error for record in records[:3]), _errors(records[:3])),
         Check("the same weights give the same tokens", answers[0] == answers[2], f"{_SHORT} greedy tokens, versions 1 and 3"),

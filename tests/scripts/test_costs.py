@@ -57,7 +57,7 @@ def test_a_folder_over_its_limit_is_named_and_one_without_limits_may_start_nothi
     found = Costs(
         starts={"kill": Counter({"up": 3, "python": 9}), "loop": Counter({"nats-server": 1}), SHARED: Counter({"nats-server": 3})}
     )
-    assert found.over({"kill": {"up": 3}, "loop": {"nats-server": 1}}) == []
+    assert found.over({"kill": {"up": 3}, "loop": {"nats-server": 1}}) == found.over({}) == []
     assert [re.findall(r"tests/\w+|\d|`\S+`", line) for line in found.over({"kill": {"up": 2}})] == [
         ["tests/kill", "2", "`up`", "3"],
         ["tests/loop", "0", "`nats-server`", "1"],
