@@ -31,6 +31,7 @@ async def check_updates(engine: BenchEngine, updates: Updates, *, distributed: b
         records.append(await updates.apply(Mode.FLIP, -1, digest=True))
         answers.append(await engine.greedy(_SHORT))
     undisturbed = await engine.greedy(_LONG)
+    disturbed, pushes = undisturbed, 0
     for _ in range(_TRIES):
         running = asyncio.create_task(engine.greedy(_LONG))
         pushes = 0
