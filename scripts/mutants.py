@@ -44,6 +44,7 @@ from scripts.mutations import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parent.parent
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.txt"
+PAGE = ROOT / "docs" / "algorithms-mutants.md"
 PRODUCT = ("streamrl", "producers", "consumers", "schemas")
 SELECTION = "not process and not slow and not soak"
 CPU_S = 5.0
@@ -333,6 +334,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description="Which small faults do the tests of a module find?")
     parser.add_argument("modules", nargs="*", metavar="MODULE[.FUNCTION]", help=f"all without any: {' '.join(table)}")
     parser.add_argument("--jobs", type=int, default=1, help="mutants tried at a time")
+    parser.add_argument("--write", action="store_true", help=f"put the rows into {PAGE.relative_to(ROOT)}")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="so many mutants of each module, the same ones each time")
     given = parser.parse_args(arguments)
     names = list(dict.fromkeys(one.partition(".")[0] for one in given.modules)) or list(table)
@@ -357,8 +359,20 @@ def main(arguments: Sequence[str]) -> int:
             lines.append(row(name, counts))
             print(lines[-1], f"{time.monotonic() - began:.0f} s, ended by their time: {counts['timed out']}", flush=True)
     print("\n".join([*lines, row("all", sums)]))
+    if given.write:
+        PAGE.write_text(with_rows(PAGE.read_text(), lines[2:]))
     print(f"\n{time.monotonic() - began:.0f} s, {given.jobs} jobs; ended by their time: {sums['timed out']}; wrong: {len(wrong)}")
     return bool(wrong)
+
+
+def with_rows(page: str, rows: Sequence[str]) -> str:
+    """Put each row into a page in the place of the one of its module; a module that the page lacks is named, and left out."""
+    for line in rows:
+        head = line[: line.index("|", 1) + 1]
+        page, found = re.subn(rf"^{re.escape(head)}.*$", lambda _, line=line: line, page, count=1, flags=re.MULTILINE)
+        if not found:
+            print(f"no row in {PAGE.name}: {line}")
+    return page
 
 
 def row(name: str, counts: Counter[str]) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mutants import EQUIVALENT, ROOT, modules
+from scripts.mutants import EQUIVALENT, ROOT, modules, with_rows
 from scripts.mutations import mutants
 
 
@@ -63,3 +63,10 @@ def test_the_table_names_files_that_are_there() -> None:
     assert not [path for module in table.values() for path in (module.path, *module.tests) if not Path(ROOT, path).is_file()]
     listed = {line.partition(".")[0] for line in EQUIVALENT.read_text().splitlines() if line and not line.startswith("#")}
     assert listed <= set(table)
+
+
+def test_a_row_takes_the_place_of_its_modules_on_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "| kl | 3 | 1 | 0 | 33.3% |\n| kl_coefficient | 2 | 2 | 0 | 100.0% |\n"
+    found = with_rows(page, ["| kl | 4 | 4 | 0 | 100.0% |", "| fold | 1 | 1 | 0 | 100.0% |"])
+    assert found == "| kl | 4 | 4 | 0 | 100.0% |\n| kl_coefficient | 2 | 2 | 0 | 100.0% |\n"
+    assert "| fold |" in capsys.readouterr().out
