@@ -32,7 +32,7 @@ import msgspec
 
 from streamrl.config.system import dies_with_parent
 from tests.support.programs import surroundings
-from tests.support.shared import CURRENT, shared
+from tests.support.shared import shared
 
 MODULES = (
     "streamrl.cli.workers",
@@ -201,9 +201,9 @@ class Preloaded:
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno())]
             # A GPU that this process has looked at could not be used by its forks.
-            surroundings = {**os.environ, CURRENT: "shared (setup)", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             with shared():
-                self._process = subprocess.Popen(command, cwd=ROOT, env=surroundings, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+                variables = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+                self._process = subprocess.Popen(command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         return self._socket
 
 
