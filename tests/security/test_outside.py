@@ -59,9 +59,10 @@ def outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Path
 @pytest.mark.process
 @pytest.mark.slow
 async def test_a_run_trains_with_a_login_for_each_role_and_goes_on(outside: Path, tmp_path: Path) -> None:
-    for number in (2, 6):
+    for _ in range(2):
+        before = trained(tmp_path)  # the first run may have trained any number of versions when it is stopped
         async with started(["up", str(outside), "--plain"], tmp_path) as up:
-            await until(lambda: trained(tmp_path) >= number, up, tmp_path)  # noqa: B023
+            await until(lambda: trained(tmp_path) >= before + 2, up, tmp_path)  # noqa: B023
             up.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(up.wait(), 90) == 0, (tmp_path / "out").read_text()[-3000:]
     run = RunDir(tmp_path / "runs" / "demo")
