@@ -21,7 +21,7 @@
 VENV ?= .venv
 RUN ?= quickstart
 ARGS ?=
-PYTEST_ARGS ?= -n 3 --dist loadfile
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 MORE_TESTS ?=
 SGLANG_PYTEST_ARGS ?= tests/sglang -o cache_dir=.pytest_cache/sglang -o timeout=400
 TEST_ARGS ?=
@@ -47,12 +47,12 @@ up: $(VENV)/.installed
 
 test: lint pytest
 
-# Three workers for two cores: many tests wait.
+# Four workers for two cores: many tests wait. The files come in the order that tests/conftest.py gives them.
 pytest: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m scripts.run_tests --tier $(TIER) --together $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang --ignore=tests/verifiers" $(MORE_TESTS)
 
 test-fast: $(VENV)/.installed-dev
-	@began=$$(date +%s); $(VENV)/bin/python -m pytest -n 2 --dist loadfile -m "not process and not slow and not soak" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
+	@began=$$(date +%s); $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not process and not slow and not soak" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
 	echo "test-fast: $$(($$(date +%s) - began)) s; tests that start a process were left out: make test"; exit $$code
 
 test-sglang: $(VENV)/.installed-dev

@@ -28,7 +28,7 @@ HEAD = ("| step | result | minutes | date | commit | machine |", "|---|---|---|-
 
 STEPS: dict[str, tuple[tuple[str, ...], ...]] = {
     "tests": (
-        ("scripts.run_tests", "--tier", "soak", "-n 3 --dist loadfile --ignore=tests/sglang --ignore=tests/verifiers -o timeout=1800"),
+        ("scripts.run_tests", "--tier", "soak", "-n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/sglang --ignore=tests/verifiers -o timeout=1800"),
     ),
     "chaos": (("tests.chaos.session",), ("tests.chaos.report", "runs/chaos/*.jsonl")),
     "mutants": (("scripts.mutants", "--write"),),

@@ -184,12 +184,14 @@ def _check_policy(config: Config) -> None:
 
 def _check_policy_settings(config: Config) -> None:
     """What only some policy losses read; a function may read all of the section."""
-    loss, policy = config.loss, policy_name(config.loss)
+    loss, defaults, policy = config.loss, LossConfig(), policy_name(config.loss)
     for setting in sorted({key for known in POLICY_LOSSES.values() for key in known.keys}):
+        value, default = getattr(loss, setting), getattr(defaults, setting)
+        if value == default:
+            continue
         readers = [name for name, known in POLICY_LOSSES.items() if setting in known.keys]
-        value, default = getattr(loss, setting), getattr(LossConfig(), setting)
         refuse(
-            value != default and policy not in readers and not is_function(policy),
+            policy not in readers and not is_function(policy),
             f"loss.{setting} = {str(value).lower()} is for the policy loss {' or '.join(readers)}, got {policy}, which does not read it",
             hint=f"leave loss.{setting} out, or at {str(default).lower()}",
             key=f"loss.{setting}",

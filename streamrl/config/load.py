@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import math
 import operator
@@ -179,11 +180,17 @@ def _value(text: str, parts: Sequence[str]) -> Any:
     return parsed["value"]
 
 
+@functools.cache
+def _fields(kind: Any) -> Mapping[str, Any]:
+    """Return the types of a struct's fields by their keys; msgspec evaluates the annotations anew each time."""
+    return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+
+
 def _field_type(parts: Sequence[str], kind: Any = Config) -> Any:
     for part in parts:
         if not _is_struct(kind):
             return None
-        kind = next((field.type for field in msgspec.structs.fields(kind) if field.encode_name == part), None)
+        kind = _fields(kind).get(part)
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
@@ -234,7 +241,7 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _refuse_unknown(tree: Mapping[str, Any], kind: Any, *, where: str, prefix: str = "") -> None:
-    fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    fields = _fields(kind)
     for key, value in tree.items():
         if key not in fields:
             raise ConfigError(
@@ -294,9 +301,9 @@ def _suggest(key: str, prefix: str, siblings: Mapping[str, Any]) -> str:
 
 def _all_keys(kind: Any, prefix: str = "") -> list[str]:
     keys: list[str] = []
-    for field in msgspec.structs.fields(kind):
-        name = prefix + field.encode_name
-        keys += [name, *_all_keys(field.type, name + ".")] if _is_struct(field.type) else [name]
+    for key, field_type in _fields(kind).items():
+        name = prefix + key
+        keys += [name, *_all_keys(field_type, name + ".")] if _is_struct(field_type) else [name]
     return keys
 
 
