@@ -50,7 +50,7 @@ SELECTION = "not process and not slow and not soak"
 CPU_S = 5.0
 """A child gets this and four times what the tests take on the module as it is."""
 WALL_S, WALLS = 10.0, 10.0
-"""It is ended after so many times the wall time that they take, and not before so many seconds."""
+"""The shortest time after which a child is ended, in seconds, and the multiple of the tests' wall time that it may take otherwise."""
 FIRST_S = 600.0
 """The tests on the module as it is may take this long."""
 MEMORY_BYTES = 6 << 30
@@ -277,7 +277,7 @@ def attempt(module: Module, source: str) -> Tried:
 
 
 def chosen(name: str, module: Module, functions: Sequence[str], sample: int) -> list[Mutant]:
-    """The mutants that are asked for: all, or those of some functions, or so many that are drawn."""
+    """Return the chosen mutants: all, those of the named functions, or a fixed random sample."""
     found = list(mutants(name, (ROOT / module.path).read_text(), decides=module.decides))
     if functions:
         found = [mutant for mutant in found if any(mutant.key.startswith((f"{one}:", f"{one}.")) for one in functions)]
@@ -335,7 +335,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE[.FUNCTION]", help=f"all without any: {' '.join(table)}")
     parser.add_argument("--jobs", type=int, default=1, help="mutants tried at a time")
     parser.add_argument("--write", action="store_true", help=f"put the rows into {PAGE.relative_to(ROOT)}")
-    parser.add_argument("--sample", type=int, default=0, metavar="N", help="so many mutants of each module, the same ones each time")
+    parser.add_argument("--sample", type=int, default=0, metavar="N", help="try N mutants of each module, the same ones each time")
     given = parser.parse_args(arguments)
     names = list(dict.fromkeys(one.partition(".")[0] for one in given.modules)) or list(table)
     unknown = [name for name in names if name not in table]

@@ -35,7 +35,7 @@ from scripts.costs import COUNTING, SHARED, VARIABLE, Costs, keep, read_limits
 ABOUT_TESTS = (0, 1)
 """Exit statuses of pytest that say: all tests ran, and passed or not."""
 SLOWEST = 30
-"""So many tests are named with their times."""
+"""The number of slowest tests that are listed with their times."""
 TIERS = {"test": ("slow", "soak"), "ci": ("soak",), "soak": ()}
 """The markers that each tier leaves out."""
 WHERE = {"slow": ".ci/run", "soak": "make soak"}
