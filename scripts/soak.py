@@ -26,10 +26,9 @@ PAGE = ROOT / "docs" / "reliability.md"
 BEGIN, END = "<!-- soak: begin (written by scripts/soak.py) -->", "<!-- soak: end -->"
 HEAD = ("| step | result | minutes | date | commit | machine |", "|---|---|---|---|---|---|")
 
+_XDIST = "-n 3 --dist loadfile --no-loadscope-reorder"
 STEPS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "tests": (
-        ("scripts.run_tests", "--tier", "soak", "-n 3 --dist loadfile --no-loadscope-reorder --ignore=tests/sglang --ignore=tests/verifiers -o timeout=1800"),
-    ),
+    "tests": (("scripts.run_tests", "--tier", "soak", f"{_XDIST} --ignore=tests/sglang --ignore=tests/verifiers -o timeout=1800"),),
     "chaos": (("tests.chaos.session",), ("tests.chaos.report", "runs/chaos/*.jsonl")),
     "mutants": (("scripts.mutants", "--write"),),
 }
