@@ -7,19 +7,22 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
 
+from streamrl.bus import connect
 from streamrl.bus.memory import MemoryBus
+from streamrl.bus.server import NatsServer
 from streamrl.engines.batching.delays import TokenDelay
-from streamrl.errors import BusUnavailable
+from streamrl.errors import BusError, BusUnavailable
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.samples import RewardUpdate
-from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, kind_of
-from tests.support.gateways import PROMPT, Gateway, gateway, shown, tool_policy
+from streamrl.schemas.subjects import KEY_GRANTED, kind_of
+from tests.support.gateways import PROMPT, Gateway, gateway, one_session, shown, tool_policy
 from tests.support.processes import until
-from tests.support.producing import ACK_WAIT_S, Loop, samples_in, tombstones_in
+from tests.support.producing import Loop, samples_in, tombstones_in
 
 
 @contextlib.asynccontextmanager
@@ -43,9 +46,7 @@ def more(answer: dict[str, Any], content: str, messages: list[Any] = PROMPT) -> 
 
 
 async def test_the_same_call_again_has_the_same_answer(loop: Loop) -> None:
-    async with gateway(loop, logits=tool_policy(loop)) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop, logits=tool_policy(loop)) as (gate, key):
         both = await asyncio.gather(*(gate.chat(key, PROMPT, stream_options=None, user=str(number)) for number in range(8)))
         assert len({one["id"] for one in both}) == 1, "calls at once share one"
         assert await gate.chat(key, PROMPT) == both[0]
@@ -62,38 +63,15 @@ async def test_the_same_call_again_has_the_same_answer(loop: Loop) -> None:
     assert sample.loss_mask.sum() == 2, "of thirteen answers to one prompt the newest is trained"
 
 
-async def test_a_start_that_is_repeated_gives_one_session(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=2)
-        first, again = [await gate.post("/rl/start_session", {}, gate.key, Idempotency_Key="mine") for _ in range(2)]
-        assert first == again
-        assert (await gate.start())["session_id"] == "0.1"
-
-
 async def test_a_client_that_has_gone_finds_its_answer(loop: Loop) -> None:
     delay = TokenDelay(mean_s=0.05, sigma=0.0)
-    async with loop.engine(delay=delay), gateway(loop, engine=False) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with loop.engine(delay=delay), one_session(loop, engine=False) as (gate, key):
         leaving = asyncio.create_task(gate.chat(key, PROMPT))
         await asyncio.sleep(0.03)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         assert (await gate.chat(key, PROMPT))["id"] == "chatcmpl-0.0.0", "it was finished, and stored once"
         assert len(await loop.bus.turns.values("0/")) == 2
-
-
-async def test_a_call_that_takes_too_long_is_told_so_and_goes_on(loop: Loop) -> None:
-    delay = TokenDelay(mean_s=0.2, sigma=0.0)
-    async with loop.engine(delay=delay), gateway(loop, engine=False, call_timeout_s=0.1) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
-        body = {"model": "policy", "messages": PROMPT}
-        status, answer = await gate.post("/v1/chat/completions", body, key)
-        assert (status, answer["error"]["code"]) == (504, "engine_timeout")
-        while status != 200:
-            status, answer = await gate.post("/v1/chat/completions", body, key)
-        assert answer["id"] == "chatcmpl-0.0.0"
 
 
 async def test_sessions_outlive_their_gateway(loop: Loop) -> None:
@@ -126,50 +104,6 @@ async def until_empty(loop: Loop) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_two_gateways_that_hold_a_task_do_not_both_go_on(loop: Loop) -> None:
-    async with loop.engine(), gateway(loop, engine=False) as first:
-        await loop.issue(1, num_rollouts=1)
-        key = (await first.start())["api_key"]
-        answer = await first.chat(key, PROMPT)
-        # As when the first was stopped for longer than its lease: the second has stored a turn of the session.
-        taken = (await loop.bus.turns.values("0/"))["0/0/1"]
-        await loop.bus.turns.put("0/0/2", taken)
-        status, refusal = await first.post("/v1/chat/completions", {"model": "policy", "messages": more(answer, "5")}, key)
-        assert (status, refusal["error"]["code"]) == (503, "session_moved")
-        # It gives the task back, so that whoever gets it goes on from what is stored.
-        await until(lambda: first.worker.detail()["tasks"] == [])
-
-
-async def test_what_idles_ends_as_timeout_and_what_nobody_started_goes_back(loop: Loop) -> None:
-    async with gateway(loop, idle_timeout_s=0.6) as gate:
-        await loop.issue(1, num_rollouts=3)
-        busy, idle = (await gate.start())["api_key"], (await gate.start())["api_key"]
-        await gate.start()
-        answer = await gate.chat(busy, PROMPT)
-        for _ in range(8):  # the others are over while this one calls
-            await asyncio.sleep(0.2)
-            await gate.chat(busy, PROMPT)
-        status, refusal = await gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, idle)
-        assert (status, refusal["error"]["code"]) == (410, "session_ended")
-        assert (await gate.post("/rl/end_session", {}, idle))[0] == 410
-        await gate.chat(busy, more(answer, "5"))
-        await gate.end(busy, reward=1.0)
-        records = await loop.records(3)
-        assert [(one.rollout, one.reason) for one in tombstones_in(records)] == [(1, "timeout"), (2, "timeout")]
-        assert [one.rollout for one in samples_in(records)] == [0]
-
-
-async def test_a_task_of_which_nobody_starts_a_session_goes_back(loop: Loop) -> None:
-    async with gateway(loop, idle_timeout_s=0.3) as gate:
-        assert (await gate.post("/rl/start_session", {"wait_s": 0.05}, gate.key))[0] == 429
-        await loop.issue(1, num_rollouts=2)  # the claim that it began still waits for a task
-        await until(lambda: gate.worker.detail()["tasks"] == [0])
-        await until(lambda: gate.worker.detail()["tasks"] == [])
-        assert (await loop.bus.state(SAMPLES)).last == 0, "it is nobody's failure"
-        told = await gate.start()
-        assert told["session_id"] == "0.0"
-
-
 async def test_a_failed_session_and_one_without_calls_are_failures_of_their_rollout(loop: Loop) -> None:
     async with gateway(loop) as gate:
         await loop.issue(1, num_rollouts=3)
@@ -189,9 +123,7 @@ async def test_a_failed_session_and_one_without_calls_are_failures_of_their_roll
 
 async def test_a_late_reward_joins_by_its_session_at_any_gateway(loop: Loop) -> None:
     async with loop.engine():
-        async with gateway(loop, engine=False) as gate:
-            await loop.issue(1, num_rollouts=1)
-            key = (await gate.start())["api_key"]
+        async with one_session(loop, engine=False) as (gate, key):
             await gate.chat(key, PROMPT)
             await gate.end(key)
             await loop.records(1)
@@ -207,9 +139,7 @@ async def test_a_late_reward_joins_by_its_session_at_any_gateway(loop: Loop) -> 
 
 async def test_no_answer_leaves_that_is_not_stored(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(loop.bus, MemoryBus)
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop) as (gate, key):
         put = loop.bus.turns.put
 
         async def away(*args: Any, **kwargs: Any) -> int:
@@ -232,9 +162,7 @@ async def test_no_answer_leaves_that_is_not_stored(loop: Loop, monkeypatch: pyte
 
 async def test_an_entry_without_an_answer_is_looked_for(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(loop.bus, MemoryBus)
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop) as (gate, key):
         put = loop.bus.turns.put
 
         async def unheard(*args: Any, **kwargs: Any) -> int:
@@ -253,9 +181,7 @@ async def test_a_call_that_the_end_of_its_session_cuts_is_stored_before_it_or_no
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(loop.bus, MemoryBus)
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop) as (gate, key):
         put, reached, goes_on = loop.bus.turns.put, asyncio.Event(), asyncio.Event()
 
         async def slow(*args: Any, **kwargs: Any) -> int:
@@ -289,31 +215,110 @@ async def test_a_full_store_of_turns_is_a_503_and_sessions_that_end_make_room(lo
         await gate.chat(two, PROMPT)
 
 
-async def test_a_gateway_that_drains_gives_its_sessions_to_the_next(loop: Loop) -> None:
-    async with loop.engine():
-        async with gateway(loop, engine=False) as gate:
-            await loop.issue(1, num_rollouts=1)
-            key = (await gate.start())["api_key"]
-            answer = await gate.chat(key, PROMPT)
-            waiting = asyncio.create_task(gate.post("/rl/start_session", {}, gate.key))
-            await until(lambda: gate.worker.detail()["waiting"])
-            gate.worker.draining.set()
-            assert (await waiting)[0] == 429
-        async with gateway(loop, engine=False, wait_s=10.0) as gate:
-            assert await gate.chat(key, PROMPT) == answer
-            await gate.end(key, reward=1.0)
-            assert [s.reward for s in samples_in(await loop.records(1))] == [1.0]
-            assert (await loop.bus.state(SAMPLES)).last == 1
-    assert ACK_WAIT_S == 1.0
-
-
 async def test_a_task_that_expires_takes_its_sessions_with_it(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop) as (gate, key):
         await gate.chat(key, PROMPT)
         await loop.bus.kv.put(KEY_GRANTED, encode(Grant(granted=4, version=9, retired=1, first_open=1)))
         await until(lambda: gate.worker.detail()["tasks"] == [], within_s=10)
         status, answer = await gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key)
         assert (status, answer["error"]["code"]) == (410, "session_ended")
         await until_empty(loop)
+
+
+CHAT = "/v1/chat/completions"
+CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}
+
+
+async def asked(gate: Gateway, key: str, call: dict[str, Any] = CALL) -> tuple[int, Any, str]:
+    """Status, answer and `Retry-After`; 0: the connection broke."""
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        async with aiohttp.ClientSession() as http, http.post(gate.url + CHAT, json=call, headers=headers) as answer:
+            return answer.status, await answer.json(), answer.headers.get("Retry-After", "")
+    except aiohttp.ClientError:
+        return 0, None, ""
+
+
+async def answered(gate: Gateway, key: str, call: dict[str, Any] = CALL) -> dict[str, Any]:
+    """The answer, asked for again until there is one."""
+    async with asyncio.timeout(30):
+        while (got := await asked(gate, key, call))[0] != 200:
+            await asyncio.sleep(0.1)
+    return got[1]
+
+
+@pytest.fixture
+async def on_server(loop: Loop, own_server: NatsServer) -> AsyncIterator[Loop]:
+    """The run on a nats-server that the test may stop. Its operations are patient for two seconds."""
+    config = replace(loop.config, bus=replace(loop.config.bus, patience_s=2.0))
+    bus = await connect(own_server.address, config.run.name, config.bus)
+    yield Loop(bus, config, loop.run_dir, loop.tokenizer)
+    await bus.close()
+
+
+@pytest.mark.nats
+async def test_a_bus_that_comes_back_in_time_is_waited_for(on_server: Loop, own_server: NatsServer) -> None:
+    loop = on_server
+    async with one_session(loop) as (gate, key):
+        first = await gate.chat(key, PROMPT)
+        own_server.kill()
+        call = {**CALL, "messages": more(first, "5")}
+        open_call = asyncio.create_task(asked(gate, key, call))
+        await asyncio.sleep(0.5)
+        assert not open_call.done(), "nothing leaves that is not stored"
+        own_server.start()
+        status, second, _ = await open_call
+        assert status == 200
+        assert (await answered(gate, key, call))["id"] == second["id"]
+        await gate.end(key, reward=1.0)
+        [sample] = samples_in(await loop.records(1))
+    assert sample.loss_mask.sum() == 4
+
+
+@pytest.mark.nats
+async def test_a_bus_that_stays_away_is_a_refusal_and_the_session_goes_on_afterwards(on_server: Loop, own_server: NatsServer) -> None:
+    loop = on_server
+    async with loop.engine():
+        with contextlib.suppress(BusError, ExceptionGroup):  # a worker that has waited long enough ends; its supervisor starts the next
+            async with one_session(loop, engine=False) as (gate, key):
+                first = await gate.chat(key, PROMPT)
+                own_server.kill()
+                call = {**CALL, "messages": more(first, "5")}
+                status, refusal, again = await asked(gate, key, call)
+                assert status in (0, 503)
+                if status:
+                    assert refusal["error"]["code"] in ("bus_unavailable", "session_moved") and int(again) >= 1
+        own_server.start()
+        async with gateway(loop, engine=False) as gate:
+            assert await answered(gate, key) == first
+            second = await answered(gate, key, call)
+            assert len(await loop.bus.turns.values("0/")) == 3, "nothing is stored of what was refused, or it is what is answered"
+            await gate.end(key, reward=1.0)
+            [sample] = samples_in(await loop.records(1))
+    assert second["id"] == "chatcmpl-0.0.1" and sample.loss_mask.sum() == 4
+
+
+async def test_engines_that_are_away_are_waited_for_within_the_calls_limit(loop: Loop) -> None:
+    async with one_session(loop, engine=False, call_timeout_s=0.5) as (gate, key):
+        status, refusal, again = await asked(gate, key)
+        assert (status, refusal["error"]["code"]) == (504, "engine_timeout") and int(again) >= 1
+        async with loop.engine():
+            assert (await answered(gate, key))["id"] == "chatcmpl-0.0.0"
+
+
+async def test_a_gateway_that_drains_answers_its_open_calls_one_way_or_the_other(loop: Loop) -> None:
+    async with loop.engine(delay=TokenDelay(mean_s=60.0, sigma=0.0)) as engine, gateway(loop, engine=False) as gate:
+        await loop.issue(2, num_rollouts=1)
+        keys = [(await gate.start())["api_key"] for _ in range(2)]
+        calls = [asyncio.create_task(asked(gate, key)) for key in keys]
+        async with asyncio.timeout(60):
+            while (await engine.info()).running < 2:
+                await asyncio.sleep(0.02)
+        gate.worker.draining.set()
+        outcomes = [await call for call in calls]
+        assert (await asked(gate, "sk-0"))[0] in (0, 401), "or it listens no more"
+    for status, refusal, again in outcomes:
+        assert (status, refusal["error"]["code"]) == (503, "session_moved") and int(again) >= 1
+    assert len(await loop.bus.turns.keys()) == 2, "nothing but that they were started"
+    async with gateway(loop, index=1) as gate:
+        assert [(await answered(gate, key))["id"] for key in keys] == ["chatcmpl-0.0.0", "chatcmpl-1.0.0"]

@@ -29,7 +29,7 @@ from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Branch, Sample
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from tests.support.policies import make_model, script, start_engine
-from tests.support.producing import Loop, in_memory, samples_in, tombstones_in, with_producer
+from tests.support.producing import Loop, in_memory, samples_in, with_producer
 
 PROMPT = "<|user|>3+4<|end|><|assistant|>"
 
@@ -194,13 +194,6 @@ async def twice(task, engine):
     chat.user("more")
     await chat.generate()
     return chat.episode(metadata={"temperature": task.sampling.temperature, "rollouts": task.num_rollouts})
-
-def raises_when_greedy(task, engine):
-    chat = engine.chat(task)
-    chat.generate()
-    if task.sampling.temperature == 0:
-        raise ValueError("no greedy answer")
-    return chat.episode()
 """
 
 
@@ -217,16 +210,3 @@ async def test_user_code_in_a_process_of_its_own_needs_no_change(loop: Loop, tmp
     assert [sample.metadata for sample in samples] == [{"temperature": 1.0, "rollouts": 4}] * 3 + [{"temperature": 0.0, "rollouts": 4}]
     assert samples[3].sampling.temperature == 0 and not any(turn.sampling for turn in samples[3].turns)
     assert [turn.sampling for turn in samples[0].turns] == [{"temperature": 0.8}, {}]
-
-
-@pytest.mark.process
-@in_memory
-async def test_where_it_fails_its_tombstone_says_so_and_the_others_are_stored(loop: Loop, tmp_path: Path) -> None:
-    (tmp_path / "code.py").write_text(CODE)
-    worker = loop.worker(config=with_producer(loop.config, f"{tmp_path / 'code.py'}:raises_when_greedy", children=1))
-    async with loop.engine(), loop.serving(main, worker):
-        await loop.issue(1, num_rollouts=2, greedy=True)
-        records = await loop.records(2)
-    [stone], [sample] = tombstones_in(records), samples_in(records)
-    assert (stone.rollout, stone.group_size, stone.reason) == (1, 2, "failed") and "no greedy answer" in stone.detail
-    assert sample.rollout == 0 and sample.loss_mask.any()

@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,7 +24,6 @@ from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.support.errors import raises
 from tests.support.policies import make_model, script, start_engine
 
 PROMPT = "<|user|>3+4<|end|><|assistant|>"
@@ -121,11 +121,6 @@ async def test_without_a_template_a_reply_is_the_text_itself(engine: TableEngine
 
 
 async def test_one_turn_of_a_chat_equals_the_built_in_producer(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    async def one_turn(task: RolloutTask, engine: RolloutEngine) -> Episode:
-        chat = engine.chat(task)
-        await chat.generate()
-        return chat.episode()
-
     task = make_task(tokenizer, num_rollouts=4)
     context = make_context(engine, tokenizer, task)
     ours = await FunctionProducer(one_turn).rollout(task, context)
@@ -150,17 +145,6 @@ async def test_turns_and_chats_of_a_rollout_have_different_seeds(tokenizer: Toke
         assert len({turn.token_ids for turn in turns}) == 3
     finally:
         await engine.stop()
-
-
-async def test_a_chat_without_room_ends_with_length_and_asks_nothing(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer)
-    length = len(task.prompt_ids)
-    chat = rollout_engine(make_context(engine, tokenizer, task, max_len=length + 2)).chat(task)
-    assert (await chat.generate()).token_ids == tuple(tokenizer.encode("?!"))
-    chat.tool("7")
-    empty = await chat.generate()
-    assert (empty.text, empty.token_ids, empty.finish_reason) == ("", (), "length")
-    assert chat.episode().status is Status.TRUNCATED
 
 
 @pytest.mark.parametrize("how", ["tool", "user", "append"])
@@ -237,72 +221,47 @@ async def test_a_turn_that_the_engine_has_no_room_for_ends_the_chat_as_truncated
         await engine.stop()
 
 
-@pytest.mark.parametrize("producer", ["chat", "single_turn"])
-async def test_guessed_versions_reach_the_sample(engine: TableEngine, tokenizer: Tokenizer, producer: str) -> None:
-    """An engine that guesses says so with each completion; here the second one of all."""
-    task = make_task(tokenizer, num_rollouts=3)
+async def one_turn(task: RolloutTask, engine: RolloutEngine) -> Episode:
+    chat = engine.chat(task)
+    await chat.generate()
+    return chat.episode()
 
-    class Guessing:
+
+async def two_turns(task: RolloutTask, engine: RolloutEngine) -> Episode:
+    chat = engine.chat(task)
+    await chat.generate()
+    chat.tool("7")
+    await chat.generate()
+    return chat.episode()
+
+
+@pytest.mark.parametrize("producer", [FunctionProducer(two_turns), SingleTurn()], ids=["chat", "single_turn"])
+async def test_what_an_engine_says_of_a_completion_reaches_the_sample(engine: TableEngine, tokenizer: Tokenizer, producer: Any) -> None:
+    """Guessed versions, here of the second completion of all; cached tokens, and drafts with the passes that verified them."""
+    task, chats = make_task(tokenizer, num_rollouts=3), not isinstance(producer, SingleTurn)
+
+    class Telling:
         asked = 0
 
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
             async for chunk in engine.generate(request):
                 self.asked += len(request.seeds) == 1
-                guessed = chunk.finish_reason is not None and (chunk.completion == 1 or self.asked == 2)
-                yield msgspec.structs.replace(chunk, extras={INEXACT: True} if guessed else {})
+                counts = {"cached_tokens": len(request.prompt_ids) // 2, "spec_verify_ct": 3 + chunk.completion, "began_s": 5.0}
+                guessed = {INEXACT: True} if chunk.completion == 1 or self.asked == 2 else {}
+                yield chunk if chunk.finish_reason is None else msgspec.structs.replace(chunk, extras={**counts, **guessed})
 
-    async def two_turns(task: RolloutTask, engine: RolloutEngine) -> Episode:
-        chat = engine.chat(task)
-        await chat.generate()
-        chat.tool("7")
-        await chat.generate()
-        return chat.episode()
-
-    context = make_context(Guessing(), tokenizer, task)
-    made = await (SingleTurn() if producer == "single_turn" else FunctionProducer(two_turns)).rollout(task, context)
+    made = await producer.rollout(task, make_context(Telling(), tokenizer, task))
     rows = decode_samples(encode_samples(samples_of(task, [e for e in made if isinstance(e, Episode)], producer="p"))).rows()
     flags = [[turn.inexact for turn in row.turns] for row in rows]
-    assert sorted(map(len, flags)) == ([0, 0, 1] if producer == "single_turn" else [2, 2, 2])
-    assert sum(map(sum, flags)) == 1
+    assert sorted(map(len, flags)) == ([2, 2, 2] if chats else [0, 0, 1]) and sum(map(sum, flags)) == 1
     for row in rows:
         times = [time_s for turn in row.turns for time_s in (turn.asked_s, turn.finished_s)]
         assert times == sorted(times) and all(time_s > 0 for time_s in times)
         for turn in row.turns:
             assert row.loss_mask[turn.start : turn.start + turn.length].all() and not row.loss_mask[turn.start - 1]
-
-
-@pytest.mark.parametrize("producer", ["chat", "single_turn"])
-async def test_the_engines_counters_are_those_of_each_sample(engine: TableEngine, tokenizer: Tokenizer, producer: str) -> None:
-    """Cached tokens, and drafts with the passes that verified them, as SGLang counts them for each completion."""
-    task = make_task(tokenizer, num_rollouts=3)
-    told: dict[tuple[int, ...], list[dict[str, int]]] = {}
-
-    class Counting:
-        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-            async for chunk in engine.generate(request):
-                if chunk.finish_reason is None:
-                    yield chunk
-                    continue
-                counts = {"cached_tokens": len(request.prompt_ids) // 2, "spec_verify_ct": 3 + chunk.completion}
-                told.setdefault(tuple(request.seeds), []).append(counts)
-                yield msgspec.structs.replace(chunk, extras={**counts, "began_s": 5.0})
-
-    async def two_turns(task: RolloutTask, engine: RolloutEngine) -> Episode:
-        chat = engine.chat(task)
-        await chat.generate()
-        chat.tool("7")
-        await chat.generate()
-        return chat.episode()
-
-    context = make_context(Counting(), tokenizer, task)
-    made = await (SingleTurn() if producer == "single_turn" else FunctionProducer(two_turns)).rollout(task, context)
-    rows = decode_samples(encode_samples(samples_of(task, [e for e in made if isinstance(e, Episode)], producer="p"))).rows()
-    prompt = len(task.prompt_ids)
-    for row in rows:
-        before = [turn.start for turn in row.turns] or [prompt]
-        verified = [3 + row.rollout] if producer == "single_turn" else [3, 3]
-        assert row.counters == {"cached_tokens": sum(start // 2 for start in before), "spec_verify_ct": sum(verified)}
-    assert {name for each in told.values() for counts in each for name in counts} == {"cached_tokens", "spec_verify_ct"}
+        before = [turn.start for turn in row.turns] or [len(task.prompt_ids)]
+        verified = 3 + 3 if chats else 3 + row.rollout
+        assert row.counters == {"cached_tokens": sum(start // 2 for start in before), "spec_verify_ct": verified}
 
 
 async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> None:
@@ -362,22 +321,3 @@ async def test_an_engine_that_goes_away_gives_the_whole_task_back(engine: TableE
     task = make_task(tokenizer, num_rollouts=2)
     with pytest.raises(EngineError):
         await FunctionProducer(stubborn).rollout(task, make_context(engine, tokenizer, task))
-
-
-async def test_a_turn_has_a_temperature_of_its_own(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer)
-    chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
-    first = await chat.generate()
-    chat.tool("7")
-    second = await chat.generate(temperature=0.5)
-    for wrong in (0, -1.0, 1e-40, 1e300, float("nan"), float("inf")):
-        with raises(SchemaError):
-            await chat.generate(temperature=wrong)
-    [row] = samples_of(task, [chat.episode()], producer="p")
-    assert [turn.sampling for turn in row.turns] == [{}, {"temperature": 0.5}]
-    temperatures = decode_samples(encode_samples([row])).drawn_at("temperature")
-    assert temperatures[row.loss_mask == 1].tolist() == [1.0] * len(first.token_ids) + [0.5] * len(second.token_ids)
-    chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
-    await chat.generate(temperature=1)
-    [same] = samples_of(task, [chat.episode()], producer="p")
-    assert not same.turns, "nothing is said where nothing differs"

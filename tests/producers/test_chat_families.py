@@ -21,7 +21,7 @@ FAMILIES = tuple(TEMPLATES)
 def test_appended_tokens_say_what_the_template_says_of_the_whole(name: str) -> None:
     tokenizer = family(name)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(contents, contents, rounds(name))
     def check(system: str, question: str, made: list[Round]) -> None:
         opening = [{"role": "system", "content": system}, {"role": "user", "content": question}]
@@ -55,21 +55,6 @@ def test_thinking_is_switched_by_turn(name: str, thinking: bool, ending: str) ->
     assert tokenizer.decode(prompt).endswith(ending)
     assert tokenizer.decode(reply) == "\n<|im_start|>user\nand 4?<|im_end|>\n" + ending
     assert chat.opens_thought(reply) == ending.endswith("<think>\n")
-
-
-def test_results_are_grouped_as_the_template_does() -> None:
-    tokenizer = family("qwen3")
-    messages = [{"role": "tool", "content": "5"}, {"role": "tool", "content": "6"}, {"role": "user", "content": "go on"}]
-    reply = ChatFormat(tokenizer, chat_template=True).replies(messages, last_token=closes(tokenizer, "qwen3"))
-    results = "\n<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response><|im_end|>\n"
-    assert tokenizer.decode(reply) == f"\n<|im_start|>user{results}<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_nothing_begins_a_turn_after_results_of_deepseek() -> None:
-    tokenizer = family("deepseek")
-    chat = ChatFormat(tokenizer, chat_template=True)
-    reply = chat.replies([{"role": "tool", "content": "5"}], last_token=closes(tokenizer, "deepseek"))
-    assert tokenizer.decode(reply) == "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>5<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
 
 
 @pytest.mark.parametrize(("last", "closing"), [("<|eot_id|>", ""), ("<|eom_id|>", ""), ("5", "<|eot_id|>")])

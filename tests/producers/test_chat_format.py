@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
-from streamrl.errors import ConfigError, SchemaError
+from streamrl.errors import ConfigError
 from streamrl.producers.chat_format import ChatFormat
 from tests.support.policies import make_model
 
@@ -22,7 +22,6 @@ THINKING = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
 """
-REVERSED = "{%- for message in messages | reverse %}{{- '<|' + message.role + '|>' + message.content }}{%- endfor %}"
 
 
 def tokenizer_with(directory: Path, template: str | None = None) -> Tokenizer:
@@ -39,13 +38,6 @@ def test_a_reply_in_a_template_with_thoughts(tmp_path: Path, role: str, ended: b
     last = tokenizer.encode("<|end|>" if ended else "7")[0]
     reply = ChatFormat(tokenizer, chat_template=True).reply(role, "five", last_token=last)
     assert tokenizer.decode(reply) == ("" if ended else "<|end|>") + f"\n<|{role}|>five<|end|>\n<|assistant|>"
-
-
-def test_a_template_that_appends_nothing_is_refused(tmp_path: Path) -> None:
-    tokenizer = tokenizer_with(tmp_path / "model", REVERSED)
-    with pytest.raises(SchemaError, match="cannot be told apart") as caught:
-        ChatFormat(tokenizer, chat_template=True).reply("tool", "five", last_token=5)
-    assert "chat.append" in caught.value.hint
 
 
 def test_a_role_the_template_does_not_know_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from streamrl.data.tool_calls import ToolCall
 from streamrl.errors import EngineError, SchemaError, ToolError
 from streamrl.producers import tool_runs
-from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.chat import Chat
 from tests.support.chat_templates import family
 from tests.support.processes import until
@@ -290,19 +288,3 @@ async def test_a_model_of_which_it_is_not_known_how_it_calls_is_refused() -> Non
     await chat.generate()
     with pytest.raises(SchemaError, match="does not show how"):
         await chat.call_tools({})
-
-
-async def test_a_blocking_chat_calls_tools_too() -> None:
-    engine = rollout_engine(family("qwen3"), [call("look", '{"at": "x"}'), DONE])
-    blocking = BlockingEngine(engine, asyncio.get_running_loop())
-
-    def producer() -> list[str]:
-        chat = blocking.chat(engine.context.task)
-        chat.generate()
-        results = []
-        while found := chat.call_tools({"look": lambda at: time.sleep(0.001) or f"at {at}"}):
-            results += found
-            chat.generate()
-        return [result.text for result in results]
-
-    assert await asyncio.to_thread(producer) == ["at x"]

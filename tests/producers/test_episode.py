@@ -11,7 +11,7 @@ from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.samples import Branch, Status, VersionSpan
+from streamrl.schemas.samples import Branch, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 
@@ -48,14 +48,6 @@ def test_samples_of_a_rollout_share_the_reward_of_its_last_episode() -> None:
     episodes = [episode(rollout=1, reward=0.25), episode(rollout=0, reward=1.0), episode(rollout=1, reward=0.75)]
     samples = samples_of(task(), episodes, producer="p")
     assert [(s.rollout, s.sample, s.num_samples, s.reward) for s in samples] == [(0, 0, 1, 1.0), (1, 0, 2, 0.75), (1, 1, 2, 0.75)]
-
-
-def test_rows_survive_the_wire() -> None:
-    samples = samples_of(task(), [episode(PROMPT, TURN, TOOL, LAST, rollout=0, reward=0.5), episode(rollout=1)], producer="p")
-    decoded = decode_samples(encode_samples(samples)).rows()
-    assert [row.tokens.tolist() for row in decoded] == [sample.tokens.tolist() for sample in samples]
-    assert [row.spans for row in decoded] == [sample.spans for sample in samples]
-    assert [row.reward for row in decoded] == [0.5, None]
 
 
 @pytest.mark.parametrize(
@@ -97,12 +89,6 @@ def test_finish_reason_and_reward_are_checked() -> None:
 def test_a_rollout_the_task_does_not_have_is_refused() -> None:
     with pytest.raises(SchemaError, match="rollouts 0 to 1"):
         samples_of(task(2), [episode(rollout=2)], producer="p")
-
-
-def test_status_is_kept() -> None:
-    broken = Episode(segments=(PROMPT, TURN), finish_reason="stop", status=Status.FAILED)
-    [sample] = samples_of(task(1), [broken], producer="p")
-    assert sample.status is Status.FAILED
 
 
 OTHER = Segment((11, 12), (-0.4, -0.6), (VersionSpan(2, Version(1, 8)),))

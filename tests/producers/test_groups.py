@@ -20,7 +20,6 @@ from streamrl.producers.episode import Episode
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Context, Failure
-from streamrl.producers.repeats import REFUSALS
 from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.rewards.built_in import ExactMatch
@@ -226,29 +225,6 @@ async def test_an_engines_failure_repeats_the_rollouts_it_has_ended_and_no_other
         (2, "request 2", every[2]),
     ]
     assert not group.failures
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("at_once")
-async def test_rollouts_that_engines_refuse_again_and_again_fail_without_the_others(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    class Refuses(Breaks):
-        async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-            if len(request.seeds) < 3:
-                self.seeds.append(tuple(request.seeds))
-                raise EngineError("too long")
-            async for chunk in super().generate(request):
-                yield chunk
-
-    broken = Refuses(engine, EngineError, times=1)
-    held = runner(broken, tokenizer, SingleTurn())  # type: ignore[arg-type]
-    group = await held.run(make_task(tokenizer))
-    await held.close()
-    assert [episode.rollout for episode in group.episodes] == [1]
-    assert [(failure.rollout, failure.reason, failure.detail) for failure in group.failures] == [
-        (0, "failed", "engine: too long"),
-        (2, "failed", "engine: too long"),
-    ]
-    assert len(broken.seeds) == REFUSALS
 
 
 @pytest.mark.parametrize(

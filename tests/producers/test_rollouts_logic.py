@@ -537,6 +537,9 @@ async def test_a_streak_is_hopeless_when_it_is_long_in_tasks_and_in_time() -> No
         assert streak.length == (64 if group.failures[0].detail[0] == "e" else 1) and streak.hopeless
         streak.tell(group)
         assert streak.length == 0, "that is no fault of the code"
+    streak.tell(failed("x", reason="filtered"))
+    streak.tell(Group((), ()))
+    assert streak.length == 0
     streak = Streak()
     for _ in range(62):
         streak.tell(failed("x"))

@@ -89,6 +89,9 @@ async def test_a_turn_is_drawn_and_recorded_with_fields_of_its_own(engine: Table
     for wrong in ({"min_q": 1}, {"min_p": 3}, {"temperature": 0}, {"stop": "b"}):
         with raises(SchemaError):
             await chat.generate(sampling=wrong)
+    for temperature in (0, -1.0, 1e-40, 1e300, float("nan"), float("inf")):
+        with raises(SchemaError):
+            await chat.generate(temperature=temperature)
     assert len(chat.turns) == 3, "what is refused asks nothing"
 
 

@@ -81,21 +81,6 @@ async def test_it_issues_what_is_granted_and_waits_for_more(bus, config):
         assert feeder.num_issued == 600
 
 
-async def test_a_grant_that_was_there_before_it_is_used(bus, config):
-    await grant(bus, 8, 0, 0)
-    async with feeding(config, bus):
-        await issued(bus, 8)
-
-
-async def test_the_warm_up_ends_in_the_middle(bus, config):
-    async with feeding(config, bus):
-        await grant(bus, 8, 0, 0, None)
-        await issued(bus, 8)
-        await grant(bus, 16, 2, 8, 12)
-        tasks = await issued(bus, 16)
-        assert [task.source for task in tasks] == ["warmup"] * 12 + ["main"] * 4
-
-
 async def test_an_older_grant_changes_nothing(bus, config):
     async with feeding(config, bus):
         await grant(bus, 8, 1, 4)

@@ -33,14 +33,6 @@ def test_a_plan_ends_with_the_grant_or_where_asked():
     assert plan_tasks(Grant(8, 0, 0), 8, 100, PROBLEMS, CONFIG) == []
 
 
-def test_each_epoch_goes_through_all_rows():
-    tasks = plan_tasks(Grant(21, 0, 0), 0, 100, PROBLEMS, CONFIG)
-    for epoch in range(3):
-        rows = [task.row for task in tasks if task.data_epoch == epoch]
-        assert sorted(rows) == list(range(7))
-    assert [task.row for task in tasks[:7]] != [task.row for task in tasks[7:14]]
-
-
 def test_a_row_that_cannot_be_used_is_a_task_with_the_reason():
     class Rows(Problems, frozen=True):
         def take(self, rows):
