@@ -13,10 +13,11 @@ from streamrl.producers.candidates import candidates_of
 from streamrl.producers.children.calls import Recorded, bare_chunk
 from streamrl.producers.children.saved import pack, unpack
 from streamrl.producers.completions import complete
-from streamrl.producers.episode import Episode, Segment, bare
+from streamrl.producers.episode import Episode, Segment, bare, samples_of
 from streamrl.producers.gateway.entries import Tokens
 from streamrl.schemas.candidates import Candidates, CandidateSets, bounds_of
 from streamrl.schemas.samples import VersionSpan
+from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
 
 
@@ -77,3 +78,14 @@ def test_a_turn_that_came_with_a_checkpoint_says_nothing() -> None:
     _, [again] = unpack(pack(b"mine", [turn]))
     episode = Episode(segments=(Segment((9,)), again.part(0, 3, beside=True)), finish_reason="stop")
     assert candidates_of(episode) is None
+
+
+def test_the_engines_counters_come_with_the_last_chunk_and_count_once_in_a_turn_of_several_pieces() -> None:
+    first, second = Recorded(), Recorded()
+    first.add(chunk((1, 2)))
+    first.add(chunk((3,), "stop", cached_tokens=4, spec_num_proposed_drafts=6, began_s=5.0))
+    second.add(chunk((4, 5), "stop", cached_tokens=7, spec_num_correct_drafts=2))
+    segments = (Segment((9, 9)), first.part(0, 2), first.part(2, 3), Segment((8,)), second.part(0, 2))
+    task = RolloutTask(run="r", index=0, source="main", prompt_ids=(9, 9))
+    [sample] = samples_of(task, [Episode(segments=segments, finish_reason="stop", turns=("a", "b"))], producer="p")
+    assert sample.counters == {"cached_tokens": 11.0, "spec_num_proposed_drafts": 6.0, "spec_num_correct_drafts": 2.0}

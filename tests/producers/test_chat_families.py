@@ -80,14 +80,11 @@ NEEDS_CALLS = """\
 """
 
 
-def test_results_in_a_template_that_wants_a_call_before_them() -> None:
+def test_what_is_appended_by_hand() -> None:
     tokenizer = tokenizer_for(NEEDS_CALLS, "<|im_end|>")
     message = {"role": "tool", "content": "5", "name": "look", "tool_call_id": "a"}
     reply = ChatFormat(tokenizer, chat_template=True).replies([message], last_token=closes(tokenizer, "qwen3"))
     assert tokenizer.decode(reply) == "<|im_start|>tool look\n5<|im_end|><|im_start|>assistant \n"
-
-
-def test_tools_that_hold_the_stand_in_do_not_confuse_it() -> None:
     tools = [{"name": "0123456789", "description": "9876543210"}]
     tokenizer = family("qwen3")
     reply = ChatFormat(tokenizer, chat_template=True).replies([{"role": "tool", "content": "5"}], last_token=0, tools=tools)

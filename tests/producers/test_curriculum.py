@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -76,13 +75,14 @@ def test_statistics_are_weighted_by_groups() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "said", [None, 3, [], {}, {"a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": -1, "b": 1}, {"a": 0, "b": 0}, {"a": None, "b": 1}]
-)
-@pytest.mark.parametrize("more", [{}, {"a": float("nan")}, {"a": float("inf")}, {"a": "1"}, {"a": True}])
-def test_what_are_no_weights_is_refused(said: object, more: dict[str, object]) -> None:
+SAID = (None, 3, [], {}, {"a": 1}, {"a": 1, "b": 1, "c": 1}, {"a": -1, "b": 1}, {"a": 0, "b": 0}, {"a": None, "b": 1})
+WEIGHTS = (float("nan"), float("inf"), "1", True)
+
+
+@pytest.mark.parametrize("said", [*SAID, *({"a": one, "b": 1} for one in WEIGHTS)], ids=repr)
+def test_what_are_no_weights_is_refused(said: object) -> None:
     with raises(ConfigError, key="data.curriculum"):
-        checked({"a": 1, "b": 1} | more if more else said, ["a", "b"])
+        checked(said, ["a", "b"])
 
 
 @pytest.mark.process
@@ -119,18 +119,9 @@ async def test_a_verdict_is_on_record_before_it_is_used_and_a_restart_goes_on_wi
 )
 async def test_whatever_it_does_is_said_and_ends_nothing(config: Config, name: str, said: str) -> None:
     mine = convert({"data": {"curriculum": config.data.curriculum.replace("by_reward", name)}}, where="test")
-    start_s = time.monotonic()
     with raises(ConfigError, key="data.curriculum") as caught:
         await call(mine, {"version": 1, "sources": {}}, 3.0 if name == "hangs" else 60.0)
     assert said in caught.value.message
-    assert time.monotonic() - start_s < 120
-
-
-@pytest.mark.process
-async def test_a_weight_that_is_no_number_is_named_as_it_was_returned(config: Config) -> None:
-    mine = convert({"data": {"curriculum": config.data.curriculum.replace("by_reward", "talks")}}, where="test")
-    with pytest.raises(ConfigError, match=r"got .*'a': 'nan'"):
-        checked(await call(mine, {"version": 1, "sources": {}}, 60.0), ["a", "b"])
 
 
 @pytest.mark.process
@@ -144,5 +135,5 @@ async def test_weights_stay_where_it_fails(bus: Bus, config: Config) -> None:
         while not curriculum.error:
             assert len((await settled(bus, rows, mine, Grant(32, 4, 16), curriculum.weights)).segments) == 1
             await asyncio.sleep(0.05)
-    assert "at version 4" in curriculum.error and "expected a weight" in curriculum.error
+    assert "at version 4" in curriculum.error and "'a': 'nan'" in curriculum.error
     await curriculum.close()

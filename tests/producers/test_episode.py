@@ -79,14 +79,11 @@ def test_a_turn_at_a_temperature_that_no_trainer_takes_is_refused(temperature: f
         Episode(segments=turns, finish_reason="stop", sampling=Sampling(temperature=0.0))  # says nothing of its own
 
 
-def test_finish_reason_and_reward_are_checked() -> None:
+def test_finish_reason_reward_and_rollout_are_checked() -> None:
     with pytest.raises(SchemaError, match="finish_reason"):
         Episode(segments=(PROMPT, TURN), finish_reason="eos")
     with pytest.raises(SchemaError, match="finite"):
         Episode(segments=(PROMPT, TURN), finish_reason="stop", reward=math.inf)
-
-
-def test_a_rollout_the_task_does_not_have_is_refused() -> None:
     with pytest.raises(SchemaError, match="rollouts 0 to 1"):
         samples_of(task(2), [episode(rollout=2)], producer="p")
 
@@ -136,7 +133,7 @@ def of(agent: str, reward: float | None, rollout: int = 0, **parts: float) -> Ep
     return Episode(segments=(PROMPT, TURN), finish_reason="stop", rollout=rollout, reward=reward, agent=agent, reward_parts=parts)
 
 
-def test_samples_of_an_agent_have_its_reward_beside_their_rollouts() -> None:
+def test_rewards_of_agents_stand_beside_their_rollouts_the_last_is_the_rollouts() -> None:
     episodes = [of("a/1", 0.25, first=1.0), of("", 1.0, main=1.0), of("a/1", 0.5, last=2.0), of("b", None), of("a/1", None, rollout=1)]
     samples = decode_samples(encode_samples(samples_of(task(), episodes, producer="p"))).rows()
     assert [(s.rollout, s.agent, s.reward, s.agent_reward, s.trained_reward, s.reward_parts) for s in samples] == [
@@ -146,9 +143,6 @@ def test_samples_of_an_agent_have_its_reward_beside_their_rollouts() -> None:
         (0, "b", 1.0, None, None, {}),
         (1, "a/1", None, None, None, {}),
     ]
-
-
-def test_a_rollout_of_agents_only_has_the_reward_of_the_last() -> None:
     samples = samples_of(task(), [of("a", 0.25), of("b", 0.5)], producer="p")
     assert [(s.reward, s.agent_reward) for s in samples] == [(0.5, 0.25), (0.5, 0.5)]
 

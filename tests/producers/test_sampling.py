@@ -124,15 +124,12 @@ async def test_penalties_are_marked_as_inexact_wherever_they_are_asked_for(
     assert isinstance(judge("r.samples.main", 1, encode_samples(unmarked), "0")[0], Poison)
 
 
-def test_an_episode_made_by_hand_is_marked_by_its_own_sampling() -> None:
+def test_samples_made_by_hand_are_marked_by_their_own_sampling_and_demonstrations_are_none(tokenizer: Tokenizer) -> None:
     task = RolloutTask(run="r", index=0, source="main", prompt_ids=(5,), num_rollouts=1)
     turn = Segment(token_ids=[6], logprobs=[-0.5], spans=(VersionSpan(1, Version(0, 1)),))
     episode = Episode(segments=(Segment([5]), turn), finish_reason="stop", sampling=Sampling(regex="a"), turns=("a",))
     [row] = samples_of(task, [episode], producer="p")
     assert [turn.inexact for turn in row.turns] == [True] and row.sampling.regex == "a"
-
-
-def test_a_demonstration_of_a_run_with_penalties_is_no_guess(tokenizer: Tokenizer) -> None:
     sampling = Sampling(presence_penalty=0.5, logit_bias={9: 1.0})
     task = RolloutTask(run="r", index=0, source="warmup", prompt_ids=(9, 10), label="12", sampling=sampling)
     row = demonstration(task, tokenizer, end_token=5, max_len=64, producer="p")

@@ -20,17 +20,16 @@ PROBLEMS = Problems(
 CONFIG = Config(run=RunConfig(name="r", seed=3), tasks=TasksConfig(batch_tasks=4, num_rollouts=2, max_staleness=1))
 
 
-def test_a_task_carries_its_row():
+def test_a_task_carries_its_row_and_a_plan_ends_with_the_grant_or_where_asked():
     for task in plan_tasks(Grant(8, 0, 0), 0, 100, PROBLEMS, CONFIG):
         problem = PROBLEMS[task.row]
         assert (task.prompt_ids, task.prompt, task.label) == (problem.prompt_ids, problem.prompt, problem.label)
         assert (task.metadata, task.sampling, task.run, task.policy) == (problem.metadata, CONFIG.sampling, "r", "policy")
-
-
-def test_a_plan_ends_with_the_grant_or_where_asked():
     assert [task.index for task in plan_tasks(Grant(8, 0, 0), 3, 6, PROBLEMS, CONFIG)] == [3, 4, 5]
     assert [task.index for task in plan_tasks(Grant(8, 0, 0), 6, 100, PROBLEMS, CONFIG)] == [6, 7]
     assert plan_tasks(Grant(8, 0, 0), 8, 100, PROBLEMS, CONFIG) == []
+    config = msgspec.structs.replace(CONFIG, data=DataConfig(shuffle=False))
+    assert [task.row for task in plan_tasks(Grant(9, 0, 0), 0, 9, PROBLEMS, config)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
 
 
 def test_a_row_that_cannot_be_used_is_a_task_with_the_reason():
@@ -45,11 +44,6 @@ def test_a_row_that_cannot_be_used_is_a_task_with_the_reason():
     bare = {"prompt_ids": (), "prompt": None, "label": None, "metadata": {}, "refused": Refused("row_broken", "line 3")}
     assert tasks[2] == msgspec.structs.replace(plain[2], **bare)
     assert decode(encode(tasks[2]), RolloutTask) == tasks[2] and b"refused" not in encode(tasks[1])
-
-
-def test_file_order():
-    config = msgspec.structs.replace(CONFIG, data=DataConfig(shuffle=False))
-    assert [task.row for task in plan_tasks(Grant(9, 0, 0), 0, 9, PROBLEMS, config)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
 
 
 def test_a_plan_does_not_depend_on_where_it_starts():

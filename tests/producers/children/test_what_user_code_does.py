@@ -34,6 +34,7 @@ STRANGE = [
     ("chat.append(['a']); return chat.episode()", "invalid literal for int()"),
     ("return bytearray(20 << 30)", "MemoryError"),
     ("class Odd(Exception): __str__ = None\n    raise Odd", "Odd"),
+    ("e = chat.episode(); e.branch = Branch(0, 10**6); return [chat.episode(), e]", "to begin with 1000000 tokens"),
     ("print('\\ud800'); raise ValueError('\\ud800')", "can't encode character"),
 ]
 """What rollout 1 of a task does after a turn, and what is said of it."""
@@ -56,7 +57,8 @@ def cases(kind: str, take: str, lines: Sequence[str]) -> str:
 async def test_a_rollout_ends_alone_and_says_why(workshop: Workshop, kind: str) -> None:
     wait = "await " if kind == "async def" else ""
     code = (
-        cases(kind, "(task, engine, chat)", [line for line, _ in STRANGE])
+        "from streamrl.schemas.samples import Branch\n\n"
+        + cases(kind, "(task, engine, chat)", [line for line, _ in STRANGE])
         + f"""
 {kind} strange(task, engine):
     chat = engine.chat(task)
@@ -144,21 +146,6 @@ async def deadly(task, engine):
             assert {failure.reason for failure in deadly.failures} == {"deliveries"}
             assert "died 2 times" in deadly.failures[0].detail and said in deadly.failures[0].detail
             assert len({pid for pid, task in workshop.told("struck") if task == str(index)}) == 3
-
-
-@pytest.mark.slow
-async def test_a_class_whose_reward_kills_its_process_ends_its_task(workshop: Workshop) -> None:
-    code = """
-class Judge:
-    async def score(self, task, episodes):
-        if task.index == 1:
-            os._exit(7)
-        return [1.0] * len(episodes)
-"""
-    async with workshop.runner(code, producer="good", reward="Judge") as runner:
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(4)))
-    assert [len(group.episodes) for group in groups] == [3, 0, 3, 3]
-    assert {failure.reason for failure in groups[1].failures} == {"failed"}
 
 
 async def test_prints_threads_and_closed_outputs_hurt_nobody(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
