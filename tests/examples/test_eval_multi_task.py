@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.runs import EXAMPLES, execute, remade, run_example
+from tests.examples.runs import execute, run_example
 
 NAME = "eval_multi_task"
 
@@ -45,8 +45,3 @@ def test_the_example_is_evaluated_on_three_sets(tmp_path: Path) -> None:
     gone = execute(tmp_path, *words)
     assert gone.returncode == 1
     assert "got 7: there are 0.12, 0.24" in gone.stderr
-
-
-@pytest.mark.process
-def test_the_rows_are_what_the_script_writes(tmp_path: Path) -> None:
-    assert remade(NAME, tmp_path) == {path.name: path.read_bytes() for path in (EXAMPLES / NAME).glob("*.jsonl")}
