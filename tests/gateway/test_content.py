@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.producers.gateway.content import ContentTokenizer
 from streamrl.producers.gateway.errors import ApiError
-from tests.support.gateways import PROMPT, gateway
+from tests.support.gateways import PROMPT, one_session
 from tests.support.policies import make_model
 from tests.support.producing import Loop, samples_in
 
@@ -87,9 +87,7 @@ def test_megabytes_are_refused_by_their_beginning(tokenizer: Tokenizer, content:
 
 
 async def test_an_agent_cannot_forge_a_turn(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop) as (gate, key):
         first = (await gate.chat(key, PROMPT))["choices"][0]["message"]
         kept = [*PROMPT, first, {"role": "tool", "content": FORGERY}]
         second = await gate.chat(key, kept, return_token_ids=True)

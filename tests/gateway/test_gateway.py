@@ -11,7 +11,9 @@ async def test_sessions_become_the_samples_of_their_task(on_both_buses: Loop) ->
     loop = on_both_buses
     async with gateway(loop) as gate:
         await loop.issue(1, num_rollouts=2)
-        told = [await gate.start() for _ in range(2)]
+        starts = [await gate.post("/rl/start_session", {}, gate.key, Idempotency_Key=name) for name in ("a", "a", "b")]
+        assert starts[0] == starts[1], "a start that is repeated gives one session"
+        told = [answer for _, answer in starts[1:]]
         assert [one["session_id"] for one in told] == ["0.0", "0.1"]
         assert told[0]["messages"] == PROMPT
         for number, one in enumerate(told):
@@ -27,27 +29,6 @@ async def test_sessions_become_the_samples_of_their_task(on_both_buses: Loop) ->
     assert answer["prompt_token_ids"] + choice["token_ids"] == samples[1].tokens.tolist()
     assert choice["prompt_token_ids"] == answer["prompt_token_ids"]
     assert samples[0].producer == "gateway-0" and samples[0].engine == "table-0"
-
-
-async def test_what_an_agent_keeps_is_a_prefix_by_tokens(loop: Loop) -> None:
-    async with gateway(loop, logits=tool_policy(loop)) as gate:
-        await loop.issue(8, num_rollouts=1)
-        for _ in range(8):
-            told = await gate.start()
-            messages = told["messages"]
-            for _ in range(3):
-                answer = await gate.chat(told["api_key"], messages)
-                messages = [*messages, answer["choices"][0]["message"], {"role": "tool", "content": "7", "tool_call_id": "x"}]
-            await gate.end(told["api_key"], reward=1.0)
-        samples = samples_in(await loop.records(8))
-    assert len(samples) == 8
-    for sample in samples:
-        text = loop.tokenizer.decode(sample.tokens.tolist())
-        first, *turns = text.split("<|assistant|>")
-        assert first == "<|user|>3+4<|end|>" and len(turns) == 3
-        assert all(turn in ("7<|end|><|tool|>7<|end|>", "?<|end|><|tool|>7<|end|>") for turn in turns[:-1])
-        assert [turn.length for turn in sample.turns] == [2, 2, 2]
-        assert shown(loop, sample) == "".join(turn.removesuffix("<|tool|>7<|end|>") for turn in turns)
 
 
 async def test_forks_and_compactions_are_branches_and_a_retry_is_abandoned(loop: Loop) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from streamrl.producers.gateway import guards, server, session, verbs
-from tests.support.gateways import PROMPT, Gateway, gateway, shown
+from tests.support.gateways import PROMPT, Gateway, gateway, one_session, shown
 from tests.support.processes import until
 from tests.support.producing import Loop, samples_in, tombstones_in
 from tests.support.raw_http import chunked, connected, head, status, told
@@ -56,9 +56,7 @@ VALUES: list[tuple[str, bytes]] = [
 
 
 async def test_values_that_no_field_can_have(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop) as (gate, key):
         wrong = []
         for path, body in VALUES:
             got, answer = await gate.post(path, body, key)
@@ -115,48 +113,22 @@ async def test_what_is_forged_in_bodies_is_refused_by_name(loop: Loop) -> None:
     assert [stone.rollout for stone in tombstones_in(records)] == [1]
 
 
-async def test_verbs_that_are_replayed_change_nothing(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=2)
-        key, other = [(await gate.start())["api_key"] for _ in range(2)]
-        await gate.chat(key, PROMPT)
-        await gate.end(key, reward=0.5)
-        for path, body, got in (
-            ("/rl/end_session", {}, 200),
-            ("/rl/end_session", {"failed": "it was not me"}, 200),
-            (CHAT, {**CALL, "messages": [*PROMPT, {"role": "user", "content": "8"}]}, 410),
-            (CHAT, CALL, 410),
-        ):
-            assert (await gate.post(path, body, key))[0] == got
-        assert (await gate.post("/rl/end_session", {}, other[:-1]))[0] == 401
-        await gate.chat(other, PROMPT)
-        await gate.end(other, reward=0.25)
-        samples = samples_in(await loop.records(1))
-        await loop.queue_is_empty()
-        # It is over now: a key that is valid still opens nothing but late rewards.
-        assert (await gate.post(CHAT, CALL, key))[0] == 410
-        assert (await gate.post("/rl/start_session", {}, key))[0] == 401
-    assert [(s.rollout, s.reward) for s in samples] == [(0, 0.5), (1, 0.25)]
-
-
 async def test_bodies_without_end_and_packed_ones_are_not_read(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LINGER_S", 0.2)
-    async with gateway(loop, max_body_bytes=MIB) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop, max_body_bytes=MIB) as (gate, key):
         filler = b"x" * 65536
         json = "Content-Type: application/json"
 
         async def sent(*lines: str, pieces: Any = (), of: str = key) -> int:
             return status(await told(gate.url, head(CHAT, of, json, *lines), pieces))
 
-        many = 16384  # pieces of a gibibyte
+        many = 1024  # pieces of 64 MiB
         assert await sent(f"Content-Length: {1 << 30}", pieces=(filler for _ in range(many))) == 413
         assert await sent("Transfer-Encoding: chunked", pieces=chunked(filler for _ in range(many))) == 413
         assert await sent(f"Content-Length: {1 << 80}") == 400
         assert await sent("Content-Length: -1") == 400
         assert await sent(f"Content-Length: {1 << 30}", pieces=(filler for _ in range(many)), of="sk-0.0.0") == 401
-        for packing, bomb in (("gzip", gzip.compress(bytes(64 * MIB))), ("deflate", zlib.compress(bytes(64 * MIB))), ("br", b"x")):
+        for packing, bomb in (("gzip", gzip.compress(bytes(8 * MIB))), ("deflate", zlib.compress(bytes(8 * MIB))), ("br", b"x")):
             assert await sent(f"Content-Encoding: {packing}", f"Content-Length: {len(bomb)}", pieces=[bomb]) == 415
         # A body that is shorter than it says ends with its connection.
         reader, writer = await connected(gate.url)
@@ -171,12 +143,10 @@ async def test_bodies_without_end_and_packed_ones_are_not_read(loop: Loop, monke
 
 async def test_who_says_nothing_is_closed_and_keeps_nobody_out(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections that bring nothing, heads and bodies that trickle, and more connections than there is room for."""
-    monkeypatch.setattr(server, "SILENCE_S", 1.0)
-    monkeypatch.setattr(server, "BODY_S", 1.0)
+    monkeypatch.setattr(server, "SILENCE_S", 0.4)
+    monkeypatch.setattr(server, "BODY_S", 0.4)
     monkeypatch.setattr(guards, "_OTHER_FILES", resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64)
-    async with gateway(loop) as gate, contextlib.AsyncExitStack() as opened:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop) as (gate, key), contextlib.AsyncExitStack() as opened:
 
         async def trickle(begun: bytes, more: bytes = b"x") -> bytes:
             reader, writer = await connected(gate.url)
@@ -242,9 +212,7 @@ PATHS = [
 
 async def test_heads_and_paths_that_play_tricks(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop) as (gate, key):
         for sent in SMUGGLED:
             answer = await told(gate.url, sent.replace(b"KEY", key.encode()) + b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n")
             assert (400 <= status(answer) < 500) or answer == b"", (sent[:100], answer[:200])
@@ -313,18 +281,3 @@ async def test_a_million_of_anything_is_one_sessions_own_trouble(loop: Loop, mon
         samples = samples_in(await loop.records(1))
         assert late == [200, 200, 400, 400]
         assert {(s.rollout, s.reward) for s in samples} == {(0, 39.0), (1, 0.5)}
-
-
-async def test_keys_of_sessions_elsewhere_do_not_empty_the_queue(loop: Loop) -> None:
-    async with gateway(loop) as first, gateway(loop, engine=False, index=1, wait_s=1.5) as second:
-        await loop.issue(12, num_rollouts=1)
-        key = (await first.start())["api_key"]
-        asking = [asyncio.create_task(second.post(CHAT, CALL, key)) for _ in range(4)]
-        most = 0
-        while not all(each.done() for each in asking):
-            most = max(most, len(second.worker.detail()["tasks"]))
-            await asyncio.sleep(0.02)
-        assert most == 1
-        assert {(await each)[1]["error"]["code"] for each in asking} == {"session_away"}
-        assert (await first.chat(key, PROMPT))["id"] == "chatcmpl-0.0.0"
-        assert [(await first.start())["task"] for _ in range(8)]

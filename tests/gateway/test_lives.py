@@ -7,19 +7,23 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 from msgspec.structs import replace
 
+from streamrl.bus import connect
 from streamrl.bus.memory import MemoryBus
+from streamrl.bus.server import NatsServer
 from streamrl.engines.batching.delays import TokenDelay
-from streamrl.errors import BusUnavailable
-from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Grant
+from streamrl.errors import BusError, BusUnavailable
+from streamrl.schemas.codec import decode
 from streamrl.schemas.samples import RewardUpdate
-from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, kind_of
-from tests.support.gateways import PROMPT, Gateway, gateway, shown, tool_policy
-from tests.support.processes import until
-from tests.support.producing import ACK_WAIT_S, Loop, samples_in, tombstones_in
+from streamrl.schemas.subjects import kind_of
+from tests.support.gateways import PROMPT, Gateway, gateway, one_session, shown, tool_policy
+from tests.support.producing import Loop, samples_in
+
+CHAT = "/v1/chat/completions"
+CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}
 
 
 @contextlib.asynccontextmanager
@@ -43,9 +47,7 @@ def more(answer: dict[str, Any], content: str, messages: list[Any] = PROMPT) -> 
 
 
 async def test_the_same_call_again_has_the_same_answer(loop: Loop) -> None:
-    async with gateway(loop, logits=tool_policy(loop)) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop, logits=tool_policy(loop)) as (gate, key):
         both = await asyncio.gather(*(gate.chat(key, PROMPT, stream_options=None, user=str(number)) for number in range(8)))
         assert len({one["id"] for one in both}) == 1, "calls at once share one"
         assert await gate.chat(key, PROMPT) == both[0]
@@ -62,38 +64,15 @@ async def test_the_same_call_again_has_the_same_answer(loop: Loop) -> None:
     assert sample.loss_mask.sum() == 2, "of thirteen answers to one prompt the newest is trained"
 
 
-async def test_a_start_that_is_repeated_gives_one_session(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=2)
-        first, again = [await gate.post("/rl/start_session", {}, gate.key, Idempotency_Key="mine") for _ in range(2)]
-        assert first == again
-        assert (await gate.start())["session_id"] == "0.1"
-
-
 async def test_a_client_that_has_gone_finds_its_answer(loop: Loop) -> None:
     delay = TokenDelay(mean_s=0.05, sigma=0.0)
-    async with loop.engine(delay=delay), gateway(loop, engine=False) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with loop.engine(delay=delay), one_session(loop, engine=False) as (gate, key):
         leaving = asyncio.create_task(gate.chat(key, PROMPT))
         await asyncio.sleep(0.03)
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         assert (await gate.chat(key, PROMPT))["id"] == "chatcmpl-0.0.0", "it was finished, and stored once"
         assert len(await loop.bus.turns.values("0/")) == 2
-
-
-async def test_a_call_that_takes_too_long_is_told_so_and_goes_on(loop: Loop) -> None:
-    delay = TokenDelay(mean_s=0.2, sigma=0.0)
-    async with loop.engine(delay=delay), gateway(loop, engine=False, call_timeout_s=0.1) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
-        body = {"model": "policy", "messages": PROMPT}
-        status, answer = await gate.post("/v1/chat/completions", body, key)
-        assert (status, answer["error"]["code"]) == (504, "engine_timeout")
-        while status != 200:
-            status, answer = await gate.post("/v1/chat/completions", body, key)
-        assert answer["id"] == "chatcmpl-0.0.0"
 
 
 async def test_sessions_outlive_their_gateway(loop: Loop) -> None:
@@ -126,72 +105,9 @@ async def until_empty(loop: Loop) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_two_gateways_that_hold_a_task_do_not_both_go_on(loop: Loop) -> None:
-    async with loop.engine(), gateway(loop, engine=False) as first:
-        await loop.issue(1, num_rollouts=1)
-        key = (await first.start())["api_key"]
-        answer = await first.chat(key, PROMPT)
-        # As when the first was stopped for longer than its lease: the second has stored a turn of the session.
-        taken = (await loop.bus.turns.values("0/"))["0/0/1"]
-        await loop.bus.turns.put("0/0/2", taken)
-        status, refusal = await first.post("/v1/chat/completions", {"model": "policy", "messages": more(answer, "5")}, key)
-        assert (status, refusal["error"]["code"]) == (503, "session_moved")
-        # It gives the task back, so that whoever gets it goes on from what is stored.
-        await until(lambda: first.worker.detail()["tasks"] == [])
-
-
-async def test_what_idles_ends_as_timeout_and_what_nobody_started_goes_back(loop: Loop) -> None:
-    async with gateway(loop, idle_timeout_s=0.6) as gate:
-        await loop.issue(1, num_rollouts=3)
-        busy, idle = (await gate.start())["api_key"], (await gate.start())["api_key"]
-        await gate.start()
-        answer = await gate.chat(busy, PROMPT)
-        for _ in range(8):  # the others are over while this one calls
-            await asyncio.sleep(0.2)
-            await gate.chat(busy, PROMPT)
-        status, refusal = await gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, idle)
-        assert (status, refusal["error"]["code"]) == (410, "session_ended")
-        assert (await gate.post("/rl/end_session", {}, idle))[0] == 410
-        await gate.chat(busy, more(answer, "5"))
-        await gate.end(busy, reward=1.0)
-        records = await loop.records(3)
-        assert [(one.rollout, one.reason) for one in tombstones_in(records)] == [(1, "timeout"), (2, "timeout")]
-        assert [one.rollout for one in samples_in(records)] == [0]
-
-
-async def test_a_task_of_which_nobody_starts_a_session_goes_back(loop: Loop) -> None:
-    async with gateway(loop, idle_timeout_s=0.3) as gate:
-        assert (await gate.post("/rl/start_session", {"wait_s": 0.05}, gate.key))[0] == 429
-        await loop.issue(1, num_rollouts=2)  # the claim that it began still waits for a task
-        await until(lambda: gate.worker.detail()["tasks"] == [0])
-        await until(lambda: gate.worker.detail()["tasks"] == [])
-        assert (await loop.bus.state(SAMPLES)).last == 0, "it is nobody's failure"
-        told = await gate.start()
-        assert told["session_id"] == "0.0"
-
-
-async def test_a_failed_session_and_one_without_calls_are_failures_of_their_rollout(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=3)
-        keys = [(await gate.start())["api_key"] for _ in range(3)]
-        await gate.chat(keys[0], PROMPT)
-        assert (await gate.post("/rl/end_session", {"failed": "the sandbox has died"}, keys[0]))[0] == 200
-        await gate.end(keys[1])
-        await gate.chat(keys[2], PROMPT)
-        await gate.end(keys[2])
-        records = await loop.records(3)
-    assert [(one.rollout, one.reason, one.detail) for one in tombstones_in(records)] == [
-        (0, "failed", "the sandbox has died"),
-        (1, "failed", "the session ended without an answered call"),
-    ]
-    assert [(one.rollout, one.reward) for one in samples_in(records)] == [(2, 1.0)], "scored by the run's reward"
-
-
 async def test_a_late_reward_joins_by_its_session_at_any_gateway(loop: Loop) -> None:
     async with loop.engine():
-        async with gateway(loop, engine=False) as gate:
-            await loop.issue(1, num_rollouts=1)
-            key = (await gate.start())["api_key"]
+        async with one_session(loop, engine=False) as (gate, key):
             await gate.chat(key, PROMPT)
             await gate.end(key)
             await loop.records(1)
@@ -206,71 +122,43 @@ async def test_a_late_reward_joins_by_its_session_at_any_gateway(loop: Loop) -> 
 
 
 async def test_no_answer_leaves_that_is_not_stored(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the end of its session cuts is stored before it or not at all; an entry without an answer is looked for."""
     assert isinstance(loop.bus, MemoryBus)
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
-        put = loop.bus.turns.put
+    put, reached, goes_on = loop.bus.turns.put, asyncio.Event(), asyncio.Event()
 
-        async def away(*args: Any, **kwargs: Any) -> int:
-            raise BusUnavailable("it is away")
+    async def away(*args: Any, **kwargs: Any) -> int:
+        raise BusUnavailable("it is away")
 
-        monkeypatch.setattr(loop.bus.turns, "put", away)
-        for path, body in (
-            ("/v1/chat/completions", {"model": "policy", "messages": PROMPT}),
-            ("/rl/end_session", {}),
-            ("/rl/set_reward", {"reward": 1}),
+    async def unheard(*args: Any, **kwargs: Any) -> int:
+        await put(*args, **kwargs)
+        raise BusUnavailable("its answer got lost")
+
+    async def slow(*args: Any, **kwargs: Any) -> int:
+        reached.set()
+        await goes_on.wait()
+        return await put(*args, **kwargs)
+
+    async with one_session(loop) as (gate, key):
+        for stand_in, requests in (
+            (away, ((CHAT, CALL), ("/rl/end_session", {}), ("/rl/set_reward", {"reward": 1}))),
+            (unheard, ((CHAT, CALL),)),
         ):
-            status, answer = await gate.post(path, body, key)
-            assert (status, answer["error"]["code"]) == (503, "bus_unavailable")
+            monkeypatch.setattr(loop.bus.turns, "put", stand_in)
+            for path, body in requests:
+                status, answer = await gate.post(path, body, key)
+                assert (status, answer["error"]["code"]) == (503, "bus_unavailable")
         monkeypatch.setattr(loop.bus.turns, "put", put)
-        assert (await gate.chat(key, PROMPT))["id"] == "chatcmpl-0.0.0"
-        await gate.end(key, reward=1.0)
-        [sample] = samples_in(await loop.records(1))
-    assert shown(loop, sample) == "7<|end|>"
-
-
-async def test_an_entry_without_an_answer_is_looked_for(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(loop.bus, MemoryBus)
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
-        put = loop.bus.turns.put
-
-        async def unheard(*args: Any, **kwargs: Any) -> int:
-            await put(*args, **kwargs)
-            raise BusUnavailable("its answer got lost")
-
-        monkeypatch.setattr(loop.bus.turns, "put", unheard)
-        status, answer = await gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key)
-        assert (status, answer["error"]["code"]) == (503, "bus_unavailable")
-        monkeypatch.setattr(loop.bus.turns, "put", put)
-        await gate.end(key, reward=1.0)  # behind the turn that is there
-        assert len(samples_in(await loop.records(1))) == 1
-
-
-async def test_a_call_that_the_end_of_its_session_cuts_is_stored_before_it_or_not_at_all(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert isinstance(loop.bus, MemoryBus)
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
-        put, reached, goes_on = loop.bus.turns.put, asyncio.Event(), asyncio.Event()
-
-        async def slow(*args: Any, **kwargs: Any) -> int:
-            reached.set()
-            await goes_on.wait()
-            return await put(*args, **kwargs)
-
+        first = await gate.chat(key, PROMPT)
+        assert first["id"] == "chatcmpl-0.0.1", "behind the turn that is there"
         monkeypatch.setattr(loop.bus.turns, "put", slow)
-        call = asyncio.create_task(gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key))
+        call = asyncio.create_task(gate.post(CHAT, {**CALL, "messages": more(first, "5")}, key))
         await reached.wait()
         ends = [asyncio.create_task(gate.post("/rl/end_session", {}, key)) for _ in range(3)]
         assert (await call)[0] == 410
         goes_on.set()
         assert [(await one)[0] for one in ends] == [200] * 3
-        assert len(samples_in(await loop.records(1))) == 1
+        [sample] = samples_in(await loop.records(1))
+    assert shown(loop, sample) in ("7<|end|>", "7<|end|>7<|end|>")
 
 
 async def test_a_full_store_of_turns_is_a_503_and_sessions_that_end_make_room(loop: Loop) -> None:
@@ -289,31 +177,85 @@ async def test_a_full_store_of_turns_is_a_503_and_sessions_that_end_make_room(lo
         await gate.chat(two, PROMPT)
 
 
-async def test_a_gateway_that_drains_gives_its_sessions_to_the_next(loop: Loop) -> None:
+async def asked(gate: Gateway, key: str, call: dict[str, Any] = CALL) -> tuple[int, Any, str]:
+    """Status, answer and `Retry-After`; 0: the connection broke."""
+    headers = {"Authorization": f"Bearer {key}"}
+    try:
+        async with aiohttp.ClientSession() as http, http.post(gate.url + CHAT, json=call, headers=headers) as answer:
+            return answer.status, await answer.json(), answer.headers.get("Retry-After", "")
+    except aiohttp.ClientError:
+        return 0, None, ""
+
+
+async def answered(gate: Gateway, key: str, call: dict[str, Any] = CALL) -> dict[str, Any]:
+    """The answer, asked for again until there is one."""
+    async with asyncio.timeout(30):
+        while (got := await asked(gate, key, call))[0] != 200:
+            await asyncio.sleep(0.1)
+    return got[1]
+
+
+@pytest.fixture
+async def on_server(loop: Loop, own_server: NatsServer) -> AsyncIterator[Loop]:
+    """The run on a nats-server that the test may stop. Its operations are patient for two seconds."""
+    config = replace(loop.config, bus=replace(loop.config.bus, patience_s=2.0))
+    bus = await connect(own_server.address, config.run.name, config.bus)
+    yield Loop(bus, config, loop.run_dir, loop.tokenizer)
+    await bus.close()
+
+
+@pytest.mark.nats
+async def test_a_bus_that_is_away_is_waited_for_or_is_a_refusal_and_the_session_goes_on(on_server: Loop, own_server: NatsServer) -> None:
+    loop = on_server
     async with loop.engine():
+        with contextlib.suppress(BusError, ExceptionGroup):  # a worker that has waited long enough ends; its supervisor starts the next
+            async with one_session(loop, engine=False) as (gate, key):
+                first = await gate.chat(key, PROMPT)
+                own_server.kill()
+                call = {**CALL, "messages": more(first, "5")}
+                open_call = asyncio.create_task(asked(gate, key, call))
+                await asyncio.sleep(0.5)
+                assert not open_call.done(), "nothing leaves that is not stored"
+                own_server.start()
+                status, second, _ = await open_call
+                assert status == 200 and (await answered(gate, key, call))["id"] == second["id"]
+                own_server.kill()
+                call = {**CALL, "messages": more(second, "6", call["messages"])}
+                status, refusal, again = await asked(gate, key, call)
+                assert status in (0, 503)
+                if status:
+                    assert refusal["error"]["code"] in ("bus_unavailable", "session_moved") and int(again) >= 1
+        own_server.start()
         async with gateway(loop, engine=False) as gate:
-            await loop.issue(1, num_rollouts=1)
-            key = (await gate.start())["api_key"]
-            answer = await gate.chat(key, PROMPT)
-            waiting = asyncio.create_task(gate.post("/rl/start_session", {}, gate.key))
-            await until(lambda: gate.worker.detail()["waiting"])
-            gate.worker.draining.set()
-            assert (await waiting)[0] == 429
-        async with gateway(loop, engine=False, wait_s=10.0) as gate:
-            assert await gate.chat(key, PROMPT) == answer
+            assert await answered(gate, key) == first
+            third = await answered(gate, key, call)
+            assert len(await loop.bus.turns.values("0/")) == 4, "nothing is stored of what was refused, or it is what is answered"
             await gate.end(key, reward=1.0)
-            assert [s.reward for s in samples_in(await loop.records(1))] == [1.0]
-            assert (await loop.bus.state(SAMPLES)).last == 1
-    assert ACK_WAIT_S == 1.0
+            [sample] = samples_in(await loop.records(1))
+    assert third["id"] == "chatcmpl-0.0.2" and sample.loss_mask.sum() == 6
 
 
-async def test_a_task_that_expires_takes_its_sessions_with_it(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
-        await gate.chat(key, PROMPT)
-        await loop.bus.kv.put(KEY_GRANTED, encode(Grant(granted=4, version=9, retired=1, first_open=1)))
-        await until(lambda: gate.worker.detail()["tasks"] == [], within_s=10)
-        status, answer = await gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key)
-        assert (status, answer["error"]["code"]) == (410, "session_ended")
-        await until_empty(loop)
+async def test_engines_that_are_away_are_waited_for_within_the_calls_limit(loop: Loop) -> None:
+    async with one_session(loop, engine=False, call_timeout_s=0.5) as (gate, key):
+        status, refusal, again = await asked(gate, key)
+        assert (status, refusal["error"]["code"]) == (504, "engine_timeout") and int(again) >= 1
+        async with loop.engine():
+            assert (await answered(gate, key))["id"] == "chatcmpl-0.0.0"
+
+
+async def test_a_gateway_that_drains_answers_its_open_calls_one_way_or_the_other(loop: Loop) -> None:
+    async with loop.engine(delay=TokenDelay(mean_s=60.0, sigma=0.0)) as engine, gateway(loop, engine=False) as gate:
+        await loop.issue(2, num_rollouts=1)
+        keys = [(await gate.start())["api_key"] for _ in range(2)]
+        calls = [asyncio.create_task(asked(gate, key)) for key in keys]
+        async with asyncio.timeout(60):
+            while (await engine.info()).running < 2:
+                await asyncio.sleep(0.02)
+        gate.worker.draining.set()
+        outcomes = [await call for call in calls]
+        assert (await asked(gate, "sk-0"))[0] in (0, 401), "or it listens no more"
+    for status, refusal, again in outcomes:
+        assert (status, refusal["error"]["code"]) == (503, "session_moved") and int(again) >= 1
+    assert len(await loop.bus.turns.keys()) == 2, "nothing but that they were started"
+    async with gateway(loop, index=1) as gate:
+        assert [(await answered(gate, key))["id"] for key in keys] == ["chatcmpl-0.0.0", "chatcmpl-1.0.0"]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import pytest
-
 from streamrl.producers.gateway.keys import Keys
-from tests.support.gateways import PROMPT, gateway
+from tests.support.gateways import PROMPT, gateway, one_session
 from tests.support.producing import Loop
 
 CHAT = {"model": "policy", "messages": PROMPT}
@@ -68,9 +65,7 @@ WRONG_BODIES: list[tuple[Any, int, str]] = [
 
 
 async def test_calls_that_cannot_be_answered_name_what_is_wrong(loop: Loop) -> None:
-    async with gateway(loop, max_body_bytes=65_536) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+    async with one_session(loop, max_body_bytes=65_536) as (gate, key):
         for body, status, param in WRONG_BODIES:
             got, answer = await gate.post("/v1/chat/completions", body, key)
             error = answer["error"]
@@ -99,6 +94,11 @@ async def test_calls_that_cannot_be_answered_name_what_is_wrong(loop: Loop) -> N
             assert (status, answer["error"]["param"]) == (400, param), (path, body, answer)
         for number in (b"1e999", b"NaN", b"-1e31"):
             assert (await gate.post("/rl/set_reward", b'{"reward": ' + number + b"}", key))[0] == 400
+        for body, param in (({"wait_s": -1}, "wait_s"), ({"prompt": "x"}, "prompt"), ({"api_key": "x"}, "api_key")):
+            status, answer = await gate.post("/rl/start_session", body, gate.key)
+            assert (status, answer["error"]["param"]) == (400, param)
+        status, answer = await gate.post("/rl/start_session", {"wait_s": 0.1}, gate.key)
+        assert (status, answer["error"]["code"]) == (429, "no_task")
         status, answer = await gate.post("/v1/embeddings", CHAT, key)
         assert status == 404 and answer["error"]["type"] == "not_found_error"
         status, answer = await gate.post("/v1/chat/completions", b"x" * 70_000, key)
@@ -130,49 +130,12 @@ async def test_keys_open_their_own_session_only(loop: Loop) -> None:
         assert (await gate.chat(key, PROMPT))["id"] == "chatcmpl-0.0.0"
 
 
-async def test_no_task_is_a_429_and_nothing_is_claimed_for_nobody(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(2, num_rollouts=2)
-        await asyncio.sleep(0.7)  # a claim waits half a second
-        assert gate.worker.detail()["tasks"] == []
-        assert [(await gate.start(wait_s=0.5))["session_id"] for _ in range(3)] == ["0.0", "0.1", "1.0"]
-        assert gate.worker.detail()["tasks"] == [0, 1]
-        await gate.start()
-        status, answer = await gate.post("/rl/start_session", {"wait_s": 0.1}, gate.key)
-        assert (status, answer["error"]["code"]) == (429, "no_task")
-        waiting = asyncio.create_task(gate.start())
-        await asyncio.sleep(0.05)
-        assert gate.worker.detail()["waiting"] == 1
-        await loop.issue(1, num_rollouts=1)
-        assert (await waiting)["session_id"] == "2.0"
-        for body, param in (({"wait_s": -1}, "wait_s"), ({"prompt": "x"}, "prompt"), ({"api_key": "x"}, "api_key")):
-            status, answer = await gate.post("/rl/start_session", body, gate.key)
-            assert (status, answer["error"]["param"]) == (400, param)
-
-
-@pytest.mark.parametrize("prompts", ["task", "any"])
-async def test_prompts_of_the_agents_own_need_the_runs_consent(loop: Loop, prompts: str) -> None:
-    async with gateway(loop, prompts=prompts) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
+async def test_prompts_of_the_agents_own_need_the_runs_consent(loop: Loop) -> None:
+    async with one_session(loop, prompts="any") as (gate, key):
         own = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
-        status, _ = await gate.post("/v1/chat/completions", {"model": "policy", "messages": own}, key)
-        assert status == (400 if prompts == "task" else 200)
+        await gate.chat(key, own)
         # The task's prompt, and more behind it, is no prompt of the agent's own.
         await gate.chat(key, [*PROMPT, {"role": "user", "content": "2"}])
         await gate.end(key, reward=1.0)
         message = (await loop.records(1))[0]
         assert message.subject.split(".")[1] == "samples"
-
-
-async def test_a_session_is_bounded(loop: Loop) -> None:
-    async with gateway(loop, max_turns=2) as gate:
-        await loop.issue(1, num_rollouts=1)
-        key = (await gate.start())["api_key"]
-        for word in "12":
-            await gate.chat(key, [*PROMPT, {"role": "user", "content": word}])
-        status, answer = await gate.post(
-            "/v1/chat/completions", {"model": "policy", "messages": [*PROMPT, {"role": "user", "content": "3"}]}, key
-        )
-        assert (status, answer["error"]["code"]) == (400, "too_many_turns")
-        await gate.chat(key, [*PROMPT, {"role": "user", "content": "1"}])  # one that is answered is answered again

@@ -32,6 +32,14 @@ DIES_ONCE = ONCE + "def test_dies_once():\n    once(lambda: os.kill(os.getpid(),
 SKIPS = "import pytest\ndef test_skips():\n    pytest.skip('needs gpu: none here')\n"
 ALONE = "-p no:cacheprovider"
 WORKERS = "-p no:cacheprovider -p xdist -n 2"
+ODD_NAMES = "import pytest\n@pytest.mark.parametrize('x', ['a b', '[', 'é\\n::'])\ndef test_x(x):\n    pass\n"
+TEARDOWN = "import pytest\n@pytest.fixture\ndef f():\n    yield\n    1 / 0\ndef test_a(f):\n    pass\n"
+FIRST = "import pathlib\ndef test_first():\n    pathlib.Path('first').touch(exist_ok=False)\n"
+LEAVES = "def test_leaves():\n    import os\n    os._exit(0)\n"
+LOST = "import nothing_of_this_name\n"
+SKIPS_ITSELF = "import pytest\npytest.importorskip('nothing_of_this_name')\n"
+KILLS_PYTEST = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+SPOILS = "def pytest_sessionfinish(session):\n    session.exitstatus = 1\n"
 
 
 class Said(NamedTuple):
@@ -44,15 +52,6 @@ class Said(NamedTuple):
     def has(self, line: str) -> bool:
         return f"tests: {line}" in self.lines
 
-    def retried(self, test: str, first: str, then: str) -> bool:
-        return self.has(f"retried: {test}: first {first}, then {then}")
-
-    def again(self, tests: int, *, passed: int) -> bool:
-        return self.has(f"{tests} tests ran once more, alone; {passed} of them passed then:")
-
-    def died(self, status: int) -> bool:
-        return self.has(f"pytest did not come to its end: status {status}")
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -61,11 +60,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> Said:
-    """As CI does."""
-    return strictly(folder, "--retry", *arguments)
-
-
-def strictly(folder: Path, *arguments: str) -> Said:
     done = subprocess.run(
         [sys.executable, "-m", "scripts.run_tests", *arguments],
         cwd=folder,
@@ -80,23 +74,84 @@ def strictly(folder: Path, *arguments: str) -> Said:
     return Said(done.returncode, [line for line in lines if line.startswith("tests: ")], lines[-1])
 
 
-@pytest.mark.parametrize("arguments", [ALONE, WORKERS])
-def test_all_pass(folder: Path, arguments: str) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "test_b.py").write_text("import pytest\n@pytest.mark.parametrize('x', ['a b', '[', 'é\\n::'])\ndef test_x(x):\n    pass\n")
-    said = run(folder, arguments)
-    assert (said.code, said.closing) == (0, "4 passed, 0 failed")
-    assert not any("retried" in line for line in said.lines)
+def retried(test: str, first: str, then: str) -> str:
+    return f"retried: test_{test}: first {first}, then {then}"
 
 
-@pytest.mark.parametrize("arguments", [ALONE, WORKERS])
-def test_one_that_fails_and_then_passes_is_named_and_counted(folder: Path, arguments: str) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "test_b.py").write_text(FAILS_ONCE)
-    said = run(folder, arguments)
-    assert (said.code, said.closing) == (0, "2 passed, 0 failed")
-    assert said.again(1, passed=1)
-    assert said.retried("test_b.py::test_comes_back", "failed", "passed")
+def again(passed: int) -> str:
+    return f"1 tests ran once more, alone; {passed} of them passed then:"
+
+
+RETRY, RETRY_WORKERS = f"{ALONE}|--retry", f"{WORKERS}|--retry"
+NOT_COLLECTED = "FAILED cannot be collected: test_b.py"
+CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
+    "all pass": ([PASSES, ODD_NAMES], RETRY, "4/0", []),
+    "all pass, in workers": ([PASSES, ODD_NAMES], RETRY_WORKERS, "4/0", []),
+    "one fails once": ([PASSES, FAILS_ONCE], RETRY, "2/0", [again(1), retried("b.py::test_comes_back", "failed", "passed")]),
+    "one fails once, in workers": ([PASSES, FAILS_ONCE], RETRY_WORKERS, "2/0", [again(1)]),
+    "one fails once, and nothing is retried": ([PASSES, FAILS_ONCE], ALONE, "1/1", []),
+    "one always fails": (
+        [PASSES + FAILS],
+        RETRY,
+        "1/1",
+        [retried("a.py::test_fails", "failed", "failed"), "FAILED failed: test_a.py::test_fails"],
+    ),
+    "one fails after its test": ([TEARDOWN], RETRY, "0/1", [retried("a.py::test_a", "failed", "failed")]),
+    # Those after the one that died have no result either; one that passed before it is not run again.
+    "one kills pytest once": (
+        [FIRST, DIES_ONCE, PASSES],
+        RETRY,
+        "3/0",
+        [
+            "pytest did not come to its end: status -9",
+            retried("b.py::test_dies_once", "no result", "passed"),
+            retried("c.py::test_passes", "no result", "passed"),
+        ],
+    ),
+    "one kills pytest once, and nothing is retried": ([PASSES, DIES_ONCE], ALONE, "1/1", []),
+    "one always kills pytest": (
+        [PASSES, DIES, PASSES],
+        RETRY,
+        "1/2",
+        [retried("b.py::test_dies", "no result", "no result"), "FAILED no result: test_c.py::test_passes"],
+    ),
+    "one ends pytest as if all were well": ([PASSES + LEAVES], RETRY, "1/1", ["pytest did not come to its end: status 0"]),
+    "one kills its worker once": ([PASSES, DIES_ONCE, PASSES], RETRY_WORKERS, "3/0", [again(1)]),
+    "one always kills its worker": ([PASSES, DIES, PASSES], RETRY_WORKERS, "2/1", [again(0)]),
+    "a file that cannot be collected": ([PASSES, LOST], ALONE, "", [NOT_COLLECTED]),
+    "a file that cannot be collected by workers": ([PASSES, LOST], WORKERS, "", [NOT_COLLECTED]),
+    "no tests": ([], ALONE, "0/1", []),
+    "no such option": ([], f"{ALONE} --no-such-option", "0/1", []),
+    "no such test": ([PASSES], f"{ALONE} -k nothing", "0/1", []),
+    "no such file": ([], f"{ALONE} nowhere", "0/1", []),
+    "one run of two without tests": ([PASSES], f"{ALONE}|{ALONE} -k nothing", "1/1", []),
+    "pytest dies before it collects": ([PASSES, KILLS_PYTEST], ALONE, "0/1", [f"FAILED no usable report or no tests: pytest {ALONE}"]),
+    "pytest stops early": ([FAILS_ONCE + PASSES], f"{ALONE} -x|--retry", "", [f"FAILED pytest {ALONE} -x ended without running all tests"]),
+    "the session fails though its tests pass": ([PASSES, SPOILS], ALONE, "1/1", []),
+    "one may be skipped": ([PASSES, SKIPS], f"{ALONE}|--may-skip|needs gpu:", "1/0", ["skipped 1, as it may be: needs gpu: none here"]),
+    "one may not be skipped": (
+        [PASSES, SKIPS],
+        f"{ALONE}|--may-skip|needs redis:",
+        "1/1",
+        ["FAILED skipped: test_b.py::test_skips: needs gpu: none here"],
+    ),
+    "a file skips itself": ([PASSES, SKIPS_ITSELF + PASSES], f"{ALONE}|--may-skip|needs gpu:", "1/1", []),
+    "a step before the tests has failed": ([PASSES], f"{ALONE}|--also-failed|the quickstart", "1/1", ["FAILED the quickstart"]),
+}
+"""Files of tests (or conftest.py), arguments between bars, how many pass and fail (or that some do), and the beginnings of lines."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_called_green(folder: Path, case: str) -> None:
+    files, arguments, closing, lines = CASES[case]
+    for name, text in zip("abc", files, strict=False):
+        (folder / ("conftest.py" if text in (KILLS_PYTEST, SPOILS) else f"test_{name}.py")).write_text(text)
+    said = run(folder, *arguments.split("|"))
+    passed, _, failed = closing.partition("/")
+    assert said.closing.endswith(f"{passed} passed, {failed} failed" if closing else " failed")
+    assert (said.code == 0) == (failed == "0") == said.closing.endswith(" 0 failed")
+    assert [line for line in lines if not any(one.startswith(f"tests: {line}") for one in said.lines)] == []
+    assert lines or not any("retried" in line for line in said.lines)
 
 
 def test_runs_that_are_made_together_are_read_each_by_itself(folder: Path) -> None:
@@ -107,18 +162,10 @@ def test_runs_that_are_made_together_are_read_each_by_itself(folder: Path) -> No
             f"    pathlib.Path('{one}').touch()\n    while not pathlib.Path('{other}').exists():\n        time.sleep(0.01)\n"
             f"    print('met', flush=True)\n    assert '{one}' == 'a'\n"
         )
-    said = strictly(folder, "--together", f"{ALONE} -s test_a.py", f"{ALONE} -s test_b.py")
+    said = run(folder, "--together", f"{ALONE} -s test_a.py", f"{ALONE} -s test_b.py")
     assert (said.code, said.closing) == (1, "1 passed, 1 failed")
     assert said.has(f"what pytest {ALONE} -s test_b.py printed:") and said.has("FAILED failed: test_b.py::test_meets")
     assert sum(line.startswith("tests: slowest: ") for line in said.lines) == 2
-
-
-def test_one_that_always_fails(folder: Path) -> None:
-    (folder / "test_a.py").write_text(PASSES + FAILS)
-    said = run(folder, ALONE)
-    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-    assert said.retried("test_a.py::test_fails", "failed", "failed")
-    assert said.has("FAILED failed: test_a.py::test_fails")
 
 
 def test_slow_ones_are_left_out_where_that_is_asked_for_and_it_is_said(folder: Path) -> None:
@@ -132,130 +179,6 @@ def test_slow_ones_are_left_out_where_that_is_asked_for_and_it_is_said(folder: P
     assert (said.code, said.closing) == (0, f"1 passed, 0 failed{slow}{soak}")
     assert run(folder, "--tier", "ci", ALONE).closing == f"1 passed, 1 failed{soak}"
     assert run(folder, ALONE).closing == "1 passed, 2 failed"
-
-
-@pytest.mark.parametrize("test", [FAILS_ONCE, DIES_ONCE])
-def test_without_a_retry_what_has_not_passed_has_failed(folder: Path, test: str) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "test_b.py").write_text(test)
-    said = strictly(folder, ALONE)
-    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-    assert not any("retried" in line for line in said.lines)
-
-
-def test_a_failure_after_the_test_counts(folder: Path) -> None:
-    (folder / "test_a.py").write_text("import pytest\n@pytest.fixture\ndef f():\n    yield\n    1 / 0\ndef test_a(f):\n    pass\n")
-    said = run(folder, ALONE)
-    assert (said.code, said.closing) == (1, "0 passed, 1 failed")
-
-
-def test_a_killed_pytest_is_not_green_and_the_tests_without_result_run(folder: Path) -> None:
-    """Those after the one that died have no result either; one that passed before it is not run again."""
-    (folder / "test_a.py").write_text("import pathlib\ndef test_first():\n    pathlib.Path('first').touch(exist_ok=False)\n")
-    (folder / "test_b.py").write_text(DIES_ONCE)
-    (folder / "test_c.py").write_text(PASSES)
-    said = run(folder, ALONE)
-    assert (said.code, said.closing) == (0, "3 passed, 0 failed")
-    assert said.died(-9)
-    assert said.retried("test_b.py::test_dies_once", "no result", "passed")
-    assert said.retried("test_c.py::test_passes", "no result", "passed")
-
-
-def test_one_that_always_kills_its_process(folder: Path) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "test_b.py").write_text(DIES)
-    (folder / "test_c.py").write_text(PASSES)
-    said = run(folder, ALONE)
-    assert (said.code, said.closing) == (1, "1 passed, 2 failed")
-    assert said.retried("test_b.py::test_dies", "no result", "no result")
-    assert said.has("FAILED no result: test_c.py::test_passes")
-
-
-def test_one_that_ends_the_process_as_if_all_were_well(folder: Path) -> None:
-    (folder / "test_a.py").write_text(PASSES + "def test_leaves():\n    import os\n    os._exit(0)\n")
-    said = run(folder, ALONE)
-    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-    assert said.died(0)
-
-
-@pytest.mark.parametrize(("dies", "code", "closing"), [(DIES_ONCE, 0, "3 passed, 0 failed"), (DIES, 1, "2 passed, 1 failed")])
-def test_a_worker_that_dies(folder: Path, dies: str, code: int, closing: str) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "test_b.py").write_text(dies)
-    (folder / "test_c.py").write_text(PASSES)
-    said = run(folder, WORKERS)
-    assert (said.code, said.closing) == (code, closing)
-    assert said.again(1, passed=int(code == 0))
-
-
-@pytest.mark.parametrize("arguments", [ALONE, WORKERS])
-def test_a_file_that_cannot_be_collected(folder: Path, arguments: str) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "test_b.py").write_text("import nothing_of_this_name\n")
-    said = run(folder, arguments)
-    assert said.code == 1
-    assert said.closing.endswith(" failed") and not said.closing.endswith(" 0 failed")
-    assert any(line.startswith("tests: FAILED cannot be collected: test_b.py") for line in said.lines)
-
-
-@pytest.mark.parametrize("arguments", [ALONE, f"{ALONE} --no-such-option", f"{ALONE} -k nothing", f"{ALONE} nowhere"])
-def test_no_tests_are_no_success(folder: Path, arguments: str) -> None:
-    if "-k" in arguments:
-        (folder / "test_a.py").write_text(PASSES)
-    said = run(folder, arguments)
-    assert (said.code, said.closing) == (1, "0 passed, 1 failed")
-
-
-def test_one_run_without_tests_spoils_the_others(folder: Path) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    said = run(folder, ALONE, f"{ALONE} -k nothing")
-    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-
-
-def test_a_pytest_that_dies_before_it_collects_leaves_no_report(folder: Path) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "conftest.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    said = run(folder, ALONE)
-    assert (said.code, said.closing) == (1, "0 passed, 1 failed")
-    assert said.has(f"FAILED no usable report or no tests: pytest {ALONE}")
-
-
-def test_a_run_that_stops_early_is_no_success(folder: Path) -> None:
-    (folder / "test_a.py").write_text(FAILS_ONCE + PASSES)
-    said = run(folder, f"{ALONE} -x")
-    assert said.code == 1
-    assert said.has(f"FAILED pytest {ALONE} -x ended without running all tests")
-
-
-def test_a_session_that_fails_though_its_tests_pass(folder: Path) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "conftest.py").write_text("def pytest_sessionfinish(session):\n    session.exitstatus = 1\n")
-    said = run(folder, ALONE)
-    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-
-
-@pytest.mark.parametrize("may", [True, False])
-def test_a_skipped_test_is_a_failure_unless_it_may_be(folder: Path, may: bool) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "test_b.py").write_text(SKIPS)
-    said = run(folder, ALONE, *(("--may-skip", "needs gpu:") if may else ("--may-skip", "needs redis:")))
-    assert (said.code, said.closing) == ((0, "1 passed, 0 failed") if may else (1, "1 passed, 1 failed"))
-    assert said.has("skipped 1, as it may be: needs gpu: none here") is may
-    assert said.has("FAILED skipped: test_b.py::test_skips: needs gpu: none here") is not may
-
-
-def test_a_file_that_skips_itself_is_a_failure(folder: Path) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    (folder / "test_b.py").write_text("import pytest\npytest.importorskip('nothing_of_this_name')\n" + PASSES)
-    said = run(folder, ALONE, "--may-skip", "needs gpu:")
-    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-
-
-def test_a_step_before_the_tests_counts(folder: Path) -> None:
-    (folder / "test_a.py").write_text(PASSES)
-    said = run(folder, ALONE, "--also-failed", "the quickstart")
-    assert (said.code, said.closing) == (1, "1 passed, 1 failed")
-    assert said.has("FAILED the quickstart")
 
 
 def test_a_report_that_is_cut_off_is_read_up_to_there(tmp_path: Path) -> None:

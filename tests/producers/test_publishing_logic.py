@@ -61,6 +61,7 @@ class Stored(MemoryBus):
         super().__init__("r")
         self.ids: list[str | None] = []
         self.full = 0
+        self.dies_after = -1
         self.times: list[float] = []
 
     def _room(self) -> None:
@@ -71,6 +72,9 @@ class Stored(MemoryBus):
 
     async def publish(self, subject: str, body: bytes, **options: Any) -> Receipt:
         self._room()
+        if not self.dies_after:
+            raise ZeroDivisionError("its process has ended")
+        self.dies_after -= 1
         self.ids.append(options["id"])
         return await super().publish(subject, body, **options)
 
@@ -209,6 +213,22 @@ async def test_parts_and_what_fits_no_message(monkeypatch: pytest.MonkeyPatch) -
     alone = replace(TASK, num_rollouts=2)
     await Publisher(bus, SUBJECTS).task(alone, [rows[1]], [Failure(0, "failed", detail)])
     assert await bus.said() == [("tombstones.main", "d4", stone(group_size=2, detail=detail))], "with it, all have failed alike"
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (1, 3), (2, 3)], ids=str)
+@virtual
+async def test_a_second_attempt_that_splits_elsewhere_leaves_no_rollout_open(first: int, then: int) -> None:
+    """`first`, `then`: how many rollouts a message of the attempt has."""
+    rows = [sample(rollout, prompt=30) for rollout in range(3)]
+    sizes = {count: len(encode_samples(rows[:count])) for count in (1, 2, 3)}
+    bus = Stored()
+    bus.dies_after = 1
+    with pytest.raises(ZeroDivisionError):
+        await Publisher(bus, SUBJECTS, part_bytes=sizes[first]).task(TASK, rows, [])
+    bus.dies_after = -1
+    await Publisher(bus, SUBJECTS, part_bytes=sizes[then]).task(TASK, rows, [], Claim(2))
+    stored = [await bus.fetch(SAMPLES, number) for number in range(1, (await bus.state(SAMPLES)).last + 1)]
+    assert {row.rollout for message in stored for row in decode_samples(message.body).rows()} == set(range(3))
 
 
 @pytest.mark.parametrize(("claim", "again"), [(None, 3), (Claim(1), 3), (Claim(2), 0)])

@@ -1,27 +1,24 @@
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamrl.config.tree import ProducerConfig
-from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import ConfigError
 from streamrl.producers.episode import Episode
 from streamrl.producers.functions import make_producer
-from streamrl.producers.protocol import Context, Failure
+from streamrl.producers.protocol import Failure
 from streamrl.producers.skyrl_gym import check
 from streamrl.schemas.samples import Status
-from streamrl.schemas.tasks import RolloutTask, Sampling
 from tests.support.errors import raises
-from tests.support.policies import make_model, script, start_engine
+from tests.support.rolling import PROMPT, context_of, task_of
 
-PROMPT = "<|user|>3+4<|end|><|assistant|>"
+ANSWERS = {(0, "<|assistant|>"): "?", (1, "?"): "!"}
 ENV = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 import time
@@ -56,20 +53,6 @@ class Sum(BaseTextEnv):
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[TableEngine]:
-    """Answers a prompt that ends with the opening of the model's turn with `?`, then `7`."""
-    logits = script(tokenizer, {(0, "<|assistant|>"): "?", (1, "?"): "!"})
-    engine = await start_engine(tmp_path / "model", logits)
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture
 def env(tmp_path: Path) -> str:
     (tmp_path / "my_env.py").write_text(ENV)
     return f"skyrl_gym:{tmp_path / 'my_env.py'}:Sum"
@@ -78,27 +61,8 @@ def env(tmp_path: Path) -> str:
 async def roll_out(
     engine: TableEngine, tokenizer: Tokenizer, env: str, *, label: str = "?!", options: dict[str, Any] | None = None, **metadata: Any
 ) -> Sequence[Episode | Failure]:
-    task = RolloutTask(
-        run="run",
-        index=0,
-        source="main",
-        prompt_ids=tuple(tokenizer.encode(PROMPT)),
-        prompt="3+4",
-        label=label,
-        metadata=metadata,
-        sampling=Sampling(max_new_tokens=8),
-        seed=11,
-    )
-    context = Context(
-        engine=engine,
-        tokenizer=tokenizer,
-        task=task,
-        seed=rollout_seed(task.seed, 0),
-        log=logging.getLogger("test"),
-        max_len=256,
-        options=options or {},
-    )
-    return await make_producer(env).rollout(task, context)
+    task = task_of(tokenizer, label=label, metadata=metadata)
+    return await make_producer(env).rollout(task, context_of(engine, tokenizer, task, options=options or {}))
 
 
 async def test_an_environment_answers_turns_and_gives_the_reward(engine: TableEngine, tokenizer: Tokenizer, env: str) -> None:
@@ -112,16 +76,17 @@ async def test_an_environment_answers_turns_and_gives_the_reward(engine: TableEn
     assert episode.metadata == {"skyrl_gym": {"steps": 2, "done": True, "turns_taken": 2}}
 
 
-async def test_the_label_is_the_ground_truth_and_a_solved_task_is_over(engine: TableEngine, tokenizer: Tokenizer, env: str) -> None:
+async def test_a_solved_task_is_over_and_an_environment_may_open_the_conversation(
+    engine: TableEngine, tokenizer: Tokenizer, env: str
+) -> None:
     [episode] = await roll_out(engine, tokenizer, env)
     assert isinstance(episode, Episode) and (episode.reward, len(episode.turns)) == (1.0, 1)
     assert episode.status is Status.COMPLETED
-
-
-async def test_an_environment_may_open_the_conversation(engine: TableEngine, tokenizer: Tokenizer, env: str) -> None:
     [episode] = await roll_out(engine, tokenizer, env, mode="opens")
     assert isinstance(episode, Episode)
     assert tokenizer.decode(episode.segments[0].token_ids) == "<|user|>7<|end|><|assistant|>"
+    [episode] = await roll_out(engine, tokenizer, "skyrl_gym:gsm8k", label="7")
+    assert isinstance(episode, Episode) and (episode.reward, len(episode.turns)) == (0.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -133,11 +98,6 @@ async def test_what_an_environment_does_wrong_fails_its_rollout_and_says_so(
 ) -> None:
     [failure] = await roll_out(engine, tokenizer, env, label="never", mode=mode)
     assert isinstance(failure, Failure) and failure.reason == "failed" and said in failure.detail
-
-
-async def test_a_built_in_environment(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    [episode] = await roll_out(engine, tokenizer, "skyrl_gym:gsm8k", label="7")
-    assert isinstance(episode, Episode) and (episode.reward, len(episode.turns)) == (0.0, 1)
 
 
 def test_what_cannot_run_is_refused_before_the_start(env: str) -> None:

@@ -1,7 +1,10 @@
+"""Rewards of mathematics: final numbers, answers of the same value, and where an answer stands."""
+
 from __future__ import annotations
 
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +14,119 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import streamrl
-from streamrl.errors import SchemaError
+from streamrl.config.tree import RewardConfig
+from streamrl.errors import ConfigError, SchemaError
 from streamrl.rewards import minerva
 from streamrl.rewards.answers import last_box, without_reasoning
-from streamrl.rewards.factory import built_in
+from streamrl.rewards.factory import built_in, is_user_code, make_reward
 from streamrl.rewards.mathematics import equal, explodes
+from streamrl.rewards.numbers import Answer, final_answer, numbers
 from streamrl.rewards.protocol import RewardValue
+from streamrl.schemas.samples import Status
 from tests.rewards.episodes import Episode, only, task
+from tests.support.errors import raises
+
+BUILT_IN = built_in("gsm8k", {})
+SOLUTION = "Natalia sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips altogether.\n#### 72"
+
+
+def test_numbers() -> None:
+    for text, expected in (
+        ("1,234", ["1234"]),
+        ("12,345,678.90", ["12345678.9"]),
+        ("1,23", ["1", "23"]),  # no thousands separator: two numbers of a list
+        ("$18.50 each", ["18.5"]),
+        ("-$5 and $-5 and -5 and \N{MINUS SIGN}5", ["-5", "-5", "-5", "-5"]),
+        ("+7", ["7"]),
+        (".5", ["0.5"]),
+        ("50%", ["50"]),
+        ("72.", ["72"]),
+        ("3/4 of 12", ["3/4", "12"]),
+        ("5/0", []),
+        ("10-3", ["10", "3"]),
+        ("10 - 3", ["10", "3"]),
+        ("(4)-3", ["4", "3"]),
+        ("x-3", ["3"]),
+        ("= -3", ["-3"]),
+        (r"\frac{3}{4}", ["3/4"]),
+        (r"-\dfrac{1}{2}", ["-1/2"]),
+        (r"\$1{,}000\text{ dollars}", ["1000"]),
+        ("20cm", ["20"]),
+        ("no number", []),
+        ("", []),
+        ("9" * 70, []),
+    ):
+        assert numbers(text) == [Fraction(each) for each in expected]
+
+
+def test_the_final_answer() -> None:
+    for text, value, marked in (
+        (SOLUTION, "72", True),
+        ("#### 1,450", "1450", True),
+        ("#### -12", "-12", True),
+        ("#### $8.00 a day", "8", True),
+        ("####72\nand 5 more words", "72", True),
+        ("####\n 72", "72", True),
+        ("#### 3\nno, wait\n#### 4", "4", True),
+        (r"so \boxed{\frac{1}{2}} of 10", "1/2", True),
+        (r"\boxed{72 \text{ clips}} in 2 months", "72", True),
+        (r"#### 5 but \boxed{6}", "6", True),
+        (r"\boxed{6} or #### 5", "5", True),
+        ("The answer is 3 * 4 = 12 apples.", "12", True),
+        ("Answer: $-3.", "-3", True),
+        ("She has 3 apples and 4 pears", "4", False),
+        ("<think>#### 5</think> The answer is 6", "6", True),
+    ):
+        assert final_answer(text) == Answer(Fraction(value), marked)
+
+
+@pytest.mark.parametrize("text", ["", "none at all", "#### unknown", "5 and then ####", r"\boxed{never closed 5", "<think> 5 and 6"])
+def test_no_answer(text: str) -> None:
+    assert final_answer(text) is None
+
+
+async def test_the_value_counts_not_how_it_is_written() -> None:
+    for label, completion, expected in (
+        (SOLUTION, "24 + 48 is 72\n#### 72", 1.0),
+        (SOLUTION, "#### 72.0", 1.0),
+        (SOLUTION, "#### 73", 0.0),
+        ("72", "#### $72", 1.0),
+        (72, "it is 72", 1.0),
+        ("1,000", "#### 1000", 1.0),
+        ("1/2", "#### 0.5", 1.0),
+        (SOLUTION, "", 0.0),
+        (None, "72", 0.0),
+        ("", "72", 0.0),
+        ("no number", "no number", 0.0),
+    ):
+        [value] = await BUILT_IN.score(task(label), [Episode(completion)])
+        assert value == RewardValue(expected, {"answer": expected, "format": 0.0}), completion
+
+
+async def test_the_format_is_rewarded_apart() -> None:
+    for episode, answer, shaped in (
+        (Episode("#### 72"), 1.0, 0.2),
+        (Episode("#### 7"), 0.0, 0.2),
+        (Episode("#### 72", status=Status.TRUNCATED), 1.0, 0.0),
+        (Episode("72"), 0.0, 0.0),
+    ):
+        reward = built_in("gsm8k", {"format_reward": 0.2, "marked_only": True})
+        assert await reward.score(task(SOLUTION), [episode]) == [RewardValue(answer + shaped, {"answer": answer, "format": shaped})], (
+            episode
+        )
+
+
+def test_it_is_built_in() -> None:
+    assert not is_user_code(RewardConfig(kind="gsm8k")) and make_reward(RewardConfig(kind="gsm8k")) is not None
+    with raises(ConfigError, key="reward.options", kind="gsm8k"):
+        make_reward(RewardConfig(kind="gsm8k", options={"form": 1}))
+
 
 GSM8K = Path(__file__).parents[2] / "examples" / "gsm8k"
 
 
-@pytest.mark.parametrize(
-    ("label", "answer"),
-    [
+def test_answers_of_the_same_value_are_right() -> None:
+    for label, answer in (
         # what slime's grader is known to say, and what it is known to miss (2/4, intervals, sets)
         ("1/2", "0.50"),
         ("1234", "1,234"),
@@ -45,15 +147,12 @@ GSM8K = Path(__file__).parents[2] / "examples" / "gsm8k"
         (r"\text{Evelyn}", "Evelyn"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
         ("72", "72."),
-    ],
-)
-def test_answers_of_the_same_value_are_right(label: str, answer: str) -> None:
-    assert equal(label, answer)
+    ):
+        assert equal(label, answer)
 
 
-@pytest.mark.parametrize(
-    ("label", "answer"),
-    [
+def test_other_answers_are_wrong() -> None:
+    for label, answer in (
         ("1/2", "0.51"),
         ("12", "1,2"),
         ("x+1", "x-1"),
@@ -67,10 +166,8 @@ def test_answers_of_the_same_value_are_right(label: str, answer: str) -> None:
         ("5", "}{"),
         ("5", r"\frac{"),
         ("yes", "no"),
-    ],
-)
-def test_other_answers_are_wrong(label: str, answer: str) -> None:
-    assert not equal(label, answer)
+    ):
+        assert not equal(label, answer)
 
 
 @given(st.fractions(max_denominator=10**6))
@@ -81,9 +178,8 @@ def test_a_number_is_itself_in_each_way_of_writing_it_and_no_other(value) -> Non
     assert not minerva.same(str(value), str(value + 1)) and not minerva.same(latex, str(value / 2 + 1) if value != 2 else "3")
 
 
-@pytest.mark.parametrize(
-    "bomb",
-    [
+def test_what_would_be_computed_for_ever_is_wrong_before_it_is() -> None:
+    for bomb in (
         "10^{10^{10}}",
         "10^10^10",
         "9**9**9",
@@ -95,12 +191,10 @@ def test_a_number_is_itself_in_each_way_of_writing_it_and_no_other(value) -> Non
         r"\sum_{n=1}^{999999999} n",
         "7" * 5000,
         r"\int_0^1 \int_0^1 \int_0^1 e^{xyz} dx",
-    ],
-)
-def test_what_would_be_computed_for_ever_is_wrong_before_it_is(bomb: str) -> None:
-    assert explodes(bomb) and not equal("42", bomb)
-    [value] = only("math", "42", f"so \\boxed{{{bomb}}}")
-    assert value == RewardValue(0.0, {"answer": 0.0, "boxed": 1.0})
+    ):
+        assert explodes(bomb) and not equal("42", bomb)
+        [value] = only("math", "42", f"so \\boxed{{{bomb}}}")
+        assert value == RewardValue(0.0, {"answer": 0.0, "boxed": 1.0}), bomb
 
 
 @pytest.mark.parametrize("text", ["{" * 300_000, "\\boxed{" * 50_000, "}" * 300_000, "\\boxed{" + "{" * 150_000 + "}" * 150_000])
@@ -110,9 +204,8 @@ def test_megabytes_of_braces_are_wrong(text: str) -> None:
         assert isinstance(value, RewardValue) and value.value <= 0
 
 
-@pytest.mark.parametrize(
-    ("text", "box"),
-    [
+def test_the_last_box() -> None:
+    for text, box in (
         (r"\boxed{1} then \boxed{2}", "2"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
@@ -122,10 +215,8 @@ def test_megabytes_of_braces_are_wrong(text: str) -> None:
         (r"\boxed{7", None),
         ("7", None),
         ("", None),
-    ],
-)
-def test_the_last_box(text: str, box: str | None) -> None:
-    assert last_box(text) == box
+    ):
+        assert last_box(text) == box
 
 
 @pytest.mark.parametrize(
@@ -135,9 +226,8 @@ def test_reasoning_is_left_out(text: str, rest: str | None) -> None:
     assert without_reasoning(text) == rest
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "completion", "expected"),
-    [
+def test_where_the_answer_stands() -> None:
+    cases: tuple[tuple[str, dict[str, Any], str, float], ...] = (
         ("math", {}, r"<think>\boxed{1}</think> \boxed{2}", 1.0),
         ("math", {}, r"<think>\boxed{2}", 0.0),
         ("math", {}, "1 + 1 = 2\n#### 2", 1.0),
@@ -155,11 +245,10 @@ def test_reasoning_is_left_out(text: str, rest: str | None) -> None:
         ("deepscaler", {"marker": False}, "2", 0.0),
         ("gsm8k", {}, "so #### 2", 1.0),
         ("boxed_gsm8k", {}, r"#### 2, \boxed{3}", 0.0),
-    ],
-)
-def test_where_the_answer_stands(kind: str, options: dict, completion: str, expected: float) -> None:
-    [value] = only(kind, "2", completion, **options)
-    assert value.value == expected
+    )
+    for kind, options, completion, expected in cases:
+        [value] = only(kind, "2", completion, **options)
+        assert value.value == expected, completion
 
 
 def test_a_label_may_be_one_of_several_and_has_to_be_there() -> None:

@@ -71,6 +71,14 @@ async def gateway(
         yield Gateway(loop, worker, worker.detail()["address"], http)
 
 
+@contextlib.asynccontextmanager
+async def one_session(loop: Loop, *, num_rollouts: int = 1, **config: Any) -> AsyncIterator[tuple[Gateway, str]]:
+    """A gateway that has claimed a task, and the key of the task's first session."""
+    async with gateway(loop, **config) as gate:
+        await loop.issue(1, num_rollouts=num_rollouts)
+        yield gate, (await gate.start())["api_key"]
+
+
 def tool_policy(loop: Loop) -> np.ndarray:
     """Logits of a policy that asks (`?`) half of the time and answers 7 otherwise."""
     logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})

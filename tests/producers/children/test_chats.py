@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -66,24 +65,3 @@ async def test_tools_branches_and_saves_of_a_process_that_dies(workshop: Worksho
     for row in rows:  # versions and log-probs are those that the parent recorded, of the shared turn too
         versions = [span.version.number for span in row.spans if span.version is not None]
         assert versions == {0: [1, 2], 1: [1, 3], 2: [4]}[row.sample]
-
-
-async def test_a_branch_of_nothing_fails_its_rollout_alone(workshop: Workshop) -> None:
-    code = """
-from streamrl.schemas.samples import Branch
-
-async def astray(task, engine):
-    first, second = engine.chat(task), engine.chat(task)
-    await first.generate()
-    await second.generate()
-    episode = second.episode()
-    if engine.context.rollout_index == 1:
-        episode.branch = Branch(0, 10**6)
-    return [first.episode(), episode]
-"""
-    workshop.engine = Scripted(workshop.tokenizer, cycle(["7"]))  # type: ignore[assignment]
-    async with workshop.runner(code, producer="astray") as runner:
-        [group] = await workshop.run(runner, workshop.task())
-    found = ends(group)
-    assert "to begin with 1000000 tokens" in found.pop(1)
-    assert found == {0: "episode", 2: "episode"}

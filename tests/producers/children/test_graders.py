@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 
 import pytest
 
-from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.graders import Scoring
 from streamrl.producers.groups import Group
 from tests.support.processes import alive, until
@@ -67,8 +65,7 @@ class Compares:
             await asyncio.sleep(3600)
         return [float(episode.rollout) for episode in episodes]
 """
-    async with workshop.runner(code, reward="Compares", scoring=Scoring(timeout_s=1.5)) as runner:
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    groups = await workshop.played(code, *(workshop.task(index) for index in range(3)), reward="Compares", scoring=Scoring(timeout_s=1.5))
     assert [rewards(group) for group in groups] == [{0: 0.0, 1: 1.0, 2: 2.0}, {}, {0: 0.0, 1: 1.0, 2: 2.0}]
     assert {failure.reason for failure in groups[1].failures} == {"timeout"}
     assert [words[1] for words in workshop.told("called")] == ["3"] * 3
@@ -102,27 +99,6 @@ async def test_a_grader_that_kills_its_process_costs_its_own_rollout(workshop: W
     assert rewards(after) == {0: 1.0, 1: 1.0, 2: 1.0}
 
 
-async def test_kill_9_of_grader_processes_loses_and_doubles_nothing(workshop: Workshop) -> None:
-    code = """
-def score(task, episode):
-    tell("graded", f"{task.index} {episode.rollout}")
-    time.sleep(0.05)
-    return float(episode.rollout)
-"""
-    async with workshop.runner(code, reward="score", scoring=Scoring(children=2)) as runner, asyncio.timeout(300):
-        rolling = asyncio.create_task(workshop.run(runner, *(workshop.task(index, num_rollouts=8) for index in range(6))))
-        struck: set[int] = set()
-        while len(struck) < 2 and not rolling.done():
-            await asyncio.sleep(0.02)
-            told = [int(pid) for pid, *_ in workshop.told("graded")]
-            if told and told[-1] not in struck and alive(told[-1]):
-                struck.add(told[-1])
-                os.kill(told[-1], signal.SIGKILL)
-        groups = await rolling
-    assert len(struck) == 2
-    assert [rewards(group) for group in groups] == [{rollout: float(rollout) for rollout in range(8)}] * 6
-
-
 async def test_kill_9_of_a_process_that_loads_is_nobodys_fault(workshop: Workshop) -> None:
     code = """
 if len((FOLDER / "loads").read_text().splitlines() if (FOLDER / "loads").exists() else []) < 2:
@@ -133,8 +109,7 @@ if len((FOLDER / "loads").read_text().splitlines() if (FOLDER / "loads").exists(
 def score(task, episode):
     return 1.0
 """
-    async with workshop.runner(code, reward="score", scoring=Scoring(children=1)) as runner, asyncio.timeout(300):
-        [group] = await workshop.run(runner, workshop.task())
+    [group] = await workshop.played(code, workshop.task(), reward="score", scoring=Scoring(children=1))
     assert rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0}
     assert len(workshop.told("loads")) == 2
 
@@ -279,71 +254,6 @@ def score(task, episode):
         groups = await workshop.run(runner, *(workshop.task(index) for index in range(101, 300)))
         assert runner.take_hung_graders().ended_early == 3
     assert all(rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0} for group in groups)
-
-
-@pytest.mark.slow
-async def test_a_slow_first_call_of_a_process_is_no_call_that_hangs(workshop: Workshop) -> None:
-    """As where a function imports what it needs when it is called; meanwhile others hang."""
-    code = """
-loaded = False
-
-
-def score(task, episode):
-    global loaded
-    if not loaded:
-        time.sleep(0.4)
-    loaded = True
-    if 40 <= task.index < 100 and task.index % 3 == 0 and episode.rollout == 2:
-        time.sleep(3600)
-    return 1.0
-"""
-    scoring = Scoring(timeout_s=600, children=2, max_hung=2)
-    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(300):
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(120)))
-    failed = {(index, failure.rollout) for index, group in enumerate(groups) for failure in group.failures}
-    assert failed == {(index, 2) for index in range(42, 100, 3)}
-
-
-@pytest.mark.slow
-async def test_a_witness_that_ends_shows_that_graders_are_slow(workshop: Workshop) -> None:
-    """Nobody waits for the first of those that take 4 s, as too many hang; once one has ended, nobody is given up any more."""
-    code = """
-def score(task, episode):
-    if task.index >= 40 and task.index % 5 == 0 and episode.rollout == 0:
-        time.sleep(4.0)
-    return 1.0
-"""
-    scoring = Scoring(timeout_s=60, children=2, max_hung=1)
-    async with workshop.runner(code, reward="score", scoring=scoring) as runner, asyncio.timeout(300):
-        await workshop.run(runner, *(workshop.task(index) for index in range(40)))
-        first = await workshop.run(runner, *(workshop.task(index) for index in range(40, 80)))
-        assert any("reward.max_hung" in failure.detail for group in first for failure in group.failures)
-        await until(lambda: runner.take_hung_graders().calls == 0)
-        later = await workshop.run(runner, *(workshop.task(index) for index in range(80, 120)))
-    assert all(rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0} for group in later)
-
-
-async def test_rollouts_go_on_while_all_graders_are_stuck(workshop: Workshop) -> None:
-    code = """
-async def rolls(task, engine):
-    given = await good(task, engine)
-    tell("rolled")
-    return given
-
-
-def score(task, episode):
-    while not (FOLDER / "go-on").exists():
-        time.sleep(0.02)
-    return 1.0
-"""
-    scoring = Scoring(timeout_s=60, children=1)
-    limits = Limits(idle_s=20.0, total_s=60.0)
-    async with workshop.runner(code, producer="rolls", reward="score", scoring=scoring, limits=limits) as runner, asyncio.timeout(300):
-        rolling = [asyncio.create_task(runner.run(workshop.task(index))) for index in range(6)]
-        await until(lambda: len(workshop.told("rolled")) == 18)
-        (workshop.folder / "go-on").touch()
-        groups = await asyncio.gather(*rolling)
-    assert [len(group.episodes) for group in groups] == [3] * 6
 
 
 async def test_a_task_that_is_given_back_frees_its_graders(workshop: Workshop) -> None:

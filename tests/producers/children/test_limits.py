@@ -16,6 +16,7 @@ from streamrl.errors import EngineError, EngineUnavailable
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.repeats import REFUSALS
 from streamrl.schemas.versions import Version
+from tests.support.errors import raises
 from tests.support.policies import script, serve_logits
 from tests.support.processes import alive, until
 from tests.support.user_code import Workshop, ends
@@ -82,34 +83,28 @@ async def leaves(task, engine):
     return chat.episode()
 """
     limits = Limits(idle_s=20.0, total_s=60.0, answer_s=1.5)
-    async with workshop.runner(code, producer="leaves", limits=limits) as runner, asyncio.timeout(300):
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    groups = await workshop.played(code, *(workshop.task(index) for index in range(3)), producer="leaves", limits=limits)
     assert [ends(group) for group in groups] == [{0: "episode", 1: "episode", 2: "episode"}] * 3
     assert len(workshop.told("late")) >= 1
 
 
-async def test_long_work_ends_although_it_asks_engines(workshop: Workshop) -> None:
-    code = """
-async def endless(task, engine):
-    while True:
-        await engine.chat(task).generate()
-        await asyncio.sleep(0.05)
-"""
-    async with workshop.runner(code, producer="endless", limits=Limits(idle_s=60.0, total_s=1.0)) as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
-    assert ends(group) == {0: "timeout: 1 s of user code"}
-
-
-async def test_a_chat_without_room_that_asks_for_ever_ends(workshop: Workshop) -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("made", "more", "limits", "reason"),
+    [
+        ("engine.chat(task)", "", Limits(idle_s=60.0, total_s=1.0), "timeout: 1 s of user code"),
+        ("chat", "max_new_tokens=0", Limits(idle_s=0.5, total_s=60.0), "timeout"),  # one without room
+    ],
+)
+async def test_what_asks_engines_for_ever_ends(workshop: Workshop, made: str, more: str, limits: Limits, reason: str) -> None:
+    code = f"""
 async def endless(task, engine):
     chat = engine.chat(task)
     while True:
-        await chat.generate(max_new_tokens=0)
+        await {made}.generate({more})
+        await asyncio.sleep(0.05 if {not more} else 0)
 """
-    async with workshop.runner(code, producer="endless", limits=Limits(idle_s=0.5, total_s=60.0)) as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
-    assert ends(group)[0].startswith("timeout")
+    [group] = await workshop.played(code, workshop.task(num_rollouts=1), producer="endless", limits=limits)
+    assert ends(group)[0].startswith(reason)
 
 
 async def test_the_clock_stands_while_a_rollout_waits_for_a_version(workshop: Workshop) -> None:
@@ -178,13 +173,7 @@ async def blocks(task, engine):
 
 
 class Fragile:
-    """An engine whose first answers to some requests are errors.
-
-    Args:
-        engine: gives the others.
-        error: what is raised.
-        times: how often, for each prompt of rollout 1.
-    """
+    """An engine whose first answers to rollout 1, `times` of them, are errors."""
 
     def __init__(self, engine: TableEngine, error: type[EngineError], times: int) -> None:
         self._engine = engine
@@ -208,18 +197,13 @@ async def counted(task, engine):
     return await good(task, engine)
 """
     workshop.engine = Fragile(workshop.engine, error, 2)  # type: ignore[assignment, arg-type]
-    async with workshop.runner(code, producer="counted") as runner:
-        [group] = await workshop.run(runner, workshop.task())
+    [group] = await workshop.played(code, workshop.task(), producer="counted")
     assert ends(group) == {0: "episode", 1: "episode", 2: "episode"}
     assert sorted(rollout for _, rollout in workshop.told("ran")) == ["0", "1", "1", "1", "2"]
-
-
-@pytest.mark.usefixtures("at_once")
-async def test_engines_that_stay_away_give_the_task_back(workshop: Workshop) -> None:
-    workshop.engine = Fragile(workshop.engine, EngineUnavailable, 1000)  # type: ignore[assignment, arg-type]
-    async with workshop.runner("", producer="good") as runner:
-        with pytest.raises(EngineUnavailable, match="bad day"):
-            await workshop.run(runner, workshop.task())
+    if error is EngineUnavailable:  # engines that stay away give the task back
+        workshop.engine.left = 1000  # type: ignore[attr-defined]
+        with raises(EngineUnavailable):
+            await workshop.played("", workshop.task(), producer="good")
 
 
 @pytest.mark.usefixtures("at_once")
@@ -232,8 +216,7 @@ async def test_what_engines_refuse_again_and_again_has_failed(workshop: Workshop
             yield
 
     workshop.engine = engine = Refuses(workshop.engine, EngineError, 0)  # type: ignore[assignment, arg-type]
-    async with workshop.runner("def one(task, episode): return 1.0", producer=producer, reward="one") as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
+    [group] = await workshop.played("def one(task, episode): return 1.0", workshop.task(num_rollouts=1), producer=producer, reward="one")
     assert ends(group) == {0: "failed: engine: too long"}
     assert engine.left == -REFUSALS
 
@@ -248,8 +231,12 @@ async def blocks(task, engine):
     time.sleep(0.1)
     return chat.episode()
 """
-    async with workshop.runner(code, producer="blocks", limits=Limits(idle_s=5.0, total_s=60.0, answer_s=3.0)) as runner:
-        groups = await workshop.run(runner, *(workshop.task(index, num_rollouts=10) for index in range(6)))
+    groups = await workshop.played(
+        code,
+        *(workshop.task(index, num_rollouts=10) for index in range(6)),
+        producer="blocks",
+        limits=Limits(idle_s=5.0, total_s=60.0, answer_s=3.0),
+    )
     assert [len(group.episodes) for group in groups] == [10] * 6
     assert len({pid for pid, *_ in workshop.told("ran")}) == 1
 

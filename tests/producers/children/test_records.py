@@ -56,8 +56,7 @@ async def forges(task, engine):
 
 @pytest.mark.process
 async def test_tokens_logprobs_and_versions_are_the_workers_own(workshop: Workshop) -> None:
-    async with workshop.runner(FORGES, producer="forges") as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=6))
+    [group] = await workshop.played(FORGES, workshop.task(num_rollouts=6), producer="forges")
     found = {episode.rollout: episode for episode in group.episodes}
     true = found[5].segments[1]
     found_0, found_3 = (msgspec.structs.replace(found[rollout].segments[1], origin=true.origin) for rollout in (0, 3))  # of other times
@@ -69,46 +68,6 @@ async def test_tokens_logprobs_and_versions_are_the_workers_own(workshop: Worksh
     assert {episode.engine for episode in group.episodes} == {"table-0"}
     assert [failure.rollout for failure in group.failures] == [1, 2]
     assert all("not sampled by an engine" in failure.detail for failure in group.failures)
-
-
-@pytest.mark.process
-async def test_what_was_saved_goes_on_in_another_process(workshop: Workshop) -> None:
-    """A neighbour kills the process between two turns of a chat; token for token the chat is the one that it was."""
-    code = """
-async def two_turns(task, engine):
-    chat = engine.chat(task)
-    if not chat.turns:
-        await chat.generate()
-        await chat.save({"turns": 1})
-        tell("saved")
-        if task.index == 1 and engine.context.rollout_index == 0:
-            os._exit(1)
-        await asyncio.sleep(3600 if task.index == 0 else 0)
-    tell("found", f"{task.index} {chat.state}")
-    chat.user("and?")
-    await chat.generate()
-    return chat.episode()
-"""
-    kept: dict[tuple[int, int], bytes] = {}
-
-    def keeping(task: int) -> Keeping:
-        async def store(rollout: int, data: bytes) -> None:
-            kept[task, rollout] = data
-
-        return Keeping(store=store)
-
-    async with workshop.runner(code, producer="two_turns") as runner:
-        waits = asyncio.create_task(runner.run(workshop.task(0, num_rollouts=2), keeping=keeping(0)))
-        await until(lambda: len(workshop.told("saved")) >= 2)
-        [guilty] = await workshop.run(runner, workshop.task(1, num_rollouts=1), keeping=keeping(1))
-        group = await waits
-    assert ends(guilty) == {0: "episode"}
-    assert ends(group) == {0: "episode", 1: "episode"}
-    assert len({pid for pid, task, *_ in workshop.told("found") if task == "0"}) == 1
-    for episode in group.episodes:
-        data, turns = unpack(kept[0, episode.rollout])
-        first, second = [segment for segment in episode.segments if segment.is_model]
-        assert data and turns[0].part(0, 2) == first and len(second.token_ids)
 
 
 @pytest.mark.process
@@ -137,8 +96,7 @@ class Groups:
     async def store(rollout: int, data: bytes) -> None:
         kept[rollout] = data
 
-    async with workshop.runner(code, producer="Groups") as runner:
-        [group] = await workshop.run(runner, workshop.task(), keeping=Keeping(store=store))
+    [group] = await workshop.played(code, workshop.task(), keeping=Keeping(store=store), producer="Groups")
     assert ends(group) == {0: "episode", 1: "episode", 2: "episode"}
     num_turns = {rollout: len(unpack(data)[1]) for rollout, data in kept.items()}
     assert max(num_turns.values()) <= 3, num_turns
@@ -181,8 +139,7 @@ async def deadly(task, engine):
         counted += 1
         return counted
 
-    async with workshop.runner(code, producer="deadly") as runner:
-        [group] = await workshop.run(runner, workshop.task(), keeping=Keeping(attempts=2, died=died))
+    [group] = await workshop.played(code, workshop.task(), keeping=Keeping(attempts=2, died=died), producer="deadly")
     assert counted == 4
     assert {failure.reason for failure in group.failures} == {"deliveries"}
     # It has killed two that ran it alone: nobody shares a process with it any more.
@@ -192,29 +149,19 @@ async def deadly(task, engine):
 @pytest.mark.process
 async def test_a_cancelled_task_asks_engines_for_nothing_more(workshop: Workshop) -> None:
     code = """
-def plain(task, engine):
-    chat = engine.chat(task)
-    try:
-        chat.generate()
-    finally:
-        tell("ended")
-
-
 async def stubborn(task, engine):
     try:
         await engine.chat(task).generate()
     finally:
         tell("ended")
 """
-    for name in ("plain", "stubborn"):
-        async with workshop.runner(code, producer=name) as runner:
-            rolling = asyncio.create_task(runner.run(workshop.task(min_version=99)))
-            while (await workshop.engine.info()).waiting < 3:
-                await asyncio.sleep(0.01)
-            rolling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await rolling
-            while (await workshop.engine.info()).waiting:
-                await asyncio.sleep(0.01)
-            await until(lambda: len(workshop.told("ended")) >= 3)
-            (workshop.folder / "ended").unlink()
+    async with workshop.runner(code, producer="stubborn") as runner:
+        rolling = asyncio.create_task(runner.run(workshop.task(min_version=99)))
+        while (await workshop.engine.info()).waiting < 3:
+            await asyncio.sleep(0.01)
+        rolling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rolling
+        while (await workshop.engine.info()).waiting:
+            await asyncio.sleep(0.01)
+        await until(lambda: len(workshop.told("ended")) >= 3)

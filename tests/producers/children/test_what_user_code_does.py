@@ -34,6 +34,7 @@ STRANGE = [
     ("chat.append(['a']); return chat.episode()", "invalid literal for int()"),
     ("return bytearray(20 << 30)", "MemoryError"),
     ("class Odd(Exception): __str__ = None\n    raise Odd", "Odd"),
+    ("e = chat.episode(); e.branch = Branch(0, 10**6); return [chat.episode(), e]", "to begin with 1000000 tokens"),
     ("print('\\ud800'); raise ValueError('\\ud800')", "can't encode character"),
 ]
 """What rollout 1 of a task does after a turn, and what is said of it."""
@@ -56,7 +57,8 @@ def cases(kind: str, take: str, lines: Sequence[str]) -> str:
 async def test_a_rollout_ends_alone_and_says_why(workshop: Workshop, kind: str) -> None:
     wait = "await " if kind == "async def" else ""
     code = (
-        cases(kind, "(task, engine, chat)", [line for line, _ in STRANGE])
+        "from streamrl.schemas.samples import Branch\n\n"
+        + cases(kind, "(task, engine, chat)", [line for line, _ in STRANGE])
         + f"""
 {kind} strange(task, engine):
     chat = engine.chat(task)
@@ -109,8 +111,7 @@ async def asks(task, engine):
                 pass
     return await good(task, engine)
 """
-    async with workshop.runner(code, producer="asks") as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=4))
+    [group] = await workshop.played(code, workshop.task(num_rollouts=4), producer="asks")
     found = ends(group)
     assert found[3] == "episode"
     assert all(found[rollout].startswith("failed: ") and "cannot be handed over" in found[rollout] for rollout in (0, 1, 2))
@@ -146,21 +147,6 @@ async def deadly(task, engine):
             assert len({pid for pid, task in workshop.told("struck") if task == str(index)}) == 3
 
 
-@pytest.mark.slow
-async def test_a_class_whose_reward_kills_its_process_ends_its_task(workshop: Workshop) -> None:
-    code = """
-class Judge:
-    async def score(self, task, episodes):
-        if task.index == 1:
-            os._exit(7)
-        return [1.0] * len(episodes)
-"""
-    async with workshop.runner(code, producer="good", reward="Judge") as runner:
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(4)))
-    assert [len(group.episodes) for group in groups] == [3, 0, 3, 3]
-    assert {failure.reason for failure in groups[1].failures} == {"failed"}
-
-
 async def test_prints_threads_and_closed_outputs_hurt_nobody(workshop: Workshop, caplog: pytest.LogCaptureFixture) -> None:
     code = """
 async def noisy(task, engine):
@@ -192,8 +178,7 @@ async def test_tracebacks_are_told_once_and_every_failure_is(workshop: Workshop,
 async def fails(task, engine):
     raise ValueError("broken tool")
 """
-    async with workshop.runner(code, producer="fails") as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=20))
+    [group] = await workshop.played(code, workshop.task(num_rollouts=20), producer="fails")
     assert [failure.detail for failure in group.failures] == ["ValueError: broken tool"] * 20
     assert len([record for record in caplog.records if record.exc_text and "broken tool" in record.exc_text]) == 1
 
@@ -230,8 +215,7 @@ def score(task, episode):
     tell("scored")
     return 0.25
 """
-    async with workshop.runner(code, producer="Groups", reward="score") as runner:
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    groups = await workshop.played(code, *(workshop.task(index) for index in range(3)), producer="Groups", reward="score")
     for group in groups:
         assert [(episode.rollout, episode.reward) for episode in group.episodes] == [(2, 0.25)]
         assert [(failure.rollout, failure.reason) for failure in group.failures] == [(0, "filtered"), (1, "failed")]
