@@ -20,7 +20,6 @@ from streamrl.consumers.serving.weight_choice import choose_latest, choose_pinne
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.table.engine import TableEngine
-from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE
 from streamrl.schemas.subjects import WEIGHTS, Subjects
@@ -304,21 +303,3 @@ async def test_an_engines_own_pins_do_not_end_its_pause_after_a_failure(trainer:
             await until(trainer.pins, {v(1)})
             await asyncio.sleep(0.3)
             assert evaluation.failed.empty()
-
-
-@pytest.mark.nats
-async def test_damaged_changes_leave_what_is_served_alone(trainer: Trainer, serve, nats_bus: Bus):
-    async with asyncio.timeout(60):
-        rollout = await serve("engine-0", "rollout")
-        await trainer.publish(0, 1)
-        while await rollout.committed.get() != v(1):
-            pass
-        before = await rollout.token()
-        manifest = await publish_damaged(trainer, nats_bus, 2)
-        assert "sha256" in await rollout.failed.get()
-        assert (rollout.watcher.serving, await rollout.token()) == (v(1), before)
-        with pytest.raises(WeightSyncError):
-            await anext(aiter(rollout.transport.fetch(manifest, rollout.engine.wants(manifest))))
-        await trainer.publish(3)
-        assert await rollout.committed.get() == v(3)
-        assert await rollout.token() == 3

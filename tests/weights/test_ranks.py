@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.bus.memory.bus import MemoryBus
-from streamrl.bus.protocol import Bus
-from streamrl.bus.server import NatsServer
 from streamrl.engines.live_swap.images import MappedVersion
 from streamrl.errors import WeightSyncError
-from streamrl.schemas.codec import decode
+from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, PartRef, Piece
 from streamrl.tensors.names import named
@@ -208,42 +203,6 @@ async def test_a_rank_repeats_itself_without_effect_and_never_contradicts_itself
         transport.close()
 
 
-RANK = """
-import asyncio, os, sys
-from pathlib import Path
-from streamrl.bus import BusAddress, connect
-from streamrl.schemas.codec import encode
-from streamrl.schemas.versions import Version
-from streamrl.weights.bus import BusTransport
-from streamrl.weights.shm import ShmTransport
-from tests.weights.ranked import model, rows_of
-
-folder, kind, rank, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-
-async def main():
-    bus = await connect(BusAddress.load(folder / "bus.json"), "r")
-    if kind == "bus":
-        transport = BusTransport(bus.blobs, run="r", policy="policy", part_bytes=500, anchor_every=3, threads=1)
-    else:
-        transport = ShmTransport(run="r", policy="policy", directory=folder / "weights", part_bytes=500, rank=rank)
-    for number in range(5):
-        made = await transport.contribute(Version(0, number), iter(rows_of(model(number), rank, ranks)))
-        path = folder / f"{kind}-{rank}-{number}"
-        path.with_suffix(".new").write_bytes(encode(made))
-        path.with_suffix(".new").rename(path)
-    # The lock of the shm transport is held until the other end is done.
-    sys.stdin.read()
-    await bus.close()
-
-asyncio.run(main())
-"""
-
-
-def start(command: list[str]) -> subprocess.Popen[bytes]:
-    """A process that ends when its standard input does."""
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
-
-
 async def read_all(transport: WeightTransport, manifest) -> bytes:
     data = bytearray(manifest.nbytes)
     async for part in transport.fetch(manifest, slices(manifest)):
@@ -251,58 +210,43 @@ async def read_all(transport: WeightTransport, manifest) -> bytes:
     return bytes(data)
 
 
-@pytest.mark.nats
 @pytest.mark.parametrize("kind", ["shm", "bus"])
-async def test_two_processes_hand_over_their_slices(own_server: NatsServer, nats_bus: Bus, tmp_path: Path, kind: str):
+async def test_two_ranks_hand_over_their_slices(memory_bus: MemoryBus, tmp_path: Path, kind: str):
     """Rank 0 announces; a follower and a late joiner read; by bus most of it are changes."""
-    own_server.address.save(tmp_path / "bus.json")
-    command = [sys.executable, "-c", RANK, str(tmp_path), kind]
-    processes = [start([*command, str(rank), "2"]) for rank in range(2)]
 
-    def transport() -> BusTransport | ShmTransport:
+    def transport(rank: int = 0) -> BusTransport | ShmTransport:
         if kind == "bus":
-            return BusTransport(nats_bus.blobs, run="r", policy="policy", anchor_every=3, threads=1)
-        return ShmTransport(run="r", policy="policy", directory=tmp_path / "weights")
+            return BusTransport(memory_bus.blobs, run="r", policy="policy", part_bytes=500, anchor_every=3, threads=1)
+        return ShmTransport(run="r", policy="policy", directory=tmp_path, part_bytes=500, rank=rank)
 
-    follower, merging = transport(), transport()
+    ranks, follower, merging = [transport(rank) for rank in range(2)], transport(), transport()
     made = []
-    try:
-        async with asyncio.timeout(60):
-            for number in range(5):
-                paths = [tmp_path / f"{kind}-{rank}-{number}" for rank in range(2)]
-                while not all(path.exists() for path in paths):
-                    assert all(process.poll() is None for process in processes)
-                    await asyncio.sleep(0.02)
-                manifest = merging.merge([decode(path.read_bytes(), Contribution) for path in paths])
-                assert manifest.digest == Content(model(number)).digest
-                assert await follower.holds(manifest)
-                assert await read_all(follower, manifest) == whole(number)
-                joiner = transport()
-                assert await read_all(joiner, manifest) == whole(number)
-                async with joiner.source(manifest) as source:
-                    # Ranks' files are read where they lie.
-                    assert len(source.more) == (kind == "shm")
-                    assert MappedVersion(source, manifest.nbytes).bytes(0, manifest.nbytes).tobytes() == whole(number)
-                joiner.close()
-                made.append(manifest)
-    finally:
-        for process in processes:
-            process.communicate(timeout=20)
-    assert [process.returncode for process in processes] == [0, 0]
-    if kind == "bus":
-        assert [manifest.kind for manifest in made] == ["full", "delta", "delta", "full", "delta"]
+    for number in range(5):
+        given = [await rank.contribute(Version(0, number), iter(rows_of(model(number), n, 2))) for n, rank in enumerate(ranks)]
+        manifest = merging.merge([decode(encode(one), Contribution) for one in given])
+        assert manifest.digest == Content(model(number)).digest
+        assert await follower.holds(manifest)
+        joiner = transport()
+        assert await read_all(follower, manifest) == await read_all(joiner, manifest) == whole(number)
+        async with joiner.source(manifest) as source:
+            # Ranks' files are read where they lie.
+            assert len(source.more) == (kind == "shm")
+            assert MappedVersion(source, manifest.nbytes).bytes(0, manifest.nbytes).tobytes() == whole(number)
+        joiner.close()
+        made.append(manifest)
     part = made[-1].parts[-1]
     if kind == "shm":
         assert len({part.location for part in made[-1].parts}) == 2
-        path = tmp_path / "weights" / part.location
+        path = tmp_path / part.location
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
     else:
-        await nats_bus.blobs.delete(part.location)
+        assert [manifest.kind for manifest in made] == ["full", "delta", "delta", "full", "delta"]
+        await memory_bus.blobs.delete(part.location)
     with pytest.raises(WeightSyncError, match=r"sha256|got none"):
         await read_all(transport(), made[-1])
     await merging.retire(Version(0, 4))
     assert [await merging.holds(manifest) for manifest in made[:3]] == [False] * 3
-    follower.close()
-    merging.close()
+    for one in (*ranks, follower, merging):
+        one.close()

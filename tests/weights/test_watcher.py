@@ -15,9 +15,8 @@ import pytest
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import EngineConfig
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
-from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.engine import BatchingEngine
-from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import BusUnavailable
 from streamrl.schemas.codec import encode
@@ -89,16 +88,11 @@ class Run:
         await self.announce(manifest)
         return manifest
 
-    async def generated(self, request: GenerateRequest) -> list[int]:
-        return [token async for chunk in self.engine.generate(request) for token in chunk.token_ids]
-
     async def first_token(self) -> int:
-        return (await self.generated(request(1)))[0]
-
-
-def request(num_tokens: int, name: str = "q", *, stream: bool = False) -> GenerateRequest:
-    sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True)
-    return GenerateRequest(request_id=name, prompt_ids=(0,), sampling=sampling, seeds=(7,), stream=stream)
+        sampling = Sampling(max_new_tokens=1, ignore_eos=True)
+        request = GenerateRequest(request_id="q", prompt_ids=(0,), sampling=sampling, seeds=(7,))
+        chunk = await anext(aiter(self.engine.generate(request)))
+        return chunk.token_ids[0]
 
 
 @asynccontextmanager
@@ -125,25 +119,20 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def table_engine(model_dir: Path) -> AsyncIterator[TableEngine]:
-    delay = TokenDelay(mean_s=0.004, sigma=0.0)
-    engine = TableEngine(model_dir, EngineConfig(kind="table", slots=4), engine_id="engine-0", policy="policy", max_len=1000, delay=delay)
+    engine = TableEngine(model_dir, EngineConfig(kind="table", slots=4), engine_id="engine-0", policy="policy", max_len=1000)
     await engine.start()
     yield engine
     await engine.stop()
 
 
-@pytest.fixture(params=["memory", pytest.param("nats", marks=pytest.mark.nats)])
-def bus(request: pytest.FixtureRequest) -> Bus:
-    return request.getfixturevalue(f"{request.param}_bus")
-
-
 @pytest.fixture
-def run(bus: Bus, table_engine: TableEngine, tmp_path: Path):
-    made = Run(bus, tmp_path / "weights", table_engine)
+def run(request: pytest.FixtureRequest, table_engine: TableEngine, tmp_path: Path):
+    made = Run(request.getfixturevalue(getattr(request, "param", "memory_bus")), tmp_path / "weights", table_engine)
     yield made
     made.shm.close()
 
 
+@pytest.mark.parametrize("run", ["memory_bus", pytest.param("nats_bus", marks=pytest.mark.nats)], indirect=True)
 async def test_from_the_trainer_to_the_next_token(run):
     """The whole way: publisher, manifest on the bus, watcher, engine; over both transports."""
     loop = asyncio.get_running_loop()
@@ -161,25 +150,50 @@ async def test_from_the_trainer_to_the_next_token(run):
     assert all(metric(name).name == name for name in run.reported)
 
 
-async def test_a_late_engine_takes_only_the_newest(run):
+async def test_only_the_newest_is_taken_and_never_an_older_one(run):
     for number in range(4):
         await run.publish(number)
     async with watched(run.watcher()):
         assert await run.committed.get() == Version(0, 3)
-        await run.publish(1, epoch=1)
-        assert await run.committed.get() == Version(1, 1)
-    assert [detail["version"] for detail in run.taken] == ["0.3", "1.1"]
+        for older, newer, epoch in ((2, 4, 0), (3, 1, 1)):
+            await run.publish(older)
+            await run.publish(newer, epoch=epoch)
+            assert await run.committed.get() == Version(epoch, newer)
+    assert [detail["version"] for detail in run.taken] == ["0.3", "0.4", "1.1"]
     assert run.failed.empty()
 
 
-async def test_an_older_version_is_never_taken(run):
+async def wrong_bytes(run: Run) -> tuple[Manifest, str]:
+    manifest = await run.shm.publish(Version(0, 2), iter(table(2)))
+    return msgspec.structs.replace(manifest, digest="0123456789abcdef"), "0123456789abcdef"
+
+
+async def another_model(run: Run) -> tuple[Manifest, str]:
+    shards = [Shard(name="other", dtype="float32", global_shape=(1,), shape=(1,), data=np.zeros(4, np.uint8))]
+    return await run.shm.publish(Version(0, 2), iter(shards)), "other"
+
+
+async def no_manifest(run: Run) -> tuple[bytes, str]:
+    return b"\xc1 no MessagePack", "expected a Manifest"
+
+
+async def of_another_run(run: Run) -> tuple[Manifest, str]:
+    manifest = await run.shm.publish(Version(0, 9), iter(table(3)))
+    return msgspec.structs.replace(manifest, run="another"), "one of another/policy"
+
+
+@pytest.mark.parametrize("bad", [wrong_bytes, another_model, no_manifest, of_another_run])
+async def test_what_is_no_version_of_this_run_is_said_and_not_served(run, bad):
+    await run.publish(1)
     async with watched(run.watcher()):
+        assert await run.committed.get() == Version(0, 1)
+        found, said = await bad(run)
+        await run.bus.publish(SUBJECTS.weights("policy"), found if isinstance(found, bytes) else encode(found))
+        assert said in (await run.failed.get())["error"]
+        assert await run.first_token() == 1
+        assert (await run.engine.info()).serving == Version(0, 1)
         await run.publish(3)
         assert await run.committed.get() == Version(0, 3)
-        await run.publish(2)
-        await run.publish(4)
-        assert await run.committed.get() == Version(0, 4)
-    assert [detail["version"] for detail in run.taken] == ["0.3", "0.4"]
 
 
 async def test_a_vanished_version_is_left_for_a_newer_one(run):
@@ -222,39 +236,6 @@ async def test_an_older_version_does_not_take_the_place_of_the_newest_that_is_tr
     assert [detail["version"] for detail in run.taken] == ["0.3"]
 
 
-async def test_wrong_bytes_are_said_and_not_served(run):
-    await run.publish(1)
-    async with watched(run.watcher()):
-        assert await run.committed.get() == Version(0, 1)
-        other = await run.shm.publish(Version(0, 2), iter(table(2)))
-        await run.announce(msgspec.structs.replace(other, digest="0123456789abcdef"))
-        assert "0123456789abcdef" in (await run.failed.get())["error"]
-        assert await run.first_token() == 1
-        assert (await run.engine.info()).serving == Version(0, 1)
-        await run.publish(3)
-        assert await run.committed.get() == Version(0, 3)
-
-
-async def test_another_model_is_said_and_not_served(run):
-    shards = [Shard(name="other", dtype="float32", global_shape=(1,), shape=(1,), data=np.zeros(4, np.uint8))]
-    async with watched(run.watcher()):
-        await run.announce(await run.shm.publish(Version(0, 1), iter(shards)))
-        assert "other" in (await run.failed.get())["error"]
-        await run.publish(2)
-        assert await run.committed.get() == Version(0, 2)
-
-
-async def test_a_message_that_is_no_manifest_is_skipped(run):
-    async with watched(run.watcher()):
-        await run.bus.publish(SUBJECTS.weights("policy"), b"\xc1 no MessagePack")
-        assert "expected a Manifest" in (await run.failed.get())["error"]
-        manifest = await run.shm.publish(Version(0, 9), iter(table(3)))
-        await run.announce(msgspec.structs.replace(manifest, run="another"))
-        assert "one of another/policy" in (await run.failed.get())["error"]
-        await run.publish(2)
-        assert await run.committed.get() == Version(0, 2)
-
-
 async def test_an_engine_on_another_host_takes_the_mirror(run):
     far = msgspec.structs.replace(await run.shm.publish(Version(0, 1), iter(table(1))), host="elsewhere")
     mirror = await run.blobs.publish(Version(0, 1), iter(table(1)))
@@ -287,29 +268,3 @@ async def test_the_watcher_outlives_a_bus_that_stays_away(run, monkeypatch):
     await run.publish(1)
     async with watched(run.watcher()):
         assert await run.committed.get() == Version(0, 1)
-
-
-async def swap_during(run: Run, num_tokens: int) -> list[Chunk]:
-    """Stream one request; when its first tokens are there, publish the next version; return all its chunks."""
-    chunks: list[Chunk] = []
-    await run.publish(1)
-    assert await run.committed.get() == Version(0, 1)
-    async for chunk in run.engine.generate(request(num_tokens, stream=True)):
-        chunks.append(chunk)
-        if len(chunks) == 1:
-            await run.publish(2)
-    assert await run.committed.get() == Version(0, 2)
-    return chunks
-
-
-async def test_a_swap_lies_inside_the_life_of_a_request_that_is_not_restarted(run):
-    async with watched(run.watcher()):
-        chunks = await swap_during(run, 250)
-    tokens = [token for chunk in chunks for token in chunk.token_ids]
-    versions = [span.version.number for chunk in chunks for span in chunk.spans if span.version is not None for _ in range(span.length)]
-    assert len(tokens) == 250 and chunks[-1].finish_reason == "length"
-    flip = versions.index(2)
-    assert 0 < flip < 250
-    assert versions == [1] * flip + [2] * (250 - flip)
-    # Each token is what its version's table makes certain: the stamp is the truth, and nothing was drawn twice.
-    assert tokens == versions
