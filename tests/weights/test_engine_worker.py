@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -30,26 +29,18 @@ from streamrl.schemas.versions import Version
 from streamrl.telemetry.states import STATES, seconds
 from streamrl.weights.factory import free_weights, make_publisher
 from streamrl.weights.manifest import Content
-from streamrl.weights.protocol import Shard
 from tests.support.errors import raises
 from tests.support.processes import until
+from tests.weights.tables import table, write_table
 
-VOCAB, POSITIONS, EOS = 5, 3, 4
 PREFIX = "presence/engines/"
-
-
-def table(number: int) -> list[Shard]:
-    logits = np.zeros((POSITIONS, VOCAB, VOCAB), np.float32)
-    logits[:, :, number] = 50.0
-    return [Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=logits.reshape(-1).view(np.uint8))]
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path):
     run = RunDir(tmp_path / "r")
     run.create()
-    run.model_dir.mkdir()
-    (run.model_dir / "table.json").write_bytes(msgspec.json.encode({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
+    write_table(run.model_dir)
     yield run
     free_weights(config().weights, "r", run.path)
 

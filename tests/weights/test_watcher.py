@@ -30,16 +30,9 @@ from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard, WeightTransport
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
+from tests.weights.tables import table, write_table
 
 SUBJECTS = Subjects("r")
-VOCAB, POSITIONS, EOS = 5, 3, 4
-
-
-def table(number: int) -> list[Shard]:
-    """Logits under which every token is almost surely `number`: what was drawn tells which weights drew it."""
-    logits = np.zeros((POSITIONS, VOCAB, VOCAB), np.float32)
-    logits[:, :, number] = 50.0
-    return [Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=logits.reshape(-1).view(np.uint8))]
 
 
 class Run:
@@ -112,14 +105,8 @@ async def watched(watcher: WeightWatcher) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    (tmp_path / "table.json").write_bytes(msgspec.json.encode({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
-    return tmp_path
-
-
-@pytest.fixture
-async def table_engine(model_dir: Path) -> AsyncIterator[TableEngine]:
-    engine = TableEngine(model_dir, EngineConfig(kind="table", slots=4), engine_id="engine-0", policy="policy", max_len=1000)
+async def table_engine(tmp_path: Path) -> AsyncIterator[TableEngine]:
+    engine = TableEngine(write_table(tmp_path), EngineConfig(kind="table", slots=4), engine_id="engine-0", policy="policy", max_len=1000)
     await engine.start()
     yield engine
     await engine.stop()
