@@ -34,19 +34,14 @@ TOKENS = 100
 """Length of a completion into which two versions fall."""
 
 
-def write_policy(path: Path) -> Path:
-    write_qwen3(path / "policy", ModelConfig(max_len=32), seed=0)
-    return path / "policy"
-
-
 def test_an_engine_and_a_trainer_can_be_made_at_the_same_time(tmp_path: Path):
     """While transformers loads a model it keeps all threads from tying embeddings."""
-    policy = write_policy(tmp_path)
+    write_qwen3(tmp_path / "policy", ModelConfig(max_len=32), seed=0)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(3):
-            trainers = pool.submit(lambda: [CausalLM(policy, torch.float32, torch.device("cpu")) for _ in range(4)])
+            trainers = pool.submit(lambda: [CausalLM(tmp_path / "policy", torch.float32, torch.device("cpu")) for _ in range(4)])
             while not trainers.done():
-                engine = LocalEngine(policy, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=8)
+                engine = LocalEngine(tmp_path / "policy", EngineConfig(slots=1), engine_id="e", policy="policy", max_len=8)
                 assert "lm_head.weight" not in [tensor.name for tensor in engine.model.layout]
             trainers.result()
 
@@ -100,8 +95,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "forward"), CASES)
-async def test_40_requests_over_8_slots_have_the_log_probs_of_a_plain_forward(running: Made, kind: str, forward: str):
-    asked = requests(40, temperature=0.8)
+async def test_24_requests_over_8_slots_have_the_log_probs_of_a_plain_forward(running: Made, kind: str, forward: str):
+    asked = requests(24, temperature=0.8)
     async with running(kind, forward=forward) as (engine, model):
         answers = await asyncio.gather(*[ask(engine, request) for request in asked])
     worst = 0.0
@@ -201,26 +196,24 @@ async def test_weights_that_are_not_finite_fail_their_requests_and_not_the_engin
         assert (await engine.info()).running == 0
 
 
-def test_models_with_other_state_than_keys_and_values_are_refused(tmp_path: Path):
-    path = models.save_config("mamba", tmp_path)
-    with raises(EngineError, layers=["linear_attention"]):
-        LocalEngine(path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
+def test_what_is_no_model_for_this_engine_is_refused(tmp_path: Path):
+    for error, values, kind in ((ConfigError, {"path": str(tmp_path)}, None), (EngineError, {"layers": ["linear_attention"]}, "mamba")):
+        if kind:
+            models.save_config(kind, tmp_path)
+        with raises(error, **values):
+            LocalEngine(tmp_path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
 
 
-def test_a_missing_configuration_is_refused(tmp_path: Path):
-    with raises(ConfigError, path=str(tmp_path)):
-        LocalEngine(tmp_path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
-
-
-async def test_a_prompt_longer_than_one_prefill_pass_is_taken(running: Made):
+async def test_a_prompt_longer_than_one_prefill_pass_is_taken(running: Made, monkeypatch: pytest.MonkeyPatch):
     """More joiners than one pass holds are prefilled in several."""
+    monkeypatch.setattr("streamrl.engines.local.model.PREFILL_TOKENS", 200)
     rng = np.random.default_rng(0)
     sampling = Sampling(max_new_tokens=2, ignore_eos=True)
     asked = [
-        GenerateRequest(request_id=f"r{k}", prompt_ids=tuple(rng.integers(3, 64, 1800 + 100 * k).tolist()), seeds=(k,), sampling=sampling)
+        GenerateRequest(request_id=f"r{k}", prompt_ids=tuple(rng.integers(3, 64, 150 + 20 * k).tolist()), seeds=(k,), sampling=sampling)
         for k in range(5)
     ]
-    async with running("qwen3", max_len=2304) as (engine, model):
+    async with running("qwen3") as (engine, model):
         answers = await asyncio.gather(*[ask(engine, request) for request in asked])
     for request, (answer,) in zip(asked, answers, strict=True):
         expected = models.teacher_forced(model, request.prompt_ids, answer.ids)
