@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import UNSET
@@ -111,14 +112,16 @@ async def test_a_lost_end_after_the_checkpoint_is_trained_anew_in_an_epoch_of_it
         assert "1.13" in report.lost[0]
 
 
-@pytest.mark.parametrize(("sequences", "what"), [((5, 6, 9), "middle"), (range(1, 4), "middle"), (range(1, 100), "all")])
+@pytest.mark.parametrize(("sequences", "what"), [((5, 6, 9), "middle"), (range(1, 100), "all")])
 async def test_more_than_its_end_is_refused_until_somebody_accepts_it(tmp_path: Path, sequences: tuple[int, ...], what: str) -> None:
     async with trained(tmp_path) as (w, known):
         newest = await w.bus.last(f"{w.config.run.name}.ledger.main")
         assert newest is not None
         last = newest.sequence
         w.bus.lose(LEDGER, *(sequence for sequence in sequences if sequence <= last))
-        for _ in range(2):
+        for accepted in (None, b"3"):  # a consent holds for the loss that it was given for
+            if accepted:
+                await w.bus.kv.put(KEY_ACCEPTED_GAP, accepted)
             with pytest.raises(CannotResume) as caught:
                 await w.train()
             assert caught.value.values["lost"] == what
@@ -130,14 +133,6 @@ async def test_more_than_its_end_is_refused_until_somebody_accepts_it(tmp_path: 
         assert known.twice == []
         report = await verify(w.config, w.bus, w.run.model_dir, highest=Version(0, last))
         assert not report.ok and report.lost
-
-
-async def test_a_consent_holds_for_the_loss_that_it_was_given_for(tmp_path: Path) -> None:
-    async with trained(tmp_path) as (w, _):
-        await w.bus.kv.put(KEY_ACCEPTED_GAP, b"3")
-        w.bus.lose(LEDGER, 5)
-        with pytest.raises(CannotResume):
-            await w.train()
 
 
 @pytest.mark.parametrize("known_end", [False, True], ids=["sequences are given again", "the end is known"])
@@ -162,6 +157,7 @@ async def test_a_sample_stream_that_lost_its_end_goes_on_from_what_it_still_has(
 
 async def test_a_hole_that_readers_had_passed_over_is_no_gap_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made after it was made without it."""
+    monkeypatch.setattr("streamrl.consumers.training.reaper.LOOK_EVERY_S", 0.5)
     async with trained(tmp_path) as (w, known):
         cursor = (await w.latest()).cursor
         async with asyncio.timeout(60):
@@ -260,17 +256,9 @@ MISSING = [
 ]
 
 
-@pytest.mark.parametrize(("entries", "start", "made", "readable", "last", "lost", "missing", "known_by"), MISSING)
-def test_what_is_missing_is_named(
-    entries: dict[int, LedgerEntry],
-    start: int,
-    made: dict[str, Version],
-    readable: int,
-    last: int,
-    lost: str,
-    missing: tuple[tuple[int, int], ...],
-    known_by: str,
-) -> None:
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_missing_is_named(case: Any) -> None:
+    entries, start, made, readable, last, lost, missing, known_by = case
     found = find_gap(entries, {}, start=start, made=made, readable=readable)
     assert found is not None
     assert (found[0], found[1].lost, found[1].missing, found[1].known_by) == (last, lost, missing, known_by)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from msgspec.structs import replace
 
 from streamrl.config.tree import EngineConfig
 from streamrl.core.seeds import uniform
@@ -28,8 +30,8 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.support import models
 from tests.support.errors import raises
-from tests.support.models import ask
-from tests.support.publishing import load, publish
+from tests.support.models import ask, started
+from tests.support.publishing import publish
 
 TEXTS = ["the answer is 42", "über die Straße", "</answer>", "🙂🙃"] * 3
 VOCAB, EOS, POSITIONS = 288, SPECIALS.index(END), 32
@@ -43,22 +45,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     assert write_byte_pairs(directory, TEXTS, vocab_size=VOCAB) <= VOCAB
     (directory / "table.json").write_text(json.dumps({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    transformers.Qwen3Config(**shape, num_key_value_heads=2, head_dim=16, eos_token_id=EOS, bos_token_id=None).save_pretrained(directory)
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    transformers.Qwen3Config(**shape, eos_token_id=EOS, bos_token_id=None).save_pretrained(directory)
     return directory
 
 
-async def table(directory: Path, logits: np.ndarray) -> TableEngine:
+def table(directory: Path, logits: np.ndarray) -> AbstractAsyncContextManager[TableEngine]:
     engine = TableEngine(directory, EngineConfig(slots=8), engine_id="t", policy="policy", max_len=256)
-    await engine.start()
-    await load(engine, publish({"logits": logits.astype(np.float32)}, Version(0, 0)))
-    return engine
+    return started(engine, publish({"logits": logits.astype(np.float32)}, Version(0, 0)))
 
 
 @pytest.fixture
@@ -69,9 +64,8 @@ async def spoken(directory: Path) -> AsyncIterator[TableEngine]:
     logits = np.zeros((POSITIONS, VOCAB, VOCAB))
     for place in range(POSITIONS):
         logits[place, :, ids[place] if place < len(ids) else EOS] = 60
-    engine = await table(directory, logits)
-    yield engine
-    await engine.stop()
+    async with table(directory, logits) as engine:
+        yield engine
 
 
 def tokenizer(directory: Path) -> tokenizers.Tokenizer:
@@ -116,15 +110,9 @@ async def test_what_ended_a_completion_is_said_over_http_too(spoken: TableEngine
         await server.stop()
 
 
-PENALTIES = Sampling(
-    max_new_tokens=40,
-    ignore_eos=True,
-    temperature=0.8,
-    min_p=0.02,
-    presence_penalty=0.5,
-    frequency_penalty=0.75,
-    repetition_penalty=1.2,
-    logit_bias={20: 3.0, 21: -100.0},
+PENALTIES = replace(
+    Sampling(max_new_tokens=40, ignore_eos=True, temperature=0.8, min_p=0.02, logit_bias={20: 3.0, 21: -100.0}),
+    **{"presence_penalty": 0.5, "frequency_penalty": 0.75, "repetition_penalty": 1.2},
 )
 
 
@@ -151,8 +139,7 @@ def by_definition(logits: np.ndarray, seed: int, sampling: Sampling) -> tuple[li
 
 async def test_penalties_count_what_each_completion_has_wherever_its_row_moves(directory: Path) -> None:
     logits = (2 * np.random.default_rng(0).normal(size=(POSITIONS, VOCAB, VOCAB))).astype(np.float32)
-    engine = await table(directory, logits)
-    try:
+    async with table(directory, logits) as engine:
         # More completions than slots, of which others, without penalties, end early: rows are taken again and moved.
         seeds = tuple(range(20))
         answers = await ask(engine, request("r", PENALTIES, seeds))
@@ -162,8 +149,6 @@ async def test_penalties_count_what_each_completion_has_wherever_its_row_moves(d
             np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-5)
         assert [one.ids for one in await ask(engine, request("s", PENALTIES, seeds))] == [one.ids for one in answers]
         assert not any(21 in answer.ids for answer in answers)
-    finally:
-        await engine.stop()
 
 
 async def test_a_table_knows_no_grammar_and_no_token_beyond_its_vocabulary(spoken: TableEngine) -> None:
@@ -188,12 +173,10 @@ SCHEMA = json.dumps(
 @pytest.fixture
 async def local(directory: Path) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(directory, EngineConfig(slots=16, deterministic=True), engine_id="l", policy="policy", max_len=128)
-    await engine.start()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
-    await load(engine, publish(models.tensors(model), Version(0, 0)))
-    yield engine
-    await engine.stop()
+    async with started(engine, publish(models.tensors(model), Version(0, 0))):
+        yield engine
 
 
 async def test_every_completion_obeys_its_schema_and_comes_again(local: LocalEngine, directory: Path) -> None:

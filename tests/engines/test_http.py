@@ -12,6 +12,7 @@ from unittest.mock import ANY
 import pytest
 from aiohttp import web
 
+from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.wire import MetaInfo, SpanOut, spans_in
@@ -25,8 +26,8 @@ REQUEST = GenerateRequest(request_id="r", prompt_ids=(1, 2), seeds=(5, 6))
 
 
 @asynccontextmanager
-async def answering(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
-    """A server whose POST /generate is `handler`, and which is healthy."""
+async def answering(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], **options: Any) -> AsyncIterator[HttpEngine]:
+    """A client of a server whose POST /generate is `handler`, and which is healthy."""
     app = web.Application()
     app.router.add_post("/generate", handler)
     app.router.add_get("/health", _ok)
@@ -34,9 +35,11 @@ async def answering(handler: Callable[[web.Request], Awaitable[web.StreamRespons
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
+    engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", **options)
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield engine
     finally:
+        await engine.close()
         await runner.cleanup()
 
 
@@ -51,8 +54,9 @@ def sglang_result(ids: list[int], reason: Any, **meta: Any) -> dict[str, Any]:
     return {"text": "", "output_ids": ids, "meta_info": base | {"output_token_logprobs": rows, "weight_version": "0.7"} | meta}
 
 
-async def test_nobody_listening_is_an_engine_error():
-    engine = HttpEngine("http://127.0.0.1:9")
+@pytest.mark.parametrize("kind", [HttpEngine, ChannelEngine])
+async def test_nobody_listening_is_an_engine_error(kind: type[HttpEngine]):
+    engine = kind("http://127.0.0.1:9")
     for call in (ask(engine, REQUEST), engine.info(), engine.abort("r")):
         with raises(EngineUnavailable, address=engine.address, reason=ANY):
             await call
@@ -82,10 +86,8 @@ async def test_a_slow_answer_from_a_healthy_server_is_waited_for():
         await asyncio.sleep(1.3)
         return web.json_response([sglang_result([4], {"type": "length", "length": 1})] * 2)
 
-    async with answering(slow) as address:
-        engine = HttpEngine(address, silence_s=1.0, check_every_s=0.05)
+    async with answering(slow, silence_s=1.0, check_every_s=0.05) as engine:
         assert [answer.ids for answer in await ask(engine, REQUEST)] == [[4], [4]]
-        await engine.close()
 
 
 async def test_a_connection_that_breaks_is_an_engine_error():
@@ -94,11 +96,9 @@ async def test_a_connection_that_breaks_is_an_engine_error():
         request.transport.abort()
         return web.Response()
 
-    async with answering(broken) as address:
-        engine = HttpEngine(address)
+    async with answering(broken) as engine:
         with raises(EngineError, address=engine.address, reason=ANY):
             await ask(engine, REQUEST)
-        await engine.close()
 
 
 async def test_closing_the_client_ends_open_requests():
@@ -109,8 +109,7 @@ async def test_closing_the_client_ends_open_requests():
         await asyncio.Event().wait()
         return web.Response()
 
-    async with answering(hang) as address:
-        engine = HttpEngine(address)
+    async with answering(hang) as engine:
         task = asyncio.ensure_future(ask(engine, REQUEST))
         await entered.wait()
         await engine.close()
@@ -118,19 +117,18 @@ async def test_closing_the_client_ends_open_requests():
             await task
 
 
-@pytest.mark.parametrize(
-    "body", [b"<html>", b"[]x", b'[{"output_ids": []}]', b'[{"output_ids": [1], "meta_info": {"completion_tokens": 1}}]']
-)
-async def test_an_answer_of_another_form_is_an_engine_error(body: bytes):
-    async def odd(request: web.Request) -> web.Response:
-        return web.Response(body=body)
+async def test_an_answer_of_another_form_is_an_engine_error():
+    bodies = [b"<html>", b"[]x", b'[{"output_ids": []}]', b'[{"output_ids": [1], "meta_info": {"completion_tokens": 1}}]']
+    given = iter(bodies)
 
-    async with answering(odd) as address:
-        engine = HttpEngine(address)
-        with raises(EngineError, address=engine.address) as caught:
-            await ask(engine, REQUEST)
-        assert not isinstance(caught.value, EngineUnavailable)
-        await engine.close()
+    async def odd(request: web.Request) -> web.Response:
+        return web.Response(body=next(given))
+
+    async with answering(odd) as engine:
+        for _ in bodies:
+            with raises(EngineError, address=engine.address) as caught:
+                await ask(engine, REQUEST)
+            assert not isinstance(caught.value, EngineUnavailable)
 
 
 async def test_sglangs_answers_are_understood():
@@ -146,10 +144,8 @@ async def test_sglangs_answers_are_understood():
             ]
         )
 
-    async with answering(generate) as address:
-        engine = HttpEngine(address)
+    async with answering(generate) as engine:
         chunks = [chunk async for chunk in engine.generate(REQUEST)]
-        await engine.close()
     assert chunks[0].spans == (VersionSpan(1, Version(0, 6)), VersionSpan(2, Version(0, 7)))
     assert chunks[1].spans == (VersionSpan(1, Version(0, 5)), VersionSpan(1, Version(0, 7))), "the plugin's versions are the exact ones"
     assert [chunk.logprob_mode for chunk in chunks] == [LogprobMode.TEMPERATURE] * 2
@@ -173,10 +169,8 @@ async def test_a_cumulative_stream_is_understood():
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async with answering(generate) as address:
-        engine = HttpEngine(address)
+    async with answering(generate) as engine:
         chunks = [chunk async for chunk in engine.generate(GenerateRequest(request_id="r", prompt_ids=(1,), stream=True))]
-        await engine.close()
     assert [chunk.token_ids for chunk in chunks] == [(3,), (4,), (5, 6)]
     assert [chunk.logprobs for chunk in chunks] == [(-0.5,), (-1.0,), (-1.5, -2.0)]
     assert [chunk.spans for chunk in chunks] == [(VersionSpan(k, Version(0, 7)),) for k in (1, 1, 2)]
@@ -186,11 +180,9 @@ async def test_a_stream_that_ends_early_is_an_engine_error():
     async def generate(request: web.Request) -> web.StreamResponse:
         return web.Response(body=b"data: [DONE]\n\n", content_type="text/event-stream")
 
-    async with answering(generate) as address:
-        engine = HttpEngine(address)
+    async with answering(generate) as engine:
         with raises(EngineError, address=engine.address, completions=1):
             await ask(engine, GenerateRequest(request_id="r", prompt_ids=(1,), stream=True))
-        await engine.close()
 
 
 def test_spans_must_cover_the_tokens():

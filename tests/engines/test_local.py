@@ -24,7 +24,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.torch.causal_lm import CausalLM
 from tests.support import models
 from tests.support.errors import raises
-from tests.support.models import Answer, ask
+from tests.support.models import Answer, ask, started
 from tests.support.publishing import load, publish
 
 Made = Callable[..., Any]
@@ -34,19 +34,14 @@ TOKENS = 100
 """Length of a completion into which two versions fall."""
 
 
-def write_policy(path: Path) -> Path:
-    write_qwen3(path / "policy", ModelConfig(max_len=32), seed=0)
-    return path / "policy"
-
-
 def test_an_engine_and_a_trainer_can_be_made_at_the_same_time(tmp_path: Path):
     """While transformers loads a model it keeps all threads from tying embeddings."""
-    policy = write_policy(tmp_path)
+    write_qwen3(tmp_path / "policy", ModelConfig(max_len=32), seed=0)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(3):
-            trainers = pool.submit(lambda: [CausalLM(policy, torch.float32, torch.device("cpu")) for _ in range(4)])
+            trainers = pool.submit(lambda: [CausalLM(tmp_path / "policy", torch.float32, torch.device("cpu")) for _ in range(4)])
             while not trainers.done():
-                engine = LocalEngine(policy, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=8)
+                engine = LocalEngine(tmp_path / "policy", EngineConfig(slots=1), engine_id="e", policy="policy", max_len=8)
                 assert "lm_head.weight" not in [tensor.name for tensor in engine.model.layout]
             trainers.result()
 
@@ -61,12 +56,8 @@ def running(tmp_path: Path) -> Made:
         config = EngineConfig(slots=slots, deterministic=deterministic)
         engine = LocalEngine(path, config, engine_id="e", policy="policy", max_len=max_len, **options)
         model = models.build(kind, seed=0)
-        await engine.start()
-        try:
-            await load(engine, publish(models.tensors(model), Version(0, 0)))
+        async with started(engine, publish(models.tensors(model), Version(0, 0))):
             yield engine, model
-        finally:
-            await engine.stop()
 
     return run
 
@@ -86,22 +77,14 @@ def requests(count: int, *, longest_prompt: int = 20, temperature: float = 1.0) 
 
 
 CASES = [
-    ("qwen3", "functional"),
-    ("qwen3", "modules"),
-    ("qwen3-untied", "functional"),
-    ("qwen2", "functional"),
-    ("llama", "functional"),
-    ("llama", "modules"),
-    ("llama-full", "functional"),
-    ("mistral", "auto"),
-    ("gemma2", "auto"),
-    ("qwen3-moe", "auto"),
+    *(("qwen3", "functional"), ("qwen3", "modules"), ("qwen3-untied", "functional"), ("qwen2", "functional"), ("llama", "functional")),
+    *(("llama", "modules"), ("llama-full", "functional"), ("mistral", "auto"), ("gemma2", "auto"), ("qwen3-moe", "auto")),
 ]
 
 
 @pytest.mark.parametrize(("kind", "forward"), CASES)
-async def test_40_requests_over_8_slots_have_the_log_probs_of_a_plain_forward(running: Made, kind: str, forward: str):
-    asked = requests(40, temperature=0.8)
+async def test_24_requests_over_8_slots_have_the_log_probs_of_a_plain_forward(running: Made, kind: str, forward: str):
+    asked = requests(24, temperature=0.8)
     async with running(kind, forward=forward) as (engine, model):
         answers = await asyncio.gather(*[ask(engine, request) for request in asked])
     worst = 0.0
@@ -201,26 +184,24 @@ async def test_weights_that_are_not_finite_fail_their_requests_and_not_the_engin
         assert (await engine.info()).running == 0
 
 
-def test_models_with_other_state_than_keys_and_values_are_refused(tmp_path: Path):
-    path = models.save_config("mamba", tmp_path)
-    with raises(EngineError, layers=["linear_attention"]):
-        LocalEngine(path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
+def test_what_is_no_model_for_this_engine_is_refused(tmp_path: Path):
+    for error, values, kind in ((ConfigError, {"path": str(tmp_path)}, None), (EngineError, {"layers": ["linear_attention"]}, "mamba")):
+        if kind:
+            models.save_config(kind, tmp_path)
+        with raises(error, **values):
+            LocalEngine(tmp_path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
 
 
-def test_a_missing_configuration_is_refused(tmp_path: Path):
-    with raises(ConfigError, path=str(tmp_path)):
-        LocalEngine(tmp_path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
-
-
-async def test_a_prompt_longer_than_one_prefill_pass_is_taken(running: Made):
+async def test_a_prompt_longer_than_one_prefill_pass_is_taken(running: Made, monkeypatch: pytest.MonkeyPatch):
     """More joiners than one pass holds are prefilled in several."""
+    monkeypatch.setattr("streamrl.engines.local.model.PREFILL_TOKENS", 200)
     rng = np.random.default_rng(0)
     sampling = Sampling(max_new_tokens=2, ignore_eos=True)
     asked = [
-        GenerateRequest(request_id=f"r{k}", prompt_ids=tuple(rng.integers(3, 64, 1800 + 100 * k).tolist()), seeds=(k,), sampling=sampling)
+        GenerateRequest(request_id=f"r{k}", prompt_ids=tuple(rng.integers(3, 64, 150 + 20 * k).tolist()), seeds=(k,), sampling=sampling)
         for k in range(5)
     ]
-    async with running("qwen3", max_len=2304) as (engine, model):
+    async with running("qwen3") as (engine, model):
         answers = await asyncio.gather(*[ask(engine, request) for request in asked])
     for request, (answer,) in zip(asked, answers, strict=True):
         expected = models.teacher_forced(model, request.prompt_ids, answer.ids)

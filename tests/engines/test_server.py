@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp.web_protocol import RequestHandler
 
 from streamrl.config.tree import EngineConfig
 from streamrl.engines.batching.delays import TokenDelay
@@ -19,6 +20,7 @@ from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
+from tests.support.models import started
 from tests.support.publishing import Published, load, publish
 
 
@@ -31,10 +33,8 @@ def table(number: int) -> Published:
 async def bare(tmp_path: Path) -> AsyncIterator[TableEngine]:
     (tmp_path / "table.json").write_text('{"vocab": 16, "max_position": 3, "eos": 1}')
     delay = TokenDelay(mean_s=0.0005, sigma=0.0)
-    engine = TableEngine(tmp_path, EngineConfig(slots=4), engine_id="e-0", policy="actor", delay=delay)
-    await engine.start()
-    yield engine
-    await engine.stop()
+    async with started(TableEngine(tmp_path, EngineConfig(slots=4), engine_id="e-0", policy="actor", delay=delay)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -98,11 +98,9 @@ async def test_one_prompt_gives_one_object_with_sglangs_names(served: Client):
     assert meta["weight_versions"] == [{"version": "0.3", "start": 0, "end": 4}]
     again = await served.post("/generate", body | {"rid": "mine"})
     assert again["output_ids"] == ids
-
-
-async def test_log_probs_are_given_when_asked_for(served: Client):
-    result = await served.post("/generate", {"input_ids": [3], "sampling_params": PARAMS})
-    assert "output_token_logprobs" not in result["meta_info"]
+    plain = await served.post("/generate", {"input_ids": [3, 4], "sampling_params": PARAMS | {"stop_token_ids": [ids[1]]}})
+    assert "output_token_logprobs" not in plain["meta_info"], "log-probs are given when asked for"
+    assert plain["meta_info"]["finish_reason"] == {"type": "stop", "matched": ids[1]}
 
 
 async def test_a_batch_gives_a_list_in_its_order(served: Client):
@@ -117,24 +115,12 @@ async def test_a_batch_gives_a_list_in_its_order(served: Client):
         assert alone["output_ids"] == result["output_ids"]
     (single,) = await served.post("/generate", {"input_ids": [[3]], "sampling_params": PARAMS})
     assert len(single["output_ids"]) == 4
-
-
-async def test_n_gives_n_different_completions(served: Client):
-    results = await served.post("/generate", {"input_ids": [3], "sampling_params": PARAMS | {"n": 3, "max_new_tokens": 12}, "rid": "x"})
-    assert [result["meta_info"]["id"] for result in results] == ["x.0", "x.1", "x.2"]
-    assert len({tuple(result["output_ids"]) for result in results}) == 3
-
-
-async def test_without_a_seed_every_request_is_another_draw(served: Client):
+    several = await served.post("/generate", {"input_ids": [3], "sampling_params": PARAMS | {"n": 3, "max_new_tokens": 12}, "rid": "x"})
+    assert [result["meta_info"]["id"] for result in several] == ["x.0", "x.1", "x.2"]
+    assert len({tuple(result["output_ids"]) for result in several}) == 3
     params = {"max_new_tokens": 30, "ignore_eos": True}
     first, second = [await served.post("/generate", {"input_ids": [3], "sampling_params": params}) for _ in range(2)]
-    assert first["output_ids"] != second["output_ids"]
-
-
-async def test_a_stop_token_is_named(served: Client):
-    free = (await served.post("/generate", {"input_ids": [3], "sampling_params": PARAMS}))["output_ids"]
-    result = await served.post("/generate", {"input_ids": [3], "sampling_params": PARAMS | {"stop_token_ids": [free[1]]}})
-    assert result["meta_info"]["finish_reason"] == {"type": "stop", "matched": free[1]}
+    assert first["output_ids"] != second["output_ids"], "without a seed every request is another draw"
 
 
 async def test_a_stream_repeats_all_tokens_so_far_as_sglang_does(served: Client):
@@ -155,35 +141,39 @@ async def test_an_incremental_stream_of_a_batch_says_whose_tokens_it_brings(serv
     assert got == [result["output_ids"] for result in whole]
 
 
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (b"{", "expected a /generate body"),
-        ({"sampling_params": {}}, "input_ids"),
-        ({"input_ids": "text"}, "expected a /generate body"),
-        ({"input_ids": []}, "at least one prompt token"),
-        ({"input_ids": [[1], []]}, "at least one prompt token"),
-        ({"input_ids": [16]}, "0 .. 15, got 16"),
-        ({"input_ids": [3], "text": "hello"}, "text"),
-        ({"input_ids": [3], "sampling_params": {"min_p": 1.5}}, "min_p"),
-        ({"input_ids": [3], "sampling_params": {"ebnf": "x"}}, "ebnf"),
-        ({"input_ids": [3], "sampling_params": {"logit_bias": {"99": 1}}}, "got 99"),
-        ({"input_ids": [3], "sampling_params": {"stop": [3]}}, "stop"),
-        ({"input_ids": [3], "sampling_params": {"regex": "a"}}, "knows no grammars"),
-        ({"input_ids": [3], "sampling_params": {"presence_penalty": 3}}, "presence_penalty"),
-        ({"input_ids": [3], "sampling_params": {"temperature": -1}}, "temperature"),
-        ({"input_ids": [3], "sampling_params": {"n": 0}}, "n in 1"),
-        ({"input_ids": [[3], [4]], "sampling_params": [{}]}, "for 2 prompts, got 1"),
-        ({"input_ids": [[3], [4]], "rid": ["a", "a"]}, "different rids"),
-        ({"input_ids": [3], "policy": "critic"}, "'critic'"),
-        ({"input_ids": [3], "stream": True, "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
-        ({"input_ids": [99], "stream": True}, "got 99"),
-    ],
-)
-async def test_bad_bodies_are_refused_as_json_with_status_400(served: Client, body: Any, says: str):
-    answer = await served.post("/generate", body, status=400)
-    assert says in answer["error"]["message"]
-    assert set(answer["error"]) == {"message", "hint"}
+BAD: list[tuple[Any, str]] = [
+    (b"{", "expected a /generate body"),
+    ({"sampling_params": {}}, "input_ids"),
+    ({"input_ids": "text"}, "expected a /generate body"),
+    ({"input_ids": []}, "at least one prompt token"),
+    ({"input_ids": [[1], []]}, "at least one prompt token"),
+    ({"input_ids": [16]}, "0 .. 15, got 16"),
+    ({"input_ids": [3], "text": "hello"}, "text"),
+    ({"input_ids": [3], "sampling_params": {"min_p": 1.5}}, "min_p"),
+    ({"input_ids": [3], "sampling_params": {"ebnf": "x"}}, "ebnf"),
+    ({"input_ids": [3], "sampling_params": {"logit_bias": {"99": 1}}}, "got 99"),
+    ({"input_ids": [3], "sampling_params": {"stop": [3]}}, "stop"),
+    ({"input_ids": [3], "sampling_params": {"regex": "a"}}, "knows no grammars"),
+    ({"input_ids": [3], "sampling_params": {"presence_penalty": 3}}, "presence_penalty"),
+    ({"input_ids": [3], "sampling_params": {"temperature": -1}}, "temperature"),
+    ({"input_ids": [3], "sampling_params": {"n": 0}}, "n in 1"),
+    ({"input_ids": [[3], [4]], "sampling_params": [{}]}, "for 2 prompts, got 1"),
+    ({"input_ids": [[3], [4]], "rid": ["a", "a"]}, "different rids"),
+    ({"input_ids": [3], "policy": "critic"}, "'critic'"),
+    ({"input_ids": [3], "stream": True, "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ({"input_ids": [99], "stream": True}, "got 99"),
+]
+
+
+async def test_bad_bodies_are_refused_as_json_with_status_400(served: Client):
+    for body, says in BAD:
+        answer = await served.post("/generate", body, status=400)
+        assert says in answer["error"]["message"], body
+        assert set(answer["error"]) == {"message", "hint"}
+    for path in ("/generate", "/abort_request"):
+        for shape in ("[", '{"input_ids":'):
+            answer = await served.post(path, (shape * 50_000).encode(), status=400)
+            assert answer["error"]["message"], "JSON that is nested without end"
 
 
 async def test_a_running_rid_is_refused_and_an_abort_by_rid_ends_it(served: Client, bare: TableEngine):
@@ -224,30 +214,26 @@ async def test_a_port_that_is_taken_is_said_so(server: EngineServer, bare: Table
     assert "engine.port" in caught.value.hint
 
 
-@pytest.mark.parametrize("path", ["/generate", "/abort_request"])
-@pytest.mark.parametrize("shape", ["[", '{"input_ids":'])
-async def test_json_that_is_nested_without_end_is_a_400(served: Client, path: str, shape: str):
-    answer = await served.post(path, (shape * 50_000).encode(), status=400)
-    assert answer["error"]["message"]
+SENT = [b"", b"GET /health HTTP/1.1\r\nHost:", b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"]
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"GET /health HTTP/1.1\r\nHost:",
-        b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
-    ],
-)
-async def test_a_connection_that_brings_no_whole_request_is_closed(bare: TableEngine, sent: bytes):
+async def test_a_connection_that_brings_no_whole_request_is_closed(bare: TableEngine, monkeypatch: pytest.MonkeyPatch):
+    defaults = RequestHandler.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "lingering_time", 0.1)
     server = await serve(bare, silence_s=0.5)
-    try:
+
+    async def answer_to(sent: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rsplit(":", 1)[1]))
         writer.write(sent)
         async with asyncio.timeout(20):
             answer = await reader.read()
-        assert not answer or b" 408 " in answer.splitlines()[0]
         writer.close()
+        return answer
+
+    try:
+        for answer in await asyncio.gather(*map(answer_to, SENT)):
+            assert not answer or b" 408 " in answer.splitlines()[0]
     finally:
         await server.stop()
 
@@ -261,6 +247,6 @@ async def test_a_connection_that_has_asked_may_stay_silent(bare: TableEngine):
                     assert response.status == 200
                 connections = set(session.connector._conns) if session.connector else set()  # pyright: ignore[reportPrivateUsage]
                 assert connections
-                await asyncio.sleep(0.6)
+                await asyncio.sleep(0.4)
     finally:
         await server.stop()

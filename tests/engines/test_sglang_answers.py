@@ -36,17 +36,16 @@ def request_of(**sampling: Any) -> GenerateRequest:
 
 def result(ids: list[int], total: int, reason: str | None = None, **meta: Any) -> Result:
     rows = [[-0.5, token, None] for token in ids]
-    body = {
-        "output_ids": ids,
-        "meta_info": {
-            "completion_tokens": total,
-            "output_token_logprobs": rows,
-            "finish_reason": None if reason is None else {"type": reason},
-            "streamrl_versions": [stamp_of(OLD)] * len(ids),
-        }
-        | meta,
-    }
+    found = {"completion_tokens": total, "output_token_logprobs": rows, "finish_reason": None if reason is None else {"type": reason}}
+    body = {"output_ids": ids, "meta_info": found | {"streamrl_versions": [stamp_of(OLD)] * len(ids)} | meta}
     return msgspec.json.decode(json.dumps(body), type=Result)
+
+
+def taken(result: Result, style: Style = STYLE, **sampling: Any) -> Chunk:
+    """The chunk that a first result gives."""
+    chunk = Row(request_of(**sampling), 0, style, OLD).take(result)
+    assert chunk is not None
+    return chunk
 
 
 def test_a_stamp_keeps_epoch_and_number():
@@ -70,12 +69,12 @@ def test_a_request_asks_for_what_is_needed_and_no_more():
 
 
 def test_every_token_gets_its_stamped_version():
-    row = Row(request_of(), 0, STYLE, OLD)
-    chunk = row.take(result([4, 5, 6], 3, "length", streamrl_versions=[stamp_of(OLD), stamp_of(OLD), stamp_of(NEW)]))
-    assert chunk is not None
+    chunk = taken(result([4, 5, 6], 3, "length", streamrl_versions=[stamp_of(OLD), stamp_of(OLD), stamp_of(NEW)]))
     assert chunk.spans == (VersionSpan(2, OLD), VersionSpan(1, NEW))
     assert (chunk.token_ids, chunk.logprobs, chunk.finish_reason) == ((4, 5, 6), (-0.5,) * 3, "length")
     assert chunk.logprob_mode is LogprobMode.SAMPLED
+    chunk = taken(result([4, 5], 2, "abort", streamrl_versions=None))
+    assert (chunk.token_ids, chunk.spans, chunk.finish_reason) == ((), (), "abort"), "an abort in the queue gives no tokens"
 
 
 def test_a_stream_gives_each_token_once():
@@ -87,14 +86,6 @@ def test_a_stream_gives_each_token_once():
     whole = joined(chunks)
     assert (whole.completion, whole.token_ids, whole.finish_reason) == (1, (4, 5, 6), "abort")
     assert whole.spans == (VersionSpan(3, OLD),)
-
-
-def test_what_truncated_sampling_drew_from_has_its_own_log_probs():
-    row = Row(request_of(top_k=2), 0, STYLE, OLD)
-    chunk = row.take(result([4, 5], 2, "length", output_token_sampling_logprobs=[-0.1, -0.2]))
-    assert chunk is not None and chunk.logprobs == (-0.1, -0.2)
-    with raises(EngineError, expected=ANY, got="2 tokens and 0 log-probs"):
-        Row(request_of(top_k=2), 0, STYLE, OLD).take(result([4, 5], 2, "length"))
 
 
 @pytest.mark.parametrize(
@@ -115,9 +106,12 @@ def test_the_mode_says_which_distribution_the_log_probs_belong_to(sampling: dict
     style = msgspec.structs.replace(STYLE, drafts=drafts)
     request = request_of(**sampling)
     assert body_of(request, "id", 0, style, limit=5, serving=NEW, stream=False).get("return_sampling_mask", False) is asks
-    chunk = Row(request, 0, style, OLD).take(result([4], 1, "length", output_token_sampling_logprobs=[-0.1] if asks else None))
-    assert chunk is not None and chunk.logprob_mode is mode
-    assert chunk.logprobs == ((-0.1,) if asks else (-0.5,))
+    chunk = taken(result([4], 1, "length", output_token_sampling_logprobs=[-0.1] if asks else None), style, **sampling)
+    assert chunk.logprob_mode is mode
+    assert chunk.logprobs == ((-0.1,) if asks else (-0.5,)), "what truncated sampling drew from has log-probs of its own"
+    if asks:
+        with raises(EngineError, expected=ANY, got="1 tokens and 0 log-probs"):
+            taken(result([4], 1, "length"), style, **sampling)
 
 
 def test_a_stop_token_ends_a_completion_that_ignores_the_end_token():
@@ -177,27 +171,21 @@ def test_what_a_server_cannot_do_is_refused_by_name(sampling: dict[str, Any], st
 )
 def test_a_token_without_provenance_is_an_error(broken: dict[str, Any], values: dict[str, Any]):
     with raises(EngineError, **values) as caught:
-        Row(request_of(), 0, STYLE, OLD).take(result([4, 5], 2, "length", **broken))
+        taken(result([4, 5], 2, "length", **broken))
     assert caught.value.hint
-
-
-def test_an_abort_in_the_queue_gives_no_tokens_of_unknown_version():
-    chunk = Row(request_of(), 0, STYLE, OLD).take(result([4, 5], 2, "abort", streamrl_versions=None))
-    assert chunk is not None and (chunk.token_ids, chunk.spans, chunk.finish_reason) == ((), (), "abort")
 
 
 def test_versions_without_the_plugin_are_exact_or_marked():
     style = msgspec.structs.replace(STYLE, stamped=False)
-    meta = {"streamrl_versions": None, "weight_version": "0.3"}
-    chunk = Row(request_of(), 0, style, OLD).take(result([4, 5], 2, "length", **meta))
-    assert chunk is not None and chunk.spans == (VersionSpan(2, OLD),) and chunk.extras == {}
-    chunk = Row(request_of(), 0, style, OLD).take(result([4, 5], 2, "length", **meta | {"weight_version": "1.3"}))
-    assert chunk is not None and chunk.spans == (VersionSpan(2, OLD),), "never younger than it may be"
-    assert chunk.extras == {"inexact_versions": True}
     spans = [{"version": "0.3", "start": 0, "end": 1}, {"version": "1.3", "start": 1, "end": 2}]
-    chunk = Row(request_of(), 0, style, OLD).take(result([4, 5], 2, "length", **meta | {"weight_versions": spans}))
-    assert chunk is not None and chunk.spans == (VersionSpan(1, OLD), VersionSpan(1, NEW))
-    assert chunk.extras == {"inexact_versions": True}
+    for meta, expected, extras in (
+        ({"weight_version": "0.3"}, (VersionSpan(2, OLD),), {}),
+        # Never younger than it may be.
+        ({"weight_version": "1.3"}, (VersionSpan(2, OLD),), {"inexact_versions": True}),
+        ({"weight_version": "0.3", "weight_versions": spans}, (VersionSpan(1, OLD), VersionSpan(1, NEW)), {"inexact_versions": True}),
+    ):
+        chunk = taken(result([4, 5], 2, "length", streamrl_versions=None, **meta), style)
+        assert (chunk.spans, chunk.extras) == (expected, extras)
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(8, "uint8"), (256, "uint8"), (257, "uint16")])
@@ -224,8 +212,7 @@ def test_a_completion_brings_its_experts_and_counters():
     ids = np.zeros((4, 2, 2), "<i4")
     style = msgspec.structs.replace(STYLE, routing=Routing(2, 2, 8))
     meta = {"routed_experts": base64.b64encode(ids.tobytes()).decode(), "cached_tokens": 1, "spec_verify_ct": 2, "num_retractions": 0}
-    chunk = Row(request_of(), 0, style, OLD).take(result([4, 5, 6], 3, "length", **meta))
-    assert isinstance(chunk, Chunk)
+    chunk = taken(result([4, 5, 6], 3, "length", **meta), style)
     assert chunk.extras.pop("routed_experts").shape == (4, 2, 2), "two prompt tokens and two of three output tokens"
     assert chunk.extras == {"cached_tokens": 1, "spec_verify_ct": 2}
 
@@ -238,6 +225,7 @@ def test_the_routing_is_read_from_the_model(tmp_path: Path):
 
 
 RECORDS = msgspec.structs.replace(STYLE, recording=Recording(support=True), vocab_size=100)
+LIKELY = msgspec.structs.replace(STYLE, recording=Recording(top=2), vocab_size=100)
 
 
 def masked(ids: list[int], total: int, reason: str | None, mask: Any) -> Result:
@@ -246,7 +234,12 @@ def masked(ids: list[int], total: int, reason: str | None, mask: Any) -> Result:
     return result(ids, total, reason, output_token_sampling_logprobs=[-0.1] * len(ids), **meta)
 
 
-def test_masks_of_a_stream_are_put_together() -> None:
+def likely(ids: list[int], total: int, reason: str | None, tops: Any) -> Result:
+    """As SGLang 0.5.23 answers `top_logprobs_num`."""
+    return result(ids, total, reason, output_top_logprobs=tops)
+
+
+def test_candidates_of_a_stream_are_put_together() -> None:
     row = Row(request_of(top_k=3), 0, RECORDS, OLD)
     assert row.take(masked([4], 1, None, [[4]])) is not None
     assert row.take(masked([], 1, None, [])) is None
@@ -254,21 +247,31 @@ def test_masks_of_a_stream_are_put_together() -> None:
     assert chunk is not None
     sets = chunk.extras["candidates"].sets()
     assert (sets.bounds.tolist(), sets.ids.tolist(), sets.logprobs) == ([0, 1, 4, 8], [4, 2, 7, 9, 1, 5, 8, 9], None)
-
-
-def test_masks_end_with_a_completion_that_we_cut() -> None:
+    # They end with a completion that we cut.
     row = Row(request_of(top_k=3, ignore_eos=True, stop_token_ids=(9,)), 0, RECORDS, OLD)
     chunk = row.take(masked([8, 9, 7], 3, None, [[8, 3], [9], [7]]))
     assert chunk is not None and row.cut and chunk.token_ids == (8, 9)
     sets = chunk.extras["candidates"].sets()
     assert (sets.bounds.tolist(), sets.ids.tolist()) == ([0, 2, 3], [3, 8, 9])
+    # The likeliest come with what was drawn.
+    row = Row(request_of(), 0, LIKELY, OLD)
+    assert row.take(likely([4], 1, None, [[[-0.4, 7, None], [-0.5, 4, None]]])) is not None
+    chunk = row.take(likely([9, 8], 3, "length", [[[-0.7, 3, None], [-0.8, 2, None]], [[-0.01, 1, None], [None, 8, None]]]))
+    assert chunk is not None
+    sets = chunk.extras["candidates"].sets()
+    assert (sets.bounds.tolist(), sets.ids.tolist()) == ([0, 2, 5, 7], [4, 7, 2, 3, 9, 1, 8])
+    assert sets.logprobs == pytest.approx([-0.5, -0.4, -0.8, -0.7, -0.5, -0.01, -0.5])
 
 
-def test_masks_are_read_for_who_wants_them() -> None:
-    asked, unread = request_of(top_k=3), [["noise"]]
-    for request, style in ((asked, STYLE), (request_of(), RECORDS), (request_of(top_k=3, temperature=0.0), RECORDS)):
-        chunk = Row(request, 0, style, OLD).take(masked([4], 1, "length", unread))
-        assert chunk is not None and "candidates" not in chunk.extras
+def test_candidates_are_asked_for_and_read_for_who_wants_them() -> None:
+    for sampling, style in (({"top_k": 3}, STYLE), ({}, RECORDS), ({"top_k": 3, "temperature": 0.0}, RECORDS)):
+        assert "candidates" not in taken(masked([4], 1, "length", [["noise"]]), style, **sampling).extras
+
+    def asked(style: Style, **sampling: Any) -> Any:
+        return body_of(request_of(**sampling), "id", 0, style, limit=5, serving=NEW, stream=False).get("top_logprobs_num")
+
+    assert (asked(LIKELY), asked(LIKELY, top_k=3), asked(LIKELY, top_p=0.9), asked(LIKELY, temperature=0.0)) == (2, None, None, None)
+    assert asked(RECORDS) is None
 
 
 MASKS: dict[str, Any] = {
@@ -285,40 +288,6 @@ MASKS: dict[str, Any] = {
     "texts": [["4"], ["5"]],
     "no list": "mask",
 }
-
-
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_a_mask_that_is_none_is_refused(mask: Any) -> None:
-    with raises(EngineError, expected="what else each token could have been", got=ANY):
-        Row(request_of(top_k=3), 0, RECORDS, OLD).take(masked([4, 5], 2, "length", mask))
-
-
-LIKELY = msgspec.structs.replace(STYLE, recording=Recording(top=2), vocab_size=100)
-
-
-def likely(ids: list[int], total: int, reason: str | None, tops: Any) -> Result:
-    """As SGLang 0.5.23 answers `top_logprobs_num`."""
-    return result(ids, total, reason, output_top_logprobs=tops)
-
-
-def test_the_likeliest_are_asked_for_where_nothing_is_cut_off() -> None:
-    def asked(**sampling: Any) -> Any:
-        return body_of(request_of(**sampling), "id", 0, LIKELY, limit=5, serving=NEW, stream=False).get("top_logprobs_num")
-
-    assert (asked(), asked(top_k=3), asked(top_p=0.9), asked(temperature=0.0)) == (2, None, None, None)
-    assert "top_logprobs_num" not in body_of(request_of(), "id", 0, RECORDS, limit=5, serving=NEW, stream=False)
-
-
-def test_the_likeliest_of_a_stream_are_put_together_with_what_was_drawn() -> None:
-    row = Row(request_of(), 0, LIKELY, OLD)
-    assert row.take(likely([4], 1, None, [[[-0.4, 7, None], [-0.5, 4, None]]])) is not None
-    chunk = row.take(likely([9, 8], 3, "length", [[[-0.7, 3, None], [-0.8, 2, None]], [[-0.01, 1, None], [None, 8, None]]]))
-    assert chunk is not None
-    sets = chunk.extras["candidates"].sets()
-    assert (sets.bounds.tolist(), sets.ids.tolist()) == ([0, 2, 5, 7], [4, 7, 2, 3, 9, 1, 8])
-    assert sets.logprobs == pytest.approx([-0.5, -0.4, -0.8, -0.7, -0.5, -0.01, -0.5])
-
-
 TOPS: dict[str, Any] = {
     "none": None,
     "one too few": [[[-0.1, 4, None]]],
@@ -331,7 +300,11 @@ TOPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("tops", TOPS.values(), ids=TOPS)
-def test_the_likeliest_that_are_none_are_refused(tops: Any) -> None:
+@pytest.mark.parametrize("case", [*((masked, name) for name in MASKS), *((likely, name) for name in TOPS)], ids=lambda case: case[1])
+def test_candidates_that_are_none_are_refused(case: tuple[Any, str]) -> None:
+    answer, name = case
     with raises(EngineError, expected="what else each token could have been", got=ANY):
-        Row(request_of(), 0, LIKELY, OLD).take(likely([4, 5], 2, "length", tops))
+        if answer is masked:
+            taken(masked([4, 5], 2, "length", MASKS[name]), RECORDS, top_k=3)
+        else:
+            taken(likely([4, 5], 2, "length", TOPS[name]), LIKELY)

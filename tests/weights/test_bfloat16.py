@@ -19,6 +19,7 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.weights.bus import BusTransport
+from tests.support.models import started
 from tests.support.scoring import score
 from tests.support.wanted import slices
 
@@ -36,24 +37,7 @@ def save_model(path: Path) -> Path:
 
 
 def batch(prompt: list[int], answer: list[int], logprobs: list[float]) -> TrainBatch:
-    count = len(prompt) + len(answer)
-    return TrainBatch(
-        kind="rl",
-        version=Version(),
-        stage_step=0,
-        tokens=np.array([*prompt, *answer], np.int32),
-        offsets=np.array([0, count]),
-        loss_mask=np.arange(count) >= len(prompt),
-        sampler_logprobs=np.array([0.0] * len(prompt) + logprobs, np.float32),
-        staleness=np.zeros(count, np.int32),
-        temperature=np.ones(count, np.float32),
-        top_p=np.ones(count, np.float32),
-        top_k=np.full(count, -1, np.int32),
-        rewards=np.ones(1),
-        tasks=np.zeros(1, np.int64),
-        rollouts=np.zeros(1, np.int64),
-        status=np.zeros(1, np.int8),
-    )
+    return TrainBatch.from_lists([prompt], [answer], rewards=[1.0], sampler_logprobs=[logprobs])
 
 
 async def test_bfloat16_from_the_trainer_to_the_engine(memory_bus: MemoryBus, tmp_path: Path) -> None:
@@ -66,8 +50,7 @@ async def test_bfloat16_from_the_trainer_to_the_engine(memory_bus: MemoryBus, tm
     assert manifest.digest == digest
     assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
     engine = make_engine(EngineConfig(slots=2), model_dir, engine_id="e", dtype="bfloat16")
-    await engine.start()
-    try:
+    async with started(engine):
         assert await engine.stage(manifest, transport.fetch(manifest, slices(manifest))) == digest
         assert (await engine.commit(manifest.version)).committed
         sampling = Sampling(max_new_tokens=12, ignore_eos=True)
@@ -77,8 +60,6 @@ async def test_bfloat16_from_the_trainer_to_the_engine(memory_bus: MemoryBus, tm
         async for chunk in engine.generate(request):
             ids += chunk.token_ids
             logprobs += chunk.logprobs
-    finally:
-        await engine.stop()
     scores = score(trainer, batch([2, 3, 4], ids, logprobs), Role.POLICY)[3:]
     assert len(ids) == 12
     # Two implementations in a type of 8 bits of mantissa.

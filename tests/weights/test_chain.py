@@ -5,11 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import ANY
 
@@ -18,7 +14,6 @@ import numpy as np
 import pytest
 
 from streamrl.bus.protocol import Bus
-from streamrl.bus.server import NatsServer
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
@@ -26,13 +21,12 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.links import routes
-from streamrl.weights.manifest import Content, offers, wire_bytes
+from streamrl.weights.manifest import Content, wire_bytes
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
-from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import host, slices
+from tests.support.wanted import fetched, filled, host
 
 ROWS = 4096
 EVERY = 4
@@ -55,10 +49,7 @@ def shards(number: int, rows: int = ROWS) -> list[Shard]:
 
 
 def bytes_of(number: int) -> bytes:
-    content = Content(shards(number))
-    out = np.empty(content.nbytes, np.uint8)
-    content.fill(0, out)
-    return out.tobytes()
+    return filled(Content(shards(number))).tobytes()
 
 
 class Counted:
@@ -84,11 +75,7 @@ class Reader:
         self.transport = BusTransport(cast("Any", self._blobs), run="r", policy="policy", threads=2)
 
     async def take(self, manifest: Manifest) -> bytes:
-        parts = [(part.start, bytes(part.data)) async for part in self.transport.fetch(manifest, slices(manifest))]
-        data = bytearray(manifest.nbytes)
-        for start, part in parts:
-            data[start : start + len(part)] = part
-        return bytes(data)
+        return (await fetched(self.transport, manifest)).tobytes()
 
     def fetched(self) -> list[str]:
         """Which links were read: `anchor 4`, `delta 5`."""
@@ -144,49 +131,30 @@ async def test_an_engine_that_follows_never_reads_an_anchor_again(make, reader):
         assert reader.fetched() == ([f"delta {number}"] if number else ["anchor 0"])
 
 
-async def test_a_late_joiner_reads_the_newest_anchor_and_what_follows(make, reader):
-    manifest = (await publish(make(), *range(8)))[-1]
-    assert await reader.take(manifest) == bytes_of(7)
-    assert reader.fetched() == ["anchor 4", "delta 5", "delta 6", "delta 7"]
-
-
-async def test_an_engine_that_skips_versions_reads_their_changes(make, reader):
+async def test_an_engine_that_skips_versions_reads_their_changes_and_a_late_joiner_the_newest_anchor(make, reader, memory_bus):
     published = await publish(make(), *range(11))
     steps = {2: ["anchor 0", "delta 1", "delta 2"], 6: [f"delta {n}" for n in range(3, 7)], 10: [f"delta {n}" for n in range(7, 11)]}
     for number, read in steps.items():
         assert await reader.take(published[number]) == bytes_of(number)
         assert reader.fetched() == read
+    joiner = Reader(memory_bus)
+    assert await joiner.take(published[7]) == bytes_of(7)
+    assert joiner.fetched() == ["anchor 4", "delta 5", "delta 6", "delta 7"]
+    joiner.transport.close()
 
 
-async def test_an_engine_that_fell_far_behind_begins_with_an_anchor(make, reader):
+@pytest.mark.parametrize(
+    ("held", "newest", "read"), [(6, 9, ["delta 7", "anchor 8", "delta 9"]), (1, 15, ["anchor 12", "delta 13", "delta 14", "delta 15"])]
+)
+async def test_changes_that_were_retired_are_gone_round_by_an_anchor(make, reader, held, newest, read):
+    """The manifest still names changes that lead from what the engine holds, but they went in the meantime; or it fell too far behind."""
     transport = make()
-    published = await publish(transport, *range(16))
-    await reader.take(published[1])
-    await transport.retire(Version(0, 15))
+    published = await publish(transport, *range(newest + 1))
+    await reader.take(published[held])
+    await transport.retire(Version(0, newest))
     reader.fetched()
-    assert await reader.take(published[15]) == bytes_of(15)
-    assert reader.fetched() == ["anchor 12", "delta 13", "delta 14", "delta 15"]
-
-
-async def test_changes_that_were_retired_are_gone_round_by_an_anchor(make, reader, memory_bus):
-    """The manifest still names changes that lead from what the engine holds, but they went in the meantime."""
-    transport = make()
-    published = await publish(transport, *range(10))
-    await reader.take(published[6])
-    await transport.retire(Version(0, 9))
-    reader.fetched()
-    assert await reader.take(published[9]) == bytes_of(9)
-    assert reader.fetched() == ["delta 7", "anchor 8", "delta 9"]
-
-
-async def test_a_publisher_that_starts_begins_with_an_anchor(make, reader):
-    first = await publish(make(), 0, 1)
-    second = await publish(make(), 2, 3)
-    assert kinds(first) + kinds(second) == ["full", "delta", "full", "delta"]
-    await reader.take(first[1])
-    reader.fetched()
-    assert await reader.take(second[1]) == bytes_of(3)
-    assert reader.fetched() == ["anchor 2", "delta 3"]
+    assert await reader.take(published[newest]) == bytes_of(newest)
+    assert reader.fetched() == read
 
 
 async def test_an_older_version_and_other_tensors_begin_with_an_anchor_too(make):
@@ -301,20 +269,6 @@ async def test_a_part_that_is_missing_leaves_the_image_where_it_is(make, memory_
     assert reader.fetched() == ["delta 2"]
 
 
-async def test_changes_go_to_a_mirror_while_shared_memory_has_whole_versions(make, memory_bus, reader, tmp_path):
-    shm = ShmTransport(run="r", policy="policy", directory=tmp_path / "weights")
-    publisher = Publisher(memory_bus, Subjects("r"), shm, policy="policy", loop=asyncio.get_running_loop(), mirrors={"bus": make()}, keep=0)
-    for number in range(3):
-        await asyncio.to_thread(publisher.offer, Version(0, number), Content(shards(number)).digest, shards(number))
-    await asyncio.to_thread(publisher.close)
-    shm.close()
-    last = await memory_bus.last("r.weights.policy")
-    local, mirror = offers(decode(bytes(last.body), Manifest))
-    assert (local.transport, local.kind, local.links) == ("shm", "full", {})
-    assert (mirror.transport, mirror.kind, mirror.parent) == ("bus", "delta", Version(0, 1))
-    assert await reader.take(mirror) == bytes_of(2)
-
-
 async def test_memory_of_an_image_goes_with_it(make, memory_bus):
     """Closed or dropped: an engine that is started anew in its process must not keep the image of the one before."""
     [manifest] = await publish(make(), 0)
@@ -337,64 +291,27 @@ def images() -> int:
     return sum("streamrl-policy" in os.readlink(link) for link in links if os.path.lexists(link))
 
 
-KILLED = """
-import asyncio, os, signal, sys
-from pathlib import Path
-from streamrl.bus import BusAddress, connect
-from streamrl.schemas.subjects import Subjects
-from streamrl.schemas.versions import Version
-from streamrl.weights.bus import BusTransport
-from streamrl.weights.links import routes
-from streamrl.weights.manifest import Content
-from streamrl.weights.publisher import Publisher
-from tests.weights.test_chain import shards
-
-announce, number = Publisher._announce, int(sys.argv[2])
-async def dying(self, manifest):
-    if manifest.version.number == number:
-        os.kill(os.getpid(), signal.SIGKILL)
-    await announce(self, manifest)
-Publisher._announce = dying
-
-async def main():
-    bus = await connect(BusAddress.load(Path(sys.argv[1])), "r")
-    transport = BusTransport(bus.blobs, run="r", policy="policy", part_bytes=4000, anchor_every=4)
-    publisher = Publisher(bus, Subjects("r"), transport, policy="policy", loop=asyncio.get_running_loop(), keep=0)
-    for number in range(6):
-        await asyncio.to_thread(publisher.offer, Version(0, number), Content(shards(number)).digest, shards(number))
-    await asyncio.to_thread(publisher.close)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.nats
 @pytest.mark.parametrize("number", [2, 4])
-async def test_a_publisher_killed_between_bytes_and_manifest_is_repeated_without_harm(
-    own_server: NatsServer, nats_bus: Bus, tmp_path: Path, number: int
-):
-    """Version 2 is stored as changes, version 4 whole and as changes; nobody heard of either when its publisher died."""
-    own_server.address.save(tmp_path / "bus.json")
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "bus.json"), str(number)]
-    ended = await asyncio.to_thread(subprocess.run, command, check=False, timeout=60)
-    assert ended.returncode == -signal.SIGKILL
-    orphans = {name for name in await nats_bus.blobs.names() if f"/0-{number}/" in name}
-    assert orphans
-
-    transport = BusTransport(nats_bus.blobs, run="r", policy="policy", part_bytes=4000, anchor_every=EVERY)
-    publisher = Publisher(nats_bus, Subjects("r"), transport, policy="policy", loop=asyncio.get_running_loop(), keep=1)
-    reader = Reader(nats_bus)
+@pytest.mark.parametrize("half", [False, True])
+async def test_what_a_publisher_left_that_died_before_its_manifest_harms_nobody_and_goes(
+    memory_bus: Bus, make: Callable[..., BusTransport], reader: Reader, number: int, half: bool
+) -> None:
+    """Version 2 is stored as changes, version 4 whole and as changes; nobody heard of either, and some of it may not have been stored."""
+    await publish(make(), *range(number + 1))
+    orphans = [name for name in await memory_bus.blobs.names() if f"/0-{number}/" in name]
+    for name in orphans[: len(orphans) // 2 if half else 0]:
+        await memory_bus.blobs.delete(name)
+    transport = make()
+    publisher = Publisher(memory_bus, Subjects("r"), transport, policy="policy", loop=asyncio.get_running_loop(), keep=1)
     for again in (number, number + 1):
-        after = (await nats_bus.state(WEIGHTS)).last
+        after = (await memory_bus.state(WEIGHTS)).last
         await asyncio.to_thread(publisher.offer, Version(0, again), Content(shards(again)).digest, shards(again))
-        async for message in nats_bus.read(WEIGHTS, after=after):
-            manifest = decode(bytes(message.body), Manifest)
-            break
+        message = await anext(aiter(memory_bus.read(WEIGHTS, after=after)))
+        manifest = decode(bytes(message.body), Manifest)
         assert manifest.kind == ("full" if again == number else "delta")
+        assert not {part.location for part in manifest.parts} & set(orphans)
         assert await reader.take(manifest) == bytes_of(again)
     await asyncio.to_thread(publisher.close)
     # What the dead one left of a version that is needed goes with it.
     await transport.retire(Version(0, number + 2))
-    assert not set(await nats_bus.blobs.names())
-    transport.close()
-    reader.transport.close()
+    assert not await memory_bus.blobs.names()

@@ -24,9 +24,8 @@ from streamrl.weights.changes import Before
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import COMPARED_BYTES, COMPARED_ELEMENTS, Shard
 from streamrl.weights.ranks import RankContent
-from tests.support.wanted import slices
+from tests.support.wanted import fetched
 from tests.weights.compared import Model, compare, copied, ranges_of
-from tests.weights.test_delta import adam_step
 
 CPU = torch.device("cpu")
 
@@ -175,9 +174,7 @@ async def test_a_follower_gets_every_version_from_the_changes(memory_bus) -> Non
         kinds.append(manifest.kind)
         model.step()
         for reader in (follower, BusTransport(memory_bus.blobs, run="r", policy="p", anchor_every=3, threads=1)):
-            data = np.zeros(manifest.nbytes, np.uint8)
-            async for part in reader.fetch(manifest, slices(manifest)):
-                data[part.start : part.start + len(part.data)] = np.frombuffer(part.data, np.uint8)
+            data = await fetched(reader, manifest)
             for spec in manifest.tensors:
                 wanted = copies[spec.name].reshape(-1).view(torch.uint8).numpy()
                 np.testing.assert_array_equal(data[spec.offset : spec.offset + spec.nbytes], wanted)
@@ -199,26 +196,3 @@ async def test_a_version_that_could_not_be_stored_is_not_compared_with(memory_bu
         await publisher.publish(Version(0, 2), model.ring.shards())
     monkeypatch.setattr(type(memory_bus.blobs), "put", put)
     assert (await publisher.publish(Version(0, 3), model.ring.shards())).kind == "full"
-
-
-def test_an_adam_step_at_1e_6_costs_1_2_percent_of_the_bytes_slice_by_slice(pool: ThreadPoolExecutor) -> None:
-    """Of two ranks, each with the rows of its own."""
-    before, after = adam_step(1e-6)
-    whole = changed = 0
-    for rank in (0, 1):
-        held = []
-        for number, parameter in enumerate(before):
-            rows = -(-len(parameter) // 2)
-            own = parameter[rank * rows : (rank + 1) * rows].clone()
-            held.append(Published(str(number), own, torch.bfloat16, tuple(parameter.shape), (rank * rows, *(0,) * (parameter.ndim - 1))))
-        ring, compared = SnapshotRing(held, CPU, slots=2), Before(pool)
-        content = RankContent(ring.take())
-        assert compared.replace(Version(0, 1), content, ranges_of(content)) is None
-        for one, parameter in zip(held, after, strict=True):
-            one.held.copy_(parameter[one.offset[0] : one.offset[0] + len(one.held)])
-        content = RankContent(ring.take())
-        blocks = compared.replace(Version(0, 2), content, ranges_of(content))
-        assert blocks is not None
-        whole, changed = whole + content.nbytes, changed + sum(map(len, blocks))
-    # 1.22 % of these small slices on an x86 with torch 2.13; whole, 1.16 %.
-    assert whole > 8_000_000 and 0 < changed <= 0.0125 * whole

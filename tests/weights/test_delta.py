@@ -18,11 +18,10 @@ from streamrl.weights.delta import Block, apply_block, encode_block, encode_chan
 from streamrl.weights.protocol import Changed
 from tests.support.errors import raises
 
-ITEMS = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int64": 8}
 NAN_BITS = {2: (0x7FC0, 0x7FC1, 0xFFC0, 0x7F81, 0x8000), 4: (0x7FC00000, 0x7F800001, 0xFFFFFFFF, 0x80000000)}
 
 
-def apply(block: bytes, old: np.ndarray, first: int = 0, whole: int | None = None) -> tuple[np.ndarray, int]:
+def apply(block: bytes, old: np.ndarray) -> tuple[np.ndarray, int]:
     """The newer bytes and what the digest grew by."""
     tensor = old.copy()
     total = 0
@@ -34,7 +33,7 @@ def apply(block: bytes, old: np.ndarray, first: int = 0, whole: int | None = Non
 @st.composite
 def versions(draw: st.DrawFn) -> tuple[int, np.ndarray, np.ndarray]:
     """Item size, old bytes, new bytes: from no change to everything, in small steps and in any."""
-    item = draw(st.sampled_from(sorted(set(ITEMS.values()))))
+    item = draw(st.sampled_from([1, 2, 4, 8]))
     count = draw(st.integers(1, 400))
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
     old = rng.integers(0, 256, count * item, dtype=np.uint8)
@@ -74,21 +73,6 @@ def test_blocks_stand_for_themselves(made, cut):
     assert (tensor_digest(old, item) + change) & MASK == tensor_digest(new, item)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_nans_infinities_and_signed_zeros_are_bits_like_others(dtype):
-    item = ITEMS[dtype]
-    old = torch.tensor([0.0, 1.0, float("inf"), float("nan"), -0.0, 2.0], dtype=getattr(torch, dtype))
-    new = torch.tensor([-0.0, float("nan"), float("-inf"), float("nan"), 0.0, 2.0], dtype=getattr(torch, dtype))
-    unsigned = {2: torch.uint16, 4: torch.uint32}[item]
-    old_bytes, new_bytes = (tensor.view(unsigned).numpy().view(np.uint8).copy() for tensor in (old, new))
-    # Another NaN: equal by no comparison of values, different by bits.
-    new_bytes.view(f"<u{item}")[3] |= 1
-    got, _ = apply(encode_block("w", item, 0, old_bytes, new_bytes), old_bytes)
-    assert got.tobytes() == new_bytes.tobytes()
-    header = next(read_blocks(memoryview(encode_block("w", item, 0, old_bytes, new_bytes)))).header
-    assert header.changed == 5
-
-
 def test_no_change_is_no_bytes_and_noise_is_no_larger_than_itself():
     rng = np.random.default_rng(0)
     old, new = rng.integers(0, 256, (2, 1 << 16), dtype=np.uint8)
@@ -98,7 +82,7 @@ def test_no_change_is_no_bytes_and_noise_is_no_larger_than_itself():
     assert next(read_blocks(memoryview(block))).header.how == "raw"
 
 
-def test_positions_far_apart_and_at_the_ends(monkeypatch):
+def test_positions_far_apart_and_at_the_ends():
     old = np.zeros(2 * delta.BLOCK_ELEMENTS, np.uint8)
     new = old.copy()
     new.view("<u2")[[0, 70_000, delta.BLOCK_ELEMENTS - 1]] = (1, 0xFFFF, 0x8000)
@@ -107,8 +91,8 @@ def test_positions_far_apart_and_at_the_ends(monkeypatch):
     np.testing.assert_array_equal(apply(block, old)[0], new)
 
 
-def adam_step(learning_rate: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Parameters in bfloat16 before and after an AdamW step on float32 masters, of a model with 4.5 million parameters."""
+def test_an_adam_step_at_1e_6_is_1_2_percent_of_the_bytes_at_most():
+    """Parameters in bfloat16 of float32 masters that AdamW steps, of a model with 4.5 million of them."""
     torch.manual_seed(0)
     layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, dropout=0.0)
     model = torch.nn.Sequential(torch.nn.Embedding(4000, 256), torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
@@ -117,28 +101,20 @@ def adam_step(learning_rate: float) -> tuple[list[torch.Tensor], list[torch.Tens
     for master in masters:
         if master.dim() > 1:
             torch.nn.init.normal_(master, std=0.02)
-    optimizer = torch.optim.AdamW(masters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def step(lr: float) -> None:
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    versions = []
+    # A few steps first: the second moments are those of a run that has begun, not of its first step.
+    for lr in (1e-4, 1e-4, 1e-4, 1e-6):
+        versions.append([master.detach().to(torch.bfloat16) for master in masters])
         optimizer.param_groups[0]["lr"] = lr
         tokens = torch.randint(4000, (4, 33))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(head(model(tokens[:, :-1])).flatten(0, 1), tokens[:, 1:].flatten()).backward()
         optimizer.step()
-
-    # A few steps first: the second moments are those of a run that has begun, not of its first step.
-    for _ in range(3):
-        step(1e-4)
-    before = [master.detach().to(torch.bfloat16) for master in masters]
-    step(learning_rate)
-    return before, [master.detach().to(torch.bfloat16) for master in masters]
-
-
-def test_an_adam_step_at_1e_6_is_1_2_percent_of_the_bytes_at_most():
-    before, after = adam_step(1e-6)
     whole = changes = 0
-    for old, new in zip(before, after, strict=True):
-        old_bytes, new_bytes = (tensor.view(torch.uint16).numpy().reshape(-1).view(np.uint8) for tensor in (old, new))
+    for old, new in zip(versions[-1], masters, strict=True):
+        tensors = old, new.detach().to(torch.bfloat16)
+        old_bytes, new_bytes = (tensor.view(torch.uint16).numpy().reshape(-1).view(np.uint8) for tensor in tensors)
         block = encode_block("w", 2, 0, old_bytes, new_bytes)
         np.testing.assert_array_equal(apply(block, old_bytes)[0], new_bytes)
         whole += len(new_bytes)

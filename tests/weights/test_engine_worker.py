@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -30,26 +29,18 @@ from streamrl.schemas.versions import Version
 from streamrl.telemetry.states import STATES, seconds
 from streamrl.weights.factory import free_weights, make_publisher
 from streamrl.weights.manifest import Content
-from streamrl.weights.protocol import Shard
 from tests.support.errors import raises
 from tests.support.processes import until
+from tests.weights.tables import table, write_table
 
-VOCAB, POSITIONS, EOS = 5, 3, 4
 PREFIX = "presence/engines/"
-
-
-def table(number: int) -> list[Shard]:
-    logits = np.zeros((POSITIONS, VOCAB, VOCAB), np.float32)
-    logits[:, :, number] = 50.0
-    return [Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=logits.reshape(-1).view(np.uint8))]
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path):
     run = RunDir(tmp_path / "r")
     run.create()
-    run.model_dir.mkdir()
-    (run.model_dir / "table.json").write_bytes(msgspec.json.encode({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
+    write_table(run.model_dir)
     yield run
     free_weights(config().weights, "r", run.path)
 
@@ -79,15 +70,8 @@ async def running(worker: Worker) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def publish(bus: Bus, run_dir: RunDir, worker: Worker, number: int) -> None:
-    publisher = make_publisher(
-        worker.config.weights,
-        bus=bus,
-        subjects=worker.subjects,
-        policy="policy",
-        run_dir=run_dir.path,
-        loop=asyncio.get_running_loop(),
-        report=worker.metrics,
-    )
+    place: Any = {"bus": bus, "subjects": worker.subjects, "policy": "policy", "run_dir": run_dir.path}
+    publisher = make_publisher(worker.config.weights, **place, loop=asyncio.get_running_loop(), report=worker.metrics)
     await asyncio.to_thread(publisher.offer, Version(0, number), Content(table(number)).digest, table(number))
     await asyncio.to_thread(publisher.close)
 
@@ -123,10 +107,12 @@ async def generate(address: str, token: str, num_tokens: int) -> tuple[int, dict
 async def test_an_engine_announces_itself_serves_and_swaps(memory_bus, run_dir):
     worker = worker_of(memory_bus, run_dir)
     async with running(worker):
+        await until(lambda: worker.state == "waits for its first weights", within_s=30)
+        assert await memory_bus.kv.keys(PREFIX) == [], "nobody hears of it before it serves anything"
         await publish(memory_bus, run_dir, worker, 0)
         first = await presence(memory_bus, serving=Version(0, 0))
         assert (first.slots, first.policy) == (4, "policy")
-        assert first.engine.startswith("engine-0-")
+        assert first.engine.startswith("engine-0-") and worker.state == "running"
         for number in (1, 2):
             await publish(memory_bus, run_dir, worker, number)
             found = await presence(memory_bus, serving=Version(0, number))
@@ -199,16 +185,6 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory
     results += [json.loads(line) for line in lines]
     assert sum(len(result["output_ids"]) for result in results) == 400
     assert results[-1]["meta_info"]["finish_reason"]["type"] == "length"
-
-
-async def test_nobody_hears_of_an_engine_before_it_serves_anything(memory_bus, run_dir):
-    worker = worker_of(memory_bus, run_dir)
-    async with running(worker):
-        await until(lambda: worker.state == "waits for its first weights", within_s=30)
-        assert await memory_bus.kv.keys(PREFIX) == []
-        await publish(memory_bus, run_dir, worker, 3)
-        await presence(memory_bus, serving=Version(0, 3))
-        assert worker.state == "running"
 
 
 async def test_a_taken_port_ends_the_worker_with_a_hint(memory_bus, run_dir):

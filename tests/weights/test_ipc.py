@@ -28,12 +28,11 @@ from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.ipc import IpcTransport
-from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pins
-from streamrl.weights.protocol import CudaSource, Shard
+from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import slices
+from tests.support.wanted import fetched, slices
 from tests.weights.host_memory import MappedOpener, share
 
 CPU = torch.device("cpu")
@@ -77,9 +76,7 @@ def reader(directory: Path, *, usable: bool = True, pins: Pins | None = None, so
 
 
 async def read(transport: IpcTransport, manifest: Manifest) -> str:
-    content = np.zeros(manifest.nbytes, np.uint8)
-    async for part in transport.fetch(manifest, slices(manifest)):
-        content[part.start : part.start + len(part.data)] = np.frombuffer(part.data, np.uint8)
+    content = await fetched(transport, manifest)
     items = {"bfloat16": 2, "float32": 4}
     return combine({t.name: tensor_digest(content[t.offset : t.offset + t.nbytes], items[t.dtype]) for t in manifest.tensors})
 
@@ -169,11 +166,6 @@ def memory(manifest: Manifest) -> bytes:
     out = np.empty(manifest.nbytes, np.uint8)
     MappedOpener().open(manifest.parts[0].handle, "", {""}).read(0, out)
     return out.tobytes()
-
-
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 2000)
 
 
 @pytest.mark.process
@@ -280,16 +272,6 @@ async def test_older_versions_are_freed_but_for_pinned_and_read_ones(tmp_path: P
     assert [await trainer.transport.holds(manifest) for manifest in manifests] == [True, False, False, True]
 
 
-async def test_a_trainer_without_a_device_publishes_on_the_fallback_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    transport = reader(tmp_path)
-    shard = Shard(name="w", dtype="float32", global_shape=(2,), shape=(2,), data=np.arange(8, dtype=np.uint8))
-    for number in range(2):
-        manifest = await transport.publish(Version(0, number), iter([shard]))
-        assert manifest.transport == "shm"
-        assert await transport.holds(manifest)
-    assert caplog.text.count("event=weights_ipc_unavailable") == 1
-
-
 async def test_memory_that_cannot_be_reached_from_here_is_not_held(trainer: Trainer) -> None:
     manifest = await trainer.publish(1)
     assert not await reader(trainer.directory, usable=False).holds(manifest)
@@ -352,23 +334,10 @@ async def test_ranks_hand_out_their_slices_where_they_lie(tmp_path: Path) -> Non
         await read(other, manifests[-1])
 
 
-async def test_ranks_without_a_gpu_contribute_on_the_fallback(tmp_path: Path) -> None:
+async def test_a_trainer_without_a_device_publishes_on_the_fallback_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     transport = reader(tmp_path)
     shards = [msgspec.structs.replace(shard, data=shard.host()) for shard in Trainer(tmp_path).ring.take()]
-    manifest = transport.merge([await transport.contribute(Version(0, 1), iter(shards))])
-    assert manifest.transport == "shm"
-    assert await transport.holds(manifest)
-
-
-def test_host_transports_read_the_snapshot(trainer: Trainer) -> None:
-    content = Content(trainer.ring.take())
-    digest = trainer.digest()
-    trainer.step()
-    out = np.full(content.nbytes, 0xFF, np.uint8)
-    for start in range(0, content.nbytes, 1000):
-        content.fill(start, out[start : start + 1000])
-    assert content.digest == digest
-    host = Content([msgspec.structs.replace(s, data=s.host()) for s in Trainer(trainer.directory).ring.take()])
-    same = np.empty(host.nbytes, np.uint8)
-    host.fill(0, same)
-    assert np.array_equal(out, same) and host.tensors == content.tensors
+    manifests = [await transport.publish(Version(0, number), iter(shards)) for number in range(2)]
+    manifests.append(transport.merge([await transport.contribute(Version(0, 2), iter(shards))]))
+    assert [(manifest.transport, await transport.holds(manifest)) for manifest in manifests] == [("shm", True)] * 3
+    assert caplog.text.count("event=weights_ipc_unavailable") == 1

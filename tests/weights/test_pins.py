@@ -8,33 +8,31 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import EngineConfig
 from streamrl.consumers.serving.weight_choice import choose_latest, choose_pinned
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.table.engine import TableEngine
-from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pin, Pins
-from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
+from tests.support.virtual import elapse, virtual
+from tests.weights.tables import table, write_table
 
 SUBJECTS = Subjects("r")
-VOCAB, POSITIONS = 24, 3
+VOCAB = 24
 
 
 def v(number: int, epoch: int = 0) -> Version:
@@ -71,9 +69,7 @@ def test_a_pin_is_served_until_it_is_let_go():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    announced=st.sets(st.integers(0, 20), max_size=12),
-    pins=st.sets(st.integers(0, 20), max_size=4),
-    serving=st.none() | st.integers(0, 20),
+    announced=st.sets(st.integers(0, 20), max_size=12), pins=st.sets(st.integers(0, 20), max_size=4), serving=st.none() | st.integers(0, 20)
 )
 def test_an_engine_with_pins_never_goes_back_and_never_moves_without_one(announced, pins, serving):
     served = None if serving is None else v(serving)
@@ -84,59 +80,39 @@ def test_an_engine_with_pins_never_goes_back_and_never_moves_without_one(announc
         assert any(pin <= chosen.number for pin in pins)
 
 
-async def until(pins: Pins, expected: set[Version]) -> None:
-    async with asyncio.timeout(10):
-        while await pins.versions() != expected:
-            await asyncio.sleep(0.05)
-
-
-@pytest.mark.nats
-async def test_a_pin_lasts_as_long_as_its_holder_and_no_longer(nats_bus: Bus):
-    pins = Pins(nats_bus.kv, "policy")
+@virtual
+async def test_a_pin_lasts_as_long_as_its_holder_and_no_longer() -> None:
+    bus = MemoryBus("r")
+    pins = Pins(bus.kv, "policy")
     async with pins.held(v(3), "evaluator-0", ttl_s=1.0, role="evaluation"):
-        await asyncio.sleep(2.5)
+        await elapse(2.5)
         assert await pins.versions() == {v(3)}
     assert await pins.versions() == frozenset()
     # A holder that dies renews nothing.
     await pins.hold(v(4), "evaluator-0", ttl_s=1.0)
-    await until(pins, set())
+    await elapse(1.1)
+    assert await pins.versions() == frozenset()
     # Who takes its name lets go of what it has left, and of nobody else's.
     await pins.hold(v(5), "evaluator-0", ttl_s=60.0)
     await pins.hold(v(6), "evaluator-0", ttl_s=60.0)
     await pins.hold(v(6), "evaluator-01", ttl_s=60.0)
     await pins.release_all("evaluator-0")
-    await until(pins, {v(6)})
-    assert await nats_bus.kv.keys("pins/") == ["pins/policy/0-6/evaluator-01"]
+    assert await pins.versions() == {v(6)}
+    assert await bus.kv.keys("pins/") == ["pins/policy/0-6/evaluator-01"]
 
 
-@pytest.mark.nats
-async def test_pins_are_seen_as_they_come_and_go(nats_bus: Bus):
-    pins = Pins(nats_bus.kv, "policy")
-    seen: asyncio.Queue[Pin] = asyncio.Queue()
-
-    async def watch() -> None:
-        async for pin in pins.watch():
-            await seen.put(pin)
-
-    async with asyncio.timeout(20):
-        await pins.hold(v(1), "a", role="evaluation")
-        await nats_bus.kv.put("pins/policy/no-version/a", b"")
-        watching = asyncio.create_task(watch())
-        assert await seen.get() == Pin(v(1), "a", "evaluation")
-        await pins.hold(v(2), "b", ttl_s=1.0)
-        assert await seen.get() == Pin(v(2), "b")
-        await pins.release(v(1), "a")
-        gone = {await seen.get(), await seen.get()}
-        assert gone == {Pin(v(1), "a", live=False), Pin(v(2), "b", live=False)}
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-
-
-def table(number: int) -> list[Shard]:
-    """Logits under which every token is almost surely `number`."""
-    logits = np.zeros((POSITIONS, VOCAB, VOCAB), np.float32)
-    logits[:, :, number] = 50.0
-    return [Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=logits.reshape(-1).view(np.uint8))]
+@virtual
+async def test_pins_are_seen_as_they_come_and_go() -> None:
+    bus = MemoryBus("r")
+    pins = Pins(bus.kv, "policy")
+    await pins.hold(v(1), "a", role="evaluation")
+    await bus.kv.put("pins/policy/no-version/a", b"")
+    seen = aiter(pins.watch())
+    assert await anext(seen) == Pin(v(1), "a", "evaluation")
+    await pins.hold(v(2), "b", ttl_s=1.0)
+    assert await anext(seen) == Pin(v(2), "b")
+    await pins.release(v(1), "a")
+    assert [await anext(seen), await anext(seen)] == [Pin(v(1), "a", live=False), Pin(v(2), "b", live=False)]
 
 
 class Served:
@@ -147,19 +123,10 @@ class Served:
         self.transport = BusTransport(bus.blobs, run="r", policy="policy", threads=1)
         self.committed: asyncio.Queue[Version] = asyncio.Queue()
         self.failed: asyncio.Queue[str] = asyncio.Queue()
-        self.watcher = WeightWatcher(
-            bus,
-            SUBJECTS,
-            self.engine,
-            {"bus": self.transport},
-            policy="policy",
-            engine=name,
-            event=self._event,
-            committed=self.committed.put,
-            backoff_s=backoff_s,
-            pins=Pins(bus.kv, "policy") if role == EVALUATION_ROLE else None,
-            role=role,
-        )
+        told: Any = {"event": self._event, "committed": self.committed.put}
+        served: Any = {"policy": "policy", "engine": name, "backoff_s": backoff_s, "role": role}
+        pins = Pins(bus.kv, "policy") if role == EVALUATION_ROLE else None
+        self.watcher = WeightWatcher(bus, SUBJECTS, self.engine, {"bus": self.transport}, pins=pins, **served, **told)
 
     async def _event(self, _: str, detail: dict[str, Any]) -> None:
         if "error" in detail:
@@ -195,7 +162,7 @@ class Trainer:
     async def publish(self, *numbers: int) -> None:
         for number in numbers:
             after = (await self.bus.state(WEIGHTS)).last
-            await asyncio.to_thread(self._publisher.offer, v(number), Content(table(number)).digest, table(number))
+            await asyncio.to_thread(self._publisher.offer, v(number), Content(table(number, VOCAB)).digest, table(number, VOCAB))
             async for _ in self.bus.read(WEIGHTS, after=after):
                 break
 
@@ -205,31 +172,29 @@ class Trainer:
 
 
 @pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    (tmp_path / "table.json").write_bytes(msgspec.json.encode({"vocab": VOCAB, "max_position": POSITIONS, "eos": VOCAB - 1}))
-    return tmp_path
+def bus(request: pytest.FixtureRequest) -> Bus:
+    return request.getfixturevalue(getattr(request, "param", "memory_bus"))
 
 
 @pytest.fixture
-async def trainer(nats_bus: Bus) -> AsyncIterator[Trainer]:
-    one = Trainer(nats_bus)
+async def trainer(bus: Bus) -> AsyncIterator[Trainer]:
+    one = Trainer(bus)
     yield one
     await one.close()
 
 
 @pytest.fixture
-async def serve(nats_bus: Bus, model_dir: Path) -> AsyncIterator[Callable[..., Any]]:
+async def serve(bus: Bus, tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     async with AsyncExitStack() as stack:
 
         async def one(name: str, role: str, backoff_s: float = 0.05) -> Served:
-            served = Served(nats_bus, model_dir, name, role, backoff_s)
+            served = Served(bus, write_table(tmp_path, VOCAB), name, role, backoff_s)
             await stack.enter_async_context(served.running())
             return served
 
         yield one
 
 
-@pytest.mark.nats
 async def test_an_evaluation_holds_a_version_while_others_move_on(trainer: Trainer, serve):
     """One version is kept, the anchor is three versions apart: the pin alone keeps what version 4 is made from."""
     async with asyncio.timeout(60):
@@ -263,7 +228,6 @@ async def stored(trainer: Trainer) -> set[Version]:
     return {Version(int(epoch), int(number)) for epoch, number in names}
 
 
-@pytest.mark.nats
 async def test_a_pinned_version_that_was_never_published_or_is_gone_stands_for_the_next(trainer: Trainer, serve):
     async with asyncio.timeout(60):
         evaluation = await serve("engine-1", EVALUATION_ROLE)
@@ -278,47 +242,34 @@ async def test_a_pinned_version_that_was_never_published_or_is_gone_stands_for_t
             assert "policy 0.4: " in await evaluation.failed.get()
 
 
-async def publish_damaged(trainer: Trainer, bus: Bus, number: int) -> Manifest:
+async def until_pinned(pins: Pins, expected: set[Version]) -> None:
+    async with asyncio.timeout(10):
+        while await pins.versions() != expected:
+            await asyncio.sleep(0.05)
+
+
+async def publish_damaged(trainer: Trainer, bus: Bus, number: int) -> None:
     """Announce a version all of whose parts have a wrong bit."""
-    manifest = await trainer.transport.publish(v(number), iter(table(number)))
+    manifest = await trainer.transport.publish(v(number), iter(table(number, VOCAB)))
     for part in manifest.parts:
         data = bytearray(await bus.blobs.get(part.location))
         data[-1] ^= 1
         await bus.blobs.delete(part.location)
         await bus.blobs.put(part.location, bytes(data))
     await bus.publish(SUBJECTS.weights("policy"), encode(manifest))
-    return manifest
 
 
-@pytest.mark.nats
-async def test_an_engines_own_pins_do_not_end_its_pause_after_a_failure(trainer: Trainer, serve, nats_bus: Bus):
+@pytest.mark.parametrize("bus", [pytest.param("nats_bus", marks=pytest.mark.nats)], indirect=True)
+async def test_an_engines_own_pins_do_not_end_its_pause_after_a_failure(trainer: Trainer, serve, bus: Bus):
     async with asyncio.timeout(60):
         evaluation = await serve("engine-1", EVALUATION_ROLE, backoff_s=100.0)
-        await publish_damaged(trainer, nats_bus, 1)
+        await publish_damaged(trainer, bus, 1)
         async with trainer.pins.held(v(1), "evaluator-0", role=EVALUATION_ROLE):
             assert "sha256" in await evaluation.failed.get()
             # The engine has let go of its own pin, and has seen that: what it sees comes in order.
-            await until(trainer.pins, {v(1)})
+            await until_pinned(trainer.pins, {v(1)})
             await trainer.pins.hold(v(1), "evaluator-1", role=EVALUATION_ROLE)
             assert "sha256" in await evaluation.failed.get()
-            await until(trainer.pins, {v(1)})
+            await until_pinned(trainer.pins, {v(1)})
             await asyncio.sleep(0.3)
             assert evaluation.failed.empty()
-
-
-@pytest.mark.nats
-async def test_damaged_changes_leave_what_is_served_alone(trainer: Trainer, serve, nats_bus: Bus):
-    async with asyncio.timeout(60):
-        rollout = await serve("engine-0", "rollout")
-        await trainer.publish(0, 1)
-        while await rollout.committed.get() != v(1):
-            pass
-        before = await rollout.token()
-        manifest = await publish_damaged(trainer, nats_bus, 2)
-        assert "sha256" in await rollout.failed.get()
-        assert (rollout.watcher.serving, await rollout.token()) == (v(1), before)
-        with pytest.raises(WeightSyncError):
-            await anext(aiter(rollout.transport.fetch(manifest, rollout.engine.wants(manifest))))
-        await trainer.publish(3)
-        assert await rollout.committed.get() == v(3)
-        assert await rollout.token() == 3

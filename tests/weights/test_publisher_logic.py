@@ -17,6 +17,7 @@ from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
+from streamrl.telemetry.names import metric
 from streamrl.weights.manifest import wire_bytes
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
@@ -122,8 +123,9 @@ async def test_bytes_then_manifest_then_what_is_old(caplog: pytest.LogCaptureFix
     assert [one for one in scene.told if one[1] == "holds"] == [line for line in asked if line in scene.told]
     manifests = await scene.announced()
     assert [(m.version.number, m.digest) for m in manifests] == [(n, manifest(n).digest) for n in range(4)]
-    assert [dict(m.mirrors) == {"disk": manifest(n).parts} or bool(m.mirrors) for n, m in enumerate(manifests)] == [True] * 4
+    assert [dict(m.mirrors) for m in manifests] == [{"disk": manifest(n).parts} for n in range(4)]
     assert scene.reports == [{"weights/publish_s": 4.0, "weights/bytes_total": float(wire_bytes(m))} for m in manifests]
+    assert all(metric(name).name == name for name in scene.reports[0])
     assert caplog.messages == [
         f"event=weights_published policy=policy version=0.{n} bytes={wire_bytes(m)} took_s=4.000" for n, m in enumerate(manifests)
     ]
@@ -234,6 +236,11 @@ async def test_a_version_that_was_announced_with_other_weights_is_refused() -> N
     with pytest.raises(WeightSyncError):
         one.close(0.0)
     assert not [line for line in scene.told if line[1] == "publish"]
+    scene.transport.gives[Version(1, 1)] = manifest(1, 1, value=7)
+    forked = scene.publisher()
+    offer(forked, 1, 1, digest=manifest(1, 1, value=7).digest)
+    await closed(forked)
+    assert [str(m.version) for m in await scene.announced()] == ["0.1", "1.1"]
 
 
 @virtual
@@ -263,11 +270,7 @@ async def test_what_is_retired_is_forgotten() -> None:
 
 @pytest.mark.parametrize(
     ("duplicates", "ids"),
-    [
-        ([1], ["wpolicy.0.5.0"]),
-        ([2], ["wpolicy.0.5.0", "wpolicy.0.5.1"]),
-        ([9, 2], ["wpolicy.0.5.0", "wpolicy.0.5.1", "wpolicy.0.5.2"]),
-    ],
+    [([1], ["wpolicy.0.5.0"]), ([2], ["wpolicy.0.5.0", "wpolicy.0.5.1"]), ([9, 2], ["wpolicy.0.5.0", "wpolicy.0.5.1", "wpolicy.0.5.2"])],
 )
 @virtual
 async def test_a_known_id_is_this_manifest_only_where_its_message_is(duplicates: list[int], ids: list[str]) -> None:

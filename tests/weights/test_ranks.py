@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,29 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.bus.memory.bus import MemoryBus
-from streamrl.bus.protocol import Bus
-from streamrl.bus.server import NatsServer
 from streamrl.engines.live_swap.images import MappedVersion
 from streamrl.errors import WeightSyncError
-from streamrl.schemas.codec import decode
+from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Contribution, Link, PartRef, Piece
+from streamrl.schemas.weights import Contribution, Copying, Link, Manifest, PartRef, Piece
 from streamrl.tensors.names import named
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.manifest import Content
-from streamrl.weights.protocol import Shard, WeightTransport
+from streamrl.weights.merging import Merger
+from streamrl.weights.protocol import Shard
 from streamrl.weights.ranks import RankContent, check_places, merge, placed
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import host, slices
+from tests.support.wanted import fetched, filled, host
 from tests.weights.ranked import ITEMS, model, rows_of
 
 
 def whole(number: int) -> bytes:
-    content = Content(model(number))
-    out = np.empty(content.nbytes, np.uint8)
-    content.fill(0, out)
-    return out.tobytes()
+    return filled(Content(model(number))).tobytes()
 
 
 def contribution(shards: Sequence[Shard], limit: int, stored: dict[str, bytes], name: str) -> Contribution:
@@ -66,16 +60,10 @@ def contribution(shards: Sequence[Shard], limit: int, stored: dict[str, bytes], 
 )
 def test_what_ranks_store_is_what_one_process_would_have_published(tensors, ranks, limit):
     rng = np.random.default_rng(ranks)
-    shards = [
-        Shard(
-            name=name,
-            dtype=dtype,
-            global_shape=shape,
-            shape=shape,
-            data=rng.integers(0, 256, int(np.prod(shape)) * ITEMS[dtype], dtype=np.uint8),
-        )
-        for name, (dtype, shape) in tensors.items()
-    ]
+    shards = []
+    for name, (dtype, shape) in tensors.items():
+        data = rng.integers(0, 256, int(np.prod(shape)) * ITEMS[dtype], dtype=np.uint8)
+        shards.append(Shard(name=name, dtype=dtype, global_shape=shape, shape=shape, data=data))
     content = Content(shards)
     stored: dict[str, bytes] = {}
     manifest = merge([contribution(rows_of(shards, rank, ranks), limit, stored, str(rank)) for rank in range(ranks)])
@@ -86,8 +74,6 @@ def test_what_ranks_store_is_what_one_process_would_have_published(tensors, rank
         # Ranks that have no rows of a tensor cut no word of it.
         cuts = spec.nbytes and spec.nbytes // spec.shape[0] % 8 and min(ranks, spec.shape[0]) > 1
         assert cuts or spec.words == alone.words
-    expected = np.empty(content.nbytes, np.uint8)
-    content.fill(0, expected)
     got = np.zeros(content.nbytes, np.uint8)
     taken = np.zeros(content.nbytes, int)
     for part in manifest.parts:
@@ -95,7 +81,7 @@ def test_what_ranks_store_is_what_one_process_would_have_published(tensors, rank
             first = piece.stored - part.offset
             got[piece.start : piece.start + piece.nbytes] = np.frombuffer(stored[part.location], np.uint8)[first : first + piece.nbytes]
             taken[piece.start : piece.start + piece.nbytes] += 1
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(got, filled(content))
     assert taken.max() == 1
 
 
@@ -208,101 +194,88 @@ async def test_a_rank_repeats_itself_without_effect_and_never_contradicts_itself
         transport.close()
 
 
-RANK = """
-import asyncio, os, sys
-from pathlib import Path
-from streamrl.bus import BusAddress, connect
-from streamrl.schemas.codec import encode
-from streamrl.schemas.versions import Version
-from streamrl.weights.bus import BusTransport
-from streamrl.weights.shm import ShmTransport
-from tests.weights.ranked import model, rows_of
-
-folder, kind, rank, ranks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-
-async def main():
-    bus = await connect(BusAddress.load(folder / "bus.json"), "r")
-    if kind == "bus":
-        transport = BusTransport(bus.blobs, run="r", policy="policy", part_bytes=500, anchor_every=3, threads=1)
-    else:
-        transport = ShmTransport(run="r", policy="policy", directory=folder / "weights", part_bytes=500, rank=rank)
-    for number in range(5):
-        made = await transport.contribute(Version(0, number), iter(rows_of(model(number), rank, ranks)))
-        path = folder / f"{kind}-{rank}-{number}"
-        path.with_suffix(".new").write_bytes(encode(made))
-        path.with_suffix(".new").rename(path)
-    # The lock of the shm transport is held until the other end is done.
-    sys.stdin.read()
-    await bus.close()
-
-asyncio.run(main())
-"""
-
-
-def start(command: list[str]) -> subprocess.Popen[bytes]:
-    """A process that ends when its standard input does."""
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
-
-
-async def read_all(transport: WeightTransport, manifest) -> bytes:
-    data = bytearray(manifest.nbytes)
-    async for part in transport.fetch(manifest, slices(manifest)):
-        data[part.start : part.start + len(part.data)] = part.data
-    return bytes(data)
-
-
-@pytest.mark.nats
 @pytest.mark.parametrize("kind", ["shm", "bus"])
-async def test_two_processes_hand_over_their_slices(own_server: NatsServer, nats_bus: Bus, tmp_path: Path, kind: str):
+async def test_two_ranks_hand_over_their_slices(memory_bus: MemoryBus, tmp_path: Path, kind: str):
     """Rank 0 announces; a follower and a late joiner read; by bus most of it are changes."""
-    own_server.address.save(tmp_path / "bus.json")
-    command = [sys.executable, "-c", RANK, str(tmp_path), kind]
-    processes = [start([*command, str(rank), "2"]) for rank in range(2)]
 
-    def transport() -> BusTransport | ShmTransport:
+    def transport(rank: int = 0) -> BusTransport | ShmTransport:
         if kind == "bus":
-            return BusTransport(nats_bus.blobs, run="r", policy="policy", anchor_every=3, threads=1)
-        return ShmTransport(run="r", policy="policy", directory=tmp_path / "weights")
+            return BusTransport(memory_bus.blobs, run="r", policy="policy", part_bytes=500, anchor_every=3, threads=1)
+        return ShmTransport(run="r", policy="policy", directory=tmp_path, part_bytes=500, rank=rank)
 
-    follower, merging = transport(), transport()
+    ranks, follower, merging = [transport(rank) for rank in range(2)], transport(), transport()
     made = []
-    try:
-        async with asyncio.timeout(60):
-            for number in range(5):
-                paths = [tmp_path / f"{kind}-{rank}-{number}" for rank in range(2)]
-                while not all(path.exists() for path in paths):
-                    assert all(process.poll() is None for process in processes)
-                    await asyncio.sleep(0.02)
-                manifest = merging.merge([decode(path.read_bytes(), Contribution) for path in paths])
-                assert manifest.digest == Content(model(number)).digest
-                assert await follower.holds(manifest)
-                assert await read_all(follower, manifest) == whole(number)
-                joiner = transport()
-                assert await read_all(joiner, manifest) == whole(number)
-                async with joiner.source(manifest) as source:
-                    # Ranks' files are read where they lie.
-                    assert len(source.more) == (kind == "shm")
-                    assert MappedVersion(source, manifest.nbytes).bytes(0, manifest.nbytes).tobytes() == whole(number)
-                joiner.close()
-                made.append(manifest)
-    finally:
-        for process in processes:
-            process.communicate(timeout=20)
-    assert [process.returncode for process in processes] == [0, 0]
-    if kind == "bus":
-        assert [manifest.kind for manifest in made] == ["full", "delta", "delta", "full", "delta"]
+    for number in range(5):
+        given = [await rank.contribute(Version(0, number), iter(rows_of(model(number), n, 2))) for n, rank in enumerate(ranks)]
+        manifest = merging.merge([decode(encode(one), Contribution) for one in given])
+        assert manifest.digest == Content(model(number)).digest
+        assert await follower.holds(manifest)
+        joiner = transport()
+        for reader in (follower, joiner):
+            assert (await fetched(reader, manifest)).tobytes() == whole(number)
+        async with joiner.source(manifest) as source:
+            # Ranks' files are read where they lie.
+            assert len(source.more) == (kind == "shm")
+            assert MappedVersion(source, manifest.nbytes).bytes(0, manifest.nbytes).tobytes() == whole(number)
+        joiner.close()
+        made.append(manifest)
     part = made[-1].parts[-1]
     if kind == "shm":
         assert len({part.location for part in made[-1].parts}) == 2
-        path = tmp_path / "weights" / part.location
+        path = tmp_path / part.location
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
     else:
-        await nats_bus.blobs.delete(part.location)
+        assert [manifest.kind for manifest in made] == ["full", "delta", "delta", "full", "delta"]
+        await memory_bus.blobs.delete(part.location)
     with pytest.raises(WeightSyncError, match=r"sha256|got none"):
-        await read_all(transport(), made[-1])
+        await fetched(transport(), made[-1])
     await merging.retire(Version(0, 4))
     assert [await merging.holds(manifest) for manifest in made[:3]] == [False] * 3
-    follower.close()
-    merging.close()
+    for one in (*ranks, follower, merging):
+        one.close()
+
+
+def contributed(number: int, ranks: int) -> list[Contribution]:
+    made = []
+    for rank in range(ranks):
+        content = RankContent(rows_of(model(number), rank, ranks))
+        part = PartRef(f"v{number}.r{rank}", 0, content.nbytes, handle=b"%d" % rank, copying=Copying(number, 64, (content.nbytes,)))
+        whole = Link(version=Version(0, number), parts=(part,))
+        links = (whole,) if content.nbytes else ()
+        named: dict[str, Any] = {"run": "r", "policy": "p", "version": Version(0, number), "transport": "ipc", "host": "h"}
+        made.append(Contribution(slices=content.slices, links=links, **named))
+    return made
+
+
+def alone(contributions: Sequence[Contribution]) -> Manifest:
+    return msgspec.structs.replace(merge(contributions), links={}, published_s=0.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_versions_are_merged_as_each_by_itself(ranks: int) -> None:
+    merger = Merger()
+    for number in (1, 2, 3):
+        contributions = contributed(number, ranks)
+        assert msgspec.structs.replace(merger.merge(contributions), published_s=0.0) == alone(contributions)
+    other = contributed(4, ranks + 1)
+    assert msgspec.structs.replace(merger.merge(other), published_s=0.0) == alone(other)
+
+
+def test_contributions_that_no_longer_fit_are_refused_as_they_were() -> None:
+    merger = Merger()
+    merger.merge(contributed(1, 2))
+    first, second = contributed(2, 2)
+    with pytest.raises(WeightSyncError, match="one run, policy, version"):
+        merger.merge([first, msgspec.structs.replace(second, version=Version(0, 3))])
+    with pytest.raises(WeightSyncError, match="slice"):
+        merger.merge([first, msgspec.structs.replace(second, slices=second.slices[1:])])
+    with pytest.raises(WeightSyncError):
+        merger.merge([first])
+    with pytest.raises(WeightSyncError, match="slices of every rank"):
+        merger.merge([first, msgspec.structs.replace(second, links=())])
+    crooked = msgspec.structs.replace(second.slices[0], digest="no digest here!!")
+    with pytest.raises(WeightSyncError, match="digest of a slice"):
+        merger.merge([first, msgspec.structs.replace(second, slices=(crooked, *second.slices[1:]))])
+    assert merger.merge([first, second]).digest == alone([first, second]).digest

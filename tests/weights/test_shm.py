@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -18,33 +14,13 @@ from streamrl.config.tree import WeightsConfig
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.weights.factory import free_weights, weights_directory
+from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from streamrl.weights.shm import ShmTransport, host_id
 from tests.support.errors import raises
-from tests.support.wanted import host, slices
+from tests.support.wanted import fetched, host, slices
 
 V1, V2 = Version(0, 1), Version(0, 2)
-
-KILLED = """
-import asyncio, os, signal, sys
-from pathlib import Path
-import numpy as np
-from streamrl.schemas.versions import Version
-from streamrl.weights.manifest import Content
-from streamrl.weights.protocol import Shard
-from streamrl.weights.shm import ShmTransport
-
-fill, calls = Content.fill, []
-def dying_fill(self, start, out):
-    calls.append(start)
-    if len(calls) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    fill(self, start, out)
-Content.fill = dying_fill
-shard = Shard(name="w", dtype="float32", global_shape=(64,), shape=(64,), data=np.zeros(256, np.uint8))
-transport = ShmTransport(run="r", policy="policy", directory=Path(sys.argv[1]), part_bytes=64)
-asyncio.run(transport.publish(Version(0, 1), iter([shard])))
-"""
 
 
 def shards(value: float) -> list[Shard]:
@@ -56,28 +32,29 @@ def transport(directory: Path) -> ShmTransport:
 
 
 async def read(reader: ShmTransport, manifest) -> bytes:
-    return b"".join([bytes(part.data) async for part in reader.fetch(manifest, slices(manifest))])
+    return (await fetched(reader, manifest)).tobytes()
 
 
 def names(directory: Path) -> list[str]:
     return sorted(path.suffix for path in directory.iterdir())
 
 
-@pytest.mark.process
-def test_a_publisher_killed_in_the_middle_leaves_nothing_to_fetch_and_the_next_one_cleans_up(tmp_path):
-    directory = tmp_path / "weights"
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(directory)], check=False, timeout=60)
-    assert ended.returncode == -signal.SIGKILL
-    assert names(directory) == [".lock", ".partial"]
+async def test_a_file_has_its_name_when_it_is_complete_and_what_a_dead_publisher_left_unfinished_goes(tmp_path, monkeypatch):
+    seen: list[list[str]] = []
+    fill = Content.fill
 
-    async def publish_again():
-        publisher = transport(directory)
-        manifest = await publisher.publish(V1, iter(shards(1)))
-        assert await read(transport(directory), manifest) == host(shards(1)[0]).tobytes()
-        publisher.close()
+    def watched(self, start, out):
+        seen.append(names(tmp_path))
+        fill(self, start, out)
 
-    asyncio.run(publish_again())
-    assert names(directory) == [".lock", ".weights"]
+    monkeypatch.setattr(Content, "fill", watched)
+    (tmp_path / "policy.0-1.00ff.partial").touch()
+    writer = transport(tmp_path)
+    manifest = await writer.publish(V1, iter(shards(1)))
+    assert seen == [[".lock", ".partial"]] * 3
+    assert names(tmp_path) == [".lock", ".weights"]
+    assert await read(transport(tmp_path), manifest) == host(shards(1)[0]).tobytes()
+    writer.close()
 
 
 async def test_finished_files_outlive_their_publisher_until_they_are_retired(tmp_path):
@@ -113,17 +90,6 @@ async def test_a_reader_keeps_what_it_has_mapped(tmp_path):
     assert names(tmp_path) == [".lock"]
     assert b"".join(bytes(part.data) for part in parts) == host(shards(1)[0]).tobytes()
     assert all(part.data.readonly for part in parts)
-    writer.close()
-
-
-async def test_republished_versions_get_new_names(tmp_path):
-    writer = transport(tmp_path)
-    first = await writer.publish(V1, iter(shards(1)))
-    (tmp_path / first.parts[0].location).unlink()
-    second = await writer.publish(V1, iter(shards(1)))
-    assert second.digest == first.digest
-    assert second.parts[0].location != first.parts[0].location
-    assert second.parts[0].location.startswith("policy.0-1.")
     writer.close()
 
 

@@ -6,14 +6,13 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from streamrl.bus import connect
 from streamrl.bus.memory.bus import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
@@ -22,18 +21,20 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest
+from streamrl.schemas.weights import Manifest, PartRef, Piece, TensorSpec
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.factory import make_publisher, make_rank_publisher, make_transports
 from streamrl.weights.manifest import Content, offers
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
+from streamrl.weights.ranks import check_places, merge
 from streamrl.weights.shm import ShmTransport
 from streamrl.weights.slices import MergedTransport, OtherRanks, RankPublisher, Requests
 from tests.support.errors import raises
-from tests.support.wanted import host, slices
+from tests.support.processes import until
+from tests.support.wanted import fetched, host
 from tests.weights.ranked import large, model, rows_of
-from tests.weights.test_ranks import whole
+from tests.weights.test_ranks import contribution, whole
 
 SUBJECTS = Subjects("r")
 PATIENCE_S = 60.0
@@ -84,10 +85,7 @@ async def announced(bus: Bus) -> Manifest:
 
 async def read(bus: Bus, run_dir: Path, config: WeightsConfig, manifest: Manifest) -> bytes:
     transport = make_transports(config, bus=bus, run="r", policy="policy", run_dir=run_dir)[manifest.transport]
-    data = bytearray(manifest.nbytes)
-    async for part in transport.fetch(manifest, slices(manifest)):
-        data[part.start : part.start + len(part.data)] = part.data
-    return bytes(data)
+    return (await fetched(transport, manifest)).tobytes()
 
 
 def stored(folder: Path, of: str = "") -> list[str]:
@@ -96,9 +94,9 @@ def stored(folder: Path, of: str = "") -> list[str]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Iterator[WeightsConfig]:
+def config() -> WeightsConfig:
     # Kept for ever: then the files lie in the run's folder.
-    yield WeightsConfig(transport="shm", keep=0, also_on_bus=True, anchor_every=4)
+    return WeightsConfig(transport="shm", keep=0, also_on_bus=True, anchor_every=4)
 
 
 @pytest.mark.parametrize("others", [1, 2])
@@ -141,14 +139,8 @@ async def test_ranks_keep_what_rank_0_may_still_ask_for_and_nothing_else(tmp_pat
         publisher.offer(word, version, kept, rows_of(model(version.number), 1, 2))
 
     ranks = OtherRanks(1, order, PATIENCE_S)
-    leader = Publisher(
-        bus,
-        SUBJECTS,
-        MergedTransport("shm", own, Requests(bus.kv, "policy", ranks)),
-        policy="policy",
-        loop=asyncio.get_running_loop(),
-        offered=ranks.offer,
-    )
+    merged = MergedTransport("shm", own, Requests(bus.kv, "policy", ranks))
+    leader = Publisher(bus, SUBJECTS, merged, policy="policy", loop=asyncio.get_running_loop(), offered=ranks.offer)
     for number in range(1, 5):
         await asyncio.to_thread(leader.offer, v(number), Content(model(number)).digest, rows_of(model(number), 0, 2))
         while number == 1 and await bus.kv.get("ranks/wanted-policy") is None:
@@ -163,20 +155,64 @@ async def test_ranks_keep_what_rank_0_may_still_ask_for_and_nothing_else(tmp_pat
     other.close()
 
 
-async def test_a_rank_that_stores_late_is_waited_for(tmp_path: Path, config: WeightsConfig) -> None:
+async def test_a_rank_whose_bytes_go_is_waited_for_beyond_the_patience(tmp_path: Path, config: WeightsConfig) -> None:
     bus = MemoryBus("r")
-    ranks = Ranks(bus, tmp_path, config)
+    ranks = Ranks(bus, tmp_path, config, patience_s=0.6)
     late = Held(run="r", policy="policy", directory=tmp_path / "weights", rank=1)
     late.go = asyncio.Event()
     ranks.others[0].transports["shm"] = late  # type: ignore[index]
     await ranks.offer(1)
-    while await bus.kv.get("ranks/wanted-policy") is None or not stored(tmp_path / "weights"):
-        await asyncio.sleep(0.01)
+    await until(lambda: late.moved is not None)
+    assert late.moved is not None
+    for _ in range(12):  # 1.2 s
+        late.moved()
+        await asyncio.sleep(0.1)
     assert await bus.last(SUBJECTS.weights("policy")) is None
     late.go.set()
     await ranks.close()
     assert (await announced(bus)).digest == Content(model(1)).digest
     late.close()
+
+
+async def test_rank_0_uploads_while_the_others_do(tmp_path: Path, config: WeightsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each transport is answered for by itself: rank 0 does not wait for the others' upload before its own."""
+    bus = MemoryBus("r")
+    ranks = Ranks(bus, tmp_path, config)
+    slow = ranks.others[0].transports["bus"]
+    go, contribute, signs = asyncio.Event(), slow.contribute, list[bool]()
+
+    async def held(version, shards, *, moved):
+        await go.wait()
+        return await contribute(version, shards, moved=lambda: signs.append(True) or moved())
+
+    monkeypatch.setattr(slow, "contribute", held)
+    await ranks.offer(1)
+    while not await bus.blobs.names():
+        await asyncio.sleep(0.01)
+    assert await bus.last(SUBJECTS.weights("policy")) is None
+    go.set()
+    await ranks.close()
+    assert (await announced(bus)).digest == Content(model(1)).digest
+    assert signs  # each blob is one
+
+
+async def test_a_version_whose_bytes_are_gone_is_stored_again_by_all(tmp_path: Path, config: WeightsConfig) -> None:
+    bus = MemoryBus("r")
+    ranks = Ranks(bus, tmp_path, config)
+    await ranks.offer(1)
+    while await bus.last(SUBJECTS.weights("policy")) is None:
+        await asyncio.sleep(0.01)
+    first = await announced(bus)
+    for path in (tmp_path / "weights").glob("*.weights"):
+        path.unlink()
+    for name in await bus.blobs.names():
+        await bus.blobs.delete(name)
+    await ranks.offer(1)
+    await ranks.close()
+    again = await announced(bus)
+    assert not {part.location for part in first.parts} & {part.location for part in again.parts}
+    for found in offers(again):
+        assert await read(bus, tmp_path, config, found) == whole(1)
 
 
 async def test_a_rank_that_does_not_store_is_named(tmp_path: Path, config: WeightsConfig) -> None:
@@ -243,17 +279,13 @@ from pathlib import Path
 from streamrl.bus import BusAddress, connect
 from streamrl.schemas.versions import Version
 from streamrl.weights.bus import BusTransport
-from streamrl.weights.shm import ShmTransport
 from streamrl.weights.slices import RankPublisher
 from tests.weights.ranked import large, rows_of
 
 async def main():
     bus = await connect(BusAddress.load(Path(sys.argv[1]) / "bus.json"), "r", create=False)
-    transports = {
-        "bus": BusTransport(bus.blobs, run="r", policy="policy", part_bytes=4096),
-        "shm": ShmTransport(run="r", policy="policy", directory=Path(sys.argv[1]) / "weights", rank=1),
-    }
-    publisher = RankPublisher(bus.kv, "policy", {sys.argv[3]: transports[sys.argv[3]]}, rank=1, loop=asyncio.get_running_loop())
+    transport = BusTransport(bus.blobs, run="r", policy="policy", part_bytes=4096)
+    publisher = RankPublisher(bus.kv, "policy", {"bus": transport}, rank=1, loop=asyncio.get_running_loop())
     publisher.offer(sys.argv[2], Version(0, 1), (), rows_of(large(), 1, 2))
     print("offered", flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -263,36 +295,25 @@ asyncio.run(main())
 """
 
 
-@pytest.fixture
-async def nats_bus(own_server: NatsServer, tmp_path: Path) -> AsyncIterator[Bus]:
-    own_server.address.save(tmp_path / "bus.json")
-    bus = await connect(own_server.address, "r")
-    yield bus
-    await bus.close()
-
-
-def other_rank(tmp_path: Path, word: str, kind: str) -> subprocess.Popen[str]:
-    """Rank 1 as a process, which has taken its slices of version 1."""
-    command = [sys.executable, "-c", RANK, str(tmp_path), word, kind]
+def both_ranks(bus: Bus, tmp_path: Path, word: str, patience_s: float) -> tuple[subprocess.Popen[str], BusTransport, Publisher]:
+    """Rank 1 as a process, which has taken its slices of version 1; rank 0 here, and its publisher."""
+    command = [sys.executable, "-c", RANK, str(tmp_path), word]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "offered\n"
-    return process
-
-
-def leading(bus: Bus, transport: BusTransport | ShmTransport, word: str, patience_s: float) -> Publisher:
-    others = OtherRanks(1, lambda word, version, kept: None, patience_s, word)
-    name = "bus" if isinstance(transport, BusTransport) else "shm"
-    merged = MergedTransport(name, transport, Requests(bus.kv, "policy", others))
-    return Publisher(bus, SUBJECTS, merged, policy="policy", loop=asyncio.get_running_loop())
+    own = BusTransport(bus.blobs, run="r", policy="policy", part_bytes=1 << 20)
+    requests = Requests(bus.kv, "policy", OtherRanks(1, lambda word, version, kept: None, patience_s, word))
+    merged = MergedTransport("bus", own, requests)
+    return process, own, Publisher(bus, SUBJECTS, merged, policy="policy", loop=asyncio.get_running_loop())
 
 
 @pytest.mark.nats
 @pytest.mark.process
-async def test_a_rank_that_is_killed_while_it_stores_leaves_no_version_and_its_successor_makes_it(nats_bus: Bus, tmp_path: Path) -> None:
-    own = BusTransport(nats_bus.blobs, run="r", policy="policy", part_bytes=1 << 20)
+async def test_a_rank_that_is_killed_while_it_stores_leaves_no_version_and_its_successor_makes_it(
+    own_server: NatsServer, nats_bus: Bus, tmp_path: Path
+) -> None:
+    own_server.address.save(tmp_path / "bus.json")
     digest = Content(large()).digest
-    process = other_rank(tmp_path, "first", "bus")
-    leader = leading(nats_bus, own, "first", 2.0)
+    process, own, leader = both_ranks(nats_bus, tmp_path, "first", 2.0)
     await asyncio.to_thread(leader.offer, v(1), digest, rows_of(large(), 0, 2))
     while len(await nats_bus.blobs.names()) < 20:  # one is rank 0's; rank 1 stores 256
         await asyncio.sleep(0.005)
@@ -305,36 +326,67 @@ async def test_a_rank_that_is_killed_while_it_stores_leaves_no_version_and_its_s
     assert await nats_bus.last(SUBJECTS.weights("policy")) is None
     own.close()
     # All ranks are started again.
-    own = BusTransport(nats_bus.blobs, run="r", policy="policy", part_bytes=1 << 20)
-    process = other_rank(tmp_path, "second", "bus")
-    leader = leading(nats_bus, own, "second", PATIENCE_S)
+    process, own, leader = both_ranks(nats_bus, tmp_path, "second", PATIENCE_S)
     await asyncio.to_thread(leader.offer, v(1), digest, rows_of(large(), 0, 2))
     await asyncio.to_thread(leader.close, 60.0)
     process.communicate(timeout=20)
     manifest = await announced(nats_bus)
     assert manifest.digest == digest and not left & {part.location for part in manifest.parts}
-    found = bytearray(manifest.nbytes)
-    async for part in own.fetch(manifest, slices(manifest)):
-        found[part.start : part.start + len(part.data)] = part.data
-    assert bytes(found) == host(large()[0]).tobytes()
+    assert (await fetched(own, manifest)).tobytes() == host(large()[0]).tobytes()
     await own.retire(v(2))
     assert await nats_bus.blobs.names() == []  # those of the dead rank too
     own.close()
 
 
-@pytest.mark.nats
-@pytest.mark.process
-async def test_a_rank_that_stands_still_is_waited_for(nats_bus: Bus, tmp_path: Path) -> None:
-    own = ShmTransport(run="r", policy="policy", directory=tmp_path / "weights")
-    process = other_rank(tmp_path, "word", "shm")
-    process.send_signal(signal.SIGSTOP)
-    leader = leading(nats_bus, own, "word", PATIENCE_S)
-    await asyncio.to_thread(leader.offer, v(1), Content(large()).digest, rows_of(large(), 0, 2))
-    while not stored(tmp_path / "weights"):
-        await asyncio.sleep(0.01)
-    assert await nats_bus.last(SUBJECTS.weights("policy")) is None
-    process.send_signal(signal.SIGCONT)
-    await asyncio.to_thread(leader.close, 60.0)
-    assert (await announced(nats_bus)).digest == Content(large()).digest
-    process.communicate(timeout=20)
-    own.close()
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda p: p[:-1], "expected a piece with byte .*, of tensor 'w.up', got none"),
+        (lambda p: p[1:], "expected a piece with byte 0, of tensor 'embed', got none"),
+        (lambda p: [p[0], msgspec.structs.replace(p[1], nbytes=p[1].nbytes - 2), *p[2:]], "expected a piece with byte .*, got none"),
+        (lambda p: [p[0], msgspec.structs.replace(p[1], start=p[1].start - 2), *p[2:]], "expected pieces apart|expected a piece with"),
+        (lambda p: [*p[:-1], msgspec.structs.replace(p[-1], start=p[0].start)], "expected pieces apart from each other"),
+        (lambda p: [*p[:-1], msgspec.structs.replace(p[-1], start=1 << 40)], "expected pieces apart from each other within its"),
+        (lambda p: [*p[:-1], msgspec.structs.replace(p[-1], start=-2)], "expected pieces apart from each other within its"),
+        (lambda p: [*p[:-1], msgspec.structs.replace(p[-1], stored=1 << 40)], "expected pieces in order within its"),
+        (lambda p: [p[0], msgspec.structs.replace(p[1], stored=p[0].stored), *p[2:]], "expected pieces in order within its"),
+        (lambda p: [msgspec.structs.replace(p[0], nbytes=0), *p[1:]], "expected pieces in order within its"),
+    ],
+)
+async def test_places_that_are_no_version_are_refused_by_every_transport(tmp_path: Path, change, said: str) -> None:
+    bus = MemoryBus("r")
+    for config in (WeightsConfig(transport="shm", keep=0), WeightsConfig(transport="bus", keep=0, anchor_every=1)):
+        ranks = Ranks(bus, tmp_path, config)
+        await ranks.offer(1)
+        await ranks.close()
+        good = await announced(bus)
+        check_places(good)
+        pieces = tuple(change(list(good.pieces)))
+        links = {name: tuple(msgspec.structs.replace(link, pieces=pieces) for link in links) for name, links in good.links.items()}
+        bad = msgspec.structs.replace(good, pieces=pieces, links=links)
+        assert await read(bus, tmp_path, config, good) == whole(1)
+        with pytest.raises(WeightSyncError, match=rf"manifest of policy 0\.1: ({said})"):
+            await read(bus, tmp_path, config, bad)
+
+
+async def test_parts_that_are_missing_or_twice_are_refused(tmp_path: Path) -> None:
+    made = [contribution(rows_of(model(1), rank, 2), 100, {}, str(rank)) for rank in range(2)]
+    good = merge(made)
+    check_places(good)
+    for parts, said in (
+        (good.parts[1:], "expected a part at byte 0"),
+        (good.parts[:-1], "expected pieces in order within its"),
+        ((*good.parts, good.parts[-1]), "expected a part at byte"),
+        ((*good.parts[:-1], msgspec.structs.replace(good.parts[-1], nbytes=-1)), "expected a part at byte"),
+    ):
+        with pytest.raises(WeightSyncError, match=said):
+            check_places(msgspec.structs.replace(good, parts=tuple(parts)))
+
+
+def test_padding_may_belong_to_no_piece() -> None:
+    tensors = (TensorSpec("a", "int8", (5,), 0, 5, ""), TensorSpec("b", "int8", (3,), 64, 3, ""))
+    manifest = Manifest(
+        run="r", policy="p", version=v(1), tensors=tensors, parts=(PartRef("x", 0, 8),), transport="shm", digest="", nbytes=67,
+        pieces=(Piece(0, 0, 5), Piece(5, 64, 3)),
+    )  # fmt: skip
+    check_places(manifest)

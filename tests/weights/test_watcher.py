@@ -15,9 +15,8 @@ import pytest
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import EngineConfig
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
-from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.engine import BatchingEngine
-from streamrl.engines.protocol import Chunk, GenerateRequest
+from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import BusUnavailable
 from streamrl.schemas.codec import encode
@@ -31,16 +30,10 @@ from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard, WeightTransport
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
+from tests.support.models import started
+from tests.weights.tables import table, write_table
 
 SUBJECTS = Subjects("r")
-VOCAB, POSITIONS, EOS = 5, 3, 4
-
-
-def table(number: int) -> list[Shard]:
-    """Logits under which every token is almost surely `number`: what was drawn tells which weights drew it."""
-    logits = np.zeros((POSITIONS, VOCAB, VOCAB), np.float32)
-    logits[:, :, number] = 50.0
-    return [Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=logits.reshape(-1).view(np.uint8))]
 
 
 class Run:
@@ -57,19 +50,9 @@ class Run:
         self.reported: list[str] = []
 
     def watcher(self) -> WeightWatcher:
-        transports: dict[str, WeightTransport] = {"shm": self.shm, "bus": self.blobs}
-        return WeightWatcher(
-            self.bus,
-            SUBJECTS,
-            self.engine,
-            transports,
-            policy="policy",
-            engine="engine-0",
-            metrics=self._metrics,
-            event=self._event,
-            committed=self.committed.put,
-            backoff_s=0.01,
-        )
+        told: Any = {"metrics": self._metrics, "event": self._event, "committed": self.committed.put}
+        served: Any = {"policy": "policy", "engine": "engine-0", "backoff_s": 0.01}
+        return WeightWatcher(self.bus, SUBJECTS, self.engine, {"shm": self.shm, "bus": self.blobs}, **served, **told)
 
     async def _metrics(self, values: dict[str, float]) -> None:
         self.reported += values
@@ -89,16 +72,11 @@ class Run:
         await self.announce(manifest)
         return manifest
 
-    async def generated(self, request: GenerateRequest) -> list[int]:
-        return [token async for chunk in self.engine.generate(request) for token in chunk.token_ids]
-
     async def first_token(self) -> int:
-        return (await self.generated(request(1)))[0]
-
-
-def request(num_tokens: int, name: str = "q", *, stream: bool = False) -> GenerateRequest:
-    sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True)
-    return GenerateRequest(request_id=name, prompt_ids=(0,), sampling=sampling, seeds=(7,), stream=stream)
+        sampling = Sampling(max_new_tokens=1, ignore_eos=True)
+        request = GenerateRequest(request_id="q", prompt_ids=(0,), sampling=sampling, seeds=(7,))
+        chunk = await anext(aiter(self.engine.generate(request)))
+        return chunk.token_ids[0]
 
 
 @asynccontextmanager
@@ -118,32 +96,20 @@ async def watched(watcher: WeightWatcher) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    (tmp_path / "table.json").write_bytes(msgspec.json.encode({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
-    return tmp_path
+async def table_engine(tmp_path: Path) -> AsyncIterator[TableEngine]:
+    engine = TableEngine(write_table(tmp_path), EngineConfig(kind="table", slots=4), engine_id="engine-0", policy="policy", max_len=1000)
+    async with started(engine):
+        yield engine
 
 
 @pytest.fixture
-async def table_engine(model_dir: Path) -> AsyncIterator[TableEngine]:
-    delay = TokenDelay(mean_s=0.004, sigma=0.0)
-    engine = TableEngine(model_dir, EngineConfig(kind="table", slots=4), engine_id="engine-0", policy="policy", max_len=1000, delay=delay)
-    await engine.start()
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture(params=["memory", pytest.param("nats", marks=pytest.mark.nats)])
-def bus(request: pytest.FixtureRequest) -> Bus:
-    return request.getfixturevalue(f"{request.param}_bus")
-
-
-@pytest.fixture
-def run(bus: Bus, table_engine: TableEngine, tmp_path: Path):
-    made = Run(bus, tmp_path / "weights", table_engine)
+def run(request: pytest.FixtureRequest, table_engine: TableEngine, tmp_path: Path):
+    made = Run(request.getfixturevalue(getattr(request, "param", "memory_bus")), tmp_path / "weights", table_engine)
     yield made
     made.shm.close()
 
 
+@pytest.mark.parametrize("run", ["memory_bus", pytest.param("nats_bus", marks=pytest.mark.nats)], indirect=True)
 async def test_from_the_trainer_to_the_next_token(run):
     """The whole way: publisher, manifest on the bus, watcher, engine; over both transports."""
     loop = asyncio.get_running_loop()
@@ -161,34 +127,52 @@ async def test_from_the_trainer_to_the_next_token(run):
     assert all(metric(name).name == name for name in run.reported)
 
 
-async def test_a_late_engine_takes_only_the_newest(run):
+async def test_only_the_newest_is_taken_and_never_an_older_one(run):
     for number in range(4):
         await run.publish(number)
     async with watched(run.watcher()):
         assert await run.committed.get() == Version(0, 3)
-        await run.publish(1, epoch=1)
-        assert await run.committed.get() == Version(1, 1)
-    assert [detail["version"] for detail in run.taken] == ["0.3", "1.1"]
+        for older, newer, epoch in ((2, 4, 0), (3, 1, 1)):
+            await run.publish(older)
+            await run.publish(newer, epoch=epoch)
+            assert await run.committed.get() == Version(epoch, newer)
+    assert [detail["version"] for detail in run.taken] == ["0.3", "0.4", "1.1"]
     assert run.failed.empty()
 
 
-async def test_an_older_version_is_never_taken(run):
+@pytest.mark.parametrize("bad", ["wrong bytes", "another model", "no manifest", "another run"])
+async def test_what_is_no_version_of_this_run_is_said_and_not_served(run, bad):
+    other = Shard(name="other", dtype="float32", global_shape=(1,), shape=(1,), data=np.zeros(4, np.uint8))
+    await run.publish(1)
     async with watched(run.watcher()):
+        assert await run.committed.get() == Version(0, 1)
+        manifest = await run.shm.publish(Version(0, 2), iter([other] if bad == "another model" else table(2)))
+        found, said = {
+            "wrong bytes": (msgspec.structs.replace(manifest, digest="0123456789abcdef"), "0123456789abcdef"),
+            "another model": (manifest, "other"),
+            "no manifest": (None, "expected a Manifest"),
+            "another run": (msgspec.structs.replace(manifest, run="another"), "one of another/policy"),
+        }[bad]
+        await run.bus.publish(SUBJECTS.weights("policy"), encode(found) if found else b"\xc1 no MessagePack")
+        assert said in (await run.failed.get())["error"]
+        assert await run.first_token() == 1
+        assert (await run.engine.info()).serving == Version(0, 1)
         await run.publish(3)
         assert await run.committed.get() == Version(0, 3)
-        await run.publish(2)
-        await run.publish(4)
-        assert await run.committed.get() == Version(0, 4)
-    assert [detail["version"] for detail in run.taken] == ["0.3", "0.4"]
+
+
+async def vanished(run: Run, number: int) -> None:
+    """Announce a version whose bytes are gone."""
+    gone = await run.shm.publish(Version(0, number), iter(table(number)))
+    await run.shm.retire(Version(0, number + 1))
+    await run.announce(gone)
 
 
 async def test_a_vanished_version_is_left_for_a_newer_one(run):
     await run.publish(1)
     async with watched(run.watcher()):
         assert await run.committed.get() == Version(0, 1)
-        gone = await run.shm.publish(Version(0, 2), iter(table(2)))
-        await run.shm.retire(Version(0, 3))
-        await run.announce(gone)
+        await vanished(run, 2)
         failure = await run.failed.get()
         assert (failure["version"], failure["serving"]) == ("0.2", "0.1") and "cannot be reached" in failure["error"]
         assert await run.first_token() == 1
@@ -197,20 +181,8 @@ async def test_a_vanished_version_is_left_for_a_newer_one(run):
         assert await run.first_token() == 3
 
 
-async def test_lost_bytes_are_taken_once_they_are_announced_again(run):
-    gone = await run.shm.publish(Version(0, 2), iter(table(2)))
-    await run.shm.retire(Version(0, 3))
-    await run.announce(gone)
-    async with watched(run.watcher()):
-        await run.failed.get()
-        await run.publish(2)
-        assert await run.committed.get() == Version(0, 2)
-
-
-async def test_an_older_version_does_not_take_the_place_of_the_newest_that_is_tried_again(run):
-    gone = await run.shm.publish(Version(0, 3), iter(table(3)))
-    await run.shm.retire(Version(0, 4))
-    await run.announce(gone)
+async def test_lost_bytes_are_taken_once_they_are_announced_again_and_no_older_ones_in_their_place(run):
+    await vanished(run, 3)
     async with watched(run.watcher()):
         await run.failed.get()
         await run.publish(2)
@@ -220,39 +192,6 @@ async def test_an_older_version_does_not_take_the_place_of_the_newest_that_is_tr
         await run.publish(3)
         assert await run.committed.get() == Version(0, 3)
     assert [detail["version"] for detail in run.taken] == ["0.3"]
-
-
-async def test_wrong_bytes_are_said_and_not_served(run):
-    await run.publish(1)
-    async with watched(run.watcher()):
-        assert await run.committed.get() == Version(0, 1)
-        other = await run.shm.publish(Version(0, 2), iter(table(2)))
-        await run.announce(msgspec.structs.replace(other, digest="0123456789abcdef"))
-        assert "0123456789abcdef" in (await run.failed.get())["error"]
-        assert await run.first_token() == 1
-        assert (await run.engine.info()).serving == Version(0, 1)
-        await run.publish(3)
-        assert await run.committed.get() == Version(0, 3)
-
-
-async def test_another_model_is_said_and_not_served(run):
-    shards = [Shard(name="other", dtype="float32", global_shape=(1,), shape=(1,), data=np.zeros(4, np.uint8))]
-    async with watched(run.watcher()):
-        await run.announce(await run.shm.publish(Version(0, 1), iter(shards)))
-        assert "other" in (await run.failed.get())["error"]
-        await run.publish(2)
-        assert await run.committed.get() == Version(0, 2)
-
-
-async def test_a_message_that_is_no_manifest_is_skipped(run):
-    async with watched(run.watcher()):
-        await run.bus.publish(SUBJECTS.weights("policy"), b"\xc1 no MessagePack")
-        assert "expected a Manifest" in (await run.failed.get())["error"]
-        manifest = await run.shm.publish(Version(0, 9), iter(table(3)))
-        await run.announce(msgspec.structs.replace(manifest, run="another"))
-        assert "one of another/policy" in (await run.failed.get())["error"]
-        await run.publish(2)
-        assert await run.committed.get() == Version(0, 2)
 
 
 async def test_an_engine_on_another_host_takes_the_mirror(run):
@@ -287,29 +226,3 @@ async def test_the_watcher_outlives_a_bus_that_stays_away(run, monkeypatch):
     await run.publish(1)
     async with watched(run.watcher()):
         assert await run.committed.get() == Version(0, 1)
-
-
-async def swap_during(run: Run, num_tokens: int) -> list[Chunk]:
-    """Stream one request; when its first tokens are there, publish the next version; return all its chunks."""
-    chunks: list[Chunk] = []
-    await run.publish(1)
-    assert await run.committed.get() == Version(0, 1)
-    async for chunk in run.engine.generate(request(num_tokens, stream=True)):
-        chunks.append(chunk)
-        if len(chunks) == 1:
-            await run.publish(2)
-    assert await run.committed.get() == Version(0, 2)
-    return chunks
-
-
-async def test_a_swap_lies_inside_the_life_of_a_request_that_is_not_restarted(run):
-    async with watched(run.watcher()):
-        chunks = await swap_during(run, 250)
-    tokens = [token for chunk in chunks for token in chunk.token_ids]
-    versions = [span.version.number for chunk in chunks for span in chunk.spans if span.version is not None for _ in range(span.length)]
-    assert len(tokens) == 250 and chunks[-1].finish_reason == "length"
-    flip = versions.index(2)
-    assert 0 < flip < 250
-    assert versions == [1] * flip + [2] * (250 - flip)
-    # Each token is what its version's table makes certain: the stamp is the truth, and nothing was drawn twice.
-    assert tokens == versions

@@ -39,7 +39,7 @@ def written(copy: Copy) -> dict[int, int]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(copies(), st.lists(st.integers(0, 63), max_size=3), st.sampled_from([2, 6, 20, 1000]), st.integers(1, 4))
 def test_windows_bring_every_element_once(one, cuts, window_bytes, window_copies):
     elements, copy = one
@@ -62,7 +62,7 @@ def test_windows_bring_every_element_once(one, cuts, window_bytes, window_copies
     assert found == written(copy)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(copies(), st.integers(0, 70), st.integers(0, 70))
 def test_cut_takes_what_lies_between(one, first, end):
     _, copy = one
@@ -72,7 +72,7 @@ def test_cut_takes_what_lies_between(one, first, end):
     assert found == {target: source for target, source in written(copy).items() if first <= source < end}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(copies(), copies())
 def test_apart_is_never_wrong(one, other):
     if apart(one[1], other[1]):
@@ -86,7 +86,7 @@ def test_neighbours_become_one_copy():
     assert merge([elsewhere, up, gate]) == [Copy(3, 0, 16, 1, 16, 5, 100, 16), elsewhere]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3), st.booleans()), min_size=1, max_size=12),
     order=st.randoms(use_true_random=False),

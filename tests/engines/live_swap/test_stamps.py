@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from streamrl.engines.live_swap.forwards import Forwards
-from streamrl.engines.live_swap.messages import VERSIONS_KEY, stamp_of, version_of
+from streamrl.engines.live_swap.messages import VERSIONS_KEY
 from streamrl.engines.sglang.plugin.stamps import one_for_each_token, stamp
-from streamrl.schemas.versions import Version
 
 
 def test_every_row_is_stamped_and_other_information_stays():
@@ -19,11 +18,6 @@ def test_every_row_is_stamped_and_other_information_stays():
     assert output.customized_info == {"other": [1, 2], VERSIONS_KEY: [7, 7]}
     stamp(SimpleNamespace(logits_output=None), 2, 7)
     stamp(object(), 2, 7)
-
-
-def test_versions_are_told_from_their_stamps():
-    for version in (Version(0, 0), Version(0, 5), Version(3, 2**31)):
-        assert version_of(stamp_of(version)) == version
 
 
 def test_tokens_made_by_one_pass_share_its_stamp():
