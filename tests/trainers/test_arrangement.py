@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from torch._dynamo.utils import counters
 
 from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import ROW
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
@@ -26,8 +25,8 @@ from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support.errors import raises
 from tests.support.scoring import policy_of
+from tests.support.trainers import Rollouts
 
-Rollouts = Callable[..., TrainBatch]
 BUDGET = 2 * ROW
 SHAPE = ModelShape(2, 256, 256, 128, 1024, 1000)
 """Of two layers, as the tests' models have."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support import reference_returns as reference
 from tests.support.meshes import batch, slow, soak
 from tests.support.scoring import prepare, prepared, score
+from tests.support.trainers import Models
 
 Mesh = dict[str, Any]
 CUT = STATUS_CODES[Status.TRUNCATED]
@@ -108,7 +108,7 @@ MESHES = [
 @pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_meshes_see_the_same_values(make_model: Callable[..., Path], mesh: Mesh) -> None:
+def test_meshes_see_the_same_values(make_model: Models, mesh: Mesh) -> None:
     directory = make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2)
     alone = run(make_trainer(config({}), directory))
     with open_trainer(config(mesh), directory) as trainer:

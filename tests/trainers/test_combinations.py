@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from tests.support.errors import raises
 from tests.support.scoring import score
+from tests.support.trainers import Models
 
 VOCAB, EOS, GROUP = 16, 1, 4
 KINDS = ("none", "truncate", "clip", "mask")
@@ -30,7 +30,7 @@ LEVELS: Any = ("token", "sequence", "geometric")
 
 
 @pytest.fixture(scope="module")
-def tiny(make_model: Callable[..., Path]) -> Path:
+def tiny(make_model: Models) -> Path:
     return make_model(num_hidden_layers=1, hidden_size=16, intermediate_size=32, head_dim=8)
 
 

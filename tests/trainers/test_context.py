@@ -24,6 +24,7 @@ from tests.support.compilers import COMPILES
 from tests.support.errors import raises
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, killed_in_a_step, parameters, run, slow, soak
 from tests.support.preloaded import Preloaded
+from tests.support.trainers import Models
 
 # Meshes of up to four processes, on however few cores there are.
 pytestmark = [pytest.mark.process, *COMPILES]
@@ -95,7 +96,7 @@ def long_batch() -> TrainBatch:
 
 
 @pytest.mark.parametrize("rows", [512, slow(2048)])
-def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model: Callable[..., Path], tmp_path: Path, rows: int) -> None:
+def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model: Models, tmp_path: Path, rows: int) -> None:
     """A row of one sample, over which the ranks' work is exactly equal, and one of four, where a chunk is half a sample."""
     directory = make_model(max_position_embeddings=1024)
     given = long_batch()
@@ -160,7 +161,7 @@ def test_layers_are_compiled_where_rows_are_shared(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["policy", "reference"])
-def test_a_model_with_sliding_windows_is_refused(model_dir: Path, make_model: Callable[..., Path], which: str) -> None:
+def test_a_model_with_sliding_windows_is_refused(model_dir: Path, make_model: Models, which: str) -> None:
     """A reference is scored on the rows that ranks share, as the policy is."""
     windows = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
     kl = KLConfig(loss_coef=0.1, reference=str(windows)) if which == "reference" else KLConfig()
@@ -176,7 +177,7 @@ def test_a_rank_that_is_killed_ends_a_step_of_ranks_that_share_rows(model_dir: P
 
 
 @pytest.mark.slow
-def test_the_load_of_experts_is_of_all_tokens(make_mixture: Callable[..., Path]) -> None:
+def test_the_load_of_experts_is_of_all_tokens(make_mixture: Models) -> None:
     directory = make_mixture()
     loss = LossConfig(experts=ExpertsConfig(balance_coef=0.1, z_coef=0.01))
     metrics: dict[int, dict[str, float]] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,15 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch, sample_of_token
+from streamrl.config.tree import TrainerConfig
+from streamrl.core.batches import sample_of_token
 from streamrl.core.packing import split_groups
 from streamrl.telemetry.names import METRICS
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.mesh import mesh_of
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.direction import Direction
 from streamrl.trainers.torch.parallel import Parallel
+from tests.support.trainers import Rollouts
 
 NAME = "train/grad_cosine"
 
@@ -41,23 +39,11 @@ def test_by_hand() -> None:
     assert turned(1.0, 0.0, 0.0, kind="sft") == 1.0, "what is given may be written to: a copy was kept"
 
 
-@pytest.fixture(params=["torch", "table"])
-def make(request: pytest.FixtureRequest) -> Callable[..., Trainer]:
-    """`make(rate, minibatches=...)`: a trainer of either backend."""
-    directory: Path = request.getfixturevalue({"torch": "model_dir", "table": "table_dir"}[request.param])
-
-    def trainer(rate: float = 0.0, **options: Any) -> Trainer:
-        optimizer = OptimizerConfig(learning_rate=rate)
-        return make_trainer(Config(trainer=TrainerConfig(backend=request.param, optimizer=optimizer, **options)), directory)
-
-    return trainer
-
-
 def test_equal_batches_go_the_same_way_and_opposite_ones_back(
-    make: Callable[..., Trainer], rollouts: Callable[..., TrainBatch], demonstrations: Callable[..., TrainBatch]
+    make_either: Callable[..., Any], rollouts: Rollouts, demonstrations: Rollouts
 ) -> None:
     """At a rate of 0 a batch has the same gradient again, and with the rewards' sign turned the opposite one."""
-    trainer, batch = make(gradient_cosine=True), rollouts()
+    trainer, batch = make_either(rate=0.0, gradient_cosine=True), rollouts()
     assert NAME not in trainer.step(batch).metrics
     assert trainer.step(batch).metrics[NAME] == pytest.approx(1.0, abs=1e-5)
     opposite = msgspec.structs.replace(batch, rewards=-batch.rewards)
@@ -66,8 +52,8 @@ def test_equal_batches_go_the_same_way_and_opposite_ones_back(
     assert NAME in METRICS
 
 
-def test_it_changes_no_bit_and_is_off_where_nobody_asks(make: Callable[..., Trainer], rollouts: Callable[..., TrainBatch]) -> None:
-    plain, measured = make(1e-2, minibatches=2), make(1e-2, minibatches=2, gradient_cosine=True)
+def test_it_changes_no_bit_and_is_off_where_nobody_asks(make_either: Callable[..., Any], rollouts: Rollouts) -> None:
+    plain, measured = make_either(rate=1e-2, minibatches=2), make_either(rate=1e-2, minibatches=2, gradient_cosine=True)
     for step in range(2):
         ours, theirs = measured.step(rollouts(step)), plain.step(rollouts(step))
         assert ours.digest == theirs.digest
@@ -78,10 +64,10 @@ def test_it_changes_no_bit_and_is_off_where_nobody_asks(make: Callable[..., Trai
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_last_step_without_a_gradient_takes_no_metric_from_the_others(
-    make: Callable[..., Trainer], rollouts: Callable[..., TrainBatch], masked: bool
+    make_either: Callable[..., Any], rollouts: Rollouts, masked: bool
 ) -> None:
     """Rewards that are all equal in its groups, or no trained token at all."""
-    trainer, batch = make(gradient_cosine=True, minibatches=2), rollouts(1)
+    trainer, batch = make_either(rate=0.0, gradient_cosine=True, minibatches=2), rollouts(1)
     _, last = split_groups(batch, 2)
     rewards, mask = batch.rewards.copy(), batch.loss_mask.copy()
     rewards[last] = 0.0

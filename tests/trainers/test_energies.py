@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +19,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.table.trainer import TableTrainer
 from tests.support.batches import by_turn
 from tests.support.scoring import prepare, score
+from tests.support.trainers import Rollouts
 
 VOCAB = 16
 OPOB = LossConfig(advantage="opob")
@@ -42,7 +42,7 @@ def by_autograd(directory: Path, batch: TrainBatch) -> np.ndarray:
 
 
 @pytest.mark.parametrize("cut", [{}, {"top_p": 0.8, "min_p": 0.02}, {"top_k": 5}])
-def test_a_transformers_energies_are_its_gradients(model_dir: Path, rollouts: Callable[..., TrainBatch], cut: dict[str, float]) -> None:
+def test_a_transformers_energies_are_its_gradients(model_dir: Path, rollouts: Rollouts, cut: dict[str, float]) -> None:
     """Over the whole vocabulary, whatever was sampled from."""
     batch = by_turn(rollouts(**cut))
     trainer = make_trainer(Config(loss=OPOB), model_dir)
@@ -52,7 +52,7 @@ def test_a_transformers_energies_are_its_gradients(model_dir: Path, rollouts: Ca
 
 
 @pytest.mark.parametrize("advantage", ["opob", "optimal_token_baseline"])
-def test_a_table_has_the_same_advantages_in_its_step(table_dir: Path, rollouts: Callable[..., TrainBatch], advantage: str) -> None:
+def test_a_table_has_the_same_advantages_in_its_step(table_dir: Path, rollouts: Rollouts, advantage: str) -> None:
     """By the log-probs that it gives at each temperature, as a transformer's are."""
     loss = LossConfig(advantage=advantage)
     options = TrainerConfig(backend="table", optimizer=OptimizerConfig(learning_rate=0.1))

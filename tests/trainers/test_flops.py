@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +15,10 @@ from benchmarks.shapes import num_elements, shape_of, write_model
 from streamrl.config.loss import CriticConfig, LossConfig
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.consumers.training.steps import speed
-from streamrl.core.batches import TrainBatch
 from streamrl.trainers import flops
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.flops import ModelFlops, flops_of, model_flops, peak_flops
+from tests.support.trainers import Models, Rollouts
 
 
 def test_a_step_counts_body_head_and_half_of_the_squares() -> None:
@@ -67,9 +66,7 @@ def test_what_cannot_be_counted_is_none() -> None:
     assert model_flops(SimpleNamespace(**sizes | {"num_attention_heads": None}), [("a", 5)], 7) is None
 
 
-def test_a_trainer_tells_the_time_at_its_peak(
-    make_model: Callable[..., Path], rollouts: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_tells_the_time_at_its_peak(make_model: Models, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     config, batch = Config(trainer=TrainerConfig(device="cpu", dtype="bfloat16")), rollouts()
     model_dir = make_model(dtype="bfloat16")
     result = make_trainer(config, model_dir).step(batch)
@@ -95,7 +92,7 @@ def test_a_trainer_tells_the_time_at_its_peak(
 
 
 def test_a_critic_that_learns_alone_is_no_work_of_the_policy(
-    make_model: Callable[..., Path], rollouts: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
+    make_model: Models, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flops, "PEAKS", {"cpu": 1e9})
     loss = LossConfig(advantage="ppo", critic=CriticConfig(only_steps=1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,14 @@ import torch
 from msgspec.structs import replace
 
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
-from streamrl.config.tree import Config, DebugConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import OutOfMemory
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import trainers
 from tests.support.errors import raises
 from tests.support.scoring import body_of
+from tests.support.trainers import Rollouts
 
-Rollouts = Callable[..., TrainBatch]
 BUDGET = 32
 LOSSES = {
     "policy": LossConfig(),
@@ -32,9 +29,7 @@ DIRECT = LossConfig(proximal="sampler", correction=CorrectionConfig(kind="none")
 """Without a pass before the first optimizer step."""
 
 
-def make(directory: Path, loss: LossConfig, *, limit: int = 0, **trainer: Any) -> Trainer:
-    options: dict[str, Any] = {"micro_tokens": BUDGET, **trainer}
-    return make_trainer(Config(trainer=TrainerConfig(**options), loss=loss, debug=DebugConfig(memory_tokens=limit)), directory)
+make = partial(trainers.make, micro_tokens=BUDGET)
 
 
 def fails_at(trainer: Any, number: int) -> list[int]:
@@ -113,8 +108,7 @@ def test_one_sample_that_is_too_long_has_no_smaller_budget(model_dir: Path, roll
 @pytest.mark.slow
 @pytest.mark.process
 def test_several_ranks_do_not_repeat(model_dir: Path, rollouts: Rollouts) -> None:
-    trainer = TrainerConfig(ranks=2, micro_tokens=BUDGET, rank_timeout_s=60.0)
-    config = Config(trainer=trainer, loss=DIRECT, debug=DebugConfig(memory_tokens=BUDGET // 3))
+    config = trainers.config(DIRECT, ranks=2, micro_tokens=BUDGET, rank_timeout_s=60.0, limit=BUDGET // 3)
     with raises(OutOfMemory, micro_tokens=BUDGET // 2), open_trainer(config, model_dir) as leading:
         leading.step(rollouts())
     with open_trainer(config, model_dir) as leading:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,12 @@ import torch
 
 from streamrl.config.load import convert
 from streamrl.config.tree import Config, DebugConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, OutOfMemory
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.profiling import StepProfiler
 from tests.support.errors import raises
-
-Rollouts = Callable[..., TrainBatch]
+from tests.support.trainers import Rollouts
 
 
 def make(model_dir: Path, profile_dir: Path | None, *, device: Any = "cpu", limit: int = 0) -> Trainer:

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -16,7 +15,6 @@ from unittest.mock import ANY
 import pytest
 
 from streamrl.config.tree import Config, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.runtime.processes import started
 from streamrl.schemas.versions import Version
@@ -30,8 +28,8 @@ from tests.support.preloaded import Preloaded
 from tests.support.processes import children, until
 from tests.support.programs import Start
 from tests.support.scoring import policy_of
+from tests.support.trainers import Rollouts
 
-Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.0))
 """With two minibatches, before which the ranks score the batch together."""
 MODULE = "streamrl.trainers.ranks.local"

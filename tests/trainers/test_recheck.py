@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,18 @@ from streamrl.config.tree import Config, OptimizerConfig, TasksConfig, TrainerCo
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.torch.recheck import SAMPLER_ERROR, single_age
-from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.support.scoring import score
+from tests.support.trainers import Rollouts
 
 MEAN, MAX = "train/same_weights_logprob_abs_diff", "train/same_weights_logprob_abs_diff_max"
-Rollouts = Callable[..., TrainBatch]
 
 
-def make(directory: Path, dtype: Any = "float32", **trainer: Any) -> TorchTrainer:
-    options = {"optimizer": OptimizerConfig(learning_rate=0.02), "check_logprobs": 5, "dtype": dtype, **trainer}
-    found = make_trainer(Config(trainer=TrainerConfig(**options), tasks=TasksConfig(max_staleness=2)), directory)
-    assert isinstance(found, TorchTrainer)
-    return found
+def make(directory: Path, **trainer: Any) -> Any:
+    options = {"optimizer": OptimizerConfig(learning_rate=0.02), "check_logprobs": 5, **trainer}
+    return make_trainer(Config(trainer=TrainerConfig(**options), tasks=TasksConfig(max_staleness=2)), directory)
 
 
-def sampled(batch: TrainBatch, trainer: TorchTrainer) -> TrainBatch:
+def sampled(batch: TrainBatch, trainer: Any) -> TrainBatch:
     """The batch as if `trainer`, as it is now, had sampled its trained tokens."""
     return replace(batch, sampler_logprobs=np.where(batch.loss_mask, score(trainer, batch, Role.POLICY), 0.0).astype(np.float32))
 
@@ -41,7 +37,7 @@ def aged(batch: TrainBatch, age: int) -> TrainBatch:
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.05)])
 @pytest.mark.parametrize("age", [0, 1, 2])
 def test_the_drift_is_left_out_whatever_the_age(model_dir: Path, rollouts: Rollouts, dtype: str, bound: float, age: int) -> None:
-    trainer = make(model_dir, dtype)
+    trainer = make(model_dir, dtype=dtype)
     batches: list[TrainBatch] = []
     for step in range(3):
         batches.append(sampled(rollouts(step + 10), trainer))
@@ -66,7 +62,7 @@ def test_a_wrong_version_shows(model_dir: Path, rollouts: Rollouts) -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_float32_tells_rounding_from_a_sampler_with_other_weights(model_dir: Path, rollouts: Rollouts, wrong: bool) -> None:
-    trainer = make(model_dir, "bfloat16")
+    trainer = make(model_dir, dtype="bfloat16")
     batch = sampled(rollouts(10), trainer)
     noise = np.random.default_rng(0).choice([-0.02, 0.02], len(batch.tokens)).astype(np.float32)
     batch = replace(batch, sampler_logprobs=np.where(batch.loss_mask, batch.sampler_logprobs + noise, 0.0).astype(np.float32))

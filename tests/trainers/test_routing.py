@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,28 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from streamrl.config.loss import ExpertsConfig, LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.config.tree import Config, OptimizerConfig
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import StepResult, Trainer
+from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.routing import expert_metrics, loads
+from tests.support import trainers
 from tests.support.errors import raises
 from tests.support.meshes import slow, soak
+from tests.support.trainers import Models, Rollouts
 
 CPU = torch.device("cpu")
-Mixtures = Callable[..., Path]
-Rollouts = Callable[..., TrainBatch]
 LOSSES = ExpertsConfig(balance_coef=0.3, z_coef=0.02)
 LOADS = ("train/expert_load_max", "train/expert_load_min", "train/expert_load_entropy")
 
 
 def config(experts: ExpertsConfig = LOSSES, **trainer: Any) -> Config:
-    loss = LossConfig(proximal="sampler", experts=experts)
-    return Config(run=RunConfig(numerics="fast"), trainer=TrainerConfig(**{"micro_tokens": 64, **trainer}), loss=loss)
+    return trainers.config(LossConfig(proximal="sampler", experts=experts), **{"micro_tokens": 64, **trainer})
 
 
-def make(directory: Path, experts: ExpertsConfig = LOSSES, **trainer: Any) -> Trainer:
+def make(directory: Path, experts: ExpertsConfig = LOSSES, **trainer: Any) -> Any:
     return make_trainer(config(experts, **trainer), directory)
 
 
@@ -50,7 +47,7 @@ def passed(model: CausalLM, ids: Tensor, weights: Tensor, coefs: Tensor, load: T
     return found
 
 
-def test_gradients_of_the_last_router_are_those_of_the_closed_form(make_mixture: Mixtures) -> None:
+def test_gradients_of_the_last_router_are_those_of_the_closed_form(make_mixture: Models) -> None:
     model = CausalLM(make_mixture(num_experts=6, num_experts_per_tok=3), torch.float64, CPU)
     ids, w = torch.arange(2, 14)[None], torch.tensor([1.0, 2, 2, 0, 1, 1, 3, 1, 0, 1, 1, 0], dtype=torch.float64)
     load, coefs = torch.rand(2, 6, dtype=torch.float64), torch.tensor([0.7, 0.4], dtype=torch.float64)
@@ -66,7 +63,7 @@ def test_gradients_of_the_last_router_are_those_of_the_closed_form(make_mixture:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_all_gradients_are_those_of_the_losses_written_down(make_mixture: Mixtures, again: bool) -> None:
+def test_all_gradients_are_those_of_the_losses_written_down(make_mixture: Models, again: bool) -> None:
     """Also where layers are run again in the backward pass: nothing is counted twice."""
     model = CausalLM(make_mixture(), torch.float64, CPU)
     model.arrange(compiled=False, kept=0 if again else None)
@@ -91,7 +88,7 @@ def test_all_gradients_are_those_of_the_losses_written_down(make_mixture: Mixtur
     assert ours["model.layers.0.mlp.gate.weight"].abs().max() > 1e-3
 
 
-def test_the_balancing_loss_is_that_of_transformers_over_the_experts_of_a_token(make_mixture: Mixtures) -> None:
+def test_the_balancing_loss_is_that_of_transformers_over_the_experts_of_a_token(make_mixture: Models) -> None:
     """There each of the k choices counts as a whole, so that an even load gives k; here f sums to 1, as in the paper."""
     model = CausalLM(make_mixture(num_hidden_layers=1), torch.float64, CPU)
     ids = torch.arange(2, 14)[None]
@@ -125,7 +122,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def whole(make_mixture: Mixtures) -> tuple[Path, list[StepResult]]:
+def whole(make_mixture: Models) -> tuple[Path, list[StepResult]]:
     return make_mixture(), []
 
 
@@ -148,7 +145,7 @@ def test_a_step_is_the_same_in_every_layout_and_on_two_ranks(
                 assert found[name] == pytest.approx(wanted.metrics[name], rel=2e-5), name
 
 
-def test_the_losses_are_a_part_of_the_gradient_of_a_step(make_mixture: Mixtures, rollouts: Rollouts) -> None:
+def test_the_losses_are_a_part_of_the_gradient_of_a_step(make_mixture: Models, rollouts: Rollouts) -> None:
     directory = make_mixture()
     norms = {
         key: make(directory, ExpertsConfig(**{key: 0.3} if key else {})).step(rollouts()).metrics["train/grad_norm"]
@@ -157,7 +154,7 @@ def test_the_losses_are_a_part_of_the_gradient_of_a_step(make_mixture: Mixtures,
     assert len({round(norm, 4) for norm in norms.values()}) == 3
 
 
-def test_an_uneven_load_is_evened_out(make_mixture: Mixtures, rollouts: Rollouts) -> None:
+def test_an_uneven_load_is_evened_out(make_mixture: Models, rollouts: Rollouts) -> None:
     directory, last = make_mixture(num_experts=8), list[float]()
     for coef in (0.0, 1.0):
         trainer = make(directory, ExpertsConfig(balance_coef=coef), optimizer=OptimizerConfig(learning_rate=0.01))
@@ -179,7 +176,7 @@ def chosen_by(model: CausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3MoE", "Mixtral", "OLMoE"])
-def test_forced_on_its_own_choices_a_model_gives_the_same_bits(make_mixture: Mixtures, tmp_path: Path, architecture: str) -> None:
+def test_forced_on_its_own_choices_a_model_gives_the_same_bits(make_mixture: Models, tmp_path: Path, architecture: str) -> None:
     from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig
 
     directory = tmp_path
@@ -200,7 +197,7 @@ def test_forced_on_its_own_choices_a_model_gives_the_same_bits(make_mixture: Mix
     assert torch.equal(chosen_by(model, ids)[0], plain), "nothing is forced any more"
 
 
-def test_forced_choices_take_away_what_a_perturbed_router_does(make_mixture: Mixtures) -> None:
+def test_forced_choices_take_away_what_a_perturbed_router_does(make_mixture: Models) -> None:
     """Routers that differ by what rounding does where experts are nearly equal: other experts, though their weights are nearly the same."""
     directory = make_mixture(num_experts=8)
     ours, theirs = (CausalLM(directory, torch.float64, CPU) for _ in range(2))
@@ -220,7 +217,7 @@ def test_forced_choices_take_away_what_a_perturbed_router_does(make_mixture: Mix
     assert (forced - sampled).abs().max() < 1e-5
 
 
-def test_the_gradient_of_forced_choices_reaches_the_router_as_it_is(make_mixture: Mixtures) -> None:
+def test_the_gradient_of_forced_choices_reaches_the_router_as_it_is(make_mixture: Models) -> None:
     model, ids = CausalLM(make_mixture(), torch.float64, CPU), torch.arange(2, 14)[None]
     chosen = torch.stack([torch.full((12, 2), 0), torch.full((12, 2), 2)], 1)
     chosen[..., 1] += 1
@@ -235,13 +232,13 @@ def test_the_gradient_of_forced_choices_reaches_the_router_as_it_is(make_mixture
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(12, 2), torch.zeros(12, 1, 2), torch.zeros(12, 2, 3), torch.full((12, 2, 2), 4)])
-def test_choices_of_another_model_are_refused(make_mixture: Mixtures, wrong: Tensor) -> None:
+def test_choices_of_another_model_are_refused(make_mixture: Models, wrong: Tensor) -> None:
     model = CausalLM(make_mixture(), torch.float32, CPU)
     with pytest.raises(TrainingError), model.routers.forcing(wrong.long()):
         raise AssertionError
 
 
-def test_copies_are_counted_alike_in_every_layout(make_mixture: Mixtures, rollouts: Rollouts) -> None:
+def test_copies_are_counted_alike_in_every_layout(make_mixture: Models, rollouts: Rollouts) -> None:
     from streamrl.core.packing import empty_micro_batch, plan_micro_batches
 
     batch = rollouts()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
 from streamrl.config.loss import ExpertsConfig, LossConfig
-from streamrl.config.tree import Config, RunConfig, TrainerConfig
+from streamrl.config.tree import TrainerConfig
 from streamrl.core.batch_bytes import pack, unpack
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
@@ -21,7 +22,9 @@ from streamrl.errors import TrainingError
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
+from tests.support import trainers
 from tests.support.meshes import slow, soak
+from tests.support.trainers import Models, Rollouts
 
 CPU = torch.device("cpu")
 GREATEST = "train/train_rollout_logprob_abs_diff_max"
@@ -37,14 +40,11 @@ LAYOUTS = [
 ]
 
 
-def config(**trainer: Any) -> Config:
-    loss = LossConfig(proximal="sampler", experts=ExpertsConfig(balance_coef=0.01))
-    options: dict[str, Any] = {"micro_tokens": 64, **trainer}
-    return Config(run=RunConfig(numerics="fast"), trainer=TrainerConfig(**options), loss=loss)
+config = partial(trainers.config, LossConfig(proximal="sampler", experts=ExpertsConfig(balance_coef=0.01)), micro_tokens=64)
 
 
 @pytest.fixture(scope="module")
-def twins(make_mixture: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def twins(make_mixture: Models, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Sampler and policy: one mixture, whose routers differ by what decides between experts that are nearly equal, and by no more."""
     made = []
     source = make_mixture(num_experts=8)
@@ -81,7 +81,7 @@ def sampled(twins: tuple[Path, Path]) -> Callable[[TrainBatch], TrainBatch]:
 @pytest.mark.process
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_replayed_choices_take_away_what_a_perturbed_router_does(
-    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Callable[..., TrainBatch], layout: dict[str, Any]
+    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Rollouts, layout: dict[str, Any]
 ) -> None:
     """Also in the step behind one without choices, and before one: nothing stays forced."""
     known = sampled(rollouts())
@@ -94,7 +94,7 @@ def test_replayed_choices_take_away_what_a_perturbed_router_does(
 
 
 def test_where_nothing_is_known_routers_choose(
-    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Callable[..., TrainBatch]
+    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Rollouts
 ) -> None:
     known = sampled(rollouts())
     assert known.routed_experts is not None
@@ -104,7 +104,7 @@ def test_where_nothing_is_known_routers_choose(
 
 
 def test_the_load_is_that_of_the_choices_that_are_replayed(
-    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Callable[..., TrainBatch]
+    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Rollouts
 ) -> None:
     known = sampled(rollouts())
     assert known.routed_experts is not None
@@ -114,7 +114,7 @@ def test_the_load_is_that_of_the_choices_that_are_replayed(
     assert found["train/expert_load_min"] == 0
 
 
-def test_a_prompt_is_shared_as_far_as_it_was_routed_alike(rollouts: Callable[..., TrainBatch]) -> None:
+def test_a_prompt_is_shared_as_far_as_it_was_routed_alike(rollouts: Rollouts) -> None:
     batch = rollouts()
     experts = np.zeros((batch.num_tokens, 2, 2), np.int16)
     experts[..., 1] = 1
@@ -149,7 +149,7 @@ def test_a_prompt_is_shared_as_far_as_it_was_routed_alike(rollouts: Callable[...
 def test_what_cannot_be_replayed_is_refused(
     twins: tuple[Path, Path],
     sampled: Callable[[TrainBatch], TrainBatch],
-    rollouts: Callable[..., TrainBatch],
+    rollouts: Rollouts,
     change: Callable[[Any], Any],
     said: str,
 ) -> None:
@@ -161,14 +161,13 @@ def test_what_cannot_be_replayed_is_refused(
     assert said in str(caught.value) and trainer.digest() == before
 
 
-def test_a_dense_model_refuses_choices(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+def test_a_dense_model_refuses_choices(model_dir: Path, rollouts: Rollouts) -> None:
     batch = rollouts()
-    plain = Config(run=RunConfig(numerics="fast"), loss=LossConfig(proximal="sampler"))
     with pytest.raises(TrainingError, match="expected routed experts"):
-        make_trainer(plain, model_dir).step(replace(batch, routed_experts=np.zeros((batch.num_tokens, 2, 2), np.int16)))
+        trainers.make(model_dir, trainers.DIRECT).step(replace(batch, routed_experts=np.zeros((batch.num_tokens, 2, 2), np.int16)))
 
 
-def test_choices_reach_other_ranks_as_they_are(rollouts: Callable[..., TrainBatch]) -> None:
+def test_choices_reach_other_ranks_as_they_are(rollouts: Rollouts) -> None:
     batch = rollouts()
     experts = np.arange(batch.num_tokens * 4, dtype=np.int16).reshape(-1, 2, 2)
     again = unpack(pack(replace(batch, routed_experts=experts)), TrainBatch)

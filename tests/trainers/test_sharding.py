@@ -19,6 +19,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, killed_in_a_step, parameters, run, slow, soak
 from tests.support.preloaded import Preloaded
+from tests.support.trainers import Models
 
 # Five meshes, one of them of four processes, on however few cores there are.
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
@@ -139,7 +140,7 @@ def test_no_thread_of_the_ranks_is_left_when_they_have_parted(model_dir: Path) -
 
 
 @pytest.mark.slow
-def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(make_mixture: Callable[..., Path], tmp_path: Path) -> None:
+def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(make_mixture: Models, tmp_path: Path) -> None:
     """Three experts in two parts: one has two of them whole, the other one."""
     directory = make_mixture(num_experts=3)
     saved = load_file(directory / "model.safetensors")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,10 @@ import numpy as np
 import pytest
 
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
+from tests.support import trainers
 from tests.support.errors import raises
-
-Rollouts = Callable[..., TrainBatch]
+from tests.support.trainers import Rollouts
 
 THEIRS = """
 import torch
@@ -79,18 +75,16 @@ def theirs(tmp_path: Path) -> str:
     return f"{tmp_path}/theirs.py"
 
 
-def make(directory: Path, loss: LossConfig, **trainer: Any) -> Trainer:
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "minibatches": 2, **trainer}
-    return make_trainer(Config(trainer=TrainerConfig(**options), loss=loss), directory)
+make = partial(trainers.make, minibatches=2)
 
 
 @pytest.mark.parametrize("micro_tokens", [8, 16384])
 @pytest.mark.parametrize("reduction", ["rollout_mean", "token_mean"])
 def test_the_same_loss_gives_the_same_steps(model_dir: Path, rollouts: Rollouts, theirs: str, reduction: Any, micro_tokens: int) -> None:
     shared: dict[str, Any] = {"reduction": reduction, "kl": KLConfig(loss_coef=0.1, estimator="k3")}
-    ours = make(model_dir, LossConfig(correction=CorrectionConfig(kind="clip", low=0.5, high=1.5), **shared))
-    loss = LossConfig(slime_loss=f"{theirs}:clipped", correction=CorrectionConfig(kind="clip", low=0.5, high=1.5), **shared)
-    other = make(model_dir, loss, micro_tokens=micro_tokens)
+    shared["correction"] = CorrectionConfig(kind="clip", low=0.5, high=1.5)
+    ours = make(model_dir, LossConfig(**shared))
+    other = make(model_dir, LossConfig(slime_loss=f"{theirs}:clipped", **shared), micro_tokens=micro_tokens)
     for step in range(3):
         batch = rollouts(step, temperature=0.7)
         a, b = ours.step(batch).metrics, other.step(batch).metrics

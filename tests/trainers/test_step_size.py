@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,30 +11,25 @@ import pytest
 
 from streamrl.algorithms.step_size import rollout_ess
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import split_groups
-from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from tests.support.scoring import score
+from tests.support.trainers import Rollouts
 
 RATE = 1e-2
 
 
-@pytest.fixture(params=["torch", "table"])
-def make(request: pytest.FixtureRequest) -> Callable[..., Trainer]:
+@pytest.fixture
+def make(make_either: Callable[..., Any]) -> Callable[..., Any]:
     """`make(minibatches=..., **optimizer)`: a trainer of either backend with a constant rate."""
-    directory: Path = request.getfixturevalue({"torch": "model_dir", "table": "table_dir"}[request.param])
 
-    def trainer(minibatches: int = 1, **optimizer: Any) -> Trainer:
-        options = OptimizerConfig(learning_rate=RATE, schedule="constant", **optimizer)
-        return make_trainer(Config(trainer=TrainerConfig(backend=request.param, minibatches=minibatches, optimizer=options)), directory)
+    def trainer(minibatches: int = 1, **optimizer: Any) -> Any:
+        return make_either(minibatches=minibatches, optimizer=OptimizerConfig(learning_rate=RATE, schedule="constant", **optimizer))
 
     return trainer
 
 
-def test_a_step_is_that_of_the_scaled_rate(make: Callable[..., Trainer], rollouts: Callable[..., TrainBatch]) -> None:
+def test_a_step_is_that_of_the_scaled_rate(make: Callable[..., Any], rollouts: Rollouts) -> None:
     scaled, linear, batch = make(ess_scaling="sqrt"), make(ess_scaling="linear"), rollouts()
     ess = rollout_ess(batch, score(scaled, batch, Role.POLICY), np.arange(batch.num_samples))
     assert 0.05 < ess < 0.95
@@ -49,7 +43,7 @@ def test_a_step_is_that_of_the_scaled_rate(make: Callable[..., Trainer], rollout
     assert (plain.metrics["train/lr"], "train/ess_rollout" in plain.metrics) == (RATE, False)
 
 
-def test_each_step_has_its_own(make: Callable[..., Trainer], rollouts: Callable[..., TrainBatch]) -> None:
+def test_each_step_has_its_own(make: Callable[..., Any], rollouts: Rollouts) -> None:
     """The first of two steps is scaled by its own rollouts, under the policy before the batch; the second under the one that came of it."""
     trainer, batch = make(minibatches=2, ess_scaling="sqrt"), rollouts()
     before = score(trainer, batch, Role.POLICY)
@@ -61,21 +55,10 @@ def test_each_step_has_its_own(make: Callable[..., Trainer], rollouts: Callable[
 
 
 def test_fresh_rollouts_keep_the_rate_and_demonstrations_too(
-    make: Callable[..., Trainer], rollouts: Callable[..., TrainBatch], demonstrations: Callable[..., TrainBatch]
+    make: Callable[..., Any], rollouts: Rollouts, demonstrations: Rollouts
 ) -> None:
     trainer = make(ess_scaling="sqrt", ess_reference=0.99)
     batch = rollouts()
     fresh = msgspec.structs.replace(batch, sampler_logprobs=score(trainer, batch, Role.POLICY).astype(np.float32))
     assert trainer.step(fresh).metrics["train/lr"] == RATE
     assert "train/ess_rollout" not in make(ess_scaling="sqrt").step(demonstrations()).metrics
-
-
-def test_it_goes_on_after_a_restart_with_equal_bits(
-    make: Callable[..., Trainer], rollouts: Callable[..., TrainBatch], tmp_path: Path
-) -> None:
-    trainer = make(minibatches=2, ess_scaling="sqrt")
-    trainer.step(rollouts(0))
-    trainer.save(tmp_path / "at", b"", version=Version(0, 1)).result()
-    resumed = make(minibatches=2, ess_scaling="sqrt")
-    resumed.load(tmp_path / "at")
-    assert [resumed.step(rollouts(s)) for s in (1, 2)] == [trainer.step(rollouts(s)) for s in (1, 2)]

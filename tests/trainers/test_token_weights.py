@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +21,9 @@ from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.token_weights import FOLDER, TokenWeights, read_token_weights, shown
 from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.scoring import score
+from tests.support.trainers import Rollouts
 from tests.support.world.world import table_config
 
-Rollouts = Callable[..., TrainBatch]
 HIGH = 0.5
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
 from tests.support.meshes import batch, slow, soak
 from tests.support.scoring import policy_of
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MESHES = [
@@ -36,7 +35,7 @@ def config(activations: Any, mesh: dict[str, int]) -> Config:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_no_digit_depends_on_what_is_kept(make_model: Callable[..., Path], make_mixture: Callable[..., Path], mesh: dict[str, int]) -> None:
+def test_no_digit_depends_on_what_is_kept(make_model: Models, make_mixture: Models, mesh: dict[str, int]) -> None:
     """Of policy and critic. On two stages micro-batches are on their way meanwhile, each of which attends by its own samples."""
     directory = make_mixture() if "experts" in mesh else make_model(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
     found = []
@@ -48,7 +47,7 @@ def test_no_digit_depends_on_what_is_kept(make_model: Callable[..., Path], make_
 
 
 @pytest.mark.slow
-def test_fewer_activations_are_kept(make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_activations_are_kept(make_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted by autograd: what a pass saves for the backward pass, in bytes."""
     directory = make_model(num_hidden_layers=4)
     saved = []
@@ -87,7 +86,7 @@ def test_a_layer_that_is_run_again_holds_nothing_behind_its_backward_pass() -> N
 
 
 @pytest.mark.slow
-def test_no_layer_holds_anything_between_two_steps(make_model: Callable[..., Path]) -> None:
+def test_no_layer_holds_anything_between_two_steps(make_model: Models) -> None:
     """Of the megatron-core that is installed."""
     with open_trainer(config(0, {}), make_model()) as trainer:
         trainer.step(batch(0))
@@ -95,6 +94,6 @@ def test_no_layer_holds_anything_between_two_steps(make_model: Callable[..., Pat
         assert layers and all(getattr(layer, "mlp_norm_manager", None) is None for layer in layers)
 
 
-def test_more_layers_than_a_rank_has_are_refused(make_model: Callable[..., Path]) -> None:
+def test_more_layers_than_a_rank_has_are_refused(make_model: Models) -> None:
     with raises(ConfigError, key="trainer.activations", got=5), open_trainer(config(5, {}), make_model()):
         pass

@@ -5,7 +5,6 @@ One rank is compiled with the slow tests, other meshes with the soak: test_megat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.compilers import COMPILES, without_compiler
 from tests.support.meshes import batch
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, *COMPILES]
 MESHES = [
@@ -40,7 +40,7 @@ def config(compiled: Any, mesh: dict[str, int], **trainer: Any) -> Config:
 
 
 @pytest.fixture
-def directory(make_model: Callable[..., Path], make_mixture: Callable[..., Path], mesh: dict[str, int]) -> Path:
+def directory(make_model: Models, make_mixture: Models, mesh: dict[str, int]) -> Path:
     return make_mixture() if "experts" in mesh else make_model(num_attention_heads=4, num_key_value_heads=2)
 
 
@@ -60,7 +60,7 @@ def test_it_learns_what_a_plain_one_does(directory: Path, mesh: dict[str, int]) 
 
 
 @pytest.mark.soak
-def test_a_run_is_compiled_once_whatever_its_depth(make_model: Callable[..., Path]) -> None:
+def test_a_run_is_compiled_once_whatever_its_depth(make_model: Models) -> None:
     found: list[list[int]] = []
     for layers in (2, 5):
         torch.compiler.reset()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.meshes import STEPS, Ran, batch, check_run, in_float64, parameters, run, slow, soak
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 TENSOR, STAGES = {"ranks": 4, "tensor": 2}, {"ranks": 4, "pipeline": 2}
@@ -28,7 +28,7 @@ def config(backend: str = "megatron", *, loss: LossConfig | None = None, mesh: d
 
 
 @pytest.fixture(scope="module")
-def initial(make_model: Callable[..., Path]) -> Path:
+def initial(make_model: Models) -> Path:
     return make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2)
 
 

@@ -23,6 +23,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
 from tests.support.meshes import BOUND, apart, batch, in_float64, parameters, slow, soak
 from tests.support.scoring import prepared
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 Mesh = dict[str, Any]
@@ -87,13 +88,13 @@ def runs(initial: Path, folders: pytest.TempPathFactory, **changes: Any) -> Runs
 
 
 @pytest.fixture(scope="module")
-def dense(make_model: Callable[..., Path]) -> Path:
+def dense(make_model: Models) -> Path:
     """Tied, of tokens that two ranks do not divide: of the policy's embedding two stages have a copy, of the critic's the first one."""
     return make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")
-def mixture(make_mixture: Callable[..., Path]) -> Path:
+def mixture(make_mixture: Models) -> Path:
     return make_mixture(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 
 
@@ -205,7 +206,7 @@ def test_another_backend_and_mesh_goes_on_with_masters_and_moments(
 
 
 @pytest.mark.parametrize("mesh", [slow({}), soak(BOTH)], ids=str)
-def test_its_body_may_be_another_models_and_is_not_published(make_model: Callable[..., Path], dense: Path, mesh: Mesh) -> None:
+def test_its_body_may_be_another_models_and_is_not_published(make_model: Models, dense: Path, mesh: Mesh) -> None:
     """Of another width and depth, with a head of its own, which the critic lacks."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     other = make_model(vocab_size=23, tie_word_embeddings=False, **sizes)
@@ -223,9 +224,7 @@ def test_its_body_may_be_another_models_and_is_not_published(make_model: Callabl
     [slow({}, {"intermediate_size": 128}), soak(TENSOR, {"hidden_size": 16}), soak(STAGES, {"num_hidden_layers": 4})],
     ids=str,
 )
-def test_another_critic_or_none_is_refused(
-    make_model: Callable[..., Path], dense: Path, mesh: Mesh, sizes: dict[str, int], tmp_path: Path
-) -> None:
+def test_another_critic_or_none_is_refused(make_model: Models, dense: Path, mesh: Mesh, sizes: dict[str, int], tmp_path: Path) -> None:
     other = make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, **sizes)
     make_trainer(config(TORCH, path=other), dense).save(tmp_path / "other", b"", version=Version()).result()
     with raises(TrainingError, what="a critic", path=str(tmp_path / "other"), parameter=ANY), open_trainer(config(mesh), dense) as trainer:

@@ -1,8 +1,7 @@
-"""Mixtures of experts by megatron-core, whole and divided over ranks, beside the torch backend."""
+"""Models of experts by megatron-core, whole and divided over ranks, beside the torch backend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
 from tests.support.meshes import STEPS, Runs, apart, batch, check_run, in_float64, killed_in_a_step, parameters, run, runs, slow, soak
 from tests.support.preloaded import Preloaded
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MESHES = [slow((2, 2)), slow((4, 2)), soak((1, 1)), soak((2, 1))]
@@ -32,7 +32,7 @@ def config(ranks: int, experts: int, backend: str = "megatron", **changes: objec
 
 
 @pytest.fixture(scope="module")
-def initial(make_mixture: Callable[..., Path]) -> Path:
+def initial(make_mixture: Models) -> Path:
     return make_mixture(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 
 
@@ -76,7 +76,7 @@ def test_the_first_step_has_torchs_log_probs_gradient_and_load(initial: Path) ->
 
 
 @pytest.mark.slow
-def test_experts_that_no_token_meets_learn_nothing_and_stop_nobody(make_mixture: Callable[..., Path], tmp_path: Path) -> None:
+def test_experts_that_no_token_meets_learn_nothing_and_stop_nobody(make_mixture: Models, tmp_path: Path) -> None:
     """Every token meets the same two experts, which one rank holds: the other gets no token in any pass."""
     from safetensors.torch import load_file, save_file
 
@@ -122,7 +122,7 @@ def test_another_backend_and_mesh_goes_on_with_masters_and_moments(ran: Runs, in
 
 
 @pytest.mark.slow
-def test_bfloat16_is_published_and_exported_as_it_is_digested(make_mixture: Callable[..., Path], tmp_path: Path) -> None:
+def test_bfloat16_is_published_and_exported_as_it_is_digested(make_mixture: Models, tmp_path: Path) -> None:
     initial, found = make_mixture("bfloat16"), list[tuple[str, str]]()
     for asked in (config(1, 1, "torch", dtype="bfloat16"), config(2, 2, dtype="bfloat16", check_logprobs=2)):
         with open_trainer(asked, initial) as trainer:
@@ -142,7 +142,7 @@ def test_a_dead_expert_rank_ends_the_step(initial: Path, preloaded: Preloaded) -
     killed_in_a_step(config(2, 2, rank_timeout_s=30.0), initial, preloaded)
 
 
-def test_meshes_that_do_not_divide_a_mixture_are_refused(initial: Path, make_model: Callable[..., Path]) -> None:
+def test_meshes_that_do_not_divide_a_mixture_are_refused(initial: Path, make_model: Models) -> None:
     with raises(ConfigError, what="num_experts", size=4, parts=3):
         read_architecture(initial, 1, 3)
     with raises(ConfigError, key="trainer.tensor"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.ranks.local import open_trainer
 from tests.support.errors import raises
 from tests.support.meshes import batch, slow, soak
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 ALONE, TENSOR, BOTH = (1, 1, 1), (2, 2, 1), (4, 2, 2)
@@ -37,7 +37,7 @@ def config(loss: LossConfig, mesh: tuple[int, int, int] = (1, 1, 1), backend: st
 
 
 @pytest.fixture(scope="module")
-def models(make_model: Callable[..., Path]) -> tuple[Path, Path, Path]:
+def models(make_model: Models) -> tuple[Path, Path, Path]:
     """The policy, a model of another width, and one of other layers and states, tied, all of 19 tokens."""
     heads = {"vocab_size": 19, "num_attention_heads": 4, "num_key_value_heads": 2}
     like = make_model(tie_word_embeddings=False, intermediate_size=48, **heads)
@@ -77,7 +77,7 @@ def test_a_reference_is_renewed_and_restored(models: tuple[Path, Path, Path], me
         assert [trainer.step(batch(step)).digest for step in (3, 4)] == digests[3:]
 
 
-def test_a_teacher_that_it_cannot_build_is_named(models: tuple[Path, Path, Path], make_model: Callable[..., Path]) -> None:
+def test_a_teacher_that_it_cannot_build_is_named(models: tuple[Path, Path, Path], make_model: Models) -> None:
     teacher = make_model(vocab_size=20)
     loss = LossConfig(distillation=DistillationConfig(coef=0.2, teacher=str(teacher)))
     with raises(ConfigError, key="loss.distillation.teacher", got=20), open_trainer(config(loss), models[0]):

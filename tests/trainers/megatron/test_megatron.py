@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.meshes import STEPS, Runs, apart, batch, check_run, in_float64, killed_in_a_step, parameters, run, runs, slow, soak
 from tests.support.preloaded import Preloaded
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 MESHES = [slow((2, 2)), *map(soak, ((1, 1), (2, 1), (4, 2)))]
@@ -34,7 +34,7 @@ def config(ranks: int, tensor: int, backend: str = "megatron", **changes: object
 
 
 @pytest.fixture(scope="module")
-def initial(make_model: Callable[..., Path]) -> Path:
+def initial(make_model: Models) -> Path:
     """Qwen3 of 19 tokens, which two ranks do not divide, with two groups of two heads and a head of its own."""
     return make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
 
@@ -127,7 +127,7 @@ def test_bfloat16_of_a_tied_llama_is_published_and_exported_as_it_is_digested(tm
 
 
 @pytest.mark.slow
-def test_tensor_ranks_hand_out_rows_unequally_or_none(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_tensor_ranks_hand_out_rows_unequally_or_none(make_model: Models, tmp_path: Path) -> None:
     """Of 4 rows of what three ranks hold columns of two publish 2 each, and the last one none."""
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 6}
     model = make_model(vocab_size=19, hidden_size=4, tie_word_embeddings=False, **heads)
@@ -185,9 +185,7 @@ def test_a_tensor_that_is_missing_is_refused(initial: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("model", "bfloat16"), slow("mixture", "bfloat16"), soak("model", "float32"), soak("mixture", "float32")]
 )
-def test_what_lies_in_the_models_memory_is_digested_there(
-    make_model: Callable[..., Path], make_mixture: Callable[..., Path], kind: str, dtype: str
-) -> None:
+def test_what_lies_in_the_models_memory_is_digested_there(make_model: Models, make_mixture: Models, kind: str, dtype: str) -> None:
     """As a GPU does it, beside the digest of rounded leaves: at the start and behind a step."""
     directory = (make_model if kind == "model" else make_mixture)(dtype, num_attention_heads=4, num_key_value_heads=2)
     with open_trainer(config(1, 1, dtype=dtype), directory) as opened:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.meshes import STEPS, Ran, apart, batch, check_run, in_float64, killed_in_a_step, parameters, run, slow, soak
 from tests.support.preloaded import Preloaded
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
 TIED, UNTIED = "tied", "untied"
@@ -33,7 +33,7 @@ def config(ranks: int, tensor: int, pipeline: int, backend: str = "megatron", **
 
 
 @pytest.fixture(scope="module")
-def initial(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Path:
+def initial(request: pytest.FixtureRequest, make_model: Models) -> Path:
     """Qwen3 of four layers, of tokens that two ranks do not divide. Of a tied embedding the first and the last stage have a copy each."""
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     return make_model(vocab_size=19 if request.param == TIED else 17, tie_word_embeddings=request.param == TIED, **sizes)
@@ -109,12 +109,12 @@ def test_each_tensor_is_published_by_one_stage(initial: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("victim", [slow(1), soak(0), soak(2)])
-def test_a_dead_stage_ends_the_step_of_the_others(make_model: Callable[..., Path], victim: int, preloaded: Preloaded) -> None:
+def test_a_dead_stage_ends_the_step_of_the_others(make_model: Models, victim: int, preloaded: Preloaded) -> None:
     """Whichever it is, of four: the first, which only sends, is this process's, so three others."""
     killed_in_a_step(config(4, 1, 4, rank_timeout_s=30.0), make_model(num_hidden_layers=4), preloaded, victim)
 
 
-def test_layers_that_stages_do_not_divide_are_refused(make_model: Callable[..., Path]) -> None:
+def test_layers_that_stages_do_not_divide_are_refused(make_model: Models) -> None:
     from streamrl.trainers.megatron.buildable import read_architecture
 
     with raises(ConfigError, what="num_hidden_layers", size=4, parts=3):
