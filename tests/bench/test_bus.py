@@ -1,11 +1,11 @@
 """`bench bus` at a tiny size: over every transport that is there all of it arrives, and what does not is an error."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,25 @@ import msgspec
 import pytest
 
 from benchmarks.bus import measure, servers
+from benchmarks.bus.bus_thread import BusThread
 from benchmarks.bus.lanes import Counts, Order
 from benchmarks.bus.measure import LaneProcess, rounds
 from benchmarks.bus.payload import Plain, group, mapping, plain, with_task
 from benchmarks.bus.plan import BusOptions, Cell, Transport
 from benchmarks.bus.redis_streams import codec
 from benchmarks.bus.servers import missing
+from benchmarks.names import names, numbers
 from benchmarks.processes import cpu_of_tree, cpu_seconds
 from benchmarks.raw import Fact, Round, read
+from benchmarks.report import turn
+from streamrl.bus import BusAddress, connect
+from streamrl.bus.server import NatsServer
 from streamrl.cli import main
-from streamrl.errors import BusError, ConfigError, LaunchError
+from streamrl.config.tree import BusConfig
+from streamrl.errors import BusError, BusUnavailable, ConfigError, LaunchError, LogTruncated
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.subjects import Subjects
 from tests.support.errors import raises
 from tests.support.needs import need
 
@@ -140,3 +147,49 @@ def test_the_command_measures_writes_and_prints(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.startswith("| samples x tokens |")
     assert main(["bench", "bus", *size, "--out", str(out)]) != 0
     assert "expected a new directory" in capsys.readouterr().err
+
+
+def test_numbers_and_names_are_parsed() -> None:
+    assert numbers("--tokens", "256, 2k,16k,2048") == (256, 2048, 16384)
+    for text in ("2.5k", "x", "-1", "2kk"):
+        with raises(ConfigError, option="--tokens", got=text):
+            numbers("--tokens", text)
+    assert names("--transports", "", Transport) == tuple(Transport)
+    assert names("--transports", "ray,streamrl,ray", Transport) == (Transport.RAY, Transport.STREAMRL)
+    with raises(ConfigError, option="--transports", got="kafka"):
+        names("--transports", "streamrl,kafka", Transport)
+    assert [Cell(8, tokens).name for tokens in (256, 2048, 1500)] == ["8 x 256", "8 x 2k", "8 x 1500"]
+    assert [Cell.named(Cell(8, tokens).name) for tokens in (256, 2048, 1500)] == [Cell(8, 256), Cell(8, 2048), Cell(8, 1500)]
+
+
+def test_a_round_sends_about_as_many_tokens_of_every_shape_and_begins_with_another_transport() -> None:
+    options = BusOptions(round_tokens=1_000_000, min_tasks=3, max_tasks=1000)
+    assert [options.num_tasks(cell) for cell in (Cell(1, 256), Cell(8, 2048), Cell(64, 16384))] == [1000, 61, 3]
+    three = [Transport.STREAMRL, Transport.RAY, Transport.ZMQ_MSGPACK]
+    assert [turn(three, number)[0] for number in range(4)] == [*three, Transport.STREAMRL]
+    assert all(sorted(turn(three, number)) == sorted(three) for number in range(3))
+
+
+@pytest.mark.nats
+def test_a_thread_without_a_loop_publishes_and_reads_while_its_caller_computes(tmp_path: Path) -> None:
+    marks = Subjects("run").marks
+    server = NatsServer(tmp_path / "bus")
+    server.start()
+    try:
+        with BusThread(lambda: connect(server.address, "run", BusConfig(patience_s=10))) as bus:
+            under_way = [bus.submit(lambda bus, index=index: bus.publish(marks, b"%d" % index)) for index in range(100)]
+            deadline = time.monotonic() + 10
+            while not all(future.done() for future in under_way) and time.monotonic() < deadline:
+                sum(range(1000))
+            assert [future.result(timeout=0).sequence for future in under_way] == list(range(1, 101))
+            read = bus.iterate(lambda bus: bus.read("samples", after=90))
+            assert [message.sequence for message in itertools.islice(read, 10)] == list(range(91, 101))
+            del read
+            bus.run(lambda bus: bus.trim("samples", through=50))
+            with pytest.raises(LogTruncated):
+                next(bus.iterate(lambda bus: bus.read("samples", after=3)))
+    finally:
+        server.stop()
+    address = BusAddress(url="nats://127.0.0.1:1")
+    with pytest.raises(BusUnavailable), BusThread(lambda: connect(address, "run", patience_s=0.2)):
+        pass

@@ -48,7 +48,7 @@ async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(tmp_path
 
 @pytest.mark.soak
 async def test_each_stretch_of_a_mixture_is_replayed_by_its_own_backend(tmp_path: Path) -> None:
-    """Checkpoints of a mixture that another backend goes on with: tests/trainers/megatron/test_expert_parallel.py."""
+    """Checkpoints of a mixture that another backend goes on with: tests/trainers/megatron/test_meshes.py."""
     trained = Trained(tmp_path, *MIXTURE)
     write_mixture(tmp_path / "mixture")
     for steps, mesh in ((2, SHARDS), (4, EXPERTS), (6, "trainer.ranks=1")):

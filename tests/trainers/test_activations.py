@@ -57,23 +57,12 @@ def test_bytes_of_a_parameter_before_the_first_step(itemsize: int, shards: int, 
     assert training_bytes(100, itemsize, shards) >= held_bytes(100, itemsize, shards)
 
 
-def test_parts_take_their_part_and_what_is_gathered() -> None:
-    assert [training_bytes(101, itemsize, 2) for itemsize in (2, 4)] == [16 * 51] * 2
-    assert gathered_bytes(SHAPE, 2, once=True) == 6 * SHAPE.parameters
-    ends = 151_936 * 2560
-    assert gathered_bytes(SHAPE, 2, once=False) == 4 * ends + 8 * (SHAPE.parameters - ends) // 36
-    assert gathered_bytes(SHAPE._replace(tied=False), 2, once=False) - gathered_bytes(SHAPE, 2, once=False) == 4 * ends
-
-
-def test_more_memory_keeps_more_layers_up_to_all_and_a_longer_row_fewer() -> None:
+def test_more_memory_keeps_more_layers_and_the_arithmetic_is_told() -> None:
     found = [estimate(gib).kept for gib in (20, 60, 75, 90, 200)]
     assert found == sorted(found) and found[0] == 0 and found[-1] == 36 and 0 < found[2] < 36
     assert estimate(80, 16_384).kept < estimate(80).kept
     assert estimate(80, compiled=False).kept < estimate(80).kept
     assert not estimate(20).fits and estimate(90).fits
-
-
-def test_the_arithmetic_is_told() -> None:
     found = estimate(75)
     layer = 8192 * SHAPE.layer_bytes(2, compiled=True) / GIB
     assert found.text.startswith(f"{found.kept} of 36 layers ") and "95% of 75.0 GiB" in found.text
@@ -95,7 +84,12 @@ def test_of_two_models_the_one_with_room_for_the_fewest_layers_counts() -> None:
     assert found(75, small, large).kept > found(75, large, small).kept, "a critic has no head"
 
 
-def test_what_is_looked_at_takes_no_gradient() -> None:
+def test_parts_take_their_part_and_what_is_gathered() -> None:
+    assert [training_bytes(101, itemsize, 2) for itemsize in (2, 4)] == [16 * 51] * 2
+    assert gathered_bytes(SHAPE, 2, once=True) == 6 * SHAPE.parameters
+    ends = 151_936 * 2560
+    assert gathered_bytes(SHAPE, 2, once=False) == 4 * ends + 8 * (SHAPE.parameters - ends) // 36
+    assert gathered_bytes(SHAPE._replace(tied=False), 2, once=False) - gathered_bytes(SHAPE, 2, once=False) == 4 * ends
     assert 2 * looked_at_bytes(SHAPE, 2) == gathered_bytes(SHAPE, 2, once=False)
     assert SHAPE.body == SHAPE and SHAPE._replace(tied=False).body == SHAPE, "what is tied has one matrix already"
 

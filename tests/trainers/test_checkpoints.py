@@ -82,7 +82,7 @@ def test_a_kill_at_any_call_leaves_one_whole_content(tmp_path: Path, former: str
     assert set(seen) == {former, "new"}
 
 
-def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_nothing_and_says_where(tmp_path: Path) -> None:
     def write(directory: Path) -> None:
         (directory / "a").write_text("half")
         raise ValueError("stopped")
@@ -90,9 +90,6 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stopped"):
         write_directory(tmp_path / "at", write)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "at").write_text("a file, not a directory")
     with raises(TrainingError, path=str(tmp_path / "at" / "below")):
         write_directory(tmp_path / "at" / "below", lambda _: None)

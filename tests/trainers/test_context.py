@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.config.loss import CorrectionConfig, ExpertsConfig, KLConfig, LossConfig, RejectionConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import OptimizerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
@@ -22,59 +20,45 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support.batches import train_batch
 from tests.support.compilers import COMPILES
 from tests.support.errors import raises
-from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, killed_in_a_step, parameters, run, slow, soak
+from tests.support.meshes import (
+    BOUND,
+    HALF,
+    Mesh,
+    Runs,
+    apart,
+    batch,
+    check_mesh,
+    config,
+    goes_on,
+    in_float64,
+    killed_in_a_step,
+    parameters,
+    run,
+    runs,
+    slow,
+    soak,
+)
 from tests.support.preloaded import Preloaded
 from tests.support.trainers import Models
 
 # Meshes of up to four processes, on however few cores there are.
 pytestmark = [pytest.mark.process, *COMPILES]
-MESHES = [slow((4, 2, 2)), soak((2, 1, 2)), soak((3, 3, 3))]
-"""Ranks, shards and context: two copies in two parts for two rows, two ranks with the whole model each, one row over three parts."""
-
-
-def config(ranks: int, shards: int = 1, context: int = 1, *, loss: LossConfig | None = None, **changes: Any) -> Config:
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0, **changes}
-    return Config(trainer=TrainerConfig(ranks=ranks, shards=shards, context=context, **options), loss=loss or LossConfig())
-
-
-Runs = Callable[[tuple[int, int, int]], Ran]
+MESHES = [slow({"ranks": 4, "shards": 2, "context": 2}), soak({"ranks": 2, "context": 2}), soak({"ranks": 3, "shards": 3, "context": 3})]
+"""Two copies in two parts for two rows, two ranks with the whole model each, one row over three parts."""
 
 
 @pytest.fixture(scope="module")
 def ran(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """`ran(mesh)`: a run on it, made once."""
-
-    @cache
-    def made(mesh: tuple[int, int, int]) -> Ran:
-        with open_trainer(config(*mesh), model_dir) as trainer:
-            return run(trainer, tmp_path_factory.mktemp("run"))
-
-    return made
+    return runs(lambda mesh: config(**mesh), model_dir, tmp_path_factory)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_ranks_that_share_rows_end_as_near_to_one_rank_as_that_to_float64(
-    ran: Runs, mesh: tuple[int, int, int], model_dir: Path, tmp_path: Path
-) -> None:
-    truth = parameters(run(in_float64(config(1), model_dir), tmp_path).checkpoint)
-    one, found = ran((1, 1, 1)), ran(mesh)
-    far = apart(parameters(one.checkpoint), truth)
-    assert 0 < far < 1e-3 * apart(truth, parameters(model_dir))  # else the bound would hold for anything
-    assert 0 < apart(parameters(found.checkpoint), parameters(one.checkpoint)) <= BOUND * far
-    assert found.norms == pytest.approx(one.norms, rel=1e-3)
-    alone = make_trainer(config(1), model_dir)
-    assert found.begun == alone.digest()
-    assert alone.load(found.checkpoint) == b"at"
-    assert alone.digest() == found.digests[-1]
-
-
-@pytest.mark.slow
-def test_a_restart_and_a_replay_give_the_same_bits(ran: Runs, model_dir: Path) -> None:
-    made, half = ran((4, 2, 2)), STEPS // 2
-    with open_trainer(config(4, 2, 2), model_dir) as trainer:
-        assert [trainer.step(batch(step)).digest for step in range(2)] == made.digests[:2]
-        assert trainer.load(made.half) == b"at"
-        assert [trainer.step(batch(step)).digest for step in range(half, half + 3)] == made.digests[half : half + 3]
+def test_ranks_that_share_rows_end_as_near_to_one_rank_as_that_to_float64(ran: Runs, mesh: Mesh, model_dir: Path, tmp_path: Path) -> None:
+    truth = parameters(run(in_float64(config(), model_dir), tmp_path).checkpoint)
+    check_mesh(ran(mesh), ran({}), truth, make_trainer(config(), model_dir), model_dir)
+    with open_trainer(config(**mesh), model_dir) as trainer:
+        assert [trainer.step(batch(step)).digest for step in range(2)] == ran(mesh).digests[:2]
+        goes_on(trainer, ran(mesh).half, ran(mesh), HALF + 3)
 
 
 def long_batch() -> TrainBatch:
@@ -102,11 +86,11 @@ def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model
     given = long_batch()
     # A rate of 0 leaves the parameters; after one step Adam's first moment is the gradient, not clipped, times 1 - beta1.
     changes: dict[str, Any] = {"minibatches": 1, "micro_tokens": rows, "optimizer": OptimizerConfig(learning_rate=1e-3, clip_norm=0.0)}
-    exact, alone = in_float64(config(1, **changes), directory), make_trainer(config(1, attention="packed", **changes), directory)
+    exact, alone = in_float64(config(**changes), directory), make_trainer(config(attention="packed", **changes), directory)
     first = {name: trainer.step(given) for name, trainer in (("exact", exact), ("alone", alone))}
     for name, trainer in (("exact", exact), ("alone", alone)):
         trainer.save(tmp_path / name, b"", version=Version(0, 1)).result()
-    with open_trainer(config(2, 1, 2, **changes), directory) as trainer:
+    with open_trainer(config(ranks=2, context=2, **changes), directory) as trainer:
         first["shared"] = trainer.step(given)
         trainer.save(tmp_path / "shared", b"", version=Version(0, 1)).result()
         second = trainer.step(replace(given, stage_step=1, version=Version(0, 1)))
@@ -140,7 +124,7 @@ def test_losses_over_whole_samples_a_critic_and_a_reference_see_them_whole(model
     )
     metrics: dict[int, list[dict[str, float]]] = {}
     for context in (1, 2):
-        asked = config(2 if context > 1 else 1, context, context, loss=loss, check_logprobs=2, activations=1)
+        asked = config(loss, ranks=context, shards=context, context=context, check_logprobs=2, activations=1)
         with open_trainer(asked, model_dir) as trainer:
             metrics[context] = [trainer.step(batch(step)).metrics for step in range(3)]
     for ours, theirs in zip(metrics[2], metrics[1], strict=True):
@@ -153,7 +137,7 @@ def test_layers_are_compiled_where_rows_are_shared(model_dir: Path) -> None:
     asked = {"compile": "on", "attention": "packed", "activations": 1}
     losses: dict[int, list[float]] = {}
     for context in (1, 2):
-        with open_trainer(config(context, 1, context, **asked), model_dir) as trainer:
+        with open_trainer(config(ranks=context, context=context, **asked), model_dir) as trainer:
             results = [trainer.step(batch(step)) for step in range(2)]
         assert all(result.choices is not None and result.choices.compiled for result in results)
         losses[context] = [result.metrics["train/grad_norm"] for result in results]
@@ -165,7 +149,7 @@ def test_a_model_with_sliding_windows_is_refused(model_dir: Path, make_model: Mo
     """A reference is scored on the rows that ranks share, as the policy is."""
     windows = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
     kl = KLConfig(loss_coef=0.1, reference=str(windows)) if which == "reference" else KLConfig()
-    asked = config(2, 1, 2, loss=LossConfig(kl=kl))
+    asked = config(LossConfig(kl=kl), ranks=2, context=2)
     with raises(ConfigError, key="trainer.context"), open_trainer(asked, windows if which == "policy" else model_dir):
         pass
 
@@ -173,7 +157,7 @@ def test_a_model_with_sliding_windows_is_refused(model_dir: Path, make_model: Mo
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_rank_that_is_killed_ends_a_step_of_ranks_that_share_rows(model_dir: Path, shards: int, preloaded: Preloaded) -> None:
-    killed_in_a_step(config(2, shards, 2), model_dir, preloaded)
+    killed_in_a_step(config(ranks=2, shards=shards, context=2), model_dir, preloaded)
 
 
 @pytest.mark.slow
@@ -182,7 +166,7 @@ def test_the_load_of_experts_is_of_all_tokens(make_mixture: Models) -> None:
     loss = LossConfig(experts=ExpertsConfig(balance_coef=0.1, z_coef=0.01))
     metrics: dict[int, dict[str, float]] = {}
     for context in (1, 2):
-        with open_trainer(config(context, 1, context, loss=loss, attention="packed"), directory) as trainer:
+        with open_trainer(config(loss, ranks=context, context=context, attention="packed"), directory) as trainer:
             metrics[context] = trainer.step(batch(0)).metrics
     assert any("expert" in name for name in metrics[1])
     assert metrics[2] == pytest.approx(metrics[1], rel=2e-3, abs=1e-4)

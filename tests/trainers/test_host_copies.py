@@ -65,15 +65,9 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(
     assert again.step(rollouts(2)) == result
 
 
-def test_a_checkpoint_that_cannot_be_begun_holds_nobody_up(make_model: Models, rollouts: Rollouts, tmp_path: Path) -> None:
-    trainer = make(make_model("bfloat16"))
-    (tmp_path / "file").write_text("no directory")
-    with pytest.raises(TrainingError):
-        trainer.save(tmp_path / "file" / "at", b"", version=Version()).result()
-    assert trainer.step(rollouts()).finite
-
-
-def test_a_load_lets_copies_be_complete(make_model: Models, rollouts: Rollouts, held_back: threading.Event, tmp_path: Path) -> None:
+def test_a_load_waits_for_copies_and_a_checkpoint_that_cannot_be_begun_holds_nobody_up(
+    make_model: Models, rollouts: Rollouts, held_back: threading.Event, tmp_path: Path
+) -> None:
     directory = make_model("bfloat16")
     trainer, other = make(directory), make(directory)
     held_back.set()
@@ -86,3 +80,8 @@ def test_a_load_lets_copies_be_complete(make_model: Models, rollouts: Rollouts, 
     saved.result()
     other.load(tmp_path / "at")
     assert other.digest() == digest != trainer.digest()
+    trainer = make(make_model("bfloat16"))
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(TrainingError):
+        trainer.save(tmp_path / "file" / "at", b"", version=Version()).result()
+    assert trainer.step(rollouts()).finite

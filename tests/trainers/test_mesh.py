@@ -14,22 +14,16 @@ from streamrl.tensors.digest import MASK, slice_digest, tensor_digest
 from streamrl.trainers.mesh import Mesh, gathers_once, mesh_of, trained_on
 
 
-def test_ranks_are_copies_times_parts() -> None:
+def test_ranks_are_copies_times_parts_and_neighbours_share_rows() -> None:
     mesh = mesh_of(TrainerConfig(ranks=6, shards=3))
     assert (mesh.replicate, mesh.shard, mesh.ranks) == (2, 3, 6)
     assert [mesh.place(rank) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert mesh_of(TrainerConfig(ranks=2)) == Mesh(replicate=2, shard=1)
-
-
-def test_neighbours_share_rows_whatever_they_hold_of_the_parameters() -> None:
     mesh = mesh_of(TrainerConfig(ranks=6, shards=2, context=3))
     assert (mesh.replicate, mesh.shard, mesh.context) == (3, 2, 3)
     assert [mesh.share(rank) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert [mesh.whole(length) for length in (1, 6, 7)] == [6, 6, 12]
     assert [Mesh(replicate=2).whole(length) for length in (1, 7)] == [1, 7]
-
-
-def test_only_a_ledger_entry_of_ranks_that_share_rows_says_so() -> None:
     assert trained_on(TrainerConfig(ranks=2)).context is UNSET
     assert trained_on(TrainerConfig(ranks=2, context=2)).context == 2
 

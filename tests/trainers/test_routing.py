@@ -145,16 +145,13 @@ def test_a_step_is_the_same_in_every_layout_and_on_two_ranks(
                 assert found[name] == pytest.approx(wanted.metrics[name], rel=2e-5), name
 
 
-def test_the_losses_are_a_part_of_the_gradient_of_a_step(make_mixture: Models, rollouts: Rollouts) -> None:
+def test_an_uneven_load_is_evened_out_by_losses_that_are_in_the_gradient(make_mixture: Models, rollouts: Rollouts) -> None:
     directory = make_mixture()
     norms = {
         key: make(directory, ExpertsConfig(**{key: 0.3} if key else {})).step(rollouts()).metrics["train/grad_norm"]
         for key in ("", "balance_coef", "z_coef")
     }
     assert len({round(norm, 4) for norm in norms.values()}) == 3
-
-
-def test_an_uneven_load_is_evened_out(make_mixture: Models, rollouts: Rollouts) -> None:
     directory, last = make_mixture(num_experts=8), list[float]()
     for coef in (0.0, 1.0):
         trainer = make(directory, ExpertsConfig(balance_coef=coef), optimizer=OptimizerConfig(learning_rate=0.01))

@@ -93,7 +93,7 @@ def test_replayed_choices_take_away_what_a_perturbed_router_does(
     assert distances[1] < 1e-5 and distances[3] < 1e-5
 
 
-def test_where_nothing_is_known_routers_choose(
+def test_the_load_is_that_of_what_is_replayed_and_where_nothing_is_known_routers_choose(
     twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Rollouts
 ) -> None:
     known = sampled(rollouts())
@@ -101,11 +101,6 @@ def test_where_nothing_is_known_routers_choose(
     nothing = replace(known, routed_experts=np.full_like(known.routed_experts, -1))
     results = [make_trainer(config(), twins[1]).step(batch) for batch in (nothing, replace(known, routed_experts=None))]
     assert results[0].digest == results[1].digest
-
-
-def test_the_load_is_that_of_the_choices_that_are_replayed(
-    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Rollouts
-) -> None:
     known = sampled(rollouts())
     assert known.routed_experts is not None
     alone = np.broadcast_to(np.array([0, 1], np.int16), known.routed_experts.shape).copy()

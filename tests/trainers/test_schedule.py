@@ -24,17 +24,6 @@ PEAK, WARMUP, TOTAL, FLOOR = 2.0, 5, 40, 0.25
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-def test_rises_then_falls_to_the_final_fraction() -> None:
-    rates = [learning_rate(s, peak=2.0, warmup_steps=2, total_steps=7, final_fraction=0.5) for s in range(9)]
-    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0, 1.0])
-    assert learning_rate(2, peak=2.0, warmup_steps=1, total_steps=3, final_fraction=0.5) == pytest.approx(1.0)
-
-
-def test_without_warmup_it_begins_at_the_peak() -> None:
-    assert learning_rate(0, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=0.1) == 3.0
-    assert learning_rate(5, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=1.0) == 3.0
-
-
 def rates_of(make: Make, steps: int) -> list[float]:
     """The rates that a scheduler gives."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
@@ -116,7 +105,12 @@ def test_after_the_rise_it_is_that_of_transformers(kind: ScheduleKind, name: str
         assert ours(kind, step) == pytest.approx(theirs[step]), step
 
 
-def test_the_inverse_root_never_falls_below_its_floor() -> None:
+def test_it_rises_falls_and_stays_above_its_floor() -> None:
+    rates = [learning_rate(s, peak=2.0, warmup_steps=2, total_steps=7, final_fraction=0.5) for s in range(9)]
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0, 1.0])
+    assert learning_rate(2, peak=2.0, warmup_steps=1, total_steps=3, final_fraction=0.5) == pytest.approx(1.0)
+    assert learning_rate(0, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=0.1) == 3.0
+    assert learning_rate(5, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=1.0) == 3.0
     rate = learning_rate(10_000, peak=PEAK, warmup_steps=4, total_steps=9, final_fraction=0.3, kind="inverse_sqrt")
     assert rate == pytest.approx(0.3 * PEAK)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,87 +9,76 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config.loss import KLConfig, LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
-from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, killed_in_a_step, parameters, run, slow, soak
+from tests.support.meshes import (
+    HALF,
+    STEPS,
+    Mesh,
+    Runs,
+    batch,
+    check_mesh,
+    config,
+    goes_on,
+    in_float64,
+    killed_in_a_step,
+    parameters,
+    run,
+    runs,
+    same,
+    slow,
+    soak,
+)
 from tests.support.preloaded import Preloaded
 from tests.support.trainers import Models
 
 # Five meshes, one of them of four processes, on however few cores there are.
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-MESHES = {(1, 1): "auto", (2, 1): "auto", (2, 2): "micro_batch", (4, 2): "micro_batch", (3, 3): "step"}
-"""Ranks and shards, and how long layers stay gathered. Of 16 rows the third of three parts has fewer."""
-
-
-def config(ranks: int, shards: int, **changes: object) -> Config:
-    # Few tokens a pass, so that ranks have several micro-batches, and unequally many.
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0, **changes}
-    return Config(trainer=TrainerConfig(ranks=ranks, shards=shards, **options))  # pyright: ignore[reportArgumentType]
-
-
-Runs = Callable[[tuple[int, int]], Ran]
+ONE: Mesh = {"ranks": 1}
+PARTS: Mesh = {"ranks": 2, "shards": 2, "gather": "micro_batch"}
+COPIES: Mesh = {"ranks": 4, "shards": 2, "gather": "micro_batch"}
+THREE: Mesh = {"ranks": 3, "shards": 3, "gather": "step"}
+"""With how long layers stay gathered. Of 16 rows the third of three parts has fewer."""
 
 
 @pytest.fixture(scope="module")
 def ran(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """`ran(mesh)`: a run on it, made once."""
-
-    @cache
-    def made(mesh: tuple[int, int]) -> Ran:
-        with open_trainer(config(*mesh, gather=MESHES[mesh]), model_dir) as trainer:
-            return run(trainer, tmp_path_factory.mktemp("run"))
-
-    return made
+    return runs(lambda mesh: config(**mesh), model_dir, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def truth(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return parameters(run(in_float64(config(1, 1), model_dir), tmp_path_factory.mktemp("truth")).checkpoint)
+    return parameters(run(in_float64(config(), model_dir), tmp_path_factory.mktemp("truth")).checkpoint)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), slow((4, 2)), slow((3, 3)), soak((2, 1))], ids=str)
+@pytest.mark.parametrize("mesh", [PARTS, slow(COPIES), slow(THREE), soak({"ranks": 2})], ids=str)
 def test_a_mesh_has_the_digests_of_one_rank_and_ends_as_near_to_it_as_that_to_float64(
-    ran: Runs, truth: dict[str, torch.Tensor], mesh: tuple[int, int], model_dir: Path
+    ran: Runs, truth: dict[str, torch.Tensor], mesh: Mesh, model_dir: Path
 ) -> None:
-    one, made = ran((1, 1)), ran(mesh)
-    alone = make_trainer(config(1, 1), model_dir)
-    assert made.begun == one.begun == alone.digest()
-    assert alone.load(made.checkpoint) == b"at"
-    assert alone.digest() == made.digests[-1]
-    far = apart(parameters(one.checkpoint), truth)
-    assert 0 < far < 1e-3 * apart(truth, parameters(model_dir))  # else the bound would hold for anything
-    assert 0 < apart(parameters(made.checkpoint), parameters(one.checkpoint)) <= BOUND * far
-    assert made.norms == pytest.approx(one.norms, rel=1e-3)
+    check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
 
 
-@pytest.mark.parametrize("mesh", [slow((4, 2)), soak((3, 3))], ids=str)
-def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: tuple[int, int], model_dir: Path) -> None:
-    made, half = ran(mesh), STEPS // 2
-    with open_trainer(config(*mesh, gather=MESHES[mesh]), model_dir) as trainer:
-        again = [trainer.step(batch(step)).digest for step in range(2)]
-        assert again == made.digests[:2]
-        assert trainer.load(made.half) == b"at"
-        assert [trainer.step(batch(step)).digest for step in range(half, STEPS)] == made.digests[half:]
+@pytest.mark.parametrize("mesh", [slow(COPIES), soak(THREE)], ids=str)
+def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: Mesh, model_dir: Path) -> None:
+    with open_trainer(config(**mesh), model_dir) as trainer:
+        assert [trainer.step(batch(step)).digest for step in range(2)] == ran(mesh).digests[:2]
+        goes_on(trainer, ran(mesh).half, ran(mesh))
 
 
 @pytest.mark.slow
 def test_another_mesh_goes_on_with_masters_and_moments(ran: Runs, model_dir: Path, tmp_path: Path) -> None:
     """From a checkpoint of two copies of two parts, on three parts, and back: what is not trained comes out as it went in."""
-    made = ran((4, 2))
-    with open_trainer(config(3, 3), model_dir) as trainer:
+    made = ran(COPIES)
+    with open_trainer(config(ranks=3, shards=3), model_dir) as trainer:
         assert trainer.load(made.half) == b"at"
-        assert trainer.digest() == made.digests[STEPS // 2 - 1]
-        trainer.save(tmp_path / "at", b"at", version=Version(0, STEPS // 2)).result()
-        norms = [trainer.step(batch(step)).metrics["train/grad_norm"] for step in range(STEPS // 2, STEPS)]
-    assert norms == pytest.approx(made.norms[STEPS // 2 :], rel=1e-3)
-    for file in ("model", "optimizer"):
-        before, after = (parameters(path, file) for path in (made.half, tmp_path / "at"))
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert trainer.digest() == made.digests[HALF - 1]
+        trainer.save(tmp_path / "at", b"at", version=Version(0, HALF)).result()
+        norms = [trainer.step(batch(step)).metrics["train/grad_norm"] for step in range(HALF, STEPS)]
+    assert norms == pytest.approx(made.norms[HALF:], rel=1e-3)
+    assert same(made.half, tmp_path / "at", "model", "optimizer")
 
 
 @pytest.mark.slow
@@ -100,18 +87,18 @@ def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, t
     loss = LossConfig(advantage="ppo", kl=KLConfig(loss_coef=0.1, reference_every=2))
     results: dict[int, list[tuple[str, dict[str, float]]]] = {}
     for shards in (1, 2):
-        asked = config(2, shards, dtype="bfloat16", check_logprobs=2)
-        with open_trainer(Config(trainer=asked.trainer, loss=loss), model_dir) as trainer:
+        asked = config(loss, ranks=2, shards=shards, dtype="bfloat16", check_logprobs=2)
+        with open_trainer(asked, model_dir) as trainer:
             stepped = [trainer.step(batch(step)) for step in range(5)]
             results[shards] = [(result.reference, result.metrics) for result in stepped]
             trainer.save(tmp_path / f"{shards}", b"", version=Version(0, 5)).result()
             trainer.export(tmp_path / f"hf-{shards}")
             assert {shard.dtype for shard in trainer.shards()} == {"bfloat16"}
             digest = trainer.digest()
-        with open_trainer(Config(trainer=config(2, 2, dtype="bfloat16").trainer, loss=loss), model_dir) as other:
+        with open_trainer(config(loss, ranks=2, shards=2, dtype="bfloat16"), model_dir) as other:
             other.load(tmp_path / f"{shards}")
             assert other.digest() == digest
-        assert make_trainer(config(1, 1, dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
+        assert make_trainer(config(dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
     files = ("model", "optimizer", "critic", "critic_optimizer", "reference")
     for file in files:
         whole, parts = (parameters(tmp_path / f"{shards}", file) for shards in (1, 2))
@@ -133,7 +120,7 @@ def test_no_thread_of_the_ranks_is_left_when_they_have_parted(model_dir: Path) -
         return {task.name for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()}
 
     before = threads()
-    with open_trainer(config(2, 2), model_dir) as trainer:
+    with open_trainer(config(**PARTS), model_dir) as trainer:
         trainer.step(batch(0))
         assert threads() > before
     assert threads() <= before
@@ -144,11 +131,11 @@ def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(m
     """Three experts in two parts: one has two of them whole, the other one."""
     directory = make_mixture(num_experts=3)
     saved = load_file(directory / "model.safetensors")
-    alone = make_trainer(config(1, 1), directory)
+    alone = make_trainer(config(), directory)
     found = {shard.name: (shard.global_shape, shard.host().tobytes()) for shard in alone.shards()}
     assert found == {name: (tuple(value.shape), host_bytes(value).tobytes()) for name, value in saved.items()}
     assert alone.digest() == combine({name: tensor_digest(host_bytes(value), 4) for name, value in saved.items()})
-    with open_trainer(config(2, 2), directory) as trainer:
+    with open_trainer(config(**PARTS), directory) as trainer:
         assert trainer.digest() == alone.digest()
         held = {shard.name: shard.shape[0] for shard in trainer.shards()}
         assert held.keys() == saved.keys()
@@ -166,4 +153,4 @@ def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(m
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path, preloaded: Preloaded) -> None:
-    killed_in_a_step(config(2, 2), model_dir, preloaded)
+    killed_in_a_step(config(**PARTS), model_dir, preloaded)

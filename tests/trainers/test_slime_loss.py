@@ -105,9 +105,6 @@ def test_what_it_is_given(model_dir: Path, rollouts: Rollouts, theirs: str) -> N
     assert metrics["train/rollouts"] == pytest.approx(len(trained) / 12)
     assert not any("is_ratio" in name or "ess_weights" in name for name in metrics), "the weights, if any, are its own"
     assert metrics["train/rewards"] == pytest.approx(batch.rewards[trained].sum() / 12)
-
-
-def test_tokens_that_are_not_finite_are_dropped_and_counted(model_dir: Path, rollouts: Rollouts, theirs: str) -> None:
     batch = rollouts()
     broken = batch.sampler_logprobs.copy()
     broken[np.flatnonzero(batch.loss_mask)[:2]] = np.nan
@@ -116,12 +113,11 @@ def test_tokens_that_are_not_finite_are_dropped_and_counted(model_dir: Path, rol
     assert np.isfinite(result.metrics["train/loss"])
 
 
-def test_warm_ups_do_without_it(model_dir: Path, demonstrations: Rollouts, theirs: str) -> None:
+def test_what_is_no_loss_is_refused_and_warm_ups_need_none(
+    model_dir: Path, demonstrations: Rollouts, theirs: str, rollouts: Rollouts
+) -> None:
     one = make(model_dir, LossConfig(slime_loss=f"{theirs}:vector")).step(demonstrations())
     assert one == make(model_dir, LossConfig()).step(demonstrations())
-
-
-def test_functions_that_are_none_are_refused(model_dir: Path, rollouts: Rollouts, theirs: str) -> None:
     with raises(ConfigError, key="loss.slime_loss", name="cliped"):
         make(model_dir, LossConfig(slime_loss=f"{theirs}:cliped"))
     with raises(TrainingError, function=f"{theirs}:vector", got="Tensor"):

@@ -43,24 +43,6 @@ def values(shards: list[Shard]) -> list[float]:
     return [shard.host().view("<f4")[0] for shard in shards]
 
 
-def test_a_snapshot_keeps_its_values_and_frees_its_buffer() -> None:
-    parameter = torch.zeros(2, 3)
-    snapshots = ring(2, parameter)
-    held = snapshots.take()
-    for step in range(1, 5):
-        parameter.fill_(step)
-        assert values(snapshots.take()) == [step, step]
-        assert values(held) == [0, 0]
-    assert len(snapshots.buffers) == 2
-
-
-def test_shards_are_taken_when_they_are_drawn() -> None:
-    parameter = torch.zeros(2, 3)
-    shards = ring(1, parameter).shards()
-    parameter.fill_(7)
-    assert values(list(shards)) == [7, 7]
-
-
 def test_a_published_buffer_is_rewritten_only_after_its_readers_were_asked() -> None:
     parameter = torch.zeros(2, 3)
     snapshots = ring(2, parameter)
@@ -74,16 +56,6 @@ def test_a_published_buffer_is_rewritten_only_after_its_readers_were_asked() -> 
     assert (first.asked, second.asked) == ([1.5], [])  # the older version goes
     snapshots.take()
     assert (first.asked, second.asked) == ([1.5], [])  # a buffer without readers goes first
-
-
-def test_a_guarded_buffer_that_is_still_referenced_is_not_asked_for() -> None:
-    snapshots = ring(1, torch.zeros(2, 3), patience_s=0.01)
-    held = snapshots.take()
-    guard = Readers()
-    held[0].data.snapshot.guard(guard)  # type: ignore[union-attr]
-    with raises(TrainingError, slots=1):
-        snapshots.take()
-    assert guard.asked == []
 
 
 def test_a_snapshot_waits_for_the_publisher_of_the_one_before() -> None:
@@ -102,7 +74,14 @@ def test_a_snapshot_waits_for_the_publisher_of_the_one_before() -> None:
     assert values(taken[0]) == [2, 2]
 
 
-def test_a_trainer_that_waits_for_a_buffer_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_buffer_that_is_referenced_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    snapshots = ring(1, torch.zeros(2, 3), patience_s=0.01)
+    held = snapshots.take()
+    guard = Readers()
+    held[0].data.snapshot.guard(guard)  # type: ignore[union-attr]
+    with raises(TrainingError, slots=1):
+        snapshots.take()
+    assert guard.asked == []
     monkeypatch.setattr(snapshot, "WARN_AFTER_S", 0.02)
     snapshots = ring(1, torch.zeros(2, 3), patience_s=0.1)
     held = snapshots.take()
@@ -150,7 +129,7 @@ def ring_of(whole: dict[str, torch.Tensor]) -> SnapshotRing:
     return SnapshotRing([(name, w.bfloat16()) for name, w in whole.items()], CPU, slots=1)
 
 
-def test_known_digests_go_with_the_snapshot_and_tell_of_other_bytes() -> None:
+def test_known_digests_go_with_the_snapshot_and_what_they_lack_is_computed() -> None:
     parameter = torch.randn(2, 4)
     parameters = {"w": parameter, "bias": parameter[0]}
     known = NamedDigester(parameters).digests()
@@ -161,9 +140,6 @@ def test_known_digests_go_with_the_snapshot_and_tell_of_other_bytes() -> None:
     assert Content(snapshots.take(known)).tensors == before
     (spec,) = [spec for spec in Content(snapshots.take()).tensors if spec.name == "w"]
     assert next(one for one in before if one.name == "w").words != spec.words
-
-
-def test_digests_that_lack_words_are_computed_from_the_snapshot() -> None:
     parameters = {"t": torch.randn(4, 6).t()}
     known = NamedDigester(parameters).digests()
     assert known.words == {}
@@ -208,7 +184,19 @@ def test_a_bucket_is_marked_when_it_has_been_copied(monkeypatch: pytest.MonkeyPa
     assert seen == [(0, [1, 0], [0.0, 1.0]), (1, [1, 1], [2.0, 1.0])]
 
 
-def test_tensors_are_digested_whole() -> None:
+def test_a_snapshot_keeps_its_values_and_frees_its_buffer() -> None:
+    parameter = torch.zeros(2, 3)
+    snapshots = ring(2, parameter)
+    held = snapshots.take()
+    for step in range(1, 5):
+        parameter.fill_(step)
+        assert values(snapshots.take()) == [step, step]
+        assert values(held) == [0, 0]
+    assert len(snapshots.buffers) == 2
+    parameter = torch.zeros(2, 3)
+    shards = ring(1, parameter).shards()
+    parameter.fill_(7)
+    assert values(list(shards)) == [7, 7]
     shard = ring(1, torch.zeros(2, 3)).take()[0]
     with raises(TrainingError, shape=(2, 3), got=(1, 3)):
         shard.data.digest(4, (2, 3), (0, 0), (1, 3))  # type: ignore[union-attr]

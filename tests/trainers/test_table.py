@@ -130,9 +130,6 @@ def test_positions_count_within_each_run_of_sampled_tokens(make_batch: Rollouts)
         ]
     )
     assert response_positions(batch).tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 2, 0, 0, 0, 0]
-
-
-def test_a_token_masked_for_its_age_still_counts(make_batch: Rollouts) -> None:
     batch = make_batch([{"prompt": [1], "answer": [3, 4, 5], "mask": [0, 0, 1], "mu": [0, 0, -1]}])
     aged = msgspec.structs.replace(batch, staleness=np.array([0, 3, 3, 1], np.int32))
     assert response_positions(aged).tolist() == [0, 0, 1, 2]

@@ -8,30 +8,25 @@ import pytest
 import torch
 
 from streamrl.config.loss import ExpertsConfig, LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 from streamrl.trainers.megatron.core import Decoder, Rows
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import meshes
 from tests.support.errors import raises
 from tests.support.meshes import batch, slow, soak
 from tests.support.scoring import policy_of
 from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-MESHES = [
-    slow({"ranks": 2, "pipeline": 2}),
-    soak({}),
-    soak({"ranks": 4, "tensor": 2, "pipeline": 2}),
-    soak({"ranks": 2, "context": 2}),
-    soak({"ranks": 2, "experts": 2}),
-]
+BOTH = {"ranks": 4, "tensor": 2, "pipeline": 2}
+MESHES = [slow({"ranks": 2, "pipeline": 2}), *map(soak, ({}, BOTH, {"ranks": 2, "context": 2}, {"ranks": 2, "experts": 2}))]
 
 
 def config(activations: Any, mesh: dict[str, int]) -> Config:
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "rank_timeout_s": 120.0}
-    section = TrainerConfig(backend="megatron", activations=activations, **mesh, **options)  # pyright: ignore[reportArgumentType]
     experts = ExpertsConfig(balance_coef=0.01, z_coef=0.001) if "experts" in mesh else ExpertsConfig()
-    return Config(trainer=section, loss=LossConfig(advantage="ppo", experts=experts))
+    loss = LossConfig(advantage="ppo", experts=experts)
+    return meshes.config(loss, backend="megatron", activations=activations, minibatches=1, **mesh)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

@@ -13,30 +13,24 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamrl.config.loss import ExpertsConfig
-from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
+from streamrl.config.tree import Config, LossConfig
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import meshes
 from tests.support.compilers import COMPILES, without_compiler
-from tests.support.meshes import batch
+from tests.support.meshes import batch, slow, soak
 from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, *COMPILES]
 MESHES = [
-    pytest.param({}, marks=pytest.mark.slow),
-    *(
-        pytest.param(mesh, marks=pytest.mark.soak)
-        for mesh in ({"ranks": 2, "pipeline": 2}, {"ranks": 2, "context": 2}, {"experts": 1}, {"ranks": 2, "experts": 2})
-    ),
+    slow({}),
+    *map(soak, ({"ranks": 2, "pipeline": 2}, {"ranks": 2, "context": 2}, {"experts": 1}, {"ranks": 2, "experts": 2})),
 ]
 
 
 def config(compiled: Any, mesh: dict[str, int], **trainer: Any) -> Config:
-    options: dict[str, Any] = {"attention": "packed", "micro_tokens": 48, "rank_timeout_s": 120.0, **mesh, **trainer}
     experts = ExpertsConfig(balance_coef=0.3, z_coef=0.02) if "experts" in mesh else ExpertsConfig()
-    return Config(
-        run=RunConfig(numerics="fast"),
-        trainer=TrainerConfig(backend="megatron", compile=compiled, **options),
-        loss=LossConfig(advantage="ppo" if "pipeline" in mesh else "grpo", proximal="sampler", experts=experts),
-    )
+    loss = LossConfig(advantage="ppo" if "pipeline" in mesh else "grpo", proximal="sampler", experts=experts)
+    return meshes.config(loss, backend="megatron", compile=compiled, attention="packed", minibatches=1, **mesh, **trainer)
 
 
 @pytest.fixture
@@ -66,11 +60,10 @@ def test_a_run_is_compiled_once_whatever_its_depth(make_model: Models) -> None:
         torch.compiler.reset()
         counters.clear()
         with open_trainer(config("on", {}, activations=1), make_model(num_hidden_layers=layers)) as trainer:
-            found.append([])
+            found.append([counters["stats"]["unique_graphs"]])
             for step in range(3):
-                found[-1].append(counters["stats"]["unique_graphs"])
                 trainer.step(batch(step))
-            found[-1].append(counters["stats"]["unique_graphs"])
+                found[-1].append(counters["stats"]["unique_graphs"])
     assert found[0] == found[1] and found[0][0] > 0 and found[0][1] == found[0][2] == found[0][3]
 
 

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamrl.config.loss import DistillationConfig, KLConfig, LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import meshes
 from tests.support.errors import raises
-from tests.support.meshes import batch, slow, soak
+from tests.support.meshes import Mesh, batch, slow, soak
 from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-ALONE, TENSOR, BOTH = (1, 1, 1), (2, 2, 1), (4, 2, 2)
-"""Ranks, tensor and pipeline."""
+ALONE, TENSOR, BOTH = {"ranks": 1}, {"ranks": 2, "tensor": 2}, {"ranks": 4, "tensor": 2, "pipeline": 2}
 
 
-def config(loss: LossConfig, mesh: tuple[int, int, int] = (1, 1, 1), backend: str = "megatron", dtype: str = "float32") -> Config:
-    ranks, tensor, pipeline = mesh
-    optimizer = OptimizerConfig(learning_rate=1e-3)
-    section = TrainerConfig(
-        backend=backend,  # pyright: ignore[reportArgumentType]
-        ranks=ranks,
-        tensor=tensor,
-        pipeline=pipeline,
-        optimizer=optimizer,
-        micro_tokens=48,
-        rank_timeout_s=120.0,
-        dtype=dtype,  # pyright: ignore[reportArgumentType]
-    )
-    return Config(trainer=section, loss=loss)
+def config(loss: LossConfig, mesh: Mesh, **changes: Any) -> Config:
+    return meshes.config(loss, **{"backend": "megatron", "minibatches": 1, **mesh, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +34,12 @@ def models(make_model: Models) -> tuple[Path, Path, Path]:
 
 
 @pytest.mark.parametrize("mesh", [slow(BOTH), soak(ALONE), soak(TENSOR)], ids=str)
-def test_reference_and_teacher_score_as_torchs_do(models: tuple[Path, Path, Path], mesh: tuple[int, int, int]) -> None:
+def test_reference_and_teacher_score_as_torchs_do(models: tuple[Path, Path, Path], mesh: Mesh) -> None:
     policy, like, other = models
     kl = KLConfig(loss_coef=0.5, estimator="k3", reference=str(like))
     loss = LossConfig(kl=kl, distillation=DistillationConfig(coef=0.2, teacher=str(other)))
     found = []
-    for asked in (config(loss, backend="torch"), config(loss, mesh)):
+    for asked in (config(loss, {"backend": "torch"}), config(loss, mesh)):
         with open_trainer(asked, policy) as trainer:
             found.append([trainer.step(batch(step)).metrics for step in range(3)])
     for ours, theirs in zip(*found, strict=True):
@@ -60,16 +49,14 @@ def test_reference_and_teacher_score_as_torchs_do(models: tuple[Path, Path, Path
 
 
 @pytest.mark.parametrize("mesh", [slow(TENSOR), soak(ALONE), soak(BOTH)], ids=str)
-def test_a_reference_is_renewed_and_restored(models: tuple[Path, Path, Path], mesh: tuple[int, int, int], tmp_path: Path) -> None:
+def test_a_reference_is_renewed_and_restored(models: tuple[Path, Path, Path], mesh: Mesh, tmp_path: Path) -> None:
     """In bfloat16: before the third batch it becomes the second version, of which it has the digest; a resume goes on with equal bits."""
     asked = config(LossConfig(kl=KLConfig(loss_coef=0.5, reference_every=2)), mesh, dtype="bfloat16")
     with open_trainer(asked, models[0]) as trainer:
         begun = trainer.digest()
-        results = []
-        for step in range(5):
-            results.append(trainer.step(batch(step)))
-            if step == 2:
-                trainer.save(tmp_path / "at", b"at", version=Version(0, 3)).result()
+        results = [trainer.step(batch(step)) for step in range(3)]
+        trainer.save(tmp_path / "at", b"at", version=Version(0, 3)).result()
+        results += [trainer.step(batch(step)) for step in (3, 4)]
     digests = [result.digest for result in results]
     assert [result.reference for result in results] == [begun, begun, digests[1], digests[1], digests[3]]
     with open_trainer(asked, models[0]) as trainer:
@@ -80,5 +67,5 @@ def test_a_reference_is_renewed_and_restored(models: tuple[Path, Path, Path], me
 def test_a_teacher_that_it_cannot_build_is_named(models: tuple[Path, Path, Path], make_model: Models) -> None:
     teacher = make_model(vocab_size=20)
     loss = LossConfig(distillation=DistillationConfig(coef=0.2, teacher=str(teacher)))
-    with raises(ConfigError, key="loss.distillation.teacher", got=20), open_trainer(config(loss), models[0]):
+    with raises(ConfigError, key="loss.distillation.teacher", got=20), open_trainer(config(loss, ALONE), models[0]):
         pass
