@@ -59,18 +59,12 @@ def test_medians_ratios_and_targets(run: Raw) -> None:
     ratio = redis.values["ratio"]
     assert (ratio.p50, ratio.low, ratio.high) == pytest.approx((2, 1, 3))
     assert [(target.got, target.met) for target in report.targets] == [("12,000,000", True), ("2.00", True)]
-
-
-def test_a_target_that_was_not_measured_is_not_met_nor_missed(run: Raw) -> None:
     only = [one for one in run.rounds if one.cell == "8 x 2k" and one.contender == Transport.STREAMRL]
     report = build_report(msgspec.structs.replace(run, rounds=only))
     assert [target.met for target in report.targets] == [None, None]
     slow = build_report(msgspec.structs.replace(run, rounds=[measured(Transport.STREAMRL, Cell(64, 2048), 0, 9.9e6)]))
     assert [target.met for target in slow.targets] == [False, None]
     assert "| NO " in render(slow) and "| not measured |" in render(slow)
-
-
-def test_the_table_says_what_was_measured_and_what_was_left_out(run: Raw) -> None:
     text = render(build_report(run))
     assert "| 64 x 2k          | streamrl     | 5,859     | 12.0 (9.00 - 15.0)" in text
     assert "| 2.00 (1.00 - 3.00) |" in text
@@ -94,15 +88,13 @@ def test_files_are_made_from_the_raw_one(run: Raw, tmp_path: Path) -> None:
         assert document.read_text() == f"before\n{begin}\n\n{render(report)}\n{end}\nafter\n"
 
 
-def test_without_files_or_marks_there_is_a_clear_error(run: Raw, tmp_path: Path) -> None:
+def test_without_files_or_marks_there_is_a_clear_error_and_what_was_measured_until_one_is_kept(run: Raw, tmp_path: Path) -> None:
     with raises(DataError, directory=str(tmp_path), benchmark="bus"):
         report_of(tmp_path)
     (tmp_path / "bus.md").write_text("no marks")
     with raises(DataError, path=str(tmp_path / "bus.md")):
         write_between(tmp_path / "bus.md", "bus", render(build_report(run)))
 
-
-def test_what_was_measured_until_an_error_is_kept(run: Raw, tmp_path: Path) -> None:
     def records() -> Iterator[Round]:
         yield from run.rounds[:2]
         raise LaunchError("the server died")

@@ -49,7 +49,7 @@ def raw() -> Raw:
     return raw_of("loop", LoopSpec(batches=20, skip=10, tail_batches=20, tail_skip=10), runs)
 
 
-def test_overhead_and_gain_are_ratios_of_rounds():
+def test_overhead_and_gain_are_ratios_of_rounds_and_the_table_says_whether_the_targets_are_met(tmp_path):
     stream, queues, asynchronous, lockstep = build_report(raw()).rows
     assert queues.values["overhead"].p50 == pytest.approx(1.2) and queues.values["cpu_overhead"].p50 == pytest.approx(1.5)
     assert asynchronous.values["gain"].p50 == pytest.approx(3.0)
@@ -59,8 +59,6 @@ def test_overhead_and_gain_are_ratios_of_rounds():
     assert (middle["wait_ms"], middle["step_ms"]) == pytest.approx((20, 100))
     assert (middle["cpu/nats-server"], middle["cpu/trainer"], middle["cpu_ms"]) == pytest.approx((30, 120, 150))
 
-
-def test_the_table_says_whether_the_targets_are_met(tmp_path):
     def targets(rounds: list[Round]) -> list[tuple[str, bool | None]]:
         return [(target.got, target.met) for target in build_report(replace(raw(), rounds=rounds)).targets]
 
@@ -118,9 +116,6 @@ async def test_groups_cross_the_socket_and_the_end_is_noticed():
         here.shutdown(socket.SHUT_WR)
         with raises(LaunchError, ended="sampling half"):
             trainer.get()
-
-
-def test_half_a_frame_is_no_frame():
     here, there = socket.socketpair()
     with there:
         with here:

@@ -64,25 +64,19 @@ def test_no_flag_is_one_that_a_run_would_refuse(shape):
         assert not set(flags) & {*OURS, *FIXED}
 
 
-def test_flags_of_the_caller_win():
-    options = resolve(asked("tiny", flags={"mem_fraction_static": 0.7}), num_gpus=0)
-    assert engine_config(options).sglang.flags["mem_fraction_static"] == 0.7
-
-
-def test_lanes_ask_for_mixed_lengths_and_do_not_end_in_step():
+def test_lanes_ask_for_mixed_lengths_and_versions_are_kept_as_runs():
     first = [wanted_tokens(1000, lane, 0) for lane in range(128)]
     later = [wanted_tokens(1000, lane, number) for lane in range(128) for number in range(1, 20)]
     assert min(first) < 100 and max(first) > 900 and len(set(first)) > 100
     assert min(later) >= 400 and max(later) <= 1600
     assert sum(later) / len(later) == pytest.approx(1000, rel=0.03)
-
-
-def test_versions_are_kept_as_runs():
     assert version_runs([3, 3, 4, 3]) == [(3, 2), (4, 1), (3, 1)]
     assert version_runs([]) == []
 
 
-def test_a_run_and_the_benchmark_pace_alike():
+def test_flags_are_none_that_a_run_refuses_and_the_callers_win():
+    options = resolve(asked("tiny", flags={"mem_fraction_static": 0.7}), num_gpus=0)
+    assert engine_config(options).sglang.flags["mem_fraction_static"] == 0.7
     assert asked("8B").max_gap_ms == SglangConfig().max_gap_ms
 
 

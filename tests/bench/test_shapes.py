@@ -36,20 +36,14 @@ def test_experts_have_the_sizes_of_the_real_model(tmp_path):
     assert names["model.layers.47.mlp.experts.127.down_proj.weight"] == (2048, 768)
 
 
-def test_sizes_are_those_of_the_names():
+def test_sizes_are_those_of_the_names_and_others_are_refused(tmp_path):
     billions = {name: round(num_elements(shape) / 1e9, 1) for name, shape in SHAPES.items()}
     assert billions == {"tiny": 0.0, "tiny-moe": 0.0, "0.6B": 0.6, "4B": 4.0, "8B": 8.2, "30B-A3B": 30.5, "30B-A3B-6": 4.4}
-
-
-def test_config_is_json_without_weights(tmp_path):
+    with raises(ConfigError, shape="7B"):
+        shape_of("7B")
     write_model(shape_of("tiny"), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["hidden_size"] == 128
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_unknown_shape_is_refused():
-    with raises(ConfigError, shape="7B"):
-        shape_of("7B")
 
 
 @pytest.mark.parametrize("name", list(PLANS))
