@@ -30,36 +30,6 @@ def advantages(rewards: list[float], tasks: list[int], rollouts: list[int], **op
     return grpo(np.array(rewards, np.float64), np.array(tasks), np.array(rollouts), **options)[0]
 
 
-def test_golden() -> None:
-    got = advantages([1, 0, 0, 1], [5] * 4, [0, 1, 2, 3])
-    assert got == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
-
-
-def test_without_the_standard_deviation_is_dr_grpo() -> None:
-    assert advantages([1, 0, 0, 1], [5] * 4, [0, 1, 2, 3], normalize_std=False).tolist() == [0.5, -0.5, -0.5, 0.5]
-
-
-def test_groups_are_named_by_id_and_may_be_uneven_and_interleaved() -> None:
-    got = advantages([1, 10, 0, 30, 0], [0, 1, 0, 1, 0], [0, 0, 1, 1, 2])
-    assert got[[0, 2, 4]] == pytest.approx(advantages([1, 0, 0], [0] * 3, [0, 1, 2]))
-    assert got[[1, 3]] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-6)
-
-
-def test_a_rollout_of_several_samples_votes_once() -> None:
-    split = advantages([1, 1, 1, 0, 0], [0] * 5, [0, 0, 0, 1, 2])
-    whole = advantages([1, 0, 0], [0] * 3, [0, 1, 2])
-    assert split.tolist() == [whole[0]] * 3 + whole[1:].tolist()
-
-
-def test_singletons_and_equal_rewards_give_exactly_zero() -> None:
-    assert advantages([3.0, 0.1, 0.1, 0.1], [0, 1, 1, 1], [0, 0, 1, 2]).tolist() == [0.0] * 4
-
-
-def test_metrics_count_rollouts_not_samples() -> None:
-    _, metrics = grpo(np.array([1.0, 1, 0, 0, 0]), np.array([0, 0, 0, 1, 1]), np.array([0, 0, 1, 0, 1]))
-    assert metrics == pytest.approx({"rollout/raw_reward": 0.25, "rollout/raw_reward_std": 0.5**0.5 / 2, "rollout/zero_variance": 0.5})
-
-
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=8), st.floats(-5, 5))
 def test_sums_to_zero_and_ignores_a_shift(rewards: list[float], shift: float) -> None:
     tasks, rollouts = [0] * len(rewards), list(range(len(rewards)))
@@ -68,7 +38,19 @@ def test_sums_to_zero_and_ignores_a_shift(rewards: list[float], shift: float) ->
     assert got == pytest.approx(advantages([r + shift for r in rewards], tasks, rollouts, normalize_std=False), abs=1e-9)
 
 
-def test_refuses_missing_and_contradictory_rewards() -> None:
+def test_grpo_by_hand() -> None:
+    got = advantages([1, 0, 0, 1], [5] * 4, [0, 1, 2, 3])
+    assert got == pytest.approx([0.866024, -0.866024, -0.866024, 0.866024], abs=1e-6)
+    assert advantages([1, 0, 0, 1], [5] * 4, [0, 1, 2, 3], normalize_std=False).tolist() == [0.5, -0.5, -0.5, 0.5]
+    got = advantages([1, 10, 0, 30, 0], [0, 1, 0, 1, 0], [0, 0, 1, 1, 2])
+    assert got[[0, 2, 4]] == pytest.approx(advantages([1, 0, 0], [0] * 3, [0, 1, 2]))
+    assert got[[1, 3]] == pytest.approx([-(0.5**0.5), 0.5**0.5], abs=1e-6)
+    split = advantages([1, 1, 1, 0, 0], [0] * 5, [0, 0, 0, 1, 2])
+    whole = advantages([1, 0, 0], [0] * 3, [0, 1, 2])
+    assert split.tolist() == [whole[0]] * 3 + whole[1:].tolist()
+    assert advantages([3.0, 0.1, 0.1, 0.1], [0, 1, 1, 1], [0, 0, 1, 2]).tolist() == [0.0] * 4
+    _, metrics = grpo(np.array([1.0, 1, 0, 0, 0]), np.array([0, 0, 0, 1, 1]), np.array([0, 0, 1, 0, 1]))
+    assert metrics == pytest.approx({"rollout/raw_reward": 0.25, "rollout/raw_reward_std": 0.5**0.5 / 2, "rollout/zero_variance": 0.5})
     with raises(TrainingError, task=4, rollout=1):
         advantages([1, float("nan")], [4, 4], [0, 1])
     with raises(TrainingError, task=4, rollout=1):
@@ -79,23 +61,11 @@ def of(estimator: Grouped, rewards: list[float], tasks: list[int], rollouts: lis
     return estimator(np.array(rewards, np.float64), np.array(tasks), np.array(rollouts))[0].tolist()
 
 
-def test_raw_is_the_reward() -> None:
+def test_raw_rloo_and_maxrl_by_hand() -> None:
     assert of(raw, [3, 3, -1], [0, 0, 7], [1, 1, 0]) == [3, 3, -1]
-
-
-def test_rloo_leaves_each_rollout_out_of_its_own_baseline() -> None:
     assert of(rloo, [1, 4, 10], [3] * 3, [0, 1, 2]) == pytest.approx([1 - 7, 4 - 5.5, 10 - 2.5])
-
-
-def test_maxrl_divides_by_the_groups_mean() -> None:
     assert of(maxrl, [1, 0, 0, 0, 1, 1, 0], [0] * 4 + [1] * 3, [0, 1, 2, 3, 0, 1, 2]) == pytest.approx([3, -1, -1, -1, 0.5, 0.5, -1])
-
-
-def test_maxrl_gives_zero_where_nobody_succeeds() -> None:
     assert of(maxrl, [0, 0, 0], [0] * 3, [0, 1, 2]) == [0, 0, 0]
-
-
-def test_maxrl_refuses_negative_rewards() -> None:
     with raises(TrainingError, estimator="maxrl", task=5, rollout=2):
         of(maxrl, [0, -1, 1], [5, 5, 5], [0, 2, 3])
 
@@ -166,60 +136,39 @@ def test_kl_golden(estimator: KLEstimator, expected: list[float]) -> None:
     assert token_kl(R, estimator) == pytest.approx(expected, abs=1e-6)
 
 
-def test_kl_bounds() -> None:
-    assert token_kl(np.array([-3.0, -30.0]), "low_var_kl").tolist() == [10, 10]
-    assert token_kl(np.array([-30.0, 30.0]), "k3") == pytest.approx([np.exp(20.0) - 21, np.exp(-30.0) + 29])
-
-
 @pytest.mark.parametrize("estimator", get_args(KLEstimator))
 def test_a_penalty_in_the_reward_is_the_one_in_the_loss(estimator: KLEstimator) -> None:
     r = np.concatenate([np.linspace(-25, 25, 41), [1e-6, -0.3]])
     assert token_kl(r, estimator) == pytest.approx(kl_estimate(torch.from_numpy(r), estimator).numpy(), rel=1e-9, abs=1e-12)
 
 
-def test_k3_keeps_its_digits_near_zero() -> None:
+def test_kl_bounds() -> None:
+    assert token_kl(np.array([-3.0, -30.0]), "low_var_kl").tolist() == [10, 10]
+    assert token_kl(np.array([-30.0, 30.0]), "k3") == pytest.approx([np.exp(20.0) - 21, np.exp(-30.0) + 29])
     assert token_kl(np.array([1e-9]), "k3")[0] <= 1e-17
 
 
-def test_golden_of_reinforce_plus_plus() -> None:
+def test_rewards_of_tokens_by_hand() -> None:
     mask = np.array([True, True, False, True])
     rewards = token_rewards(np.array([1.0]), np.array([0, 4]), mask, kl=np.array([0.1, 0.2, 0.3, 0.4]), kl_coef=0.1)
     assert rewards == pytest.approx([-0.01, -0.02, 0, 0.96])
     assert discounted_returns(rewards, np.array([0, 4]), gamma=0.9) == pytest.approx([0.6718, 0.7576, 0.8640, 0.9600], abs=5e-5)
-
-
-def test_the_reward_is_at_each_samples_last_trained_token() -> None:
     mask = np.array([False, True, True, False, False, False, True, True, False, True])
     offsets = np.array([0, 4, 4, 6, 9, 10])
     got = token_rewards(np.array([1.0, 2, 4, 8, 16]), offsets, mask, kl=np.where(mask, 1.0, np.nan), kl_coef=0.5)
     assert got.tolist() == [0, -0.5, 0.5, 0, 0, 0, -0.5, 7.5, 0, 15.5]
-
-
-def test_without_a_penalty() -> None:
     assert token_rewards(np.array([3.0]), np.array([0, 2]), np.array([True, True]), kl=None, kl_coef=1.0).tolist() == [0, 3]
 
 
-def test_bessels_correction_and_epsilon() -> None:
+def test_whitening_by_hand() -> None:
     got = whiten(np.array([1.0, 3.0, np.nan]), np.array([True, True, False]))
     assert got == pytest.approx([-1 / np.sqrt(2 + 1e-8), 1 / np.sqrt(2 + 1e-8), 0], rel=1e-12)
-
-
-def test_epsilon_is_added_to_the_variance() -> None:
-    """Values 1e-4 apart: their variance 5e-9 is smaller than the epsilon, 1e-8."""
+    # Values 1e-4 apart: their variance 5e-9 is smaller than the epsilon, 1e-8.
     assert whiten(np.array([0.0, 1e-4]), np.ones(2, np.bool_)) == pytest.approx(np.array([-5e-5, 5e-5]) / np.sqrt(1.5e-8))
-
-
-def test_a_single_value_and_equal_values_give_zero() -> None:
     assert whiten(np.array([7.0, 8.0]), np.array([True, False])).tolist() == [0, 0]
     assert whiten(np.full(4, 0.25), np.ones(4, np.bool_)).tolist() == [0] * 4
-
-
-def test_nothing_trained_is_refused() -> None:
     with raises(TrainingError, trained=0):
         whiten(np.ones(3), np.zeros(3, np.bool_))
-
-
-def test_a_large_mean_costs_no_digits() -> None:
     assert whiten(np.array([1e8, 1e8 + 1, 1e8 + 2]), np.ones(3, np.bool_)) == pytest.approx([-1, 0, 1], rel=1e-7)
 
 

@@ -20,18 +20,12 @@ def group(rewards: list[float]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(rewards, np.float64), np.zeros(len(rewards), np.int64), np.arange(len(rewards))
 
 
-def test_opo_weighs_rewards_by_length() -> None:
+def test_opo_by_hand() -> None:
     """Lengths 1 and 3: the baseline is (1 * 1 + 3 * 0) / 4."""
     assert opo(*group([1, 0]), lengths=np.array([1, 3]))[0].tolist() == [0.75, -0.25]
     assert opo(*group([1, 0, 0]), lengths=np.array([2, 2, 2]))[0] == pytest.approx(grpo(*group([1, 0, 0]), normalize_std=False)[0])
-
-
-def test_opo_adds_the_samples_of_a_rollout_up() -> None:
     rewards, tasks, rollouts = np.array([1.0, 1, 0]), np.zeros(3, np.int64), np.array([0, 0, 1])
     assert opo(rewards, tasks, rollouts, lengths=np.array([1, 2, 1]))[0].tolist() == [0.25, 0.25, -0.75]
-
-
-def test_opo_of_flat_groups_and_of_nothing_trained_is_exactly_zero() -> None:
     assert opo(*group([0.1, 0.1, 0.1]), lengths=np.array([1, 2, 4]))[0].tolist() == [0.0] * 3
     assert opo(*group([1, 0]), lengths=np.array([0, 0]))[0].tolist() == [0.0] * 2
     assert opo(*group([3.0]), lengths=np.array([7]))[0].tolist() == [0.0]
@@ -65,9 +59,6 @@ def test_pass_at_k_by_hand() -> None:
     assert pass_at_k(*group([1, 0, 0, 0]), k=2)[0] == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3], abs=1e-5)
     # Three of four right, k = 2: no subset is without one, so there is nothing left to gain.
     assert pass_at_k(*group([1, 1, 1, 0]), k=2)[0].tolist() == [0.0] * 4
-
-
-def test_pass_at_1_is_grpo_with_the_deviation_of_a_population() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 0.0]
     theirs = grpo(*group(rewards))[0] * (np.std(rewards, ddof=1) + 1e-6) / (np.std(rewards) + 1e-6)
     assert pass_at_k(*group(rewards), k=1)[0] == pytest.approx(theirs)
@@ -79,17 +70,14 @@ def test_pass_at_k_refuses_what_is_neither_right_nor_wrong(reward: float) -> Non
         pass_at_k(*group([1.0, reward]), k=2)
 
 
-def test_the_deviation_of_the_batch_divides_every_group_alike() -> None:
+def test_grpo_over_the_batchs_deviation_and_without_a_rollouts_own_reward() -> None:
     """A group of nearly equal rewards is not blown up beside one of very unequal ones."""
     rewards, tasks, rollouts = np.array([1.0, 0, 0.51, 0.49]), np.array([0, 0, 1, 1]), np.array([0, 1, 0, 1])
     found = grpo(rewards, tasks, rollouts, batch_std=True)[0]
     assert found == pytest.approx(np.array([0.5, -0.5, 0.01, -0.01]) / (np.std(rewards, ddof=1) + 1e-6))
     assert grpo(rewards[:2], tasks[:2], rollouts[:2], batch_std=True)[0] == pytest.approx(np.array([0.5, -0.5]) / (0.5**0.5 + 1e-6))
     assert grpo(np.array([1.0]), np.array([0]), np.array([0]), batch_std=True)[0].tolist() == [0.0]
-
-
-def test_leaving_a_rollouts_own_reward_out_of_the_mean_it_is_compared_with() -> None:
-    """LOO over std: by hand, over the batch's deviation, and beside rloo."""
+    # LOO over std: by hand, over the batch's deviation, and beside rloo.
     rewards, tasks, rollouts = np.array([1.0, 0, 0, 3.0, 1.0]), np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1])
     std = [np.std(rewards[:3], ddof=1)] * 3 + [np.std(rewards[3:], ddof=1)] * 2
     less_others = np.array([1.0, -0.5, -0.5, 2.0, -2.0])
@@ -133,16 +121,13 @@ def test_gdpo_normalises_each_objective_by_itself(rows: list[tuple[float, float,
     assert metrics["rollout/raw_reward"] == pytest.approx(np.mean(inputs[0]))
 
 
-def test_gdpo_tells_apart_what_adds_up_to_the_same() -> None:
+def test_gdpo_tells_apart_what_adds_up_to_the_same_and_names_what_is_missing() -> None:
     """Rewards 1 + 0 and 0 + 1 are equal to grpo; the part whose values differ less often weighs more to gdpo."""
     right, form = np.array([1.0, 0, 1, 1]), np.array([0.0, 1, 0, 0])
     inputs = right + form, np.zeros(4, np.int64), np.arange(4)
     assert grpo(*inputs)[0].tolist() == [0.0] * 4
     found = gdpo(*inputs, parts={"right": right, "form": form}, weights={"right": 2.0, "form": 1.0})[0]
     assert found[1] < 0 < found[0] == found[2] == found[3]
-
-
-def test_gdpo_names_the_part_that_is_missing() -> None:
     inputs = group([1, 0])
     for parts in ({}, {"form": np.array([1.0, np.nan])}):
         with raises(TrainingError, estimator="gdpo", objective="form"):

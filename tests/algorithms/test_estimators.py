@@ -78,13 +78,6 @@ def test_group_estimators_give_each_trained_token_its_samples_advantage(
     assert set(found.metrics) == {"rollout/raw_reward", "rollout/raw_reward_std", "rollout/zero_variance", "rollout/advantages"}
 
 
-def test_metrics_average_each_rollout_then_the_rollouts(batch: TrainBatch) -> None:
-    """The second rollout has three tokens in two samples; it weighs no more than the first with two."""
-    values = with_gaps([1, 3, 10, 20, 60])
-    found = token_advantages(batch, config(advantage="ppo"), values=values)
-    assert found.metrics["rollout/values"] == (2 + 30) / 2
-
-
 def test_reinforce_plus_plus_takes_the_reward_at_the_last_token_and_whitens(batch: TrainBatch) -> None:
     loss = config(advantage="reinforce_plus_plus", gamma=0.9, kl={"reward_coef": 0.1, "estimator": "k1"})
     logprobs, reference = with_gaps([0.1, 0.4, 0.2, 0.2, 0.5]), with_gaps([0] * 5)
@@ -108,9 +101,6 @@ def test_reinforce_plus_plus_baseline_is_the_centred_reward_less_each_tokens_kl(
     before = with_gaps([0.49, 0.48, -0.53, -0.54, -0.55])
     assert found.advantages == pytest.approx(whiten(before, np.array(MASK)), abs=1e-12)
     assert found.returns is None
-
-
-def test_reinforce_plus_plus_baseline_without_the_mean(batch: TrainBatch) -> None:
     loss = config(advantage="reinforce_plus_plus_baseline", normalize_rewards=False)
     assert token_advantages(batch, loss).advantages == pytest.approx(whiten(with_gaps([1, 1, 0, 0, 0]), np.array(MASK)))
 
@@ -214,11 +204,6 @@ def test_tokens_with_a_log_prob_that_is_not_finite_take_no_part(batch: TrainBatc
     assert found.metrics == expected.metrics
 
 
-def test_values_that_are_not_finite_are_refused(batch: TrainBatch) -> None:
-    with raises(TrainingError, scores="values", token=5):
-        token_advantages(batch, config(advantage="ppo"), values=with_gaps([1, 2, np.nan, 3, 4]))
-
-
 @pytest.mark.parametrize(
     ("settings", "roles"),
     [
@@ -240,7 +225,9 @@ def test_what_must_be_scored(batch: TrainBatch, settings: dict[str, Any], roles:
             token_advantages(batch, loss, **{key: array for key, array in given.items() if key != missing})
 
 
-def test_refuses_arrays_of_another_batch(batch: TrainBatch) -> None:
+def test_values_and_arrays_that_do_not_fit_are_refused(batch: TrainBatch) -> None:
+    with raises(TrainingError, scores="values", token=5):
+        token_advantages(batch, config(advantage="ppo"), values=with_gaps([1, 2, np.nan, 3, 4]))
     with raises(TrainingError, scores="values", expected=(9,), got=(5,)):
         token_advantages(batch, config(advantage="ppo"), values=np.zeros(5))
 
@@ -301,7 +288,11 @@ def test_a_function_that_cannot_be_used(
         token_advantages(batch, config(advantage=f"{__file__}:{name}"))
 
 
-def test_samples_of_one_rollout_count_as_one_vote(batch: TrainBatch) -> None:
+def test_votes_and_means_are_of_rollouts(batch: TrainBatch) -> None:
+    """The second rollout has three tokens in two samples; it weighs no more than the first with two."""
+    values = with_gaps([1, 3, 10, 20, 60])
+    found = token_advantages(batch, config(advantage="ppo"), values=values)
+    assert found.metrics["rollout/values"] == (2 + 30) / 2
     expected = estimators.rloo(np.array([1.0, 0.0]), np.array([5, 5]), np.array([0, 1]))[0]
     assert token_advantages(batch, config(advantage="rloo")).advantages == spread(*expected)
 

@@ -14,23 +14,17 @@ from tests.algorithms.policy_cases import packed, padded, random_sequences
 from tests.support.float64 import t
 
 
-def test_only_bad_samples_that_the_policy_left_are_masked() -> None:
+def test_only_bad_tokens_of_samples_that_the_policy_left_are_masked() -> None:
     # Means of log mu - log pi: 0.2, 0.2, -0.2, 0.05.
     old = t(0.1, 0.3, 0.1, 0.3, -0.2, 0.05)
     sequences = Packed(torch.tensor([0, 0, 1, 1, 2, 3]), 4)
     keep, metrics = opsm_keep(t(0, 0, 0, 0, 0, 0), old, t(-1, -1, 1, 1, -1, -1), sequences, delta=0.1)
     assert keep.tolist() == [0, 0, 1, 1, 1, 1]
     assert metrics["train/opsm_clipfrac"].tolist() == [1, 1, 0, 0, 0, 0]
-
-
-def test_the_mean_counts_not_the_sum_and_the_bound_itself_is_kept() -> None:
     old, advantages = t(0.25, 0.25, 0.25), t(-1, -1, -1)
     sequences = Packed(torch.tensor([0, 0, 0]), 1)
     assert opsm_keep(t(0, 0, 0), old, advantages, sequences, delta=0.25)[0].tolist() == [1, 1, 1]
     assert opsm_keep(t(0, 0, 0), old, advantages, sequences, delta=0.2499)[0].tolist() == [0, 0, 0]
-
-
-def test_tokens_of_a_masked_sample_with_other_signs_are_kept() -> None:
     keep, _ = opsm_keep(t(0, 0, 0), t(1, 1, 1), t(-1, 0, 1), Packed(torch.tensor([0, 0, 0]), 1), delta=1e-4)
     assert keep.tolist() == [0, 1, 1]
 

@@ -22,7 +22,7 @@ def group(rewards: list[float]) -> tuple[Floats, npt.NDArray[np.int64], npt.NDAr
     return np.array(rewards, np.float64), np.zeros(len(rewards), np.int64), np.arange(len(rewards))
 
 
-def test_energies_are_the_squared_gradients_by_the_logits() -> None:
+def test_a_certain_token_has_no_energy_and_never_a_negative_one() -> None:
     """Against the gradient written out, (onehot - softmax) / temperature, at several temperatures."""
     rng = np.random.default_rng(3)
     logits, tokens = 4 * rng.standard_normal((50, 11)), rng.integers(0, 11, 50)
@@ -37,9 +37,6 @@ def test_energies_are_the_squared_gradients_by_the_logits() -> None:
     gradient = (np.eye(11)[tokens] - softmax) / temperature[:, None]
     found = token_energies(logprobs(temperature), logprobs(temperature / 2), temperature)
     assert found == pytest.approx(np.square(gradient).sum(-1), rel=1e-9)
-
-
-def test_a_certain_token_has_no_energy_and_never_a_negative_one() -> None:
     certain = np.array([-1e-9, 0.0], np.float32)
     assert (token_energies(certain, certain, np.ones(2)) >= 0).all()
     assert token_energies(np.array([-40.0]), np.array([-80.0]), np.ones(1)) == pytest.approx(2.0)
@@ -76,20 +73,14 @@ def test_no_other_baseline_has_less_variance(rows: list[tuple[float, float, floa
     assert second_moment(0.0) <= min(second_moment(1e-3), second_moment(-1e-3)) + 1e-9
 
 
-def test_equal_weights_and_energies_are_grpo() -> None:
+def test_opob_by_hand() -> None:
     same: dict[str, Any] = {"log_ratios": np.full(4, -0.3), "energies": np.full(4, 2.5)}
     assert opob(*group([1, 0, 0, 1]), **same)[0] == pytest.approx(grpo(*group([1, 0, 0, 1]))[0])
-
-
-def test_opob_adds_the_samples_of_a_rollout_up() -> None:
     rewards, tasks, rollouts = np.array([1.0, 1, 0]), np.zeros(3, np.int64), np.array([0, 0, 1])
     log_ratios, energies = np.log([2.0, 1.5, 1.0]), np.array([1.0, 3.0, 4.0])
     found = opob(rewards, tasks, rollouts, log_ratios=log_ratios, energies=energies, normalize_std=False)[0]
     baseline = papers_baseline([1, 0], [3.0, 1.0], [4.0, 4.0])
     assert found == pytest.approx([1 - baseline, 1 - baseline, -baseline])
-
-
-def test_opob_of_flat_groups_of_no_energy_and_of_extreme_weights() -> None:
     nothing = np.zeros(3)
     assert opob(*group([0.1, 0.1, 0.1]), log_ratios=nothing, energies=np.ones(3))[0].tolist() == [0.0] * 3
     assert opob(*group([1, 0, 0]), log_ratios=nothing, energies=nothing)[0].tolist() == [0.0] * 3
@@ -136,10 +127,7 @@ def test_the_token_baseline_by_hand() -> None:
     """Rewards 1 and 0, energies 1, 1 and 3: at the first token B = 1 / 4; the second is the first rollout's alone."""
     found, _ = optimal_token_baseline(*group([1, 0]), energies=np.array([1.0, 1.0, 3.0]), samples=np.array([0, 0, 1]))
     assert found == pytest.approx([0.75, 0.0, -0.25])
-
-
-def test_positions_go_on_through_the_samples_of_a_rollout_and_agents_stay_apart() -> None:
-    """Rollout 0 has a sample of its own, one of an agent, and another of its own: its second token is in the third sample."""
+    # Rollout 0 has a sample of its own, one of an agent, and another of its own: its second token is in the third sample.
     rewards, tasks, rollouts = np.array([1.0, 5.0, 1.0, 0.0, 7.0]), np.zeros(5, np.int64), np.array([0, 0, 0, 1, 1])
     agents = ("", "judge/0", "", "", "judge/0")
     samples, energies = np.array([0, 1, 2, 3, 3, 4]), np.array([1.0, 1.0, 2.0, 1.0, 5.0, 3.0])

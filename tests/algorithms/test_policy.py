@@ -105,11 +105,8 @@ def test_a_token_that_is_not_finite_is_as_if_it_were_not_there(policy: str, fiel
     assert all(m.isfinite().all() for m in metrics.values())
 
 
-def test_every_loss_that_is_registered_is_here() -> None:
+def test_every_loss_is_here_and_usable_tokens_are_trained_ones() -> None:
     assert set(POLICY_LOSSES) == set(registry.POLICY_LOSSES)
-
-
-def test_usable_tokens_are_trained_ones_only() -> None:
     x = padded(random_sequences(1))
     assert torch.equal(usable_tokens(tokens_of(x)), x.sequences.mask)
 
