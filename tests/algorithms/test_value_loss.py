@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -38,37 +39,29 @@ def test_by_hand() -> None:
     assert gradient(loss, values).tolist() == [1.0]
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("offset", [-1e-6, 1e-6, -0.3, 0.3, 0.0])
-@pytest.mark.parametrize("side", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("target", [-2.0, 0.05, 0.4, 3.0])
-def test_value_and_gradient_around_both_bounds(clip: float, offset: float, side: float, target: float) -> None:
+def test_value_and_gradient_around_both_bounds() -> None:
+    """Where V has not gone beyond the clip both terms are one, and either's gradient is right."""
     old = 0.3
-    leaf = torch.tensor(old + side * (clip + offset), dtype=torch.float64, requires_grad=True)
-    want = reference.value(leaf, old, target, clip)
-    gradient = torch.autograd.grad(want, leaf)[0].item()
-    values = leaf.detach()[None].requires_grad_()
-    loss, metrics = value_loss(values, t(old), t(target), clip=clip)
-    loss.sum().backward()
-    assert loss.tolist() == pytest.approx([want.item()], rel=1e-12)
-    assert values.grad is not None
-    # Where V has not gone beyond the clip both terms are one, and either's gradient is right.
-    assert values.grad.tolist() == pytest.approx([gradient], rel=1e-9, abs=1e-12)
-    assert not metrics["train/value_clipfrac"].requires_grad
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_random_points(seed: int) -> None:
-    rng = random.Random(seed)
-    rows = [(rng.gauss(0, 1), rng.gauss(0, 1), rng.gauss(0, 1)) for _ in range(50)]
+    for case in itertools.product((0.0, 0.2, 1.0), (-1e-6, 1e-6, -0.3, 0.3, 0.0), (-1.0, 0.0, 1.0), (-2.0, 0.05, 0.4, 3.0)):
+        clip, offset, side, target = case
+        leaf = torch.tensor(old + side * (clip + offset), dtype=torch.float64, requires_grad=True)
+        want = reference.value(leaf, old, target, clip)
+        values = leaf.detach()[None].requires_grad_()
+        loss, metrics = value_loss(values, t(old), t(target), clip=clip)
+        assert loss.tolist() == pytest.approx([want.item()], rel=1e-12), case
+        assert gradient(loss, values).tolist() == pytest.approx([gradient(want, leaf).item()], rel=1e-9, abs=1e-12), case
+        assert not metrics["train/value_clipfrac"].requires_grad
+    generator = random.Random(0)
+    rows = [tuple(generator.gauss(0, 1) for _ in range(3)) for _ in range(250)]
     leaves = [torch.tensor(new, dtype=torch.float64, requires_grad=True) for new, _, _ in rows]
-    want = [reference.value(leaf, old, target, 0.2) for leaf, (_, old, target) in zip(leaves, rows, strict=True)]
-    gradients = [torch.autograd.grad(w, leaf)[0].item() for w, leaf in zip(want, leaves, strict=True)]
+    wants = [reference.value(leaf, before, target, 0.2) for leaf, (_, before, target) in zip(leaves, rows, strict=True)]
     columns = torch.tensor(rows, dtype=torch.float64)
     values, old_values = columns[:, 0].clone().requires_grad_(), columns[:, 1].clone().requires_grad_()
     loss, _ = value_loss(values, old_values, columns[:, 2], clip=0.2)
-    assert loss.tolist() == pytest.approx([w.item() for w in want])
-    assert gradient(loss, values).tolist() == pytest.approx(gradients)
+    loss.sum().backward()
+    assert loss.tolist() == pytest.approx([want.item() for want in wants])
+    slopes = [gradient(want, leaf).item() for want, leaf in zip(wants, leaves, strict=True)]
+    assert values.grad is not None and values.grad.tolist() == pytest.approx(slopes)
     assert old_values.grad is None
 
 
