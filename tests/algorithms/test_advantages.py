@@ -1,7 +1,5 @@
 """Estimators over groups: golden numbers, closed forms, uneven groups, one reward per rollout."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Thread

@@ -1,7 +1,5 @@
 """Rewards of agents: who is compared with whom, by numbers worked out by hand and by a plain reference in float64."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any

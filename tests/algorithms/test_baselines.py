@@ -1,7 +1,5 @@
 """Estimators with other baselines than the plain mean: by hand, and by going through all subsets."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Metrics of whole batches: closed forms by hand, what is left out, and that every name is declared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Decisions over all tokens of an optimizer step, against the papers' algorithms word by word."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

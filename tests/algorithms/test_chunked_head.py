@@ -1,7 +1,5 @@
 """The head that is made to be compiled: held to the same log_softmax written out in float64 as the other two, compiled and not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

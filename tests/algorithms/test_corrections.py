@@ -1,7 +1,5 @@
 """The whole correction against a second implementation, and what holds for every configuration."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Divergences by candidates: between those of two outcomes and those of whole distributions, which torch.distributions knows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """From the section `loss` to advantages of tokens: which estimator runs, in which order, over which tokens."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

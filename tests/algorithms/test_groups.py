@@ -1,7 +1,5 @@
 """RolloutRewards of rollouts, statistics of groups, and the rule for means over rollouts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Importance weights: golden numbers, every kind and level, bounds, and no gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """KL estimators: golden numbers, what they are in expectation, and the gradients of a second implementation."""
 
-from __future__ import annotations
-
 import math
 from typing import get_args
 

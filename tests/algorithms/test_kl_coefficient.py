@@ -1,7 +1,5 @@
 """The KL's coefficient, batch by batch."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-probs by both forms: against log_softmax written out in float64, with gradients, chunking, truncation and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

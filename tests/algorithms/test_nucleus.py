@@ -1,7 +1,5 @@
 """What top-k and top-p leave, and its packed form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Off-policy sequence masking."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Baselines of least variance: closed forms, plain loops over rollouts and positions, and the variance that they are the least of."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

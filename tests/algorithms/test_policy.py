@@ -1,7 +1,5 @@
 """The dispatch from the configuration to a policy loss."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Policy losses: golden numbers, closed forms, and gradients of a second implementation, at clip boundaries too."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The names of `streamrl.algorithms`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Token weights: closed forms, and independence of how samples are cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """Rejection and veto: closed forms of every measure and level, both bounds, whole samples."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

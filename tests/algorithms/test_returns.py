@@ -1,7 +1,5 @@
 """Returns of tokens: golden numbers, and a second implementation over packed batches with holes."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Losses whose ratio is against the sampler: values by hand. `test_policy_losses` holds them to the second implementation, too."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

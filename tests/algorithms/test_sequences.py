@@ -1,7 +1,5 @@
 """Sums over sequences: packed, padded, selected and split over processes give the same."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rate by the effective sample size of an optimizer step: by hand, and against plain loops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

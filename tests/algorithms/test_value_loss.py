@@ -1,7 +1,5 @@
 """The critic's loss."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

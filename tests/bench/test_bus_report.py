@@ -1,7 +1,5 @@
 """The report of `bench bus` from numbers that are known."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

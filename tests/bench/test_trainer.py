@@ -1,7 +1,5 @@
 """`bench trainer`: the real thing on a tiny model, its plain loop against one sample at a time, the report from numbers that are known."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`streamrl up` with a critic on two ranks of megatron-core: one is killed, the run goes on, also by the other backend, and is replayed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`streamrl up` with a mixture of experts on two ranks: one is killed, the run goes on, and its log gives its ledger again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`streamrl up` with a trainer of two ranks: it learns, loses a rank, resumes, and its log gives its ledger again."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bytes that were cut, changed or never were a message are refused, or are a valid one; what would be expanded is refused before."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Candidates as arrays and as bytes: nothing is lost between them, sizes that lie are refused, and so is what no sampler could say."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

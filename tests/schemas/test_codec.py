@@ -1,7 +1,5 @@
 """MessagePack structs: round trips of any values, and errors that say where the bytes came from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Samples on the wire: nothing is lost, nothing is copied, nothing broken gets through."""
 
-from __future__ import annotations
-
 import itertools
 import tracemalloc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The digest of a body against the values that the authors of XXH3 publish for it."""
 
-from __future__ import annotations
-
 from streamrl.schemas.digests import body_digest
 
 

@@ -1,7 +1,5 @@
 """Bytes written by earlier builds are read for ever; see `tests/golden/generate.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

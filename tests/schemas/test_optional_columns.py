@@ -1,7 +1,5 @@
 """Columns that a message has only when there is something in them: nothing broken gets through, and what is not said costs nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Just-in-time pacing: what is granted, and what that does to staleness and to the trainer's utilisation on the simulated clock."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

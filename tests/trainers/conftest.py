@@ -1,7 +1,5 @@
 """Tiny models and batches for trainer tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """How many layers keep their activations: more memory keeps more, never more than there are, and the arithmetic is told."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

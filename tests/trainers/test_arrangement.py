@@ -1,7 +1,5 @@
 """How layers are arranged by memory, on a CPU with a reckoned room: what is kept, followed, given up, refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`loss.bootstrap_truncated`: what a cut answer's return goes on with, on one rank by hand and on meshes as on one rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

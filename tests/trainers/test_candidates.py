@@ -1,7 +1,5 @@
 """Both trainers by what was recorded: scores of every layout are those of transformers in float64, and a step goes by them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The atomic directory protocol: killed at every system call, it leaves the old content, the new one, or none."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

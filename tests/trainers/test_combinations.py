@@ -1,7 +1,5 @@
 """Every estimator with every policy loss and every kind of correction: a real model is moved towards what was rewarded."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 from typing import Any

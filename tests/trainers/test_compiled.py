@@ -4,8 +4,6 @@ One small model is compiled with the slow tests. Models and cut models are with 
 compile them too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path

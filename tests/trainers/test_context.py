@@ -1,7 +1,5 @@
 """Ranks that share packed rows over gloo: the same digests, log-probs and gradients as one rank. Rank 0 is this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

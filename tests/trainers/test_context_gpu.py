@@ -1,7 +1,5 @@
 """Ranks that share packed rows over GPUs: FlashAttention, NCCL and compiled layers, beside one GPU. `scripts/gpu/context.sh` runs them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The critic: learned returns, its own steps at the beginning, checkpoints, and what a replay sees of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY

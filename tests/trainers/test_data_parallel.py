@@ -1,7 +1,5 @@
 """Two gloo ranks: the same gradients as one rank, and the same parameters on both."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The cosine between gradients of consecutive steps: by hand, in both trainers, and where there is nothing to compare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

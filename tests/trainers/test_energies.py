@@ -1,7 +1,5 @@
 """What both trainers say of a token's gradient at its logits, against the gradient itself, and the estimators that ask for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

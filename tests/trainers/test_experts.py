@@ -1,7 +1,5 @@
 """Models of experts on a CPU: the sum over chosen experts against float64, and that no token's experts depend on its neighbours."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

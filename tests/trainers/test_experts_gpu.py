@@ -3,8 +3,6 @@
 `scripts/gpu/experts.sh` runs them and shows what was measured.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

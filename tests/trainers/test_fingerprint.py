@@ -1,7 +1,5 @@
 """The numerics fingerprint, and that the table backend gets by without torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Useful FLOPs of a step against sums written out by hand, and who has a peak."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Heads that scale and cap their logits: against the model's own forward, through the fused head and through a head of another class."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

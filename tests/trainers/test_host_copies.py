@@ -1,7 +1,5 @@
 """The copy of a checkpoint is made beside the next pass: it is of the state that was saved, whatever the next step writes."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

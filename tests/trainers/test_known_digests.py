@@ -1,7 +1,5 @@
 """Digests that a rank of a cut model knows before its snapshot is complete: those that the snapshot itself would give."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

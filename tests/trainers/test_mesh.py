@@ -1,7 +1,5 @@
 """How ranks share a model: arithmetic."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

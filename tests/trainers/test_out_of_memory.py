@@ -1,7 +1,5 @@
 """A step that is out of memory is repeated with half the budget, unless something was written; torch's own error is raised in the model."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

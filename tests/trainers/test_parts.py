@@ -1,7 +1,5 @@
 """Tensors of a checkpoint in several files: put together again by any mesh, by torch's own reader, and refused where they do not fit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Profiles of single steps: a trace that opens, of the versions that were asked for, at no cost to digits or to the run."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle

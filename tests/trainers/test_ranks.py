@@ -1,7 +1,5 @@
 """A trainer with two ranks, led by this process."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

@@ -1,7 +1,5 @@
 """Rounding told from drift: samples scored again with the very weights that sampled them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

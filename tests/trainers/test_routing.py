@@ -1,7 +1,5 @@
 """Routers of a mixture: their losses against closed forms in float64, loads that do not depend on the layout, choices that are forced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routing replay: a batch that says where the sampler's tokens went has the policy's go there, in every layout and on every mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

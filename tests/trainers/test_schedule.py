@@ -1,7 +1,5 @@
 """The learning rate at the corners of its schedules, and against torch's and transformers' schedulers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

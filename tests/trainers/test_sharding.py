@@ -1,7 +1,5 @@
 """A model cut into parts: the same digests and, within a bound, the same training in every mesh. Rank 0 is this process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 `scripts/gpu/shards.sh` runs them and shows what was measured.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

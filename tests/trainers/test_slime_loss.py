@@ -1,7 +1,5 @@
 """A loss with slime's signature, written as its users write theirs, does what the same loss does here."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

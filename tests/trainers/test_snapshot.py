@@ -1,7 +1,5 @@
 """The ring of snapshot buffers, on the host: what is kept, what is reused, and who is waited for."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

@@ -3,8 +3,6 @@
 `scripts/gpu/step.sh` runs them and shows what was measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The rate that follows the effective sample size, in both trainers: it scales each step, and a restart comes to the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table's gradients against torch's autograd in float64, and its notion of a response position."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What is kept of each trained token: the policy's own log-prob and the importance weight, of the newest batches, for people."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Literal

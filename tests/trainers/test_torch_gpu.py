@@ -3,8 +3,6 @@
 `scripts/gpu/tests.sh` runs them and shows what was measured.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

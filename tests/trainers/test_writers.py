@@ -1,7 +1,5 @@
 """Ranks that write one checkpoint together: whichever dies at whatever call, it is whole, or the former one is in its place."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

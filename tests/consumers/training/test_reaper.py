@@ -1,7 +1,5 @@
 """The reaper under a virtual clock: which tasks it ends, how long it waits for the fold, and how it rests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a trainer goes on from, on the in-process bus with a backend that only gives back what it was given."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Layers of megatron-core that keep no activations are run again in the backward pass: no digit depends on it, on any mesh."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 One rank is compiled with the slow tests, other meshes with the soak: test_megatron_gpu.py, too, compiles on each of them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

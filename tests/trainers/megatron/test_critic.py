@@ -1,7 +1,5 @@
 """A critic that megatron-core runs beside the policy, on every mesh, beside the torch backend's: values, training, checkpoints."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple

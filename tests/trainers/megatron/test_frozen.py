@@ -1,7 +1,5 @@
 """megatron-core's models that are looked at: a reference, one that is renewed, and a teacher, beside the torch backend's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 `scripts/gpu/megatron.sh` runs them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
