@@ -20,7 +20,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.ranks.process_group import Rendezvous, RendezvousAddress, join
 from tests.support.errors import raises
-from tests.support.meshes import killed_in_a_step, slow
+from tests.support.meshes import config, killed_in_a_step, slow
 from tests.support.needs import need
 from tests.support.preloaded import Preloaded
 from tests.support.processes import children, until
@@ -65,8 +65,9 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
 
 
 @pytest.mark.process
-def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, preloaded: Preloaded) -> None:
-    killed_in_a_step(CONFIG, model_dir, preloaded)
+@pytest.mark.parametrize("mesh", [{}, slow({"shards": 2}), slow({"context": 2}), slow({"shards": 2, "context": 2})], ids=str)
+def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, preloaded: Preloaded, mesh: dict[str, int]) -> None:
+    killed_in_a_step(config(ranks=2, **mesh), model_dir, preloaded)
 
 
 @pytest.mark.slow

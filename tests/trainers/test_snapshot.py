@@ -1,7 +1,8 @@
-"""The ring of snapshot buffers, on the host: what is kept, what is reused, and who is waited for."""
+"""The ring of snapshot buffers, on the host: what is kept, what is reused, who is waited for, and digests that are known before."""
 
 import gc
 import threading
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -9,9 +10,11 @@ import torch
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.buckets import check_copying
-from streamrl.tensors.digest_torch import NamedDigester
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.torch import snapshot
-from streamrl.trainers.torch.snapshot import Buffer, SnapshotRing
+from streamrl.trainers.torch.sharding import Held
+from streamrl.trainers.torch.snapshot import Buffer, SnapshotBytes, SnapshotRing
 from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
@@ -91,7 +94,7 @@ def test_a_buffer_that_is_referenced_is_waited_for(monkeypatch: pytest.MonkeyPat
 
 def test_snapshots_have_the_digests_of_their_bytes() -> None:
     parameters = [
-        ("a", torch.randn(3, 4).to(torch.bfloat16)),
+        ("a", torch.randn(3, 4).bfloat16()),
         ("b", torch.randn(3)),
         ("c", torch.randn(2, 2).double()),
         ("t", torch.randn(4, 6).t()),
@@ -114,17 +117,13 @@ def test_rows_of_parameters_are_published_in_their_type_with_their_part_of_the_d
         return RankContent(SnapshotRing(held, CPU, slots=1).take())
 
     contents = [rank(0, 3), rank(3, 6)]
-    alone = Content(ring_of(whole).take())
+    alone = Content(SnapshotRing([(name, w.bfloat16()) for name, w in whole.items()], CPU, slots=1).take())
     for spec in alone.tensors:
         parts = [one for content in contents for one in content.slices if one.name == spec.name]
         assert sum(int(one.digest, 16) for one in parts) % 2**64 == int(spec.digest, 16)
         if spec.name == "w":
             assert sum(int(one.words, 16) for one in parts) % 2**64 == int(spec.words, 16)
     assert [one.words for content in contents for one in content.slices if one.name == "odd"] == ["", ""]
-
-
-def ring_of(whole: dict[str, torch.Tensor]) -> SnapshotRing:
-    return SnapshotRing([(name, w.bfloat16()) for name, w in whole.items()], CPU, slots=1)
 
 
 def test_known_digests_go_with_the_snapshot_and_what_they_lack_is_computed() -> None:
@@ -148,13 +147,7 @@ def test_known_digests_go_with_the_snapshot_and_what_they_lack_is_computed() -> 
 
 def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """However they are cut, what is marked is complete, and a mark tells one version of a buffer from the next."""
-    parameters = [
-        ("c", torch.randn(100)),
-        ("a", torch.randn(30)),
-        ("b.10", torch.zeros(0)),
-        ("b.9", torch.randn(200)),
-        ("d", torch.randn(3)),
-    ]
+    parameters = [(name, torch.randn(size)) for name, size in (("c", 100), ("a", 30), ("b.10", 0), ("b.9", 200), ("d", 3))]
     for limit, ends in ((1 << 30, (1420,)), (1, (128, 960, 1408, 1420)), (960, (960, 1420))):
         monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", limit)
         snapshots = SnapshotRing(parameters, CPU, slots=1)
@@ -198,3 +191,53 @@ def test_a_snapshot_keeps_its_values_and_frees_its_buffer() -> None:
     shard = ring(1, torch.zeros(2, 3)).take()[0]
     with raises(TrainingError, shape=(2, 3), got=(1, 3)):
         shard.data.digest(4, (2, 3), (0, 0), (1, 3))  # type: ignore[union-attr]
+
+
+SHAPES = {
+    "model.embed_tokens.weight": (301, 12),
+    "model.layers.0.mlp.experts.gate_up_proj": (4, 8, 6),
+    "model.layers.0.mlp.experts.down_proj": (4, 6, 4),
+    "model.layers.0.self_attn.q_proj.weight": (7, 3),
+    "model.layers.0.self_attn.sink": (1, 5),
+    "model.norm.weight": (12,),
+    "lm_head.weight": (64, 16),
+}
+"""Rows that are no whole words, experts that are named one by one, and a tensor of which other ranks hold nothing."""
+
+
+class Part(NamedTuple):
+    """One of the ranks, without the others: nothing here asks for them."""
+
+    mesh: Mesh
+    part: int
+    sharded: bool = True
+
+
+def held(part: int, shards: int) -> Held:
+    """Rows in float32, published in bfloat16, the head as it is."""
+    mesh, parameters = Mesh(shard=shards), list[tuple[str, torch.nn.Parameter]]()
+    for name, shape in SHAPES.items():
+        rows = mesh.rows(shape[0], part)
+        parameters.append((name, torch.nn.Parameter(torch.randn(len(rows), *shape[1:]))))
+    types = {name: torch.float32 if name.startswith("lm_head") else torch.bfloat16 for name in SHAPES}
+    parallel: Any = Part(mesh, part)
+    made = Held(parameters, types, parallel, "qwen3_moe")
+    made._shapes.update(SHAPES)  # which FSDP2's tensors say
+    return made
+
+
+def of_snapshot(shards: list[Shard]) -> NamedDigests:
+    data = shards[0].data
+    assert isinstance(data, SnapshotBytes)
+    return data.snapshot.digests()
+
+
+def test_digests_of_rounded_rows_are_those_of_the_snapshot() -> None:
+    """And all of them: else the ring would wait for its copy and make them again, before a rank's part is handed out."""
+    for part, shards in [(part, count) for count in (2, 3, 8) for part in range(count)]:
+        torch.manual_seed(part)
+        model = held(part, shards)
+        snapshots, known = SnapshotRing(model.published(), CPU, slots=3), model.digests()
+        assert of_snapshot(snapshots.take(known)) is known
+        assert of_snapshot(snapshots.take()) == known, (part, shards)
+        assert any(known.words.values()) and len(known.words) < len(known.elements)
