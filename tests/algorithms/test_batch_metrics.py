@@ -10,14 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.batch_metrics import (
-    effective_fraction,
-    length_metrics,
-    ratio_metrics,
-    staleness_metrics,
-    step_means,
-    weight_metrics,
-)
+from streamrl.algorithms import batch_metrics
+from streamrl.algorithms.batch_metrics import effective_fraction, ratio_metrics
 from streamrl.core.batches import TrainBatch
 from streamrl.telemetry.names import Reduction, metric
 
@@ -106,7 +100,7 @@ def test_tokens_that_are_not_finite_are_left_out_and_extremes_stay_finite(batch:
 def test_quantiles_and_effective_sizes_by_hand(make_batch: MakeBatch) -> None:
     batch = make_batch([{"prompt": [1], "answer": [2]}, {"prompt": [1], "answer": [2, 2]}])
     batch = msgspec.structs.replace(batch, staleness=np.array([9, 0, 9, 3, 1], np.int32))
-    assert staleness_metrics(batch)["staleness/sample_mean"] == 1.5
+    assert batch_metrics.staleness_metrics(batch)["staleness/sample_mean"] == 1.5
     found = ratio_metrics(batch, np.array([0.0, -0.4, 0.0, -0.1, -0.1]))
     assert found["train/mis_training_log_ppl"] == pytest.approx(0.25)
     assert found["train/mis_chi2_seq"] == pytest.approx((math.exp(-0.8) + math.exp(-0.4)) / 2 - 1)
@@ -123,7 +117,7 @@ def test_quantiles_and_effective_sizes_by_hand(make_batch: MakeBatch) -> None:
 def test_weights_that_were_used_and_ages_of_tokens_and_of_samples(batch: TrainBatch) -> None:
     weights = np.full(batch.num_tokens, np.nan, np.float32)
     weights[batch.loss_mask] = [2.0, 1.0, 0.0, 1.0]
-    assert weight_metrics(batch, weights, factor=0.75) == pytest.approx(
+    assert batch_metrics.weight_metrics(batch, weights, factor=0.75) == pytest.approx(
         {
             "train/ess_weights": 16 / (4 * 6),
             "train/mis_is_ratio_mean_final": 1.0,
@@ -132,9 +126,9 @@ def test_weights_that_were_used_and_ages_of_tokens_and_of_samples(batch: TrainBa
             "train/mis_batch_norm_factor": 0.75,
         }
     )
-    assert weight_metrics(batch, weights)["train/mis_batch_norm_factor"] == 1.0
+    assert batch_metrics.weight_metrics(batch, weights)["train/mis_batch_norm_factor"] == 1.0
     tokens, samples = [0, 1, 4, 2], [1, 4]
-    assert staleness_metrics(batch) == pytest.approx(
+    assert batch_metrics.staleness_metrics(batch) == pytest.approx(
         {
             "staleness/mean": 1.75,
             "staleness/p50": 1.5,
@@ -157,7 +151,7 @@ def test_lengths_and_what_trained_no_token(make_batch: MakeBatch) -> None:
             {"prompt": [1], "answer": [2], "mask": [False]},
         ]
     )
-    assert length_metrics(batch) == pytest.approx(
+    assert batch_metrics.length_metrics(batch) == pytest.approx(
         {
             "rollout/response_len/mean": 7 / 3,
             "rollout/response_len/median": 2.0,
@@ -167,19 +161,20 @@ def test_lengths_and_what_trained_no_token(make_batch: MakeBatch) -> None:
             "rollout/total_lengths": (6 + 6 + 2) / 3,
         }
     )
-    assert length_metrics(make_batch([{"prompt": [1], "answer": [2]}]))["rollout/total_lengths"] == 2.0
+    assert batch_metrics.length_metrics(make_batch([{"prompt": [1], "answer": [2]}]))["rollout/total_lengths"] == 2.0
     nothing = np.zeros(0, np.int64)
     drawn = {name: getattr(batch, name)[:0] for name in ("temperature", "top_p", "top_k")}
     empty = msgspec.structs.replace(batch, offsets=np.zeros(1, np.int64), tokens=nothing, loss_mask=nothing.astype(np.bool_), **drawn)
-    assert length_metrics(empty) == {}
+    assert batch_metrics.length_metrics(empty) == {}
     batch = make_batch([{"prompt": [1], "answer": [2], "mask": [False]}])
     nothing = np.zeros(batch.num_tokens)
-    assert ratio_metrics(batch, nothing) == weight_metrics(batch, nothing) == staleness_metrics(batch) == {}
+    assert ratio_metrics(batch, nothing) == batch_metrics.weight_metrics(batch, nothing) == batch_metrics.staleness_metrics(batch) == {}
 
 
 def test_every_name_is_declared_and_greatest_values_fold_as_such(batch: TrainBatch) -> None:
     logprobs = scored(batch)
-    names = {**ratio_metrics(batch, logprobs), **weight_metrics(batch, logprobs), **staleness_metrics(batch), **length_metrics(batch)}
+    of_scores = (ratio_metrics(batch, logprobs), batch_metrics.weight_metrics(batch, logprobs))
+    names = {name for one in (*of_scores, batch_metrics.staleness_metrics(batch), batch_metrics.length_metrics(batch)) for name in one}
     greatest = {name for name in names if metric(name).reduction is Reduction.MAX}
     assert greatest == {
         "train/ratio_max",
@@ -189,7 +184,7 @@ def test_every_name_is_declared_and_greatest_values_fold_as_such(batch: TrainBat
         "staleness/sample_max",
         "rollout/response_len/max",
     }
-    assert {metric(name).reduction for name in names.keys() - greatest} == {Reduction.MEAN}
+    assert {metric(name).reduction for name in names - greatest} == {Reduction.MEAN}
 
 
 @settings(deadline=None)
@@ -208,4 +203,4 @@ def test_the_effective_fraction_at_its_ends_and_means_over_steps() -> None:
     assert effective_fraction(1.0 - np.array([3e-9, 0.0, 3e-9, 2e-9, 3e-9])) == 1.0  # rounded, the quotient is above 1
     assert effective_fraction(np.zeros(0)) == 0.0
     assert effective_fraction(np.array([1e-200, 1e-200])) == pytest.approx(1.0)
-    assert step_means([{"a": 1.0, "b": 4.0}, {"a": 2.0}]) == {"a": 1.5, "b": 4.0}
+    assert batch_metrics.step_means([{"a": 1.0, "b": 4.0}, {"a": 2.0}]) == {"a": 1.5, "b": 4.0}

@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.loop import onlookers
+from benchmarks.loop import onlookers, screens
 from benchmarks.loop import sampler as sampler_module
-from benchmarks.loop import screens
 from benchmarks.loop.onlookers import Browser, looking
 from benchmarks.loop.sampler import Sampler
 from benchmarks.loop.screens import SCREENS, Screen, ScreensSpec, asked, slice_ends

@@ -17,22 +17,13 @@ from benchmarks.raw import Fact, Raw, Record, Round, read, write
 from benchmarks.report import render
 from benchmarks.shapes import num_elements, shape_of
 from benchmarks.trainer import measure as running
+from benchmarks.trainer import spec as specs
 from benchmarks.trainer.batch import make_batch
 from benchmarks.trainer.contender import build_model, contend, flops_of_shape, shape_config
 from benchmarks.trainer.parts import REST, Stopwatch
 from benchmarks.trainer.plain import PlainLoop, group_advantages, make_rows
 from benchmarks.trainer.report import build_report, report_of
-from benchmarks.trainer.spec import (
-    MODEL,
-    Contender,
-    TrainerSpec,
-    layers_kept,
-    longest_sample,
-    named_shape,
-    our_config,
-    resolved,
-    row_length,
-)
+from benchmarks.trainer.spec import MODEL, Contender, TrainerSpec, our_config, resolved
 from benchmarks.trainer.trl_loss import make_rectangles
 from streamrl.cli import main
 from streamrl.errors import ConfigError, LaunchError
@@ -49,7 +40,7 @@ def test_a_batch_is_groups_with_answers_of_the_mean_that_was_asked_for() -> None
     answers = np.add.reduceat(batch.loss_mask, batch.offsets[:-1])
     assert len(np.unique(batch.tasks)) == 28 and batch.num_samples == 28 * 8
     assert answers.mean() == pytest.approx(1500, rel=0.15) and (batch.lengths - answers == 300).all()
-    assert batch.lengths.max() <= longest_sample(spec, 1500) == 7200 and longest_sample(spec, 8000) == 16_384
+    assert batch.lengths.max() <= specs.longest_sample(spec, 1500) == 7200 and specs.longest_sample(spec, 8000) == 16_384
     first = [batch.tokens[start : start + 300].tolist() for start in batch.offsets[:-1]]
     assert first[0] == first[7] != first[8]
     again = make_batch(spec, 1500)
@@ -99,16 +90,16 @@ def test_the_plain_loop_has_the_gradient_of_one_sample_at_a_time(tmp_path: Path,
 
 
 def test_rows_and_layers_are_chosen_by_arithmetic() -> None:
-    assert [row_length(longest) for longest in (100, 7200, 8192, 8193, 16_384)] == [400, 8192, 8192, 16_384, 16_384]
+    assert [specs.row_length(longest) for longest in (100, 7200, 8192, 8193, 16_384)] == [400, 8192, 8192, 16_384, 16_384]
     small, large = shape_of("0.6B"), shape_of("4B")
-    assert layers_kept(small, 8192, 149e9) == 28 and layers_kept(large, 8192, 149e9) == 36
-    assert 0 < layers_kept(large, 16_384, 149e9) < 36 and layers_kept(large, 8192, 80e9) == 0
-    assert layers_kept(large, 8192, float("inf")) == 36
+    assert specs.layers_kept(small, 8192, 149e9) == 28 and specs.layers_kept(large, 8192, 149e9) == 36
+    assert 0 < specs.layers_kept(large, 16_384, 149e9) < 36 and specs.layers_kept(large, 8192, 80e9) == 0
+    assert specs.layers_kept(large, 8192, float("inf")) == 36
 
 
 def test_every_trained_token_is_in_one_row_and_parts_exclude_each_other() -> None:
     batch = make_batch(SMALL, 16)
-    length = row_length(int(batch.lengths.max()))
+    length = specs.row_length(int(batch.lengths.max()))
     rows = make_rows(batch, length, CPU)
     assert {tuple(row.ids.shape) for row in rows} == {(1, length)} and len({row.starts.shape for row in rows}) == 1
     trained = sorted(batch.tokens[batch.loss_mask].tolist())
@@ -142,10 +133,10 @@ def test_what_cannot_be_measured_is_refused(values: dict[str, Any], found: dict[
 
 
 def test_shapes_go_by_their_names_in_any_case_and_settings_are_the_products() -> None:
-    assert [named_shape(text) for text in ("0.6b", "4B", "tiny")] == ["0.6B", "4B", "tiny"]
-    assert named_shape("30b-a3b-6") == "30B-A3B-6"
+    assert [specs.named_shape(text) for text in ("0.6b", "4B", "tiny")] == ["0.6B", "4B", "tiny"]
+    assert specs.named_shape("30b-a3b-6") == "30B-A3B-6"
     with raises(ConfigError, option="--shape", got="30B-A3B"):  # no GPU has room for all of it
-        named_shape("30B-A3B")
+        specs.named_shape("30B-A3B")
     spec = resolved(TrainerSpec(shape="4B", settings=("trainer.activations=0",)))
     assert our_config(spec).trainer.activations == 0 and our_config(spec).model.dtype == "bfloat16"
     with raises(ConfigError, key="trainer.micro_tokens"):

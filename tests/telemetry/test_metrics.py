@@ -11,24 +11,9 @@ from streamrl.errors import BusUnavailable, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop
+from streamrl.telemetry import names
 from streamrl.telemetry.metrics import Fold, MetricsSink, report
-from streamrl.telemetry.names import (
-    AGE_PARTS,
-    DOWN,
-    DROP_REASONS,
-    LENGTHS,
-    METRICS,
-    OTHER_REASON,
-    STATES,
-    Reduction,
-    dropped,
-    dropped_tokens,
-    length_quantile,
-    metric,
-    seconds,
-    share,
-    staleness_part,
-)
+from streamrl.telemetry.names import METRICS, STATES, Reduction, metric
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
@@ -89,7 +74,7 @@ async def test_a_bus_that_is_away_costs_the_report_only(caplog: pytest.LogCaptur
         await sink.put({"no/such_name": 1.0})
 
 
-SPENT = {"engine/saturated_s", *(seconds(kind, state) for kind, states in STATES.items() for state in (*states, DOWN))}
+SPENT = {"engine/saturated_s", *(names.seconds(kind, state) for kind, states in STATES.items() for state in (*states, names.DOWN))}
 
 
 def test_names_follow_the_pattern_and_totals_add_up() -> None:
@@ -147,7 +132,7 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
     begun: set[tuple[str, str]] = set()
     for path, (whole, parts) in names_of_modules().items():
         used, begun = used | whole, begun | {(path.name, part) for part in parts}
-    assert used - METRICS.keys() == LENGTHS.keys()
+    assert used - METRICS.keys() == names.LENGTHS.keys()
     assert {"rollout/raw_reward", "train/mis_kl", "rollout/response_len/max"} <= used
     # Sets of problems: test_set_names.py.
     # Advantages, drops: see below. Links: names of blobs. Losses and corrections with slime's signatures name their metrics themselves.
@@ -172,10 +157,10 @@ def test_the_rollout_means_are_declared() -> None:
 def test_the_reasons_of_drops_are_declared_and_explained_and_other_words_are_counted_together() -> None:
     assert Drop.__doc__ is not None
     explained = set(re.findall(r"`([a-z_]+)`", Drop.__doc__))
-    assert set(DROP_REASONS) == explained
-    for reason in (*DROP_REASONS, "a word of mine", "x" * 10_000):
-        assert metric(dropped(reason)).reduction is metric(dropped_tokens(reason)).reduction is Reduction.SUM
-    assert dropped("a word of mine") == "rollouts/dropped_total/other"
+    assert set(names.DROP_REASONS) == explained
+    for reason in (*names.DROP_REASONS, "a word of mine", "x" * 10_000):
+        assert metric(names.dropped(reason)).reduction is metric(names.dropped_tokens(reason)).reduction is Reduction.SUM
+    assert names.dropped("a word of mine") == "rollouts/dropped_total/other"
 
 
 def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
@@ -187,11 +172,13 @@ def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
 
 
 def test_what_is_declared_is_reported_by_somebody() -> None:
-    reported: set[str] = {make(reason) for reason in (*DROP_REASONS, OTHER_REASON) for make in (dropped, dropped_tokens)}
+    reasons, parts = (*names.DROP_REASONS, names.OTHER_REASON), [(part, of) for part in names.AGE_PARTS for of in ("p50", "p95", "max")]
+    states = [(kind, state) for kind, found in STATES.items() for state in (*found, names.DOWN)]
+    reported = {make(reason) for reason in reasons for make in (names.dropped, names.dropped_tokens)}
     reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
-    reported |= {staleness_part(begin, part, of) for begin in ("", "sample_") for part in AGE_PARTS for of in ("p50", "p95", "max")}
-    reported |= {make(kind, state) for kind, states in STATES.items() for state in (*states, DOWN) for make in (seconds, share)}
-    reported |= {length_quantile(name, word) for name in LENGTHS for word in ("p50", "p95")}
+    reported |= {names.staleness_part(begin, part, of) for begin in ("", "sample_") for part, of in parts}
+    reported |= {make(kind, state) for kind, state in states for make in (names.seconds, names.share)}
+    reported |= {names.length_quantile(name, word) for name in names.LENGTHS for word in ("p50", "p95")}
     assert METRICS.keys() - reported - reported_names() == set()
 
 

@@ -19,28 +19,11 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
+from tests.support import meshes
 from tests.support.batches import train_batch
 from tests.support.compilers import COMPILES
 from tests.support.errors import raises
-from tests.support.meshes import (
-    BOUND,
-    HALF,
-    STEPS,
-    Mesh,
-    Runs,
-    apart,
-    batch,
-    check_mesh,
-    config,
-    goes_on,
-    in_float64,
-    parameters,
-    run,
-    runs,
-    same,
-    slow,
-    soak,
-)
+from tests.support.meshes import STEPS, Mesh, Runs, batch, config, slow, soak
 from tests.support.trainers import Models
 
 # Meshes of up to four processes, on however few cores there are.
@@ -54,26 +37,26 @@ THREE: Mesh = {"ranks": 3, "shards": 3, "gather": "step"}
 
 @pytest.fixture(scope="module")
 def ran(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return runs(lambda mesh: config(**mesh), model_dir, tmp_path_factory)
+    return meshes.runs(lambda mesh: config(**mesh), model_dir, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def truth(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return parameters(run(in_float64(config(), model_dir), tmp_path_factory.mktemp("truth")).checkpoint)
+    return meshes.parameters(meshes.run(meshes.in_float64(config(), model_dir), tmp_path_factory.mktemp("truth")).checkpoint)
 
 
 @pytest.mark.parametrize("mesh", [PARTS, slow(COPIES), slow(THREE), soak({"ranks": 2})], ids=str)
 def test_a_mesh_has_the_digests_of_one_rank_and_ends_as_near_to_it_as_that_to_float64(
     ran: Runs, truth: dict[str, torch.Tensor], mesh: Mesh, model_dir: Path
 ) -> None:
-    check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
+    meshes.check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
 
 
 @pytest.mark.parametrize("mesh", [slow(COPIES), soak(THREE)], ids=str)
 def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: Mesh, model_dir: Path) -> None:
     with open_trainer(config(**mesh), model_dir) as trainer:
         assert [trainer.step(batch(step)).digest for step in range(2)] == ran(mesh).digests[:2]
-        goes_on(trainer, ran(mesh).half, ran(mesh))
+        meshes.goes_on(trainer, ran(mesh).half, ran(mesh))
 
 
 @pytest.mark.slow
@@ -82,11 +65,11 @@ def test_another_mesh_goes_on_with_masters_and_moments(ran: Runs, model_dir: Pat
     made = ran(COPIES)
     with open_trainer(config(ranks=3, shards=3), model_dir) as trainer:
         assert trainer.load(made.half) == b"at"
-        assert trainer.digest() == made.digests[HALF - 1]
-        trainer.save(tmp_path / "at", b"at", version=Version(0, HALF)).result()
-        norms = [trainer.step(batch(step)).metrics["train/grad_norm"] for step in range(HALF, STEPS)]
-    assert norms == pytest.approx(made.norms[HALF:], rel=1e-3)
-    assert same(made.half, tmp_path / "at", "model", "optimizer")
+        assert trainer.digest() == made.digests[meshes.HALF - 1]
+        trainer.save(tmp_path / "at", b"at", version=Version(0, meshes.HALF)).result()
+        norms = [trainer.step(batch(step)).metrics["train/grad_norm"] for step in range(meshes.HALF, STEPS)]
+    assert norms == pytest.approx(made.norms[meshes.HALF :], rel=1e-3)
+    assert meshes.same(made.half, tmp_path / "at", "model", "optimizer")
 
 
 @pytest.mark.slow
@@ -109,7 +92,7 @@ def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, t
         assert make_trainer(config(dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
     files = ("model", "optimizer", "critic", "critic_optimizer", "reference")
     for file in files:
-        whole, parts = (parameters(tmp_path / f"{shards}", file) for shards in (1, 2))
+        whole, parts = (meshes.parameters(tmp_path / f"{shards}", file) for shards in (1, 2))
         assert {name: (value.shape, value.dtype) for name, value in whole.items()} == {
             name: (value.shape, value.dtype) for name, value in parts.items()
         }
@@ -167,10 +150,10 @@ SHARED = [slow({"ranks": 4, "shards": 2, "context": 2}), soak({"ranks": 2, "cont
 def test_ranks_that_share_rows_end_as_near_to_one_rank_as_that_to_float64(
     ran: Runs, mesh: Mesh, truth: dict[str, torch.Tensor], model_dir: Path
 ) -> None:
-    check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
+    meshes.check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
     with open_trainer(config(**mesh), model_dir) as trainer:
         assert [trainer.step(batch(step)).digest for step in range(2)] == ran(mesh).digests[:2]
-        goes_on(trainer, ran(mesh).half, ran(mesh), HALF + 3)
+        meshes.goes_on(trainer, ran(mesh).half, ran(mesh), meshes.HALF + 3)
 
 
 def long_batch() -> TrainBatch:
@@ -198,7 +181,7 @@ def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model
     given = long_batch()
     # A rate of 0 leaves the parameters; after one step Adam's first moment is the gradient, not clipped, times 1 - beta1.
     changes: dict[str, Any] = {"minibatches": 1, "micro_tokens": rows, "optimizer": OptimizerConfig(learning_rate=1e-3, clip_norm=0.0)}
-    exact, alone = in_float64(config(**changes), directory), make_trainer(config(attention="packed", **changes), directory)
+    exact, alone = meshes.in_float64(config(**changes), directory), make_trainer(config(attention="packed", **changes), directory)
     first = {name: trainer.step(given) for name, trainer in (("exact", exact), ("alone", alone))}
     for name, trainer in (("exact", exact), ("alone", alone)):
         trainer.save(tmp_path / name, b"", version=Version(0, 1)).result()
@@ -213,12 +196,12 @@ def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model
     logprobs: dict[str, Any] = {name: found.logprobs for name, found in values.items() if found is not None}
     far = np.abs(logprobs["alone"] - logprobs["exact"]).max()
     assert 0 < far < 1e-4
-    assert np.abs(logprobs["shared"] - logprobs["exact"]).max() <= BOUND * far
-    moments = {name: parameters(tmp_path / name, "optimizer") for name in first}
+    assert np.abs(logprobs["shared"] - logprobs["exact"]).max() <= meshes.BOUND * far
+    moments = {name: meshes.parameters(tmp_path / name, "optimizer") for name in first}
     gradient = {name: {key: value for key, value in found.items() if not key.endswith(".master")} for name, found in moments.items()}
-    far = apart(gradient["alone"], gradient["exact"])
+    far = meshes.apart(gradient["alone"], gradient["exact"])
     assert far > 0
-    assert apart(gradient["shared"], gradient["exact"]) <= BOUND * far
+    assert meshes.apart(gradient["shared"], gradient["exact"]) <= meshes.BOUND * far
     assert first["shared"].metrics == pytest.approx(first["alone"].metrics, rel=1e-3, abs=1e-4)
 
 

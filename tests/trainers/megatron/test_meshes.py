@@ -25,21 +25,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support import meshes
 from tests.support.digests import digest_of
 from tests.support.errors import raises
-from tests.support.meshes import (
-    HALF,
-    Mesh,
-    Ran,
-    apart,
-    batch,
-    check_run,
-    goes_on,
-    in_float64,
-    killed_in_a_step,
-    parameters,
-    run,
-    slow,
-    soak,
-)
+from tests.support.meshes import HALF, Mesh, Ran, batch, slow, soak
 from tests.support.preloaded import Preloaded
 from tests.support.trainers import Models
 
@@ -84,8 +70,8 @@ def alone(initial: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def made(name: str) -> Alone:
         asked, where = config(TORCH, LOSSES.get(name)), tmp_path_factory.mktemp("alone")
-        truth = parameters(run(in_float64(asked, initial(name)), where / "truth").checkpoint)
-        return Alone(initial(name), run(make_trainer(asked, initial(name)), where / "run"), truth)
+        truth = meshes.parameters(meshes.run(meshes.in_float64(asked, initial(name)), where / "truth").checkpoint)
+        return Alone(initial(name), meshes.run(make_trainer(asked, initial(name)), where / "run"), truth)
 
     return made
 
@@ -109,11 +95,11 @@ def test_ranks_train_as_one_does(alone: Any, name: str, mesh: Mesh, tmp_path: Pa
     """One digest, a bound from float64, equal bits after a resume; torch goes on with its masters and moments, and it with torch's."""
     one, asked, loss = alone(name), config(mesh, LOSSES.get(name)), LOSSES.get(name)
     with open_trainer(asked, one.initial) as trainer:
-        made = run(trainer, tmp_path)
+        made = meshes.run(trainer, tmp_path)
         trainer.export(tmp_path / "out")
-    first = parameters(one.initial)  # files of a model hold experts one by one
-    moved = apart({key: value for key, value in one.truth.items() if key in first}, first) if name != "rows" else math.inf
-    check_run(made, one.run, one.truth, moved=moved)
+    first = meshes.parameters(one.initial)  # files of a model hold experts one by one
+    moved = meshes.apart({key: value for key, value in one.truth.items() if key in first}, first) if name != "rows" else math.inf
+    meshes.check_run(made, one.run, one.truth, moved=moved)
     assert digest_of(load_file(tmp_path / "out" / "model.safetensors").items(), "qwen3") == made.digests[-1]
     other = make_trainer(config(TORCH, loss), one.initial)
     assert other.load(made.checkpoint) == b"at" and other.digest() == made.digests[-1]
@@ -121,8 +107,8 @@ def test_ranks_train_as_one_does(alone: Any, name: str, mesh: Mesh, tmp_path: Pa
         assert trainer.load(made.half) == b"at" and trainer.digest() == made.digests[HALF - 1]
         trainer.save(tmp_path / "there", b"at", version=Version(0, HALF)).result()
     with open_trainer(asked, one.initial) as trainer:
-        goes_on(trainer, made.half, made)
-        goes_on(trainer, tmp_path / "there", made, HALF + 3)
+        meshes.goes_on(trainer, made.half, made)
+        meshes.goes_on(trainer, tmp_path / "there", made, HALF + 3)
         assert trainer.load(tmp_path / "there") == b"at"
         trainer.save(tmp_path / "back", b"at", version=Version(0, HALF)).result()
     assert meshes.same(tmp_path / "back", made.half, "model", "optimizer")
@@ -199,7 +185,7 @@ def test_bfloat16_is_published_and_exported_as_it_is_digested(initial: Any, name
             assert not any(rest) and rows.shape == shard.shape
             assert rows.contiguous().view(torch.uint8).numpy().tobytes() == bytes(shard.host())
     assert found[0][0] == found[1][0]
-    ours, theirs = (parameters(tmp_path / one, "optimizer") for one in ("torch", "megatron"))
+    ours, theirs = (meshes.parameters(tmp_path / one, "optimizer") for one in ("torch", "megatron"))
     assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
     held = {shard.name: shard.shape[0] for shard in shards}
     if name == "tied":
@@ -244,7 +230,7 @@ def test_experts_that_no_token_meets_learn_nothing_and_stop_nobody(make_mixture:
         name = f"model.layers.{layer}.mlp.experts."
         kept = [
             [e for e in range(4) if torch.allclose(held[e], values[f"{name}{e}.down_proj.weight"] * shrunk, rtol=0, atol=1e-6)]
-            for held in (parameters(tmp_path / backend)[f"{name}down_proj"] for backend in ("torch", "megatron"))
+            for held in (meshes.parameters(tmp_path / backend)[f"{name}down_proj"] for backend in ("torch", "megatron"))
         ]
         assert kept[0] == kept[1] and kept[0] in ([0, 1], [2, 3]), "of one rank"
 
@@ -258,7 +244,7 @@ STAGES_4 = {"ranks": 4, "pipeline": 4}
 )
 def test_a_dead_rank_ends_the_step(initial: Any, name: str, mesh: Mesh, victim: int, preloaded: Preloaded) -> None:
     """Whichever it is; the first of the stages is this process's."""
-    killed_in_a_step(config(mesh, LOSSES.get(name), rank_timeout_s=30.0), initial(name), preloaded, victim)
+    meshes.killed_in_a_step(config(mesh, LOSSES.get(name), rank_timeout_s=30.0), initial(name), preloaded, victim)
 
 
 def test_meshes_that_do_not_divide_a_model_are_refused(initial: Any) -> None:
