@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import streamrl.algorithms
 from streamrl.algorithms import advantages as estimators
 from streamrl.algorithms.advantages import whiten
 from streamrl.algorithms.estimators import ESTIMATORS, TokenArrays, needed_scores, token_advantages
@@ -295,15 +296,23 @@ def test_votes_and_means_are_of_rollouts(batch: TrainBatch) -> None:
     assert token_advantages(batch, config(advantage="rloo")).advantages == spread(*expected)
 
 
-@pytest.mark.process
-def test_needs_no_torch() -> None:
-    code = "import sys, streamrl.algorithms.estimators; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize("name", ["gspo", "cispo"])
 def test_a_policy_loss_is_no_estimator(batch: TrainBatch, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         token_advantages(batch, LossConfig(advantage=name))
     assert caught.value.values["key"] == "loss.advantage"
     assert f"loss.policy = '{name}'" in caught.value.hint
+
+
+def test_every_name_is_there_and_none_is_a_module() -> None:
+    for name in streamrl.algorithms.__all__:
+        assert callable(getattr(streamrl.algorithms, name)), name
+    assert dir(streamrl.algorithms) == streamrl.algorithms.__all__ == sorted(streamrl.algorithms.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'gpro'"):
+        _ = streamrl.algorithms.gpro
+
+
+@pytest.mark.process
+def test_what_needs_no_torch_loads_none() -> None:
+    code = "import sys; from streamrl.algorithms import TrainBatch, token_advantages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -66,7 +66,7 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
 
 @pytest.mark.process
 @pytest.mark.parametrize("mesh", [{}, slow({"shards": 2}), slow({"context": 2}), slow({"shards": 2, "context": 2})], ids=str)
-def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, preloaded: Preloaded, mesh: dict[str, int]) -> None:
+def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, preloaded: Preloaded, mesh: dict[str, Any]) -> None:
     killed_in_a_step(config(ranks=2, **mesh), model_dir, preloaded)
 
 
