@@ -33,13 +33,6 @@ def test_opo_by_hand() -> None:
     assert opo(*group([3.0]), lengths=np.array([7]))[0].tolist() == [0.0]
 
 
-def test_gpg_makes_up_for_groups_without_a_gradient() -> None:
-    rewards, tasks = np.array([1.0, 0, 1, 1]), np.array([0, 0, 1, 1])
-    assert gpg(rewards, tasks, np.array([0, 1, 0, 1]))[0].tolist() == [1.0, -1.0, 0.0, 0.0]  # alpha = 4 / 2
-    assert gpg(*group([1, 0]))[0].tolist() == [0.5, -0.5]
-    assert gpg(*group([1, 1]))[0].tolist() == [0.0, 0.0]
-
-
 def by_subsets(rewards: list[float], k: int) -> list[float]:
     """GRPO over all subsets: a subset's reward is its greatest; a rollout's advantage the mean over those that it is in."""
     subsets = list(combinations(range(len(rewards)), min(k, len(rewards))))
@@ -136,7 +129,11 @@ def test_gdpo_tells_apart_what_adds_up_to_the_same_and_names_what_is_missing() -
             gdpo(*inputs, parts=parts, weights={"form": 1.0})
 
 
-def test_remax_is_the_reward_less_that_of_the_tasks_greedy_answer() -> None:
+def test_gpg_and_remax_by_hand() -> None:
+    rewards, tasks = np.array([1.0, 0, 1, 1]), np.array([0, 0, 1, 1])
+    assert gpg(rewards, tasks, np.array([0, 1, 0, 1]))[0].tolist() == [1.0, -1.0, 0.0, 0.0]  # alpha = 4 / 2
+    assert gpg(*group([1, 0]))[0].tolist() == [0.5, -0.5]
+    assert gpg(*group([1, 1]))[0].tolist() == [0.0, 0.0]
     rewards, tasks, rollouts = np.array([1.0, 0.25, 0.25, 0.5, 3.0]), np.array([4, 4, 4, 7, 9]), np.array([0, 1, 1, 0, 0])
     found, metrics = remax(rewards, tasks, rollouts, baselines=np.array([0.5, 0.5, 0.5, 0.5, -1.0]))
     assert found.tolist() == [0.5, -0.25, -0.25, 0.0, 4.0]

@@ -119,13 +119,6 @@ def test_others_are_whitened_only_when_asked(batch: TrainBatch, whitening: str) 
     assert token_advantages(batch, config(whiten="on")).advantages == pytest.approx(expected, abs=1e-5)
 
 
-def test_whitening_sums_over_ranks(batch: TrainBatch) -> None:
-    """Another rank with the same tokens: twice every sum, so only Bessel's correction changes."""
-    found = token_advantages(batch, config(whiten="on", normalize_std=False), reduce=lambda sums: 2 * sums)
-    values = np.array([0.5, 0.5, -0.5, -0.5, -0.5] * 2)
-    assert found.advantages[MASK] == pytest.approx(((values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8))[:5])
-
-
 def test_remax_gives_each_token_what_is_to_come_less_the_baseline(batch: TrainBatch) -> None:
     """R - R' is 0.75 and -0.25; of the KL each token has its own and that of the tokens behind it, in its own sample."""
     greedy = msgspec.structs.replace(batch, baselines=np.full(3, 0.25))
@@ -140,7 +133,7 @@ def test_remax_gives_each_token_what_is_to_come_less_the_baseline(batch: TrainBa
         token_advantages(batch, config(advantage="remax"))
 
 
-def test_ppo_is_gae_of_token_rewards(batch: TrainBatch) -> None:
+def test_returns_of_a_critic_are_gaes_or_vtraces(batch: TrainBatch) -> None:
     values = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1])
     loss = config(advantage="ppo", gamma=0.99, gae_lambda=0.95, kl={"reward_coef": 0.5, "estimator": "k2"})
     logprobs = with_gaps([-1, -2, -3, -4, -5])
@@ -149,18 +142,12 @@ def test_ppo_is_gae_of_token_rewards(batch: TrainBatch) -> None:
     expected = gae(rewards, values, batch.offsets, batch.loss_mask, gamma=0.99, gae_lambda=0.95)
     assert found.advantages == pytest.approx(expected[0]) and found.returns == pytest.approx(expected[1])
     assert found.metrics["rollout/kl"] == pytest.approx((0.25 + (0.5 + 2 + 4.5) / 3) / 2)
-
-
-def test_whitened_advantages_leave_the_critics_returns_alone(batch: TrainBatch) -> None:
     values = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1])
     plain = token_advantages(batch, config(advantage="ppo"), values=values)
     white = token_advantages(batch, config(advantage="ppo", whiten="on"), values=values)
     assert plain.returns is not None and white.returns is not None
     assert white.returns.tolist() == plain.returns.tolist()
     assert white.advantages == pytest.approx(whiten(plain.advantages, batch.loss_mask))
-
-
-def test_vtrace_corrects_for_the_sampler(batch: TrainBatch) -> None:
     critic = {"targets": "vtrace", "vtrace_rho": 1.5, "vtrace_c": 0.8}
     loss = config(advantage="ppo", gamma=0.9, gae_lambda=0.95, critic=critic)
     values, logprobs = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1]), with_gaps([-1, -2.5, -3, -1.5, -2])
@@ -171,7 +158,11 @@ def test_vtrace_corrects_for_the_sampler(batch: TrainBatch) -> None:
     assert found.advantages == pytest.approx(expected[0]) and found.returns == pytest.approx(expected[1])
 
 
-def test_distillation_is_part_of_what_is_whitened(batch: TrainBatch) -> None:
+def test_whitening_sums_over_ranks_and_distillation_is_part_of_it(batch: TrainBatch) -> None:
+    """Another rank with the same tokens: twice every sum, so only Bessel's correction changes."""
+    found = token_advantages(batch, config(whiten="on", normalize_std=False), reduce=lambda sums: 2 * sums)
+    values = np.array([0.5, 0.5, -0.5, -0.5, -0.5] * 2)
+    assert found.advantages[MASK] == pytest.approx(((values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8))[:5])
     logprobs, teacher = with_gaps([-1, -1, -1, -1, -1]), with_gaps([-2, -1, -1, 0, -3])
     loss = config(normalize_std=False, distillation={"coef": 0.5})
     before = with_gaps([0.0, 0.5, -0.5, 0.0, -1.5])

@@ -261,17 +261,6 @@ def test_gspo_token_is_gspo_where_the_advantages_of_a_sequence_are_equal() -> No
                 assert own == pytest.approx(other, rel=1e-9, abs=1e-12)
 
 
-def test_gmpo_clips_each_token_and_not_their_mean() -> None:
-    """Of four tokens one is e^2 as probable as before: it counts as e^0.4, and the others keep their gradient."""
-    logprobs = t(2.0, 0.0, 0.0, 0.0).requires_grad_()
-    whole = Packed(torch.zeros(4, dtype=torch.int64), 1)
-    loss, metrics = gmpo(logprobs, t(0, 0, 0, 0), t(1, 1, 1, 1), whole, log_low=0.4, log_high=0.4)
-    assert loss.tolist() == pytest.approx([-math.exp(0.1)] * 4)
-    assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 0, 0]
-    loss.mean().backward()
-    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([0.0] + [-math.exp(0.1) / 4] * 3)
-
-
 @pytest.mark.parametrize("advantages", [(0.0, 1.0, 0.0, -1.0), (0.0, 0.0, 0.0, 0.0)])
 def test_gmpo_clips_nothing_without_an_advantage_nor_at_a_bound(advantages: tuple[float, ...]) -> None:
     logprobs = t(2.0, 0.5, -2.0, -0.5).requires_grad_()
@@ -301,7 +290,15 @@ def test_losses_of_sequences_read_nothing_outside_the_mask() -> None:
             assert metrics["train/ppo_kl"].tolist()[0] == pytest.approx([-0.1, 0.0, -0.2])
 
 
-def test_losses_by_covariance_say_which_tokens_were_chosen() -> None:
+def test_gmpo_and_losses_by_covariance_by_hand() -> None:
+    """Of four tokens one is e^2 as probable as before: it counts as e^0.4, and the others keep their gradient."""
+    logprobs = t(2.0, 0.0, 0.0, 0.0).requires_grad_()
+    whole = Packed(torch.zeros(4, dtype=torch.int64), 1)
+    loss, metrics = gmpo(logprobs, t(0, 0, 0, 0), t(1, 1, 1, 1), whole, log_low=0.4, log_high=0.4)
+    assert loss.tolist() == pytest.approx([-math.exp(0.1)] * 4)
+    assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 0, 0]
+    loss.mean().backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx([0.0] + [-math.exp(0.1) / 4] * 3)
     given, chosen = (t(-1, -2), t(-1, -2), t(1, 1)), torch.tensor([True, False])
     for _, metrics in (clip_cov(*given, chosen, clip_low=0.2, clip_high=0.2), kl_cov(*given, chosen, coef=1.0)):
         assert metrics["train/cov_fraction"].tolist() == [1, 0]

@@ -172,7 +172,7 @@ def test_windows_have_what_was_planted(report):
     assert "NO" not in text.replace("NOT", "")
 
 
-def test_steady_windows_are_compared_one_by_one(raw, report):
+def test_windows_are_compared_one_by_one_and_memory_is_shown_at_each_moment(raw, report):
     assert report.steady.windows == 4
     low, high = report.steady.gap_p99
     assert 0.97 < low < 1 < high < 1.03
@@ -181,9 +181,6 @@ def test_steady_windows_are_compared_one_by_one(raw, report):
     assert found.steady is not None
     assert found.steady.gap_p50[1] == pytest.approx(2, rel=0.02)
     assert found.steady.tokens_per_s[0] == pytest.approx(0.5, rel=0.02)
-
-
-def test_gpu_memory_is_shown_at_each_moment(raw):
     memory = [{"moment": "server started", "cuda:0": 77_000_000_000, "cuda:1": 500_000_000}, {"moment": "after the last window"}]
     run = replace(raw.run, gpu_memory=memory)
     header = events.header(Options(max_gap_ms=0.5))

@@ -89,14 +89,6 @@ def test_the_plain_loop_has_the_gradient_of_one_sample_at_a_time(tmp_path: Path,
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
 
 
-def test_rows_and_layers_are_chosen_by_arithmetic() -> None:
-    assert [specs.row_length(longest) for longest in (100, 7200, 8192, 8193, 16_384)] == [400, 8192, 8192, 16_384, 16_384]
-    small, large = shape_of("0.6B"), shape_of("4B")
-    assert specs.layers_kept(small, 8192, 149e9) == 28 and specs.layers_kept(large, 8192, 149e9) == 36
-    assert 0 < specs.layers_kept(large, 16_384, 149e9) < 36 and specs.layers_kept(large, 8192, 80e9) == 0
-    assert specs.layers_kept(large, 8192, float("inf")) == 36
-
-
 def test_every_trained_token_is_in_one_row_and_parts_exclude_each_other() -> None:
     batch = make_batch(SMALL, 16)
     length = specs.row_length(int(batch.lengths.max()))
@@ -132,7 +124,12 @@ def test_what_cannot_be_measured_is_refused(values: dict[str, Any], found: dict[
         resolved(TrainerSpec(**values))
 
 
-def test_shapes_go_by_their_names_in_any_case_and_settings_are_the_products() -> None:
+def test_rows_and_layers_are_chosen_by_arithmetic_and_settings_are_the_products() -> None:
+    assert [specs.row_length(longest) for longest in (100, 7200, 8192, 8193, 16_384)] == [400, 8192, 8192, 16_384, 16_384]
+    small, large = shape_of("0.6B"), shape_of("4B")
+    assert specs.layers_kept(small, 8192, 149e9) == 28 and specs.layers_kept(large, 8192, 149e9) == 36
+    assert 0 < specs.layers_kept(large, 16_384, 149e9) < 36 and specs.layers_kept(large, 8192, 80e9) == 0
+    assert specs.layers_kept(large, 8192, float("inf")) == 36
     assert [specs.named_shape(text) for text in ("0.6b", "4B", "tiny")] == ["0.6B", "4B", "tiny"]
     assert specs.named_shape("30b-a3b-6") == "30B-A3B-6"
     with raises(ConfigError, option="--shape", got="30B-A3B"):  # no GPU has room for all of it

@@ -49,11 +49,6 @@ def test_random_bytes_are_schema_errors(data: bytes, kind: type) -> None:
         decode(data, kind, where="here")
 
 
-def test_one_kind_is_not_taken_for_another() -> None:
-    with raises(SchemaError, expected="Tombstone", where="sequence 3"):
-        decode(encode(Mark(name="drain")), Tombstone, where="sequence 3")
-
-
 OUT_OF_RANGE = {"max_new_tokens": [0], "temperature": [-1.0, float("nan")], "top_p": [0.0, 1.5], "top_k": [0, -2]}
 
 
@@ -66,7 +61,9 @@ def test_values_out_of_range_are_refused_on_the_wire_too(key: str, value: Any) -
         decode(body, RolloutTask)
 
 
-def test_versions_are_ordered_by_epoch_then_number() -> None:
+def test_one_kind_is_not_taken_for_another_and_versions_are_ordered() -> None:
+    with raises(SchemaError, expected="Tombstone", where="sequence 3"):
+        decode(encode(Mark(name="drain")), Tombstone, where="sequence 3")
     assert Version(0, 9) < Version(0, 10) < Version(1, 0)
     assert Version(2, 7).next() == Version(2, 8) == Version.parse("2.8")
     assert str(Version(2, 8)) == "2.8"

@@ -133,14 +133,11 @@ def test_round_trip(rows: list[Sample]) -> None:
     assert batch.token_versions().tolist() == versions
 
 
-def test_a_column_of_one_value_is_not_taken_for_that_of_another_message() -> None:
+def test_columns_of_one_value_and_trained_tokens_in_each_span() -> None:
     same = [sample(0, policy="a", engine="x"), sample(1, policy="a", engine="x")]
     other = [sample(0, policy="b", engine="x"), sample(1, policy="b", engine="y", sampling=Sampling(temperature=0.5, stop_token_ids=(7,)))]
     for rows in (same, other, same[:1], same):
         assert [plain(row) for row in decode_samples(encode_samples(rows)).rows()] == [plain(row) for row in rows]
-
-
-def test_trained_tokens_are_counted_in_each_span() -> None:
     spans = (VersionSpan(1, None), VersionSpan(2, Version(0, 1)), VersionSpan(1, Version(0, 2)))
     rows = [sample(0, spans=spans), sample(1)]
     assert decode_samples(encode_samples(rows)).trained_in_spans.tolist() == [0, 1, 1, 0, 2]
@@ -154,7 +151,7 @@ def test_one_bad_log_prob_is_found_wherever_it_is() -> None:
             decode_samples(encode_samples([sample(logprobs=logprobs)]))
 
 
-def test_tokens_are_not_copied() -> None:
+def test_tokens_are_not_copied_nor_take_memory() -> None:
     body = encode_samples([sample(0), sample(1)])
     batch = decode_samples(body)
     whole = np.frombuffer(body, np.uint8)
@@ -163,9 +160,6 @@ def test_tokens_are_not_copied() -> None:
         assert not column.flags.writeable
     tokens = decode_samples(bytes(encode_samples([sample(0)]))).rows()[0].tokens
     assert tokens.tolist() == [5, 6, 7, 8], "a view outlives its batch"
-
-
-def test_decoding_a_large_message_takes_no_memory_for_its_tokens() -> None:
     length = 1 << 20
     zeros = {name: np.zeros(length, dtype) for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", np.float32))}
     body = encode_samples([sample(**zeros, spans=(VersionSpan(length, None),))])
@@ -262,11 +256,6 @@ def test_wrong_rows_are_refused_and_say_where(change: Change, says: str) -> None
         assert decode_together([*bodies[:place], message(columns), *bodies[place + 1 :]]) is None
 
 
-def test_what_is_no_message_is_seen_among_others() -> None:
-    for other in (b"", b"no arrow", message({name: [] for name in arrow_schema().names}), encode_samples([sample(0)])[:-100]):
-        assert decode_together([encode_samples([sample(0)]), other]) is None
-
-
 def same_samples(ours: SampleBatch, theirs: SampleBatch) -> None:
     """Whether all that is ever asked of two batches is equal."""
     assert [plain(row) for row in ours.rows()] == [plain(row) for row in theirs.rows()]
@@ -345,7 +334,9 @@ def test_nulls_where_none_may_be(column: str, values: list[Any]) -> None:
         decode_samples(sink.getvalue().to_pybytes())
 
 
-def test_no_rows_and_a_label_that_is_no_json() -> None:
+def test_what_is_no_message_is_seen_alone_and_among_others() -> None:
+    for other in (b"", b"no arrow", message({name: [] for name in arrow_schema().names}), encode_samples([sample(0)])[:-100]):
+        assert decode_together([encode_samples([sample(0)]), other]) is None
     with pytest.raises(SchemaError, match="at least one row"):
         decode_samples(message({name: [] for name in arrow_schema().names}))
     columns = table()

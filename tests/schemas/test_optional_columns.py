@@ -31,15 +31,9 @@ def test_what_is_not_said_is_not_on_the_wire() -> None:
     silent, said = encode_samples([sample(0)]), encode_samples([sample(0, claimed_s=1.0)])
     assert silent.startswith(schema_bytes()) and said.startswith(schema_bytes("claimed_s"))
     assert len(silent) < len(said) and decode_samples(silent).batch.num_columns == len(arrow_schema())
-
-
-def test_a_foreign_column_that_holds_nothing_is_not_kept() -> None:
     values = table() | {"images": [None, None], "added": ["x", None]}
     schema = pa.schema([*arrow_schema("images"), pa.field("added", pa.utf8())], metadata=arrow_schema().metadata)
     assert decode_samples(message(values, schema)).batch.equals(decode_samples(message(table())).batch, check_metadata=True)
-
-
-def test_messages_that_say_different_things_are_decoded_together() -> None:
     rows = [sample(0, claimed_s=1.0), sample(0, turns=(TurnSpan(start=2, length=2, inexact=True),)), sample(0)]
     found = decode_together([encode_samples([row]) for row in rows])
     assert found is not None and [plain(part.rows()[0]) for part in found] == [plain(row) for row in rows]

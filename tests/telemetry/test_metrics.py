@@ -19,7 +19,7 @@ from tests.support.errors import raises
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_report_groups_values_by_their_declared_reduction() -> None:
+def test_reports_group_and_fold_values_by_their_declared_reduction() -> None:
     made = report("engine-0", {"engine/tokens_total": 5, "engine/swap_ms": 0.5, "train/loss": 1.5}, time_s=7.0)
     assert made == MetricReport(
         worker="engine-0",
@@ -28,25 +28,16 @@ def test_a_report_groups_values_by_their_declared_reduction() -> None:
         mean={"train/loss": 1.5},
         time_s=7.0,
     )
-
-
-def test_values_that_are_not_finite_are_left_out() -> None:
     assert report("w", {"train/loss": math.nan, "train/tis": math.inf}, time_s=0.0).mean == {}
-
-
-def test_an_undeclared_name_is_refused_with_the_nearest_one() -> None:
-    with raises(SchemaError, name="train/los") as caught:
-        report("w", {"train/los": 1.0}, time_s=0.0)
-    assert "did you mean 'train/loss'?" in caught.value.hint
-
-
-def test_reports_fold_by_reduction() -> None:
     fold = Fold()
     for loss, tokens, swap in ((1.0, 10, 0.5), (2.0, 20, 0.1), (6.0, 30, 0.2)):
         fold.add(report("w", {"train/loss": loss, "engine/tokens_total": tokens, "engine/swap_ms": swap}, time_s=0.0))
     fold.add(MetricReport(worker="w", last={"lag/stream_messages": 4.0}))
     fold.add(MetricReport(worker="w", last={"lag/stream_messages": 3.0}))
     assert fold.values == pytest.approx({"train/loss": 3.0, "engine/tokens_total": 60.0, "engine/swap_ms": 0.5, "lag/stream_messages": 3.0})
+    with raises(SchemaError, name="train/los") as caught:
+        report("w", {"train/los": 1.0}, time_s=0.0)
+    assert "did you mean 'train/loss'?" in caught.value.hint
 
 
 async def test_the_sink_publishes_messagepack() -> None:
@@ -75,17 +66,6 @@ async def test_a_bus_that_is_away_costs_the_report_only(caplog: pytest.LogCaptur
 
 
 SPENT = {"engine/saturated_s", *(names.seconds(kind, state) for kind, states in STATES.items() for state in (*states, names.DOWN))}
-
-
-def test_names_follow_the_pattern_and_totals_add_up() -> None:
-    for name, declared in METRICS.items():
-        assert re.fullmatch(r"[a-z]+(/[a-z0-9_]+)+", name), name
-        is_sum = name.endswith("_total") or "_total/" in name or name in {"train/nonfinite_tokens", *SPENT}
-        assert is_sum == (declared.reduction is Reduction.SUM), name
-        assert name.endswith("max") <= (declared.reduction is Reduction.MAX), name
-        assert declared.unit, name
-        assert declared.meaning, name
-    assert metric("train/loss").name == "train/loss"
 
 
 AREAS = "|".join(sorted({name.partition("/")[0] for name in METRICS}))
@@ -149,7 +129,15 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
     assert begun <= allowed, "each needs a test that what is put together is declared"
 
 
-def test_the_rollout_means_are_declared() -> None:
+def test_names_follow_the_pattern_and_totals_add_up() -> None:
+    for name, declared in METRICS.items():
+        assert re.fullmatch(r"[a-z]+(/[a-z0-9_]+)+", name), name
+        is_sum = name.endswith("_total") or "_total/" in name or name in {"train/nonfinite_tokens", *SPENT}
+        assert is_sum == (declared.reduction is Reduction.SUM), name
+        assert name.endswith("max") <= (declared.reduction is Reduction.MAX), name
+        assert declared.unit, name
+        assert declared.meaning, name
+    assert metric("train/loss").name == "train/loss"
     for name in ("advantages", "returns", "values", "kl"):
         assert metric(f"rollout/{name}").reduction is Reduction.MEAN
 

@@ -318,7 +318,7 @@ def test_parts_that_do_not_make_a_whole_are_damage(tmp_path: Path, damage: str) 
         read_checkpoint(path, Mesh(shard=2), 1)
 
 
-def test_one_bit_of_a_part_is_found(tmp_path: Path) -> None:
+def test_one_bit_of_a_part_is_found_and_a_later_format_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "at", 2)
     for file in (path / "part-2-of-2").iterdir():
         whole = file.read_bytes()
@@ -328,9 +328,6 @@ def test_one_bit_of_a_part_is_found(tmp_path: Path) -> None:
         file.write_bytes(whole)
     assert read_checkpoint(path, Mesh(), 0)[1] == b"extra"
     assert find_tensors(path, "model.safetensors")["wide"].shape == (5, 3)
-
-
-def test_a_format_of_a_later_build_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "at", 2)
     (path / "files.json").unlink()
     meta = json.loads((path / "meta.json").read_bytes())

@@ -254,7 +254,7 @@ number = 3
 """
 
 
-def test_functions_of_the_user(tiny: Path, tmp_path: Path) -> None:
+def test_users_functions_and_given_proximal_policies_count(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     named = {name: f"{tmp_path}/mine.py:{name}" for name in ("advantages", "policy", "short", "number", "advantage")}
     trainer = make(tiny, LossConfig(advantage=named["advantages"], policy=named["policy"]), minibatches=2)
@@ -267,10 +267,7 @@ def test_functions_of_the_user(tiny: Path, tmp_path: Path) -> None:
         make(tiny, LossConfig(policy=named["number"]))
     with raises(ConfigError, key="loss.policy", name="advantage"):
         make(tiny, LossConfig(policy=named["advantage"]))
-
-
-def test_a_given_proximal_policy_counts_at_any_step(tiny: Path) -> None:
-    """Whoever calls it decides: log-probs that are handed in are what ratios are taken against, at the batch's first step too."""
+    # Whoever calls it decides: log-probs that are handed in are what ratios are taken against, at the batch's first step too.
     import torch
 
     from streamrl.algorithms.objective import make_objective

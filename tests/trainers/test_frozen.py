@@ -64,16 +64,6 @@ def test_a_kl_in_the_loss_begins_at_zero_and_holds_the_policy(model_dir: Path, r
         assert case == ("k1", False) or moved(trainer) < moved(free), case
 
 
-def test_a_kl_in_the_reward_is_measured_on_the_proximal_policy(model_dir: Path, other_dir: Path, rollouts: Rollouts) -> None:
-    kl = KLConfig(reward_coef=0.1, reference=str(other_dir))
-    trainer = make(model_dir, LossConfig(advantage="reinforce_plus_plus", kl=kl))
-    batch = rollouts()
-    policy, reference = score(trainer, batch, Role.POLICY), score(trainer, batch, Role.REFERENCE)
-    bounds = zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
-    per_rollout = [(policy - reference)[a:b][batch.loss_mask[a:b]].mean() for a, b in bounds]
-    assert trainer.step(batch).metrics["rollout/kl"] == pytest.approx(np.mean(per_rollout), abs=1e-5)
-
-
 def test_an_adapted_coefficient_follows_the_kl_and_is_in_checkpoints(
     model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path
 ) -> None:
@@ -96,7 +86,7 @@ def test_an_adapted_coefficient_follows_the_kl_and_is_in_checkpoints(
     assert [again.step(rollouts(step)) for step in (2, 3)] == results[2:]
 
 
-def test_a_coefficient_is_adapted_to_nats_a_token_whatever_the_reduction(model_dir: Path, other_dir: Path, rollouts: Rollouts) -> None:
+def test_a_coefficient_is_adapted_to_nats_a_token(model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     """A sum over `constant_length` is a tenth of a mean over tokens, or less; what it is held against is not."""
     kl = KLConfig(loss_coef=1e-9, estimator="k3+", reference=str(other_dir), gain=1.0)
     mean = make(model_dir, LossConfig(kl=kl, reduction="token_mean")).step(rollouts()).metrics["train/kl_loss"]
@@ -105,12 +95,7 @@ def test_a_coefficient_is_adapted_to_nats_a_token_whatever_the_reduction(model_d
     trainer = make(model_dir, LossConfig(kl=kl, reduction="constant_length", constant_length=1000))
     assert trainer.step(rollouts()).metrics["train/kl_loss"] < mean / 10
     assert trainer.step(rollouts(1)).metrics["train/kl_coef"] == pytest.approx(1.05e-9, rel=1e-3)
-
-
-def test_who_goes_on_without_a_target_has_the_coefficient_of_the_file(
-    model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path
-) -> None:
-    """From the first batch on: a branch of a run whose coefficient had moved may leave the target out, or let it fall instead."""
+    # From the first batch on: a branch of a run whose coefficient had moved may leave the target out, or let it fall instead.
     kl = KLConfig(loss_coef=0.2, estimator="k3+", reference=str(other_dir), target=1e-4, gain=1.0)
     trainer = make(model_dir, LossConfig(kl=kl))
     trainer.step(rollouts())
@@ -147,6 +132,13 @@ def test_distillation_draws_the_policy_to_its_teacher(model_dir: Path, other_dir
     found = [trainer.step(batch).metrics["train/opd_reverse_kl"] for _ in range(10)]
     assert abs(found[-1]) < abs(found[0])
     assert distance() < 0.8 * before
+    kl = KLConfig(reward_coef=0.1, reference=str(other_dir))
+    trainer = make(model_dir, LossConfig(advantage="reinforce_plus_plus", kl=kl))
+    batch = rollouts()
+    policy, reference = score(trainer, batch, Role.POLICY), score(trainer, batch, Role.REFERENCE)
+    bounds = zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
+    per_rollout = [(policy - reference)[a:b][batch.loss_mask[a:b]].mean() for a, b in bounds]
+    assert trainer.step(batch).metrics["rollout/kl"] == pytest.approx(np.mean(per_rollout), abs=1e-5)
 
 
 def test_a_reference_is_renewed_after_every_so_many_batches(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
@@ -173,12 +165,6 @@ def test_a_reference_is_renewed_after_every_so_many_batches(model_dir: Path, rol
     assert [again.step(rollouts(step)) for step in (3, 4)] == results[3:]
 
 
-def test_a_warm_up_renews_no_reference(model_dir: Path, demonstrations: Rollouts) -> None:
-    trainer = make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=1)))
-    initial = trainer.digest()
-    assert [trainer.step(demonstrations(step)).reference for step in range(3)] == [initial] * 3
-
-
 def test_a_damaged_reference_is_not_restored(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     loss = LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=1))
     trainer = make(model_dir, loss)
@@ -196,7 +182,9 @@ def test_a_damaged_reference_is_not_restored(model_dir: Path, rollouts: Rollouts
         make(model_dir, loss).load(tmp_path / "at")
 
 
-def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_directory_is_loaded_once_and_warm_ups_renew_none(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, demonstrations: Rollouts
+) -> None:
     from streamrl.trainers.torch import causal_lm
 
     loaded: list[Path] = []
@@ -207,6 +195,9 @@ def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.Monke
     assert len(loaded) == 2, "the policy, and the two that are frozen"
     make(model_dir)
     assert len(loaded) == 3
+    trainer = make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=1)))
+    initial = trainer.digest()
+    assert [trainer.step(demonstrations(step)).reference for step in range(3)] == [initial] * 3
 
 
 def test_models_that_cannot_be_looked_at_are_refused(model_dir: Path, make_model: Models, tmp_path: Path, rollouts: Rollouts) -> None:

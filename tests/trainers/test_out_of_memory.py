@@ -66,12 +66,6 @@ def test_a_step_is_repeated_as_if_it_had_begun_with_half_the_budget(
     assert disturbed.step(asked) == half.step(rollouts(3))
 
 
-def test_it_is_halved_until_it_fits(model_dir: Path, rollouts: Rollouts) -> None:
-    found = make(model_dir, DIRECT, limit=BUDGET // 3).step(rollouts())
-    assert found.micro_tokens == BUDGET // 4
-    assert found == make(model_dir, DIRECT, micro_tokens=BUDGET // 4).step(rollouts())
-
-
 def test_packed_rows_shrink_with_the_budget_and_never_under_the_longest_sample(model_dir: Path, rollouts: Rollouts) -> None:
     disturbed, half = (make(model_dir, DIRECT, attention="packed", micro_tokens=n) for n in (BUDGET, BUDGET // 2))
     sizes = fails_at(disturbed, 2)
@@ -97,7 +91,10 @@ def test_what_has_been_written_is_not_repeated(model_dir: Path, rollouts: Rollou
     assert disturbed.digest() != before
 
 
-def test_one_sample_that_is_too_long_has_no_smaller_budget(model_dir: Path, rollouts: Rollouts) -> None:
+def test_it_is_halved_until_it_fits_or_one_sample_is_too_long(model_dir: Path, rollouts: Rollouts) -> None:
+    found = make(model_dir, DIRECT, limit=BUDGET // 3).step(rollouts())
+    assert found.micro_tokens == BUDGET // 4
+    assert found == make(model_dir, DIRECT, micro_tokens=BUDGET // 4).step(rollouts())
     with raises(OutOfMemory, micro_tokens=0) as caught:
         make(model_dir, DIRECT, limit=1).step(rollouts())
     assert "trainer.activations" in caught.value.hint

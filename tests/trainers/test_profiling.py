@@ -45,15 +45,12 @@ def test_the_step_to_a_version_leaves_a_trace_and_the_digits_it_has_without(
     assert any(name.startswith("autograd::engine::evaluate_function") for name in names), "the backward pass is in it"
 
 
-def test_a_step_that_fails_leaves_its_trace(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+def test_what_fails_leaves_a_trace_or_a_line(model_dir: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(model_dir, tmp_path, limit=1)
     for step in range(2):
         with raises(OutOfMemory, micro_tokens=0):
             trainer.step(rollouts(step))
     assert [path.name for path in tmp_path.iterdir()] == ["v00000002-rank0.json.gz"]
-
-
-def test_what_cannot_be_written_costs_a_line(model_dir: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("a file")
     trainer = make(model_dir, tmp_path / "profile")
     assert trainer.step(rollouts(1)) == make(model_dir, None).step(rollouts(1))

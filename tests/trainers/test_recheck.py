@@ -49,15 +49,6 @@ def test_the_drift_is_left_out_whatever_the_age(model_dir: Path, rollouts: Rollo
         assert found["train/train_rollout_logprob_abs_diff_max"] > 10 * found[MAX]
 
 
-def test_a_wrong_version_shows(model_dir: Path, rollouts: Rollouts) -> None:
-    trainer = make(model_dir)
-    batch = sampled(rollouts(10), trainer)
-    trainer.step(rollouts(0))
-    trainer.step(rollouts(1))
-    found = trainer.step(aged(replace(batch, version=rollouts(2).version), 1)).metrics
-    assert found[MAX] > 0.05
-
-
 @pytest.mark.parametrize("wrong", [False, True])
 def test_float32_tells_rounding_from_a_sampler_with_other_weights(model_dir: Path, rollouts: Rollouts, wrong: bool) -> None:
     trainer = make(model_dir, dtype="bfloat16")
@@ -76,7 +67,7 @@ def test_float32_tells_rounding_from_a_sampler_with_other_weights(model_dir: Pat
     assert (sampler > 4 * trainers + 0.05) == wrong
 
 
-def test_it_changes_no_bit(model_dir: Path, rollouts: Rollouts) -> None:
+def test_it_changes_no_bit_and_a_wrong_version_shows(model_dir: Path, rollouts: Rollouts) -> None:
     plain, checked = make(model_dir, check_logprobs=0), make(model_dir)
     for step in range(4):
         batch = aged(rollouts(step), min(step, 2))
@@ -85,6 +76,12 @@ def test_it_changes_no_bit(model_dir: Path, rollouts: Rollouts) -> None:
         # Without it there are numbers only where the newest weights sampled.
         assert (MEAN in one.metrics) == (step == 0)
         assert MEAN in other.metrics
+    trainer = make(model_dir)
+    batch = sampled(rollouts(10), trainer)
+    trainer.step(rollouts(0))
+    trainer.step(rollouts(1))
+    found = trainer.step(aged(replace(batch, version=rollouts(2).version), 1)).metrics
+    assert found[MAX] > 0.05
 
 
 def test_versions_that_are_not_kept_give_no_number(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_all_gradients_are_those_of_the_losses_written_down(make_mixture: Models
     assert ours["model.layers.0.mlp.gate.weight"].abs().max() > 1e-3
 
 
-def test_the_balancing_loss_is_that_of_transformers_over_the_experts_of_a_token(make_mixture: Models) -> None:
+def test_balance_is_that_of_transformers_and_an_even_load_is_told_from_one_expert_alone(make_mixture: Models) -> None:
     """There each of the k choices counts as a whole, so that an even load gives k; here f sums to 1, as in the paper."""
     model = CausalLM(make_mixture(num_hidden_layers=1), torch.float64, CPU)
     ids = torch.arange(2, 14)[None]
@@ -104,9 +104,6 @@ def test_the_balancing_loss_is_that_of_transformers_over_the_experts_of_a_token(
     theirs = load_balancing_loss_func(model.module(input_ids=ids, output_router_logits=True).router_logits, 4, 2)
     assert isinstance(theirs, Tensor) and 2 * found["train/balance_loss"] == pytest.approx(float(theirs.detach()), rel=1e-6)
     assert found["train/balance_loss"] > 1.001, "no even load, which gives 1 whatever is computed"
-
-
-def test_an_even_load_is_told_from_one_expert_alone() -> None:
     even = torch.tensor([[2.0] * 4 + [1.0] * 4 + [9.0]])  # 4 tokens that meet 2 experts each
     found = expert_metrics(even, 4.0, 2)
     assert [found[name] for name in LOADS] == pytest.approx([1, 1, 1])
@@ -382,13 +379,10 @@ def test_what_cannot_be_replayed_is_refused(
     assert said in str(caught.value) and trainer.digest() == before
 
 
-def test_a_dense_model_refuses_choices(model_dir: Path, rollouts: Rollouts) -> None:
+def test_choices_reach_other_ranks_and_no_dense_model(model_dir: Path, rollouts: Rollouts) -> None:
     batch = rollouts()
     with pytest.raises(TrainingError, match="expected routed experts"):
         trainers.make(model_dir, trainers.DIRECT).step(replace(batch, routed_experts=np.zeros((batch.num_tokens, 2, 2), np.int16)))
-
-
-def test_choices_reach_other_ranks_as_they_are(rollouts: Rollouts) -> None:
     batch = rollouts()
     experts = np.arange(batch.num_tokens * 4, dtype=np.int16).reshape(-1, 2, 2)
     again = unpack(pack(replace(batch, routed_experts=experts)), TrainBatch)

@@ -126,21 +126,17 @@ def test_a_head_that_does_more_than_project_is_refused(tmp_path: Path, monkeypat
         CausalLM(tmp_path, torch.float32, CPU)
 
 
-def test_tied_weights_are_one_shard(make_model: Models, model_dir: Path) -> None:
-    tied, untied = ({shard.name for shard in make(path).shards()} for path in (model_dir, make_model(tie_word_embeddings=False)))
-    assert untied - tied == {"lm_head.weight"} and "model.embed_tokens.weight" in tied
-
-
-def test_the_export_holds_what_transformers_needs(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+def test_exports_hold_what_transformers_needs_and_tied_weights_are_one_shard(
+    model_dir: Path, rollouts: Rollouts, tmp_path: Path, make_model: Models
+) -> None:
     trainer = make(model_dir)
     trainer.step(rollouts())
     trainer.export(tmp_path / "hf")
     assert as_transformers(trainer, tmp_path / "hf", rollouts(1))
     assert (tmp_path / "hf" / "tokenizer_config.json").read_text() == "{}"
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1
-
-
-def test_a_checkpoint_of_another_model_is_refused(make_model: Models, model_dir: Path, tmp_path: Path) -> None:
+    tied, untied = ({shard.name for shard in make(path).shards()} for path in (model_dir, make_model(tie_word_embeddings=False)))
+    assert untied - tied == {"lm_head.weight"} and "model.embed_tokens.weight" in tied
     make(model_dir).save(tmp_path / "at", b"", version=Version()).result()
     with raises(TrainingError, path=str(tmp_path / "at"), what="parameters", parameter=ANY):
         make(make_model(intermediate_size=48)).load(tmp_path / "at")
