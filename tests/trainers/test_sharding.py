@@ -10,15 +10,17 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from streamrl.config.loss import CorrectionConfig, ExpertsConfig, KLConfig, LossConfig, RejectionConfig
-from streamrl.config.tree import OptimizerConfig
+from streamrl.config.tree import OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
+from streamrl.trainers.torch.parallel import Parallel
 from tests.support import meshes
 from tests.support.batches import train_batch
 from tests.support.compilers import COMPILES
@@ -156,6 +158,65 @@ def test_ranks_that_share_rows_end_as_near_to_one_rank_as_that_to_float64(
         meshes.goes_on(trainer, ran(mesh).half, ran(mesh), meshes.HALF + 3)
 
 
+LOSSES = {
+    "default": LossConfig(),
+    "sequences": LossConfig(
+        advantage="ppo",
+        policy="gspo",
+        whiten="on",
+        top_entropy=0.5,
+        entropy_coef=0.01,
+        gae_lambda=0.9,
+        kl=KLConfig(loss_coef=0.1, estimator="k3"),
+        correction=CorrectionConfig(
+            level="sequence", high=5.0, normalize=True, reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.5),)
+        ),
+    ),
+    "chosen": LossConfig(policy="m2po", m2po_bound=0.01, top_entropy=0.5, reduction="token_mean", correction=CorrectionConfig(kind="none")),
+}
+
+
+SHARING = {"ranks": 2, "shards": 2, "context": 2}
+AS_ONE = [
+    {"ranks": 2, "shards": 2},
+    *map(slow, ({"ranks": 2}, {"ranks": 4, "shards": 2}, {**SHARING, "check_logprobs": 2, "activations": 1})),
+]
+
+
+@pytest.mark.parametrize("mesh", AS_ONE, ids=str)
+def test_gradients_of_every_loss_are_those_of_one_rank(model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    """Of demonstrations, of a batch, of its scores again, and of one group, which leaves ranks without work."""
+    batches = [replace(batch(0), kind="sft"), batch(0), batch(1), batch(2)]
+    optimizer = OptimizerConfig(clip_norm=0.0, ess_scaling="sqrt")
+    for name, loss in LOSSES.items():
+        found = []
+        for asked in (ONE, mesh):
+            where = tmp_path / name / str(len(asked))
+            with open_trainer(config(loss, **asked, gradient_cosine=True, optimizer=optimizer, micro_tokens=512), model_dir) as trainer:
+                results = [trainer.step(one) for one in batches[:2]]
+                trainer.save(where, b"extra", version=Version(0, 2)).result()
+                assert trainer.load(where) == b"extra"
+                found.append((results + [trainer.step(one) for one in batches[2:]], where))
+        (alone, one), (together, two) = found
+        for ours, theirs in zip(together, alone, strict=True):
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-4), name
+            if theirs.tokens is not None:
+                assert ours.tokens is not None
+                assert ours.tokens.logprobs == pytest.approx(theirs.tokens.logprobs, abs=1e-5, nan_ok=True)
+        # After two steps of a stage Adam's first moment is a mean of two gradients.
+        for stem in {"default": ["optimizer"], "sequences": ["optimizer", "critic_optimizer"]}.get(name, []):
+            moments, others = (
+                {key: value for key, value in meshes.parameters(path, stem).items() if key.endswith("exp_avg")} for path in (one, two)
+            )
+            assert moments.keys() == others.keys() and max(float(value.abs().max()) for value in moments.values()) > 1e-2
+            assert all(torch.allclose(value, others[key], rtol=1e-3, atol=1e-5) for key, value in moments.items())
+
+
+def test_more_ranks_without_a_process_group_are_refused() -> None:
+    with raises(TrainingError, expected=2, got=1):
+        Parallel(mesh_of(TrainerConfig(ranks=2)), torch.device("cpu"))
+
+
 def long_batch() -> TrainBatch:
     """Four samples of 512 tokens, of two groups; a fourth of each is predicted, anywhere in it."""
     rng = np.random.default_rng(0)
@@ -203,27 +264,6 @@ def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model
     assert far > 0
     assert meshes.apart(gradient["shared"], gradient["exact"]) <= meshes.BOUND * far
     assert first["shared"].metrics == pytest.approx(first["alone"].metrics, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_losses_over_whole_samples_a_critic_and_a_reference_see_them_whole(model_dir: Path) -> None:
-    loss = LossConfig(
-        advantage="ppo",
-        policy="gspo",
-        top_entropy=0.5,
-        entropy_coef=0.01,
-        kl=KLConfig(loss_coef=0.1, estimator="k3"),
-        correction=CorrectionConfig(
-            level="sequence", high=5.0, normalize=True, reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.5),)
-        ),
-    )
-    metrics: dict[int, list[dict[str, float]]] = {}
-    for context in (1, 2):
-        asked = config(loss, ranks=context, shards=context, context=context, check_logprobs=2, activations=1)
-        with open_trainer(asked, model_dir) as trainer:
-            metrics[context] = [trainer.step(batch(step)).metrics for step in range(3)]
-    for ours, theirs in zip(metrics[2], metrics[1], strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-4)
 
 
 @pytest.mark.soak
