@@ -19,14 +19,13 @@ def kept(target: int, top_p: float, top_k: int, logits: Tensor = LOGITS, min_p: 
 ALL = [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("top_k", "expected"), [(1, [1]), (2, [0, 1]), (3, [0, 1, 3]), (4, ALL), (9, ALL), (-1, ALL)])
-def test_top_k_leaves_that_many(top_k: int, expected: list[int]) -> None:
-    assert kept(1, 1.0, top_k) == expected
+TOP_K = {1: [1], 2: [0, 1], 3: [0, 1, 3], 4: ALL, 9: ALL, -1: ALL}
+TOP_P = {1e-6: [1], 0.49: [1], 0.51: [0, 1], 0.79: [0, 1], 0.81: [0, 1, 3], 0.96: ALL}
 
 
-@pytest.mark.parametrize(("top_p", "expected"), [(1e-6, [1]), (0.49, [1]), (0.51, [0, 1]), (0.79, [0, 1]), (0.81, [0, 1, 3]), (0.96, ALL)])
-def test_top_p_leaves_the_fewest_that_reach_it(top_p: float, expected: list[int]) -> None:
-    assert kept(1, top_p, -1) == expected
+def test_top_k_leaves_that_many_and_top_p_the_fewest_that_reach_it() -> None:
+    assert {top_k: kept(1, 1.0, top_k) for top_k in TOP_K} == TOP_K
+    assert {top_p: kept(1, top_p, -1) for top_p in TOP_P} == TOP_P
 
 
 @pytest.mark.parametrize(("min_p", "expected"), [(0.0, ALL), (0.09, ALL), (0.11, [0, 1, 3]), (0.31, [0, 1]), (0.61, [1]), (1.0, [1])])

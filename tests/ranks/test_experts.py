@@ -13,13 +13,8 @@ from tests.support.errors import raises
 from tests.support.mixtures import write_mixture
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(600)]
-MIXTURE = (
-    *SHORT,
-    "model.path=mixture",
-    "trainer.checkpoint_every=2",
-    "loss.experts.balance_coef=0.01",
-    "loss.experts.z_coef=0.001",
-)
+LOSS = "loss.experts.balance_coef=0.01 loss.experts.z_coef=0.001"
+MIXTURE = (*SHORT, "model.path=mixture", "trainer.checkpoint_every=2", LOSS)
 SHARDS, EXPERTS = "trainer.shards=2", "trainer.backend=megatron trainer.experts=2"
 REPLAYED = f"{EXPERTS} trainer.routing_replay=true"
 

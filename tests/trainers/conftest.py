@@ -76,16 +76,8 @@ def make_either(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return partial(trainers.make, directory, backend=request.param)
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
+WIDTHS: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64}
+SIZES: dict[str, Any] = {**WIDTHS, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 
 

@@ -2,21 +2,11 @@
 
 from typing import Any
 
-import pytest
-
 from streamrl.trainers import activations
 from streamrl.trainers.activations import GIB, Cut, Estimate, ModelShape
 
-QWEN_4B: dict[str, Any] = {
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-}
+HEADS = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+QWEN_4B: dict[str, Any] = {"hidden_size": 2560, "intermediate_size": 9728, "vocab_size": 151_936, "tie_word_embeddings": True, **HEADS}
 SHAPE = ModelShape(36, 2560, 4096, 1024, 9728, 151_936, tied=True)
 
 
@@ -33,15 +23,11 @@ def test_the_shape_is_read_from_a_models_configuration() -> None:
         assert activations.model_shape(broken) is None
 
 
-@pytest.mark.parametrize(("itemsize", "each"), [(2, 18), (4, 16)])
-def test_bytes_of_a_parameter_while_training(itemsize: int, each: int) -> None:
-    assert activations.training_bytes(10, itemsize) == 10 * each
-
-
-@pytest.mark.parametrize(("itemsize", "shards", "held"), [(2, 1, 6), (4, 1, 4), (2, 2, 2), (4, 4, 1)])
-def test_bytes_of_a_parameter_before_the_first_step(itemsize: int, shards: int, held: int) -> None:
-    assert activations.held_bytes(100, itemsize, shards) == 100 * held
-    assert activations.training_bytes(100, itemsize, shards) >= activations.held_bytes(100, itemsize, shards)
+def test_bytes_of_a_parameter_before_the_first_step_and_while_training() -> None:
+    assert [activations.training_bytes(10, itemsize) for itemsize in (2, 4)] == [180, 160]
+    for itemsize, shards, held in ((2, 1, 6), (4, 1, 4), (2, 2, 2), (4, 4, 1)):
+        assert activations.held_bytes(100, itemsize, shards) == 100 * held
+        assert activations.training_bytes(100, itemsize, shards) >= activations.held_bytes(100, itemsize, shards)
 
 
 def test_more_memory_keeps_more_layers_and_the_arithmetic_is_told() -> None:

@@ -40,15 +40,8 @@ COOLDOWN = 10
 
 
 def ours(kind: ScheduleKind, step: int) -> float:
-    return learning_rate(
-        step,
-        peak=PEAK,
-        warmup_steps=WARMUP,
-        total_steps=TOTAL,
-        final_fraction=FLOOR,
-        kind=kind,
-        cooldown_fraction=COOLDOWN / TOTAL,
-    )
+    steps: dict[str, int] = {"warmup_steps": WARMUP, "total_steps": TOTAL}
+    return learning_rate(step, peak=PEAK, **steps, final_fraction=FLOOR, kind=kind, cooldown_fraction=COOLDOWN / TOTAL)
 
 
 TORCH: dict[ScheduleKind, Callable[[torch.optim.Optimizer], list[LRScheduler]]] = {
@@ -76,24 +69,16 @@ def test_every_schedule_with_an_end_is_that_of_torch(kind: ScheduleKind) -> None
     assert later == pytest.approx([PEAK if kind == "constant" else FLOOR * PEAK] * 2), "it stays where the schedule ends"
 
 
+DECAY = {"num_stable_steps": FALL - COOLDOWN, "num_decay_steps": COOLDOWN, "min_lr_ratio": FLOOR, "decay_type": "linear"}
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "options"),
     [
         ("constant", "constant_with_warmup", {}),
         ("inverse_sqrt", "inverse_sqrt", {}),
         ("cosine", "cosine_with_min_lr", {"num_training_steps": TOTAL - 1, "scheduler_specific_kwargs": {"min_lr_rate": FLOOR}}),
-        (
-            "wsd",
-            "warmup_stable_decay",
-            {
-                "scheduler_specific_kwargs": {
-                    "num_stable_steps": FALL - COOLDOWN,
-                    "num_decay_steps": COOLDOWN,
-                    "min_lr_ratio": FLOOR,
-                    "decay_type": "linear",
-                },
-            },
-        ),
+        ("wsd", "warmup_stable_decay", {"scheduler_specific_kwargs": DECAY}),
     ],
 )
 def test_after_the_rise_it_is_that_of_transformers(kind: ScheduleKind, name: str, options: dict[str, object]) -> None:
@@ -123,22 +108,13 @@ def test_a_fall_of_all_and_of_nothing(fraction: float, warmup: int) -> None:
         assert wsd == pytest.approx(linear if fraction else constant if step < 8 else PEAK / 2)
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"warmup_steps": 9, "decay_steps": 9}, "trainer.optimizer.decay_steps"),
-        ({"schedule": "inverse_sqrt"}, "trainer.optimizer.warmup_steps"),
-    ],
-)
-def test_schedules_that_cannot_be_are_refused(values: dict[str, object], key: str) -> None:
-    with raises(ConfigError, key=key):
-        check(convert({"data": {"train": "x"}, "trainer": {"optimizer": values}}, where="test"))
-
-
-@pytest.mark.parametrize("values", [{"schedule": "cosines"}, {"decay_steps": -1}, {"cooldown_fraction": 1.5}])
-def test_values_out_of_their_bounds_are_refused(values: dict[str, object]) -> None:
-    with raises(ConfigError, key=f"trainer.optimizer.{next(iter(values))}"):
-        convert({"trainer": {"optimizer": values}}, where="test")
+def test_schedules_that_cannot_be_are_refused() -> None:
+    for values, key in (({"warmup_steps": 9, "decay_steps": 9}, "decay_steps"), ({"schedule": "inverse_sqrt"}, "warmup_steps")):
+        with raises(ConfigError, key=f"trainer.optimizer.{key}"):
+            check(convert({"data": {"train": "x"}, "trainer": {"optimizer": values}}, where="test"))
+    for key, value in (("schedule", "cosines"), ("decay_steps", -1), ("cooldown_fraction", 1.5)):
+        with raises(ConfigError, key=f"trainer.optimizer.{key}"):
+            convert({"trainer": {"optimizer": {key: value}}}, where="test")
 
 
 def test_the_length_is_that_of_the_run_unless_it_is_said() -> None:

@@ -92,16 +92,8 @@ def test_each_element_has_one_owner_and_the_ranks_make_the_checkpoint_again(
         assert (owners[name] == 1).all(), name
 
 
-QWEN3 = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "intermediate_size": 6,
-    "vocab_size": 10,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 6, "vocab_size": 10, **HEADS}
 
 
 @pytest.mark.parametrize(
