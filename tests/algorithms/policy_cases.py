@@ -1,7 +1,5 @@
 """Ragged batches of tokens for the tests of losses: as `reference_policy_losses` takes them, packed, and padded with NaN."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

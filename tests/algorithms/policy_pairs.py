@@ -1,7 +1,5 @@
 """Each policy loss beside the second implementation that it is held to, with the numbers that tests run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 p is a token's probability under the trainer's policy, q under the policy that sampled it; rho = p / q.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Objectives are written as the papers maximise them and negated at the end. Where
 its coefficient as a plain float times what is differentiated. It shares no line and no helper with `streamrl.core`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

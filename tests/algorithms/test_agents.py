@@ -1,7 +1,5 @@
 """Rewards of agents: who is compared with whom, by numbers worked out by hand and by a plain reference in float64."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,9 +46,6 @@ def test_an_agent_is_compared_with_those_of_its_role_and_counts_once() -> None:
     # Groups: (5, main), (5, selector), (5, solver), (6, main), (6, solver); three have one vote.
     assert metrics["rollout/zero_variance"] == 3 / 5
     assert metrics["rollout/raw_reward_std"] == pytest.approx((0.5**0.5 + SAMPLE_STD) / 5)
-
-
-def test_each_estimator_by_hand() -> None:
     root = 0.5**0.5
     assert raw(*columns())[0].tolist() == [reward for *_, reward in ROWS]
     assert grpo(*columns())[0] == pytest.approx([root, 1, 1, -1, 0, -root, 0, 0, 0], abs=1e-5)
@@ -108,12 +103,6 @@ def test_without_agents_nothing_is_other_to_the_last_bit(estimator: Estimator, r
     assert found.tobytes() == plain.tobytes() and metrics == plain_metrics
 
 
-def test_samples_of_an_agent_that_differ_in_their_reward_are_refused() -> None:
-    with raises(TrainingError, task=5, rollout=0) as caught:
-        grpo(*columns([(5, 0, "", 1.0), (5, 0, "solver", 1.0), (5, 0, "solver", 0.5)]))
-    assert "agent solver" in caught.value.message
-
-
 def batch() -> TrainBatch:
     """Two rollouts of a task, with a main chat of two tokens and a solver of one each."""
     return TrainBatch.from_lists(
@@ -134,14 +123,6 @@ def of(name: str, **options: Any) -> Any:
     return token_advantages(given, loss, values=values, logprobs=np.zeros(given.num_tokens)).advantages[given.loss_mask]
 
 
-def test_tokens_get_what_their_agent_has() -> None:
-    root = 0.5**0.5
-    assert of("grpo") == pytest.approx([root, root, -root, -root, -root, root], abs=1e-5)
-    assert of("rloo") == pytest.approx([1, 1, -0.5, -1, -1, 0.5])
-    assert of("maxrl") == pytest.approx([1, 1, -0.5, -1, -1, 0.5])
-    assert of("grpo", normalize_rewards=False).tolist() == [1, 1, 0.25, 0, 0, 0.75]
-
-
 @pytest.mark.parametrize("name", ["ppo", "reinforce_plus_plus"])
 def test_an_agents_reward_stands_at_the_last_token_of_its_sample(name: str) -> None:
     # With V = 0 and gamma = lambda = 1 the return of every token is its sample's reward; whitening is over all tokens of the batch.
@@ -149,11 +130,19 @@ def test_an_agents_reward_stands_at_the_last_token_of_its_sample(name: str) -> N
     assert of(name, gamma=1.0, gae_lambda=1.0, whiten="on") == pytest.approx(whiten(returns, np.ones(6, np.bool_)), abs=1e-9)
 
 
-def test_the_baseline_of_reinforce_plus_plus_is_that_of_the_role() -> None:
+def test_tokens_get_what_their_agent_has() -> None:
+    root = 0.5**0.5
+    assert of("grpo") == pytest.approx([root, root, -root, -root, -root, root], abs=1e-5)
+    assert of("rloo") == pytest.approx([1, 1, -0.5, -1, -1, 0.5])
+    assert of("maxrl") == pytest.approx([1, 1, -0.5, -1, -1, 0.5])
+    assert of("grpo", normalize_rewards=False).tolist() == [1, 1, 0.25, 0, 0, 0.75]
     centred = np.array([0.5, 0.5, -0.25, -0.5, -0.5, 0.25])
     assert of("reinforce_plus_plus_baseline") == pytest.approx(whiten(centred, np.ones(6, np.bool_)), abs=1e-9)
 
 
-def test_agents_of_some_samples_only_are_refused() -> None:
+def test_agents_are_of_all_samples_and_have_one_reward() -> None:
+    with raises(TrainingError, task=5, rollout=0) as caught:
+        grpo(*columns([(5, 0, "", 1.0), (5, 0, "solver", 1.0), (5, 0, "solver", 0.5)]))
+    assert "agent solver" in caught.value.message
     with raises(TrainingError, field="agents"):
         TrainBatch.from_lists([[1], [1]], [[2], [2]], rewards=[1.0, 0.0], agents=["solver"])

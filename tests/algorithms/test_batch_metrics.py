@@ -1,7 +1,5 @@
 """Metrics of whole batches: closed forms by hand, what is left out, and that every name is declared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -12,14 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.batch_metrics import (
-    effective_fraction,
-    length_metrics,
-    ratio_metrics,
-    staleness_metrics,
-    step_means,
-    weight_metrics,
-)
+from streamrl.algorithms import batch_metrics
+from streamrl.algorithms.batch_metrics import effective_fraction, ratio_metrics
 from streamrl.core.batches import TrainBatch
 from streamrl.telemetry.names import Reduction, metric
 
@@ -88,23 +80,7 @@ def test_ratios_by_hand(batch: TrainBatch) -> None:
     assert found == pytest.approx(wanted)
 
 
-def test_a_sample_of_one_trained_token_and_of_age_0_counts(make_batch: MakeBatch) -> None:
-    batch = make_batch([{"prompt": [1], "answer": [2]}, {"prompt": [1], "answer": [2, 2]}])
-    batch = msgspec.structs.replace(batch, staleness=np.array([9, 0, 9, 3, 1], np.int32))
-    assert staleness_metrics(batch)["staleness/sample_mean"] == 1.5
-    found = ratio_metrics(batch, np.array([0.0, -0.4, 0.0, -0.1, -0.1]))
-    assert found["train/mis_training_log_ppl"] == pytest.approx(0.25)
-    assert found["train/mis_chi2_seq"] == pytest.approx((math.exp(-0.8) + math.exp(-0.4)) / 2 - 1)
-
-
-def test_the_quantiles_are_the_first_and_the_last_percentile(make_batch: MakeBatch) -> None:
-    ratios = 1.0 + np.arange(101) / 100
-    batch = make_batch([{"prompt": [1], "answer": [2] * 101}])
-    found = ratio_metrics(batch, np.concatenate([[0.0], np.log(ratios)]))
-    assert (found["train/ratio_p1"], found["train/ratio_p50"], found["train/ratio_p99"]) == pytest.approx((1.01, 1.5, 1.99))
-
-
-def test_tokens_that_are_not_finite_are_left_out(batch: TrainBatch) -> None:
+def test_tokens_that_are_not_finite_are_left_out_and_extremes_stay_finite(batch: TrainBatch) -> None:
     logprobs = scored(batch)
     logprobs[1] = np.nan
     assert ratio_metrics(batch, logprobs)["train/mis_kl"] == pytest.approx(-(-0.25 + 0.1 + 0.3) / 3)
@@ -113,9 +89,6 @@ def test_tokens_that_are_not_finite_are_left_out(batch: TrainBatch) -> None:
     broken = msgspec.structs.replace(batch, sampler_logprobs=sampler)
     assert ratio_metrics(broken, logprobs)["train/mis_kl"] == pytest.approx(-0.2)
     assert ratio_metrics(broken, logprobs)["train/ess_sequence"] == pytest.approx(1.0)
-
-
-def test_extreme_ratios_stay_finite(batch: TrainBatch) -> None:
     logprobs = scored(batch)
     logprobs[1], logprobs[2] = 900.0, -900.0
     found = ratio_metrics(batch, logprobs)
@@ -124,17 +97,27 @@ def test_extreme_ratios_stay_finite(batch: TrainBatch) -> None:
     assert found["train/ess_token"] == pytest.approx(1 / 4)
 
 
-def test_the_effective_sizes_of_samples_take_the_product_of_their_ratios(make_batch: MakeBatch) -> None:
+def test_quantiles_and_effective_sizes_by_hand(make_batch: MakeBatch) -> None:
+    batch = make_batch([{"prompt": [1], "answer": [2]}, {"prompt": [1], "answer": [2, 2]}])
+    batch = msgspec.structs.replace(batch, staleness=np.array([9, 0, 9, 3, 1], np.int32))
+    assert batch_metrics.staleness_metrics(batch)["staleness/sample_mean"] == 1.5
+    found = ratio_metrics(batch, np.array([0.0, -0.4, 0.0, -0.1, -0.1]))
+    assert found["train/mis_training_log_ppl"] == pytest.approx(0.25)
+    assert found["train/mis_chi2_seq"] == pytest.approx((math.exp(-0.8) + math.exp(-0.4)) / 2 - 1)
+    ratios = 1.0 + np.arange(101) / 100
+    batch = make_batch([{"prompt": [1], "answer": [2] * 101}])
+    found = ratio_metrics(batch, np.concatenate([[0.0], np.log(ratios)]))
+    assert (found["train/ratio_p1"], found["train/ratio_p50"], found["train/ratio_p99"]) == pytest.approx((1.01, 1.5, 1.99))
     batch = make_batch([{"prompt": [1], "answer": [2, 2]} for _ in range(3)])
     log_rho = [0.0, 0.5, 0.5, 0.0, 0.25, 0.0, 0.0, -1.0, -1.5]
     assert ratio_metrics(batch, np.array(log_rho))["train/ess_sequence"] == pytest.approx(kish([math.exp(x) for x in (1.0, 0.25, -2.5)]))
     assert ratio_metrics(batch, np.array(log_rho) * 1000)["train/ess_sequence"] == pytest.approx(1 / 3)
 
 
-def test_weights_that_were_used(batch: TrainBatch) -> None:
+def test_weights_that_were_used_and_ages_of_tokens_and_of_samples(batch: TrainBatch) -> None:
     weights = np.full(batch.num_tokens, np.nan, np.float32)
     weights[batch.loss_mask] = [2.0, 1.0, 0.0, 1.0]
-    assert weight_metrics(batch, weights, factor=0.75) == pytest.approx(
+    assert batch_metrics.weight_metrics(batch, weights, factor=0.75) == pytest.approx(
         {
             "train/ess_weights": 16 / (4 * 6),
             "train/mis_is_ratio_mean_final": 1.0,
@@ -143,12 +126,9 @@ def test_weights_that_were_used(batch: TrainBatch) -> None:
             "train/mis_batch_norm_factor": 0.75,
         }
     )
-    assert weight_metrics(batch, weights)["train/mis_batch_norm_factor"] == 1.0
-
-
-def test_ages_of_tokens_and_of_samples(batch: TrainBatch) -> None:
+    assert batch_metrics.weight_metrics(batch, weights)["train/mis_batch_norm_factor"] == 1.0
     tokens, samples = [0, 1, 4, 2], [1, 4]
-    assert staleness_metrics(batch) == pytest.approx(
+    assert batch_metrics.staleness_metrics(batch) == pytest.approx(
         {
             "staleness/mean": 1.75,
             "staleness/p50": 1.5,
@@ -163,7 +143,7 @@ def test_ages_of_tokens_and_of_samples(batch: TrainBatch) -> None:
     )
 
 
-def test_lengths(make_batch: MakeBatch) -> None:
+def test_lengths_and_what_trained_no_token(make_batch: MakeBatch) -> None:
     batch = make_batch(
         [
             {"prompt": [1, 1], "answer": [2, 2, 2, 2], "mask": [False, True, False, True]},
@@ -171,7 +151,7 @@ def test_lengths(make_batch: MakeBatch) -> None:
             {"prompt": [1], "answer": [2], "mask": [False]},
         ]
     )
-    assert length_metrics(batch) == pytest.approx(
+    assert batch_metrics.length_metrics(batch) == pytest.approx(
         {
             "rollout/response_len/mean": 7 / 3,
             "rollout/response_len/median": 2.0,
@@ -181,22 +161,20 @@ def test_lengths(make_batch: MakeBatch) -> None:
             "rollout/total_lengths": (6 + 6 + 2) / 3,
         }
     )
-    assert length_metrics(make_batch([{"prompt": [1], "answer": [2]}]))["rollout/total_lengths"] == 2.0
+    assert batch_metrics.length_metrics(make_batch([{"prompt": [1], "answer": [2]}]))["rollout/total_lengths"] == 2.0
     nothing = np.zeros(0, np.int64)
     drawn = {name: getattr(batch, name)[:0] for name in ("temperature", "top_p", "top_k")}
     empty = msgspec.structs.replace(batch, offsets=np.zeros(1, np.int64), tokens=nothing, loss_mask=nothing.astype(np.bool_), **drawn)
-    assert length_metrics(empty) == {}
-
-
-def test_without_trained_tokens_there_are_no_numbers(make_batch: MakeBatch) -> None:
+    assert batch_metrics.length_metrics(empty) == {}
     batch = make_batch([{"prompt": [1], "answer": [2], "mask": [False]}])
     nothing = np.zeros(batch.num_tokens)
-    assert ratio_metrics(batch, nothing) == weight_metrics(batch, nothing) == staleness_metrics(batch) == {}
+    assert ratio_metrics(batch, nothing) == batch_metrics.weight_metrics(batch, nothing) == batch_metrics.staleness_metrics(batch) == {}
 
 
 def test_every_name_is_declared_and_greatest_values_fold_as_such(batch: TrainBatch) -> None:
     logprobs = scored(batch)
-    names = {**ratio_metrics(batch, logprobs), **weight_metrics(batch, logprobs), **staleness_metrics(batch), **length_metrics(batch)}
+    of_scores = (ratio_metrics(batch, logprobs), batch_metrics.weight_metrics(batch, logprobs))
+    names = {name for one in (*of_scores, batch_metrics.staleness_metrics(batch), batch_metrics.length_metrics(batch)) for name in one}
     greatest = {name for name in names if metric(name).reduction is Reduction.MAX}
     assert greatest == {
         "train/ratio_max",
@@ -206,7 +184,7 @@ def test_every_name_is_declared_and_greatest_values_fold_as_such(batch: TrainBat
         "staleness/sample_max",
         "rollout/response_len/max",
     }
-    assert {metric(name).reduction for name in names.keys() - greatest} == {Reduction.MEAN}
+    assert {metric(name).reduction for name in names - greatest} == {Reduction.MEAN}
 
 
 @settings(deadline=None)
@@ -217,7 +195,7 @@ def test_the_effective_fraction_is_a_fraction_that_knows_no_scale(weights: list[
     assert effective_fraction(np.array(weights) * factor) == pytest.approx(found)
 
 
-def test_the_effective_fraction_at_its_ends() -> None:
+def test_the_effective_fraction_at_its_ends_and_means_over_steps() -> None:
     assert effective_fraction(np.full(7, 0.3)) == pytest.approx(1.0)
     assert effective_fraction(np.array([0.0, 5.0, 0.0, 0.0])) == pytest.approx(0.25)
     assert effective_fraction(np.array([3.0, 1.0])) == pytest.approx(0.8)
@@ -225,7 +203,4 @@ def test_the_effective_fraction_at_its_ends() -> None:
     assert effective_fraction(1.0 - np.array([3e-9, 0.0, 3e-9, 2e-9, 3e-9])) == 1.0  # rounded, the quotient is above 1
     assert effective_fraction(np.zeros(0)) == 0.0
     assert effective_fraction(np.array([1e-200, 1e-200])) == pytest.approx(1.0)
-
-
-def test_means_over_steps_are_over_those_that_have_the_metric() -> None:
-    assert step_means([{"a": 1.0, "b": 4.0}, {"a": 2.0}]) == {"a": 1.5, "b": 4.0}
+    assert batch_metrics.step_means([{"a": 1.0, "b": 4.0}, {"a": 2.0}]) == {"a": 1.5, "b": 4.0}

@@ -1,7 +1,5 @@
 """Decisions over all tokens of an optimizer step, against the papers' algorithms word by word."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -55,13 +53,10 @@ def test_m2po_leaves_out_what_its_algorithm_does(seed: int, bound: float) -> Non
     assert found.metrics["train/m2_kept"] <= bound
 
 
-def test_m2po_looks_at_what_the_advantage_pushes_away_alone() -> None:
+def test_m2po_by_hand() -> None:
     far = np.log([4.0, 4.0, 0.25, 0.25, 4.0, 1.0])
     found = second_moment(tokens_of(far, np.zeros(6), np.array([1.0, -1, -1, 1, 0, 1])), bound=0.04)
     assert found.chosen.tolist() == [True, False, True, False, False, False]
-
-
-def test_m2po_keeps_the_mean_at_the_bound_itself_and_leaves_out_all_that_are_beyond_it() -> None:
     steps = np.array([0.25, 0.25, 0.75])
     nothing, ones = np.zeros(3), np.ones(3)
     assert second_moment(tokens_of(steps, nothing, ones), bound=(2 * 0.0625 + 0.5625) / 3).chosen.tolist() == [False, False, False]
@@ -71,9 +66,6 @@ def test_m2po_keeps_the_mean_at_the_bound_itself_and_leaves_out_all_that_are_bey
     assert every.metrics["train/m2_kept"] == 0.0
     # Of equally far ones the later goes first: [0, 0.5, 0.5] has a mean of 1/6, the first two one of 1/8.
     assert second_moment(tokens_of(np.array([0.5, 1e-9, 0.5]), nothing, ones), bound=0.13).chosen.tolist() == [False, False, True]
-
-
-def test_m2po_of_nothing() -> None:
     for logprobs in (np.zeros(0), np.zeros(3)):
         found = second_moment(tokens_of(logprobs, np.zeros(len(logprobs)), np.ones(len(logprobs))), bound=0.04)
         assert not found.chosen.any()
@@ -87,10 +79,7 @@ def test_a_covariance_is_the_mean_of_its_parts() -> None:
     for asked, mean in ((tokens, want), (tokens_of(np.zeros(0), np.zeros(0), np.zeros(0)), 0.0)):
         for found in (clip_cov(asked, fraction=0.1, low=0.0, high=1.0), kl_cov(asked, fraction=0.1)):
             assert found.metrics == {"train/cov": pytest.approx(mean)}
-
-
-def test_a_token_s_part_of_the_covariance_is_a_product_of_two_distances_from_a_mean() -> None:
-    """Equation 10, by hand: means -2 and 1."""
+    # Equation 10, by hand: means -2 and 1.
     tokens = tokens_of(np.array([-1.0, -4.0, -1.0]), np.zeros(3), np.array([2.0, 1.0, 0.0]))
     assert covariances(tokens).tolist() == [1.0, 0.0, -1.0]
 
@@ -201,7 +190,7 @@ def test_a_choice_is_of_the_tokens_it_was_asked_about_and_of_finite_ones(batch: 
     assert ask()[0] == [2]
 
 
-def test_of_a_single_token_all_counts(batch: TrainBatch) -> None:
+def test_of_a_single_token_all_counts_and_who_decides(batch: TrainBatch) -> None:
     every, loss = np.ones(batch.num_tokens), LossConfig(policy="kl_cov", kl_cov_fraction=1.0, top_entropy=0.5)
     weights = np.where(np.arange(batch.num_tokens) == 3, 0.25, 0.0)
     found = decide(batch, loss, weights, every > 0, logprobs=-every, entropies=every, advantages=every, step=0)
@@ -209,9 +198,6 @@ def test_of_a_single_token_all_counts(batch: TrainBatch) -> None:
     assert np.flatnonzero(found.chosen).tolist() == np.flatnonzero(found.share).tolist() == [3]
     assert found.share[3] == 1.0
     assert found.metrics == {"train/cov": 0.0, "train/top_entropy_threshold": 1.0, "train/top_entropy_fraction": 1.0}
-
-
-def test_who_decides() -> None:
     assert all(decides(LossConfig(policy=policy)) for policy in ("m2po", "clip_cov", "kl_cov"))
     assert decides(LossConfig(top_entropy=0.99))
     assert not decides(LossConfig())

@@ -1,7 +1,5 @@
 """The head that is made to be compiled: held to the same log_softmax written out in float64 as the other two, compiled and not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -59,10 +57,6 @@ def test_probabilities_that_are_kept_give_the_gradients_of_those_computed_again(
         assert torch.allclose(kept, again, rtol=2e-2 if dtype == torch.bfloat16 else 1e-12, atol=1e-2 if dtype == torch.bfloat16 else 1e-12)
 
 
-def test_memory_is_reckoned_with_what_is_kept() -> None:
-    assert (activations.CHUNK_TOKENS, activations.KEPT_BYTES) == (CHUNK_TOKENS, chunked_head.KEPT_BYTES)
-
-
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.process, *COMPILES])])
 def test_narrow_types_are_summed_in_float32_also_when_it_is_compiled(
@@ -95,19 +89,17 @@ def test_a_token_that_counts_for_nothing_reaches_nothing_whatever_it_holds(probl
         assert torch.allclose(mine, reference, atol=1e-12)
 
 
-def test_no_tokens_have_no_gradient(problem: Problem) -> None:
+def test_no_tokens_have_no_gradient_and_no_more_than_a_chunk_of_logits_is_there(problem: Problem) -> None:
     none = leaves(problem._replace(**{name: getattr(problem, name)[:0] for name in ("hidden", "targets", "temperature")}))
     logprobs, entropy = chunked(none, Case(), tokens=4)
     assert logprobs.shape == entropy.shape == (0,)
     logprobs.sum().backward()
     assert not grads(none)[1].any()
-
-
-def test_no_more_than_a_chunk_of_logits_is_there(problem: Problem) -> None:
     ours = leaves(problem)
     with Largest() as largest:
         chunked(ours, Case(), tokens=2)[0].sum().backward()
     assert largest.elements == max(2 * V, ours.weight.numel())
+    assert (activations.CHUNK_TOKENS, activations.KEPT_BYTES) == (CHUNK_TOKENS, chunked_head.KEPT_BYTES)
 
 
 @pytest.mark.parametrize(("vocab", "tokens"), [(16, CHUNK_TOKENS), (151_936, 4096), (262_144, 4096), (CHUNK_LOGITS * 2, 1)])

@@ -1,7 +1,5 @@
 """The whole correction against a second implementation, and what holds for every configuration."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -170,12 +168,6 @@ def test_normalisation_makes_the_mean_weight_of_tokens_or_samples_1(samples: lis
     assert counted.mean().item() == pytest.approx(1.0 if counted.any() else 0.0)
 
 
-def test_normalisation_leaves_the_decay_by_age() -> None:
-    old = [[Token(-1.0, -1.5, 2), Token(-1.0, -0.5, 2)]]
-    found = correct(**packed(old), config=CorrectionConfig(high=9.0, staleness_decay=0.5))
-    assert found.scaled(normalization(found.sums)).weights.mean().item() == pytest.approx(0.25)
-
-
 def test_neither_weights_nor_metrics_carry_a_gradient_to_the_current_policy() -> None:
     """`ratio = "current"`: the weight is of the log-probs under training, and only the loss's own ratio sends a gradient."""
     inputs = packed([[Token(-1.0, -1.3), Token(-0.5, -0.4)]])
@@ -190,7 +182,10 @@ def test_neither_weights_nor_metrics_carry_a_gradient_to_the_current_policy() ->
     assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.3), 2.0 * math.exp(-0.1)])
 
 
-def test_weights_are_fresh_at_every_step_of_the_current_policy() -> None:
+def test_normalisation_and_the_current_policy_by_hand() -> None:
+    old = [[Token(-1.0, -1.5, 2), Token(-1.0, -0.5, 2)]]
+    found = correct(**packed(old), config=CorrectionConfig(high=9.0, staleness_decay=0.5))
+    assert found.scaled(normalization(found.sums)).weights.mean().item() == pytest.approx(0.25)
     config = CorrectionConfig(ratio="current", high=10.0)
     before = correct(**packed([[Token(-1.0, -1.0)]]), config=config)
     after = correct(**packed([[Token(-0.5, -1.0)]]), config=config)
@@ -228,14 +223,6 @@ def test_several_criteria_reject_what_any_of_them_does() -> None:
     assert set(both.metrics) == set(found(mean).metrics)
 
 
-def test_age_masks_and_decays() -> None:
-    tokens = [[Token(-1.0, -1.0, age) for age in range(4)]]
-    found = correct(**packed(tokens), config=CorrectionConfig(mask_staleness=2, staleness_decay=0.5))
-    assert found.weights.tolist() == [1.0, 0.5, 0.25, 0.0]
-    assert found.metrics["train/stale_masked_fraction"].tolist() == [0, 0, 0, 1]
-    assert found.metrics["train/staleness_weight"].tolist() == [1.0, 0.5, 0.25, 0.125]
-
-
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_a_long_sample_counts_once_in_the_mean_of_sample_weights(level: Any) -> None:
     # Samples of one and of three tokens, of weights 2 and 1/2: their mean is 1.25 however long they are.
@@ -248,32 +235,6 @@ def test_a_long_sample_counts_once_in_the_mean_of_sample_weights(level: Any) -> 
     assert weights == pytest.approx([2 / 1.25, *[0.5 / 1.25] * 3])
 
 
-def test_what_a_mask_leaves_out_counts_as_rejected() -> None:
-    samples = [[Token(math.log(r), 0.0) for r in (0.2, 0.9, 1.1, 7.0)]]
-    found = correct(**packed(samples), config=CorrectionConfig(kind="mask", low=0.5, high=5.0))
-    assert found.weights.tolist() == pytest.approx([0, 0.9, 1.1, 0])
-    assert found.metrics["train/rejected_fraction"].tolist() == [1, 0, 0, 1]
-
-
-def test_what_is_off_has_no_metrics() -> None:
-    found = correct(**packed([[Token(-1.0, -1.0, 3)]]), config=CorrectionConfig(kind="none"))
-    assert set(found.metrics) == {
-        "train/tis",
-        "train/tis_abs",
-        "train/tis_clipfrac",
-        "train/rejected_fraction",
-    }
-    assert found.weights.tolist() == [1.0]
-
-
-def test_a_token_that_is_not_finite_is_in_no_samples_ratio() -> None:
-    samples = [[Token(-1.0, -1.4), Token(math.nan, -1.0), Token(-1.0, -1.2)]]
-    found = correct(**packed(samples), config=CorrectionConfig(level="geometric"))
-    assert found.weights.tolist() == pytest.approx([math.exp(0.3), 0.0, math.exp(0.3)])
-    assert found.keep.tolist() == [True, False, True]
-    assert found.sums.tolist() == pytest.approx([math.exp(0.3), 1])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_results_have_the_log_probs_dtype_and_sums_are_float64(dtype: torch.dtype) -> None:
     inputs = packed([[Token(-1.0, -1.3)]])
@@ -284,7 +245,29 @@ def test_results_have_the_log_probs_dtype_and_sums_are_float64(dtype: torch.dtyp
     assert found.scaled(2.0).weights.dtype == dtype
 
 
-def test_long_samples_of_float32_are_added_up_in_float64() -> None:
+def test_masks_decays_and_what_is_off() -> None:
+    tokens = [[Token(-1.0, -1.0, age) for age in range(4)]]
+    found = correct(**packed(tokens), config=CorrectionConfig(mask_staleness=2, staleness_decay=0.5))
+    assert found.weights.tolist() == [1.0, 0.5, 0.25, 0.0]
+    assert found.metrics["train/stale_masked_fraction"].tolist() == [0, 0, 0, 1]
+    assert found.metrics["train/staleness_weight"].tolist() == [1.0, 0.5, 0.25, 0.125]
+    samples = [[Token(math.log(r), 0.0) for r in (0.2, 0.9, 1.1, 7.0)]]
+    found = correct(**packed(samples), config=CorrectionConfig(kind="mask", low=0.5, high=5.0))
+    assert found.weights.tolist() == pytest.approx([0, 0.9, 1.1, 0])
+    assert found.metrics["train/rejected_fraction"].tolist() == [1, 0, 0, 1]
+    found = correct(**packed([[Token(-1.0, -1.0, 3)]]), config=CorrectionConfig(kind="none"))
+    assert set(found.metrics) == {
+        "train/tis",
+        "train/tis_abs",
+        "train/tis_clipfrac",
+        "train/rejected_fraction",
+    }
+    assert found.weights.tolist() == [1.0]
+    samples = [[Token(-1.0, -1.4), Token(math.nan, -1.0), Token(-1.0, -1.2)]]
+    found = correct(**packed(samples), config=CorrectionConfig(level="geometric"))
+    assert found.weights.tolist() == pytest.approx([math.exp(0.3), 0.0, math.exp(0.3)])
+    assert found.keep.tolist() == [True, False, True]
+    assert found.sums.tolist() == pytest.approx([math.exp(0.3), 1])
     difference = torch.full((100_000,), 1e-5, dtype=torch.float32)
     proximal, sampler = torch.zeros_like(difference), -difference
     sequences = Packed(torch.zeros(len(difference), dtype=torch.int64), 1)
@@ -306,11 +289,8 @@ def test_every_metric_is_declared_with_its_reduction_and_given_for_no_tokens_too
 AGES = torch.tensor([0, 1, 2, 3])
 
 
-def test_tokens_up_to_the_limit_are_kept() -> None:
+def test_ages_of_tokens() -> None:
     assert fresh(AGES, 2).tolist() == [True, True, True, False]
-
-
-def test_weights_fall_by_the_same_factor_with_every_version() -> None:
     assert decay_weights(AGES, 0.5).tolist() == [1.0, 0.5, 0.25, 0.125]
     assert decay_weights(AGES, 1.0).tolist() == [1.0] * 4
     assert decay_weights(AGES, 0.0).tolist() == [1.0, 0.0, 0.0, 0.0]
@@ -332,51 +312,30 @@ def test_tokens_with_any_log_prob_that_is_not_finite_are_dropped_and_counted() -
     ((ours - theirs).exp() * keep).sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([math.exp(0.5), 0.0, 0.0, 0.0, 1.0])
-
-
-def test_what_is_not_trained_is_neither_read_nor_counted() -> None:
     mask = torch.tensor([[True, False], [True, True]])
     keep, (values,), metrics = drop_nonfinite(mask, torch.tensor([[1.0, NAN], [NAN, 2.0]], dtype=torch.float64))
     assert keep.tolist() == [[True, False], [False, True]]
     assert values.tolist() == [[1.0, 0.0], [0.0, 2.0]]
     assert metrics["train/nonfinite_tokens"].tolist() == [[0, 0], [1, 0]]
     assert metrics["train/nonfinite_tokens"].dtype == torch.float64
-
-
-def test_without_log_probs_the_mask_is_left() -> None:
     mask = torch.tensor([True, False])
     assert finite_tokens(mask).tolist() == [True, False]
 
 
-def test_at_the_first_step_it_is_the_policy_itself_at_every_age() -> None:
+def test_the_log_linear_proximal_policy_by_hand() -> None:
     logprobs = torch.tensor([-0.1, -0.7, -1.3], dtype=torch.float32)
     found = log_linear_proximal(logprobs, torch.tensor([-3.3, -0.2, -9.0]), torch.tensor([0, 1, 7]), progress=0.0)
     assert found.tolist() == logprobs.tolist()
-
-
-def test_later_a_token_that_the_version_trained_from_sampled_has_its_samplers_log_prob() -> None:
     assert log_linear_proximal(t(-1.0), t(-3.0), torch.tensor([0]), progress=0.5).tolist() == [-3.0]
-
-
-def test_the_policy_has_gone_a_part_of_a_version_beyond() -> None:
     # v_behave = 4, v_prox = 7, v = 7.5: alpha = 3 / 3.5
     found = log_linear_proximal(t(-1.0), t(-4.5), torch.tensor([3]), progress=0.5)
     assert found.tolist() == pytest.approx([-4.5 + 3.0])
-
-
-def test_with_a_whole_version_it_is_the_published_form() -> None:
     # alpha = (v_prox - v_behave) / (v - v_behave) with v_prox = v - 1, for v = 9 and tokens of versions 8, 7, 5
     theta, mu = t(-1.0, -1.0, -1.0), t(-2.0, -2.0, -2.0)
     found = log_linear_proximal(theta, mu, torch.tensor([0, 1, 3]), progress=1.0)
     assert found.tolist() == pytest.approx([-2 + (8 - v) / (9 - v) for v in (8, 7, 5)])
-
-
-def test_it_carries_no_gradient() -> None:
     logprobs = t(-1.0).requires_grad_()
     assert not log_linear_proximal(logprobs, t(-2.0), torch.tensor([2]), progress=0.5).requires_grad
-
-
-def test_what_is_not_finite_stays_so() -> None:
     found = log_linear_proximal(t(math.nan, -1.0, -math.inf), t(-1.0, -math.inf, -1.0), torch.tensor([1, 1, 1]), progress=0.5)
     assert not found.isfinite().any()
 

@@ -1,7 +1,5 @@
 """Divergences by candidates: between those of two outcomes and those of whole distributions, which torch.distributions knows."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -114,16 +112,13 @@ def test_log_probs_of_candidates_are_those_of_the_whole_softmax(how: str, chunk:
     assert weight.grad is not None and weight.grad.abs().sum() > 0
 
 
-def test_dppo_goes_by_it_and_by_nothing_else() -> None:
+def test_dppo_and_the_policy_loss_go_by_it() -> None:
     logprobs, mu = torch.tensor([-0.5, -0.5, -1.5, -1.5]), torch.tensor([-1.0] * 4)
     advantages, apart = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([0.3, 0.1, 0.3, 0.1])
     _, metrics = dppo(logprobs, mu, advantages, apart, bound=0.2, kl=0.0)
     assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 1, 0]
     _, metrics = dppo(logprobs, mu, advantages, torch.full((4,), torch.inf), bound=0.2, kl=0.0)
     assert metrics["train/pg_clipfrac"].tolist() == [1] * 4
-
-
-def test_the_policy_loss_asks_for_it_by_name() -> None:
     ages = torch.zeros(2, dtype=torch.int64)
     logprobs, anchor, advantages = (torch.tensor(values) for values in ([-0.5, -2.0], [-1.0, -1.0], [1.0, 1.0]))
     tokens = PolicyTokens(logprobs, anchor, anchor, advantages, ages, Packed(ages, 1))

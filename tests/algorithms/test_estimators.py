@@ -1,7 +1,5 @@
 """From the section `loss` to advantages of tokens: which estimator runs, in which order, over which tokens."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import streamrl.algorithms
 from streamrl.algorithms import advantages as estimators
 from streamrl.algorithms.advantages import whiten
 from streamrl.algorithms.estimators import ESTIMATORS, TokenArrays, needed_scores, token_advantages
@@ -78,13 +77,6 @@ def test_group_estimators_give_each_trained_token_its_samples_advantage(
     assert set(found.metrics) == {"rollout/raw_reward", "rollout/raw_reward_std", "rollout/zero_variance", "rollout/advantages"}
 
 
-def test_metrics_average_each_rollout_then_the_rollouts(batch: TrainBatch) -> None:
-    """The second rollout has three tokens in two samples; it weighs no more than the first with two."""
-    values = with_gaps([1, 3, 10, 20, 60])
-    found = token_advantages(batch, config(advantage="ppo"), values=values)
-    assert found.metrics["rollout/values"] == (2 + 30) / 2
-
-
 def test_reinforce_plus_plus_takes_the_reward_at_the_last_token_and_whitens(batch: TrainBatch) -> None:
     loss = config(advantage="reinforce_plus_plus", gamma=0.9, kl={"reward_coef": 0.1, "estimator": "k1"})
     logprobs, reference = with_gaps([0.1, 0.4, 0.2, 0.2, 0.5]), with_gaps([0] * 5)
@@ -108,9 +100,6 @@ def test_reinforce_plus_plus_baseline_is_the_centred_reward_less_each_tokens_kl(
     before = with_gaps([0.49, 0.48, -0.53, -0.54, -0.55])
     assert found.advantages == pytest.approx(whiten(before, np.array(MASK)), abs=1e-12)
     assert found.returns is None
-
-
-def test_reinforce_plus_plus_baseline_without_the_mean(batch: TrainBatch) -> None:
     loss = config(advantage="reinforce_plus_plus_baseline", normalize_rewards=False)
     assert token_advantages(batch, loss).advantages == pytest.approx(whiten(with_gaps([1, 1, 0, 0, 0]), np.array(MASK)))
 
@@ -130,13 +119,6 @@ def test_others_are_whitened_only_when_asked(batch: TrainBatch, whitening: str) 
     assert token_advantages(batch, config(whiten="on")).advantages == pytest.approx(expected, abs=1e-5)
 
 
-def test_whitening_sums_over_ranks(batch: TrainBatch) -> None:
-    """Another rank with the same tokens: twice every sum, so only Bessel's correction changes."""
-    found = token_advantages(batch, config(whiten="on", normalize_std=False), reduce=lambda sums: 2 * sums)
-    values = np.array([0.5, 0.5, -0.5, -0.5, -0.5] * 2)
-    assert found.advantages[MASK] == pytest.approx(((values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8))[:5])
-
-
 def test_remax_gives_each_token_what_is_to_come_less_the_baseline(batch: TrainBatch) -> None:
     """R - R' is 0.75 and -0.25; of the KL each token has its own and that of the tokens behind it, in its own sample."""
     greedy = msgspec.structs.replace(batch, baselines=np.full(3, 0.25))
@@ -151,7 +133,7 @@ def test_remax_gives_each_token_what_is_to_come_less_the_baseline(batch: TrainBa
         token_advantages(batch, config(advantage="remax"))
 
 
-def test_ppo_is_gae_of_token_rewards(batch: TrainBatch) -> None:
+def test_returns_of_a_critic_are_gaes_or_vtraces(batch: TrainBatch) -> None:
     values = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1])
     loss = config(advantage="ppo", gamma=0.99, gae_lambda=0.95, kl={"reward_coef": 0.5, "estimator": "k2"})
     logprobs = with_gaps([-1, -2, -3, -4, -5])
@@ -160,18 +142,12 @@ def test_ppo_is_gae_of_token_rewards(batch: TrainBatch) -> None:
     expected = gae(rewards, values, batch.offsets, batch.loss_mask, gamma=0.99, gae_lambda=0.95)
     assert found.advantages == pytest.approx(expected[0]) and found.returns == pytest.approx(expected[1])
     assert found.metrics["rollout/kl"] == pytest.approx((0.25 + (0.5 + 2 + 4.5) / 3) / 2)
-
-
-def test_whitened_advantages_leave_the_critics_returns_alone(batch: TrainBatch) -> None:
     values = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1])
     plain = token_advantages(batch, config(advantage="ppo"), values=values)
     white = token_advantages(batch, config(advantage="ppo", whiten="on"), values=values)
     assert plain.returns is not None and white.returns is not None
     assert white.returns.tolist() == plain.returns.tolist()
     assert white.advantages == pytest.approx(whiten(plain.advantages, batch.loss_mask))
-
-
-def test_vtrace_corrects_for_the_sampler(batch: TrainBatch) -> None:
     critic = {"targets": "vtrace", "vtrace_rho": 1.5, "vtrace_c": 0.8}
     loss = config(advantage="ppo", gamma=0.9, gae_lambda=0.95, critic=critic)
     values, logprobs = with_gaps([0.5, 0.4, 0.3, 0.2, 0.1]), with_gaps([-1, -2.5, -3, -1.5, -2])
@@ -182,7 +158,11 @@ def test_vtrace_corrects_for_the_sampler(batch: TrainBatch) -> None:
     assert found.advantages == pytest.approx(expected[0]) and found.returns == pytest.approx(expected[1])
 
 
-def test_distillation_is_part_of_what_is_whitened(batch: TrainBatch) -> None:
+def test_whitening_sums_over_ranks_and_distillation_is_part_of_it(batch: TrainBatch) -> None:
+    """Another rank with the same tokens: twice every sum, so only Bessel's correction changes."""
+    found = token_advantages(batch, config(whiten="on", normalize_std=False), reduce=lambda sums: 2 * sums)
+    values = np.array([0.5, 0.5, -0.5, -0.5, -0.5] * 2)
+    assert found.advantages[MASK] == pytest.approx(((values - values.mean()) / np.sqrt(values.var(ddof=1) + 1e-8))[:5])
     logprobs, teacher = with_gaps([-1, -1, -1, -1, -1]), with_gaps([-2, -1, -1, 0, -3])
     loss = config(normalize_std=False, distillation={"coef": 0.5})
     before = with_gaps([0.0, 0.5, -0.5, 0.0, -1.5])
@@ -214,11 +194,6 @@ def test_tokens_with_a_log_prob_that_is_not_finite_take_no_part(batch: TrainBatc
     assert found.metrics == expected.metrics
 
 
-def test_values_that_are_not_finite_are_refused(batch: TrainBatch) -> None:
-    with raises(TrainingError, scores="values", token=5):
-        token_advantages(batch, config(advantage="ppo"), values=with_gaps([1, 2, np.nan, 3, 4]))
-
-
 @pytest.mark.parametrize(
     ("settings", "roles"),
     [
@@ -240,21 +215,11 @@ def test_what_must_be_scored(batch: TrainBatch, settings: dict[str, Any], roles:
             token_advantages(batch, loss, **{key: array for key, array in given.items() if key != missing})
 
 
-def test_refuses_arrays_of_another_batch(batch: TrainBatch) -> None:
+def test_values_and_arrays_that_do_not_fit_are_refused(batch: TrainBatch) -> None:
+    with raises(TrainingError, scores="values", token=5):
+        token_advantages(batch, config(advantage="ppo"), values=with_gaps([1, 2, np.nan, 3, 4]))
     with raises(TrainingError, scores="values", expected=(9,), got=(5,)):
         token_advantages(batch, config(advantage="ppo"), values=np.zeros(5))
-
-
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"}))
-def test_a_kl_penalty_without_token_rewards_is_refused(batch: TrainBatch, name: str) -> None:
-    with raises(ConfigError, key="loss.kl.reward_coef"):
-        token_advantages(batch, config(advantage=name, kl={"reward_coef": 0.1}), logprobs=np.zeros(9), reference=np.zeros(9))
-
-
-@pytest.mark.parametrize("name", ["rloo", "maxrl"])
-def test_rloo_and_maxrl_are_normalizations(batch: TrainBatch, name: str) -> None:
-    with raises(ConfigError, key="loss.normalize_rewards"):
-        token_advantages(batch, config(advantage=name, normalize_rewards=False))
 
 
 def by_position(batch: TrainBatch, arrays: TokenArrays) -> np.ndarray:
@@ -301,20 +266,38 @@ def test_a_function_that_cannot_be_used(
         token_advantages(batch, config(advantage=f"{__file__}:{name}"))
 
 
-def test_samples_of_one_rollout_count_as_one_vote(batch: TrainBatch) -> None:
+def test_votes_and_means_are_of_rollouts(batch: TrainBatch) -> None:
+    """The second rollout has three tokens in two samples; it weighs no more than the first with two."""
+    values = with_gaps([1, 3, 10, 20, 60])
+    found = token_advantages(batch, config(advantage="ppo"), values=values)
+    assert found.metrics["rollout/values"] == (2 + 30) / 2
     expected = estimators.rloo(np.array([1.0, 0.0]), np.array([5, 5]), np.array([0, 1]))[0]
     assert token_advantages(batch, config(advantage="rloo")).advantages == spread(*expected)
 
 
+def test_what_is_no_estimator_or_has_no_meaning_for_it_is_refused(batch: TrainBatch) -> None:
+    with_token_rewards = {"remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo"}
+    for name in sorted(set(ESTIMATORS) - with_token_rewards):
+        with raises(ConfigError, key="loss.kl.reward_coef"):
+            token_advantages(batch, config(advantage=name, kl={"reward_coef": 0.1}), logprobs=np.zeros(9), reference=np.zeros(9))
+    for name in ("rloo", "maxrl"):  # they are normalizations
+        with raises(ConfigError, key="loss.normalize_rewards"):
+            token_advantages(batch, config(advantage=name, normalize_rewards=False))
+    for name in ("gspo", "cispo"):
+        with raises(ConfigError, key="loss.advantage") as caught:
+            token_advantages(batch, LossConfig(advantage=name))
+        assert f"loss.policy = '{name}'" in caught.value.hint
+
+
+def test_every_name_is_there_and_none_is_a_module() -> None:
+    for name in streamrl.algorithms.__all__:
+        assert callable(getattr(streamrl.algorithms, name)), name
+    assert dir(streamrl.algorithms) == streamrl.algorithms.__all__ == sorted(streamrl.algorithms.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'gpro'"):
+        _ = streamrl.algorithms.gpro
+
+
 @pytest.mark.process
-def test_needs_no_torch() -> None:
-    code = "import sys, streamrl.algorithms.estimators; sys.exit('torch' in sys.modules)"
+def test_what_needs_no_torch_loads_none() -> None:
+    code = "import sys; from streamrl.algorithms import TrainBatch, token_advantages; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.parametrize("name", ["gspo", "cispo"])
-def test_a_policy_loss_is_no_estimator(batch: TrainBatch, name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        token_advantages(batch, LossConfig(advantage=name))
-    assert caught.value.values["key"] == "loss.advantage"
-    assert f"loss.policy = '{name}'" in caught.value.hint

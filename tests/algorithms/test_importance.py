@@ -1,7 +1,5 @@
 """Importance weights: golden numbers, every kind and level, bounds, and no gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -28,68 +26,29 @@ def weigh(log_ratio: Tensor, kind: Kind, low: float, high: float, level: Level =
     return weights.tolist(), {name.removeprefix("train/"): values.tolist() for name, values in metrics.items()}
 
 
-def test_truncation_golden() -> None:
+def test_each_kind_by_hand() -> None:
     weights, metrics = weigh(t(*GOLDEN), "truncate", 0.0, 2.0)
     assert weights == pytest.approx([2.0, 1.1052, 0.0821], abs=1e-4)
     assert metrics["tis"] == pytest.approx([math.exp(x) for x in GOLDEN])
     assert metrics["tis_abs"] == pytest.approx([abs(math.exp(x) - 1) for x in GOLDEN])
     assert metrics["tis_clipfrac"] == metrics["mis_tis_truncate_fraction"] == [1, 0, 0]
-
-
-def test_icepop_golden() -> None:
     weights, metrics = weigh(t(*GOLDEN), "mask", 0.5, 2.0)
     assert weights == pytest.approx([0.0, 1.1052, 0.0], abs=1e-4)
     assert metrics["mis_tis_mask_fraction_high"] == [1, 0, 0]
     assert metrics["mis_tis_mask_fraction_low"] == [0, 0, 1]
     assert metrics["tis_clipfrac"] == [1, 0, 1]
-
-
-def test_clip_has_two_bounds() -> None:
     weights, metrics = weigh(t(*GOLDEN), "clip", 0.5, 2.0)
     assert weights == pytest.approx([2.0, 1.1052, 0.5], abs=1e-4)
     assert metrics["mis_tis_clip_fraction_high"] == [1, 0, 0]
     assert metrics["mis_tis_clip_fraction_low"] == [0, 0, 1]
     assert metrics["tis_clipfrac"] == [1, 0, 1]
-
-
-def test_truncation_knows_no_lower_bound() -> None:
     weights, metrics = weigh(t(-2.5), "truncate", 0.5, 2.0)
     assert weights == pytest.approx([math.exp(-2.5)])
     assert metrics["tis_clipfrac"] == [0]
-
-
-def test_none_weighs_by_one_and_still_measures() -> None:
     weights, metrics = weigh(t(*GOLDEN), "none", 0.5, 2.0)
     assert weights == [1.0, 1.0, 1.0]
     assert metrics["tis_clipfrac"] == [0, 0, 0]
     assert metrics["tis"] == pytest.approx([math.exp(x) for x in GOLDEN])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_bounds_themselves_are_within(kind: Kind) -> None:
-    weights, metrics = weigh(t(0.0), kind, 1.0, 1.0)
-    assert weights == [1.0]
-    assert metrics["tis_clipfrac"] == [0]
-
-
-def test_levels_golden() -> None:
-    log_ratio = t(0.5, 0.1, -0.3, 0.2)
-    sequences = Packed(torch.tensor([1, 0, 1, 1]), 2)
-    assert importance_ratio(log_ratio, sequences, "token").log().tolist() == pytest.approx([0.5, 0.1, -0.3, 0.2])
-    assert importance_ratio(log_ratio, sequences, "sequence").log().tolist() == pytest.approx([0.4, 0.1, 0.4, 0.4])
-    assert importance_ratio(log_ratio, sequences, "geometric").log().tolist() == pytest.approx([0.4 / 3, 0.1, 0.4 / 3, 0.4 / 3])
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_aggregate_is_clamped_before_exp(level: Level) -> None:
-    for size in (500.0, -500.0):
-        found = importance_ratio(t(size), one(1), level)
-        assert found.tolist() == pytest.approx([math.exp(math.copysign(20, size))])
-
-
-def test_clamping_comes_after_aggregation() -> None:
-    assert importance_ratio(t(30.0, -29.0), one(2), "sequence").tolist() == pytest.approx([math.e] * 2)
-    assert ratio_of(t(30.0, -29.0)).log().tolist() == pytest.approx([20.0, -20.0])
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -121,15 +80,19 @@ def test_bounds_hold(log_ratio: list[float], level: Level, low: float, high: flo
     assert all(w == 0 or low <= w <= high for w in masked)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_ratio_outside_the_mask_is_1(level: Level) -> None:
-    mask = torch.tensor([[True, False, True]])
-    found = importance_ratio(torch.tensor([[0.2, math.nan, 0.2]]), Padded(mask), level)
-    assert found[0, 1].item() == 1.0
-    assert found[0, 0].item() == pytest.approx(math.exp(0.4 if level == "sequence" else 0.2))
+def test_bounds_are_within_aggregates_are_clamped_before_exp_and_ratios_outside_the_mask_are_1() -> None:
+    for kind in KINDS:
+        weights, metrics = weigh(t(0.0), kind, 1.0, 1.0)
+        assert (weights, metrics["tis_clipfrac"]) == ([1.0], [0]), kind
+    for level in LEVELS:
+        for size in (500.0, -500.0):
+            assert importance_ratio(t(size), one(1), level).tolist() == pytest.approx([math.exp(math.copysign(20, size))]), level
+        found = importance_ratio(torch.tensor([[0.2, math.nan, 0.2]]), Padded(torch.tensor([[True, False, True]])), level)
+        assert found[0, 1].item() == 1.0
+        assert found[0, 0].item() == pytest.approx(math.exp(0.4 if level == "sequence" else 0.2)), level
 
 
-def test_weights_carry_no_gradient() -> None:
+def test_weights_carry_no_gradient_and_no_tokens_have_the_same_metrics() -> None:
     log_ratio = t(0.3, -0.2).requires_grad_()
     assert not any(importance_ratio(log_ratio, one(2), level).requires_grad for level in LEVELS)
     for kind in KINDS:
@@ -137,16 +100,20 @@ def test_weights_carry_no_gradient() -> None:
             weights, metrics = importance_weights(log_ratio, one(2), kind=kind, level=level, low=0.5, high=2.0)
             assert not weights.requires_grad
             assert not any(values.requires_grad for values in metrics.values())
-
-
-def test_an_empty_micro_batch_has_weights_and_the_same_metrics() -> None:
     for level in LEVELS:
         weights, metrics = importance_weights(t(), Packed(torch.zeros(0, dtype=torch.int64), 0), kind="mask", level=level, low=0.5, high=2)
         assert weights.shape == (0,)
         assert len(metrics) == 5
 
 
-def test_normalization_divides_by_the_mean() -> None:
+def test_levels_by_hand() -> None:
+    log_ratio = t(0.5, 0.1, -0.3, 0.2)
+    sequences = Packed(torch.tensor([1, 0, 1, 1]), 2)
+    assert importance_ratio(log_ratio, sequences, "token").log().tolist() == pytest.approx([0.5, 0.1, -0.3, 0.2])
+    assert importance_ratio(log_ratio, sequences, "sequence").log().tolist() == pytest.approx([0.4, 0.1, 0.4, 0.4])
+    assert importance_ratio(log_ratio, sequences, "geometric").log().tolist() == pytest.approx([0.4 / 3, 0.1, 0.4 / 3, 0.4 / 3])
+    assert importance_ratio(t(30.0, -29.0), one(2), "sequence").tolist() == pytest.approx([math.e] * 2)
+    assert ratio_of(t(30.0, -29.0)).log().tolist() == pytest.approx([20.0, -20.0])
     assert normalization(t(6.0, 3.0)) == 0.5
     assert normalization(t(1.0, 4.0)) == 4.0
     assert normalization(t(0.0, 4.0)) == 1.0

@@ -1,7 +1,5 @@
 """Log-probs by both forms: against log_softmax written out in float64, with gradients, chunking, truncation and memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -219,7 +217,7 @@ def test_by_default_nothing_is_scaled_capped_or_cut_and_entropies_have_no_gradie
         assert logprobs.requires_grad and not entropy.requires_grad
 
 
-def test_any_head_is_given_what_fits_and_run_again_only_where_it_was_cut(problem: Problem) -> None:
+def test_heads_are_given_what_fits_and_may_rule_tokens_out(problem: Problem) -> None:
     for elements, sizes in ((1, [1] * M), (3 * V, [3, 3, 3, 3, 1]), (M * V, [M])):
         ours, given = leaves(problem), list[int]()
 
@@ -231,9 +229,6 @@ def test_any_head_is_given_what_fits_and_run_again_only_where_it_was_cut(problem
         assert given == sizes
         found.sum().backward()
         assert len(given) == len(sizes) * (1 if len(sizes) == 1 else 2)
-
-
-def test_a_head_may_rule_tokens_out_that_truncation_drops(problem: Problem) -> None:
     out = torch.zeros(V, dtype=torch.float64)
     out[[3, 7]] = -torch.inf
     targets = torch.zeros(M, dtype=torch.int64)

@@ -1,7 +1,5 @@
 """What top-k and top-p leave, and its packed form."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,29 +19,13 @@ def kept(target: int, top_p: float, top_k: int, logits: Tensor = LOGITS, min_p: 
 ALL = [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("top_k", "expected"), [(1, [1]), (2, [0, 1]), (3, [0, 1, 3]), (4, ALL), (9, ALL), (-1, ALL)])
-def test_top_k_leaves_that_many(top_k: int, expected: list[int]) -> None:
-    assert kept(1, 1.0, top_k) == expected
+TOP_K = {1: [1], 2: [0, 1], 3: [0, 1, 3], 4: ALL, 9: ALL, -1: ALL}
+TOP_P = {1e-6: [1], 0.49: [1], 0.51: [0, 1], 0.79: [0, 1], 0.81: [0, 1, 3], 0.96: ALL}
 
 
-@pytest.mark.parametrize(("top_p", "expected"), [(1e-6, [1]), (0.49, [1]), (0.51, [0, 1]), (0.79, [0, 1]), (0.81, [0, 1, 3]), (0.96, ALL)])
-def test_top_p_leaves_the_fewest_that_reach_it(top_p: float, expected: list[int]) -> None:
-    assert kept(1, top_p, -1) == expected
-
-
-def test_a_token_that_reaches_p_exactly_is_the_last() -> None:
-    assert kept(0, 0.5, -1, torch.zeros(1, 4, dtype=torch.float64)) == [0, 1]
-
-
-def test_both_bounds_hold_and_probabilities_are_those_of_the_whole_distribution() -> None:
-    assert kept(1, 0.79, 1) == [1]
-    # Renormalised over the first two, 0.5 would be 0.625 and token 0 would go.
-    assert kept(1, 0.6, 2) == [0, 1]
-
-
-def test_the_target_stays_and_takes_nobodys_place() -> None:
-    assert kept(2, 1.0, 2) == [0, 1, 2]
-    assert kept(2, 0.4, -1) == [1, 2]
+def test_top_k_leaves_that_many_and_top_p_the_fewest_that_reach_it() -> None:
+    assert {top_k: kept(1, 1.0, top_k) for top_k in TOP_K} == TOP_K
+    assert {top_p: kept(1, top_p, -1) for top_p in TOP_P} == TOP_P
 
 
 @pytest.mark.parametrize(("min_p", "expected"), [(0.0, ALL), (0.09, ALL), (0.11, [0, 1, 3]), (0.31, [0, 1]), (0.61, [1]), (1.0, [1])])
@@ -54,22 +36,22 @@ def test_min_p_leaves_what_is_that_share_as_likely_as_the_likeliest(min_p: float
     assert kept(2, 1.0, -1, min_p=min_p) == sorted({2, *expected})
 
 
-def test_a_token_that_is_as_likely_as_min_p_asks_is_kept() -> None:
+def test_both_bounds_hold_and_the_target_stays_and_takes_nobodys_place() -> None:
+    assert kept(0, 0.5, -1, torch.zeros(1, 4, dtype=torch.float64)) == [0, 1]
+    assert kept(1, 0.79, 1) == [1]
+    # Renormalised over the first two, 0.5 would be 0.625 and token 0 would go.
+    assert kept(1, 0.6, 2) == [0, 1]
+    assert kept(2, 1.0, 2) == [0, 1, 2]
+    assert kept(2, 0.4, -1) == [1, 2]
     assert kept(0, 1.0, -1, torch.tensor([[1.0, 0.5, 0.25, 0.25]], dtype=torch.float64).log(), min_p=0.5) == [0, 1]
     assert kept(0, 1.0, -1, torch.zeros(1, 4), min_p=1.0) == ALL
 
 
-def test_ties_keep_the_lower_id() -> None:
+def test_ties_keep_the_lower_id_and_each_token_has_its_own_bounds() -> None:
     assert kept(0, 1.0, 2, torch.zeros(1, 4)) == [0, 1]
     assert kept(2, 1.0, 2, torch.tensor([[1.0, 0.0, 1.0, 1.0, 2.0]])) == [0, 2, 4]
     assert kept(4, 1.0, 2, torch.tensor([[1.0, 0.0, 1.0, 1.0, 2.0]])) == [0, 4]
-
-
-def test_a_top_p_of_1_keeps_what_rounding_leaves_no_probability() -> None:
     assert kept(0, 1.0, -1, torch.tensor([[40.0, 0.0, 1.0]])) == [0, 1, 2]
-
-
-def test_each_token_has_its_own_bounds() -> None:
     mask = support(LOGITS.repeat(3, 1), torch.tensor([1, 1, 1]), torch.tensor([1.0, 0.4, 1.0]), torch.tensor([-1, -1, 2]))
     assert mask.sum(-1).tolist() == [4, 1, 2]
 
@@ -88,9 +70,6 @@ def test_fixed_point_sums_are_cumulative_sums() -> None:
     probs = torch.randn(5, 4000, generator=torch.Generator().manual_seed(0)).softmax(-1)
     assert torch.allclose(fixed_point_cumsum(probs), probs.double().cumsum(-1).float(), atol=1e-7)
     assert fixed_point_cumsum(probs).dtype == probs.dtype
-
-
-def test_fixed_point_sums_resolve_their_unit_and_hold_two_to_the_eleven() -> None:
     small = torch.full((1, 3), 2.0**-52, dtype=torch.float64)
     assert fixed_point_cumsum(small)[0].tolist() == [2.0**-52, 2.0**-51, 3 * 2.0**-52]
     assert fixed_point_cumsum(torch.ones(1, 2047, dtype=torch.float64))[0, -1] == 2047.0

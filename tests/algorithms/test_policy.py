@@ -1,14 +1,12 @@
 """The dispatch from the configuration to a policy loss."""
 
-from __future__ import annotations
-
+import itertools
 import math
 from collections.abc import Callable
 
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 from streamrl.algorithms.policy import POLICY_LOSSES, PolicyTokens, policy_loss, usable_tokens
 from streamrl.algorithms.sequences import Packed
@@ -50,66 +48,57 @@ def config(policy: str, **changes: float) -> LossConfig:
     return msgspec.structs.replace(BASE, policy=policy, **changes)
 
 
-@pytest.mark.parametrize("layout", [packed, padded])
-@pytest.mark.parametrize("opsm", [0.0, 0.05])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(4))
-def test_every_policy_in_both_layouts_with_nan_outside_the_mask(
-    policy: str, opsm: float, seed: int, layout: Callable[[list[reference.Sequence]], Layout]
-) -> None:
-    sequences = random_sequences(seed)
-    losses = REFERENCES[policy](sequences)
-    if opsm:
-        kept = reference.opsm(sequences, opsm)
-        losses = [[None if v is None else v * k for v, k in zip(*rows, strict=True)] for rows in zip(losses, kept, strict=True)]
-    weights = weights_for(sequences)
-    values, gradient = reference_result(sequences, losses, weights)
-    x = layout(sequences)
-    loss, metrics = policy_loss(tokens_of(x), config(policy, opsm_delta=opsm))
-    assert x.flat(loss) == pytest.approx(values, rel=1e-11, abs=1e-12)
-    assert x.gradient(loss, weights) == pytest.approx(gradient, rel=1e-11, abs=1e-12)
-    assert not loss[~x.sequences.mask].any()
-    assert loss.isfinite().all()
-    assert all(m.isfinite().all() and m.shape == loss.shape and not m.requires_grad for m in metrics.values())
-    assert ("train/opsm_clipfrac" in metrics) == bool(opsm)
-    assert {"train/ppo_kl", "train/ois"} < set(metrics)
+def test_every_policy_in_both_layouts_with_nan_outside_the_mask(policy: str) -> None:
+    for case in itertools.product((packed, padded), (0.0, 0.05), range(4)):
+        layout, opsm, seed = case
+        sequences = random_sequences(seed)
+        losses = REFERENCES[policy](sequences)
+        if opsm:
+            kept = reference.opsm(sequences, opsm)
+            losses = [[None if v is None else v * k for v, k in zip(*rows, strict=True)] for rows in zip(losses, kept, strict=True)]
+        weights = weights_for(sequences)
+        values, gradient = reference_result(sequences, losses, weights)
+        x = layout(sequences)
+        loss, metrics = policy_loss(tokens_of(x), config(policy, opsm_delta=opsm))
+        assert x.flat(loss) == pytest.approx(values, rel=1e-11, abs=1e-12), case
+        assert x.gradient(loss, weights) == pytest.approx(gradient, rel=1e-11, abs=1e-12), case
+        assert not loss[~x.sequences.mask].any() and loss.isfinite().all(), case
+        assert all(m.isfinite().all() and m.shape == loss.shape and not m.requires_grad for m in metrics.values()), case
+        assert ("train/opsm_clipfrac" in metrics) == bool(opsm)
+        assert {"train/ppo_kl", "train/ois"} < set(metrics)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("field", ["logprobs", "proximal", "sampler", "advantages", "reference"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_token_that_is_not_finite_is_as_if_it_were_not_there(policy: str, field: str, bad: float) -> None:
-    sequences = random_sequences(7)
-    flat = [x for s in sequences for x in s if x.trained]
+def test_a_token_that_is_not_finite_is_as_if_it_were_not_there(policy: str, field: str) -> None:
     lost = 2
-    x = packed(sequences)
-    tokens = tokens_of(x, with_reference=True)
-    spoiled = getattr(tokens, field).detach().clone()
-    spoiled[lost] = bad
-    if field == "logprobs":
-        x.logprobs = spoiled.requires_grad_()
-        spoiled = x.logprobs
-    tokens = tokens._replace(**{field: spoiled})
-    assert usable_tokens(tokens).tolist() == [i != lost for i in range(len(flat))]
-    loss, metrics = policy_loss(tokens, config(policy, opsm_delta=0.05))
-    weights = weights_for(sequences)
-    gradient = x.gradient(loss, weights)
+    for bad in (math.nan, math.inf, -math.inf):
+        sequences = random_sequences(7)
+        flat = [x for s in sequences for x in s if x.trained]
+        x = packed(sequences)
+        tokens = tokens_of(x, with_reference=True)
+        spoiled = getattr(tokens, field).detach().clone()
+        spoiled[lost] = bad
+        if field == "logprobs":
+            x.logprobs = spoiled = spoiled.requires_grad_()
+        tokens = tokens._replace(**{field: spoiled})
+        assert usable_tokens(tokens).tolist() == [i != lost for i in range(len(flat))]
+        loss, metrics = policy_loss(tokens, config(policy, opsm_delta=0.05))
+        weights = weights_for(sequences)
+        gradient = x.gradient(loss, weights)
+        flat[lost].trained = False
+        y = packed(sequences)
+        want, _ = policy_loss(tokens_of(y, with_reference=True), config(policy, opsm_delta=0.05))
+        others = [i for i in range(len(flat)) if i != lost]
+        assert loss[lost].item() == 0 and gradient[lost] == 0, bad
+        assert loss[others].tolist() == pytest.approx(want.tolist()), bad
+        assert [gradient[i] for i in others] == pytest.approx(y.gradient(want, [weights[i] for i in others])), bad
+        assert all(m.isfinite().all() for m in metrics.values()), bad
 
-    flat[lost].trained = False
-    y = packed(sequences)
-    want, _ = policy_loss(tokens_of(y, with_reference=True), config(policy, opsm_delta=0.05))
-    others = [i for i in range(len(flat)) if i != lost]
-    assert loss[lost].item() == 0 and gradient[lost] == 0
-    assert loss[others].tolist() == pytest.approx(want.tolist())
-    assert [gradient[i] for i in others] == pytest.approx(y.gradient(want, [weights[i] for i in others]))
-    assert all(m.isfinite().all() for m in metrics.values())
 
-
-def test_every_loss_that_is_registered_is_here() -> None:
+def test_every_loss_is_here_and_usable_tokens_are_trained_ones() -> None:
     assert set(POLICY_LOSSES) == set(registry.POLICY_LOSSES)
-
-
-def test_usable_tokens_are_trained_ones_only() -> None:
     x = padded(random_sequences(1))
     assert torch.equal(usable_tokens(tokens_of(x)), x.sequences.mask)
 
@@ -123,34 +112,17 @@ def test_metric_names_depend_on_the_configuration_alone() -> None:
             assert set(policy_loss(nothing, config(policy, **changes))[1]) == set(policy_loss(some, config(policy, **changes))[1])
 
 
-@pytest.mark.parametrize(
-    ("advantage", "policy", "name"),
-    [
-        ("grpo", "", "ppo"),
-        ("reinforce_plus_plus", "", "ppo"),
-        ("ppo", "", "ppo"),
-        ("grpo", "gspo", "gspo"),
-        ("my.py:advantage", "", "ppo"),
-        ("grpo", "my.py:loss", "my.py:loss"),
-    ],
-)
-def test_an_empty_policy_is_ppo(advantage: str, policy: str, name: str) -> None:
-    assert policy_name(LossConfig(advantage=advantage, policy=policy)) == name
+NAMES = [
+    *(("grpo", "", "ppo"), ("reinforce_plus_plus", "", "ppo"), ("ppo", "", "ppo"), ("my.py:advantage", "", "ppo")),
+    *(("grpo", "gspo", "gspo"), ("grpo", "my.py:loss", "my.py:loss")),
+]
 
 
-def test_a_users_function_is_not_for_the_dispatch() -> None:
-    with raises(ConfigError, key="loss.policy") as caught:
+def test_an_empty_policy_is_ppo_and_a_users_function_is_not_for_the_dispatch() -> None:
+    for advantage, policy, name in NAMES:
+        assert policy_name(LossConfig(advantage=advantage, policy=policy)) == name
+    with raises(ConfigError, key="loss.policy"):
         policy_loss(tokens_of(packed(random_sequences(0))), LossConfig(policy="my.py:loss"))
-    assert caught.value.values["key"] == "loss.policy"
-
-
-def test_a_policy_loss_of_ones_own_takes_the_same_arguments() -> None:
-    def mine(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-        return -tokens.advantages * tokens.logprobs * config.aipo_cap, {"mine": tokens.staleness.double()}
-
-    x = packed(random_sequences(0))
-    loss, metrics = mine(tokens_of(x), BASE)
-    assert loss.shape == x.logprobs.shape == metrics["mine"].shape
 
 
 def test_m2po_goes_by_what_was_chosen_and_says_so_where_nothing_was() -> None:

@@ -1,7 +1,5 @@
 """Log-probs over the recorded support: those of a plain masked softmax in float64, and importance weights whose mean under mu is 1."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Token weights: closed forms, and independence of how samples are cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import get_args
 
@@ -34,29 +32,17 @@ def batch(make_batch: MakeBatch) -> TrainBatch:
     )
 
 
-def test_rollout_mean_shares_the_denominator_among_a_rollouts_samples(batch: TrainBatch) -> None:
+def test_each_reduction_by_hand(batch: TrainBatch, make_batch: MakeBatch) -> None:
     got = token_weights(batch, np.arange(4), "rollout_mean")
     assert got == pytest.approx(np.array([0, 1, 1, 0, 1, 0, 1, 1, 0, 5, 0, 0]) / 15)
-
-
-def test_token_mean(batch: TrainBatch) -> None:
     assert token_weights(batch, np.arange(4), "token_mean") == pytest.approx(batch.loss_mask / 6)
-
-
-def test_sequence_mean_counts_each_sample_once(batch: TrainBatch) -> None:
     got = token_weights(batch, np.arange(4), "sequence_mean")
     assert got == pytest.approx(np.array([0, 1 / 2, 1 / 2, 0, 1 / 3, 0, 1 / 3, 1 / 3, 0, 1, 0, 0]) / 4)
-
-
-def test_prompt_mean_counts_each_task_once(make_batch: MakeBatch, batch: TrainBatch) -> None:
     got = token_weights(batch, np.arange(4), "prompt_mean")
     assert got == pytest.approx(np.array([0, 1, 1, 0, 1, 0, 1, 1, 0, 1, 0, 0]) / 6 / 2)  # the second task has no trained token
     two = make_batch([{"prompt": [1], "answer": [2] * n, "task": n, "rollout": 0} for n in (1, 4)])
     assert token_weights(two, np.arange(2), "prompt_mean") == pytest.approx([0, 1 / 2, 0, 1 / 8, 1 / 8, 1 / 8, 1 / 8])
-
-
-def test_token_mean_legacy_counts_each_part_once(batch: TrainBatch) -> None:
-    """Of trained tokens 2, 3, 1 and 0: parts of two samples have 5 and 1, of three 6 and 0."""
+    # Of trained tokens 2, 3, 1 and 0: parts of two samples have 5 and 1, of three 6 and 0.
     every = np.arange(4)
     two = token_weights(batch, every, "token_mean_legacy", legacy_samples=2)
     assert two == pytest.approx(np.array([0, 1 / 5, 1 / 5, 0, 1 / 5, 0, 1 / 5, 1 / 5, 0, 1, 0, 0]) / 2)
@@ -67,9 +53,6 @@ def test_token_mean_legacy_counts_each_part_once(batch: TrainBatch) -> None:
     # In the order of the step's samples, and of no other's: the first and the third are a part.
     some = token_weights(batch, np.array([2, 0, 1]), "token_mean_legacy", legacy_samples=2)
     assert some == pytest.approx(np.array([0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0]) / 2)
-
-
-def test_constant_length_divides_by_the_same_number_everywhere(batch: TrainBatch) -> None:
     got = token_weights(batch, np.arange(4), "constant_length", constant_length=10)
     assert got == pytest.approx(batch.loss_mask / 10 / 3)
     with raises(TrainingError, key="loss.constant_length", got=0):
@@ -139,12 +122,9 @@ def test_a_step_over_some_samples_weighs_nothing_else(batch: TrainBatch, reducti
     assert not token_weights(batch, np.array([3]), reduction).any()
 
 
-def test_constant_values_reduce_to_themselves(batch: TrainBatch) -> None:
+def test_tokens_know_their_samples_also_beside_empty_ones(batch: TrainBatch) -> None:
     assert token_weights(batch, np.array([0, 1, 2]), "rollout_mean").sum() == pytest.approx(1)
     assert sample_of_token(batch).tolist() == [0] * 3 + [1] * 5 + [2] * 2 + [3] * 2
-
-
-def test_tokens_know_their_samples_also_beside_empty_ones(batch: TrainBatch) -> None:
     offsets = np.array([0, 0, 3, 3, 8, 10, 12, 12])
     for packed in (batch, msgspec.structs.replace(batch, offsets=offsets)):
         assert samples_at(packed, np.arange(12)).tolist() == sample_of_token(packed).tolist()

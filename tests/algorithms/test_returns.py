@@ -1,7 +1,5 @@
 """Returns of tokens: golden numbers, and a second implementation over packed batches with holes."""
 
-from __future__ import annotations
-
 from random import Random
 from typing import Any, NamedTuple
 
@@ -52,35 +50,20 @@ def packed(draw: st.DrawFn) -> Packed:
 gammas, lambdas, clips = st.sampled_from([1.0, 0.9, 0.5]), st.sampled_from([1.0, 0.95, 0.0]), st.sampled_from([0.3, 1.0, 4.0])
 
 
-def test_gae_golden() -> None:
+def test_returns_by_hand() -> None:
     advantages, returns = gae(np.array([0.0, 0, 1]), np.array([0.5, 0.4, 0.3]), np.array([0, 3]), ALL, gamma=0.99, gae_lambda=0.95)
     assert advantages == pytest.approx([0.418307, 0.55535, 0.7], abs=1e-6)
     assert returns == pytest.approx([0.918307, 0.95535, 1.0], abs=1e-6)
-
-
-def test_reinforce_plus_plus_golden() -> None:
     rewards = np.array([-0.01, -0.02, 0.0, 1 - 0.04])
     assert discounted_returns(rewards, np.array([0, 4]), gamma=0.9) == pytest.approx([0.6718, 0.7576, 0.8640, 0.9600], abs=5e-5)
-
-
-def test_discounted_returns_end_with_their_sample() -> None:
     got = discounted_returns(np.array([1.0, 2, 4, 8]), np.array([0, 1, 1, 3, 4, 4]), gamma=0.5)
     assert got.tolist() == [1, 4, 4, 8]
-
-
-def test_a_batch_without_tokens_has_no_returns() -> None:
     assert discounted_returns(np.zeros(0), np.array([0, 0]), gamma=0.5).tolist() == []
-
-
-def test_lambda_one_is_the_discounted_return_less_the_value() -> None:
     rewards, values = np.array([1.0, 2, 4]), np.array([7.0, -3, 0.5])
     advantages, returns = gae(rewards, values, np.array([0, 3]), ALL, gamma=0.5, gae_lambda=1.0)
     assert returns == pytest.approx([3, 4, 4])
     assert advantages == pytest.approx([3 - 7, 4 + 3, 4 - 0.5])
-
-
-def test_a_hole_costs_time_and_nothing_else() -> None:
-    """Two steps with one token of a tool between them: the discount counts it, its reward and value are not read."""
+    # Two steps with one token of a tool between them: the discount counts it, its reward and value are not read.
     mask = np.array([True, False, True])
     advantages, returns = gae(np.array([0.0, 99, 1]), np.array([0.5, np.nan, 0.25]), np.array([0, 3]), mask, gamma=0.5, gae_lambda=0.5)
     second = 1 - 0.25
@@ -153,33 +136,16 @@ def test_vtrace_on_policy_learns_gaes_returns(batch: Packed, gamma: float, lam: 
         assert advantages == pytest.approx(gae(*where, *layout, gamma=gamma, gae_lambda=1.0)[0], abs=1e-9)
 
 
-def test_vtrace_forgets_what_the_policy_would_not_do() -> None:
+def test_vtrace_by_hand() -> None:
     """A ratio of 0 at the second of three steps: its own target stays its value, and the first learns only up to it."""
     log_ratio = np.array([0.0, -np.inf, 0.0])
     _, targets = vtrace(np.array([1.0, 5, 9]), np.array([0.5, 0.25, 0.125]), log_ratio, np.array([0, 3]), ALL, **PLAIN)
     assert targets == pytest.approx([1 + 0.25, 0.25, 9], abs=1e-7)
-
-
-def test_log_ratios_are_clamped_before_exp() -> None:
     one, step = np.array([1.0]), (np.array([0, 1]), np.array([True]))
     _, targets = vtrace(one, one * 0.5, np.array([1e6]), *step, gamma=1.0, gae_lambda=1.0, rho=np.inf, c=np.inf)
     assert targets == pytest.approx(0.5 + np.exp(20.0) * 0.5)
     _, targets = vtrace(one, one * 0.5, np.array([-1e6]), *step, **PLAIN)
     assert targets - 0.5 == pytest.approx(np.exp(-20.0) * 0.5, rel=1e-6)
-
-
-def test_discounts_count_the_tokens_between_steps_and_nothing_follows_a_samples_last() -> None:
-    steps = find_steps(np.array([0, 1, 1, 6, 8]), np.array([1, 1, 0, 0, 1, 1, 0, 1], np.bool_), 0.5)
-    assert steps.index.tolist() == [0, 1, 4, 5, 7]
-    assert steps.discount.tolist() == [0.0, 0.125, 0.5, 0.0, 0.0]
-
-
-def test_the_definition() -> None:
-    assert scan_serial(np.array([1.0, 2, 3]), np.array([10.0, 100, 7])).tolist() == [1 + 10 * (2 + 100 * 3), 2 + 100 * 3, 3]
-
-
-def test_of_nothing() -> None:
-    assert scan(np.zeros(0), np.zeros(0)).tolist() == []
 
 
 @pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, CHUNK * CHUNK + 1, 3 * CHUNK * CHUNK - 5])
@@ -190,7 +156,12 @@ def test_chunks_of_128_equal_the_serial_scan(size: int) -> None:
     assert scan(terms, factors) == pytest.approx(scan_serial(terms, factors), rel=1e-12, abs=1e-12)
 
 
-def test_whole_numbers_are_exact_and_a_factor_of_zero_lets_nothing_through() -> None:
+def test_the_scan_by_hand() -> None:
+    assert scan_serial(np.array([1.0, 2, 3]), np.array([10.0, 100, 7])).tolist() == [1 + 10 * (2 + 100 * 3), 2 + 100 * 3, 3]
+    assert scan(np.zeros(0), np.zeros(0)).tolist() == []
+    steps = find_steps(np.array([0, 1, 1, 6, 8]), np.array([1, 1, 0, 0, 1, 1, 0, 1], np.bool_), 0.5)
+    assert steps.index.tolist() == [0, 1, 4, 5, 7]
+    assert steps.discount.tolist() == [0.0, 0.125, 0.5, 0.0, 0.0]
     terms = np.arange(1.0, 1001.0)
     factors = np.ones(1000)
     factors[[0, 300, 511, 512, 999]] = 0.0

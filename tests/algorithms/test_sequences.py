@@ -1,7 +1,5 @@
 """Sums over sequences: packed, padded, selected and split over processes give the same."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -76,13 +74,6 @@ def test_selected_leaves_tokens_out_and_reads_none_of_them(rows: Rows) -> None:
         _check(Selected(sequences, keep), values.masked_fill(~keep, math.nan), want)
 
 
-def test_packed_tokens_may_come_in_any_order() -> None:
-    sequences = Packed(torch.tensor([2, 0, 2, 0]), 3)
-    assert sequences.sum(t(1, 2, 3, 4)).tolist() == [6, 0, 4]
-    assert sequences.max(t(1, 2, 3, 4)).tolist() == [4, -math.inf, 3]
-    assert sequences.spread(t(7, 8, 9)).tolist() == [9, 7, 9, 7]
-
-
 LOGPROBS, OLD, ADVANTAGES = (-1.0, -0.5, -0.2, -2.0, -1.5), (-1.1, -0.4, -0.6, -2.0, -1.9), (1.0, 1.0, 1.0, -2.0, -2.0)
 NUMBERS = (0, 0, 0, 1, 1)
 HALVES = ((0, 3), (1, 2, 4))
@@ -119,8 +110,12 @@ def test_gspo_over_sequences_split_between_two_processes(tmp_path: Path, preload
         assert found["max"].tolist() == whole.max(logprobs).tolist()
 
 
-def test_tokens_of_a_batch_by_sample() -> None:
-    """Tokens 1, 2 are sample 0's, 4 is sample 1's, which has none here, 6 and 7 are sample 2's."""
+def test_packed_tokens_may_come_in_any_order() -> None:
+    sequences = Packed(torch.tensor([2, 0, 2, 0]), 3)
+    assert sequences.sum(t(1, 2, 3, 4)).tolist() == [6, 0, 4]
+    assert sequences.max(t(1, 2, 3, 4)).tolist() == [4, -math.inf, 3]
+    assert sequences.spread(t(7, 8, 9)).tolist() == [9, 7, 9, 7]
+    # Tokens 1, 2 are sample 0's, 4 is sample 1's, which has none here, 6 and 7 are sample 2's.
     batch = TrainBatch.from_lists([[1], [1], [1]], [[2, 3], [4], [5, 6]])
     found = packed_sequences(batch, np.array([2, 7, 1, 6]))
     assert found.sum(t(1.0, 10.0, 2.0, 20.0)).tolist() == [3.0, 30.0]

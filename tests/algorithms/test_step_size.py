@@ -1,7 +1,5 @@
 """The rate by the effective sample size of an optimizer step: by hand, and against plain loops."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -50,16 +48,10 @@ def test_a_rollout_is_the_product_of_all_its_trained_tokens() -> None:
     assert (log_ratio.tolist(), held.tolist()) == ([-0.25, 0.0], [True, True])
     w = [math.exp(-0.25), 1.0]
     assert rollout_ess(batch, logprobs, np.arange(3)) == pytest.approx(sum(w) ** 2 / (2 * sum(x * x for x in w)))
-
-
-def test_only_the_steps_own_rollouts_count() -> None:
     batch, logprobs = one_token_each([0.0, 0.0, 5.0, 5.0])
     assert rollout_ess(batch, logprobs, np.array([0, 1])) == rollout_ess(batch, logprobs, np.array([2, 3])) == 1.0
     assert rollout_ess(batch, logprobs, np.arange(4)) < 0.6
-
-
-def test_extremes_stay_in_bounds() -> None:
-    """Neither 800 nats nor a log-prob that is not finite make it NaN; nothing to weigh is 0."""
+    # Neither 800 nats nor a log-prob that is not finite make it NaN; nothing to weigh is 0.
     batch, logprobs = one_token_each([800.0, -800.0, 0.0, 0.0])
     assert rollout_ess(batch, logprobs, np.arange(4)) == 0.25
     logprobs[1] = -np.inf
@@ -67,9 +59,6 @@ def test_extremes_stay_in_bounds() -> None:
     assert rollout_ess(batch, np.full(batch.num_tokens, np.nan), np.arange(4)) == 0.0
     masked = msgspec.structs.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
     assert rollout_ess(masked, logprobs, np.arange(4)) == 0.0
-
-
-def test_the_rate_falls_below_the_reference_alone() -> None:
     off, root, linear = (OptimizerConfig(ess_scaling=kind, ess_reference=0.5) for kind in ("off", "sqrt", "linear"))  # type: ignore[arg-type]
     assert [scaled_rate(8.0, 0.125, config) for config in (off, root, linear)] == [8.0, 4.0, 2.0]
     assert [scaled_rate(8.0, ess, root) for ess in (0.5, 0.9, 1.0, 0.0)] == [8.0, 8.0, 8.0, 0.0]

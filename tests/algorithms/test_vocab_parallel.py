@@ -1,7 +1,5 @@
 """A head split over two gloo ranks against the whole head: values, and gradients of the hidden states and of each rank's rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

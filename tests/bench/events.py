@@ -1,7 +1,5 @@
 """Raw files of a run that never was, with known numbers in them."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Share among the benchmarks' tests a machine that never was, a raw file of known numbers, and a loop that runs in the test's process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence

@@ -1,5 +1,4 @@
-from __future__ import annotations
-
+import gc
 import json
 import subprocess
 import sys
@@ -37,7 +36,7 @@ def raw() -> Raw:
     return raw_of("engine", Spec(models=("quickstart",), batches=(1, 8), rounds=3), [*ours, *base, *slower], facts)
 
 
-def test_medians_and_ratios_are_those_of_the_rounds():
+def test_medians_ratios_and_what_does_not_run():
     report = build_report(raw())
     ours = next(row for row in report.rows if (row.cell, row.contender) == ("quickstart, 8", "streamrl"))
     speed = ours.values["tokens_per_s"]
@@ -48,9 +47,6 @@ def test_medians_and_ratios_are_those_of_the_rounds():
     assert (target.got, target.met) == ("missed at quickstart, 1 (0.50)", False)
     fast = msgspec.structs.replace(raw(), rounds=[one for one in raw().rounds if one.cell == "quickstart, 8"])
     assert [(target.got, target.met) for target in build_report(fast).targets] == [("2.00 and more", True)]
-
-
-def test_the_table_says_what_was_missed_and_what_does_not_run():
     text = render(build_report(raw()))
     assert "2,000 (1,000 - 4,000)" in text
     assert "| missed at quickstart, 1 (0.50) | NO " in text
@@ -73,9 +69,15 @@ def test_a_report_is_made_again_and_put_into_a_document(tmp_path, capsys):
     document = tmp_path / "page.md"
     begin, end = marks("engine")
     document.write_text(f"before\n\n{begin}\nold\n{end}\n\nafter\n")
-    assert main(["bench", "engine", "--report", str(tmp_path), "--docs", str(document)]) == 0
+    for _ in range(2):
+        assert main(["bench", "engine", "--report", str(tmp_path), "--docs", str(document)]) == 0
     text = document.read_text()
-    assert text.startswith(f"before\n\n{begin}\n\n| model") and text.endswith(f"{end}\n\nafter\n") and "old" not in text
+    assert (
+        text.count(begin) == 1
+        and text.startswith(f"before\n\n{begin}\n\n| model")
+        and text.endswith(f"{end}\n\nafter\n")
+        and "old" not in text
+    )
     document.write_text("no marks")
     assert main(["bench", "engine", "--report", str(tmp_path), "--docs", str(document)]) == 1
     assert "expected the marks" in capsys.readouterr().err
@@ -90,6 +92,7 @@ def test_a_tiny_run_measures_all_three(tmp_path: Path, monkeypatch: pytest.Monke
         measure.main()
         return subprocess.CompletedProcess(process, 0)
 
+    monkeypatch.setattr(gc, "collect", lambda *_: 0)  # which transformers does behind each batch, whatever else the session holds
     monkeypatch.setattr(measure, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(measure, "child", lambda module, *words, env: {"process": [module, *map(str, words)], "env": env})
     monkeypatch.setattr(measure.subprocess, "run", run_here)

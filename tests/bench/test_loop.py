@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -49,7 +47,7 @@ def raw() -> Raw:
     return raw_of("loop", LoopSpec(batches=20, skip=10, tail_batches=20, tail_skip=10), runs)
 
 
-def test_overhead_and_gain_are_ratios_of_rounds():
+def test_overhead_and_gain_are_ratios_of_rounds_and_the_table_says_whether_the_targets_are_met(tmp_path):
     stream, queues, asynchronous, lockstep = build_report(raw()).rows
     assert queues.values["overhead"].p50 == pytest.approx(1.2) and queues.values["cpu_overhead"].p50 == pytest.approx(1.5)
     assert asynchronous.values["gain"].p50 == pytest.approx(3.0)
@@ -59,8 +57,6 @@ def test_overhead_and_gain_are_ratios_of_rounds():
     assert (middle["wait_ms"], middle["step_ms"]) == pytest.approx((20, 100))
     assert (middle["cpu/nats-server"], middle["cpu/trainer"], middle["cpu_ms"]) == pytest.approx((30, 120, 150))
 
-
-def test_the_table_says_whether_the_targets_are_met(tmp_path):
     def targets(rounds: list[Round]) -> list[tuple[str, bool | None]]:
         return [(target.got, target.met) for target in build_report(replace(raw(), rounds=rounds)).targets]
 
@@ -94,18 +90,6 @@ def test_the_loop_is_the_quickstarts(tmp_path):
     assert sorted(map(str, rows)) == sorted(map(str, known))
 
 
-def test_packing_without_a_stream_keeps_ages_and_masks(tmp_path):
-    config = quickstart(LoopSpec(), tmp_path, name="x")
-    one = Rollouts(4, (5, 6), [(7, 8, 9), (7,)], [(-0.1, -0.2, -0.3), (-0.4,)], [((2, 1), (1, 2)), ((1, 2),)], [1.0, 0.0])
-    batch = pack([one], config, 3)
-    np.testing.assert_array_equal(batch.tokens, [5, 6, 7, 8, 9, 5, 6, 7])
-    np.testing.assert_array_equal(batch.loss_mask, [0, 0, 1, 1, 1, 0, 0, 1])
-    np.testing.assert_array_equal(batch.staleness, [0, 0, 2, 2, 1, 0, 0, 1])
-    np.testing.assert_array_equal(batch.offsets, [0, 5, 8])
-    np.testing.assert_allclose(batch.sampler_logprobs[batch.loss_mask], [-0.1, -0.2, -0.3, -0.4], rtol=1e-6)
-    assert batch.rewards.tolist() == [1.0, 0.0] and batch.tasks.tolist() == [4, 4] and batch.rollouts.tolist() == [0, 1]
-
-
 async def test_groups_cross_the_socket_and_the_end_is_noticed():
     here, there = socket.socketpair()
     group = Rollouts(4, (5, 6), [(7,)], [(-0.1,)], [((1, 2),)], [1.0])
@@ -118,9 +102,6 @@ async def test_groups_cross_the_socket_and_the_end_is_noticed():
         here.shutdown(socket.SHUT_WR)
         with raises(LaunchError, ended="sampling half"):
             trainer.get()
-
-
-def test_half_a_frame_is_no_frame():
     here, there = socket.socketpair()
     with there:
         with here:
@@ -158,7 +139,16 @@ def test_the_sampler_counts_what_a_process_says_it_used_also_once_it_has_ended()
     assert later["demo"] < 0.1 and "other" not in busy
 
 
-def test_ways_are_named():
+def test_packing_without_a_stream_keeps_ages_and_masks(tmp_path):
+    config = quickstart(LoopSpec(), tmp_path, name="x")
+    one = Rollouts(4, (5, 6), [(7, 8, 9), (7,)], [(-0.1, -0.2, -0.3), (-0.4,)], [((2, 1), (1, 2)), ((1, 2),)], [1.0, 0.0])
+    batch = pack([one], config, 3)
+    np.testing.assert_array_equal(batch.tokens, [5, 6, 7, 8, 9, 5, 6, 7])
+    np.testing.assert_array_equal(batch.loss_mask, [0, 0, 1, 1, 1, 0, 0, 1])
+    np.testing.assert_array_equal(batch.staleness, [0, 0, 2, 2, 1, 0, 0, 1])
+    np.testing.assert_array_equal(batch.offsets, [0, 5, 8])
+    np.testing.assert_allclose(batch.sampler_logprobs[batch.loss_mask], [-0.1, -0.2, -0.3, -0.4], rtol=1e-6)
+    assert batch.rewards.tolist() == [1.0, 0.0] and batch.tasks.tolist() == [4, 4] and batch.rollouts.tolist() == [0, 1]
     assert names("--ways", "queues,stream,queues", Way) == (Way.QUEUES, Way.STREAM)
     with raises(ConfigError, option="--ways", got="fast"):
         names("--ways", "fast", Way)

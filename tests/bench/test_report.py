@@ -1,8 +1,7 @@
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.raw import append
 from benchmarks.report import marks, render, write_between
@@ -32,80 +31,20 @@ def row(report, title):
     return next(one for one in report.rows if one.title == title)
 
 
-def test_steady_windows_have_the_planted_gap_and_speed(report):
-    steady = row(report, "steady")
-    assert steady.gap.p50 == pytest.approx(events.STEP_MS, rel=0.01)
-    assert steady.tokens_per_s == pytest.approx(events.ROWS / events.STEP_MS * 1e3, rel=0.01)
-    assert steady.seconds == 20 and steady.updates == 0 and steady.gap_p99_ratio is None
-
-
-def test_ours_does_not_differ_from_steady(report):
-    ours = row(report, "paced, 1 s")
-    assert ours.updates == 10
-    assert ours.publish_to_commit.p50 == pytest.approx(35)
-    assert ours.blocked.p50 == pytest.approx(2)
-    assert ours.gigabytes_per_s == pytest.approx(100)
-    assert ours.wire_bytes == 6_000_000_000
-    assert ours.commit.max == 0.2
-    assert ours.gap_p99_ratio.low < 1 < ours.gap_p99_ratio.high
-    assert ours.gap_p99_ratio.high - ours.gap_p99_ratio.low < 0.02
-
-
-def test_pauses_of_stock_are_seen(report):
-    stock = row(report, "tensor, 0.5 s")
-    assert stock.gap.max == pytest.approx(events.STEP_MS + events.PAUSE_MS, rel=0.05)
-    assert stock.gap_during.p99 > 40
-    assert stock.gap_p99_ratio.low > 3
-    assert stock.tokens_ratio.high < 0.98
-
-
-def test_noise_row_compares_steady_windows_among_each_other(report):
-    assert report.noise.gap_p99_ratio.value == pytest.approx(1, rel=0.02)
-
-
-def test_targets_and_checks(report):
-    met = {target.name: target.met for target in report.targets}
-    assert all(met.values())
-    assert all(check.held for check in report.checks)
-
-
 @pytest.mark.parametrize(
-    ("change", "check"),
+    ("of", "change", "check"),
     [
-        ({"forwards": [100, 101]}, "all ranks commit before the same forward pass"),
-        ({"served_digest": ["ab", "cd"]}, "served digest = manifest digest on every rank"),
-        ({"error": "refused"}, "every update of ours was committed"),
+        ("updates", {"forwards": [100, 101]}, "all ranks commit before the same forward pass"),
+        ("updates", {"served_digest": ["ab", "cd"]}, "served digest = manifest digest on every rank"),
+        ("updates", {"error": "refused"}, "every update of ours was committed"),
+        ("requests", {"versions": [(2, 400), (1, 500)]}, "a request's versions never go back"),
+        ("requests", {"versions": [(1, 400)]}, "every token is stamped with its version"),
     ],
 )
-def test_a_planted_fault_fails_its_check(raw, change, check):
-    broken = [msgspec.structs.replace(raw.updates[0], **change), *raw.updates[1:]]
-    report = build_report(msgspec.structs.replace(raw, updates=broken), resamples=10)
+def test_a_planted_fault_fails_its_check(raw, of, change, check):
+    first, *others = getattr(raw, of)
+    report = build_report(replace(raw, **{of: [replace(first, **change), *others]}), resamples=10)
     assert [one.name for one in report.checks if not one.held] == [check]
-
-
-@pytest.mark.parametrize(
-    ("change", "check"),
-    [
-        ({"versions": [(2, 400), (1, 500)]}, "a request's versions never go back"),
-        ({"versions": [(1, 400)]}, "every token is stamped with its version"),
-    ],
-)
-def test_a_planted_request_fails_its_check(raw, change, check):
-    broken = [msgspec.structs.replace(raw.requests[0], **change), *raw.requests[1:]]
-    report = build_report(msgspec.structs.replace(raw, requests=broken), resamples=10)
-    assert [one.name for one in report.checks if not one.held] == [check]
-
-
-def test_no_speed_is_judged_on_a_cpu(raw):
-    report = build_report(msgspec.structs.replace(raw, run=msgspec.structs.replace(raw.run, device="CPU")), resamples=10)
-    assert [target.name for target in report.targets if target.met is not None] == [CUT]
-
-
-def test_aborts_and_retractions_miss_the_target(raw):
-    broken = [msgspec.structs.replace(raw.requests[0], finish="abort", retractions=2), *raw.requests[1:]]
-    report = build_report(msgspec.structs.replace(raw, requests=broken), resamples=10)
-    assert (report.requests.aborted, report.requests.retracted, report.requests.cut) == (1, 2, 3)
-    assert [one.name for one in report.targets if not one.met] == [CUT]
 
 
 def write_raw(out, raw):
@@ -130,25 +69,13 @@ def test_half_a_file_is_an_error(raw, tmp_path, kept):
         read_raw(tmp_path)
 
 
-def test_a_run_without_its_load_is_an_error(raw, tmp_path):
-    append(tmp_path, [raw.header, raw.run, *raw.updates, *raw.forwards])
-    with raises(DataError, counts=(1, 0, 2)):
-        read_raw(tmp_path)
-
-
-def test_a_missing_file_is_an_error_with_a_hint(tmp_path):
+def test_what_is_missing_of_a_file_is_said(tmp_path, raw):
     with raises(DataError, directory=str(tmp_path), benchmark="weights") as raised:
         read_raw(tmp_path)
     assert "--out" in raised.value.hint
-
-
-def test_the_table_has_a_line_for_each_kind_of_window(report):
-    text = render(report)
-    for name in ("no update", "ours: flip, paced, 1 s", "stock: pause + tensor, 0.5 s"):
-        assert f"| {name} " in text
-    lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) <= 4
-    assert "NO" not in text.replace("NOT", "")
+    append(tmp_path, [raw.header, raw.run, *raw.updates, *raw.forwards])
+    with raises(DataError, counts=(1, 0, 2)):
+        read_raw(tmp_path)
 
 
 @pytest.mark.process  # matplotlib asks fc-list once on a machine
@@ -158,22 +85,16 @@ def test_the_picture_is_drawn(raw, tmp_path):
     assert (tmp_path / "timeline.png").stat().st_size > 20_000
 
 
-def test_the_gpu_clock_is_tied_to_the_hosts(raw):
+def test_gaps_and_intervals(raw):
     # In these events a pass ends at gpu_ms after second 99, and the second next one is launched 16 ms later.
     assert clock_offset_s(raw.forwards[0].host_s, raw.forwards[0].gpu_ms) == pytest.approx(99 + 0.016, abs=0.002)
-
-
-def test_fewer_gaps_give_a_wider_interval():
     gaps = gaps_of(events.forwards(3))
     few = ratio(blocks_of(gaps, [(100, 102)]), blocks_of(gaps, [(103, 105)]), p50)
     many = ratio(blocks_of(gaps, [(100, 110)]), blocks_of(gaps, [(110, 120)]), p50)
     assert few is not None and many is not None
     assert few.high - few.low > many.high - many.low
     assert ratio([], blocks_of(gaps, [(100, 102)]), p99) is None
-
-
-def test_no_gap_is_counted_across_requests_or_lanes(raw):
-    tokens = msgspec.structs.replace(
+    tokens = replace(
         raw.tokens,
         lane=np.array([0, 1, 0, 1, 0]),
         request=np.array([0, 0, 0, 0, 1]),
@@ -182,9 +103,6 @@ def test_no_gap_is_counted_across_requests_or_lanes(raw):
     )
     assert token_gaps_ms(tokens, 0.0, 10.0) == pytest.approx([500, 600])
     assert token_gaps_ms(tokens, 1.6, 10.0) == pytest.approx([600])
-
-
-def test_empty_samples_have_no_quantiles():
     assert np.isnan(spread(np.empty(0)).p99)
     assert within(np.array([1.0, 2.0, 3.0]), [(2.0, 3.0)]).tolist() == [False, True, False]
 
@@ -204,40 +122,69 @@ def test_several_runs_share_one_table_in_a_document(report, tmp_path):
         write_between(document, "weights", "text")
 
 
-def test_prefills_beyond_one_for_each_request_are_seen(raw, report):
+def test_targets_are_missed_by_aborts_and_not_judged_on_a_cpu(raw, report):
+    report = build_report(replace(raw, run=replace(raw.run, device="CPU")), resamples=10)
+    assert [target.name for target in report.targets if target.met is not None] == [CUT]
+    broken = [replace(raw.requests[0], finish="abort", retractions=2), *raw.requests[1:]]
+    report = build_report(replace(raw, requests=broken), resamples=10)
+    assert (report.requests.aborted, report.requests.retracted, report.requests.cut) == (1, 2, 3)
+    assert [one.name for one in report.targets if not one.met] == [CUT]
     assert report.requests.prefilled_again == 0
     forwards = raw.forwards[0]
     again = forwards.extend.copy()
     again[1000:1010] = True
-    broken = [msgspec.structs.replace(forwards, extend=again), *raw.forwards[1:]]
-    found = build_report(msgspec.structs.replace(raw, forwards=broken), resamples=10)
+    broken = [replace(forwards, extend=again), *raw.forwards[1:]]
+    found = build_report(replace(raw, forwards=broken), resamples=10)
     assert found.requests.prefilled_again > 0
     assert CUT in [target.name for target in found.targets if not target.met]
 
 
-def test_requests_that_went_through_a_change_are_counted(report):
+def test_windows_have_what_was_planted(report):
+    steady = row(report, "steady")
+    assert steady.gap.p50 == pytest.approx(events.STEP_MS, rel=0.01)
+    assert steady.tokens_per_s == pytest.approx(events.ROWS / events.STEP_MS * 1e3, rel=0.01)
+    assert steady.seconds == 20 and steady.updates == 0 and steady.gap_p99_ratio is None
+    ours = row(report, "paced, 1 s")
+    assert ours.updates == 10
+    assert ours.publish_to_commit.p50 == pytest.approx(35)
+    assert ours.blocked.p50 == pytest.approx(2)
+    assert ours.gigabytes_per_s == pytest.approx(100)
+    assert ours.wire_bytes == 6_000_000_000
+    assert ours.commit.max == 0.2
+    assert ours.gap_p99_ratio.low < 1 < ours.gap_p99_ratio.high
+    assert ours.gap_p99_ratio.high - ours.gap_p99_ratio.low < 0.02
+    stock = row(report, "tensor, 0.5 s")
+    assert stock.gap.max == pytest.approx(events.STEP_MS + events.PAUSE_MS, rel=0.05)
+    assert stock.gap_during.p99 > 40
+    assert stock.gap_p99_ratio.low > 3
+    assert stock.tokens_ratio.high < 0.98
+    assert report.noise.gap_p99_ratio.value == pytest.approx(1, rel=0.02)
+    met = {target.name: target.met for target in report.targets}
+    assert all(met.values())
+    assert all(check.held for check in report.checks)
     assert (report.requests.mixed, report.requests.most_versions) == (1, 2)
     assert "2 versions in one" in render(report)
+    text = render(report)
+    for name in ("no update", "ours: flip, paced, 1 s", "stock: pause + tensor, 0.5 s"):
+        assert f"| {name} " in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) <= 4
+    assert "NO" not in text.replace("NOT", "")
 
 
-def test_steady_windows_are_compared_one_by_one(raw, report):
+def test_windows_are_compared_one_by_one_and_memory_is_shown_at_each_moment(raw, report):
     assert report.steady.windows == 4
     low, high = report.steady.gap_p99
     assert 0.97 < low < 1 < high < 1.03
-    slow = msgspec.structs.replace(raw.forwards[0], gpu_ms=raw.forwards[0].gpu_ms + np.maximum(0, raw.forwards[0].host_s - 138) * 1e3)
-    found = build_report(msgspec.structs.replace(raw, forwards=[slow, *raw.forwards[1:]]), resamples=10)
+    slow = replace(raw.forwards[0], gpu_ms=raw.forwards[0].gpu_ms + np.maximum(0, raw.forwards[0].host_s - 138) * 1e3)
+    found = build_report(replace(raw, forwards=[slow, *raw.forwards[1:]]), resamples=10)
     assert found.steady is not None
     assert found.steady.gap_p50[1] == pytest.approx(2, rel=0.02)
     assert found.steady.tokens_per_s[0] == pytest.approx(0.5, rel=0.02)
-
-
-def test_gpu_memory_is_shown_at_each_moment(raw):
     memory = [{"moment": "server started", "cuda:0": 77_000_000_000, "cuda:1": 500_000_000}, {"moment": "after the last window"}]
-    run = msgspec.structs.replace(raw.run, gpu_memory=memory)
+    run = replace(raw.run, gpu_memory=memory)
     header = events.header(Options(max_gap_ms=0.5))
-    text = render(build_report(msgspec.structs.replace(raw, header=header, run=run), resamples=10))
-    assert [cell.strip() for cell in next(line for line in text.splitlines() if "server started" in line).split("|")[2:4]] == [
-        "77.0",
-        "0.5",
-    ]
+    text = render(build_report(replace(raw, header=header, run=run), resamples=10))
+    [row] = [line for line in text.splitlines() if "server started" in line]
+    assert [cell.strip() for cell in row.split("|")[2:4]] == ["77.0", "0.5"]
     assert "0.5 ms of copying" in text

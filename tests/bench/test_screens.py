@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -10,8 +8,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.loop import onlookers, screens
 from benchmarks.loop import sampler as sampler_module
-from benchmarks.loop import screens
 from benchmarks.loop.onlookers import Browser, looking
 from benchmarks.loop.sampler import Sampler
 from benchmarks.loop.screens import SCREENS, Screen, ScreensSpec, asked, slice_ends
@@ -59,9 +57,6 @@ def test_who_looks_is_held_against_the_runs_own_time(tmp_path: Path) -> None:
     assert [one.met for one in build_report(few).targets] == [None, None, None]
     write(tmp_path, raw(0.05, 0.1).header, raw(0.05, 0.1).rounds)
     assert msgspec.json.encode(report_of(tmp_path)) == msgspec.json.encode(report)
-
-
-def test_memory_that_grows_is_judged_by_its_most() -> None:
     grown = raw(0.05, 0.1)
     of_page = [one for one in grown.rounds if one.contender == Screen.PAGE_TOP]
     for one, megabytes in zip(of_page, (60, 70, 150), strict=True):
@@ -84,26 +79,21 @@ def test_slices_of_one_run_are_no_runs() -> None:
     assert {target.met for target in build_report(one_run).targets} == {True}
 
 
-def test_slices_without_screens_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_screens_and_slices_are_named_and_others_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "loop", "--slices", "2", "--batches", "4"]) == 1
     assert "--slices" in capsys.readouterr().err
-
-
-def test_screens_are_named() -> None:
     assert asked("page-top,file") == (Screen.PAGE_TOP, Screen.FILE)
     assert {Screen.FILE, Screen.PAGE, Screen.PAGE_TOP} <= set(asked(""))
     with raises(ConfigError, option="--screens", got="browser"):
         asked("browser")
-
-
-def test_slices_are_equal_and_leave_nothing_out() -> None:
     assert slice_ends(60, 220, 4) == [60, 100, 140, 180, 220]
     assert slice_ends(2, 9, 3) == [2, 4, 6, 9]
     with raises(ConfigError, option="--slices", got=6):
         ScreensSpec(screens=(Screen.FILE,), batches=10, skip=5, slices=6)
 
 
-async def test_the_browser_asks_again_when_there_is_news(tmp_path: Path) -> None:
+async def test_the_browser_asks_again_when_there_is_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onlookers, "_DRAW_S", 0.1)
     run = RunDir(tmp_path / "demo")
     run.create()
     run.write_config(Config(run=RunConfig(name="demo", dir=str(tmp_path))))

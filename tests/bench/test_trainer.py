@@ -1,7 +1,5 @@
 """`bench trainer`: the real thing on a tiny model, its plain loop against one sample at a time, the report from numbers that are known."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -19,22 +17,13 @@ from benchmarks.raw import Fact, Raw, Record, Round, read, write
 from benchmarks.report import render
 from benchmarks.shapes import num_elements, shape_of
 from benchmarks.trainer import measure as running
+from benchmarks.trainer import spec as specs
 from benchmarks.trainer.batch import make_batch
 from benchmarks.trainer.contender import build_model, contend, flops_of_shape, shape_config
 from benchmarks.trainer.parts import REST, Stopwatch
 from benchmarks.trainer.plain import PlainLoop, group_advantages, make_rows
 from benchmarks.trainer.report import build_report, report_of
-from benchmarks.trainer.spec import (
-    MODEL,
-    Contender,
-    TrainerSpec,
-    layers_kept,
-    longest_sample,
-    named_shape,
-    our_config,
-    resolved,
-    row_length,
-)
+from benchmarks.trainer.spec import MODEL, Contender, TrainerSpec, our_config, resolved
 from benchmarks.trainer.trl_loss import make_rectangles
 from streamrl.cli import main
 from streamrl.errors import ConfigError, LaunchError
@@ -51,21 +40,18 @@ def test_a_batch_is_groups_with_answers_of_the_mean_that_was_asked_for() -> None
     answers = np.add.reduceat(batch.loss_mask, batch.offsets[:-1])
     assert len(np.unique(batch.tasks)) == 28 and batch.num_samples == 28 * 8
     assert answers.mean() == pytest.approx(1500, rel=0.15) and (batch.lengths - answers == 300).all()
-    assert batch.lengths.max() <= longest_sample(spec, 1500) == 7200 and longest_sample(spec, 8000) == 16_384
+    assert batch.lengths.max() <= specs.longest_sample(spec, 1500) == 7200 and specs.longest_sample(spec, 8000) == 16_384
     first = [batch.tokens[start : start + 300].tolist() for start in batch.offsets[:-1]]
     assert first[0] == first[7] != first[8]
     again = make_batch(spec, 1500)
     assert all(np.array_equal(getattr(batch, name), getattr(again, name)) for name in ("tokens", "offsets", "rewards"))
 
 
-def test_a_shape_multiplies_its_own_parameters() -> None:
+def test_a_shape_multiplies_its_own_parameters_of_a_mixture_those_that_a_token_meets() -> None:
     spec, shape = TrainerSpec(shape="4B"), shape_of("4B")
     found = flops_of_shape(spec, shape_config(spec))
     assert found.body == num_elements(shape) - shape.vocab * shape.hidden
     assert (found.head, found.attention) == (shape.vocab * shape.hidden, 36 * 32 * 128)
-
-
-def test_of_a_mixture_the_experts_that_a_token_meets_count() -> None:
     spec, shape = TrainerSpec(shape="30B-A3B-6"), shape_of("30B-A3B-6")
     layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 2 * 128 + 2 * 2048  # attention, router, norms
     found = flops_of_shape(spec, shape_config(spec))
@@ -103,9 +89,9 @@ def test_the_plain_loop_has_the_gradient_of_one_sample_at_a_time(tmp_path: Path,
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-6)
 
 
-def test_every_trained_token_is_in_one_row_and_in_one_rectangle() -> None:
+def test_every_trained_token_is_in_one_row_and_parts_exclude_each_other() -> None:
     batch = make_batch(SMALL, 16)
-    length = row_length(int(batch.lengths.max()))
+    length = specs.row_length(int(batch.lengths.max()))
     rows = make_rows(batch, length, CPU)
     assert {tuple(row.ids.shape) for row in rows} == {(1, length)} and len({row.starts.shape for row in rows}) == 1
     trained = sorted(batch.tokens[batch.loss_mask].tolist())
@@ -113,17 +99,6 @@ def test_every_trained_token_is_in_one_row_and_in_one_rectangle() -> None:
     rectangles = make_rectangles(batch, CPU)
     assert sorted(t for one in rectangles for t in one["completion_ids"][one["completion_mask"] == 1].tolist()) == trained
     assert all(one["prompt_ids"].shape[1] == 8 for one in rectangles)
-
-
-def test_rows_and_layers_are_chosen_by_arithmetic() -> None:
-    assert [row_length(longest) for longest in (100, 7200, 8192, 8193, 16_384)] == [400, 8192, 8192, 16_384, 16_384]
-    small, large = shape_of("0.6B"), shape_of("4B")
-    assert layers_kept(small, 8192, 149e9) == 28 and layers_kept(large, 8192, 149e9) == 36
-    assert 0 < layers_kept(large, 16_384, 149e9) < 36 and layers_kept(large, 8192, 80e9) == 0
-    assert layers_kept(large, 8192, float("inf")) == 36
-
-
-def test_parts_exclude_each_other() -> None:
     watch = Stopwatch(CPU)
     with watch.part("forward"):
         pass
@@ -149,11 +124,16 @@ def test_what_cannot_be_measured_is_refused(values: dict[str, Any], found: dict[
         resolved(TrainerSpec(**values))
 
 
-def test_shapes_go_by_their_names_in_any_case_and_settings_are_the_products() -> None:
-    assert [named_shape(text) for text in ("0.6b", "4B", "tiny")] == ["0.6B", "4B", "tiny"]
-    assert named_shape("30b-a3b-6") == "30B-A3B-6"
+def test_rows_and_layers_are_chosen_by_arithmetic_and_settings_are_the_products() -> None:
+    assert [specs.row_length(longest) for longest in (100, 7200, 8192, 8193, 16_384)] == [400, 8192, 8192, 16_384, 16_384]
+    small, large = shape_of("0.6B"), shape_of("4B")
+    assert specs.layers_kept(small, 8192, 149e9) == 28 and specs.layers_kept(large, 8192, 149e9) == 36
+    assert 0 < specs.layers_kept(large, 16_384, 149e9) < 36 and specs.layers_kept(large, 8192, 80e9) == 0
+    assert specs.layers_kept(large, 8192, float("inf")) == 36
+    assert [specs.named_shape(text) for text in ("0.6b", "4B", "tiny")] == ["0.6B", "4B", "tiny"]
+    assert specs.named_shape("30b-a3b-6") == "30B-A3B-6"
     with raises(ConfigError, option="--shape", got="30B-A3B"):  # no GPU has room for all of it
-        named_shape("30B-A3B")
+        specs.named_shape("30B-A3B")
     spec = resolved(TrainerSpec(shape="4B", settings=("trainer.activations=0",)))
     assert our_config(spec).trainer.activations == 0 and our_config(spec).model.dtype == "bfloat16"
     with raises(ConfigError, key="trainer.micro_tokens"):
@@ -204,22 +184,6 @@ def test_the_report_has_speed_utilisation_and_what_is_left_out(tmp_path: Path) -
     }
 
 
-def test_a_mixture_is_judged_by_its_layers_without_the_head() -> None:
-    whole = raw("30B-A3B-6")
-    for one in whole.rounds:
-        one.values["head_flops"] = 0.4 * 989e12
-    whole.facts[1].value["head"] = 0.5  # of 2.5 s
-    report = build_report(whole)
-    assert [(target.got, target.met) for target in report.targets][1:] == [("30.0%", True)]
-    assert "seconds: streamrl (30B-A3B-6, 1500) 30.0%." in render(report)
-
-
-def test_the_peak_of_several_ranks_is_theirs_together() -> None:
-    report = build_report(raw("8B", ranks=2))
-    assert "| 8B    | 1500    | streamrl, 2 ranks | 40,000 (33,333 - 50,000)          | 20.0% |" in render(report)
-    assert [(target.got, target.met) for target in report.targets] == [("8B, 1500 (0.60)", False), ("20.0%", False)]
-
-
 def test_targets_are_judged_by_all_batches_that_were_asked_for_and_by_the_shortest() -> None:
     whole = raw()
     whole.header.spec["answers"] = [8000, 1500]
@@ -236,7 +200,17 @@ def test_targets_are_judged_by_all_batches_that_were_asked_for_and_by_the_shorte
     assert [target.met for target in build_report(whole).targets] == [True, True]
 
 
-def test_a_trainer_that_failed_is_no_success() -> None:
+def test_reports_of_mixtures_ranks_and_failures() -> None:
+    whole = raw("30B-A3B-6")
+    for one in whole.rounds:
+        one.values["head_flops"] = 0.4 * 989e12
+    whole.facts[1].value["head"] = 0.5  # of 2.5 s
+    report = build_report(whole)
+    assert [(target.got, target.met) for target in report.targets][1:] == [("30.0%", True)]
+    assert "seconds: streamrl (30B-A3B-6, 1500) 30.0%." in render(report)
+    report = build_report(raw("8B", ranks=2))
+    assert "| 8B    | 1500    | streamrl, 2 ranks | 40,000 (33,333 - 50,000)          | 20.0% |" in render(report)
+    assert [(target.got, target.met) for target in report.targets] == [("8B, 1500 (0.60)", False), ("20.0%", False)]
     whole = raw()
     failed = [*whole.facts, Fact("left out", f"{Contender.OURS} (4B, 1500)", "OutOfMemory: 9 GiB")]
     rounds = [one for one in whole.rounds if one.contender != Contender.OURS]

@@ -1,7 +1,5 @@
 """`streamrl up` with a critic on two ranks of megatron-core: one is killed, the run goes on, also by the other backend, and is replayed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,15 +8,8 @@ from streamrl.schemas.ledger import TrainedOn
 from tests.ranks.trained import PIPELINE, SHORT, TENSOR, Trained
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(600)]
-CRITIC = (
-    *SHORT,
-    "model.layers=2",
-    "trainer.checkpoint_every=2",
-    "loss.advantage=ppo",
-    "loss.gae_lambda=0.95",
-    "loss.critic.learning_rate=1e-3",
-    "loss.critic.only_steps=1",
-)
+LOSS = "loss.advantage=ppo loss.gae_lambda=0.95 loss.critic.learning_rate=1e-3 loss.critic.only_steps=1"
+CRITIC = (*SHORT, "model.layers=2", "trainer.checkpoint_every=2", LOSS)
 
 
 async def check_taught(trained: Trained) -> None:

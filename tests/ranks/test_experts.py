@@ -1,7 +1,5 @@
 """`streamrl up` with a mixture of experts on two ranks: one is killed, the run goes on, and its log gives its ledger again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,8 @@ from tests.support.errors import raises
 from tests.support.mixtures import write_mixture
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(600)]
-MIXTURE = (
-    *SHORT,
-    "model.path=mixture",
-    "trainer.checkpoint_every=2",
-    "loss.experts.balance_coef=0.01",
-    "loss.experts.z_coef=0.001",
-)
+LOSS = "loss.experts.balance_coef=0.01 loss.experts.z_coef=0.001"
+MIXTURE = (*SHORT, "model.path=mixture", "trainer.checkpoint_every=2", LOSS)
 SHARDS, EXPERTS = "trainer.shards=2", "trainer.backend=megatron trainer.experts=2"
 REPLAYED = f"{EXPERTS} trainer.routing_replay=true"
 
@@ -48,7 +41,7 @@ async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(tmp_path
 
 @pytest.mark.soak
 async def test_each_stretch_of_a_mixture_is_replayed_by_its_own_backend(tmp_path: Path) -> None:
-    """Checkpoints of a mixture that another backend goes on with: tests/trainers/megatron/test_expert_parallel.py."""
+    """Checkpoints of a mixture that another backend goes on with: tests/trainers/megatron/test_meshes.py."""
     trained = Trained(tmp_path, *MIXTURE)
     write_mixture(tmp_path / "mixture")
     for steps, mesh in ((2, SHARDS), (4, EXPERTS), (6, "trainer.ranks=1")):

@@ -1,7 +1,5 @@
 """What a run with a model in two parts leaves as model directories: while it trains, when it is stopped, at its end, when it is asked."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks of a model that is cut must share the memory in which they publish."""
 
-from __future__ import annotations
-
 from streamrl.consumers.training.ranks import check_hosts
 from streamrl.errors import ConfigError
 from tests.support.errors import raises

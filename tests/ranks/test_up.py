@@ -1,9 +1,8 @@
 """`streamrl up` with a trainer of two ranks: it learns, loses a rank, resumes, and its log gives its ledger again."""
 
-from __future__ import annotations
-
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +23,18 @@ from tests.support.world.shapes import NAME
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(600)]
 OFTEN = (*SHORT, "trainer.checkpoint_every=2")
+SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
 
-@pytest.mark.parametrize(
-    ("mesh", "by"),
-    [
-        pytest.param("trainer.shards=2", forked_up, marks=pytest.mark.slow),
-        # Of these the parts are run by test_critic.py, test_experts.py and the stretches below.
-        *(
-            pytest.param(mesh, by, marks=pytest.mark.soak)
-            for mesh, by in (
-                ("trainer.shards=1", real_up),
-                ("trainer.context=2", forked_up),
-                (TENSOR, real_up),
-                (PIPELINE, forked_up),
-                (SHARED, forked_up),
-            )
-        ),
-    ],
-)
+def marked(mark: pytest.MarkDecorator, cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(*case, marks=mark) for case in cases]
+
+
+# Of the others the parts are run by test_critic.py, test_experts.py and the stretches below.
+OTHERS = [("trainer.shards=1", real_up), ("trainer.context=2", forked_up), (TENSOR, real_up), (PIPELINE, forked_up), (SHARED, forked_up)]
+
+
+@pytest.mark.parametrize(("mesh", "by"), [pytest.param("trainer.shards=2", forked_up, marks=SLOW), *marked(SOAK, OTHERS)])
 async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(tmp_path: Path, mesh: str, by: Any) -> None:
     trained = Trained(tmp_path, mesh, by=by)
     trained.begin()
@@ -61,10 +53,7 @@ STRETCHES = (
 MORE = (("shards=1", TrainedOn(ranks=2)), ("backend=megatron tensor=2", TENSORS), ("shards=2", CUT))
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [pytest.param(STRETCHES, marks=pytest.mark.slow, id="four"), pytest.param(STRETCHES + MORE, marks=pytest.mark.soak, id="all")],
-)
+@pytest.mark.parametrize("asked", [pytest.param(STRETCHES, marks=SLOW, id="four"), pytest.param(STRETCHES + MORE, marks=SOAK, id="all")])
 async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(tmp_path: Path, asked: tuple[tuple[str, TrainedOn], ...]) -> None:
     trained = Trained(tmp_path, *OFTEN, "model.layers=2")
     for number, (mesh, _) in enumerate(asked):
@@ -106,14 +95,10 @@ async def told(place: Path) -> list[dict[str, Any]]:
         return [decode(message.body, Event).detail async for message in messages]
 
 
-@pytest.mark.parametrize(
-    ("transport", "cut"),
-    [
-        pytest.param("bus", "trainer.shards=2", marks=pytest.mark.slow),
-        pytest.param("shm", TENSOR, marks=pytest.mark.slow),
-        pytest.param("shm", "trainer.shards=2", marks=pytest.mark.soak),
-    ],
-)
+CUTS = [*marked(SLOW, [("bus", "trainer.shards=2"), ("shm", TENSOR)]), pytest.param("shm", "trainer.shards=2", marks=SOAK)]
+
+
+@pytest.mark.parametrize(("transport", "cut"), CUTS)
 async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(tmp_path: Path, transport: str, cut: str) -> None:
     """Rank 1 is killed as soon as it is asked for its part of a version; engines go on, and serve the ledger's digests at every commit."""
     trained = Trained(tmp_path, *SHORT, "run.steps=10", cut)
@@ -137,13 +122,7 @@ async def test_engines_serve_what_the_parts_of_a_cut_model_make_together(tmp_pat
     await trained.is_in_order()
 
 
-@pytest.mark.parametrize(
-    ("shards", "short"),
-    [
-        pytest.param(2, [1], marks=pytest.mark.slow),
-        *(pytest.param(*one, marks=pytest.mark.soak) for one in ((1, []), (2, []), (2, [0]), (1, [1]))),
-    ],
-)
+@pytest.mark.parametrize(("shards", "short"), [pytest.param(2, [1], marks=SLOW), *marked(SOAK, [(1, []), (2, []), (2, [0]), (1, [1])])])
 async def test_ranks_that_are_out_of_memory_begin_again_with_half_the_budget(tmp_path: Path, shards: int, short: list[int]) -> None:
     """Also where one of them is alone: the other one waits for it in the middle of a pass, and only learns that it has ended."""
     trained = Trained(tmp_path, *SHORT, "run.steps=3", "trainer.micro_tokens=64", "debug.profile_versions=[2]", "debug.memory_tokens=40")

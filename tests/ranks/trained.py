@@ -1,7 +1,5 @@
 """A run with a trainer of two ranks in a directory of its own, started, disturbed and judged."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """A run that Ray can place: rows, a configuration with the table, and a way to start programs beside them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

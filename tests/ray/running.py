@@ -1,7 +1,5 @@
 """Programs that the tests of Ray start, and what becomes of them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

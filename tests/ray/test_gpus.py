@@ -3,8 +3,6 @@
 The first test needs none: Ray gives out as many as a node is said to have. The others want a machine with two, `pytest -m gpu tests/ray`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

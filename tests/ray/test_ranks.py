@@ -1,7 +1,5 @@
 """A trainer whose model is cut over two ranks on Ray: on one node, and on a node each."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`streamrl up` on Ray: of this machine, and on two nodes that are this machine under two addresses."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -4,8 +4,6 @@ The first has the resource `trainers` and is said to have GPUS GPUs (0), which R
 127.0.0.2 and has 2 of the resource `engines`. A line `hold` on standard input takes those away from others.
 """
 
-from __future__ import annotations
-
 import sys
 
 import ray

@@ -1,7 +1,5 @@
 """Reads commands from stdin, one JSON list a line, runs them, and prints exit code, stdout and stderr as one; see `runs.Answering`."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """The reward service of the recorded run `late`: `python -m tests.recorded.judge RUN_DIRECTORY` beside `streamrl up`."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from contextlib import suppress

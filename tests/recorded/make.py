@@ -4,8 +4,6 @@ Only the command line is used, so that it ran on the code of 7fe21ef, which is w
 disk. They are never made again to make a test pass. A later format is recorded under new names, beside these.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

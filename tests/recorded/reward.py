@@ -1,7 +1,5 @@
 """The reward of the recorded runs, named in their configuration as `tests.recorded.reward:score`: it stays what and where it is."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

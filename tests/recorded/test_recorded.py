@@ -4,8 +4,6 @@ What is expected was written down when they were recorded (`data/*.json`), not c
 would be lost or decided otherwise; it is the code that is mended then, not the data.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Candidates as arrays and as bytes: nothing is lost between them, sizes that lie are refused, and so is what no sampler could say."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest
@@ -49,12 +47,6 @@ def test_parts_rows_and_joins_are_those_of_lists(of: Rows, data: st.DataObject) 
     assert plain(whole.without(dropped)) == plain(sets(kept))
 
 
-def test_log_probs_are_joined_where_all_have_them() -> None:
-    some = sets([{3: -0.5}])
-    assert joined([some, no_candidates(1)]).logprobs is not None
-    assert joined([some, sets([{3: -0.5}], logprobs=False)]).logprobs is None
-
-
 def u4(*values: int) -> bytes:
     return np.array(values, "<u4").tobytes()
 
@@ -76,11 +68,6 @@ def test_sizes_that_lie_are_refused(said: Candidates) -> None:
         said.sets()
 
 
-def test_noise_is_no_base64() -> None:
-    with pytest.raises(SchemaError, match="base64"):
-        Candidates.from_texts("!", "", "")
-
-
 TOKENS, LOGPROBS, CUT = np.array([9, 4, 7], np.int32), np.log([1.0, 0.75, 0.25]).astype(np.float32), np.array([False, True, False])
 GOOD: Rows = [{}, {4: np.log(0.75), 6: np.log(0.25)}, {2: np.log(0.5), 7: np.log(0.25)}]
 
@@ -89,7 +76,12 @@ def problem(of: CandidateSets, *, likely: bool = True, vocab_size: int = 10) -> 
     return candidates_problem(of, TOKENS, LOGPROBS, CUT, vocab_size=vocab_size, likely=likely)
 
 
-def test_what_a_sampler_says_is_no_problem() -> None:
+def test_log_probs_are_joined_where_all_have_them_and_noise_is_no_base64() -> None:
+    some = sets([{3: -0.5}])
+    assert joined([some, no_candidates(1)]).logprobs is not None
+    assert joined([some, sets([{3: -0.5}], logprobs=False)]).logprobs is None
+    with pytest.raises(SchemaError, match="base64"):
+        Candidates.from_texts("!", "", "")
     assert problem(sets(GOOD)) == problem(sets(GOOD, logprobs=False), likely=False) == problem(no_candidates(3)) == ""
 
 

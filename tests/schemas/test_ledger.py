@@ -1,7 +1,5 @@
 """What the stream decides by stands in fields of its own; entries of earlier builds have it among their metrics."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.monitor.decoded import LedgerLine

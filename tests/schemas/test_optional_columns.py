@@ -1,7 +1,5 @@
 """Columns that a message has only when there is something in them: nothing broken gets through, and what is not said costs nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -33,15 +31,9 @@ def test_what_is_not_said_is_not_on_the_wire() -> None:
     silent, said = encode_samples([sample(0)]), encode_samples([sample(0, claimed_s=1.0)])
     assert silent.startswith(schema_bytes()) and said.startswith(schema_bytes("claimed_s"))
     assert len(silent) < len(said) and decode_samples(silent).batch.num_columns == len(arrow_schema())
-
-
-def test_a_foreign_column_that_holds_nothing_is_not_kept() -> None:
     values = table() | {"images": [None, None], "added": ["x", None]}
     schema = pa.schema([*arrow_schema("images"), pa.field("added", pa.utf8())], metadata=arrow_schema().metadata)
     assert decode_samples(message(values, schema)).batch.equals(decode_samples(message(table())).batch, check_metadata=True)
-
-
-def test_messages_that_say_different_things_are_decoded_together() -> None:
     rows = [sample(0, claimed_s=1.0), sample(0, turns=(TurnSpan(start=2, length=2, inexact=True),)), sample(0)]
     found = decode_together([encode_samples([row]) for row in rows])
     assert found is not None and [plain(part.rows()[0]) for part in found] == [plain(row) for row in rows]
@@ -50,54 +42,37 @@ def test_messages_that_say_different_things_are_decoded_together() -> None:
     assert [[part.optional(name) for name in OPTIONAL] for part in found] == [[one.optional(name) for name in OPTIONAL] for one in alone]
 
 
+SHA = "ab" * 32
+
+
+def an_image(sha256: str, media_type: str | None, num_bytes: int) -> dict[str, Any]:
+    values = {"image_sha256": [sha256], "image_media_type": [media_type], "image_num_bytes": [num_bytes]}
+    return {"images": [BLOB | {"num_rows": 1}, None], **{name: [value, None] for name, value in values.items()}}
+
+
+def blob(column: str = "routed_experts", **changes: Any) -> dict[str, Any]:
+    return {column: [BLOB | changes, None]}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"turn_start": [[0, 3], None]},
-        {"turn_start": [[3, 3], None]},
-        {"turn_start": [[2, 1], None]},
-        {"turn_start": [[2, None], None]},
-        {"turn_start": [[2, 2**31 - 1], None]},
-        {"turn_start": [None, None]},
-        {"turn_length": [[1, 0], None]},
-        {"turn_length": [[1, 2], None]},
-        {"turn_length": [[1], None]},
-        {"turn_length": [[2**31 - 1, 1], None]},
-        {"turn_length": [[1, -1], None]},
+        *({"turn_start": [one, None]} for one in ([0, 3], [3, 3], [2, 1], [2, None], [2, 2**31 - 1], None)),
+        *({"turn_length": [one, None]} for one in ([1, 0], [1, 2], [1], [2**31 - 1, 1], [1, -1])),
         {"turn_start": [[2], None], "turn_length": [[1], None]},
         {"turn_inexact": [[True], None]},
         {"turn_inexact": [[True, True], [True]]},
         {"turn_asked_s": [[float("nan"), 1.0], None]},
-        {"turn_sampling": [["{", None], None]},
-        {"turn_sampling": [["[1]", None], None]},
-        {"turn_sampling": [['{"a":' + "[" * 100_000, None], None]},
-        {"routed_experts": [BLOB | {"sha256": "ab"}, None]},
-        {"routed_experts": [BLOB | {"sha256": None}, None]},
-        {"routed_experts": [BLOB | {"name": ""}, None]},
-        {"routed_experts": [BLOB | {"start_row": -1}, None]},
-        {"routed_experts": [BLOB | {"num_rows": None}, None]},
-        {"images": [BLOB | {"name": None}, None]},
-        {"image_sha256": [["ab" * 32], None], "image_media_type": [["image/png"], None], "image_num_bytes": [[7], None]},
-        {"images": [BLOB | {"num_rows": 1}, None], "image_sha256": [["ab" * 32], None]},
-        *(
-            {
-                "images": [BLOB | {"num_rows": 1}, None],
-                "image_sha256": [[a], None],
-                "image_media_type": [[b], None],
-                "image_num_bytes": [c, None],
-            }
-            for a, b, c in (("ab", "image/png", [7]), ("ab" * 32, "text/html", [7]), ("ab" * 32, "image/png", [0]), ("ab" * 32, None, [7]))
-        ),
+        *({"turn_sampling": [[one, None], None]} for one in ("{", "[1]", '{"a":' + "[" * 100_000)),
+        *(blob(**one) for one in ({"sha256": "ab"}, {"sha256": None}, {"name": ""}, {"start_row": -1}, {"num_rows": None})),
+        blob("images", name=None),
+        {"image_sha256": [[SHA], None], "image_media_type": [["image/png"], None], "image_num_bytes": [[7], None]},
+        {**blob("images", num_rows=1), "image_sha256": [[SHA], None]},
+        *map(an_image, ("ab", SHA, SHA, SHA), ("image/png", "text/html", "image/png", None), (7, 7, 0, 7)),
         {"claimed_s": [float("inf"), None]},
-        {"counters": [[("cached_tokens", float("nan"))], None]},
-        {"counters": [[("cached_tokens", None)], None]},
-        {"sampling": ["{", None]},
-        {"sampling": ["[1]", None]},
-        {"sampling": ['{"min_p":2}', None]},
-        {"sampling": ['{"min_q":0.5}', None]},
-        {"sampling": ['{"top_k":3}', None]},
+        *({"counters": [[("cached_tokens", one)], None]} for one in (float("nan"), None)),
+        *({"sampling": [one, None]} for one in ("{", "[1]", '{"min_p":2}', '{"min_q":0.5}', '{"top_k":3}', '{"stop":' + "[" * 100_000)),
         {"sampling": ['{"regex":"a","json_schema":"{}"}', None]},
-        {"sampling": ['{"stop":' + "[" * 100_000, None]},
         {"branch_parent": [0, None]},
         {"branch_shared": [1, None]},
     ],
@@ -118,13 +93,9 @@ def test_a_branch_begins_with_what_it_shares_which_its_parent_trains() -> None:
     rows = [root, sample(0, sample=1, branch=Branch(0, 3), **branch), twig]
     assert [row.branch for row in decode_samples(encode_samples(rows)).rows()] == [None, Branch(0, 3), Branch(1, 3)]
     other = np.array([5, 9, 7, 8], np.int32)
+    wrongs = (Branch(0, 4), Branch(0, 0), Branch(0, 9), Branch(1, 3), Branch(2, 3), Branch(-1, 3))
     for wrong in (
-        [root, sample(0, sample=1, branch=Branch(0, 4), **branch), twig],
-        [root, sample(0, sample=1, branch=Branch(0, 0), **branch), twig],
-        [root, sample(0, sample=1, branch=Branch(0, 9), **branch), twig],
-        [root, sample(0, sample=1, branch=Branch(1, 3), **branch), twig],
-        [root, sample(0, sample=1, branch=Branch(2, 3), **branch), twig],
-        [root, sample(0, sample=1, branch=Branch(-1, 3), **branch), twig],
+        *([root, sample(0, sample=1, branch=one, **branch), twig] for one in wrongs),
         [root, sample(0, sample=1, branch=Branch(0, 3), tokens=other, **branch), sample(0, sample=2, num_samples=3)],
         [sample(1), sample(0, branch=Branch(0, 3))],
     ):

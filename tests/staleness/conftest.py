@@ -1,22 +1,8 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-from streamrl.config.tree import (
-    Config,
-    DataConfig,
-    DebugConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ProducerConfig,
-    RewardConfig,
-    RunConfig,
-    TasksConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from streamrl.config import tree
+from streamrl.config.tree import Config, DebugConfig, TasksConfig
 from streamrl.schemas.tasks import Sampling
 
 REWARD = "def reward(task, episode):\n    return float(len(episode.completion) % 3)\n"
@@ -28,15 +14,15 @@ def table_config(tmp_path: Path, run_id: str, *, steps: int, tasks: TasksConfig,
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     (tmp_path / "reward.py").write_text(REWARD)
     return Config(
-        run=RunConfig(name=run_id, steps=steps, seed=3),
-        model=ModelConfig(max_len=32),
-        data=DataConfig(train=str(tmp_path / "train.jsonl")),
+        run=tree.RunConfig(name=run_id, steps=steps, seed=3),
+        model=tree.ModelConfig(max_len=32),
+        data=tree.DataConfig(train=str(tmp_path / "train.jsonl")),
         tasks=tasks,
         sampling=Sampling(max_new_tokens=6),
-        producer=ProducerConfig(concurrency=64),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", children=1),
-        engine=EngineConfig(kind="table", slots=128),
-        trainer=TrainerConfig(backend="table", optimizer=OptimizerConfig(learning_rate=1e-2)),
-        weights=WeightsConfig(transport="bus", keep=8),
+        producer=tree.ProducerConfig(concurrency=64),
+        reward=tree.RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", children=1),
+        engine=tree.EngineConfig(kind="table", slots=128),
+        trainer=tree.TrainerConfig(backend="table", optimizer=tree.OptimizerConfig(learning_rate=1e-2)),
+        weights=tree.WeightsConfig(transport="bus", keep=8),
         debug=debug,
     )

@@ -1,7 +1,5 @@
 """Mean age and utilisation of simulated runs; `python -m tests.staleness.measure` prints the table of docs/staleness.md."""
 
-from __future__ import annotations
-
 import statistics
 import sys
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Mean age and utilisation of whole runs with and without pacing; `python -m tests.staleness.measure_real` prints the table."""
 
-from __future__ import annotations
-
 import asyncio
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """A trainer whose steps take their time."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

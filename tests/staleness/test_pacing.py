@@ -1,7 +1,5 @@
 """Just-in-time pacing: what is granted, and what that does to staleness and to the trainer's utilisation on the simulated clock."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,22 +13,16 @@ FULL = FoldConfig(batch_tasks=B, max_staleness=4)
 HOLD = FoldConfig(batch_tasks=B, max_staleness=4, hold_ahead=True)
 
 
-def test_the_window_is_what_the_bound_leaves() -> None:
-    assert window(FULL) == 5 * B
-    assert window(FoldConfig(batch_tasks=B, max_staleness=4, delay_versions=3)) == 2 * B
-
-
-def test_without_holding_every_ended_task_is_replaced_at_once() -> None:
-    assert refilled(40, 3, 3, FULL) == 43
-    assert released(43, 16, 30, 0, FULL) == 56
-
-
 @pytest.mark.parametrize(("ready", "release"), [(0, 12), (4, 10), (8, 8), (16, 4), (23, 1), (24, 0), (30, 0)])
 def test_a_step_steers_towards_one_ready_batch(ready: int, release: int) -> None:
     assert released(24, 8, ready, 0, HOLD) == 24 + release
 
 
-def test_what_ended_untrained_is_replaced_even_while_holding() -> None:
+def test_ended_tasks_are_replaced_within_the_window() -> None:
+    assert window(FULL) == 5 * B
+    assert window(FoldConfig(batch_tasks=B, max_staleness=4, delay_versions=3)) == 2 * B
+    assert refilled(40, 3, 3, FULL) == 43
+    assert released(43, 16, 30, 0, FULL) == 56
     assert released(30, 11, 30, 3, HOLD) == 33
     assert refilled(30, 5, 2, HOLD) == 32
 

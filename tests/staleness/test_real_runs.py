@@ -1,7 +1,5 @@
 """Staleness in whole runs: the product's services on one event loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

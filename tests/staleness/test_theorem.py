@@ -1,7 +1,5 @@
 """Bounded age, no waste, no waiting trainer: choose two. On the simulated clock; lengths are in steps of the trainer."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

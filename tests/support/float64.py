@@ -9,3 +9,8 @@ from torch import Tensor
 def t(*values: float) -> Tensor:
     """A vector in float64."""
     return torch.tensor(values, dtype=torch.float64)
+
+
+def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
+    """The slope of the sum of `loss` at a leaf."""
+    return torch.autograd.grad(loss.sum(), leaf)[0]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
@@ -27,10 +28,13 @@ from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.trainer import TorchTrainer
+from tests.support import trainers
 from tests.support.batches import train_batch
 from tests.support.errors import raises
 from tests.support.preloaded import Preloaded
 
+Mesh = dict[str, Any]
+"""Settings of `trainer` that say how ranks share a model."""
 STEPS = 20
 BOUND = 2.0
 """How far from one rank another mesh may end, as a multiple of how far one rank ends from a run in float64: docs/training.md."""
@@ -54,6 +58,9 @@ class Ran(NamedTuple):
     norms: list[float]
     checkpoint: Path
     half: Path
+
+
+HALF = STEPS // 2
 
 
 def batch(step: int, groups: int = 4) -> TrainBatch:
@@ -92,24 +99,45 @@ def run(trainer: Trainer, where: Path) -> Ran:
     results = []
     for step in range(STEPS):
         results.append(trainer.step(batch(step)))
-        if step + 1 in (STEPS // 2, STEPS):
+        if step + 1 in (HALF, STEPS):
             trainer.save(where / str(step + 1), b"at", version=Version(0, step + 1)).result()
     norms = [result.metrics["train/grad_norm"] for result in results]
-    return Ran(begun, [result.digest for result in results], norms, where / str(STEPS), where / str(STEPS // 2))
+    return Ran(begun, [result.digest for result in results], norms, where / str(STEPS), where / str(HALF))
 
 
-Runs = Callable[[tuple[int, int]], Ran]
+def config(loss: LossConfig | None = None, **trainer: Any) -> Config:
+    """Few tokens a pass, so that ranks have several micro-batches, and unequally many."""
+    return trainers.config(loss, **{"micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0, **trainer})
 
 
-def runs(config: Callable[[tuple[int, int]], Config], model_dir: Path, folders: pytest.TempPathFactory) -> Runs:
+Runs = Callable[[Mesh], Ran]
+
+
+def runs(config: Callable[[Mesh], Config], model_dir: Path, folders: pytest.TempPathFactory) -> Runs:
     """`runs(...)(mesh)`: a run by the trainer of `config(mesh)` and its ranks, made once."""
 
     @cache
-    def made(mesh: tuple[int, int]) -> Ran:
-        with open_trainer(config(mesh), model_dir) as trainer:
+    def made(items: tuple[tuple[str, Any], ...]) -> Ran:
+        with open_trainer(config(dict(items)), model_dir) as trainer:
             return run(trainer, folders.mktemp("run"))
 
-    return made
+    return lambda mesh: made(tuple(mesh.items()))
+
+
+def goes_on(trainer: Trainer, checkpoint: Path, made: Ran, until: int = STEPS) -> None:
+    """From the checkpoint at half of a run, with its bits."""
+    assert trainer.load(checkpoint) == b"at"
+    assert [trainer.step(batch(step)).digest for step in range(HALF, until)] == made.digests[HALF:until]
+
+
+def same(some: Path, others: Path, *stems: str) -> bool:
+    """Whether two checkpoints have the same tensors, bit by bit and in the same types."""
+    for stem in stems:
+        ours, theirs = parameters(some, stem), parameters(others, stem)
+        assert {name: value.dtype for name, value in ours.items()} == {name: value.dtype for name, value in theirs.items()}
+        if not all(torch.equal(ours[name], theirs[name]) for name in ours):
+            return False
+    return True
 
 
 def in_float64(config: Config, model_dir: Path) -> TorchTrainer:
@@ -145,3 +173,14 @@ def check_run(made: Ran, alone: Ran, truth: dict[str, Any], *, moved: float = ma
     assert made.begun == alone.begun
     assert apart(parameters(made.checkpoint), truth) <= 2 * BOUND * far
     assert made.norms == pytest.approx(alone.norms, rel=1e-3)
+
+
+def check_mesh(made: Ran, one: Ran, truth: dict[str, Any], alone: Trainer, initial: Path) -> None:
+    """A run of a mesh has the digests of one rank, and ends as near to that as that to a run in float64."""
+    assert made.begun == one.begun == alone.digest()
+    assert alone.load(made.checkpoint) == b"at"
+    assert alone.digest() == made.digests[-1]
+    far = apart(parameters(one.checkpoint), truth)
+    assert 0 < far < 1e-3 * apart(truth, parameters(initial))  # else the bound would hold for anything
+    assert 0 < apart(parameters(made.checkpoint), parameters(one.checkpoint)) <= BOUND * far
+    assert made.norms == pytest.approx(one.norms, rel=1e-3)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -19,27 +17,6 @@ class Hand:
 
     def __call__(self) -> float:
         return self.now_s
-
-
-def test_seconds_go_to_the_state_that_was_entered_last() -> None:
-    hand = Hand()
-    clock = StateClock("setup", now=hand)
-    hand.now_s += 2.0
-    assert clock.enter("compute") == "setup"
-    hand.now_s += 3.0
-    with clock.within("wait_bus"):
-        hand.now_s += 0.5
-    hand.now_s += 1.0
-    assert clock.take() == {"setup": 2.0, "compute": 4.0, "wait_bus": 0.5}
-    hand.now_s += 7.0
-    assert clock.take() == {"setup": 0.0, "compute": 7.0, "wait_bus": 0.0}
-
-
-def test_an_error_within_a_state_leaves_it() -> None:
-    clock = StateClock("compute")
-    with pytest.raises(KeyError), clock.within("wait_bus"):
-        raise KeyError
-    assert clock.state == "compute"
 
 
 def test_slots_times_seconds_add_up_however_they_move() -> None:
@@ -107,7 +84,22 @@ async def test_what_the_bus_does_not_take_is_reported_later() -> None:
     assert said == [{"producer/slot_setup_s": amount, "producer/slots": 3.0} for amount in (3.0, 6.0, 3.0)]
 
 
-def test_every_state_has_its_metrics() -> None:
+def test_seconds_go_to_the_state_that_was_entered_last() -> None:
+    hand = Hand()
+    clock = StateClock("setup", now=hand)
+    hand.now_s += 2.0
+    assert clock.enter("compute") == "setup"
+    hand.now_s += 3.0
+    with clock.within("wait_bus"):
+        hand.now_s += 0.5
+    hand.now_s += 1.0
+    assert clock.take() == {"setup": 2.0, "compute": 4.0, "wait_bus": 0.5}
+    hand.now_s += 7.0
+    assert clock.take() == {"setup": 0.0, "compute": 7.0, "wait_bus": 0.0}
+    clock = StateClock("compute")
+    with pytest.raises(KeyError), clock.within("wait_bus"):
+        raise KeyError
+    assert clock.state == "compute"
     for kind, states in STATES.items():
         for state in (*states, "down"):
             assert METRICS[seconds(kind, state)].reduction is Reduction.SUM

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import functools
 import logging
@@ -13,30 +11,15 @@ from streamrl.errors import BusUnavailable, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop
+from streamrl.telemetry import names
 from streamrl.telemetry.metrics import Fold, MetricsSink, report
-from streamrl.telemetry.names import (
-    AGE_PARTS,
-    DOWN,
-    DROP_REASONS,
-    LENGTHS,
-    METRICS,
-    OTHER_REASON,
-    STATES,
-    Reduction,
-    dropped,
-    dropped_tokens,
-    length_quantile,
-    metric,
-    seconds,
-    share,
-    staleness_part,
-)
+from streamrl.telemetry.names import METRICS, STATES, Reduction, metric
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_report_groups_values_by_their_declared_reduction() -> None:
+def test_reports_group_and_fold_values_by_their_declared_reduction() -> None:
     made = report("engine-0", {"engine/tokens_total": 5, "engine/swap_ms": 0.5, "train/loss": 1.5}, time_s=7.0)
     assert made == MetricReport(
         worker="engine-0",
@@ -45,25 +28,16 @@ def test_a_report_groups_values_by_their_declared_reduction() -> None:
         mean={"train/loss": 1.5},
         time_s=7.0,
     )
-
-
-def test_values_that_are_not_finite_are_left_out() -> None:
     assert report("w", {"train/loss": math.nan, "train/tis": math.inf}, time_s=0.0).mean == {}
-
-
-def test_an_undeclared_name_is_refused_with_the_nearest_one() -> None:
-    with raises(SchemaError, name="train/los") as caught:
-        report("w", {"train/los": 1.0}, time_s=0.0)
-    assert "did you mean 'train/loss'?" in caught.value.hint
-
-
-def test_reports_fold_by_reduction() -> None:
     fold = Fold()
     for loss, tokens, swap in ((1.0, 10, 0.5), (2.0, 20, 0.1), (6.0, 30, 0.2)):
         fold.add(report("w", {"train/loss": loss, "engine/tokens_total": tokens, "engine/swap_ms": swap}, time_s=0.0))
     fold.add(MetricReport(worker="w", last={"lag/stream_messages": 4.0}))
     fold.add(MetricReport(worker="w", last={"lag/stream_messages": 3.0}))
     assert fold.values == pytest.approx({"train/loss": 3.0, "engine/tokens_total": 60.0, "engine/swap_ms": 0.5, "lag/stream_messages": 3.0})
+    with raises(SchemaError, name="train/los") as caught:
+        report("w", {"train/los": 1.0}, time_s=0.0)
+    assert "did you mean 'train/loss'?" in caught.value.hint
 
 
 async def test_the_sink_publishes_messagepack() -> None:
@@ -91,18 +65,7 @@ async def test_a_bus_that_is_away_costs_the_report_only(caplog: pytest.LogCaptur
         await sink.put({"no/such_name": 1.0})
 
 
-SPENT = {"engine/saturated_s", *(seconds(kind, state) for kind, states in STATES.items() for state in (*states, DOWN))}
-
-
-def test_names_follow_the_pattern_and_totals_add_up() -> None:
-    for name, declared in METRICS.items():
-        assert re.fullmatch(r"[a-z]+(/[a-z0-9_]+)+", name), name
-        is_sum = name.endswith("_total") or "_total/" in name or name in {"train/nonfinite_tokens", *SPENT}
-        assert is_sum == (declared.reduction is Reduction.SUM), name
-        assert name.endswith("max") <= (declared.reduction is Reduction.MAX), name
-        assert declared.unit, name
-        assert declared.meaning, name
-    assert metric("train/loss").name == "train/loss"
+SPENT = {"engine/saturated_s", *(names.seconds(kind, state) for kind, states in STATES.items() for state in (*states, names.DOWN))}
 
 
 AREAS = "|".join(sorted({name.partition("/")[0] for name in METRICS}))
@@ -149,7 +112,7 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
     begun: set[tuple[str, str]] = set()
     for path, (whole, parts) in names_of_modules().items():
         used, begun = used | whole, begun | {(path.name, part) for part in parts}
-    assert used - METRICS.keys() == LENGTHS.keys()
+    assert used - METRICS.keys() == names.LENGTHS.keys()
     assert {"rollout/raw_reward", "train/mis_kl", "rollout/response_len/max"} <= used
     # Sets of problems: test_set_names.py.
     # Advantages, drops: see below. Links: names of blobs. Losses and corrections with slime's signatures name their metrics themselves.
@@ -166,7 +129,15 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
     assert begun <= allowed, "each needs a test that what is put together is declared"
 
 
-def test_the_rollout_means_are_declared() -> None:
+def test_names_follow_the_pattern_and_totals_add_up() -> None:
+    for name, declared in METRICS.items():
+        assert re.fullmatch(r"[a-z]+(/[a-z0-9_]+)+", name), name
+        is_sum = name.endswith("_total") or "_total/" in name or name in {"train/nonfinite_tokens", *SPENT}
+        assert is_sum == (declared.reduction is Reduction.SUM), name
+        assert name.endswith("max") <= (declared.reduction is Reduction.MAX), name
+        assert declared.unit, name
+        assert declared.meaning, name
+    assert metric("train/loss").name == "train/loss"
     for name in ("advantages", "returns", "values", "kl"):
         assert metric(f"rollout/{name}").reduction is Reduction.MEAN
 
@@ -174,10 +145,10 @@ def test_the_rollout_means_are_declared() -> None:
 def test_the_reasons_of_drops_are_declared_and_explained_and_other_words_are_counted_together() -> None:
     assert Drop.__doc__ is not None
     explained = set(re.findall(r"`([a-z_]+)`", Drop.__doc__))
-    assert set(DROP_REASONS) == explained
-    for reason in (*DROP_REASONS, "a word of mine", "x" * 10_000):
-        assert metric(dropped(reason)).reduction is metric(dropped_tokens(reason)).reduction is Reduction.SUM
-    assert dropped("a word of mine") == "rollouts/dropped_total/other"
+    assert set(names.DROP_REASONS) == explained
+    for reason in (*names.DROP_REASONS, "a word of mine", "x" * 10_000):
+        assert metric(names.dropped(reason)).reduction is metric(names.dropped_tokens(reason)).reduction is Reduction.SUM
+    assert names.dropped("a word of mine") == "rollouts/dropped_total/other"
 
 
 def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
@@ -189,11 +160,13 @@ def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
 
 
 def test_what_is_declared_is_reported_by_somebody() -> None:
-    reported: set[str] = {make(reason) for reason in (*DROP_REASONS, OTHER_REASON) for make in (dropped, dropped_tokens)}
+    reasons, parts = (*names.DROP_REASONS, names.OTHER_REASON), [(part, of) for part in names.AGE_PARTS for of in ("p50", "p95", "max")]
+    states = [(kind, state) for kind, found in STATES.items() for state in (*found, names.DOWN)]
+    reported = {make(reason) for reason in reasons for make in (names.dropped, names.dropped_tokens)}
     reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
-    reported |= {staleness_part(begin, part, of) for begin in ("", "sample_") for part in AGE_PARTS for of in ("p50", "p95", "max")}
-    reported |= {make(kind, state) for kind, states in STATES.items() for state in (*states, DOWN) for make in (seconds, share)}
-    reported |= {length_quantile(name, word) for name in LENGTHS for word in ("p50", "p95")}
+    reported |= {names.staleness_part(begin, part, of) for begin in ("", "sample_") for part, of in parts}
+    reported |= {make(kind, state) for kind, state in states for make in (names.seconds, names.share)}
+    reported |= {names.length_quantile(name, word) for name in names.LENGTHS for word in ("p50", "p95")}
     assert METRICS.keys() - reported - reported_names() == set()
 
 

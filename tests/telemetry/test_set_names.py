@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from streamrl.config.evaluation_sets import HELDOUT
@@ -24,6 +22,11 @@ ALL = Evaluation(
 )
 
 
+@pytest.mark.parametrize("name", ["eval/", "eval/a b", "eval/a-pass@", "eval/a-pass@x", "eval/a/b", "eval/" + "a" * 65, "evil/a"])
+def test_other_names_are_none(name: str) -> None:
+    assert set_metric(name) is None
+
+
 def test_every_value_of_an_evaluation_has_a_declared_name() -> None:
     values = values_of(ALL)
     assert known(values) == values
@@ -33,23 +36,9 @@ def test_every_value_of_an_evaluation_has_a_declared_name() -> None:
     }
     forms = {name.replace("gsm8k-hard", "{set}").replace("@1", "@{k}").replace("@8", "@{k}") for name in values}
     assert forms == SET_METRICS.keys()
-
-
-def test_what_has_no_value_has_no_metric() -> None:
     assert values_of(Evaluation(version=Version(0, 3), accuracy=None, num=4)) == {}
-
-
-def test_the_meaning_tells_set_and_k() -> None:
     found = metric("eval/gsm8k-hard-pass@8")
     assert found.meaning.startswith("pass@8: ") and "of 8 samples" in found.meaning
     assert "`gsm8k-hard`" in metric("eval/gsm8k-hard").meaning
     assert declared(f"eval/{HELDOUT}") is METRICS["eval/heldout"]
-
-
-@pytest.mark.parametrize("name", ["eval/", "eval/a b", "eval/a-pass@", "eval/a-pass@x", "eval/a/b", "eval/" + "a" * 65, "evil/a"])
-def test_other_names_are_none(name: str) -> None:
-    assert set_metric(name) is None
-
-
-def test_prometheus_takes_no_at_sign() -> None:
     assert prometheus_name("eval/gsm8k-hard-pass@8") == ("streamrl_eval_gsm8k_hard_pass_8", "")

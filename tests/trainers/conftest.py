@@ -1,7 +1,5 @@
 """Tiny models and batches for trainer tests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial
@@ -13,10 +11,11 @@ import pytest
 
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.ranks import local
+from tests.support import trainers
 from tests.support.batches import train_batch
 from tests.support.preloaded import Preloaded
+from tests.support.trainers import Models, Rollouts
 
-MakeBatch = Callable[..., TrainBatch]
 VOCAB = 16
 
 
@@ -29,12 +28,12 @@ def forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="session")
-def make_batch() -> MakeBatch:
+def make_batch() -> Rollouts:
     return partial(train_batch, mu=-2.0, reward=np.nan)
 
 
 @pytest.fixture
-def rollouts(make_batch: MakeBatch) -> Callable[..., TrainBatch]:
+def rollouts(make_batch: Rollouts) -> Rollouts:
     """`rollouts(step)`: an RL batch of 4 groups of 3 with prompts of different lengths, rewards and sampler log-probs."""
 
     def make(stage_step: int = 0, **same: Any) -> TrainBatch:
@@ -53,13 +52,12 @@ def rollouts(make_batch: MakeBatch) -> Callable[..., TrainBatch]:
 
 
 @pytest.fixture
-def demonstrations(make_batch: MakeBatch) -> Callable[..., TrainBatch]:
+def demonstrations(make_batch: Rollouts) -> Rollouts:
     """`demonstrations(step)`: eight prompts of one token, each with its own answer."""
 
     def make(stage_step: int = 0) -> TrainBatch:
-        return make_batch(
-            [{"prompt": [p], "answer": [p + 1, 1], "mu": [0.0, 0.0]} for p in range(2, 10)], kind="sft", stage_step=stage_step
-        )
+        samples = [{"prompt": [p], "answer": [p + 1, 1], "mu": [0.0, 0.0]} for p in range(2, 10)]
+        return make_batch(samples, kind="sft", stage_step=stage_step)
 
     return make
 
@@ -71,16 +69,15 @@ def table_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-}
+@pytest.fixture(params=["torch", "table"])
+def make_either(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """`make_either(**settings)`: a trainer of either backend, by the settings of `tests.support.trainers.config`."""
+    directory: Path = request.getfixturevalue({"torch": "model_dir", "table": "table_dir"}[request.param])
+    return partial(trainers.make, directory, backend=request.param)
+
+
+WIDTHS: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 64}
+SIZES: dict[str, Any] = {**WIDTHS, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 
 
@@ -101,7 +98,7 @@ def write_random(path: Path, kind: str, dtype: str, options: dict[str, Any]) -> 
 
 
 @pytest.fixture(scope="session")
-def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """`make_model(dtype=..., **config)`: directory of a Qwen3 of 2 layers and hidden size 32, with random weights."""
 
     def make(dtype: str = "float32", **changes: Any) -> Path:
@@ -111,12 +108,12 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def model_dir(make_model: Callable[..., Path]) -> Path:
+def model_dir(make_model: Models) -> Path:
     return make_model()
 
 
 @pytest.fixture(scope="session")
-def make_mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def make_mixture(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """`make_mixture(dtype=..., **config)`: directory of a Qwen3-MoE of 2 layers with 4 experts, 2 a token, with random weights."""
 
     def make(dtype: str = "float32", **changes: Any) -> Path:

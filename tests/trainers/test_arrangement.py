@@ -1,7 +1,5 @@
 """How layers are arranged by memory, on a CPU with a reckoned room: what is kept, followed, given up, refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ from msgspec.structs import replace
 from torch._dynamo.utils import counters
 
 from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import ROW
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
@@ -26,8 +23,8 @@ from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support.errors import raises
 from tests.support.scoring import policy_of
+from tests.support.trainers import Rollouts
 
-Rollouts = Callable[..., TrainBatch]
 BUDGET = 2 * ROW
 SHAPE = ModelShape(2, 256, 256, 128, 1024, 1000)
 """Of two layers, as the tests' models have."""
@@ -62,31 +59,27 @@ def arranged(model_dir: Path, budget: int = BUDGET, dtype: torch.dtype = torch.f
     )
 
 
-def test_rows_are_long_where_all_layers_keep_their_activations_then(model_dir: Path, room: Callable[[int], None]) -> None:
+def test_rows_are_long_where_all_layers_keep_their_activations_in_the_type_that_is_computed_in(
+    model_dir: Path, room: Callable[[int], None]
+) -> None:
     room(free_bytes(2, BUDGET))
     assert arranged(model_dir).least_row(None) == BUDGET
     room(free_bytes(2, BUDGET) - 1)
     found = arranged(model_dir)
     assert found.least_row(None) == ROW and found.least_row(Choices(row_length=40)) == 40
     assert any("1 of 2 layers" in notice for notice in found.notices()), "the arithmetic is told"
-
-
-def test_activations_are_reckoned_in_the_type_that_is_computed_in(model_dir: Path, room: Callable[[int], None]) -> None:
     room(free_bytes(2, BUDGET, itemsize=2))
     assert free_bytes(2, BUDGET, itemsize=2) < free_bytes(2, BUDGET)
     assert arranged(model_dir, dtype=torch.bfloat16).least_row(None) == BUDGET
 
 
-def test_a_record_is_followed_as_far_as_memory_goes_here(model_dir: Path, room: Callable[[int], None]) -> None:
+def test_as_many_layers_keep_activations_as_was_recorded_or_memory_has_room_for(model_dir: Path, room: Callable[[int], None]) -> None:
     room(free_bytes(1, ROW))
     found = arranged(model_dir)
     for recorded, kept in ((None, 1), (0, 0), (1, 1), (2, 1)):
         found.follow(Choices(kept_layers=recorded), ROW)
         choices = found.choices(ROW)
         assert choices is not None and choices.kept_layers == kept
-
-
-def test_where_memory_runs_out_fewer_layers_keep_their_activations_from_then_on(model_dir: Path, room: Callable[[int], None]) -> None:
     room(free_bytes(2, BUDGET))
     found = arranged(model_dir)
     found.notices()

@@ -1,8 +1,5 @@
 """`loss.bootstrap_truncated`: what a cut answer's return goes on with, on one rank by hand and on meshes as on one rank."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,17 +10,18 @@ from msgspec.structs import replace
 
 from streamrl.config.loss import CriticConfig, LossConfig
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import Config
 from streamrl.core.batches import STATUS_CODES, TrainBatch
 from streamrl.schemas.samples import Status
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import meshes
 from tests.support import reference_returns as reference
-from tests.support.meshes import batch, slow, soak
+from tests.support.meshes import Mesh, batch, slow, soak
 from tests.support.scoring import prepare, prepared, score
+from tests.support.trainers import Models
 
-Mesh = dict[str, Any]
 CUT = STATUS_CODES[Status.TRUNCATED]
 STEPS = 3
 
@@ -35,16 +33,9 @@ def cut_batch(step: int, *, all_over: bool = False) -> TrainBatch:
 
 
 def config(mesh: Mesh, *, bootstraps: bool = True) -> Config:
-    options: dict[str, Any] = {
-        "backend": "torch",
-        "optimizer": OptimizerConfig(learning_rate=1e-3),
-        "micro_tokens": 48,
-        "minibatches": 2,
-        "rank_timeout_s": 120.0,
-    }
     critic = CriticConfig(learning_rate=3e-2, clip=0.0)
     loss = LossConfig(advantage="ppo", gamma=0.9, gae_lambda=0.8, critic=critic, bootstrap_truncated=bootstraps)
-    return Config(trainer=TrainerConfig(**options | mesh), loss=loss)
+    return meshes.config(loss, **{"backend": "torch", **mesh})
 
 
 class Seen(NamedTuple):
@@ -81,10 +72,8 @@ def test_the_value_behind_the_last_token_takes_the_place_of_nothing(model_dir: P
         tokens = [t for t in range(first, end) if given.loss_mask[t]]
         steps = [(t, given.rewards[sample] if t == tokens[-1] else 0.0, float(values[t]), 1.0) for t in tokens]
         # As if there were one step more with nothing to learn: see tests/algorithms/test_returns.py.
-        longer = (
-            [*steps, (int(end), float(after[sample]), float(after[sample]), 1.0)] if cut[sample] else [*steps, (int(end), 0.0, 0.0, 1.0)]
-        )
-        expected = reference.gae(longer, 0.9, 0.8)[:-1]
+        last = float(after[sample]) if cut[sample] else 0.0
+        expected = reference.gae([*steps, (int(end), last, last, 1.0)], 0.9, 0.8)[:-1]
         assert objective.advantages[tokens] == pytest.approx(expected, abs=1e-5)
         assert objective.returns[tokens] == pytest.approx([a + s[2] for a, s in zip(expected, steps, strict=True)], abs=1e-5)
 
@@ -108,7 +97,7 @@ MESHES = [
 @pytest.mark.process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_meshes_see_the_same_values(make_model: Callable[..., Path], mesh: Mesh) -> None:
+def test_meshes_see_the_same_values(make_model: Models, mesh: Mesh) -> None:
     directory = make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2)
     alone = run(make_trainer(config({}), directory))
     with open_trainer(config(mesh), directory) as trainer:

@@ -1,7 +1,5 @@
 """Both trainers by what was recorded: scores of every layout are those of transformers in float64, and a step goes by them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from streamrl.trainers.torch.kernels import Kernels
 from tests.support.errors import raises
 from tests.support.meshes import slow, soak
 from tests.support.scoring import score
+from tests.support.trainers import Rollouts
 
 VOCAB = 16
 CPU = torch.device("cpu")
@@ -112,7 +111,7 @@ def logits(model_dir: Path) -> Callable[[TrainBatch], Callable[[int], Floats]]:
 @pytest.mark.parametrize("layout", ["shared", "rows", "packed", "callable head"])
 @pytest.mark.parametrize("kind", ["topk_tv", "topk_kl"])
 def test_every_layout_gives_the_log_probs_and_divergences_of_whole_distributions(
-    model_dir: Path, rollouts: Callable[..., TrainBatch], logits: Any, layout: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+    model_dir: Path, rollouts: Rollouts, logits: Any, layout: str, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = with_candidates(rollouts())
     policy = CausalLM(model_dir, torch.float32, CPU, kernels=Kernels(attention="packed" if layout == "packed" else "sdpa"))
@@ -134,7 +133,7 @@ def test_every_layout_gives_the_log_probs_and_divergences_of_whole_distributions
         assert far[place] == pytest.approx(apart(pi, said[place], own, float(batch.sampler_logprobs[place]), kind), abs=1e-4)
 
 
-def test_the_table_trainer_normalises_over_the_same(table_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+def test_the_table_trainer_normalises_over_the_same(table_dir: Path, rollouts: Rollouts) -> None:
     """A table of zeros: a token is as likely as its candidates are few."""
     batch = with_candidates(rollouts())
     config = Config(trainer=TrainerConfig(backend="table", support_replay=True))
@@ -148,7 +147,7 @@ def test_the_table_trainer_normalises_over_the_same(table_dir: Path, rollouts: C
     assert "train/likeliest_known" not in result.metrics
 
 
-def test_policy_and_proximal_are_scored_alike(model_dir: Path, rollouts: Callable[..., TrainBatch], logits: Any) -> None:
+def test_policy_and_proximal_are_scored_alike(model_dir: Path, rollouts: Rollouts, logits: Any) -> None:
     batch = with_candidates(rollouts())
     trainer = make_trainer(Config(trainer=TrainerConfig(device="cpu", support_replay=True)), model_dir)
     expected = {place: pi[int(batch.tokens[place])] for place, pi in distributions(logits(batch), batch).items()}
@@ -158,7 +157,7 @@ def test_policy_and_proximal_are_scored_alike(model_dir: Path, rollouts: Callabl
 
 
 @pytest.mark.parametrize("kind", ["topk_tv", "topk_kl"])
-def test_a_step_leaves_out_whom_the_divergence_says(model_dir: Path, rollouts: Callable[..., TrainBatch], logits: Any, kind: Any) -> None:
+def test_a_step_leaves_out_whom_the_divergence_says(model_dir: Path, rollouts: Rollouts, logits: Any, kind: Any) -> None:
     batch = with_candidates(rollouts(), seed=4)
     loss = LossConfig(
         policy="dppo", dppo_divergence=kind, dppo_bound=0.3, dppo_symmetric=True, correction=replace(LossConfig().correction, kind="none")
@@ -174,7 +173,7 @@ def test_a_step_leaves_out_whom_the_divergence_says(model_dir: Path, rollouts: C
     assert 0 < result.metrics["train/likeliest_known"] < 1
 
 
-def test_a_loss_over_candidates_wants_their_log_probs(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+def test_a_loss_over_candidates_wants_their_log_probs(model_dir: Path, rollouts: Rollouts) -> None:
     batch = with_candidates(rollouts())
     assert batch.candidates is not None
     batch = replace(batch, candidates=replace(batch.candidates, logprobs=None))
@@ -203,7 +202,7 @@ OTHERS = [
 
 @pytest.mark.process
 @pytest.mark.parametrize("other", OTHERS)
-def test_other_backends_and_meshes_take_the_same_step(model_dir: Path, rollouts: Callable[..., TrainBatch], other: dict[str, Any]) -> None:
+def test_other_backends_and_meshes_take_the_same_step(model_dir: Path, rollouts: Rollouts, other: dict[str, Any]) -> None:
     batch, found = with_candidates(rollouts(), seed=4), []
     correction = replace(LossConfig().correction, kind="none")
     loss = LossConfig(policy="dppo", dppo_divergence="topk_tv", dppo_bound=0.3, dppo_symmetric=True, correction=correction)

@@ -1,19 +1,31 @@
-"""The atomic directory protocol: killed at every system call, it leaves the old content, the new one, or none."""
+"""Directories that are whole or not there, whoever is killed at whatever call; files of several ranks that any mesh reads."""
 
-from __future__ import annotations
-
+import json
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from streamrl.errors import CheckpointDamaged, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers import checkpoints
 from streamrl.trainers.checkpoints import BackgroundWriter, list_checkpoints, prune, recover, write_directory
+from streamrl.trainers.mesh import Mesh
+from streamrl.trainers.parts import find_tensors, join_tensors, part_folder
+from streamrl.trainers.torch.checkpoint import ModelState, TorchState, random_state, read_checkpoint, write_checkpoint, write_tensors
 from tests.support.errors import raises
+from tests.support.joint import NAME
+from tests.support.meshes import slow
+from tests.support.preloaded import PRELOADED
 
 # Ends itself without any clean-up at the n-th call that the protocol makes.
 KILLED = """
@@ -82,7 +94,7 @@ def test_a_kill_at_any_call_leaves_one_whole_content(tmp_path: Path, former: str
     assert set(seen) == {former, "new"}
 
 
-def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_nothing_and_says_where(tmp_path: Path) -> None:
     def write(directory: Path) -> None:
         (directory / "a").write_text("half")
         raise ValueError("stopped")
@@ -90,9 +102,6 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="stopped"):
         write_directory(tmp_path / "at", write)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "at").write_text("a file, not a directory")
     with raises(TrainingError, path=str(tmp_path / "at" / "below")):
         write_directory(tmp_path / "at" / "below", lambda _: None)
@@ -139,3 +148,189 @@ def test_a_checkpoint_is_read_back_before_it_gets_its_name(tmp_path: Path, monke
     with pytest.raises(CheckpointDamaged):
         BackgroundWriter().submit(tmp_path / "at", fill("1")).result()
     assert list(tmp_path.iterdir()) == []
+
+
+async def told(folder: Path, *scenario: str) -> Any:
+    code, out, err = await PRELOADED.run("-m", "tests.support.joint", str(folder), *scenario, folder=folder)
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("former", [slow(""), "old"])
+async def test_a_kill_of_either_rank_at_any_call_leaves_one_whole_checkpoint(tmp_path: Path, former: str) -> None:
+    seen = await told(tmp_path, "sweep", former)
+    by_rank = [[one for one in seen if one["victim"] == victim] for victim in range(2)]
+    for victim, ones in enumerate(by_rank):
+        assert [one["codes"][victim] for one in ones] == [-signal.SIGKILL] * (len(ones) - 1) + [0]
+        afters = [one["after"] for one in ones]
+        assert afters[-1] == "new" and set(afters) == {former or None, "new"}
+        assert afters == sorted(afters, key=lambda found: found == "new")
+        for one in ones:
+            assert one["before"] in (one["after"], None)
+            assert one["left"] == ([NAME] if one["after"] else [])
+    # Rank 1's last two calls tell rank 0 of its files, which are all there by then: without that nothing gets the name.
+    assert {one["after"] for one in by_rank[1][:-1]} == {former or None}
+    # Rank 0 says that it has not been written, and that a rank has ended.
+    assert {one["codes"][0] for one in by_rank[1][:-1]} == {7}
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+async def test_a_rank_that_does_not_see_the_place_sends_its_part(tmp_path: Path) -> None:
+    assert await told(tmp_path, "unseen") == {"codes": [0, 0], "after": "new", "left": []}
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", [slow(0), 1])
+async def test_a_disk_that_is_full_on_one_rank_fails_the_checkpoint_and_not_the_next(tmp_path: Path, victim: int) -> None:
+    found = await told(tmp_path, "full", str(victim))
+    assert found["codes"] == [0, 0] and found["after"] == "two"
+    said = found["said"]["said-0"]
+    assert "No space left" in said and ("rank 1" in said) == (victim == 1)
+
+
+WHOLE = {
+    "wide": torch.arange(5 * 3, dtype=torch.float32).reshape(5, 3),
+    "narrow": torch.arange(7, dtype=torch.bfloat16),
+    "one": torch.full((1, 4), 2.5),
+}
+MOMENTS = {
+    **{f"{name}.exp_avg": -value.float() for name, value in WHOLE.items()},
+    **{f"{name}.step": torch.tensor(float(place)) for place, name in enumerate(WHOLE)},
+}
+
+
+def rows(value: torch.Tensor, mesh: Mesh, part: int) -> torch.Tensor:
+    if not value.shape:
+        return value
+    held = mesh.rows(value.shape[0], part)
+    return value[held.start : held.stop].contiguous()
+
+
+def written(path: Path, shards: int) -> Path:
+    """A checkpoint of these tensors by a mesh of so many parts."""
+    mesh = Mesh(shard=shards)
+
+    def state(part: int) -> TorchState:
+        policy = ModelState(
+            parameters={name: rows(value, mesh, part) for name, value in WHOLE.items()},
+            optimizer={name: rows(value, mesh, part) for name, value in MOMENTS.items()},
+            digest="0" * 16,
+            shapes={name: tuple(value.shape) for name, value in WHOLE.items()},
+        )
+        return TorchState(policy=policy, critic=None, random=random_state(torch.device("cpu")), stage="rl", version="0.1")
+
+    def write(directory: Path) -> None:
+        write_checkpoint(directory, state(0), b"extra", mesh)
+        for part in range(1, shards):
+            (directory / part_folder(mesh, part)).mkdir()
+            write_tensors(directory / part_folder(mesh, part), state(part), mesh, part)
+
+    write_directory(path, write, seal=True)
+    return path
+
+
+@pytest.mark.parametrize("by", [1, 2, 3, 8])
+def test_what_any_mesh_has_written_any_mesh_reads(tmp_path: Path, by: int) -> None:
+    path = written(tmp_path / "at", by)
+    for shards in (1, 2, 4, 7):
+        mesh = Mesh(shard=shards)
+        for part in range(shards):
+            state, extra = read_checkpoint(path, mesh, part)
+            assert extra == b"extra" and state.policy.shapes == {name: tuple(value.shape) for name, value in WHOLE.items()}
+            for found, whole in ((state.policy.parameters, WHOLE), (state.policy.optimizer, MOMENTS)):
+                assert found.keys() == whole.keys()
+                for name, value in found.items():
+                    wanted = rows(whole[name], mesh, part)
+                    assert value.dtype == wanted.dtype and value.shape == wanted.shape and torch.equal(value, wanted), (shards, part, name)
+
+
+@pytest.mark.parametrize("by", [1, 3])
+def test_parts_are_joined_to_the_file_that_one_rank_writes(tmp_path: Path, by: int) -> None:
+    path = written(tmp_path / "at", by)
+    for file, whole in (("model.safetensors", WHOLE), ("optimizer.safetensors", MOMENTS)):
+        join_tensors(path, file, tmp_path / file)
+        found = load_file(tmp_path / file)
+        assert found.keys() == whole.keys()
+        assert all(value.dtype == whole[name].dtype and torch.equal(value, whole[name]) for name, value in found.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_reader_reads_the_parts(tmp_path: Path) -> None:
+    path, flat = written(tmp_path / "at", 3), tmp_path / "flat"
+    flat.mkdir()
+    for part in range(3):
+        shutil.copyfile(path / part_folder(Mesh(shard=3), part) / "model.safetensors", flat / f"{part}.safetensors")
+    found = {name: torch.zeros_like(value) for name, value in WHOLE.items()}
+    load(found, storage_reader=HuggingFaceStorageReader(str(flat)), no_dist=True)
+    assert all(torch.equal(value, WHOLE[name]) for name, value in found.items())
+
+
+def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Change the header of the second part's file, and leave its bytes as they are."""
+
+    def spoil(path: Path) -> None:
+        file = path / "part-2-of-3" / "model.safetensors"
+        data = file.read_bytes()
+        nbytes = int.from_bytes(data[:8], "little")
+        told = json.loads(data[8 : 8 + nbytes])
+        change(told)
+        text = json.dumps(told).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + nbytes :])
+
+    return spoil
+
+
+def offsets(told: dict[str, Any]) -> None:
+    told["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps({name: {"saved_offsets": [1, 0]} for name in told})
+
+
+def cut(path: Path, left: int) -> None:
+    file = path / "part-2-of-3" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:left])
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "a part is gone": lambda path: shutil.rmtree(path / "part-3-of-3"),
+    "a file is gone": lambda path: (path / "part-2-of-3" / "model.safetensors").unlink(),
+    "empty": lambda path: cut(path, 0),
+    "cut in its header": lambda path: cut(path, 40),
+    "cut": lambda path: cut(path, -5),
+    "a part of others": lambda path: (path / "part-4-of-9").mkdir(),
+    "other rows": header(offsets),
+    "no rows told": header(lambda told: told.pop("__metadata__")),
+    "another type": header(lambda told: told["wide"].update(dtype="I32")),
+    "a list": header(lambda told: told.update(wide=[])),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_parts_that_do_not_make_a_whole_are_damage(tmp_path: Path, damage: str) -> None:
+    path = written(tmp_path / "at", 3)
+    DAMAGES[damage](path)
+    with pytest.raises(CheckpointDamaged):
+        read_checkpoint(path, Mesh(shard=2), 1)
+    (path / "files.json").unlink()
+    with pytest.raises(CheckpointDamaged):
+        read_checkpoint(path, Mesh(shard=2), 1)
+
+
+def test_one_bit_of_a_part_is_found_and_a_later_format_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "at", 2)
+    for file in (path / "part-2-of-2").iterdir():
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CheckpointDamaged, match=f"part-2-of-2/{file.name}"):
+            read_checkpoint(path, Mesh(), 0)
+        file.write_bytes(whole)
+    assert read_checkpoint(path, Mesh(), 0)[1] == b"extra"
+    assert find_tensors(path, "model.safetensors")["wide"].shape == (5, 3)
+    path = written(tmp_path / "at", 2)
+    (path / "files.json").unlink()
+    meta = json.loads((path / "meta.json").read_bytes())
+    (path / "meta.json").write_text(json.dumps(meta | {"format": 3}))
+    with raises(TrainingError):
+        read_checkpoint(path, Mesh(), 0)

@@ -1,13 +1,9 @@
 """Every estimator with every policy loss and every kind of correction: a real model is moved towards what was rewarded."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -23,6 +19,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from tests.support.errors import raises
 from tests.support.scoring import score
+from tests.support.trainers import Models
 
 VOCAB, EOS, GROUP = 16, 1, 4
 KINDS = ("none", "truncate", "clip", "mask")
@@ -30,7 +27,7 @@ LEVELS: Any = ("token", "sequence", "geometric")
 
 
 @pytest.fixture(scope="module")
-def tiny(make_model: Callable[..., Path]) -> Path:
+def tiny(make_model: Models) -> Path:
     return make_model(num_hidden_layers=1, hidden_size=16, intermediate_size=32, head_dim=8)
 
 
@@ -181,35 +178,6 @@ def test_m2po_leaves_out_of_the_loss_what_its_algorithm_does_whatever_a_micro_ba
     assert metrics["train/pg_loss"] == pytest.approx((-np.exp(moved) * advantages)[kept].sum() / mask.sum(), rel=1e-4)
 
 
-def test_a_normalised_correction_has_weights_of_mean_one(tiny: Path) -> None:
-    batch = make_batch()
-    plain = make(tiny, LossConfig()).step(batch).metrics
-    metrics = make(tiny, LossConfig(correction=CorrectionConfig(normalize=True))).step(batch).metrics
-    assert plain["train/mis_is_ratio_mean_final"] != pytest.approx(1.0, abs=0.05)
-    assert metrics["train/mis_is_ratio_mean_final"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["train/mis_batch_norm_factor"] == pytest.approx(1 / plain["train/mis_is_ratio_mean_final"], rel=1e-5)
-
-
-def test_the_current_ratio_moves_with_the_policy_and_leaves_none_to_clip(tiny: Path) -> None:
-    batch = make_batch()
-    frozen = make(tiny, LossConfig(), minibatches=4).step(batch).metrics
-    current = make(tiny, LossConfig(correction=CorrectionConfig(ratio="current")), minibatches=4).step(batch).metrics
-    assert frozen["train/ois"] != 1.0
-    assert frozen["train/ppo_kl"] != 0.0
-    assert current["train/ois"] == 1.0
-    assert current["train/ppo_kl"] == 0.0
-    assert current["train/tis"] != pytest.approx(frozen["train/tis"], abs=1e-4)
-
-
-def test_against_the_sampler_there_is_nothing_to_correct(tiny: Path) -> None:
-    loss = LossConfig(proximal="sampler", correction=CorrectionConfig(kind="none"))
-    metrics = make(tiny, loss).step(make_batch()).metrics
-    assert metrics["train/ois"] != pytest.approx(1.0, abs=1e-3)
-    assert metrics["train/ppo_kl"] != pytest.approx(0.0, abs=1e-3)
-    assert metrics["train/tis"] == pytest.approx(1.0, abs=1e-12)
-    assert metrics["train/mis_is_ratio_max_final"] == 1.0
-
-
 @pytest.mark.parametrize(("proximal", "calls"), [("recomputed", 1), ("log_linear", 0), ("sampler", 0)])
 def test_only_a_recomputed_proximal_policy_costs_a_pass(tiny: Path, monkeypatch: pytest.MonkeyPatch, proximal: Any, calls: int) -> None:
     kind: Any = "none" if proximal == "sampler" else "truncate"
@@ -224,7 +192,27 @@ def test_only_a_recomputed_proximal_policy_costs_a_pass(tiny: Path, monkeypatch:
     assert np.isfinite(metrics["train/tis"])
 
 
-def test_rejected_tokens_keep_their_place_in_the_denominator(tiny: Path) -> None:
+def test_weights_and_ratios_are_those_that_the_loss_names(tiny: Path) -> None:
+    batch = make_batch()
+    plain = make(tiny, LossConfig()).step(batch).metrics
+    metrics = make(tiny, LossConfig(correction=CorrectionConfig(normalize=True))).step(batch).metrics
+    assert plain["train/mis_is_ratio_mean_final"] != pytest.approx(1.0, abs=0.05)
+    assert metrics["train/mis_is_ratio_mean_final"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["train/mis_batch_norm_factor"] == pytest.approx(1 / plain["train/mis_is_ratio_mean_final"], rel=1e-5)
+    batch = make_batch()
+    frozen = make(tiny, LossConfig(), minibatches=4).step(batch).metrics
+    current = make(tiny, LossConfig(correction=CorrectionConfig(ratio="current")), minibatches=4).step(batch).metrics
+    assert frozen["train/ois"] != 1.0
+    assert frozen["train/ppo_kl"] != 0.0
+    assert current["train/ois"] == 1.0
+    assert current["train/ppo_kl"] == 0.0
+    assert current["train/tis"] != pytest.approx(frozen["train/tis"], abs=1e-4)
+    loss = LossConfig(proximal="sampler", correction=CorrectionConfig(kind="none"))
+    metrics = make(tiny, loss).step(make_batch()).metrics
+    assert metrics["train/ois"] != pytest.approx(1.0, abs=1e-3)
+    assert metrics["train/ppo_kl"] != pytest.approx(0.0, abs=1e-3)
+    assert metrics["train/tis"] == pytest.approx(1.0, abs=1e-12)
+    assert metrics["train/mis_is_ratio_max_final"] == 1.0
     batch = make_batch()
     old = batch.staleness > 1
     masked = make(tiny, LossConfig(correction=CorrectionConfig(kind="none", mask_staleness=1))).step(batch).metrics
@@ -266,7 +254,7 @@ number = 3
 """
 
 
-def test_functions_of_the_user(tiny: Path, tmp_path: Path) -> None:
+def test_users_functions_and_given_proximal_policies_count(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     named = {name: f"{tmp_path}/mine.py:{name}" for name in ("advantages", "policy", "short", "number", "advantage")}
     trainer = make(tiny, LossConfig(advantage=named["advantages"], policy=named["policy"]), minibatches=2)
@@ -279,16 +267,7 @@ def test_functions_of_the_user(tiny: Path, tmp_path: Path) -> None:
         make(tiny, LossConfig(policy=named["number"]))
     with raises(ConfigError, key="loss.policy", name="advantage"):
         make(tiny, LossConfig(policy=named["advantage"]))
-
-
-def test_maxrl_has_no_meaning_for_negative_rewards(tiny: Path) -> None:
-    batch = make_batch()
-    with raises(TrainingError, estimator="maxrl"):
-        make(tiny, LossConfig(advantage="maxrl")).step(msgspec.structs.replace(batch, rewards=batch.rewards - 1))
-
-
-def test_a_given_proximal_policy_counts_at_any_step(tiny: Path) -> None:
-    """Whoever calls it decides: log-probs that are handed in are what ratios are taken against, at the batch's first step too."""
+    # Whoever calls it decides: log-probs that are handed in are what ratios are taken against, at the batch's first step too.
     import torch
 
     from streamrl.algorithms.objective import make_objective

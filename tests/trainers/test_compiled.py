@@ -1,12 +1,11 @@
 """Compiled layers and head on a CPU: the numbers of plain ones, one compilation a run, and what cannot be compiled is run as it is.
 
-One small model is compiled with the slow tests. Mixtures and cut models are with the soak, for test_experts_gpu.py and test_shards_gpu.py
+One small model is compiled with the slow tests. Models and cut models are with the soak, for test_experts_gpu.py and test_shards_gpu.py
 compile them too.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Generator
+from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +15,24 @@ from msgspec.structs import replace
 from torch._dynamo.utils import counters
 
 from streamrl.config.loss import ExpertsConfig
-from streamrl.config.tree import Config, DebugConfig, LossConfig, RunConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.config.tree import DebugConfig, LossConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import trainers
 from tests.support.compilers import COMPILES, without_compiler
 from tests.support.errors import raises
+from tests.support.trainers import DIRECT, Models, Rollouts
 
 pytestmark = [pytest.mark.process, *COMPILES]
-Rollouts = Callable[..., TrainBatch]
-DIRECT = LossConfig(proximal="sampler")
 ROW = 24
 
 
-def config(**trainer: Any) -> Config:
-    options: dict[str, Any] = {"attention": "packed", "micro_tokens": ROW, **trainer}
-    return Config(run=RunConfig(numerics="fast"), trainer=TrainerConfig(**options), loss=DIRECT)
+config = partial(trainers.config, DIRECT, attention="packed", micro_tokens=ROW)
 
 
-def make(directory: Path, **trainer: Any) -> Trainer:
+def make(directory: Path, **trainer: Any) -> Any:
     return make_trainer(config(**trainer), directory)
 
 
@@ -63,9 +58,7 @@ def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path
 
 
 @pytest.mark.soak
-def test_a_mixture_is_compiled_once_whatever_its_depth_and_tells_the_load_of_its_experts(
-    make_mixture: Callable[..., Path], rollouts: Rollouts
-) -> None:
+def test_a_mixture_is_compiled_once_whatever_its_depth_and_tells_the_load_of_its_experts(make_mixture: Models, rollouts: Rollouts) -> None:
     losses, found = LossConfig(proximal="sampler", experts=ExpertsConfig(balance_coef=0.3, z_coef=0.02)), list[list[int]]()
     for layers in (2, 5):
         directory = make_mixture(num_hidden_layers=layers)

@@ -1,25 +1,24 @@
 """Ranks that share packed rows over GPUs: FlashAttention, NCCL and compiled layers, beside one GPU. `scripts/gpu/context.sh` runs them."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.config.tree import Config
 from streamrl.core.context import share_row
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.attention import by_flash, by_piece
 from tests.core.test_context import row
+from tests.support import trainers
 from tests.support.measured import say
 from tests.support.meshes import BOUND, apart, batch, in_float64, parameters, run
 from tests.support.needs import need
+from tests.support.trainers import DIRECT, Models
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -28,10 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
 SMALL: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 1024}
 
 
-def config(ranks: int, shards: int, *, numerics: Any = "fast", **trainer: Any) -> Config:
-    options: dict[str, Any] = {"device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-3), "rank_timeout_s": 120.0, **trainer}
-    section = TrainerConfig(ranks=ranks, shards=shards, context=ranks, **options)
-    return Config(run=RunConfig(numerics=numerics), trainer=section, loss=LossConfig(proximal="sampler"))
+def config(ranks: int, shards: int, **settings: Any) -> Config:
+    return trainers.config(DIRECT, ranks=ranks, shards=shards, context=ranks, device="cuda", rank_timeout_s=120.0, **settings)
 
 
 @pytest.mark.parametrize("lengths", [[1024], [700, 200], [3, 9, 300, 4, 1, 600], [1]])
@@ -76,7 +73,7 @@ def test_in_float32_two_gpus_end_as_near_to_one_as_that_to_float64(model_dir: Pa
 
 @pytest.mark.parametrize(("shards", "compile_"), [(1, "off"), (1, "on"), (2, "on")])
 def test_packed_in_bfloat16_two_gpus_learn_what_one_does_and_again_the_same_bits(
-    make_model: Callable[..., Path], tmp_path: Path, shards: int, compile_: str
+    make_model: Models, tmp_path: Path, shards: int, compile_: str
 ) -> None:
     need("two gpus")
     directory = make_model("bfloat16", **SMALL)

@@ -1,8 +1,5 @@
 """The critic: learned returns, its own steps at the beginning, checkpoints, and what a replay sees of it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -13,45 +10,34 @@ from safetensors.torch import load_file, save_file
 
 from streamrl.config.loss import CorrectionConfig, CriticConfig, LossConfig
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.config.tree import Config
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import SEAL_FILE
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
+from tests.support import trainers
 from tests.support.errors import raises
 from tests.support.scoring import score
-
-Rollouts = Callable[..., TrainBatch]
-
-
-def make(directory: Path, *, dtype: Any = "float32", critic: CriticConfig | None = None, **trainer: Any) -> Trainer:
-    critic = critic or CriticConfig(learning_rate=1e-3)
-    loss = LossConfig(advantage="ppo", critic=critic, correction=CorrectionConfig(level="sequence"))
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), **trainer}
-    return make_trainer(Config(model=ModelConfig(dtype=dtype), trainer=TrainerConfig(**options), loss=loss), directory)
+from tests.support.trainers import Models, Rollouts
 
 
-def test_it_begins_at_zero_and_learns_the_returns(model_dir: Path, rollouts: Rollouts) -> None:
+def make(directory: Path, *, critic: CriticConfig | None = None, **settings: Any) -> Any:
+    loss = LossConfig(advantage="ppo", critic=critic or CriticConfig(learning_rate=1e-3), correction=CorrectionConfig(level="sequence"))
+    return trainers.make(directory, loss, **settings)
+
+
+def test_it_begins_at_zero_and_learns_the_returns_which_leaves_no_advantage(model_dir: Path, rollouts: Rollouts) -> None:
     trainer = make(model_dir, critic=CriticConfig(learning_rate=3e-3, clip=0.0))
     batch = rollouts()
     assert (score(trainer, batch, Role.VALUE) == 0).all()
-    losses = [trainer.step(rollouts()).metrics["train/value_loss"] for _ in range(25)]
+    metrics = [trainer.step(batch).metrics for _ in range(26)]
     # Rewards of 0 and 1, a third of them 1; with gamma = lambda = 1 every token's return is its rollout's reward.
-    assert losses[0] == pytest.approx(np.mean(batch.rewards), abs=1e-6)
+    assert metrics[0]["train/value_loss"] == pytest.approx(np.mean(batch.rewards), abs=1e-6)
     # What cannot be known at an answer's first token, which all rollouts of a prompt share, stays: 2/9 there.
-    assert losses[-1] < 0.1
+    assert metrics[-1]["train/value_loss"] < 0.1
     returns = np.repeat(batch.rewards, batch.lengths)
     assert np.abs(score(trainer, batch, Role.VALUE) - returns)[batch.loss_mask].mean() < 0.25
-
-
-def test_values_that_are_known_leave_no_advantage(model_dir: Path, rollouts: Rollouts) -> None:
-    trainer = make(model_dir, critic=CriticConfig(learning_rate=3e-3, clip=0.0))
-    first = trainer.step(rollouts()).metrics
-    for _ in range(25):
-        last = trainer.step(rollouts()).metrics
-    assert abs(last["rollout/advantages"]) < 0.2 * abs(first["rollout/advantages"])
+    assert abs(metrics[-1]["rollout/advantages"]) < 0.2 * abs(metrics[0]["rollout/advantages"])
 
 
 @pytest.mark.parametrize("targets", ["gae", "vtrace"])
@@ -68,19 +54,8 @@ def test_its_first_batches_are_its_own(model_dir: Path, rollouts: Rollouts, targ
     assert results[0].digest == untouched.digest()
 
 
-def test_demonstrations_leave_it_alone(model_dir: Path, rollouts: Rollouts, demonstrations: Rollouts) -> None:
-    trainer = make(model_dir)
-    trainer.step(rollouts())
-    before = score(trainer, rollouts(), Role.VALUE)
-    metrics = trainer.step(demonstrations()).metrics
-    assert not any(name.startswith("train/value") for name in metrics)
-    assert np.array_equal(score(trainer, rollouts(), Role.VALUE), before)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_restored_critic_goes_on_with_the_same_bits(
-    make_model: Callable[..., Path], rollouts: Rollouts, tmp_path: Path, dtype: Any
-) -> None:
+def test_a_restored_critic_goes_on_with_the_same_bits(make_model: Models, rollouts: Rollouts, tmp_path: Path, dtype: Any) -> None:
     directory = make_model(dtype)
     trainer = make(directory, dtype=dtype, minibatches=2)
     for step in range(2):
@@ -95,7 +70,7 @@ def test_a_restored_critic_goes_on_with_the_same_bits(
     assert {shard.name for shard in trainer.shards()} == {shard.name for shard in make_trainer(Config(), directory).shards()}
 
 
-def test_spoiled_and_missing_critics_are_refused(model_dir: Path, make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_spoiled_and_missing_critics_are_refused(model_dir: Path, make_model: Models, tmp_path: Path) -> None:
     trainer = make(model_dir)
     trainer.save(tmp_path / "at", b"", version=Version()).result()
     (tmp_path / "at" / SEAL_FILE).unlink()
@@ -117,7 +92,7 @@ def test_spoiled_and_missing_critics_are_refused(model_dir: Path, make_model: Ca
     assert make_trainer(Config(), model_dir).load(tmp_path / "wider") == b""
 
 
-def test_its_body_may_be_another_models(model_dir: Path, make_model: Callable[..., Path], rollouts: Rollouts, tmp_path: Path) -> None:
+def test_its_body_may_be_another_models(model_dir: Path, make_model: Models, rollouts: Rollouts, tmp_path: Path) -> None:
     wide = make_model(hidden_size=48, tie_word_embeddings=False)
     trainer = make(model_dir, critic=CriticConfig(path=str(wide), learning_rate=1e-3))
     assert trainer.step(rollouts()).finite
@@ -128,7 +103,13 @@ def test_its_body_may_be_another_models(model_dir: Path, make_model: Callable[..
         make(model_dir, critic=CriticConfig(path=str(tmp_path)))
 
 
-def test_a_gradient_of_the_critic_that_is_not_finite_changes_nothing_of_it(model_dir: Path, rollouts: Rollouts) -> None:
+def test_what_is_not_finite_and_demonstrations_leave_it_alone(model_dir: Path, rollouts: Rollouts, demonstrations: Rollouts) -> None:
+    trainer = make(model_dir)
+    trainer.step(rollouts())
+    before = score(trainer, rollouts(), Role.VALUE)
+    metrics = trainer.step(demonstrations()).metrics
+    assert not any(name.startswith("train/value") for name in metrics)
+    assert np.array_equal(score(trainer, rollouts(), Role.VALUE), before)
     trainer = make(model_dir, critic=CriticConfig(clip=0.0))
     result = trainer.step(rollouts(reward=1e30))
     assert not result.finite

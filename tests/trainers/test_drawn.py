@@ -1,7 +1,5 @@
 """Engines and trainers compute the same distribution: the log-probs that one records are those that the other finds, token by token."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,9 +1,5 @@
-"""Mixtures of experts on a CPU: the sum over chosen experts against float64, and that no token's experts depend on its neighbours."""
+"""Models of experts on a CPU: the sum over chosen experts against float64, and that no token's experts depend on its neighbours."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.experts import EXPERTS, added, by_expert, grouped_experts, permute, register, sums
 from streamrl.trainers.torch.kernels import Kernels
 from tests.support.batches import train_batch
+from tests.support.trainers import DIRECT, Models, make
 
 CPU = torch.device("cpu")
 
@@ -120,7 +115,7 @@ def groups() -> TrainBatch:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "packed"])
-def test_what_a_sample_gets_does_not_depend_on_its_row(make_mixture: Callable[..., Path], attention: Any) -> None:
+def test_what_a_sample_gets_does_not_depend_on_its_row(make_mixture: Models, attention: Any) -> None:
     """Nothing is dropped for want of capacity: log-probs of rows of one sample, of packed rows, and of a prompt that a group shares."""
     model = CausalLM(make_mixture(), torch.float64, CPU, kernels=Kernels(attention=attention))
     batch, samples = groups(), np.arange(6)
@@ -145,10 +140,7 @@ def test_what_a_sample_gets_does_not_depend_on_its_row(make_mixture: Callable[..
     np.testing.assert_allclose(together, alone, rtol=0, atol=1e-6)  # of the router's weights, which it computes in float32
 
 
-def test_an_expert_without_a_token_has_a_gradient_of_zero_and_training_goes_on(make_mixture: Callable[..., Path]) -> None:
-    trainer = make_trainer(
-        Config(run=RunConfig(numerics="bitwise"), trainer=TrainerConfig(micro_tokens=64), loss=LossConfig(proximal="sampler")),
-        make_mixture(num_experts=64),
-    )
+def test_an_expert_without_a_token_has_a_gradient_of_zero_and_training_goes_on(make_mixture: Models) -> None:
+    trainer = make(make_mixture(num_experts=64), DIRECT, numerics="bitwise", micro_tokens=64)
     results = [trainer.step(groups()) for _ in range(2)]
     assert all(one.finite and one.metrics["train/grad_norm"] > 0 for one in results) and results[0].digest != results[1].digest

@@ -3,12 +3,8 @@
 `scripts/gpu/experts.sh` runs them and shows what was measured.
 """
 
-from __future__ import annotations
-
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +14,17 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.functional import silu
 
-from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.experts import grouped_experts
-from tests.support.measured import say
+from tests.support import trainers
+from tests.support.measured import fresh_digests, say
+from tests.support.trainers import DIRECT, Models
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
 TINY: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 1024}
-DIGEST = """
-import sys
-from pathlib import Path
-from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
-from streamrl.trainers.factory import make_trainer
-from tests.trainers.test_experts_gpu import answers_of
-
-optimizer = OptimizerConfig(learning_rate=1e-4)
-trainer = TrainerConfig(dtype="bfloat16", device="cuda", compile=sys.argv[2], micro_tokens=512, optimizer=optimizer)
-made = make_trainer(Config(run=RunConfig(numerics="bitwise"), trainer=trainer, loss=LossConfig(proximal="sampler")), Path(sys.argv[1]))
-for step in range(3):
-    result = made.step(answers_of(16, seed=step))
-assert (result.choices is not None and result.choices.compiled) == (sys.argv[2] == "on"), result.notices
-print("digest", result.digest)
-"""
 
 
 def answers_of(count: int, *, seed: int, longest: int = 200) -> TrainBatch:
@@ -61,10 +41,7 @@ def answers_of(count: int, *, seed: int, longest: int = 200) -> TrainBatch:
     )
 
 
-def make(directory: Path, **trainer: Any) -> Trainer:
-    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-4), **trainer}
-    config = Config(run=RunConfig(numerics="fast"), model=ModelConfig(dtype="bfloat16"), trainer=TrainerConfig(**options))
-    return make_trainer(Config(run=config.run, model=config.model, trainer=config.trainer, loss=LossConfig(proximal="sampler")), directory)
+make = partial(trainers.make, loss=DIRECT, rate=1e-4, dtype="bfloat16", device="cuda")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -123,19 +100,12 @@ class Experts(torch.nn.Module):
 
 
 @pytest.mark.parametrize("compile_", ["off", "on"])
-def test_fresh_processes_give_the_same_digest(make_mixture: Callable[..., Path], tmp_path: Path, compile_: str) -> None:
-    directory, found = make_mixture("bfloat16", **TINY), list[str]()
-    for cache in ("one", "two"):
-        caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache), "TRITON_CACHE_DIR": str(tmp_path / cache / "triton")}
-        command = [sys.executable, "-c", DIGEST, str(directory), compile_]
-        done = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(done.stdout.split()[-1])
-    say(f"digests of two processes, trainer.compile = {compile_}: {found}")
-    assert len(set(found)) == 1
+def test_fresh_processes_give_the_same_digest(make_mixture: Models, tmp_path: Path, compile_: str) -> None:
+    digests = fresh_digests(make_mixture("bfloat16", **TINY), compile_, ("one", "two"), tmp_path)
+    assert len(set(digests)) == 1
 
 
-def test_a_mixture_is_compiled_once_and_learns_what_a_plain_one_does(make_mixture: Callable[..., Path]) -> None:
+def test_a_mixture_is_compiled_once_and_learns_what_a_plain_one_does(make_mixture: Models) -> None:
     directory = make_mixture("bfloat16", **TINY)
     torch.compiler.reset()
     fast = make(directory, micro_tokens=1024)

@@ -1,8 +1,5 @@
 """Useful FLOPs of a step against sums written out by hand, and who has a peak."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,19 +13,10 @@ from benchmarks.shapes import num_elements, shape_of, write_model
 from streamrl.config.loss import CriticConfig, LossConfig
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.consumers.training.steps import speed
-from streamrl.core.batches import TrainBatch
 from streamrl.trainers import flops
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.flops import ModelFlops, flops_of, model_flops, peak_flops
-
-
-def test_a_step_counts_body_head_and_half_of_the_squares() -> None:
-    counted = ModelFlops(body=1000, head=300, attention=20)
-    # Samples of 3 and 5 tokens: 8 through the body, 4 trained through the head; (9 + 25) / 2 pairs, 4 FLOPs each and dimension, thrice.
-    assert counted.step(np.array([3, 5], np.int64), 4) == 6 * 1000 * 8 + 6 * 300 * 4 + 3 * 4 * 20 * (9 + 25) / 2
-    assert counted.step(np.zeros(0, np.int64), 0) == 0
-    # Squares of int32 lengths would overflow.
-    assert counted.step(np.array([60_000], np.int32), 0) == 6 * 1000 * 6e4 + 6 * 20 * 3.6e9
+from tests.support.trainers import Models, Rollouts
 
 
 @pytest.mark.parametrize("name", ["tiny", "0.6B", "8B"])
@@ -56,20 +44,7 @@ def test_a_token_meets_some_of_the_experts(tmp_path: Path) -> None:
     assert found is not None and found.body == num_elements(shape) - 2 * shape.vocab * shape.hidden - idle
 
 
-def test_what_cannot_be_counted_is_none() -> None:
-    sizes = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 3}
-    assert model_flops(SimpleNamespace(**sizes), [("a", 5)], 7) == ModelFlops(body=5, head=7, attention=3 * 2 * 4)
-    assert model_flops(SimpleNamespace(**sizes), [("layers.0.mlp.experts.up", 5)], 7) is None
-    assert model_flops(SimpleNamespace(**sizes, layer_types=["full_attention", "sliding_attention"]), [("a", 5)], 7) is None
-    assert model_flops(SimpleNamespace(**sizes, sliding_window=4), [("a", 5)], 7) is None
-    # DeepSeek-V3's head_dim is that of the rotated part alone.
-    assert model_flops(SimpleNamespace(**sizes, kv_lora_rank=4, qk_nope_head_dim=2, head_dim=1), [("a", 5)], 7) is None
-    assert model_flops(SimpleNamespace(**sizes | {"num_attention_heads": None}), [("a", 5)], 7) is None
-
-
-def test_a_trainer_tells_the_time_at_its_peak(
-    make_model: Callable[..., Path], rollouts: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trainer_tells_the_time_at_its_peak(make_model: Models, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     config, batch = Config(trainer=TrainerConfig(device="cpu", dtype="bfloat16")), rollouts()
     model_dir = make_model(dtype="bfloat16")
     result = make_trainer(config, model_dir).step(batch)
@@ -95,7 +70,7 @@ def test_a_trainer_tells_the_time_at_its_peak(
 
 
 def test_a_critic_that_learns_alone_is_no_work_of_the_policy(
-    make_model: Callable[..., Path], rollouts: Callable[..., TrainBatch], monkeypatch: pytest.MonkeyPatch
+    make_model: Models, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flops, "PEAKS", {"cpu": 1e9})
     loss = LossConfig(advantage="ppo", critic=CriticConfig(only_steps=1))
@@ -104,7 +79,21 @@ def test_a_critic_that_learns_alone_is_no_work_of_the_policy(
     assert alone.peak_s is None and both.peak_s is not None
 
 
-def test_a_peak_is_of_a_device_and_a_type() -> None:
+def test_what_is_counted_and_what_cannot_be() -> None:
+    counted = ModelFlops(body=1000, head=300, attention=20)
+    # Samples of 3 and 5 tokens: 8 through the body, 4 trained through the head; (9 + 25) / 2 pairs, 4 FLOPs each and dimension, thrice.
+    assert counted.step(np.array([3, 5], np.int64), 4) == 6 * 1000 * 8 + 6 * 300 * 4 + 3 * 4 * 20 * (9 + 25) / 2
+    assert counted.step(np.zeros(0, np.int64), 0) == 0
+    # Squares of int32 lengths would overflow.
+    assert counted.step(np.array([60_000], np.int32), 0) == 6 * 1000 * 6e4 + 6 * 20 * 3.6e9
+    sizes = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 3}
+    assert model_flops(SimpleNamespace(**sizes), [("a", 5)], 7) == ModelFlops(body=5, head=7, attention=3 * 2 * 4)
+    assert model_flops(SimpleNamespace(**sizes), [("layers.0.mlp.experts.up", 5)], 7) is None
+    assert model_flops(SimpleNamespace(**sizes, layer_types=["full_attention", "sliding_attention"]), [("a", 5)], 7) is None
+    assert model_flops(SimpleNamespace(**sizes, sliding_window=4), [("a", 5)], 7) is None
+    # DeepSeek-V3's head_dim is that of the rotated part alone.
+    assert model_flops(SimpleNamespace(**sizes, kv_lora_rank=4, qk_nope_head_dim=2, head_dim=1), [("a", 5)], 7) is None
+    assert model_flops(SimpleNamespace(**sizes | {"num_attention_heads": None}), [("a", 5)], 7) is None
     assert peak_flops("NVIDIA H200", "bfloat16") == peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H200", "float32") is None
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") is None and peak_flops("cpu", "bfloat16") is None

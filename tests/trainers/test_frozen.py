@@ -1,9 +1,7 @@
 """Models that are looked at: the reference of a KL, in loss and reward, and the teacher of a distillation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from itertools import pairwise, product
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +11,14 @@ from msgspec.structs import replace
 
 from streamrl.config.loss import CorrectionConfig, DistillationConfig, KLConfig, LossConfig
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
+from tests.support import trainers
 from tests.support.errors import raises
 from tests.support.scoring import score
+from tests.support.trainers import Models, Rollouts
 
-Rollouts = Callable[..., TrainBatch]
-MakeModel = Callable[..., Path]
-
-
-def make(directory: Path, loss: LossConfig, **trainer: Any) -> Trainer:
-    options = {"optimizer": OptimizerConfig(learning_rate=3e-3, final_fraction=1.0), **trainer}
-    return make_trainer(Config(trainer=TrainerConfig(**options), loss=loss), directory)
+make = partial(trainers.make, rate=3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -47,40 +37,31 @@ def other_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
-@pytest.mark.parametrize(
-    ("estimator", "unbiased"),
-    [*product(["k1", "k2", "k3", "low_var_kl"], [False, True]), ("abs", False), ("k1+", False), ("k3+", False)],
-)
-def test_a_kl_in_the_loss_begins_at_zero_and_holds_the_policy(model_dir: Path, rollouts: Rollouts, estimator: Any, unbiased: bool) -> None:
-    kl = KLConfig(loss_coef=3.0, estimator=estimator, unbiased=unbiased)
-    trainer = make(model_dir, LossConfig(kl=kl))
-    batch = rollouts()
-    reference = score(trainer, batch, Role.REFERENCE)
-    assert np.array_equal(reference, score(trainer, batch, Role.POLICY))
-    first = trainer.step(batch).metrics
-    for _ in range(6):
-        last = trainer.step(batch).metrics
-    assert first["train/kl_loss"] == pytest.approx(0.0, abs=1e-6)
-    assert abs(last["train/kl_loss"]) > 1e-5
-    assert np.array_equal(score(trainer, batch, Role.REFERENCE), reference), "it is frozen"
-    assert last["rollout/ref_log_probs"] == pytest.approx(first["rollout/ref_log_probs"], abs=1e-6)
-    if estimator != "k1" or unbiased:  # k1's gradient is that of the log-prob: no hold at all without the ratio
-        free = make(model_dir, LossConfig())
-        for _ in range(7):
-            free.step(batch)
-        held, loose = (np.abs(score(t, batch, Role.POLICY) - reference)[batch.loss_mask].mean() for t in (trainer, free))
-        assert held < loose
+UNBIASED = [(estimator, True) for estimator in ("k1", "k2", "k3", "low_var_kl")]
+PLAIN = [(estimator, False) for estimator in ("k1", "k2", "k3", "low_var_kl", "abs", "k1+", "k3+")]
 
 
-def test_a_kl_in_the_reward_is_measured_on_the_proximal_policy(model_dir: Path, other_dir: Path, rollouts: Rollouts) -> None:
-    kl = KLConfig(reward_coef=0.1, reference=str(other_dir))
-    trainer = make(model_dir, LossConfig(advantage="reinforce_plus_plus", kl=kl))
-    batch = rollouts()
-    policy, reference = score(trainer, batch, Role.POLICY), score(trainer, batch, Role.REFERENCE)
-    per_rollout = [
-        (policy - reference)[a:b][batch.loss_mask[a:b]].mean() for a, b in zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
-    ]
-    assert trainer.step(batch).metrics["rollout/kl"] == pytest.approx(np.mean(per_rollout), abs=1e-5)
+def test_a_kl_in_the_loss_begins_at_zero_and_holds_the_policy(model_dir: Path, rollouts: Rollouts) -> None:
+    batch, free = rollouts(), make(model_dir)
+    reference = score(free, batch, Role.POLICY)
+    for _ in range(7):
+        free.step(batch)
+
+    def moved(trainer: Any) -> float:
+        return np.abs(score(trainer, batch, Role.POLICY) - reference)[batch.loss_mask].mean()
+
+    for case in UNBIASED + PLAIN:
+        estimator, unbiased = case
+        trainer = make(model_dir, LossConfig(kl=KLConfig(loss_coef=3.0, estimator=estimator, unbiased=unbiased)))  # type: ignore[arg-type]
+        assert np.array_equal(score(trainer, batch, Role.REFERENCE), reference), case
+        results = [trainer.step(batch).metrics for _ in range(7)]
+        first, last = results[0], results[-1]
+        assert first["train/kl_loss"] == pytest.approx(0.0, abs=1e-6), case
+        assert abs(last["train/kl_loss"]) > 1e-5, case
+        assert np.array_equal(score(trainer, batch, Role.REFERENCE), reference), f"it is frozen: {case}"
+        assert last["rollout/ref_log_probs"] == pytest.approx(first["rollout/ref_log_probs"], abs=1e-6), case
+        # k1's gradient is that of the log-prob: no hold at all without the ratio.
+        assert case == ("k1", False) or moved(trainer) < moved(free), case
 
 
 def test_an_adapted_coefficient_follows_the_kl_and_is_in_checkpoints(
@@ -89,14 +70,12 @@ def test_an_adapted_coefficient_follows_the_kl_and_is_in_checkpoints(
     """Each batch's coefficient is the last one's moved by the last one's KL; who goes on from a checkpoint goes on with it."""
     kl = KLConfig(loss_coef=0.2, estimator="k3+", reference=str(other_dir), target=0.01, gain=0.5)
     trainer = make(model_dir, LossConfig(kl=kl))
-    metrics: list[dict[str, float]] = []
-    digests: list[str] = []
+    results: list[Any] = []
     for step in range(4):
         if step == 2:
             trainer.save(tmp_path / "at", b"", version=Version(0, 2)).result()
-        result = trainer.step(rollouts(step))
-        metrics.append(result.metrics)
-        digests.append(result.digest)
+        results.append(trainer.step(rollouts(step)))
+    metrics = [result.metrics for result in results]
     assert metrics[0]["train/kl_coef"] == 0.2
     for before, after in pairwise(metrics):
         error = min(max(before["train/kl_loss"] / 0.01 - 1.0, -0.2), 0.2)
@@ -104,12 +83,10 @@ def test_an_adapted_coefficient_follows_the_kl_and_is_in_checkpoints(
     assert metrics[3]["train/kl_coef"] != 0.2
     again = make(model_dir, LossConfig(kl=kl))
     again.load(tmp_path / "at")
-    results = [again.step(rollouts(step)) for step in (2, 3)]
-    assert [result.digest for result in results] == digests[2:]
-    assert [result.metrics["train/kl_coef"] for result in results] == [one["train/kl_coef"] for one in metrics[2:]]
+    assert [again.step(rollouts(step)) for step in (2, 3)] == results[2:]
 
 
-def test_a_coefficient_is_adapted_to_nats_a_token_whatever_the_reduction(model_dir: Path, other_dir: Path, rollouts: Rollouts) -> None:
+def test_a_coefficient_is_adapted_to_nats_a_token(model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     """A sum over `constant_length` is a tenth of a mean over tokens, or less; what it is held against is not."""
     kl = KLConfig(loss_coef=1e-9, estimator="k3+", reference=str(other_dir), gain=1.0)
     mean = make(model_dir, LossConfig(kl=kl, reduction="token_mean")).step(rollouts()).metrics["train/kl_loss"]
@@ -118,12 +95,7 @@ def test_a_coefficient_is_adapted_to_nats_a_token_whatever_the_reduction(model_d
     trainer = make(model_dir, LossConfig(kl=kl, reduction="constant_length", constant_length=1000))
     assert trainer.step(rollouts()).metrics["train/kl_loss"] < mean / 10
     assert trainer.step(rollouts(1)).metrics["train/kl_coef"] == pytest.approx(1.05e-9, rel=1e-3)
-
-
-def test_who_goes_on_without_a_target_has_the_coefficient_of_the_file(
-    model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path
-) -> None:
-    """From the first batch on: a branch of a run whose coefficient had moved may leave the target out, or let it fall instead."""
+    # From the first batch on: a branch of a run whose coefficient had moved may leave the target out, or let it fall instead.
     kl = KLConfig(loss_coef=0.2, estimator="k3+", reference=str(other_dir), target=1e-4, gain=1.0)
     trainer = make(model_dir, LossConfig(kl=kl))
     trainer.step(rollouts())
@@ -160,6 +132,13 @@ def test_distillation_draws_the_policy_to_its_teacher(model_dir: Path, other_dir
     found = [trainer.step(batch).metrics["train/opd_reverse_kl"] for _ in range(10)]
     assert abs(found[-1]) < abs(found[0])
     assert distance() < 0.8 * before
+    kl = KLConfig(reward_coef=0.1, reference=str(other_dir))
+    trainer = make(model_dir, LossConfig(advantage="reinforce_plus_plus", kl=kl))
+    batch = rollouts()
+    policy, reference = score(trainer, batch, Role.POLICY), score(trainer, batch, Role.REFERENCE)
+    bounds = zip(batch.offsets[:-1], batch.offsets[1:], strict=True)
+    per_rollout = [(policy - reference)[a:b][batch.loss_mask[a:b]].mean() for a, b in bounds]
+    assert trainer.step(batch).metrics["rollout/kl"] == pytest.approx(np.mean(per_rollout), abs=1e-5)
 
 
 def test_a_reference_is_renewed_after_every_so_many_batches(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
@@ -167,18 +146,15 @@ def test_a_reference_is_renewed_after_every_so_many_batches(model_dir: Path, rol
     loss = LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=2), distillation=teach)
     trainer, probe = make(model_dir, loss), rollouts(99)
     initial, teacher = trainer.digest(), score(trainer, probe, Role.TEACHER)
-    digests: list[str] = []
-    references: list[str] = []
+    results: list[Any] = []
     for step in range(5):
         if step == 3:
             trainer.save(tmp_path / "at", b"", version=Version(0, 3)).result()
         policy = score(trainer, probe, Role.POLICY)
-        result = trainer.step(rollouts(step))
-        digests.append(result.digest)
-        references.append(result.reference)
-        if step in (2, 4):
-            assert np.array_equal(score(trainer, probe, Role.REFERENCE), policy)
-    assert references == [initial, initial, digests[1], digests[1], digests[3]]
+        results.append(trainer.step(rollouts(step)))
+        assert step not in (2, 4) or np.array_equal(score(trainer, probe, Role.REFERENCE), policy)
+    digests = [result.digest for result in results]
+    assert [result.reference for result in results] == [initial, initial, digests[1], digests[1], digests[3]]
     assert np.array_equal(score(trainer, probe, Role.TEACHER), teacher), "it has the reference's directory, and stays as it was"
     held = make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2"), distillation=teach))
     others = [held.step(rollouts(step)) for step in range(5)]
@@ -186,21 +162,14 @@ def test_a_reference_is_renewed_after_every_so_many_batches(model_dir: Path, rol
     assert {other.reference for other in others} == {""}
     again = make(model_dir, loss)
     again.load(tmp_path / "at")
-    found = [again.step(rollouts(step)) for step in (3, 4)]
-    assert [(one.digest, one.reference) for one in found] == list(zip(digests[3:], references[3:], strict=True))
-
-
-def test_a_warm_up_renews_no_reference(model_dir: Path, demonstrations: Callable[..., TrainBatch]) -> None:
-    trainer = make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=1)))
-    initial = trainer.digest()
-    assert [trainer.step(demonstrations(step)).reference for step in range(3)] == [initial] * 3
+    assert [again.step(rollouts(step)) for step in (3, 4)] == results[3:]
 
 
 def test_a_damaged_reference_is_not_restored(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     loss = LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=1))
     trainer = make(model_dir, loss)
-    trainer.step(rollouts(0))
-    trainer.step(rollouts(1))
+    for step in range(2):
+        trainer.step(rollouts(step))
     trainer.save(tmp_path / "at", b"", version=Version(0, 2)).result()
     file = tmp_path / "at" / "reference.safetensors"
     (tmp_path / "at" / "files.json").unlink()  # so that the digest in it has to tell
@@ -213,13 +182,9 @@ def test_a_damaged_reference_is_not_restored(model_dir: Path, rollouts: Rollouts
         make(model_dir, loss).load(tmp_path / "at")
 
 
-def test_a_reference_of_another_architecture_is_not_renewed(model_dir: Path, make_model: MakeModel) -> None:
-    wider = KLConfig(loss_coef=0.5, reference=str(make_model(intermediate_size=48)), reference_every=2)
-    with raises(ConfigError, key="loss.kl.reference_every"):
-        make(model_dir, LossConfig(kl=wider))
-
-
-def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_directory_is_loaded_once_and_warm_ups_renew_none(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, demonstrations: Rollouts
+) -> None:
     from streamrl.trainers.torch import causal_lm
 
     loaded: list[Path] = []
@@ -228,20 +193,25 @@ def test_one_directory_is_loaded_once(model_dir: Path, monkeypatch: pytest.Monke
     teach = DistillationConfig(coef=0.1, teacher=str(model_dir))
     make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1), distillation=teach))
     assert len(loaded) == 2, "the policy, and the two that are frozen"
-    make(model_dir, LossConfig())
+    make(model_dir)
     assert len(loaded) == 3
+    trainer = make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.5, estimator="k2", reference_every=1)))
+    initial = trainer.digest()
+    assert [trainer.step(demonstrations(step)).reference for step in range(3)] == [initial] * 3
 
 
-def test_directories_that_hold_no_such_model_are_refused(
-    model_dir: Path, make_model: MakeModel, tmp_path: Path, rollouts: Rollouts
-) -> None:
-    with raises(ConfigError, key="loss.kl.reference", path=str(tmp_path / "gone")) as caught:
-        make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1, reference=str(tmp_path / "gone"))))
-    assert "loss.kl.reference" in caught.value.hint
-    with raises(ConfigError, key="loss.distillation.teacher", path=str(tmp_path)):
-        make(model_dir, LossConfig(distillation=DistillationConfig(coef=0.1, teacher=str(tmp_path))))
-    larger = str(make_model(vocab_size=24))
-    with raises(ConfigError, key="loss.distillation.teacher", expected=16, got=24):
-        make(model_dir, LossConfig(distillation=DistillationConfig(coef=0.1, teacher=larger)))
+def test_models_that_cannot_be_looked_at_are_refused(model_dir: Path, make_model: Models, tmp_path: Path, rollouts: Rollouts) -> None:
+    def refused(kl: KLConfig = KLConfig(), teacher: Path | None = None, **values: Any) -> str:  # noqa: B008
+        distillation = DistillationConfig(coef=0.1, teacher=str(teacher)) if teacher else DistillationConfig()
+        with raises(ConfigError, **values) as caught:
+            make(model_dir, LossConfig(kl=kl, distillation=distillation))
+        return caught.value.hint
+
+    gone = str(tmp_path / "gone")
+    assert "loss.kl.reference" in refused(KLConfig(loss_coef=0.1, reference=gone), key="loss.kl.reference", path=gone)
+    refused(teacher=tmp_path, key="loss.distillation.teacher", path=str(tmp_path))
+    refused(teacher=make_model(vocab_size=24), key="loss.distillation.teacher", expected=16, got=24)
+    wider = KLConfig(loss_coef=0.5, reference=str(make_model(intermediate_size=48)), reference_every=2)
+    refused(wider, key="loss.kl.reference_every")
     with raises(TrainingError, role="value"):
         score(make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1))), rollouts(), Role.VALUE)

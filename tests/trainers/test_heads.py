@@ -1,8 +1,5 @@
 """Heads that scale and cap their logits: against the model's own forward, through the fused head and through a head of another class."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from streamrl.core.batches import LogitBiases, TrainBatch
+from streamrl.core.batches import LogitBiases
 from streamrl.core.packing import plan_micro_batches
 from streamrl.trainers.torch.causal_lm import CausalLM
+from tests.support.trainers import Rollouts
 
 
 class OtherLinear(torch.nn.Linear):
@@ -37,7 +35,7 @@ def save(kind: str, directory: Path) -> None:
 @pytest.mark.parametrize("kind", ["gemma3", "cohere", "granite"])
 @pytest.mark.parametrize("head", [torch.nn.Linear, OtherLinear])
 def test_log_probs_entropies_and_gradients_are_the_models_own(
-    kind: str, head: type[torch.nn.Linear], tmp_path: Path, rollouts: Callable[..., TrainBatch]
+    kind: str, head: type[torch.nn.Linear], tmp_path: Path, rollouts: Rollouts
 ) -> None:
     save(kind, tmp_path)
     policy = CausalLM(tmp_path, torch.float32, torch.device("cpu"))

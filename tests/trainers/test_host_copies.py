@@ -1,35 +1,28 @@
 """The copy of a checkpoint is made beside the next pass: it is of the state that was saved, whatever the next step writes."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from streamrl.config.loss import CriticConfig, KLConfig, LossConfig
-from streamrl.config.tree import Config, ModelConfig, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.host_copies import HostCopies
 from streamrl.trainers.torch.snapshot import HostReader
 from streamrl.trainers.torch.trainer import COPY_WAIT
+from tests.support import trainers
+from tests.support.trainers import Models, Rollouts
 
-Rollouts = Callable[..., TrainBatch]
 
-
-def make(directory: Path, *, only_steps: int = 0, every: int = 1) -> Trainer:
+def make(directory: Path, *, only_steps: int = 0, every: int = 1) -> Any:
     """Parameters of bfloat16 with masters, a critic that may step alone at first, and a reference that may be renewed."""
     critic = CriticConfig(learning_rate=1e-3, only_steps=only_steps)
-    section = LossConfig(advantage="ppo", critic=critic, kl=KLConfig(loss_coef=0.1, reference_every=every))
-    trainer = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-3))
-    return make_trainer(Config(model=ModelConfig(dtype="bfloat16"), trainer=trainer, loss=section), directory)
+    loss = LossConfig(advantage="ppo", critic=critic, kl=KLConfig(loss_coef=0.1, reference_every=every))
+    return trainers.make(directory, loss, dtype="bfloat16")
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.mark.parametrize(("only_steps", "every"), [(0, 0), (0, 1), (5, 0)], ids=["policy", "reference", "critic"])
 def test_a_checkpoint_is_of_the_moment_it_was_asked_for(
-    make_model: Callable[..., Path], rollouts: Rollouts, held_back: threading.Event, tmp_path: Path, only_steps: int, every: int
+    make_model: Models, rollouts: Rollouts, held_back: threading.Event, tmp_path: Path, only_steps: int, every: int
 ) -> None:
     directory = make_model("bfloat16")
     trainer, undisturbed, again = (make(directory, only_steps=only_steps, every=every) for _ in range(3))
@@ -70,16 +63,8 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(
     assert again.step(rollouts(2)) == result
 
 
-def test_a_checkpoint_that_cannot_be_begun_holds_nobody_up(make_model: Callable[..., Path], rollouts: Rollouts, tmp_path: Path) -> None:
-    trainer = make(make_model("bfloat16"))
-    (tmp_path / "file").write_text("no directory")
-    with pytest.raises(TrainingError):
-        trainer.save(tmp_path / "file" / "at", b"", version=Version()).result()
-    assert trainer.step(rollouts()).finite
-
-
-def test_a_load_lets_copies_be_complete(
-    make_model: Callable[..., Path], rollouts: Rollouts, held_back: threading.Event, tmp_path: Path
+def test_a_load_waits_for_copies_and_a_checkpoint_that_cannot_be_begun_holds_nobody_up(
+    make_model: Models, rollouts: Rollouts, held_back: threading.Event, tmp_path: Path
 ) -> None:
     directory = make_model("bfloat16")
     trainer, other = make(directory), make(directory)
@@ -93,3 +78,8 @@ def test_a_load_lets_copies_be_complete(
     saved.result()
     other.load(tmp_path / "at")
     assert other.digest() == digest != trainer.digest()
+    trainer = make(make_model("bfloat16"))
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(TrainingError):
+        trainer.save(tmp_path / "file" / "at", b"", version=Version()).result()
+    assert trainer.step(rollouts()).finite

@@ -1,7 +1,6 @@
 """How ranks share a model: arithmetic."""
 
-from __future__ import annotations
-
+import itertools
 import math
 
 import numpy as np
@@ -14,47 +13,30 @@ from streamrl.tensors.digest import MASK, slice_digest, tensor_digest
 from streamrl.trainers.mesh import Mesh, gathers_once, mesh_of, trained_on
 
 
-def test_ranks_are_copies_times_parts() -> None:
+def test_ranks_are_copies_times_parts_and_neighbours_share_rows() -> None:
     mesh = mesh_of(TrainerConfig(ranks=6, shards=3))
     assert (mesh.replicate, mesh.shard, mesh.ranks) == (2, 3, 6)
     assert [mesh.place(rank) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert mesh_of(TrainerConfig(ranks=2)) == Mesh(replicate=2, shard=1)
-
-
-def test_neighbours_share_rows_whatever_they_hold_of_the_parameters() -> None:
     mesh = mesh_of(TrainerConfig(ranks=6, shards=2, context=3))
     assert (mesh.replicate, mesh.shard, mesh.context) == (3, 2, 3)
     assert [mesh.share(rank) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert [mesh.whole(length) for length in (1, 6, 7)] == [6, 6, 12]
     assert [Mesh(replicate=2).whole(length) for length in (1, 7)] == [1, 7]
-
-
-def test_only_a_ledger_entry_of_ranks_that_share_rows_says_so() -> None:
     assert trained_on(TrainerConfig(ranks=2)).context is UNSET
     assert trained_on(TrainerConfig(ranks=2, context=2)).context == 2
 
 
-@pytest.mark.parametrize(
-    ("gather", "memory", "once"),
-    [
-        ("auto", 400, True),
-        ("auto", 399, False),
-        ("auto", 0, True),
-        ("step", 1, True),
-        ("micro_batch", 400, False),
-        ("micro_batch", 0, False),
-    ],
-)
-def test_layers_stay_gathered_where_that_is_a_quarter_of_the_memory(gather: str, memory: int, once: bool) -> None:
-    assert gathers_once(gather, 100, memory) is once
+def test_layers_stay_gathered_where_that_is_a_quarter_of_the_memory() -> None:
+    assert [gathers_once("auto", 100, memory) for memory in (400, 399, 0)] == [True, False, True]
+    assert gathers_once("step", 100, 1) and not any(gathers_once("micro_batch", 100, memory) for memory in (400, 0))
 
 
-@pytest.mark.parametrize("shard", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("rows", [0, 1, 2, 5, 8])
-def test_rows_are_cut_as_torch_cuts_them(rows: int, shard: int) -> None:
-    chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(shard)] if rows else []
-    expected = chunks + [[]] * (shard - len(chunks))
-    assert [list(Mesh(shard=shard).rows(rows, part)) for part in range(shard)] == expected
+def test_rows_are_cut_as_torch_cuts_them() -> None:
+    for shard, rows in itertools.product((1, 2, 3, 4, 7), (0, 1, 2, 5, 8)):
+        chunks = [chunk.tolist() for chunk in torch.arange(rows).chunk(shard)] if rows else []
+        expected = chunks + [[]] * (shard - len(chunks))
+        assert [list(Mesh(shard=shard).rows(rows, part)) for part in range(shard)] == expected
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (4,), (1, 2), (0, 3), (3, 2, 2)])

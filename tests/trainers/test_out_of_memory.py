@@ -1,8 +1,6 @@
 """A step that is out of memory is repeated with half the budget, unless something was written; torch's own error is raised in the model."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,14 @@ import torch
 from msgspec.structs import replace
 
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
-from streamrl.config.tree import Config, DebugConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import OutOfMemory
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import trainers
 from tests.support.errors import raises
 from tests.support.scoring import body_of
+from tests.support.trainers import Rollouts
 
-Rollouts = Callable[..., TrainBatch]
 BUDGET = 32
 LOSSES = {
     "policy": LossConfig(),
@@ -32,9 +27,7 @@ DIRECT = LossConfig(proximal="sampler", correction=CorrectionConfig(kind="none")
 """Without a pass before the first optimizer step."""
 
 
-def make(directory: Path, loss: LossConfig, *, limit: int = 0, **trainer: Any) -> Trainer:
-    options: dict[str, Any] = {"micro_tokens": BUDGET, **trainer}
-    return make_trainer(Config(trainer=TrainerConfig(**options), loss=loss, debug=DebugConfig(memory_tokens=limit)), directory)
+make = partial(trainers.make, micro_tokens=BUDGET)
 
 
 def fails_at(trainer: Any, number: int) -> list[int]:
@@ -73,12 +66,6 @@ def test_a_step_is_repeated_as_if_it_had_begun_with_half_the_budget(
     assert disturbed.step(asked) == half.step(rollouts(3))
 
 
-def test_it_is_halved_until_it_fits(model_dir: Path, rollouts: Rollouts) -> None:
-    found = make(model_dir, DIRECT, limit=BUDGET // 3).step(rollouts())
-    assert found.micro_tokens == BUDGET // 4
-    assert found == make(model_dir, DIRECT, micro_tokens=BUDGET // 4).step(rollouts())
-
-
 def test_packed_rows_shrink_with_the_budget_and_never_under_the_longest_sample(model_dir: Path, rollouts: Rollouts) -> None:
     disturbed, half = (make(model_dir, DIRECT, attention="packed", micro_tokens=n) for n in (BUDGET, BUDGET // 2))
     sizes = fails_at(disturbed, 2)
@@ -104,7 +91,10 @@ def test_what_has_been_written_is_not_repeated(model_dir: Path, rollouts: Rollou
     assert disturbed.digest() != before
 
 
-def test_one_sample_that_is_too_long_has_no_smaller_budget(model_dir: Path, rollouts: Rollouts) -> None:
+def test_it_is_halved_until_it_fits_or_one_sample_is_too_long(model_dir: Path, rollouts: Rollouts) -> None:
+    found = make(model_dir, DIRECT, limit=BUDGET // 3).step(rollouts())
+    assert found.micro_tokens == BUDGET // 4
+    assert found == make(model_dir, DIRECT, micro_tokens=BUDGET // 4).step(rollouts())
     with raises(OutOfMemory, micro_tokens=0) as caught:
         make(model_dir, DIRECT, limit=1).step(rollouts())
     assert "trainer.activations" in caught.value.hint
@@ -113,8 +103,7 @@ def test_one_sample_that_is_too_long_has_no_smaller_budget(model_dir: Path, roll
 @pytest.mark.slow
 @pytest.mark.process
 def test_several_ranks_do_not_repeat(model_dir: Path, rollouts: Rollouts) -> None:
-    trainer = TrainerConfig(ranks=2, micro_tokens=BUDGET, rank_timeout_s=60.0)
-    config = Config(trainer=trainer, loss=DIRECT, debug=DebugConfig(memory_tokens=BUDGET // 3))
+    config = trainers.config(DIRECT, ranks=2, micro_tokens=BUDGET, rank_timeout_s=60.0, limit=BUDGET // 3)
     with raises(OutOfMemory, micro_tokens=BUDGET // 2), open_trainer(config, model_dir) as leading:
         leading.step(rollouts())
     with open_trainer(config, model_dir) as leading:

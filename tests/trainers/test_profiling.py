@@ -1,11 +1,8 @@
 """Profiles of single steps: a trace that opens, of the versions that were asked for, at no cost to digits or to the run."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,14 +12,12 @@ import torch
 
 from streamrl.config.load import convert
 from streamrl.config.tree import Config, DebugConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, OutOfMemory
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.profiling import StepProfiler
 from tests.support.errors import raises
-
-Rollouts = Callable[..., TrainBatch]
+from tests.support.trainers import Rollouts
 
 
 def make(model_dir: Path, profile_dir: Path | None, *, device: Any = "cpu", limit: int = 0) -> Trainer:
@@ -50,15 +45,12 @@ def test_the_step_to_a_version_leaves_a_trace_and_the_digits_it_has_without(
     assert any(name.startswith("autograd::engine::evaluate_function") for name in names), "the backward pass is in it"
 
 
-def test_a_step_that_fails_leaves_its_trace(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
+def test_what_fails_leaves_a_trace_or_a_line(model_dir: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make(model_dir, tmp_path, limit=1)
     for step in range(2):
         with raises(OutOfMemory, micro_tokens=0):
             trainer.step(rollouts(step))
     assert [path.name for path in tmp_path.iterdir()] == ["v00000002-rank0.json.gz"]
-
-
-def test_what_cannot_be_written_costs_a_line(model_dir: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("a file")
     trainer = make(model_dir, tmp_path / "profile")
     assert trainer.step(rollouts(1)) == make(model_dir, None).step(rollouts(1))
@@ -105,10 +97,10 @@ def test_the_history_of_memory_ends_with_its_step_whatever_breaks(breaks: str, t
     assert not kept[-1]
 
 
-@pytest.mark.parametrize("wrong", [[0], [-1], [1.5], ["x"], 3, [True]])
-def test_what_is_no_version_number_is_refused(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match=r"debug\.profile_versions"):
-        convert({"debug": {"profile_versions": wrong}}, where="run.toml")
+def test_what_is_no_version_number_is_refused() -> None:
+    for wrong in ([0], [-1], [1.5], ["x"], 3, [True]):
+        with pytest.raises(ConfigError, match=r"debug\.profile_versions"):
+            convert({"debug": {"profile_versions": wrong}}, where="run.toml")
 
 
 @pytest.mark.gpu

@@ -1,14 +1,11 @@
 """A trainer with two ranks, led by this process."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
 import signal
 import socket
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -16,7 +13,6 @@ from unittest.mock import ANY
 import pytest
 
 from streamrl.config.tree import Config, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
 from streamrl.runtime.processes import started
 from streamrl.schemas.versions import Version
@@ -24,14 +20,14 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.ranks.process_group import Rendezvous, RendezvousAddress, join
 from tests.support.errors import raises
-from tests.support.meshes import killed_in_a_step, slow
+from tests.support.meshes import config, killed_in_a_step, slow
 from tests.support.needs import need
 from tests.support.preloaded import Preloaded
 from tests.support.processes import children, until
 from tests.support.programs import Start
 from tests.support.scoring import policy_of
+from tests.support.trainers import Rollouts
 
-Rollouts = Callable[..., TrainBatch]
 CONFIG = Config(trainer=TrainerConfig(ranks=2, minibatches=2, rank_timeout_s=60.0))
 """With two minibatches, before which the ranks score the batch together."""
 MODULE = "streamrl.trainers.ranks.local"
@@ -69,8 +65,9 @@ def test_two_ranks_do_everything_as_one_and_load_what_only_one_sees(model_dir: P
 
 
 @pytest.mark.process
-def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, preloaded: Preloaded) -> None:
-    killed_in_a_step(CONFIG, model_dir, preloaded)
+@pytest.mark.parametrize("mesh", [{}, slow({"shards": 2}), slow({"context": 2}), slow({"shards": 2, "context": 2})], ids=str)
+def test_a_rank_that_is_killed_ends_the_step(model_dir: Path, preloaded: Preloaded, mesh: dict[str, Any]) -> None:
+    killed_in_a_step(config(ranks=2, **mesh), model_dir, preloaded)
 
 
 @pytest.mark.slow

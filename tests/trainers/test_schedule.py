@@ -1,7 +1,5 @@
 """The learning rate at the corners of its schedules, and against torch's and transformers' schedulers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -24,17 +22,6 @@ PEAK, WARMUP, TOTAL, FLOOR = 2.0, 5, 40, 0.25
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-def test_rises_then_falls_to_the_final_fraction() -> None:
-    rates = [learning_rate(s, peak=2.0, warmup_steps=2, total_steps=7, final_fraction=0.5) for s in range(9)]
-    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0, 1.0])
-    assert learning_rate(2, peak=2.0, warmup_steps=1, total_steps=3, final_fraction=0.5) == pytest.approx(1.0)
-
-
-def test_without_warmup_it_begins_at_the_peak() -> None:
-    assert learning_rate(0, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=0.1) == 3.0
-    assert learning_rate(5, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=1.0) == 3.0
-
-
 def rates_of(make: Make, steps: int) -> list[float]:
     """The rates that a scheduler gives."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
@@ -53,15 +40,8 @@ COOLDOWN = 10
 
 
 def ours(kind: ScheduleKind, step: int) -> float:
-    return learning_rate(
-        step,
-        peak=PEAK,
-        warmup_steps=WARMUP,
-        total_steps=TOTAL,
-        final_fraction=FLOOR,
-        kind=kind,
-        cooldown_fraction=COOLDOWN / TOTAL,
-    )
+    steps: dict[str, int] = {"warmup_steps": WARMUP, "total_steps": TOTAL}
+    return learning_rate(step, peak=PEAK, **steps, final_fraction=FLOOR, kind=kind, cooldown_fraction=COOLDOWN / TOTAL)
 
 
 TORCH: dict[ScheduleKind, Callable[[torch.optim.Optimizer], list[LRScheduler]]] = {
@@ -89,24 +69,16 @@ def test_every_schedule_with_an_end_is_that_of_torch(kind: ScheduleKind) -> None
     assert later == pytest.approx([PEAK if kind == "constant" else FLOOR * PEAK] * 2), "it stays where the schedule ends"
 
 
+DECAY = {"num_stable_steps": FALL - COOLDOWN, "num_decay_steps": COOLDOWN, "min_lr_ratio": FLOOR, "decay_type": "linear"}
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "options"),
     [
         ("constant", "constant_with_warmup", {}),
         ("inverse_sqrt", "inverse_sqrt", {}),
         ("cosine", "cosine_with_min_lr", {"num_training_steps": TOTAL - 1, "scheduler_specific_kwargs": {"min_lr_rate": FLOOR}}),
-        (
-            "wsd",
-            "warmup_stable_decay",
-            {
-                "scheduler_specific_kwargs": {
-                    "num_stable_steps": FALL - COOLDOWN,
-                    "num_decay_steps": COOLDOWN,
-                    "min_lr_ratio": FLOOR,
-                    "decay_type": "linear",
-                },
-            },
-        ),
+        ("wsd", "warmup_stable_decay", {"scheduler_specific_kwargs": DECAY}),
     ],
 )
 def test_after_the_rise_it_is_that_of_transformers(kind: ScheduleKind, name: str, options: dict[str, object]) -> None:
@@ -116,7 +88,12 @@ def test_after_the_rise_it_is_that_of_transformers(kind: ScheduleKind, name: str
         assert ours(kind, step) == pytest.approx(theirs[step]), step
 
 
-def test_the_inverse_root_never_falls_below_its_floor() -> None:
+def test_it_rises_falls_and_stays_above_its_floor() -> None:
+    rates = [learning_rate(s, peak=2.0, warmup_steps=2, total_steps=7, final_fraction=0.5) for s in range(9)]
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0, 1.0, 1.0])
+    assert learning_rate(2, peak=2.0, warmup_steps=1, total_steps=3, final_fraction=0.5) == pytest.approx(1.0)
+    assert learning_rate(0, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=0.1) == 3.0
+    assert learning_rate(5, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=1.0) == 3.0
     rate = learning_rate(10_000, peak=PEAK, warmup_steps=4, total_steps=9, final_fraction=0.3, kind="inverse_sqrt")
     assert rate == pytest.approx(0.3 * PEAK)
 
@@ -131,22 +108,13 @@ def test_a_fall_of_all_and_of_nothing(fraction: float, warmup: int) -> None:
         assert wsd == pytest.approx(linear if fraction else constant if step < 8 else PEAK / 2)
 
 
-@pytest.mark.parametrize(
-    ("values", "key"),
-    [
-        ({"warmup_steps": 9, "decay_steps": 9}, "trainer.optimizer.decay_steps"),
-        ({"schedule": "inverse_sqrt"}, "trainer.optimizer.warmup_steps"),
-    ],
-)
-def test_schedules_that_cannot_be_are_refused(values: dict[str, object], key: str) -> None:
-    with raises(ConfigError, key=key):
-        check(convert({"data": {"train": "x"}, "trainer": {"optimizer": values}}, where="test"))
-
-
-@pytest.mark.parametrize("values", [{"schedule": "cosines"}, {"decay_steps": -1}, {"cooldown_fraction": 1.5}])
-def test_values_out_of_their_bounds_are_refused(values: dict[str, object]) -> None:
-    with raises(ConfigError, key=f"trainer.optimizer.{next(iter(values))}"):
-        convert({"trainer": {"optimizer": values}}, where="test")
+def test_schedules_that_cannot_be_are_refused() -> None:
+    for values, key in (({"warmup_steps": 9, "decay_steps": 9}, "decay_steps"), ({"schedule": "inverse_sqrt"}, "warmup_steps")):
+        with raises(ConfigError, key=f"trainer.optimizer.{key}"):
+            check(convert({"data": {"train": "x"}, "trainer": {"optimizer": values}}, where="test"))
+    for key, value in (("schedule", "cosines"), ("decay_steps", -1), ("cooldown_fraction", 1.5)):
+        with raises(ConfigError, key=f"trainer.optimizer.{key}"):
+            convert({"trainer": {"optimizer": {key: value}}}, where="test")
 
 
 def test_the_length_is_that_of_the_run_unless_it_is_said() -> None:

@@ -1,96 +1,77 @@
-"""A model cut into parts: the same digests and, within a bound, the same training in every mesh. Rank 0 is this process."""
+"""Models cut into parts and ranks that share packed rows, over gloo: the digests of one rank, and its training within a bound."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
-from streamrl.config.loss import KLConfig, LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.config.loss import CorrectionConfig, ExpertsConfig, KLConfig, LossConfig, RejectionConfig
+from streamrl.config.tree import OptimizerConfig, TrainerConfig
+from streamrl.core.batches import TrainBatch
+from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.mesh import mesh_of
+from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
-from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, killed_in_a_step, parameters, run, slow, soak
-from tests.support.preloaded import Preloaded
+from streamrl.trainers.torch.parallel import Parallel
+from tests.support import meshes
+from tests.support.batches import train_batch
+from tests.support.compilers import COMPILES
+from tests.support.errors import raises
+from tests.support.meshes import STEPS, Mesh, Runs, batch, config, slow, soak
+from tests.support.trainers import Models
 
-# Five meshes, one of them of four processes, on however few cores there are.
-pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-MESHES = {(1, 1): "auto", (2, 1): "auto", (2, 2): "micro_batch", (4, 2): "micro_batch", (3, 3): "step"}
-"""Ranks and shards, and how long layers stay gathered. Of 16 rows the third of three parts has fewer."""
-
-
-def config(ranks: int, shards: int, **changes: object) -> Config:
-    # Few tokens a pass, so that ranks have several micro-batches, and unequally many.
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0, **changes}
-    return Config(trainer=TrainerConfig(ranks=ranks, shards=shards, **options))  # pyright: ignore[reportArgumentType]
-
-
-Runs = Callable[[tuple[int, int]], Ran]
+# Meshes of up to four processes, on however few cores there are.
+pytestmark = [pytest.mark.process, *COMPILES]
+ONE: Mesh = {"ranks": 1}
+PARTS: Mesh = {"ranks": 2, "shards": 2, "gather": "micro_batch"}
+COPIES: Mesh = {"ranks": 4, "shards": 2, "gather": "micro_batch"}
+THREE: Mesh = {"ranks": 3, "shards": 3, "gather": "step"}
+"""With how long layers stay gathered. Of 16 rows the third of three parts has fewer."""
 
 
 @pytest.fixture(scope="module")
 def ran(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """`ran(mesh)`: a run on it, made once."""
-
-    @cache
-    def made(mesh: tuple[int, int]) -> Ran:
-        with open_trainer(config(*mesh, gather=MESHES[mesh]), model_dir) as trainer:
-            return run(trainer, tmp_path_factory.mktemp("run"))
-
-    return made
+    return meshes.runs(lambda mesh: config(**mesh), model_dir, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def truth(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return parameters(run(in_float64(config(1, 1), model_dir), tmp_path_factory.mktemp("truth")).checkpoint)
+    return meshes.parameters(meshes.run(meshes.in_float64(config(), model_dir), tmp_path_factory.mktemp("truth")).checkpoint)
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), slow((4, 2)), slow((3, 3)), soak((2, 1))], ids=str)
+@pytest.mark.parametrize("mesh", [PARTS, slow(COPIES), slow(THREE), soak({"ranks": 2})], ids=str)
 def test_a_mesh_has_the_digests_of_one_rank_and_ends_as_near_to_it_as_that_to_float64(
-    ran: Runs, truth: dict[str, torch.Tensor], mesh: tuple[int, int], model_dir: Path
+    ran: Runs, truth: dict[str, torch.Tensor], mesh: Mesh, model_dir: Path
 ) -> None:
-    one, made = ran((1, 1)), ran(mesh)
-    alone = make_trainer(config(1, 1), model_dir)
-    assert made.begun == one.begun == alone.digest()
-    assert alone.load(made.checkpoint) == b"at"
-    assert alone.digest() == made.digests[-1]
-    far = apart(parameters(one.checkpoint), truth)
-    assert 0 < far < 1e-3 * apart(truth, parameters(model_dir))  # else the bound would hold for anything
-    assert 0 < apart(parameters(made.checkpoint), parameters(one.checkpoint)) <= BOUND * far
-    assert made.norms == pytest.approx(one.norms, rel=1e-3)
+    meshes.check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
 
 
-@pytest.mark.parametrize("mesh", [slow((4, 2)), soak((3, 3))], ids=str)
-def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: tuple[int, int], model_dir: Path) -> None:
-    made, half = ran(mesh), STEPS // 2
-    with open_trainer(config(*mesh, gather=MESHES[mesh]), model_dir) as trainer:
-        again = [trainer.step(batch(step)).digest for step in range(2)]
-        assert again == made.digests[:2]
-        assert trainer.load(made.half) == b"at"
-        assert [trainer.step(batch(step)).digest for step in range(half, STEPS)] == made.digests[half:]
+@pytest.mark.parametrize("mesh", [slow(COPIES), soak(THREE)], ids=str)
+def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: Mesh, model_dir: Path) -> None:
+    with open_trainer(config(**mesh), model_dir) as trainer:
+        assert [trainer.step(batch(step)).digest for step in range(2)] == ran(mesh).digests[:2]
+        meshes.goes_on(trainer, ran(mesh).half, ran(mesh))
 
 
 @pytest.mark.slow
 def test_another_mesh_goes_on_with_masters_and_moments(ran: Runs, model_dir: Path, tmp_path: Path) -> None:
     """From a checkpoint of two copies of two parts, on three parts, and back: what is not trained comes out as it went in."""
-    made = ran((4, 2))
-    with open_trainer(config(3, 3), model_dir) as trainer:
+    made = ran(COPIES)
+    with open_trainer(config(ranks=3, shards=3), model_dir) as trainer:
         assert trainer.load(made.half) == b"at"
-        assert trainer.digest() == made.digests[STEPS // 2 - 1]
-        trainer.save(tmp_path / "at", b"at", version=Version(0, STEPS // 2)).result()
-        norms = [trainer.step(batch(step)).metrics["train/grad_norm"] for step in range(STEPS // 2, STEPS)]
-    assert norms == pytest.approx(made.norms[STEPS // 2 :], rel=1e-3)
-    for file in ("model", "optimizer"):
-        before, after = (parameters(path, file) for path in (made.half, tmp_path / "at"))
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert trainer.digest() == made.digests[meshes.HALF - 1]
+        trainer.save(tmp_path / "at", b"at", version=Version(0, meshes.HALF)).result()
+        norms = [trainer.step(batch(step)).metrics["train/grad_norm"] for step in range(meshes.HALF, STEPS)]
+    assert norms == pytest.approx(made.norms[meshes.HALF :], rel=1e-3)
+    assert meshes.same(made.half, tmp_path / "at", "model", "optimizer")
 
 
 @pytest.mark.slow
@@ -99,21 +80,21 @@ def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, t
     loss = LossConfig(advantage="ppo", kl=KLConfig(loss_coef=0.1, reference_every=2))
     results: dict[int, list[tuple[str, dict[str, float]]]] = {}
     for shards in (1, 2):
-        asked = config(2, shards, dtype="bfloat16", check_logprobs=2)
-        with open_trainer(Config(trainer=asked.trainer, loss=loss), model_dir) as trainer:
+        asked = config(loss, ranks=2, shards=shards, dtype="bfloat16", check_logprobs=2)
+        with open_trainer(asked, model_dir) as trainer:
             stepped = [trainer.step(batch(step)) for step in range(5)]
             results[shards] = [(result.reference, result.metrics) for result in stepped]
             trainer.save(tmp_path / f"{shards}", b"", version=Version(0, 5)).result()
             trainer.export(tmp_path / f"hf-{shards}")
             assert {shard.dtype for shard in trainer.shards()} == {"bfloat16"}
             digest = trainer.digest()
-        with open_trainer(Config(trainer=config(2, 2, dtype="bfloat16").trainer, loss=loss), model_dir) as other:
+        with open_trainer(config(loss, ranks=2, shards=2, dtype="bfloat16"), model_dir) as other:
             other.load(tmp_path / f"{shards}")
             assert other.digest() == digest
-        assert make_trainer(config(1, 1, dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
+        assert make_trainer(config(dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
     files = ("model", "optimizer", "critic", "critic_optimizer", "reference")
     for file in files:
-        whole, parts = (parameters(tmp_path / f"{shards}", file) for shards in (1, 2))
+        whole, parts = (meshes.parameters(tmp_path / f"{shards}", file) for shards in (1, 2))
         assert {name: (value.shape, value.dtype) for name, value in whole.items()} == {
             name: (value.shape, value.dtype) for name, value in parts.items()
         }
@@ -132,22 +113,22 @@ def test_no_thread_of_the_ranks_is_left_when_they_have_parted(model_dir: Path) -
         return {task.name for task in Path("/proc/self/task").iterdir() if "gloo" in (task / "comm").read_text()}
 
     before = threads()
-    with open_trainer(config(2, 2), model_dir) as trainer:
+    with open_trainer(config(**PARTS), model_dir) as trainer:
         trainer.step(batch(0))
         assert threads() > before
     assert threads() <= before
 
 
 @pytest.mark.slow
-def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(make_mixture: Callable[..., Path], tmp_path: Path) -> None:
+def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(make_mixture: Models, tmp_path: Path) -> None:
     """Three experts in two parts: one has two of them whole, the other one."""
     directory = make_mixture(num_experts=3)
     saved = load_file(directory / "model.safetensors")
-    alone = make_trainer(config(1, 1), directory)
+    alone = make_trainer(config(), directory)
     found = {shard.name: (shard.global_shape, shard.host().tobytes()) for shard in alone.shards()}
     assert found == {name: (tuple(value.shape), host_bytes(value).tobytes()) for name, value in saved.items()}
     assert alone.digest() == combine({name: tensor_digest(host_bytes(value), 4) for name, value in saved.items()})
-    with open_trainer(config(2, 2), directory) as trainer:
+    with open_trainer(config(**PARTS), directory) as trainer:
         assert trainer.digest() == alone.digest()
         held = {shard.name: shard.shape[0] for shard in trainer.shards()}
         assert held.keys() == saved.keys()
@@ -163,6 +144,155 @@ def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(m
     assert combine({name: tensor_digest(host_bytes(value), 4) for name, value in exported.items()}) == digest
 
 
+SHARED = [slow({"ranks": 4, "shards": 2, "context": 2}), soak({"ranks": 2, "context": 2}), soak({"ranks": 3, "shards": 3, "context": 3})]
+"""Two copies in two parts for two rows, two ranks with the whole model each, one row over three parts."""
+
+
+@pytest.mark.parametrize("mesh", SHARED, ids=str)
+def test_ranks_that_share_rows_end_as_near_to_one_rank_as_that_to_float64(
+    ran: Runs, mesh: Mesh, truth: dict[str, torch.Tensor], model_dir: Path
+) -> None:
+    meshes.check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
+    with open_trainer(config(**mesh), model_dir) as trainer:
+        assert [trainer.step(batch(step)).digest for step in range(2)] == ran(mesh).digests[:2]
+        meshes.goes_on(trainer, ran(mesh).half, ran(mesh), meshes.HALF + 3)
+
+
+LOSSES = {
+    "default": LossConfig(),
+    "sequences": LossConfig(
+        advantage="ppo",
+        policy="gspo",
+        whiten="on",
+        top_entropy=0.5,
+        entropy_coef=0.01,
+        gae_lambda=0.9,
+        kl=KLConfig(loss_coef=0.1, estimator="k3"),
+        correction=CorrectionConfig(
+            level="sequence", high=5.0, normalize=True, reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.5),)
+        ),
+    ),
+    "chosen": LossConfig(policy="m2po", m2po_bound=0.01, top_entropy=0.5, reduction="token_mean", correction=CorrectionConfig(kind="none")),
+}
+
+
+SHARING = {"ranks": 2, "shards": 2, "context": 2, "check_logprobs": 2, "activations": 1}
+AS_ONE = [{"ranks": 2, "shards": 2}, *map(slow, ({"ranks": 2}, {"ranks": 4, "shards": 2}, SHARING))]
+
+
+@pytest.mark.parametrize("mesh", AS_ONE, ids=str)
+def test_gradients_of_every_loss_are_those_of_one_rank(model_dir: Path, tmp_path: Path, mesh: Mesh) -> None:
+    """Of demonstrations, of a batch, of its scores again, and of one group, which leaves ranks without work."""
+    batches = [replace(batch(0), kind="sft"), batch(0), batch(1), batch(2)]
+    optimizer = OptimizerConfig(clip_norm=0.0, ess_scaling="sqrt")
+    for name, loss in LOSSES.items():
+        found = []
+        for asked in ({**mesh, "ranks": 1, "shards": 1, "context": 1}, mesh):
+            where = tmp_path / name / str(len(found))
+            with open_trainer(config(loss, **asked, gradient_cosine=True, optimizer=optimizer, micro_tokens=512), model_dir) as trainer:
+                results = [trainer.step(one) for one in batches[:2]]
+                trainer.save(where, b"extra", version=Version(0, 2)).result()
+                assert trainer.load(where) == b"extra"
+                found.append((results + [trainer.step(one) for one in batches[2:]], where))
+        (alone, one), (together, two) = found
+        for ours, theirs in zip(together, alone, strict=True):
+            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-4), name
+            if theirs.tokens is not None:
+                assert ours.tokens is not None
+                assert ours.tokens.logprobs == pytest.approx(theirs.tokens.logprobs, abs=1e-5, nan_ok=True)
+        # After two steps of a stage Adam's first moment is a mean of two gradients.
+        for stem in {"default": ["optimizer"], "sequences": ["optimizer", "critic_optimizer"]}.get(name, []):
+            moments, others = (
+                {key: value for key, value in meshes.parameters(path, stem).items() if key.endswith("exp_avg")} for path in (one, two)
+            )
+            assert moments.keys() == others.keys() and max(float(value.abs().max()) for value in moments.values()) > 1e-2
+            assert all(torch.allclose(value, others[key], rtol=1e-3, atol=1e-5) for key, value in moments.items())
+
+
+def test_more_ranks_without_a_process_group_are_refused() -> None:
+    with raises(TrainingError, expected=2, got=1):
+        Parallel(mesh_of(TrainerConfig(ranks=2)), torch.device("cpu"))
+
+
+def long_batch() -> TrainBatch:
+    """Four samples of 512 tokens, of two groups; a fourth of each is predicted, anywhere in it."""
+    rng = np.random.default_rng(0)
+    samples = [
+        {
+            "prompt": rng.integers(2, 16, 2).tolist(),
+            "answer": rng.integers(2, 16, 510).tolist(),
+            "mask": (mask := rng.random(510) < 0.25).tolist(),
+            "mu": np.where(mask, -3 + 0.5 * rng.standard_normal(510), 0).tolist(),
+            "reward": float(index % 2),
+            "task": index // 2,
+            "rollout": index % 2,
+        }
+        for index in range(4)
+    ]
+    return train_batch(samples)
+
+
+@pytest.mark.parametrize("rows", [512, slow(2048)])
+def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model: Models, tmp_path: Path, rows: int) -> None:
+    """A row of one sample, over which the ranks' work is exactly equal, and one of four, where a chunk is half a sample."""
+    directory = make_model(max_position_embeddings=1024)
+    given = long_batch()
+    # A rate of 0 leaves the parameters; after one step Adam's first moment is the gradient, not clipped, times 1 - beta1.
+    changes: dict[str, Any] = {"minibatches": 1, "micro_tokens": rows, "optimizer": OptimizerConfig(learning_rate=1e-3, clip_norm=0.0)}
+    exact, alone = meshes.in_float64(config(**changes), directory), make_trainer(config(attention="packed", **changes), directory)
+    first = {name: trainer.step(given) for name, trainer in (("exact", exact), ("alone", alone))}
+    for name, trainer in (("exact", exact), ("alone", alone)):
+        trainer.save(tmp_path / name, b"", version=Version(0, 1)).result()
+    with open_trainer(config(ranks=2, context=2, **changes), directory) as trainer:
+        first["shared"] = trainer.step(given)
+        trainer.save(tmp_path / "shared", b"", version=Version(0, 1)).result()
+        second = trainer.step(replace(given, stage_step=1, version=Version(0, 1)))
+    assert np.isfinite(second.metrics["train/loss"])
+    assert first["shared"].choices is not None and first["shared"].choices.row_length == rows
+    values = {name: result.tokens for name, result in first.items()}
+    assert all(isinstance(found, TokenValues) for found in values.values())
+    logprobs: dict[str, Any] = {name: found.logprobs for name, found in values.items() if found is not None}
+    far = np.abs(logprobs["alone"] - logprobs["exact"]).max()
+    assert 0 < far < 1e-4
+    assert np.abs(logprobs["shared"] - logprobs["exact"]).max() <= meshes.BOUND * far
+    moments = {name: meshes.parameters(tmp_path / name, "optimizer") for name in first}
+    gradient = {name: {key: value for key, value in found.items() if not key.endswith(".master")} for name, found in moments.items()}
+    far = meshes.apart(gradient["alone"], gradient["exact"])
+    assert far > 0
+    assert meshes.apart(gradient["shared"], gradient["exact"]) <= meshes.BOUND * far
+    assert first["shared"].metrics == pytest.approx(first["alone"].metrics, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.soak
+def test_layers_are_compiled_where_rows_are_shared(model_dir: Path) -> None:
+    """On GPUs: test_context_gpu.py."""
+    asked = {"compile": "on", "attention": "packed", "activations": 1}
+    losses: dict[int, list[float]] = {}
+    for context in (1, 2):
+        with open_trainer(config(ranks=context, context=context, **asked), model_dir) as trainer:
+            results = [trainer.step(batch(step)) for step in range(2)]
+        assert all(result.choices is not None and result.choices.compiled for result in results)
+        losses[context] = [result.metrics["train/grad_norm"] for result in results]
+    assert losses[2] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("which", ["policy", "reference"])
+def test_a_model_with_sliding_windows_is_refused(model_dir: Path, make_model: Models, which: str) -> None:
+    """A reference is scored on the rows that ranks share, as the policy is."""
+    windows = make_model(use_sliding_window=True, sliding_window=8, max_window_layers=1)
+    kl = KLConfig(loss_coef=0.1, reference=str(windows)) if which == "reference" else KLConfig()
+    asked = config(LossConfig(kl=kl), ranks=2, context=2)
+    with raises(ConfigError, key="trainer.context"), open_trainer(asked, windows if which == "policy" else model_dir):
+        pass
+
+
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_a_step_of_a_cut_model(model_dir: Path, preloaded: Preloaded) -> None:
-    killed_in_a_step(config(2, 2), model_dir, preloaded)
+def test_the_load_of_experts_is_of_all_tokens(make_mixture: Models) -> None:
+    directory = make_mixture()
+    loss = LossConfig(experts=ExpertsConfig(balance_coef=0.1, z_coef=0.01))
+    metrics: dict[int, dict[str, float]] = {}
+    for context in (1, 2):
+        with open_trainer(config(loss, ranks=context, context=context, attention="packed"), directory) as trainer:
+            metrics[context] = trainer.step(batch(0)).metrics
+    assert any("expert" in name for name in metrics[1])
+    assert metrics[2] == pytest.approx(metrics[1], rel=2e-3, abs=1e-4)

@@ -3,11 +3,8 @@
 `scripts/gpu/shards.sh` runs them and shows what was measured.
 """
 
-from __future__ import annotations
-
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.config.tree import Config
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
@@ -24,9 +21,11 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
 from streamrl.trainers.torch.snapshot import SnapshotBytes
 from streamrl.weights.manifest import shard_digests
+from tests.support import trainers
 from tests.support.measured import say
 from tests.support.meshes import BOUND, STEPS, Ran, apart, batch, in_float64, parameters, run
 from tests.support.needs import need
+from tests.support.trainers import DIRECT, Models
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -36,10 +35,8 @@ GATHER = ["step", "micro_batch"]
 SMALL: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 1024}
 
 
-def config(ranks: int, shards: int, *, numerics: Any = "fast", **trainer: Any) -> Config:
-    options: dict[str, Any] = {"device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-3), "rank_timeout_s": 120.0, **trainer}
-    section = TrainerConfig(ranks=ranks, shards=shards, **options)
-    return Config(run=RunConfig(numerics=numerics), trainer=section, loss=LossConfig(proximal="sampler"))
+def config(ranks: int, shards: int, **settings: Any) -> Config:
+    return trainers.config(DIRECT, ranks=ranks, shards=shards, device="cuda", rank_timeout_s=120.0, **settings)
 
 
 def exact(ranks: int, shards: int, **trainer: Any) -> Config:
@@ -100,9 +97,7 @@ def test_a_mesh_of_gpus_ends_as_near_to_one_as_that_to_float64(
 
 
 @pytest.mark.parametrize("gather", GATHER)
-def test_packed_and_compiled_in_bfloat16_a_mesh_learns_what_one_gpu_does(
-    make_model: Callable[..., Path], tmp_path: Path, gather: str
-) -> None:
+def test_packed_and_compiled_in_bfloat16_a_mesh_learns_what_one_gpu_does(make_model: Models, tmp_path: Path, gather: str) -> None:
     need("two gpus")
     directory = make_model("bfloat16", **SMALL)
     asked = {"dtype": "bfloat16", "compile": "on", "micro_tokens": 64, "activations": 1, "minibatches": 2}
@@ -125,9 +120,7 @@ def test_packed_and_compiled_in_bfloat16_a_mesh_learns_what_one_gpu_does(
 
 
 @pytest.mark.parametrize(("gather", "compile_"), [("step", "off"), ("micro_batch", "off"), ("micro_batch", "on")])
-def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(
-    make_model: Callable[..., Path], tmp_path: Path, gather: str, compile_: str
-) -> None:
+def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(make_model: Models, tmp_path: Path, gather: str, compile_: str) -> None:
     """Of `numerics = "bitwise"`, with checkpoints of masters and moments of parts."""
     need("two gpus")
     directory = make_model("bfloat16", **SMALL)
@@ -143,7 +136,7 @@ def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(
         assert [trainer.step(batch(step)).digest for step in (2, 3)] == second
 
 
-def test_activations_are_reckoned_with_parts(make_model: Callable[..., Path]) -> None:
+def test_activations_are_reckoned_with_parts(make_model: Models) -> None:
     need("two gpus")
     directory = make_model("bfloat16", **SMALL)
     with open_trainer(config(2, 2, dtype="bfloat16", micro_tokens=1024), directory) as trainer:

@@ -1,8 +1,6 @@
 """A loss with slime's signature, written as its users write theirs, does what the same loss does here."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,10 @@ import numpy as np
 import pytest
 
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
+from tests.support import trainers
 from tests.support.errors import raises
-
-Rollouts = Callable[..., TrainBatch]
+from tests.support.trainers import Rollouts
 
 THEIRS = """
 import torch
@@ -79,18 +73,16 @@ def theirs(tmp_path: Path) -> str:
     return f"{tmp_path}/theirs.py"
 
 
-def make(directory: Path, loss: LossConfig, **trainer: Any) -> Trainer:
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "minibatches": 2, **trainer}
-    return make_trainer(Config(trainer=TrainerConfig(**options), loss=loss), directory)
+make = partial(trainers.make, minibatches=2)
 
 
 @pytest.mark.parametrize("micro_tokens", [8, 16384])
 @pytest.mark.parametrize("reduction", ["rollout_mean", "token_mean"])
 def test_the_same_loss_gives_the_same_steps(model_dir: Path, rollouts: Rollouts, theirs: str, reduction: Any, micro_tokens: int) -> None:
     shared: dict[str, Any] = {"reduction": reduction, "kl": KLConfig(loss_coef=0.1, estimator="k3")}
-    ours = make(model_dir, LossConfig(correction=CorrectionConfig(kind="clip", low=0.5, high=1.5), **shared))
-    loss = LossConfig(slime_loss=f"{theirs}:clipped", correction=CorrectionConfig(kind="clip", low=0.5, high=1.5), **shared)
-    other = make(model_dir, loss, micro_tokens=micro_tokens)
+    shared["correction"] = CorrectionConfig(kind="clip", low=0.5, high=1.5)
+    ours = make(model_dir, LossConfig(**shared))
+    other = make(model_dir, LossConfig(slime_loss=f"{theirs}:clipped", **shared), micro_tokens=micro_tokens)
     for step in range(3):
         batch = rollouts(step, temperature=0.7)
         a, b = ours.step(batch).metrics, other.step(batch).metrics
@@ -111,9 +103,6 @@ def test_what_it_is_given(model_dir: Path, rollouts: Rollouts, theirs: str) -> N
     assert metrics["train/rollouts"] == pytest.approx(len(trained) / 12)
     assert not any("is_ratio" in name or "ess_weights" in name for name in metrics), "the weights, if any, are its own"
     assert metrics["train/rewards"] == pytest.approx(batch.rewards[trained].sum() / 12)
-
-
-def test_tokens_that_are_not_finite_are_dropped_and_counted(model_dir: Path, rollouts: Rollouts, theirs: str) -> None:
     batch = rollouts()
     broken = batch.sampler_logprobs.copy()
     broken[np.flatnonzero(batch.loss_mask)[:2]] = np.nan
@@ -122,12 +111,11 @@ def test_tokens_that_are_not_finite_are_dropped_and_counted(model_dir: Path, rol
     assert np.isfinite(result.metrics["train/loss"])
 
 
-def test_warm_ups_do_without_it(model_dir: Path, demonstrations: Rollouts, theirs: str) -> None:
+def test_what_is_no_loss_is_refused_and_warm_ups_need_none(
+    model_dir: Path, demonstrations: Rollouts, theirs: str, rollouts: Rollouts
+) -> None:
     one = make(model_dir, LossConfig(slime_loss=f"{theirs}:vector")).step(demonstrations())
     assert one == make(model_dir, LossConfig()).step(demonstrations())
-
-
-def test_functions_that_are_none_are_refused(model_dir: Path, rollouts: Rollouts, theirs: str) -> None:
     with raises(ConfigError, key="loss.slime_loss", name="cliped"):
         make(model_dir, LossConfig(slime_loss=f"{theirs}:cliped"))
     with raises(TrainingError, function=f"{theirs}:vector", got="Tensor"):

@@ -1,9 +1,8 @@
-"""The ring of snapshot buffers, on the host: what is kept, what is reused, and who is waited for."""
-
-from __future__ import annotations
+"""The ring of snapshot buffers, on the host: what is kept, what is reused, who is waited for, and digests that are known before."""
 
 import gc
 import threading
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -11,9 +10,11 @@ import torch
 
 from streamrl.errors import TrainingError
 from streamrl.tensors.buckets import check_copying
-from streamrl.tensors.digest_torch import NamedDigester
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.torch import snapshot
-from streamrl.trainers.torch.snapshot import Buffer, SnapshotRing
+from streamrl.trainers.torch.sharding import Held
+from streamrl.trainers.torch.snapshot import Buffer, SnapshotBytes, SnapshotRing
 from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
@@ -43,24 +44,6 @@ def values(shards: list[Shard]) -> list[float]:
     return [shard.host().view("<f4")[0] for shard in shards]
 
 
-def test_a_snapshot_keeps_its_values_and_frees_its_buffer() -> None:
-    parameter = torch.zeros(2, 3)
-    snapshots = ring(2, parameter)
-    held = snapshots.take()
-    for step in range(1, 5):
-        parameter.fill_(step)
-        assert values(snapshots.take()) == [step, step]
-        assert values(held) == [0, 0]
-    assert len(snapshots.buffers) == 2
-
-
-def test_shards_are_taken_when_they_are_drawn() -> None:
-    parameter = torch.zeros(2, 3)
-    shards = ring(1, parameter).shards()
-    parameter.fill_(7)
-    assert values(list(shards)) == [7, 7]
-
-
 def test_a_published_buffer_is_rewritten_only_after_its_readers_were_asked() -> None:
     parameter = torch.zeros(2, 3)
     snapshots = ring(2, parameter)
@@ -74,16 +57,6 @@ def test_a_published_buffer_is_rewritten_only_after_its_readers_were_asked() -> 
     assert (first.asked, second.asked) == ([1.5], [])  # the older version goes
     snapshots.take()
     assert (first.asked, second.asked) == ([1.5], [])  # a buffer without readers goes first
-
-
-def test_a_guarded_buffer_that_is_still_referenced_is_not_asked_for() -> None:
-    snapshots = ring(1, torch.zeros(2, 3), patience_s=0.01)
-    held = snapshots.take()
-    guard = Readers()
-    held[0].data.snapshot.guard(guard)  # type: ignore[union-attr]
-    with raises(TrainingError, slots=1):
-        snapshots.take()
-    assert guard.asked == []
 
 
 def test_a_snapshot_waits_for_the_publisher_of_the_one_before() -> None:
@@ -102,7 +75,14 @@ def test_a_snapshot_waits_for_the_publisher_of_the_one_before() -> None:
     assert values(taken[0]) == [2, 2]
 
 
-def test_a_trainer_that_waits_for_a_buffer_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_buffer_that_is_referenced_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    snapshots = ring(1, torch.zeros(2, 3), patience_s=0.01)
+    held = snapshots.take()
+    guard = Readers()
+    held[0].data.snapshot.guard(guard)  # type: ignore[union-attr]
+    with raises(TrainingError, slots=1):
+        snapshots.take()
+    assert guard.asked == []
     monkeypatch.setattr(snapshot, "WARN_AFTER_S", 0.02)
     snapshots = ring(1, torch.zeros(2, 3), patience_s=0.1)
     held = snapshots.take()
@@ -114,7 +94,7 @@ def test_a_trainer_that_waits_for_a_buffer_says_so(monkeypatch: pytest.MonkeyPat
 
 def test_snapshots_have_the_digests_of_their_bytes() -> None:
     parameters = [
-        ("a", torch.randn(3, 4).to(torch.bfloat16)),
+        ("a", torch.randn(3, 4).bfloat16()),
         ("b", torch.randn(3)),
         ("c", torch.randn(2, 2).double()),
         ("t", torch.randn(4, 6).t()),
@@ -137,7 +117,7 @@ def test_rows_of_parameters_are_published_in_their_type_with_their_part_of_the_d
         return RankContent(SnapshotRing(held, CPU, slots=1).take())
 
     contents = [rank(0, 3), rank(3, 6)]
-    alone = Content(ring_of(whole).take())
+    alone = Content(SnapshotRing([(name, w.bfloat16()) for name, w in whole.items()], CPU, slots=1).take())
     for spec in alone.tensors:
         parts = [one for content in contents for one in content.slices if one.name == spec.name]
         assert sum(int(one.digest, 16) for one in parts) % 2**64 == int(spec.digest, 16)
@@ -146,11 +126,7 @@ def test_rows_of_parameters_are_published_in_their_type_with_their_part_of_the_d
     assert [one.words for content in contents for one in content.slices if one.name == "odd"] == ["", ""]
 
 
-def ring_of(whole: dict[str, torch.Tensor]) -> SnapshotRing:
-    return SnapshotRing([(name, w.bfloat16()) for name, w in whole.items()], CPU, slots=1)
-
-
-def test_known_digests_go_with_the_snapshot_and_tell_of_other_bytes() -> None:
+def test_known_digests_go_with_the_snapshot_and_what_they_lack_is_computed() -> None:
     parameter = torch.randn(2, 4)
     parameters = {"w": parameter, "bias": parameter[0]}
     known = NamedDigester(parameters).digests()
@@ -161,9 +137,6 @@ def test_known_digests_go_with_the_snapshot_and_tell_of_other_bytes() -> None:
     assert Content(snapshots.take(known)).tensors == before
     (spec,) = [spec for spec in Content(snapshots.take()).tensors if spec.name == "w"]
     assert next(one for one in before if one.name == "w").words != spec.words
-
-
-def test_digests_that_lack_words_are_computed_from_the_snapshot() -> None:
     parameters = {"t": torch.randn(4, 6).t()}
     known = NamedDigester(parameters).digests()
     assert known.words == {}
@@ -174,13 +147,7 @@ def test_digests_that_lack_words_are_computed_from_the_snapshot() -> None:
 
 def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """However they are cut, what is marked is complete, and a mark tells one version of a buffer from the next."""
-    parameters = [
-        ("c", torch.randn(100)),
-        ("a", torch.randn(30)),
-        ("b.10", torch.zeros(0)),
-        ("b.9", torch.randn(200)),
-        ("d", torch.randn(3)),
-    ]
+    parameters = [(name, torch.randn(size)) for name, size in (("c", 100), ("a", 30), ("b.10", 0), ("b.9", 200), ("d", 3))]
     for limit, ends in ((1 << 30, (1420,)), (1, (128, 960, 1408, 1420)), (960, (960, 1420))):
         monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", limit)
         snapshots = SnapshotRing(parameters, CPU, slots=1)
@@ -208,7 +175,69 @@ def test_a_bucket_is_marked_when_it_has_been_copied(monkeypatch: pytest.MonkeyPa
     assert seen == [(0, [1, 0], [0.0, 1.0]), (1, [1, 1], [2.0, 1.0])]
 
 
-def test_tensors_are_digested_whole() -> None:
+def test_a_snapshot_keeps_its_values_and_frees_its_buffer() -> None:
+    parameter = torch.zeros(2, 3)
+    snapshots = ring(2, parameter)
+    held = snapshots.take()
+    for step in range(1, 5):
+        parameter.fill_(step)
+        assert values(snapshots.take()) == [step, step]
+        assert values(held) == [0, 0]
+    assert len(snapshots.buffers) == 2
+    parameter = torch.zeros(2, 3)
+    shards = ring(1, parameter).shards()
+    parameter.fill_(7)
+    assert values(list(shards)) == [7, 7]
     shard = ring(1, torch.zeros(2, 3)).take()[0]
     with raises(TrainingError, shape=(2, 3), got=(1, 3)):
         shard.data.digest(4, (2, 3), (0, 0), (1, 3))  # type: ignore[union-attr]
+
+
+SHAPES = {
+    "model.embed_tokens.weight": (301, 12),
+    "model.layers.0.mlp.experts.gate_up_proj": (4, 8, 6),
+    "model.layers.0.mlp.experts.down_proj": (4, 6, 4),
+    "model.layers.0.self_attn.q_proj.weight": (7, 3),
+    "model.layers.0.self_attn.sink": (1, 5),
+    "model.norm.weight": (12,),
+    "lm_head.weight": (64, 16),
+}
+"""Rows that are no whole words, experts that are named one by one, and a tensor of which other ranks hold nothing."""
+
+
+class Part(NamedTuple):
+    """One of the ranks, without the others: nothing here asks for them."""
+
+    mesh: Mesh
+    part: int
+    sharded: bool = True
+
+
+def held(part: int, shards: int) -> Held:
+    """Rows in float32, published in bfloat16, the head as it is."""
+    mesh, parameters = Mesh(shard=shards), list[tuple[str, torch.nn.Parameter]]()
+    for name, shape in SHAPES.items():
+        rows = mesh.rows(shape[0], part)
+        parameters.append((name, torch.nn.Parameter(torch.randn(len(rows), *shape[1:]))))
+    types = {name: torch.float32 if name.startswith("lm_head") else torch.bfloat16 for name in SHAPES}
+    parallel: Any = Part(mesh, part)
+    made = Held(parameters, types, parallel, "qwen3_moe")
+    made._shapes.update(SHAPES)  # which FSDP2's tensors say
+    return made
+
+
+def of_snapshot(shards: list[Shard]) -> NamedDigests:
+    data = shards[0].data
+    assert isinstance(data, SnapshotBytes)
+    return data.snapshot.digests()
+
+
+def test_digests_of_rounded_rows_are_those_of_the_snapshot() -> None:
+    """And all of them: else the ring would wait for its copy and make them again, before a rank's part is handed out."""
+    for part, shards in [(part, count) for count in (2, 3, 8) for part in range(count)]:
+        torch.manual_seed(part)
+        model = held(part, shards)
+        snapshots, known = SnapshotRing(model.published(), CPU, slots=3), model.digests()
+        assert of_snapshot(snapshots.take(known)) is known
+        assert of_snapshot(snapshots.take()) == known, (part, shards)
+        assert any(known.words.values()) and len(known.words) < len(known.elements)

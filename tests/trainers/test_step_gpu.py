@@ -3,13 +3,9 @@
 `scripts/gpu/step.sh` runs them and shows what was measured.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +16,18 @@ from torch._dynamo.utils import counters
 
 from streamrl.algorithms.chunked_head import chunk_kernels, chunked_logprobs
 from streamrl.algorithms.logprobs import LinearHead
-from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, RunConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.attention import packed_attention
-from tests.support.measured import say
+from tests.support import trainers
+from tests.support.measured import Measured, fresh_digests, say
+from tests.support.trainers import DIRECT, Models
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
-GIB = 1 << 30
-Rollouts = Callable[..., TrainBatch]
-DIGEST = """
-import sys
-from pathlib import Path
-import numpy as np
-from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch
-from streamrl.trainers.factory import make_trainer
-
-optimizer = OptimizerConfig(learning_rate=1e-4)
-trainer = TrainerConfig(dtype="bfloat16", device="cuda", compile=sys.argv[2], micro_tokens=512, optimizer=optimizer)
-made = make_trainer(Config(run=RunConfig(numerics="bitwise"), trainer=trainer, loss=LossConfig(proximal="sampler")), Path(sys.argv[1]))
-rng = np.random.default_rng(0)
-for step in range(3):
-    answers = [rng.integers(2, 1000, int(n)).tolist() for n in rng.integers(20, 200, 16)]
-    batch = TrainBatch.from_lists(
-        [[5, 6, 7, 8]] * 16, answers, rewards=[float(i % 4 == 0) for i in range(16)], tasks=[i // 4 for i in range(16)],
-        sampler_logprobs=[[-7.0] * len(a) for a in answers], stage_step=step,
-    )
-    result = made.step(batch)
-assert (result.choices is not None and result.choices.compiled) == (sys.argv[2] == "on"), result.notices
-print("digest", result.digest)
-"""
-
-
-def make(directory: Path, *, numerics: Any = "fast", **trainer: Any) -> Trainer:
-    options: dict[str, Any] = {"dtype": "bfloat16", "device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-4), **trainer}
-    config = Config(run=RunConfig(numerics=numerics), model=ModelConfig(dtype="bfloat16"), trainer=TrainerConfig(**options))
-    return make_trainer(Config(run=config.run, model=config.model, trainer=config.trainer, loss=LossConfig(proximal="sampler")), directory)
+SMALL: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4}
+make = partial(trainers.make, loss=DIRECT, rate=1e-4, dtype="bfloat16", device="cuda")
 
 
 def answers_of(count: int, mean: int, cap: int, *, seed: int, vocab: int) -> TrainBatch:
@@ -118,16 +85,9 @@ def test_the_head_by_chunks_is_that_of_float64(compiled: bool) -> None:
     slopes = torch.randn(tokens, device="cuda", generator=generator)
     for _ in range(2):  # the first compiles
         hidden.grad = weight.grad = None
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        logprobs, entropy = chunked_logprobs(hidden, targets, LinearHead(weight), temperature_M=temperature, kernels=kernels)
-        (logprobs @ slopes).backward()
-        end.record()
-        end.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - before) / GIB
+        with Measured() as took:
+            logprobs, entropy = chunked_logprobs(hidden, targets, LinearHead(weight), temperature_M=temperature, kernels=kernels)
+            (logprobs @ slopes).backward()
     assert hidden.grad is not None and weight.grad is not None
     sample = slice(0, 5000, 50)
     z = hidden.detach()[sample].double() @ weight.detach().double().T / 0.8
@@ -136,33 +96,20 @@ def test_the_head_by_chunks_is_that_of_float64(compiled: bool) -> None:
     of_hidden = ((torch.nn.functional.one_hot(targets[sample], vocab) - q.exp()) * slopes[sample, None] / 0.8) @ weight.detach().double()
     error = float((logprobs.detach()[sample] - expected).abs().max())
     relative = float((hidden.grad[sample].double() - of_hidden).norm() / of_hidden.norm())
-    say(
-        f"head by chunks, compiled={compiled}: {begin.elapsed_time(end):.0f} ms, {peak:.1f} GiB, errors {error:.1e} of log-probs, "
-        f"{relative:.1e} of gradients"
-    )
+    errors = f"errors {error:.1e} of log-probs, {relative:.1e} of gradients"
+    say(f"head by chunks, compiled={compiled}: {took.ms:.0f} ms, {took.more:.1f} GiB, {errors}")
     assert error < 1e-3 and relative < 1e-2
     assert (entropy.detach()[sample] + (q.exp() * q).sum(-1)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("compile_", ["off", "on"])
-def test_fresh_processes_with_empty_and_with_warm_caches_give_the_same_digest(
-    make_model: Callable[..., Path], tmp_path: Path, compile_: str
-) -> None:
-    directory = make_model("bfloat16", vocab_size=1000, hidden_size=256, head_dim=64, num_attention_heads=4, max_position_embeddings=1024)
-    found: list[str] = []
-    for cache in ("one", "two", "two"):
-        caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache), "TRITON_CACHE_DIR": str(tmp_path / cache / "triton")}
-        done = subprocess.run(
-            [sys.executable, "-c", DIGEST, str(directory), compile_], env=os.environ | caches, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append(done.stdout.split()[-1])
-    say(f"digests of three processes, trainer.compile = {compile_}: {found}")
-    assert len(set(found)) == 1
+def test_fresh_processes_with_empty_and_with_warm_caches_give_the_same_digest(make_model: Models, tmp_path: Path, compile_: str) -> None:
+    directory = make_model("bfloat16", **SMALL, max_position_embeddings=1024)
+    assert len(set(fresh_digests(directory, compile_, ("one", "two", "two"), tmp_path))) == 1
 
 
-def test_a_run_is_compiled_once(make_model: Callable[..., Path]) -> None:
-    directory = make_model("bfloat16", vocab_size=1000, hidden_size=256, head_dim=64, num_attention_heads=4, max_position_embeddings=4096)
+def test_a_run_is_compiled_once(make_model: Models) -> None:
+    directory = make_model("bfloat16", **SMALL, max_position_embeddings=4096)
     torch.compiler.reset()
     trainer = make(directory, micro_tokens=4096)
     graphs = counters["stats"]["unique_graphs"]
@@ -173,8 +120,8 @@ def test_a_run_is_compiled_once(make_model: Callable[..., Path]) -> None:
         assert counters["stats"]["unique_graphs"] == graphs
 
 
-def test_the_compiled_step_learns_what_the_plain_one_does(make_model: Callable[..., Path]) -> None:
-    directory = make_model("bfloat16", vocab_size=1000, hidden_size=256, head_dim=64, num_attention_heads=4, max_position_embeddings=4096)
+def test_the_compiled_step_learns_what_the_plain_one_does(make_model: Models) -> None:
+    directory = make_model("bfloat16", **SMALL, max_position_embeddings=4096)
     fast, plain = make(directory, micro_tokens=4096), make(directory, micro_tokens=4096, compile="off", attention="sdpa")
     for seed in range(3):
         batch = answers_of(32, 400, 2000, seed=seed, vocab=1000)
@@ -189,15 +136,10 @@ def test_activations_fit_as_reckoned(qwen: Path, activations: Any) -> None:
     trainer = make(qwen, activations=activations, micro_tokens=16_384)
     batch = answers_of(32, 1500, 8192, seed=0, vocab=151_936)
     first = trainer.step(batch)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    result = trainer.step(batch)
-    end.record()
-    end.synchronize()
-    peak, seconds = torch.cuda.max_memory_allocated() / GIB, begin.elapsed_time(end) / 1000
+    with Measured() as took:
+        result = trainer.step(batch)
     for notice in first.notices:
         say(notice)
-    say(f"0.6B, {activations=}: {seconds:.2f} s, {batch.num_tokens / seconds:.0f} tokens/s, peak {peak:.1f} GiB, {result.choices}")
+    speed = batch.num_tokens / took.ms * 1000
+    say(f"0.6B, {activations=}: {took.ms / 1000:.2f} s, {speed:.0f} tokens/s, peak {took.peak:.1f} GiB, {result.choices}")
     assert result.micro_tokens == 16_384, "it was not out of memory"

@@ -1,8 +1,5 @@
 """The table's gradients against torch's autograd in float64, and its notion of a response position."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +19,7 @@ from streamrl.algorithms.sequences import Packed
 from streamrl.config.loss import CorrectionConfig
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, TrainerConfig
-from streamrl.core.batches import TrainBatch, sample_of_token
+from streamrl.core.batches import sample_of_token
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.drawn import drawn
 from streamrl.trainers.factory import make_trainer
@@ -31,8 +28,8 @@ from streamrl.trainers.table.trainer import TableTrainer, response_positions
 from tests.support.batches import by_turn
 from tests.support.errors import raises
 from tests.support.scoring import score
+from tests.support.trainers import Rollouts
 
-MakeBatch = Callable[..., TrainBatch]
 VOCAB = 16
 
 
@@ -78,7 +75,7 @@ def test_losses_and_derivatives_equal_torchs(advantage: float, policy: str, corr
 
 
 @pytest.mark.parametrize("kind", ["sft", "rl"])
-def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, rollouts: Callable[..., TrainBatch], kind: Any) -> None:
+def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, rollouts: Rollouts, kind: Any) -> None:
     batches = [
         msgspec.structs.replace(by_turn(rollouts(step, top_p=0.95, top_k=12, min_p=0.4, logit_bias={3: 1.5, 7: -2.0})), kind=kind)
         for step in range(3)
@@ -122,7 +119,7 @@ def test_a_step_is_that_of_torchs_adamw_on_autograds_gradient(table_dir: Path, r
     assert shard.data.view(np.float32) == pytest.approx(logits.detach().numpy().ravel(), abs=2e-5)
 
 
-def test_positions_count_within_each_run_of_sampled_tokens(make_batch: MakeBatch) -> None:
+def test_positions_count_within_each_run_of_sampled_tokens(make_batch: Rollouts) -> None:
     batch = make_batch(
         [
             {"prompt": [1, 2], "answer": [3, 4, 5, 6, 7], "mask": [1, 1, 0, 1, 1], "mu": [-1, -1, 0, -1, -1]},
@@ -131,15 +128,12 @@ def test_positions_count_within_each_run_of_sampled_tokens(make_batch: MakeBatch
         ]
     )
     assert response_positions(batch).tolist() == [0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 2, 0, 0, 0, 0]
-
-
-def test_a_token_masked_for_its_age_still_counts(make_batch: MakeBatch) -> None:
     batch = make_batch([{"prompt": [1], "answer": [3, 4, 5], "mask": [0, 0, 1], "mu": [0, 0, -1]}])
     aged = msgspec.structs.replace(batch, staleness=np.array([0, 3, 3, 1], np.int32))
     assert response_positions(aged).tolist() == [0, 0, 1, 2]
 
 
-def test_the_first_answer_token_is_scored_at_position_zero(table_dir: Path, make_batch: MakeBatch) -> None:
+def test_the_first_answer_token_is_scored_at_position_zero(table_dir: Path, make_batch: Rollouts) -> None:
     trainer = make_table(table_dir)
     batch = make_batch([{"prompt": [1, 2], "answer": [3, 4]}], kind="sft")
     for _ in range(5):

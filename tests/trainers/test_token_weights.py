@@ -1,9 +1,6 @@
 """What is kept of each trained token: the policy's own log-prob and the importance weight, of the newest batches, for people."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -22,9 +19,9 @@ from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.token_weights import FOLDER, TokenWeights, read_token_weights, shown
 from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.scoring import score
+from tests.support.trainers import Rollouts
 from tests.support.world.world import table_config
 
-Rollouts = Callable[..., TrainBatch]
 HIGH = 0.5
 
 
@@ -58,11 +55,6 @@ def test_they_are_the_step_s_own(
     assert HIGH in {float(value) for found in kept.values() for one in found for value in one.weights[~np.isnan(one.weights)]}
 
 
-def test_demonstrations_have_none(table_dir: Path, demonstrations: Rollouts) -> None:
-    config = Config(trainer=TrainerConfig(backend="table"))
-    assert make_trainer(config, table_dir).step(demonstrations()).tokens is None
-
-
 def files(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
@@ -75,7 +67,9 @@ def write(folder: Path, batch: TrainBatch, *numbers: int, keep_bytes: int) -> No
         one.close()
 
 
-def test_the_newest_are_kept_and_always_the_last_that_was_written(rollouts: Rollouts, tmp_path: Path) -> None:
+def test_the_newest_are_kept_and_demonstrations_have_none(
+    rollouts: Rollouts, tmp_path: Path, table_dir: Path, demonstrations: Rollouts
+) -> None:
     folder = tmp_path / FOLDER
     write(folder, rollouts(), 1, keep_bytes=1 << 20)
     size = (folder / "00000001-e1.arrow").stat().st_size
@@ -85,6 +79,8 @@ def test_the_newest_are_kept_and_always_the_last_that_was_written(rollouts: Roll
     assert files(folder) == ["00000002-e1.arrow"], "a resumed trainer has gone back"
     write(folder, rollouts(), 5, keep_bytes=0)
     assert files(folder) == ["00000002-e1.arrow"]
+    config = Config(trainer=TrainerConfig(backend="table"))
+    assert make_trainer(config, table_dir).step(demonstrations()).tokens is None
 
 
 def test_a_folder_that_cannot_be_written_is_said_once_and_costs_nothing(

@@ -1,9 +1,6 @@
-"""The torch trainer's own promises: exact masks, every layout the same, reduced precision, the Hugging Face directory."""
-
-from __future__ import annotations
+"""The torch trainer's own promises: exact masks, every layout the same, the Hugging Face directory, what a step tells of itself."""
 
 import time
-from collections.abc import Callable
 from operator import eq, ne
 from pathlib import Path
 from typing import Any
@@ -13,40 +10,31 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
-from streamrl.config.loss import KLConfig
+from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, LossConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import OptimizerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
-from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
+from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from tests.support.batches import by_turn
 from tests.support.errors import raises
 from tests.support.scoring import score
+from tests.support.trainers import Models, Rollouts, make
 
-MakeBatch = Callable[..., TrainBatch]
-MakeModel = Callable[..., Path]
 CPU = torch.device("cpu")
-
-
-def make(directory: Path, *, dtype: Any = "float32", loss: LossConfig | None = None, **trainer: Any) -> Trainer:
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), **trainer}
-    return make_trainer(Config(model=ModelConfig(dtype=dtype), trainer=TrainerConfig(**options), loss=loss or LossConfig()), directory)
 
 
 def plain_logprobs(directory: Path, batch: TrainBatch) -> npt.NDArray[np.float32]:
     """transformers' own forward in float64, one sample at a time."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
     found = np.zeros(batch.num_tokens, np.float32)
-    for n in range(batch.num_samples):
-        first, last = int(batch.offsets[n]), int(batch.offsets[n + 1])
+    for first, last in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):
         ids = torch.from_numpy(batch.tokens[first:last].astype(np.int64))
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0, :-1]
@@ -56,22 +44,27 @@ def plain_logprobs(directory: Path, batch: TrainBatch) -> npt.NDArray[np.float32
     return found
 
 
-@pytest.mark.parametrize("layout", ["shared", "several", "rows", "cut", "packed"])
-def test_every_layout_gives_transformers_log_probs(model_dir: Path, rollouts: Callable[..., TrainBatch], layout: str) -> None:
+def as_transformers(trainer: Any, directory: Path, batch: TrainBatch) -> bool:
+    return np.abs(score(trainer, batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "several": {"share_prefixes": False},
+    "rows": {"share_prefixes": False, "several_per_row": False},
+    "cut": {"budget": 20},
+    "packed": {"share_prefixes": False, "row_length": 20},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_transformers_log_probs(model_dir: Path, rollouts: Rollouts, layout: str) -> None:
     batch = by_turn(rollouts())
     policy = CausalLM(model_dir, torch.float32, CPU, kernels=Kernels(attention="packed" if layout == "packed" else "sdpa"))
     assert (policy.free_masks, policy.packs) == (layout != "packed", layout == "packed")
     wanted = np.ones(batch.num_tokens, np.bool_)
     wanted[batch.offsets[:-1]] = False
-    plans = plan_micro_batches(
-        batch,
-        wanted,
-        np.arange(batch.num_samples),
-        budget={"cut": 20}.get(layout, 10_000),
-        share_prefixes=layout in ("shared", "cut"),
-        several_per_row=layout != "rows",
-        row_length=20 if layout == "packed" else 0,
-    )
+    plans = plan_micro_batches(batch, wanted, np.arange(batch.num_samples), **{"budget": 10_000, **LAYOUTS[layout]})
     assert any(plan.plain for plan in plans) == (layout == "rows")
     found = np.zeros(batch.num_tokens, np.float32)
     for plan in plans:
@@ -79,7 +72,7 @@ def test_every_layout_gives_transformers_log_probs(model_dir: Path, rollouts: Ca
     assert np.abs(found - plain_logprobs(model_dir, batch)).max() < 2e-5
 
 
-def test_gradients_do_not_depend_on_the_layout(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+def test_gradients_do_not_depend_on_the_layout(model_dir: Path, rollouts: Rollouts) -> None:
     batch = rollouts()
     policy = CausalLM(model_dir, torch.float64, CPU)
     weights = torch.linspace(-1, 1, batch.num_tokens, dtype=torch.float64)
@@ -96,107 +89,60 @@ def test_gradients_do_not_depend_on_the_layout(model_dir: Path, rollouts: Callab
     assert min(float(g.abs().max()) for g in gradients[0]) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "changes", [{"tie_word_embeddings": False}, {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}]
-)
-def test_other_models_score_as_transformers_does(
-    make_model: MakeModel, rollouts: Callable[..., TrainBatch], changes: dict[str, Any]
-) -> None:
-    directory = make_model(**changes)
+WINDOWS = {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 0}
+SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "GPT2": {"vocab_size": 16, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16},
+    "Gemma": {**SIZES, "num_key_value_heads": 1, "head_dim": 16},
+    "Granite": {**SIZES, "num_key_value_heads": 2, "logits_scaling": 4.0},
+}
+
+
+def test_other_models_score_as_transformers_does(make_model: Models, rollouts: Rollouts, tmp_path: Path) -> None:
     batch = rollouts()
-    assert CausalLM(directory, torch.float32, CPU).free_masks == ("sliding_window" not in changes)
-    assert np.abs(score(make(directory), batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
-
-
-def test_models_of_other_families(tmp_path: Path, rollouts: Callable[..., TrainBatch]) -> None:
-    from transformers import GemmaConfig, GemmaForCausalLM, GPT2Config, GPT2LMHeadModel, GraniteConfig, GraniteForCausalLM
-
-    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    models = [
-        GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=32, n_layer=1, n_head=2, n_positions=16)),
-        GemmaForCausalLM(GemmaConfig(**sizes, num_key_value_heads=1, head_dim=16)),
-        GraniteForCausalLM(GraniteConfig(**sizes, num_key_value_heads=2, logits_scaling=4.0)),
-    ]
-    batch = rollouts()
-    for model in models:
-        directory = tmp_path / type(model).__name__
-        model.save_pretrained(directory)
-        trainer = make(directory)
-        assert np.abs(score(trainer, batch, Role.POLICY) - plain_logprobs(directory, batch)).max() < 2e-5
-        assert trainer.step(batch).finite
+    for changes in ({"tie_word_embeddings": False}, WINDOWS):
+        directory = make_model(**changes)
+        assert CausalLM(directory, torch.float32, CPU).free_masks == (changes is not WINDOWS)
+        assert as_transformers(make(directory), directory, batch)
+    for name, sizes in FAMILIES.items():
+        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}Config")(**sizes)).save_pretrained(tmp_path / name)
+        trainer = make(tmp_path / name)
+        assert as_transformers(trainer, tmp_path / name, batch) and trainer.step(batch).finite, name
 
 
 def test_a_head_that_does_more_than_project_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
-    from transformers import Qwen3ForCausalLM
-
-    forward = Qwen3ForCausalLM.forward
+    forward = transformers.Qwen3ForCausalLM.forward
 
     def shifted(self: Any, *args: Any, **options: Any) -> Any:
         output: Any = forward(self, *args, **options)
         output.logits = output.logits * 1.5
         return output
 
-    monkeypatch.setattr(Qwen3ForCausalLM, "forward", shifted)
+    monkeypatch.setattr(transformers.Qwen3ForCausalLM, "forward", shifted)
     with raises(ConfigError, model="Qwen3ForCausalLM"):
         CausalLM(model_dir, torch.float32, CPU)
     with raises(ConfigError, path=str(tmp_path)):
         CausalLM(tmp_path, torch.float32, CPU)
 
 
-def test_tied_weights_are_one_shard(make_model: MakeModel, model_dir: Path) -> None:
-    tied = {shard.name for shard in make(model_dir).shards()}
-    untied = {shard.name for shard in make(make_model(tie_word_embeddings=False)).shards()}
-    assert untied - tied == {"lm_head.weight"}
-    assert "model.embed_tokens.weight" in tied
-
-
-def test_bfloat16_trains_on_float32_masters(make_model: MakeModel, rollouts: Callable[..., TrainBatch], tmp_path: Path) -> None:
-    directory = make_model("bfloat16")
-    # Far below bfloat16's resolution: only a master copy can add these steps up.
-    slow = OptimizerConfig(learning_rate=1e-5, final_fraction=1.0)
-    trainer = make(directory, dtype="bfloat16", optimizer=slow)
-    shards = {shard.name: shard for shard in trainer.shards()}
-    assert {shard.dtype for shard in shards.values()} == {"bfloat16"}
-    trainer.step(rollouts(0))
-    trainer.save(tmp_path / "at", b"", version=Version()).result()
-    want = [trainer.step(rollouts(step)).digest for step in range(1, 40)]
-    assert len(set(want)) > 1
-    other = make(directory, dtype="bfloat16", optimizer=slow)
-    other.load(tmp_path / "at")
-    assert [other.step(rollouts(step)).digest for step in range(1, 40)] == want
-
-
-def test_the_export_holds_what_transformers_needs(model_dir: Path, rollouts: Callable[..., TrainBatch], tmp_path: Path) -> None:
+def test_exports_hold_what_transformers_needs_and_tied_weights_are_one_shard(
+    model_dir: Path, rollouts: Rollouts, tmp_path: Path, make_model: Models
+) -> None:
     trainer = make(model_dir)
     trainer.step(rollouts())
     trainer.export(tmp_path / "hf")
-    batch = rollouts(1)
-    assert np.abs(score(trainer, batch, Role.POLICY) - plain_logprobs(tmp_path / "hf", batch)).max() < 2e-5
+    assert as_transformers(trainer, tmp_path / "hf", rollouts(1))
     assert (tmp_path / "hf" / "tokenizer_config.json").read_text() == "{}"
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) == 1
-
-
-def test_a_checkpoint_of_another_model_is_refused(make_model: MakeModel, model_dir: Path, tmp_path: Path) -> None:
-    trainer = make(model_dir)
-    trainer.save(tmp_path / "at", b"", version=Version()).result()
+    tied, untied = ({shard.name for shard in make(path).shards()} for path in (model_dir, make_model(tie_word_embeddings=False)))
+    assert untied - tied == {"lm_head.weight"} and "model.embed_tokens.weight" in tied
+    make(model_dir).save(tmp_path / "at", b"", version=Version()).result()
     with raises(TrainingError, path=str(tmp_path / "at"), what="parameters", parameter=ANY):
         make(make_model(intermediate_size=48)).load(tmp_path / "at")
 
 
-def test_changed_bits_in_a_checkpoint_are_noticed(model_dir: Path, tmp_path: Path) -> None:
-    trainer = make(model_dir)
-    trainer.save(tmp_path / "at", b"", version=Version()).result()
-    file = tmp_path / "at" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with raises(CheckpointDamaged, path=str(tmp_path / "at"), problem=ANY):
-        trainer.load(tmp_path / "at")
-
-
-def test_the_gradient_norm_is_clipped(model_dir: Path, rollouts: Callable[..., TrainBatch], tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
+def test_the_gradient_norm_is_clipped(model_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     def mean_norm(clip_norm: float) -> tuple[float, float]:
         trainer = make(model_dir, optimizer=OptimizerConfig(clip_norm=clip_norm, beta1=0.0))
         norm = trainer.step(rollouts()).metrics["train/grad_norm"]
@@ -209,12 +155,10 @@ def test_the_gradient_norm_is_clipped(model_dir: Path, rollouts: Callable[..., T
     assert mean_norm(free / 10) == pytest.approx((free, free / 10), rel=1e-4)
 
 
-def test_a_step_tells_the_times_of_its_parts_and_the_samples_of_an_optimizer_step(
-    model_dir: Path, rollouts: Callable[..., TrainBatch]
-) -> None:
+def test_a_step_tells_the_times_of_its_parts_and_the_samples_of_an_optimizer_step(model_dir: Path, rollouts: Rollouts) -> None:
     held = LossConfig(kl=KLConfig(loss_coef=0.1, estimator="k3", reference=str(model_dir)))
     start_s = time.perf_counter()
-    several = make(model_dir, loss=held, minibatches=2).step(rollouts())
+    several = make(model_dir, held, minibatches=2).step(rollouts())
     took_s = time.perf_counter() - start_s
     assert several.times.keys() == {"perf/log_probs_time", "perf/ref_log_probs_time", "perf/actor_train_time"}
     assert min(several.times.values()) > 0 and sum(several.times.values()) < took_s
@@ -229,7 +173,7 @@ def test_a_step_tells_the_times_of_its_parts_and_the_samples_of_an_optimizer_ste
         assert ne(other, one) and not eq(other, one)
 
 
-def test_the_process_keeps_its_own_switches(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+def test_the_process_keeps_its_own_switches(model_dir: Path, rollouts: Rollouts) -> None:
     trainer = make(model_dir)
     before = torch.are_deterministic_algorithms_enabled()
     trainer.step(rollouts())

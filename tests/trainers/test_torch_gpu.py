@@ -3,10 +3,8 @@
 `scripts/gpu/tests.sh` runs them and shows what was measured.
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +18,26 @@ from streamrl.algorithms.nucleus import support
 from streamrl.algorithms.recorded import Recorded
 from streamrl.config.loss import CorrectionConfig, KLConfig, RejectionConfig
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.config.tree import LossConfig, OptimizerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.weights.manifest import Content
-from tests.support.measured import say
+from tests.support import trainers
+from tests.support.measured import Measured, say
 from tests.support.scoring import score
+from tests.support.trainers import Rollouts
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 VOCAB = 151_936
-GIB = 1 << 30
-MakeBatch = Callable[..., TrainBatch]
 
 
-def make(directory: Path, *, numerics: Any = "fast", loss: LossConfig | None = None, **trainer: Any) -> Trainer:
-    options = {"dtype": "bfloat16", "device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-4), **trainer}
-    return make_trainer(Config(run=RunConfig(numerics=numerics), trainer=TrainerConfig(**options), loss=loss or LossConfig()), directory)
+make = partial(trainers.make, rate=1e-4, dtype="bfloat16", device="cuda")
 
 
 def host_digest(trainer: Any) -> str:
@@ -54,7 +48,7 @@ def host_digest(trainer: Any) -> str:
 
 
 @pytest.fixture
-def groups(make_batch: MakeBatch) -> Callable[..., TrainBatch]:
+def groups(make_batch: Rollouts) -> Rollouts:
     """`groups(count, prompt, answer)`: groups of 4 rollouts with a common prompt and answers of about `answer` tokens."""
 
     def make(count: int, prompt: int, answer: int, vocab: int = VOCAB, **same: Any) -> TrainBatch:
@@ -72,7 +66,7 @@ def groups(make_batch: MakeBatch) -> Callable[..., TrainBatch]:
     return make
 
 
-def test_digests_and_snapshots_follow_the_steps(make_model: Any, rollouts: Callable[..., TrainBatch]) -> None:
+def test_digests_and_snapshots_follow_the_steps(make_model: Any, rollouts: Rollouts) -> None:
     trainer = make(make_model())
     assert trainer.step(rollouts()).digest == host_digest(trainer)
     for step in range(1, 6):
@@ -90,7 +84,7 @@ def test_digests_and_snapshots_follow_the_steps(make_model: Any, rollouts: Calla
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8, "top_k": 6, "temperature": 0.7}])
 def test_bitwise_numerics_give_equal_bits_also_from_a_checkpoint(
-    make_model: Any, rollouts: Callable[..., TrainBatch], tmp_path: Path, sampling: dict[str, Any]
+    make_model: Any, rollouts: Rollouts, tmp_path: Path, sampling: dict[str, Any]
 ) -> None:
     directory = make_model()
     one, two = (make(directory, numerics="bitwise", minibatches=2) for _ in range(2))
@@ -103,9 +97,7 @@ def test_bitwise_numerics_give_equal_bits_also_from_a_checkpoint(
         assert resumed.step(rollouts(step, **sampling)).digest == two.step(rollouts(step, **sampling)).digest
 
 
-def test_a_checkpoint_is_of_the_moment_it_was_asked_for_while_steps_go_on(
-    make_model: Any, rollouts: Callable[..., TrainBatch], tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for_while_steps_go_on(make_model: Any, rollouts: Rollouts, tmp_path: Path) -> None:
     directory = make_model()
     trainer = make(directory, numerics="bitwise")
     for number in range(1, 7):
@@ -134,9 +126,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_losses_of_sequences_give_equal_bits_and_nearly_those_of_a_cpu(
-    model_dir: Path, rollouts: Callable[..., TrainBatch], loss: LossConfig
-) -> None:
+def test_losses_of_sequences_give_equal_bits_and_nearly_those_of_a_cpu(model_dir: Path, rollouts: Rollouts, loss: LossConfig) -> None:
     options: dict[str, Any] = {"dtype": "float32", "minibatches": 2, "loss": loss, "numerics": "bitwise"}
     one, two, here = make(model_dir, **options), make(model_dir, **options), make(model_dir, **options, device="cpu")
     for step in range(3):
@@ -145,7 +135,7 @@ def test_losses_of_sequences_give_equal_bits_and_nearly_those_of_a_cpu(
         assert found.metrics == pytest.approx(slow.metrics, rel=2e-2, abs=1e-3)
 
 
-def test_parameters_are_the_rounded_masters(make_model: Any, rollouts: Callable[..., TrainBatch]) -> None:
+def test_parameters_are_the_rounded_masters(make_model: Any, rollouts: Rollouts) -> None:
     trainer: Any = make(make_model(), optimizer=OptimizerConfig(learning_rate=1e-6))
     for step in range(5):
         trainer.step(rollouts(step))
@@ -154,7 +144,7 @@ def test_parameters_are_the_rounded_masters(make_model: Any, rollouts: Callable[
     assert any(not torch.equal(masters[name], p.float()) for name, p in trainer.parameters)
 
 
-def test_a_small_model_learns_the_same_on_both_devices(model_dir: Path, rollouts: Callable[..., TrainBatch]) -> None:
+def test_a_small_model_learns_the_same_on_both_devices(model_dir: Path, rollouts: Rollouts) -> None:
     there, here = make(model_dir, dtype="float32"), make(model_dir, dtype="float32", device="cpu")
     for step in range(3):
         a, b = there.step(rollouts(step)).metrics, here.step(rollouts(step)).metrics
@@ -163,9 +153,7 @@ def test_a_small_model_learns_the_same_on_both_devices(model_dir: Path, rollouts
 
 
 @pytest.mark.parametrize(("dtype", "most", "mean"), [(torch.float32, 2e-3, 1e-4), (torch.bfloat16, 0.3, 0.03)])
-def test_layouts_agree_at_the_shape_of_0_6b(
-    qwen: Path, groups: Callable[..., TrainBatch], dtype: torch.dtype, most: float, mean: float
-) -> None:
+def test_layouts_agree_at_the_shape_of_0_6b(qwen: Path, groups: Rollouts, dtype: torch.dtype, most: float, mean: float) -> None:
     batch = groups(3, 300, 400, temperature=0.8)
     policy = CausalLM(qwen, dtype, torch.device("cuda"))
     assert policy.free_masks
@@ -199,19 +187,12 @@ def test_log_probs_of_a_large_vocabulary_stay_small(truncated: bool) -> None:
     options: dict[str, Any] = {}
     if truncated:
         options = {"top_p_M": 0.9 * ones, "top_k_M": torch.full((tokens,), 50, device="cuda")}
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    head = LinearHead(weight)
-    logprobs, entropy = linear_logprobs(hidden, targets, head, temperature_M=ones, chunk_elements=GPU_CHUNK_ELEMENTS, **options)
-    logprobs.sum().backward()
-    end.record()
-    end.synchronize()
-    peak = (torch.cuda.max_memory_allocated() - before) / GIB
-    say(f"log-probs of {tokens} tokens, truncated={truncated}: peak {peak:.1f} GiB, {begin.elapsed_time(end):.0f} ms with gradient")
-    assert peak < (12 if truncated else 7)
+    with Measured() as took:
+        head = LinearHead(weight)
+        logprobs, entropy = linear_logprobs(hidden, targets, head, temperature_M=ones, chunk_elements=GPU_CHUNK_ELEMENTS, **options)
+        logprobs.sum().backward()
+    say(f"log-probs of {tokens} tokens, truncated={truncated}: peak {took.more:.1f} GiB, {took.ms:.0f} ms with gradient")
+    assert took.more < (12 if truncated else 7)
     sample = slice(0, 64)
     full = (hidden[sample].detach() @ weight.detach().T).float()
     if truncated:
@@ -257,25 +238,17 @@ def test_recorded_candidates_give_the_same_bits_twice_and_the_log_probs_of_a_cpu
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(first, cpu, strict=True))
 
 
-def test_layer_checkpointing_saves_memory_and_changes_little(qwen: Path, groups: Callable[..., TrainBatch]) -> None:
+def test_layer_checkpointing_saves_memory_and_changes_little(qwen: Path, groups: Rollouts) -> None:
     batch = groups(2, 500, 1500)
     peaks: dict[bool, float] = {}
     results: dict[bool, Any] = {}
     for checkpointing in (False, True):
         trainer = make(qwen, numerics="bitwise", micro_tokens=8192, activations=0 if checkpointing else "all")  # rows alike
         trainer.step(batch)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        results[checkpointing] = trainer.step(batch)
-        end.record()
-        end.synchronize()
-        peaks[checkpointing] = torch.cuda.max_memory_allocated() / GIB
-        say(
-            f"0.6B step of {batch.num_tokens} tokens, checkpointing={checkpointing}: {begin.elapsed_time(end):.0f} ms, "
-            f"peak {peaks[checkpointing]:.1f} GiB"
-        )
+        with Measured() as took:
+            results[checkpointing] = trainer.step(batch)
+        peaks[checkpointing] = took.peak
+        say(f"0.6B step of {batch.num_tokens} tokens, checkpointing={checkpointing}: {took.ms:.0f} ms, peak {took.peak:.1f} GiB")
         del trainer
         torch.cuda.empty_cache()
     assert peaks[True] < peaks[False] - 2

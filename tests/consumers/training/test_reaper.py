@@ -1,7 +1,5 @@
 """The reaper under a virtual clock: which tasks it ends, how long it waits for the fold, and how it rests."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any
@@ -88,15 +86,11 @@ class Scene(MemoryBus):
         body = patched(template(rollouts, reward=None, group_size=2, grading=grading, source=source), task, 0)
         await super().publish(SUBJECTS.samples(source), body)
 
-    async def fold(self) -> None:
-        for sequence in range(self.folded.cursor + 1, (await super().state(SAMPLES)).last + 1):
+    async def fold(self, most: int = 1000) -> None:
+        for sequence in range(self.folded.cursor + 1, (await super().state(SAMPLES)).last + 1)[:most]:
             message = await self.fetch(SAMPLES, sequence)
             record, _ = judge(message.subject, sequence, message.body, message.headers.get("Streamrl-Task"))
             self.folded, _ = fold(self.folded, record, self.config)
-
-    async def fold_one(self) -> None:
-        message = await self.fetch(SAMPLES, self.folded.cursor + 1)
-        self.folded, _ = fold(self.folded, judge(message.subject, message.sequence, message.body, None)[0], self.config)
 
     async def reaper(self) -> Reaper:
         return Reaper(self, SUBJECTS, "main", await take_fence(self, "main"), self.state_now, self.config)
@@ -194,7 +188,7 @@ async def test_an_end_of_the_stream_that_is_lost_is_not_waited_for(left: int, en
     looking = asyncio.create_task(reaper.look())
     if left:
         await elapse(4.25)
-        await scene.fold_one()
+        await scene.fold(1)
     await scene.trim(SAMPLES, through=2)
     assert await looking == (0,)
     assert at() == pytest.approx(ends_at, abs=0.16)
@@ -237,13 +231,9 @@ async def test_rollouts_whose_request_for_a_reward_is_gone_end() -> None:
     for lease in await scene.claim("main", max=1, wait_s=0.0, stream=GRADING):
         await lease.done()
     assert await reaper.look() == ()
-    assert await scene.stones() == [
-        (
-            f"lost-{task}.0.g{grading}",
-            Tombstone(task=task, reason="lost", rollout=0, group_size=2, detail=UNSCORED, source="main", grading=grading),
-        )
-        for task, grading in ((0, 1), (3, 4))
-    ]
+    unscored = Tombstone(task=0, reason="lost", rollout=0, group_size=2, detail=UNSCORED, source="main")
+    ended = [(f"lost-{task}.0.g{grading}", replace(unscored, task=task, grading=grading)) for task, grading in ((0, 1), (3, 4))]
+    assert await scene.stones() == ended
 
 
 @virtual
@@ -332,14 +322,10 @@ async def test_after_the_last_version_it_folds_what_is_left_itself(caplog: pytes
 async def test_what_is_stored_of_a_lost_task_goes_before_its_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     await scene.issue(3, taken=[0, 1])
-    for keys, key in (
-        (scene.kv, "checkpoints/0/0"),
-        (scene.kv, "attempts/0"),
-        (scene.kv, "attempts/2"),
-        (scene.turns, "0/1"),
-        (scene.turns, "01/1"),
-    ):
-        await keys.put(key, b"1")
+    for key in ("checkpoints/0/0", "attempts/0", "attempts/2"):
+        await scene.kv.put(key, b"1")
+    for key in ("0/1", "01/1"):
+        await scene.turns.put(key, b"1")
     scene.away["publish"] = BusUnavailable("away")
     with pytest.raises(BusUnavailable):
         await (await scene.reaper()).look()
@@ -404,9 +390,7 @@ async def test_it_rests_the_longer_the_longer_it_looks(slow_s: float, every_s: f
     ],
 )
 @virtual
-async def test_it_ends_where_another_has_taken_over_and_says_what_else_ends_it(
-    error: Exception, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_it_ends_where_another_has_taken_over_and_says_what_else_ends_it(error: Exception, said: str, caplog: Any) -> None:
     caplog.set_level("INFO")
     scene = Scene()
     reaper = await scene.reaper()

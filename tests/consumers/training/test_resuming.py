@@ -1,10 +1,8 @@
 """Where a trainer goes on from, on the in-process bus with a backend that only gives back what it was given."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,8 +42,7 @@ class Scene:
         self.damaged: set[str] = set()
         self.loaded: list[str] = []
         self.states: dict[str, FoldState] = {}
-        for _ in range(10):
-            self.call(self.bus.publish(SUBJECTS.rewards, b"x"))
+        self.messages(10)
         self.entries(1, 2, 3, 4, 5)
         put = self.bus.kv.put
 
@@ -55,6 +52,10 @@ class Scene:
 
         self.bus.kv.put = told  # type: ignore[method-assign]
 
+    def messages(self, count: int) -> None:
+        for _ in range(count):
+            self.call(self.bus.publish(SUBJECTS.rewards, b"x"))
+
     @property
     def identity(self) -> str:
         return self.call(self.bus.state(SAMPLES)).identity
@@ -62,9 +63,8 @@ class Scene:
     def entries(self, *numbers: int, epoch: int = 0) -> None:
         """The ledger has these."""
         for number in numbers:
-            entry = LedgerEntry(
-                run="r", trainer="main", version=Version(epoch, number), source="main", used=(), cursor=number, granted=0, retired=0
-            )
+            version, empty = Version(epoch, number), {"used": (), "granted": 0, "retired": 0}
+            entry = LedgerEntry(run="r", trainer="main", version=version, source="main", cursor=number, **empty)
             self.call(self.bus.publish(SUBJECTS.ledger("main"), encode(entry)))
 
     def checkpoint(self, number: int, *, epoch: int = 0, cursor: int = 0, pending: int = 0, cursor_s: float = 0.0, **fields: Any) -> Latest:
@@ -87,6 +87,19 @@ class Scene:
     def point(self, newest: Latest, *older: Latest) -> None:
         self.call(self.bus.kv.put("latest/main", encode(replace(newest, older=older) if older else newest)))
         self.puts.clear()
+
+    def lose(self, sequence: int) -> None:
+        """The stream has a hole there."""
+        fetch, state = self.bus.fetch, self.bus.state
+
+        async def holed(stream: str, asked: int) -> Message:
+            return await fetch(stream, 99 if (stream, asked) == (SAMPLES, sequence) else asked)
+
+        async def fewer(stream: str) -> Any:
+            found = await state(stream)
+            return replace(found, messages=found.messages - 1) if stream == SAMPLES else found
+
+        self.bus.fetch, self.bus.state = holed, fewer  # type: ignore[method-assign]
 
     def load(self, path: Path) -> bytes:
         name = str(path.relative_to(self.path))
@@ -118,11 +131,7 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     with asyncio.Runner() as runner:
-
-        def call(coroutine: Coroutine[Any, Any, Any]) -> Any:
-            return runner.run(coroutine)
-
-        yield Scene(tmp_path, call)
+        yield Scene(tmp_path, runner.run)
 
 
 def test_without_a_checkpoint_it_begins_while_the_stream_has_its_beginning(scene: Scene) -> None:
@@ -210,16 +219,7 @@ def test_a_stream_that_does_not_fit_is_refused(scene: Scene, fields: dict[str, A
     lost = scene.checkpoint(5, **{"oldest_needed": 3, **fields})
     scene.point(replace(lost, **named))
     scene.call(scene.bus.trim(SAMPLES, through=2))
-    fetch, state = scene.bus.fetch, scene.bus.state
-
-    async def holed(stream: str, sequence: int) -> Message:
-        return await fetch(stream, 99 if (stream, sequence) == (SAMPLES, 6) else sequence)
-
-    async def fewer(stream: str) -> Any:
-        found = await state(stream)
-        return msgspec.structs.replace(found, messages=found.messages - 1) if stream == SAMPLES else found
-
-    scene.bus.fetch, scene.bus.state = holed, fewer  # type: ignore[method-assign]
+    scene.lose(6)
     with pytest.raises(CannotResume) as caught:
         scene.resume()
     assert isinstance(caught.value.__cause__, LogTruncated)
@@ -228,19 +228,9 @@ def test_a_stream_that_does_not_fit_is_refused(scene: Scene, fields: dict[str, A
 
 
 def test_what_is_carried_is_not_asked_of_the_stream(scene: Scene) -> None:
-    newest = scene.checkpoint(5, cursor=9, pending=6)
-    scene.point(newest)
+    scene.point(scene.checkpoint(5, cursor=9, pending=6))
     messages = scene.carries(5, 6)
-    fetch, state = scene.bus.fetch, scene.bus.state
-
-    async def holed(stream: str, sequence: int) -> Message:
-        return await fetch(stream, 99 if (stream, sequence) == (SAMPLES, 6) else sequence)
-
-    async def fewer(stream: str) -> Any:
-        found = await state(stream)
-        return msgspec.structs.replace(found, messages=found.messages - 1) if stream == SAMPLES else found
-
-    scene.bus.fetch, scene.bus.state = holed, fewer  # type: ignore[method-assign]
+    scene.lose(6)
     assert scene.resume().carried == messages
 
 
@@ -249,8 +239,7 @@ def test_the_ledger_leads_on_from_a_checkpoint_to_its_end(scene: Scene, entries:
     """Checkpoints 3 and 5, in this order."""
     three, five = scene.checkpoint(3), scene.checkpoint(5)
     scene.bus = MemoryBus("r")
-    for _ in range(10):
-        scene.call(scene.bus.publish(SUBJECTS.rewards, b"x"))
+    scene.messages(10)
     scene.entries(*entries)
     scene.point(*(replace(one, stream_identity=scene.identity) for one in (three, five)))
     found = scene.resume().latest
@@ -283,16 +272,14 @@ def test_an_unnamed_one_of_another_epoch_is_tried_where_the_ledger_has_that(scen
     scene.checkpoint(4, epoch=1)
     scene.point(scene.checkpoint(5, epoch=1))
     scene.damaged = {path_of(5, 1)}
-    found = scene.resume().latest
-    assert found is not None and found.version == Version(1, 4)
+    assert (found := scene.resume().latest) and found.version == Version(1, 4)
 
 
 def test_a_damaged_state_is_passed_over(scene: Scene) -> None:
     scene.point(scene.checkpoint(5), scene.checkpoint(2))
     load = scene.load
     scene.load = lambda path: b"\xc1" if "5-e0" in path.name else load(path)  # type: ignore[method-assign]
-    found = scene.resume().latest
-    assert found is not None and found.version.number == 2 and "5-e0.damaged" in scene.folders()
+    assert (found := scene.resume().latest) and found.version.number == 2 and "5-e0.damaged" in scene.folders()
 
 
 def test_what_cannot_be_looked_at_now_ends_it(scene: Scene) -> None:
@@ -328,19 +315,22 @@ def test_with_none_that_will_do_it_begins_again_before_anything_was_loaded(scene
 def test_with_none_that_will_do_and_no_beginning_it_cannot_go_on(scene: Scene, why: str) -> None:
     scene.point(scene.checkpoint(5, cursor=11 if why == "loaded" else 5), scene.checkpoint(4))
     scene.damaged = {path_of(4)} if why == "loaded" else {path_of(5), path_of(4)}
-    if why == "trimmed":
-        scene.point(replace(scene.checkpoint(3), oldest_needed=2))
-        scene.damaged |= {path_of(3)}
-        scene.call(scene.bus.trim(SAMPLES, through=1))
-    if why == "ledger":
-        scene.entries(8)
-    if why == "another stream":
-        scene.point(replace(scene.checkpoint(3), stream_identity="another"))
+    match why:
+        case "trimmed":
+            scene.point(replace(scene.checkpoint(3), oldest_needed=2))
+            scene.damaged |= {path_of(3)}
+            scene.call(scene.bus.trim(SAMPLES, through=1))
+        case "ledger":
+            scene.entries(8)
+        case "another stream":
+            scene.point(replace(scene.checkpoint(3), stream_identity="another"))
+        case _:
+            pass
     before = len(scene.puts)
     with pytest.raises(CannotResume) as caught:
         scene.resume()
     cause = caught.value.__cause__
-    assert isinstance(cause, LogTruncated if why in ("loaded", "ledger", "another stream") else CheckpointDamaged)
+    assert isinstance(cause, CheckpointDamaged if why == "trimmed" else LogTruncated)
     assert all(key != "latest/main" and position.oldest_needed for key, position in scene.puts[before:])
     assert scene.call(scene.bus.kv.get("latest/main")) is not None and "initial weights" not in "".join(scene.said)
-    assert "'demo'" in caught.value.message and str(cause.message) in caught.value.message  # type: ignore[union-attr]
+    assert "'demo'" in caught.value.message and cause.message in caught.value.message

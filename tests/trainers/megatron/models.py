@@ -11,17 +11,9 @@ KINDS = ("Qwen3", "Llama", "Qwen2", "Qwen3Moe")
 
 def write_model(directory: Path, kind: str, *, tied: bool, layers: int = 4, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> None:
     """Write a model directory with random weights, norms and biases included, and a file that stands for the tokenizer."""
-    options: dict[str, Any] = {
-        "vocab_size": 50,
-        "hidden_size": 16,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 24,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": tied,
-        **sizes,
-    }
+    counts = {"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    widths = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    options: dict[str, Any] = {**widths, **counts, **sizes}
     if kind != "Qwen2":
         options["head_dim"] = 8
     if kind == "Qwen3Moe":

@@ -1,18 +1,23 @@
-"""`streamrl convert` value by value: there and back, and what it refuses. Real megatron-core is in test_convert_megatron.py."""
+"""`streamrl convert` value by value: there and back, what it refuses, and attacks. Real megatron-core is in test_convert_megatron.py."""
 
+import argparse
+import dataclasses
 import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from streamrl.cli import main
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
@@ -22,41 +27,58 @@ from streamrl.trainers.megatron.metadata import Reader
 from tests.support.preloaded import PRELOADED
 from tests.trainers.megatron.models import KINDS, write_model
 
-CASES = [(kind, tied) for kind in KINDS for tied in (True, False)]
-
 
 def whole(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of a model directory."""
     return {name: value for file in sorted(directory.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    """Whether names, types and bits are equal."""
+def same(some: Path, others: Path) -> bool:
+    """Whether names, types and bits of two model directories are equal."""
+    first, second = whole(some), whole(others)
     return first.keys() == second.keys() and all(
         value.dtype == second[name].dtype and torch.equal(value, second[name]) for name, value in first.items()
     )
 
 
-@pytest.mark.parametrize(("kind", "tied"), CASES)
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A tied Qwen3."""
+    write_model(tmp_path / "model", "Qwen3", tied=True)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def release(model: Path, tmp_path: Path) -> Path:
+    """Where megatron-core would look for it once it is converted."""
+    convert(model, tmp_path / "megatron")
+    return tmp_path / "megatron" / "release"
+
+
+def left(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir())
+
+
+@pytest.mark.parametrize(("kind", "tied"), [(kind, tied) for kind in KINDS for tied in (True, False)])
 @pytest.mark.parametrize("file_bytes", [1 << 30, 5000])
 def test_there_and_back_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tied: bool, file_bytes: int) -> None:
     monkeypatch.setattr(module, "_ROWS_ELEMENTS", 16 * 7)  # the embedding of 50 rows goes in 8 pieces
     write_model(tmp_path / "model", kind, tied=tied)
     assert convert(tmp_path / "model", tmp_path / "megatron").to == "megatron"
     done = convert(tmp_path / "megatron", tmp_path / "back", file_bytes=file_bytes)
-    source, back = whole(tmp_path / "model"), whole(tmp_path / "back")
-    assert same(source, back)
-    assert done == ("hf", len(source), sum(value.nbytes for value in source.values()))
+    assert same(tmp_path / "model", tmp_path / "back")
+    source = whole(tmp_path / "model").values()
+    assert done == ("hf", len(source), sum(value.nbytes for value in source))
     assert (len(list((tmp_path / "back").glob("*.safetensors"))) > 1) == (file_bytes == 5000)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
-    assert same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").state_dict(), again.state_dict())
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    held, again = (load(tmp_path / name, dtype="auto").state_dict() for name in ("model", "back"))
+    assert held.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in held.items())
     assert (tmp_path / "back" / "tokenizer.txt").read_text() == "its tokenizer"
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_command_line_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
-    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "megatron")]) == 0
+def test_the_command_line_says_what_it_did(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(model), str(tmp_path / "megatron")]) == 0
     assert "46 tensors" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "megatron" / "release"), str(tmp_path / "back"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["to"] == "hf"
@@ -99,16 +121,14 @@ NORM = "model__norm__weight"
     ],
 )
 def test_a_model_that_is_not_its_description_is_refused_by_name(
-    tmp_path: Path, config: dict[str, object], change: dict[str, torch.Tensor | None], words: tuple[str, ...]
+    model: Path, tmp_path: Path, config: dict[str, object], change: dict[str, torch.Tensor | None], words: tuple[str, ...]
 ) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
-    change_config(tmp_path / "model", **config)
-    if change:
-        change_tensors(tmp_path / "model", **change)
+    change_config(model, **config)
+    change_tensors(model, **change)
     with pytest.raises(ConfigError) as caught:
-        convert(tmp_path / "model", tmp_path / "megatron")
+        convert(model, tmp_path / "megatron")
     assert all(word in caught.value.message for word in words), caught.value.message
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert left(tmp_path) == ["model"]
 
 
 @pytest.mark.parametrize(
@@ -122,12 +142,12 @@ def test_a_model_that_is_not_its_description_is_refused_by_name(
         ({"num_key_value_heads": 4}, ("linear_qkv.weight",)),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, config: dict[str, object], words: tuple[str, ...]) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
-    convert(tmp_path / "model", tmp_path / "megatron")
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    release: Path, tmp_path: Path, config: dict[str, object], words: tuple[str, ...]
+) -> None:
     change_config(tmp_path / "model", **config)
     with pytest.raises(ConfigError) as caught:
-        convert(tmp_path / "megatron", tmp_path / "back", tmp_path / "model")
+        convert(release, tmp_path / "back", tmp_path / "model")
     assert all(word in caught.value.message for word in words), caught.value.message
     assert not (tmp_path / "back").exists()
 
@@ -138,11 +158,9 @@ def cut(path: Path, keep: int) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
-def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
-    convert(tmp_path / "model", tmp_path / "megatron")
+def test_a_truncated_file_is_named(release: Path, tmp_path: Path, keep: int) -> None:
     for name in ("__0_0.distcp", ".metadata"):
-        shutil.copytree(tmp_path / "megatron", tmp_path / "cut")
+        shutil.copytree(release.parent, tmp_path / "cut")
         cut(tmp_path / "cut" / "release" / name, keep)
         with pytest.raises(CheckpointDamaged, match=name):
             convert(tmp_path / "cut", tmp_path / "back")
@@ -150,43 +168,56 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
     cut(tmp_path / "model" / "model.safetensors", keep)
     with pytest.raises(CheckpointDamaged, match=r"model\.safetensors"):
         convert(tmp_path / "model", tmp_path / "other")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "model"]
+    assert left(tmp_path) == ["megatron", "model"]
 
 
-def test_bytes_that_are_no_tensor_are_named(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
-    convert(tmp_path / "model", tmp_path / "megatron")
-    file = tmp_path / "megatron" / "release" / "__0_0.distcp"
-    file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(CheckpointDamaged, match="__0_0"):
-        convert(tmp_path / "megatron", tmp_path / "back")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "model"]
+QKV, DOWN = "decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.mlp.linear_fc2.weight"
 
 
-@pytest.mark.parametrize("lie", ["lost", "twice", "elsewhere", "fewer"])
-def test_metadata_that_cannot_be_true_is_refused(tmp_path: Path, lie: str) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
-    convert(tmp_path / "model", tmp_path / "megatron")
-    path = tmp_path / "megatron" / "release" / ".metadata"
-    told = Reader(path.parent).read_metadata()
-    assert told.storage_data is not None
-    key = "decoder.layers.self_attention.linear_qkv.weight"
-    first, second = [index for index in told.storage_data if index.fqn == key][:2]
-    match lie:
-        case "lost":
-            del told.storage_data[first]
-        case "twice":
-            told.storage_data[first] = told.storage_data[second]
-        case "elsewhere":
-            told.storage_data[first].relative_path = "../../../secret"
-        case _:
-            tensor = told.state_dict_metadata[key]
-            assert isinstance(tensor, TensorStorageMetadata)
-            tensor.chunks.pop()
-    path.write_bytes(pickle.dumps(told))
-    with pytest.raises(CheckpointDamaged, match=r"\.metadata"):
-        convert(tmp_path / "megatron", tmp_path / "back")
-    assert not (tmp_path / "back").exists()
+def change_metadata(release: Path, change: Callable[[Any], object]) -> bytes:
+    """Change `.metadata`; returns it in the pickle protocol in which names of classes are text."""
+    found = Reader(release).read_metadata()
+    change(found)
+    data = pickle.dumps(found, protocol=2)
+    (release / ".metadata").write_bytes(data)
+    return data
+
+
+def stored(found: Metadata) -> list[Any]:
+    """Where the first two layers of a tensor lie."""
+    assert found.storage_data is not None
+    return [index for index in found.storage_data if index.fqn == QKV][:2]
+
+
+def chunks(found: Metadata, key: str) -> list[Any]:
+    tensor = found.state_dict_metadata[key]
+    assert isinstance(tensor, TensorStorageMetadata)
+    return tensor.chunks
+
+
+def doubled(found: Metadata, key: str) -> None:
+    """A layer stands twice and another nowhere: the count of elements is right, and what is nowhere is what the memory held before."""
+    one = chunks(found, key)
+    one[1] = dataclasses.replace(one[1], offsets=one[0].offsets)
+
+
+LIES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "lost": (lambda found: found.storage_data.pop(stored(found)[0]), r"\.metadata"),
+    "twice": (lambda found: found.storage_data.update({stored(found)[0]: found.storage_data[stored(found)[1]]}), r"\.metadata"),
+    "elsewhere": (lambda found: setattr(found.storage_data[stored(found)[0]], "relative_path", "../../../secret"), r"\.metadata"),
+    "fewer": (lambda found: chunks(found, QKV).pop(), r"\.metadata"),
+    "doubled": (lambda found: doubled(found, QKV), rf"{QKV}.* whole, or twice"),
+    "doubled behind": (lambda found: doubled(found, DOWN), rf"{DOWN}.* whole, or twice"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_that_cannot_be_true_is_refused(release: Path, tmp_path: Path, lie: str) -> None:
+    change, said = LIES[lie]
+    change_metadata(release, change)
+    with pytest.raises(CheckpointDamaged, match=said):
+        convert(release.parent, tmp_path / "back")
+    assert left(tmp_path) == ["megatron", "model"]
 
 
 class Enemy:
@@ -199,13 +230,17 @@ class Enemy:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_pickle_that_would_run_a_program_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
-    convert(tmp_path / "model", tmp_path / "megatron")
-    (tmp_path / "megatron" / "release" / ".metadata").write_bytes(pickle.dumps(Enemy(tmp_path / "struck")))
+def test_bytes_that_are_no_checkpoint_are_refused_and_run_no_program(release: Path, tmp_path: Path) -> None:
+    file = release / "__0_0.distcp"
+    whole = file.read_bytes()
+    file.write_bytes(bytes(len(whole)))
+    with pytest.raises(CheckpointDamaged, match="__0_0"):
+        convert(release.parent, tmp_path / "back")
+    file.write_bytes(whole)
+    (release / ".metadata").write_bytes(pickle.dumps(Enemy(tmp_path / "struck")))
     with pytest.raises(CheckpointDamaged, match=r"mkdir.*no checkpoint"):
-        convert(tmp_path / "megatron", tmp_path / "back")
-    assert not (tmp_path / "struck").exists()
+        convert(release.parent, tmp_path / "back")
+    assert left(tmp_path) == ["megatron", "model"]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +269,9 @@ def test_without_a_description_it_says_which_option_names_one(tmp_path: Path) ->
         convert(tmp_path / "megatron", tmp_path / "back")
     assert "--model" in caught.value.hint
     convert(tmp_path / "megatron", tmp_path / "back", tmp_path / "model")
-    assert same(whole(tmp_path / "back"), whole(tmp_path / "model"))
+    assert same(tmp_path / "back", tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"--model"):  # a model that describes itself takes no other description
+        convert(tmp_path / "model", tmp_path / "again", tmp_path / "model")
 
 
 CHILD = """
@@ -273,14 +310,12 @@ except StreamRLError as error:
 
 @pytest.mark.process
 @pytest.mark.parametrize("to", ["megatron", "hf"])
-async def test_a_full_disk_is_said_and_nothing_is_left(tmp_path: Path, to: str) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
-    convert(tmp_path / "model", tmp_path / "megatron")
+async def test_a_full_disk_is_said_and_nothing_is_left(release: Path, tmp_path: Path, to: str) -> None:
     source = tmp_path / ("model" if to == "megatron" else "megatron")
     code, said, err = await PRELOADED.run("-c", CHILD, "full", str(source), str(tmp_path / "dest"), folder=tmp_path)
     assert code == 3, err
     assert "dest cannot be written" in said
-    assert sorted(os.listdir(tmp_path)) == ["megatron", "model"]
+    assert left(tmp_path) == ["megatron", "model"]
 
 
 @pytest.mark.slow
@@ -301,10 +336,86 @@ def test_memory_is_that_of_two_layers_however_many_there_are(tmp_path: Path, to:
     assert told["more"] < 2 * told["bytes"] / 48 + 16e6
 
 
-def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(tmp_path / "model", "Qwen3", tied=True)
+def test_no_room_is_said_before_anything_is_written(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(TrainingError, match="free on its disk"):
+        convert(model, tmp_path / "megatron")
+    assert left(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("begin", ["model.layers.1.", "model.layers.2.mlp.experts.3.", "model.layers.0.input_layernorm."])
+def test_layers_and_experts_of_several_types_are_refused(tmp_path: Path, begin: str) -> None:
+    """Megatron's file has one tensor for all layers: of two types it would hold one, and the other's bits were lost."""
+    write_model(tmp_path / "model", "Qwen3Moe", tied=True)
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({name: value.float() if name.startswith(begin) else value for name, value in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match=r"decoder\.layers\.\S+ .*float32"):
         convert(tmp_path / "model", tmp_path / "megatron")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert left(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_common_has_the_sizes_that_loaders_compare(tmp_path: Path, kind: str) -> None:
+    """`num_layers`, `hidden_size`, `num_attention_heads` are compared by Megatron-LM; the others are read by converters."""
+    write_model(tmp_path / "model", kind, tied=kind == "Llama", layers=3)
+    convert(tmp_path / "model", tmp_path / "megatron")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        said = vars(torch.load(tmp_path / "megatron" / "release" / "common.pt", weights_only=True)["args"])
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (said["num_layers"], said["hidden_size"], said["num_attention_heads"], said["num_query_groups"]) == (3, 16, 4, 2)
+    assert said["kv_channels"] == (4 if kind == "Qwen2" else 8)
+    assert said["num_experts"] == config.get("num_experts", config.get("num_local_experts"))
+    assert said["untie_embeddings_and_output_weights"] is not config["tie_word_embeddings"]
+    assert said["moe_ffn_hidden_size" if kind == "Qwen3Moe" else "ffn_hidden_size"] == (8 if kind == "Qwen3Moe" else 24)
+
+
+def test_metadata_of_an_older_megatron_core_is_read(release: Path, tmp_path: Path) -> None:
+    """Up to 0.15 it has a class of its own, torch's with one field more, which 0.16 keeps a stand-in for."""
+    data = change_metadata(release, lambda found: setattr(found, "mcore_data", {"decoder": {"nd_reformulated_orig_global_shape": (2, 3)}}))
+    torchs = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
+    assert data.count(torchs) == 1
+    (release / ".metadata").write_bytes(data.replace(torchs, b"cmegatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"))
+    convert(tmp_path / "megatron", tmp_path / "back")
+    assert same(tmp_path / "model", tmp_path / "back")
+    (release / ".metadata").write_bytes(data.replace(torchs, b"cmegatron.core.dist_checkpointing.strategies.torch\nTheirs\n"))
+    with pytest.raises(CheckpointDamaged, match=r"MCore|Theirs"):
+        convert(tmp_path / "megatron", tmp_path / "again")
+
+
+def test_bits_that_flip_where_torch_describes_a_tensor_are_damage(tmp_path: Path) -> None:
+    """Whatever torch makes of them, no other error comes. Values have no check sum, so those are not struck."""
+    write_model(tmp_path / "model", "Llama", tied=False, layers=1)
+    convert(tmp_path / "model", tmp_path / "megatron")
+    file = tmp_path / "megatron" / "release" / "__0_0.distcp"
+    data, struck = file.read_bytes(), 0
+    about = data.index(b"_rebuild_tensor")
+    for at in range(about - 60, about + 240, 10):
+        file.write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
+        try:
+            convert(tmp_path / "megatron", tmp_path / f"back-{at}")
+        except CheckpointDamaged:
+            struck += 1
+        assert not list(tmp_path.glob(".*"))
+    assert struck > 5
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_conversion_that_is_killed_leaves_no_dest_and_the_next_one_tidies_up(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "Llama", tied=True, layers=64, hidden_size=512, intermediate_size=1536)
+    command = [sys.executable, "-m", "streamrl", "convert", str(tmp_path / "model"), str(tmp_path / "dest")]
+    killed = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    try:
+        while killed.poll() is None and not any(file.stat().st_size > 1 << 20 for file in tmp_path.rglob(".*/**/*.distcp")):
+            time.sleep(0.001)
+    finally:
+        killed.kill()
+        killed.wait()
+    assert killed.returncode == -9  # 300 MB are not written within the millisecond after the first one
+    assert list(tmp_path.glob(".*"))
+    assert not (tmp_path / "dest").exists()
+    convert(tmp_path / "model", tmp_path / "dest")
+    assert left(tmp_path) == ["dest", "model"]
+    convert(tmp_path / "dest", tmp_path / "back")
+    assert same(tmp_path / "model", tmp_path / "back")

@@ -1,7 +1,5 @@
 """`streamrl convert` against real megatron-core: it loads what was converted, on any mesh, and what it saved is converted back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

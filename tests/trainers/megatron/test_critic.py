@@ -1,9 +1,6 @@
 """A critic that megatron-core runs beside the policy, on every mesh, beside the torch backend's: values, training, checkpoints."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import ANY
@@ -14,18 +11,19 @@ import pytest
 import torch
 
 from streamrl.config.loss import CriticConfig, LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import Config
 from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import meshes
 from tests.support.errors import raises
-from tests.support.meshes import BOUND, apart, batch, in_float64, parameters, slow, soak
+from tests.support.meshes import BOUND, Mesh, apart, batch, in_float64, parameters, slow, soak
 from tests.support.scoring import prepared
+from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(600)]
-Mesh = dict[str, Any]
 TORCH: Mesh = {"backend": "torch"}
 TENSOR: Mesh = {"ranks": 2, "tensor": 2}
 STAGES: Mesh = {"ranks": 2, "pipeline": 2}
@@ -48,10 +46,9 @@ def told(result: StepResult) -> dict[str, float]:
 
 
 def config(mesh: Mesh, *, path: object = "", **changes: Any) -> Config:
-    options = {"optimizer": OptimizerConfig(learning_rate=1e-3), "micro_tokens": 48, "minibatches": 2, "rank_timeout_s": 120.0}
-    trainer = TrainerConfig(**{"backend": "megatron", **options, **mesh, **changes})
     critic = CriticConfig(path=str(path), learning_rate=3e-3, clip=0.05, only_steps=1)
-    return Config(trainer=trainer, loss=LossConfig(advantage="ppo", gae_lambda=0.9, critic=critic))
+    loss = LossConfig(advantage="ppo", gae_lambda=0.9, critic=critic)
+    return meshes.config(loss, **{"backend": "megatron", **mesh, **changes})
 
 
 class Ran(NamedTuple):
@@ -74,48 +71,35 @@ def run(trainer: Any, where: Path) -> Ran:
     return Ran(results, [each.scores.values for each in seen], where / str(HALF), where / str(STEPS))
 
 
-Runs = Callable[[Mesh], Ran]
+HEADS = {"vocab_size": 19, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def runs(initial: Path, folders: pytest.TempPathFactory, **changes: Any) -> Runs:
-    @cache
-    def made(items: tuple[tuple[str, Any], ...]) -> Ran:
-        with open_trainer(config(dict(items), **changes), initial) as trainer:
-            return run(trainer, folders.mktemp("run"))
+class Model:
+    """A model of tokens that two ranks do not divide, the runs on it, each made once, and the critic of one in float64."""
 
-    return lambda mesh: made(tuple(mesh.items()))
+    def __init__(self, initial: Path, folders: pytest.TempPathFactory) -> None:
+        self.initial, self.folders, self.made = initial, folders, dict[str, Ran]()
 
+    def __call__(self, mesh: Mesh) -> Ran:
+        if str(mesh) not in self.made:
+            with open_trainer(config(mesh), self.initial) as trainer:
+                self.made[str(mesh)] = run(trainer, self.folders.mktemp("run"))
+        return self.made[str(mesh)]
 
-@pytest.fixture(scope="module")
-def dense(make_model: Callable[..., Path]) -> Path:
-    """Tied, of tokens that two ranks do not divide: of the policy's embedding two stages have a copy, of the critic's the first one."""
-    return make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2)
-
-
-@pytest.fixture(scope="module")
-def mixture(make_mixture: Callable[..., Path]) -> Path:
-    return make_mixture(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    @cached_property
+    def exact(self) -> dict[str, torch.Tensor]:
+        return parameters(run(in_float64(config(TORCH), self.initial), self.folders.mktemp("exact")).checkpoint, "critic")
 
 
 @pytest.fixture(scope="module")
-def ran(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return runs(dense, tmp_path_factory)
+def dense(make_model: Models, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Tied: of the policy's embedding two stages have a copy, of the critic's the first one."""
+    return Model(make_model(**HEADS), tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def mixture_ran(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return runs(mixture, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def exact(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The critic of a run in float64."""
-    return parameters(run(in_float64(config(TORCH), dense), tmp_path_factory.mktemp("exact")).checkpoint, "critic")
-
-
-@pytest.fixture(scope="module")
-def mixture_exact(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    return parameters(run(in_float64(config(TORCH), mixture), tmp_path_factory.mktemp("exact")).checkpoint, "critic")
+def mixture(make_mixture: Models, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(make_mixture(**HEADS, tie_word_embeddings=False), tmp_path_factory)
 
 
 def check_run(made: Ran, alone: Ran, exact: dict[str, torch.Tensor]) -> None:
@@ -139,30 +123,25 @@ def check_run(made: Ran, alone: Ran, exact: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("mesh", DENSE, ids=str)
-def test_a_critic_learns_what_torchs_does(ran: Runs, exact: dict[str, torch.Tensor], mesh: Mesh) -> None:
-    check_run(ran(mesh), ran(TORCH), exact)
+def test_a_critic_learns_what_torchs_does(dense: Model, mesh: Mesh) -> None:
+    check_run(dense(mesh), dense(TORCH), dense.exact)
 
 
 @pytest.mark.parametrize("mesh", MIXTURES, ids=str)
-def test_a_critic_that_is_a_mixture_learns_what_torchs_does(mixture_ran: Runs, mixture_exact: dict[str, torch.Tensor], mesh: Mesh) -> None:
+def test_a_critic_that_is_a_mixture_learns_what_torchs_does(mixture: Model, mesh: Mesh) -> None:
     """Experts divided over ranks, of which some have no sample of every third batch."""
-    check_run(mixture_ran(mesh), mixture_ran(TORCH), mixture_exact)
+    check_run(mixture(mesh), mixture(TORCH), mixture.exact)
 
 
 def equal(some: Path, others: Path) -> bool:
-    """Whether two checkpoints have the same critic, masters and moments, bit by bit and in the same types."""
-    for stem in ("critic", "critic_optimizer"):
-        ours, theirs = parameters(some, stem), parameters(others, stem)
-        assert {name: value.dtype for name, value in ours.items()} == {name: value.dtype for name, value in theirs.items()}
-        if not all(torch.equal(ours[name], theirs[name]) for name in ours):
-            return False
-    return True
+    return meshes.same(some, others, "critic", "critic_optimizer")
 
 
 @pytest.mark.parametrize("mesh", [slow({**BOTH, **BFLOAT16}), *map(soak, (TENSOR, BOTH, {**EXPERTS, **BFLOAT16}))], ids=str)
-def test_a_restart_gives_the_same_bits(dense: Path, mixture: Path, ran: Runs, mixture_ran: Runs, mesh: Mesh, tmp_path: Path) -> None:
-    initial, made = (mixture, mixture_ran(mesh)) if "experts" in mesh else (dense, ran(mesh))
-    with open_trainer(config(mesh), initial) as trainer:
+def test_a_restart_gives_the_same_bits(dense: Model, mixture: Model, mesh: Mesh, tmp_path: Path) -> None:
+    model = mixture if "experts" in mesh else dense
+    made = model(mesh)
+    with open_trainer(config(mesh), model.initial) as trainer:
         trainer.step(batch(9))  # which is forgotten
         assert trainer.load(made.half) == b"at"
         found = [trainer.step(batch(step)) for step in range(HALF, STEPS)]
@@ -186,17 +165,18 @@ def test_a_restart_gives_the_same_bits(dense: Path, mixture: Path, ran: Runs, mi
     ids=str,
 )
 def test_another_backend_and_mesh_goes_on_with_masters_and_moments(
-    dense: Path, mixture: Path, ran: Runs, mixture_ran: Runs, mesh: Mesh, other: Mesh, tmp_path: Path
+    dense: Model, mixture: Model, mesh: Mesh, other: Mesh, tmp_path: Path
 ) -> None:
     """There and back: each writes what it has read."""
-    initial, made = (mixture, mixture_ran(mesh)) if "experts" in mesh else (dense, ran(mesh))
-    with open_trainer(config(other), initial) as trainer:
+    model = mixture if "experts" in mesh else dense
+    made = model(mesh)
+    with open_trainer(config(other), model.initial) as trainer:
         assert trainer.load(made.half) == b"at"
         assert trainer.digest() == made.results[HALF - 1].digest
         trainer.save(tmp_path / "there", b"at", version=Version(0, HALF)).result()
         theirs = trainer.step(batch(HALF))
     assert told(theirs) == pytest.approx(told(made.results[HALF]), rel=0.03 if "dtype" in mesh else 1e-3, abs=1e-3)
-    with open_trainer(config(mesh), initial) as trainer:
+    with open_trainer(config(mesh), model.initial) as trainer:
         assert trainer.load(tmp_path / "there") == b"at"
         trainer.save(tmp_path / "back", b"at", version=Version(0, HALF)).result()
         found = [trainer.step(batch(step)) for step in range(HALF, STEPS)]
@@ -205,15 +185,15 @@ def test_another_backend_and_mesh_goes_on_with_masters_and_moments(
 
 
 @pytest.mark.parametrize("mesh", [slow({}), soak(BOTH)], ids=str)
-def test_its_body_may_be_another_models_and_is_not_published(make_model: Callable[..., Path], dense: Path, mesh: Mesh) -> None:
+def test_its_body_may_be_another_models_and_is_not_published(make_model: Models, dense: Model, mesh: Mesh) -> None:
     """Of another width and depth, with a head of its own, which the critic lacks."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
     other = make_model(vocab_size=23, tie_word_embeddings=False, **sizes)
     found = []
     for asked in (TORCH, mesh):
-        with open_trainer(config(asked, path=other), dense) as trainer:
+        with open_trainer(config(asked, path=other), dense.initial) as trainer:
             found.append([trainer.step(batch(step)) for step in range(3)])
-            assert {shard.name for shard in trainer.shards()} == parameters(dense).keys()
+            assert {shard.name for shard in trainer.shards()} == parameters(dense.initial).keys()
     for ours, theirs in zip(*found, strict=True):
         assert told(theirs) == pytest.approx(told(ours), rel=1e-3, abs=1e-5)
 
@@ -223,15 +203,13 @@ def test_its_body_may_be_another_models_and_is_not_published(make_model: Callabl
     [slow({}, {"intermediate_size": 128}), soak(TENSOR, {"hidden_size": 16}), soak(STAGES, {"num_hidden_layers": 4})],
     ids=str,
 )
-def test_another_critic_or_none_is_refused(
-    make_model: Callable[..., Path], dense: Path, mesh: Mesh, sizes: dict[str, int], tmp_path: Path
-) -> None:
-    other = make_model(vocab_size=19, num_attention_heads=4, num_key_value_heads=2, **sizes)
-    make_trainer(config(TORCH, path=other), dense).save(tmp_path / "other", b"", version=Version()).result()
-    with raises(TrainingError, what="a critic", path=str(tmp_path / "other"), parameter=ANY), open_trainer(config(mesh), dense) as trainer:
-        trainer.load(tmp_path / "other")
-    with open_trainer(Config(trainer=config(mesh).trainer), dense) as trainer:
+def test_another_critic_or_none_is_refused(make_model: Models, dense: Model, mesh: Mesh, sizes: dict[str, int], tmp_path: Path) -> None:
+    other = make_model(**HEADS, **sizes)
+    make_trainer(config(TORCH, path=other), dense.initial).save(tmp_path / "other", b"", version=Version()).result()
+    with open_trainer(Config(trainer=config(mesh).trainer), dense.initial) as trainer:
         assert trainer.load(tmp_path / "other") == b"", "the policy alone is wanted"
         trainer.save(tmp_path / "none", b"", version=Version()).result()
-    with raises(TrainingError, what="a critic", path=str(tmp_path / "none")), open_trainer(config(mesh), dense) as trainer:
-        trainer.load(tmp_path / "none")
+    for name, values in (("other", {"parameter": ANY}), ("none", {})):
+        where = tmp_path / name
+        with raises(TrainingError, what="a critic", path=str(where), **values), open_trainer(config(mesh), dense.initial) as trainer:
+            trainer.load(where)

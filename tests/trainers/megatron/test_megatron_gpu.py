@@ -3,8 +3,6 @@
 `scripts/gpu/megatron.sh` runs them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +11,14 @@ from typing import Any
 import pytest
 
 from streamrl.config.loss import CriticConfig
-from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig
+from streamrl.config.tree import Config, LossConfig
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
+from tests.support import trainers
 from tests.support.meshes import BOUND, STEPS, apart, batch, in_float64, parameters, run
 from tests.support.needs import need
+from tests.support.trainers import DIRECT, Models
 
 # As the trainer's process does before torch begins: cuBLAS reads it once.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -27,18 +27,15 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
 SIZES: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 MESHES: list[dict[str, Any]] = [{"ranks": 1}, {"ranks": 2}, *({"ranks": 2, key: 2} for key in ("tensor", "pipeline", "context", "experts"))]
-LOSS = LossConfig(proximal="sampler")
 NAMES = ["alone", "replicas", "tensor", "pipeline", "context", "experts"]
 
 
-def config(backend: Any, *, ranks: int = 1, numerics: Any = "fast", loss: LossConfig = LOSS, **trainer: Any) -> Config:
-    options: dict[str, Any] = {"device": "cuda", "optimizer": OptimizerConfig(learning_rate=1e-3), "rank_timeout_s": 120.0, **trainer}
-    section = TrainerConfig(ranks=ranks, backend=backend, minibatches=2, **options)
-    return Config(run=RunConfig(numerics=numerics), trainer=section, loss=loss)
+def config(backend: Any, *, loss: LossConfig = DIRECT, **settings: Any) -> Config:
+    return trainers.config(loss, **{"backend": backend, "minibatches": 2, "device": "cuda", "rank_timeout_s": 120.0, **settings})
 
 
 @pytest.fixture
-def model(make_model: Callable[..., Path], make_mixture: Callable[..., Path], mesh: dict[str, Any]) -> Callable[[str], Path]:
+def model(make_model: Models, make_mixture: Models, mesh: dict[str, Any]) -> Callable[[str], Path]:
     """`model(dtype)`: a dense one, or a mixture where experts are divided."""
 
     def made(dtype: str) -> Path:

@@ -92,39 +92,8 @@ def test_each_element_has_one_owner_and_the_ranks_make_the_checkpoint_again(
         assert (owners[name] == 1).all(), name
 
 
-def test_the_groups_of_queries_keys_and_values_are_as_megatron_has_them() -> None:
-    """Written by hand: 4 heads in 2 groups, head_dim 2, on rank 1 of 2: the second group alone."""
-    sizes = {"layers": 1, "hidden": 1, "heads": 4, "kv_heads": 2, "head_dim": 2, "intermediate": 2, "vocabulary": 3}
-    arch = Architecture(model_type="qwen3", tied=False, **sizes)
-    whole = checkpoint(arch)
-    held = {one.name: load(one, whole).ravel().tolist() for one in parameters(arch, Place(tensor=1, tensors=2), 4)}
-    layer = "model.layers.0."
-    q, k, v = (whole[f"{layer}self_attn.{name}_proj.weight"].ravel().tolist() for name in "qkv")
-    assert held["decoder.layers.0.self_attention.linear_qkv.weight"] == q[4:] + k[2:] + v[2:]
-    gate, up = (whole[f"{layer}mlp.{name}_proj.weight"].ravel().tolist() for name in ("gate", "up"))
-    assert held["decoder.layers.0.mlp.linear_fc1.weight"] == [gate[1], up[1]]
-    assert held["decoder.layers.0.self_attention.linear_proj.weight"] == whole[f"{layer}self_attn.o_proj.weight"].ravel().tolist()[4:]
-    assert held["output_layer.weight"] == [whole["lm_head.weight"].ravel().tolist()[2], -1]
-
-
-def test_a_tied_head_is_a_copy_on_the_last_stage_and_no_parameter_on_a_single_one() -> None:
-    sizes = {"layers": 2, "hidden": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "intermediate": 1, "vocabulary": 3}
-    arch = Architecture(model_type="llama", tied=True, **sizes)
-    assert not any(one.name == "output_layer.weight" for one in parameters(arch, Place()))
-    last = list(parameters(arch, Place(stage=1, stages=2)))[-1]
-    assert (last.name, last.parts[0].name, last.parts[0].owner) == ("output_layer.weight", "model.embed_tokens.weight", False)
-
-
-QWEN3 = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "intermediate_size": 6,
-    "vocab_size": 10,
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 6, "vocab_size": 10, **HEADS}
 
 
 @pytest.mark.parametrize(
@@ -160,7 +129,23 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(place: Place, padded: 
         list(parameters(architecture(QWEN3, "config.json"), place, padded))
 
 
-def test_a_configuration_without_groups_has_one_for_each_head() -> None:
+def test_heads_and_groups_are_as_megatron_has_them() -> None:
+    sizes = {"layers": 1, "hidden": 1, "heads": 4, "kv_heads": 2, "head_dim": 2, "intermediate": 2, "vocabulary": 3}
+    arch = Architecture(model_type="qwen3", tied=False, **sizes)
+    whole = checkpoint(arch)
+    held = {one.name: load(one, whole).ravel().tolist() for one in parameters(arch, Place(tensor=1, tensors=2), 4)}
+    layer = "model.layers.0."
+    q, k, v = (whole[f"{layer}self_attn.{name}_proj.weight"].ravel().tolist() for name in "qkv")
+    assert held["decoder.layers.0.self_attention.linear_qkv.weight"] == q[4:] + k[2:] + v[2:]
+    gate, up = (whole[f"{layer}mlp.{name}_proj.weight"].ravel().tolist() for name in ("gate", "up"))
+    assert held["decoder.layers.0.mlp.linear_fc1.weight"] == [gate[1], up[1]]
+    assert held["decoder.layers.0.self_attention.linear_proj.weight"] == whole[f"{layer}self_attn.o_proj.weight"].ravel().tolist()[4:]
+    assert held["output_layer.weight"] == [whole["lm_head.weight"].ravel().tolist()[2], -1]
+    sizes = {"layers": 2, "hidden": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "intermediate": 1, "vocabulary": 3}
+    arch = Architecture(model_type="llama", tied=True, **sizes)
+    assert not any(one.name == "output_layer.weight" for one in parameters(arch, Place()))
+    last = list(parameters(arch, Place(stage=1, stages=2)))[-1]
+    assert (last.name, last.parts[0].name, last.parts[0].owner) == ("output_layer.weight", "model.embed_tokens.weight", False)
     plain = {key: value for key, value in QWEN3.items() if key not in ("num_key_value_heads", "head_dim")}
     found = architecture({**plain, "model_type": "llama"}, "config.json")
     assert (found.kv_heads, found.head_dim, found.tied) == (4, 2, False)
