@@ -38,23 +38,12 @@ def assembled(*messages: list[Sample], config: FoldConfig = CONFIG) -> TrainBatc
     return assemble(*closed(messages, config), config)
 
 
-def test_a_batch_has_the_greedy_rewards_and_is_else_that_of_the_other_rollouts() -> None:
+def test_a_batch_has_the_greedy_rewards_once_a_task_and_nothing_else_of_them() -> None:
     with_them = assembled([row(0, 0), greedy(0, 0.25)], [row(1, 0)], [greedy(1, -2.0)])
     alone = replace(CONFIG, group_size=1, baseline=False)
     without = assembled([row(0, 0, group_size=1)], [row(1, 0, group_size=1)], config=alone)
     assert arrays(with_them) == {**arrays(without), "baselines": [0.25, -2.0]}
     assert without.baselines is None and with_them.num_samples == 2
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_denominator_counts_them(reduction: Any) -> None:
-    more = {"constant_length": {"constant_length": 10}, "token_mean_legacy": {"legacy_samples": 1}}.get(reduction, {})
-    batch = assembled([row(0, 0), greedy(0, 0.0, length=50)], [row(1, 0), greedy(1, 1.0)])
-    weights = token_weights(batch, np.arange(2), reduction, **more)
-    assert weights.sum() == pytest.approx(2 / 10 if reduction == "constant_length" else 1.0), "two rollouts of two tokens"
-
-
-def test_every_sample_of_a_task_has_the_same_baseline_in_packing_order() -> None:
     config = replace(CONFIG, group_size=3)
     rows = {"group_size": 3, "num_samples": 2}
     messages = [
@@ -68,12 +57,20 @@ def test_every_sample_of_a_task_has_the_same_baseline_in_packing_order() -> None
     assert batch.baselines is not None and batch.baselines.tolist() == [0.5, 0.5, 3.0, 3.0, 3.0]
     found = token_advantages(batch, LossConfig(advantage="remax")).advantages
     assert found[batch.loss_mask].tolist() == np.repeat([-0.5, 0.5, -2.0, -1.0, -1.0], 2).tolist()
-
-
-def test_of_a_rollout_in_several_samples_the_baseline_is_one_reward() -> None:
     first, second = (greedy(0, 0.5, index=index, num_samples=2, sample=index) for index in range(2))
     batch = assembled([row(0, 0), first, second], [row(1, 0), greedy(1, 0.0)])
     assert batch.baselines is not None and batch.baselines.tolist() == [0.5, 0.0]
+    batch = assembled([row(0, 0), greedy(0, 0.25)], [row(1, 0), greedy(1, -2.0)])
+    again = unpack(pack(batch), TrainBatch)
+    assert again.baselines.tolist() == [0.25, -2.0]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_denominator_counts_them(reduction: Any) -> None:
+    more = {"constant_length": {"constant_length": 10}, "token_mean_legacy": {"legacy_samples": 1}}.get(reduction, {})
+    batch = assembled([row(0, 0), greedy(0, 0.0, length=50)], [row(1, 0), greedy(1, 1.0)])
+    weights = token_weights(batch, np.arange(2), reduction, **more)
+    assert weights.sum() == pytest.approx(2 / 10 if reduction == "constant_length" else 1.0), "two rollouts of two tokens"
 
 
 def test_what_length_adds_it_adds_to_both() -> None:
@@ -113,9 +110,3 @@ def test_sources_and_ages_are_of_what_is_trained() -> None:
     plain = [group.rollouts[0] for group in batch.groups]
     assert ages(batch, state)["total"] == [state.version.number - one.oldest for one in plain]
     assert [one.rollouts for one in used(batch)] == [(0, 1), (0, 1)]
-
-
-def test_ranks_hand_each_other_the_baselines() -> None:
-    batch = assembled([row(0, 0), greedy(0, 0.25)], [row(1, 0), greedy(1, -2.0)])
-    again = unpack(pack(batch), TrainBatch)
-    assert again.baselines.tolist() == [0.25, -2.0]

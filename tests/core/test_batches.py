@@ -49,17 +49,16 @@ def test_everything_is_laid_out_sample_by_sample() -> None:
     }
 
 
-def test_what_is_left_out_has_its_default() -> None:
+def test_what_is_left_out_has_its_default_and_a_group_stands_in_one_piece() -> None:
     batch = TrainBatch.from_lists([[5]] * 2, [[7, 8], [9]])
     assert batch.loss_mask.tolist() == [False, True, True, False, True]
     assert not batch.sampler_logprobs.any() and not batch.staleness.any()
     assert np.isnan(batch.rewards).all()
     assert (batch.tasks.tolist(), batch.rollouts.tolist(), batch.kind, batch.version) == ([0, 1], [0, 0], "rl", Version())
-
-
-def test_nothing_is_an_empty_batch() -> None:
     batch = TrainBatch.from_lists([], [])
     assert (batch.num_samples, batch.num_tokens, batch.offsets.tolist()) == (0, 0, [0])
+    with raises(TrainingError, field="tasks"):
+        TrainBatch.from_lists([[5]] * 3, [[7]] * 3, tasks=[0, 1, 0])
 
 
 @pytest.mark.parametrize(
@@ -78,8 +77,3 @@ def test_lists_of_other_lengths_are_refused(changes: dict[str, Any], name: str) 
     given: dict[str, Any] = {"prompts": [[5]] * 2, "answers": [[7, 8], [9]], **changes}
     with raises(TrainingError, field=name):
         TrainBatch.from_lists(**given)
-
-
-def test_a_group_stands_in_one_piece() -> None:
-    with raises(TrainingError, field="tasks"):
-        TrainBatch.from_lists([[5]] * 3, [[7]] * 3, tasks=[0, 1, 0])

@@ -60,13 +60,10 @@ def test_repetition_is_the_part_of_ngrams_that_were_there_before(tokens: list[in
     assert repetition(np.array(tokens, np.int32), n) == pytest.approx(seen_before(tokens, n), abs=1e-12)
 
 
-def test_a_loop_repeats_itself_and_a_walk_does_not() -> None:
+def test_repetition_of_the_worst_samples_end_counts() -> None:
     assert repetition(np.arange(1000), 4) == 0.0
     assert repetition(np.tile(np.arange(7), 100), 8) == 1 - 7 / (700 - 7)
     assert repetition(np.zeros(0, np.int32), 3) == repetition(np.array([1]), 1) == 0.0
-
-
-def test_the_end_of_the_worst_sample_is_what_counts() -> None:
     walk, loop = list(range(10, 40)), [7, 8] * 15
     _, batch = judged(
         answer(0, [*walk, *loop], num_samples=2), answer(0, walk, sample=1, num_samples=2), answer(1, [*loop, *walk], group_size=2)
@@ -87,7 +84,7 @@ def test_lengths_are_bounded_and_the_bounds_are_included(length: int, reason: st
     assert sorted(s.train().groups[0].rollouts) == ([1] if reason else [0, 1])
 
 
-def test_repetitive_rollouts_leave_their_group() -> None:
+def test_refused_rollouts_leave_their_group_and_a_group_of_them_frees_its_credit() -> None:
     record, _ = judged(answer(0, [7] * 20), answer(1, list(range(20))))
     s = Stream(rules(max_repetition=0.5, repetition_ngram=3), replace(initial_state(rules()), granted=9))
     s.put(record)
@@ -95,9 +92,6 @@ def test_repetitive_rollouts_leave_their_group() -> None:
     s = Stream(rules(max_repetition=0.95, repetition_ngram=3), replace(initial_state(rules()), granted=9))
     s.put(record)
     assert not s.dropped, "17 of 18 3-grams are less than that"
-
-
-def test_a_group_that_is_all_refused_frees_its_credit_at_once() -> None:
     s = Stream(rules(min_tokens=5))
     before = s.state.granted
     effects = s.rollouts(0, view(0, reward=1.0), view(1, reward=0.0))
@@ -151,7 +145,7 @@ def test_zero_variance_is_a_small_deviation(rewards: list[float], bound: float) 
         assert not s.dropped
 
 
-def test_noise_of_the_last_bits_is_no_variance() -> None:
+def test_noise_is_no_variance_and_a_correction_may_refuse_a_group() -> None:
     """slime's bound: std > 1e-6 in float64."""
     noisy = (0.1 + 0.2, 0.3, 0.3)
     assert noisy[0] != noisy[1]
@@ -162,6 +156,10 @@ def test_noise_of_the_last_bits_is_no_variance() -> None:
     s = Stream(rules(zero_variance=False, min_reward_std=1.0))
     s.group(0, noisy)
     assert not s.dropped
+    s = Stream(rules(2, mean_reward=(0.4, 0.6)))
+    s.group(0, (0.0, 1.0))
+    s.reward(0, 0, 1.0)
+    assert s.dropped == [(1, 0, (0, 1), "too_easy", True)] and s.state.retired == 1
 
 
 @given(st.permutations([0.1, 0.2, 0.3, 0.7, 1e-17]))
@@ -172,13 +170,6 @@ def test_the_order_of_rewards_decides_nothing(rewards: list[float]) -> None:
         for rollout, reward in enumerate(rewards):
             s.rollouts(0, view(rollout, reward=reward), group=5)
         assert bool(s.dropped) == drops
-
-
-def test_a_correction_may_refuse_a_group_that_waits() -> None:
-    s = Stream(rules(2, mean_reward=(0.4, 0.6)))
-    s.group(0, (0.0, 1.0))
-    s.reward(0, 0, 1.0)
-    assert s.dropped == [(1, 0, (0, 1), "too_easy", True)] and s.state.retired == 1
 
 
 messages = st.lists(

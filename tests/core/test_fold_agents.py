@@ -35,36 +35,27 @@ def reward(s: Stream, task: int, rollout: int, value: float, revision: int = 1, 
     s.put(Rewarded(s.next(), task, rollout, value, revision, sample, agent))
 
 
-def test_a_group_is_flat_where_nothing_that_is_compared_differs() -> None:
+def test_a_group_is_flat_where_nothing_of_one_role_differs() -> None:
     s = Stream(config(1))
     s.rollouts(0, with_agents(0, 1.0, a=0.5), with_agents(1, 1.0, a=0.5))
     assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
     s.rollouts(1, with_agents(0, 1.0, a=0.5), with_agents(1, 1.0, a=0.0))
     s.rollouts(2, with_agents(0, 1.0, a=0.5), with_agents(1, 0.0, a=0.5))
     assert [s.train().groups[0].task for _ in range(2)] == [1, 2], "one role that differs is enough"
-
-
-def test_agents_of_one_role_are_compared_and_those_of_two_are_not() -> None:
     s = Stream(config(1))
     s.rollouts(0, with_agents(0, 1.0, **{"solver/0": 0.0, "solver/1": 1.0}), with_agents(1, 1.0), group=2)
     assert s.train().groups[0].task == 0
     s.rollouts(1, with_agents(0, 1.0, solver=0.0, selector=1.0), with_agents(1, 1.0), group=2)
     assert s.dropped[-1][3] == "zero_variance"
-
-
-def test_where_all_samples_are_of_agents_the_rollouts_own_reward_is_compared_with_nothing() -> None:
     s = Stream(config(1))
     s.rollouts(0, only_agents(0, a=1.0, b=0.5), only_agents(1, a=1.0, c=0.0))
     assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)], "b and c are two roles, with one reward each"
-
-
-def test_the_runs_reward_is_the_rollouts() -> None:
     s = Stream(config(1))
     s.rollouts(0, with_agents(0, 1.0, a=50.0), with_agents(1, 0.0, a=-50.0))
     assert (s.state.reward_sum, s.state.reward_count) == (1.0, 2)
 
 
-def test_a_group_waits_for_the_late_rewards_of_its_agents() -> None:
+def test_late_and_early_rewards_of_agents_are_theirs() -> None:
     s = Stream(config(1))
     s.rollouts(0, with_agents(0, 1.0, a=None), with_agents(1, None, a=0.5))
     reward(s, 0, 0, 0.25, agent="a")
@@ -72,9 +63,6 @@ def test_a_group_waits_for_the_late_rewards_of_its_agents() -> None:
     reward(s, 0, 1, 0.0)
     rollouts = s.train().groups[0].rollouts
     assert [(one.reward, one.agents[0].reward) for one in rollouts.values()] == [(1.0, 0.25), (0.0, 0.5)]
-
-
-def test_rewards_of_an_agent_that_come_early_are_kept_and_have_revisions_of_their_own() -> None:
     s = Stream(config(1))
     reward(s, 0, 0, 0.25, 2, agent="a/1")
     reward(s, 0, 0, 9.0, 1, agent="a/1")
@@ -86,27 +74,6 @@ def test_rewards_of_an_agent_that_come_early_are_kept_and_have_revisions_of_thei
     assert s.dropped[-1] == (5, 0, (0,), "superseded_reward", False)
     first = s.train().groups[0].rollouts[0]
     assert (first.reward, first.agents[0].reward, first.agents[0].revision) == (0.75, 0.25, 2)
-
-
-def test_a_correction_can_take_the_last_difference_away() -> None:
-    s = Stream(config(2))
-    s.rollouts(0, with_agents(0, 1.0, a=0.5), with_agents(1, 1.0, a=0.0))
-    reward(s, 0, 1, 0.5, agent="a")
-    assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
-
-
-def test_the_rollouts_reward_follows_its_last_agents_until_it_is_given_one_itself() -> None:
-    s = Stream(config(1))
-    s.rollouts(0, only_agents(0, a=0.0, z=None), only_agents(1, a=1.0, z=0.0))
-    reward(s, 0, 0, 0.5, agent="z")
-    assert s.state.pending[0].rollouts[0].reward == 0.5
-    reward(s, 0, 0, 2.0)
-    reward(s, 0, 0, 0.75, 2, agent="z")
-    first = s.train().groups[0].rollouts[0]
-    assert (first.reward, [one.reward for one in first.agents]) == (2.0, [0.0, 0.75])
-
-
-def test_early_rewards_of_others_change_no_reward_that_comes_with_the_samples() -> None:
     s = Stream(config(1))
     reward(s, 1, 0, 9.0)
     reward(s, 0, 1, 3.0)
@@ -115,6 +82,18 @@ def test_early_rewards_of_others_change_no_reward_that_comes_with_the_samples() 
     assert s.state.early_rewards == {"1/0": (1, 9.0)}
     s.rollouts(1, only_agents(0, a=1.0))
     assert s.state.early_rewards == {}
+    s = Stream(config(2))
+    s.rollouts(0, with_agents(0, 1.0, a=0.5), with_agents(1, 1.0, a=0.0))
+    reward(s, 0, 1, 0.5, agent="a")
+    assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
+    s = Stream(config(1))
+    s.rollouts(0, only_agents(0, a=0.0, z=None), only_agents(1, a=1.0, z=0.0))
+    reward(s, 0, 0, 0.5, agent="z")
+    assert s.state.pending[0].rollouts[0].reward == 0.5
+    reward(s, 0, 0, 2.0)
+    reward(s, 0, 0, 0.75, 2, agent="z")
+    first = s.train().groups[0].rollouts[0]
+    assert (first.reward, [one.reward for one in first.agents]) == (2.0, [0.0, 0.75])
 
 
 @pytest.mark.parametrize(
@@ -210,15 +189,12 @@ def test_a_failed_grading_ends_a_rollout_of_which_only_some_agents_have_rewards(
     assert sorted(s.state.pending[0].rollouts) == [1] and s.state.ready == 1
 
 
-def test_a_failed_grading_behind_all_rewards_of_agents_ends_nothing() -> None:
+def test_a_failed_grading_behind_all_rewards_ends_nothing_however_many_agents_there_are() -> None:
     s = Stream(config(1, drop_zero_variance=False))
     s.rollouts(0, replace(only_agents(0, a=1.0, b=None), grading=7), with_agents(1, 0.5))
     s.put(Rewarded(s.next(), 0, 0, 0.0, 1, agent="b", grading=7))
     s.end(0, 0, grading=7)
     assert s.dropped == [(3, 0, (0,), "superseded_reward", False)] and s.state.ready == 1
-
-
-def test_a_rollout_of_very_many_agents_loses_no_reward_that_comes_early() -> None:
     s = Stream(config(1, drop_zero_variance=False))
     names = [f"solver/{number}" for number in range(200)]
     for name in names:

@@ -26,7 +26,7 @@ def remax(batch: int = 1, size: int = 2, **options: Any) -> FoldConfig:
     return config(batch, group_size=size, baseline=True, **options)
 
 
-def test_one_rollout_and_its_baseline_are_a_group() -> None:
+def test_a_rollout_and_its_baseline_are_a_group_whose_rewards_are_all_compared() -> None:
     s = Stream(remax())
     s.rollouts(0, view(0, reward=1.0), greedy(1, 0.0))
     assert s.state.reward_sum == 1.0 and s.state.reward_count == 1, "the mean reward is that of what is trained"
@@ -34,9 +34,6 @@ def test_one_rollout_and_its_baseline_are_a_group() -> None:
     batch = s.train()
     assert used(batch) == (Used(0, (0, 1), (1, 1)),), "its message is needed again to train the same"
     assert list(batch.groups[0].compared) == [0]
-
-
-def test_all_rewards_are_compared_and_a_lone_rollout_that_differs_from_its_baseline_is_kept() -> None:
     s = Stream(remax(size=3))
     s.rollouts(0, view(0, reward=1.0), view(1, reward=1.0), greedy(2, 1.0), group=3)
     assert s.dropped == [(1, 0, (0, 1, 2), "zero_variance", True)]
@@ -61,7 +58,7 @@ def test_without_its_greedy_answer_a_group_is_dropped_whole_whichever_came_first
     assert s.state.dropped["no_baseline"].tokens == 6
 
 
-def test_it_is_dropped_before_the_rewards_that_would_still_have_to_come() -> None:
+def test_a_baseline_is_needed_waited_for_and_corrected() -> None:
     s = Stream(remax())
     s.end(0, 1)
     s.rollouts(0, view(0))
@@ -72,9 +69,6 @@ def test_it_is_dropped_before_the_rewards_that_would_still_have_to_come() -> Non
     s.end(2, 0)
     s.end(2, 1)
     assert s.state.retired == 3 and s.state.pending == {}
-
-
-def test_a_baseline_without_a_reward_is_waited_for_as_any_rollout() -> None:
     s = Stream(remax(late_versions=1))
     s.rollouts(0, view(0, reward=1.0), greedy(1))
     assert s.close() is None
@@ -84,38 +78,29 @@ def test_a_baseline_without_a_reward_is_waited_for_as_any_rollout() -> None:
     s.rollouts(2, view(0, oldest=1, reward=1.0), greedy(1, 0.0, highest=1))
     s.train()
     assert s.dropped == [(3, 1, (0, 1), "unrewarded", True)]
-
-
-def test_a_reward_that_is_corrected_moves_the_baseline() -> None:
     s = Stream(remax())
     s.rollouts(0, view(0, reward=1.0), greedy(1, 0.0))
     s.reward(0, 1, 1.0)
     assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
 
 
-def test_its_tokens_make_no_group_stale() -> None:
+def test_the_versions_of_its_tokens_count_as_far_as_they_must_exist() -> None:
     s = Stream(remax(staleness=1), replace(initial_state(remax()), version=Version(0, 5)))
     s.rollouts(0, view(0, oldest=4, reward=1.0), greedy(1, 0.0, highest=1))
     assert tasks_of(s.close()) == (0,)
     s.rollouts(1, view(0, oldest=3, reward=1.0), greedy(1, 0.0, highest=5))
     assert s.dropped == [(2, 1, (0, 1), "stale", True)], "nor a fresh one fresh"
-
-
-def test_a_version_that_had_not_been_trained_is_refused_in_it_too() -> None:
     s = Stream(remax())
     effects = s.rollouts(0, view(0, reward=1.0), greedy(1, 0.0, highest=1))
     assert [letter.task for letter in effects.dead] == [0] and s.state.is_retired(0)
-
-
-def test_trained_tokens_in_it_are_a_dead_letter_and_its_task_ends() -> None:
-    """As a producer that knows no greedy rollouts stores them."""
+    # As a producer that knows no greedy rollouts stores them.
     s = Stream(remax())
     effects = s.rollouts(0, view(0, reward=1.0), view(1, reward=0.0))
     assert "rollout 1 of task 0" in effects.dead[0].reason and s.state.is_retired(0)
     assert not s.rollouts(1, view(0, reward=1.0), greedy(1, 0.0)).dead
 
 
-def test_filters_look_at_what_is_trained() -> None:
+def test_filters_look_at_what_is_trained_and_a_lost_blob_takes_the_group() -> None:
     filters = FiltersConfig(min_tokens=2, max_tokens=9, mean_reward=(0.0, 0.5), min_reward_std=0.0)
     s = Stream(remax(filters=filters, overlong="drop"))
     s.rollouts(0, view(0, reward=0.5), greedy(1, 1.0))
@@ -123,15 +108,9 @@ def test_filters_look_at_what_is_trained() -> None:
     s.rollouts(1, view(0, reward=0.75), greedy(1, 0.0))
     s.rollouts(2, view(0, reward=0.5, tokens=1), greedy(1, 0.0))
     assert [(task, reason) for _, task, _, reason, _ in s.dropped] == [(1, "too_easy"), (2, "too_short"), (2, "empty")]
-
-
-def test_a_masked_rollout_beside_its_baseline_leaves_nothing_to_train() -> None:
     s = Stream(remax(filters=FiltersConfig(min_tokens=5, refused="mask", min_reward_std=0.0)))
     s.rollouts(0, view(0, reward=0.5), greedy(1, 0.0))
     assert s.dropped == [(1, 0, (0, 1), "empty", True)]
-
-
-def test_a_blob_that_is_gone_takes_the_baseline_and_with_it_the_group() -> None:
     s = Stream(remax())
     s.rollouts(0, view(0, reward=1.0), greedy(1, 0.0))
     assert s.state.ready == 1

@@ -18,12 +18,17 @@ def test_a_batch_needs_each_of_its_messages_once_in_their_order() -> None:
     assert Batch("main", (group(0, 16, 3), group(1, 8, 8), group(2, 3, 1))).sequences == (1, 3, 8, 16)
 
 
-def test_groups_that_are_not_ready_are_passed_over() -> None:
+def test_groups_that_are_not_ready_are_passed_over_and_the_first_task_has_the_source() -> None:
     s = Stream(config(2, 1))
     s.rollouts(0, view(0, oldest=0, reward=1.0))
     s.group(1)
     s.group(2)
     assert tasks_of(s.close()) == (1, 2)
+    s = Stream(config(2, 1))
+    s.rollouts(1, view(0, reward=0.0), view(1, reward=1.0), source="other")
+    s.rollouts(0, view(0, reward=0.0), view(1, reward=1.0), source="main")
+    batch = s.close()
+    assert batch is not None and batch.source == "main"
 
 
 def test_age_goes_before_task_and_a_batch_lies_in_the_order_of_tasks() -> None:
@@ -41,15 +46,7 @@ def test_age_goes_before_task_and_a_batch_lies_in_the_order_of_tasks() -> None:
     assert s.state.ready == 0
 
 
-def test_a_batch_has_the_source_of_its_first_task() -> None:
-    s = Stream(config(2, 1))
-    s.rollouts(1, view(0, reward=0.0), view(1, reward=1.0), source="other")
-    s.rollouts(0, view(0, reward=0.0), view(1, reward=1.0), source="main")
-    batch = s.close()
-    assert batch is not None and batch.source == "main"
-
-
-def test_the_last_batch_of_the_warm_up_is_as_long_as_what_is_open() -> None:
+def test_the_last_batch_of_the_warm_up_is_what_is_open_and_no_old_task_is_waited_for() -> None:
     s = Stream(config(2, 1, warmup_steps=8))
     for task in range(2):
         s.demonstration(task)
@@ -59,9 +56,6 @@ def test_the_last_batch_of_the_warm_up_is_as_long_as_what_is_open() -> None:
     assert s.close() is None, "task 2 is open"
     s.demonstration(2)
     assert tasks_of(s.close()) == (2,), "3 has ended: one of the warm-up's two last tasks is left"
-
-
-def test_the_warm_up_does_not_wait_for_old_tasks() -> None:
     s = Stream(config(1, 0, stale="wait", warmup_steps=8))
     s.state = replace(s.state, granted=3, grants=((3, 0),))
     s.demonstration(1)
@@ -126,14 +120,11 @@ def test_what_is_granted_while_holding_step_by_step() -> None:
     assert (s.state.ready, s.state.granted) == (0, 15), "2 + ceil((2 - 0) / 2) = 3"
 
 
-def test_the_score_is_smoothed() -> None:
+def test_the_score_is_smoothed_and_none_counts_as_nothing() -> None:
     state = initial_state(config(1, 0, warmup_steps=4))
     assert smooth(state, 0.25) == 0.25, "the first one is taken as it is"
     later = replace(state, warmup_steps=2, warmup_score=0.5)
     assert smooth(later, 0.25) == pytest.approx(0.7 * 0.5 + 0.3 * 0.25)
-
-
-def test_a_step_of_the_warm_up_without_a_score_counts_as_nothing_reached() -> None:
     c = config(1, 1, warmup_steps=4)
     s = Stream(c)
     s.demonstration(0)

@@ -17,7 +17,7 @@ def expired(s: Stream) -> list[tuple[int, int, bool]]:
     return [(d.sequence, d.task, d.retires) for d in s.state.drops if d.reason == "expired"]
 
 
-def test_a_task_of_which_nothing_came_ends_so_many_versions_after_its_grant() -> None:
+def test_a_task_ends_so_many_versions_after_its_grant_whatever_is_missing() -> None:
     s = Stream(config(1, 1, expire_versions=3))
     advance(s, 2, 1)
     assert s.state.drops == () and s.state.first_open == 0
@@ -30,24 +30,18 @@ def test_a_task_of_which_nothing_came_ends_so_many_versions_after_its_grant() ->
     assert s.dropped[1:] == [(4, 0, (0, 1), "late", False)]
     s.end(0)
     assert [d.reason for d in s.state.drops[2:]] == ["late"]
-
-
-def test_a_group_that_is_half_there_is_dropped_with_its_task() -> None:
     s = Stream(config(1, 1, expire_versions=2))
     s.rollouts(0, view(0, reward=1.0))
     advance(s, 2, 1)
     assert s.dropped == [(1, 0, (0,), "expired", False), (0, 0, (), "expired", True)]
     assert s.state.oldest_needed == s.state.cursor + 1, "its message is needed no more"
-
-
-def test_a_task_whose_other_rollouts_were_told_to_have_failed_expires() -> None:
     s = Stream(config(1, 1, expire_versions=2))
     s.end(0, 1)
     advance(s, 2, 1)
     assert expired(s) == [(0, 0, True)]
 
 
-def test_a_complete_group_does_not_expire_it_waits_for_rewards_or_its_batch() -> None:
+def test_a_complete_group_does_not_expire_and_a_later_grant_expires_later() -> None:
     s = Stream(config(1, 1, stale="mask", expire_versions=2))
     s.rollouts(0, view(0, oldest=0), view(1, oldest=0))
     after = advance(s, 3, 1)
@@ -60,9 +54,6 @@ def test_a_complete_group_does_not_expire_it_waits_for_rewards_or_its_batch() ->
         s.train()
     assert expired(s) == [] and 5 in s.state.pending
     assert after == 4
-
-
-def test_a_task_granted_later_expires_later() -> None:
     s = Stream(config(1, 2, expire_versions=3))
     s.group(1)
     s.train()
@@ -75,7 +66,7 @@ def test_a_task_granted_later_expires_later() -> None:
     assert expired(s) == [(0, 3, True)]
 
 
-def test_no_task_expires_while_its_rollouts_may_be_in_time_nor_under_wait() -> None:
+def test_no_task_expires_in_time_under_wait_or_in_the_warm_up() -> None:
     def ends(**options: object) -> list[tuple[int, int, bool]]:
         s = Stream(config(1, 2, **options))
         advance(s, 2, 1)
@@ -85,9 +76,6 @@ def test_no_task_expires_while_its_rollouts_may_be_in_time_nor_under_wait() -> N
     assert ends(expire_versions=2) == []
     assert ends(delay_versions=1, expire_versions=2, stale="wait") == []
     assert ends(delay_versions=1) == []
-
-
-def test_no_task_of_the_warm_up_expires() -> None:
     s = Stream(config(1, 1, warmup_steps=9, expire_versions=2))
     for task in range(1, 6):
         s.demonstration(task)

@@ -17,7 +17,7 @@ def dropped(s: Stream) -> dict[str, int]:
     return {reason: tally.tokens for reason, tally in s.state.dropped.items()}
 
 
-def test_every_way_to_be_dropped_counts_its_tokens() -> None:
+def test_every_way_to_be_dropped_counts_its_tokens_for_the_next_batch() -> None:
     s = Stream(config(1, 1, drop_zero_variance=True, vocab_size=10))
     s.rollouts(0, view(0, reward=0.0, tokens=5), view(1, reward=1.0, tokens=7))
     s.rollouts(0, view(1, reward=1.0, tokens=11))
@@ -32,9 +32,6 @@ def test_every_way_to_be_dropped_counts_its_tokens() -> None:
     assert s.state.stored_tokens == 5 + 7 + 11 + 2 + 3 + 13 + 17 + 19 and s.state.waiting_tokens == 12
     s.train()
     assert (s.state.dropped, s.state.stored_tokens, s.state.waiting_tokens) == ({}, 0, 0)
-
-
-def test_what_is_dropped_after_a_step_is_of_the_next_batch() -> None:
     s = Stream(config(1, 1))
     s.group(0)
     s.train()
@@ -57,16 +54,13 @@ def test_expired_and_lost_answers_are_counted(stale: str) -> None:
     assert dropped(s) == {"expired": 23, "lost_version": 29}
 
 
-def test_answers_of_tasks_that_are_not_open_are_counted() -> None:
+def test_answers_that_are_refused_masked_or_of_closed_tasks_are_counted() -> None:
     s = Stream(config(1, 1), replace(Stream(config(1, 1)).state, lost=9))
     s.rollouts(99, view(0, tokens=5), view(1, tokens=0))
     assert s.state.dropped == {"poison": Tally(5, histogram([5]))}, "that task had not been granted"
     s.end(0)
     s.rollouts(0, view(0, tokens=7, highest=3))
     assert s.state.dropped["late"] == Tally(7, histogram([7])), "it is late before it is lost"
-
-
-def test_a_rollout_of_which_nothing_was_sampled_is_no_answer() -> None:
     s = Stream(config(1, 1))
     s.rollouts(1, view(0, tokens=0), view(1, tokens=0, grading=7))
     assert [one.sampled for one in s.state.pending[1].rollouts.values()] == [0, 0]
@@ -74,9 +68,6 @@ def test_a_rollout_of_which_nothing_was_sampled_is_no_answer() -> None:
     s.end(0)
     s.rollouts(0, view(0, tokens=0))
     assert [drop.reason for drop in s.state.drops] == ["timeout", "failed", "late"] and s.state.dropped == {}
-
-
-def test_refused_and_masked_tokens_count_as_sampled() -> None:
     cut = replace(view(0, reward=1.0, tokens=31), shares=(Share(False, True, 31, 0, 0),))
     s = Stream(config(1, overlong="drop", drop_zero_variance=False))
     s.rollouts(0, cut, view(1, reward=0.0, tokens=3))
@@ -87,13 +78,10 @@ def test_refused_and_masked_tokens_count_as_sampled() -> None:
     assert (dropped(s), s.state.waiting_tokens) == ({}, 34)
 
 
-def test_demonstrations_are_sampled_by_nobody() -> None:
+def test_demonstrations_are_no_answers() -> None:
     s = Stream(config(1, warmup_steps=3))
     s.demonstration(0)
     assert (s.state.stored_tokens, s.state.waiting_tokens) == (0, 0)
-
-
-def test_demonstrations_that_are_dropped_are_no_answers_of_no_length() -> None:
     s = Stream(config(1, warmup_steps=1))
     s.demonstration(0)
     s.demonstration(0)

@@ -33,19 +33,16 @@ def test_a_dead_letter_says_which_message_why_and_of_which_task() -> None:
     )
 
 
-def test_poison_that_ends_its_task_says_why() -> None:
+def test_poison_ends_its_task_and_one_demonstration_among_others_is_some() -> None:
     s = Stream(config())
     s.poison(1)
     assert s.state.drops == (Drop(1, 1, (), "poison", "unreadable", retires=True),)
-
-
-def test_one_demonstration_among_sampled_rollouts_is_poison() -> None:
     s = Stream(config())
     (letter,) = s.rollouts(0, view(0, reward=1.0), view(1, oldest=-1, reward=0.0)).dead
     assert "a demonstration for task 0" in letter.reason
 
 
-def test_ends_keep_what_the_producer_said() -> None:
+def test_an_end_keeps_what_was_said_and_counts_once() -> None:
     s = Stream(config(1, 1))
     s.end(0, 1)
     s.end(0)
@@ -55,9 +52,6 @@ def test_ends_keep_what_the_producer_said() -> None:
         Drop(2, 0, (), "failed", "said the producer", retires=True),
         Drop(3, 0, (), "late", "and again"),
     )
-
-
-def test_a_rollout_ends_once() -> None:
     s = Stream(config())
     s.rollouts(0, view(0, reward=1.0), group=3)
     s.end(0, 0, group=3)
@@ -98,13 +92,10 @@ def test_a_mark_of_a_known_epoch_is_no_news(epoch: int) -> None:
     assert s.effects.dead == () and s.state == replace(before, cursor=2)
 
 
-def test_a_dropped_group_names_its_rollouts_in_their_order() -> None:
+def test_a_dropped_group_is_in_order_and_one_trained_token_keeps_it() -> None:
     s = Stream(config())
     s.rollouts(0, view(1, reward=1.0), view(0, reward=1.0))
     assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
-
-
-def test_one_trained_token_in_a_group_is_enough() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0, oldest=-1, highest=0, tokens=0, reward=0.0), view(1, reward=1.0))
     assert s.state.drops == () and s.train().groups[0].task == 0

@@ -15,16 +15,13 @@ def advance(s: Stream, versions: int, first_task: int) -> None:
         s.train()
 
 
-def test_drop_takes_a_stale_group_when_it_arrives() -> None:
+def test_drop_takes_a_group_that_arrives_stale_or_grew_so() -> None:
     s = Stream(config(1, 1))
     advance(s, 2, 1)
     s.group(0, oldest=0, newest=2)
     assert s.dropped == [(3, 0, (0, 1), "stale", True)]
     s.group(3, oldest=1)
     assert tasks_of(s.close()) == (3,)
-
-
-def test_drop_takes_a_group_that_grew_stale_while_it_waited() -> None:
     s = Stream(config(2, 1))
     for task in (0, 1, 2):
         s.group(task)
@@ -37,16 +34,23 @@ def test_drop_takes_a_group_that_grew_stale_while_it_waited() -> None:
     assert s.state.granted == s.state.retired + 4
 
 
-def test_mask_keeps_a_group_with_one_token_inside_the_bound() -> None:
+def test_mask_keeps_a_group_with_one_token_inside_the_bound_and_drops_others() -> None:
     s = Stream(config(1, 1, stale="mask"))
     advance(s, 2, 1)
     s.group(0, oldest=0, newest=1)
     assert tasks_of(s.train()) == (0,)
     s.rollouts(3, view(0, oldest=0, newest=1, highest=3, reward=0.0), view(1, oldest=1, reward=1.0))
     assert s.dropped == [(4, 3, (0, 1), "stale", True)], "a newer token that is not trained does not help"
+    s = Stream(config(1, 1, stale="mask"))
+    s.group(0)
+    s.group(1)
+    s.train()
+    s.group(2, oldest=0)
+    s.train()
+    assert s.dropped == [(3, 2, (0, 1), "stale", True)], "its tokens are two versions old"
 
 
-def test_wait_closes_nothing_while_an_old_task_is_unfinished() -> None:
+def test_wait_closes_nothing_before_old_tasks_have_ended() -> None:
     s = Stream(config(1, 1, stale="wait"))
     s.group(1)
     s.train()
@@ -55,6 +59,20 @@ def test_wait_closes_nothing_while_an_old_task_is_unfinished() -> None:
     s.group(0)
     assert tasks_of(s.train()) == (0,)
     assert tasks_of(s.close()) == (2,)
+    s = Stream(config(1, 1, stale="wait"))
+    s.group(1)
+    s.train()
+    s.group(2, oldest=1)
+    s.end(0)
+    assert tasks_of(s.close()) == (2,)
+    s = Stream(config(1, 1, stale="wait"))
+    s.rollouts(0, view(0, reward=0.0))
+    s.group(1)
+    s.train()
+    s.group(2, oldest=1)
+    assert s.close() is None
+    s.rollouts(0, view(1, reward=1.0))
+    assert tasks_of(s.close()) == (0,)
 
 
 def test_wait_never_drops_for_age() -> None:
@@ -62,15 +80,13 @@ def test_wait_never_drops_for_age() -> None:
     advance(s, 3, 0)
     s.group(3, oldest=0)
     assert tasks_of(s.close()) == (3,)
-
-
-def test_wait_counts_a_tombstone_as_finished() -> None:
     s = Stream(config(1, 1, stale="wait"))
+    s.group(0)
     s.group(1)
     s.train()
-    s.group(2, oldest=1)
-    s.end(0)
-    assert tasks_of(s.close()) == (2,)
+    s.group(2, oldest=0)
+    assert tasks_of(s.train()) == (1,)
+    assert s.state.version.number == 2 and s.state.drops == () and tasks_of(s.close()) == (2,)
 
 
 def test_the_oldest_groups_go_first() -> None:
@@ -93,16 +109,6 @@ def test_drop_goes_by_the_oldest_token_and_mask_by_the_newest_of_all_rollouts() 
         assert [drop[3] for drop in s.dropped] == ([] if kept else ["stale"])
 
 
-def test_mask_drops_what_grew_stale_to_the_last_token() -> None:
-    s = Stream(config(1, 1, stale="mask"))
-    s.group(0)
-    s.group(1)
-    s.train()
-    s.group(2, oldest=0)
-    s.train()
-    assert s.dropped == [(3, 2, (0, 1), "stale", True)], "its tokens are two versions old"
-
-
 def test_what_is_still_to_be_completed_is_not_dropped_for_age() -> None:
     s = Stream(config(1, 1))
     s.rollouts(0, view(0, oldest=0, reward=0.0))
@@ -110,27 +116,6 @@ def test_what_is_still_to_be_completed_is_not_dropped_for_age() -> None:
     assert 0 in s.state.pending and s.state.drops == ()
     s.rollouts(0, view(1, oldest=3, reward=1.0))
     assert s.dropped == [(1, 0, (0,), "stale", False), (5, 0, (1,), "stale", True)]
-
-
-def test_wait_keeps_what_grew_old_while_it_waited() -> None:
-    s = Stream(config(1, 1, stale="wait"))
-    s.group(0)
-    s.group(1)
-    s.train()
-    s.group(2, oldest=0)
-    assert tasks_of(s.train()) == (1,)
-    assert s.state.version.number == 2 and s.state.drops == () and tasks_of(s.close()) == (2,)
-
-
-def test_wait_waits_for_a_group_that_is_not_complete() -> None:
-    s = Stream(config(1, 1, stale="wait"))
-    s.rollouts(0, view(0, reward=0.0))
-    s.group(1)
-    s.train()
-    s.group(2, oldest=1)
-    assert s.close() is None
-    s.rollouts(0, view(1, reward=1.0))
-    assert tasks_of(s.close()) == (0,)
 
 
 def test_wait_goes_by_the_newest_grant_that_is_old_enough() -> None:

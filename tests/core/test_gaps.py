@@ -26,14 +26,11 @@ def record(epoch: int, *numbers: int, sequence: int = 1) -> Rollouts:
     return Rollouts(sequence, "main", 0, len(numbers), tuple(views))
 
 
-def test_an_epoch_begins_and_what_was_granted_counts() -> None:
+def test_an_epoch_begins_once_and_those_whose_entries_are_lost_are_made_up_for() -> None:
     state = bridged(at(2), ENTRY)
     assert state.epochs == (Epoch(0, 0, last=5), Epoch(1, 3))
     assert (state.lost, state.granted) == (5, 9)
     assert bridged(state, ENTRY) == state, "once"
-
-
-def test_epochs_whose_entries_are_lost_too_are_made_up_for() -> None:
     later = LedgerEntry(run="r", trainer="main", version=Version(3, 2), source="", used=(), cursor=0, granted=1, retired=0, gap=LOST)
     assert [epoch.epoch for epoch in bridged(at(2), later).epochs] == [0, 1, 2, 3]
 
@@ -43,7 +40,7 @@ def test_other_states_are_left_as_they_are(number: int) -> None:
     assert bridged(at(number), ENTRY) == at(number)
 
 
-def test_a_sample_of_a_lost_version_ends_its_task_and_is_not_taken_for_an_invented_one() -> None:
+def test_samples_of_lost_versions_end_their_tasks_and_no_others_do() -> None:
     before, effects = fold(at(2), record(0, 4), CONFIG)
     assert before.drops[0].reason == "poison" and effects.dead
     state, effects = fold(bridged(at(2), ENTRY), record(0, 4), CONFIG)
@@ -51,11 +48,18 @@ def test_a_sample_of_a_lost_version_ends_its_task_and_is_not_taken_for_an_invent
     for epoch, number in ((0, 6), (1, 4)):
         state, effects = fold(bridged(at(2), ENTRY), record(epoch, number), CONFIG)
         assert effects.dead, "that one never was"
-
-
-def test_a_sample_of_a_version_before_the_gap_is_used() -> None:
     state, _ = fold(bridged(at(2), ENTRY), record(0, 2), CONFIG)
     assert state.drops[0].reason == "zero_variance"
+    state, effects = fold(bridged(at(2), ENTRY), record(0, 2, 4), replace(CONFIG, group_size=2))
+    assert state.drops[0].reason == "lost_version" and state.is_retired(0) and not effects.dead
+    state = bridged(at(2), ENTRY)
+    _, effects = fold(replace(state, version=Version(1, 3)), record(1, 3, 4), replace(CONFIG, group_size=2))
+    assert effects.dead
+    state, effects = fold(bridged(at(0), gap(1, 0, Version(0, 5))), record(0, 4), CONFIG)
+    assert state.drops[0].reason == "lost_version" and not effects.dead
+    state = bridged(bridged(at(2), ENTRY), gap(2, 2, Version(1, 7)))
+    state, effects = fold(state, record(1, 4), CONFIG)
+    assert state.drops[0].reason == "lost_version" and not effects.dead
 
 
 def gap(epoch: int, number: int, highest: Version) -> LedgerEntry:
@@ -63,25 +67,3 @@ def gap(epoch: int, number: int, highest: Version) -> LedgerEntry:
     return LedgerEntry(
         run="r", trainer="main", version=Version(epoch, number), source="", used=(), cursor=0, granted=9, retired=0, gap=lost
     )
-
-
-def test_one_sample_of_a_lost_version_ends_the_whole_task() -> None:
-    state, effects = fold(bridged(at(2), ENTRY), record(0, 2, 4), replace(CONFIG, group_size=2))
-    assert state.drops[0].reason == "lost_version" and state.is_retired(0) and not effects.dead
-
-
-def test_one_sample_of_a_version_that_never_was_is_found_among_others() -> None:
-    state = bridged(at(2), ENTRY)
-    _, effects = fold(replace(state, version=Version(1, 3)), record(1, 3, 4), replace(CONFIG, group_size=2))
-    assert effects.dead
-
-
-def test_a_run_that_lost_everything_knows_what_it_had() -> None:
-    state, effects = fold(bridged(at(0), gap(1, 0, Version(0, 5))), record(0, 4), CONFIG)
-    assert state.drops[0].reason == "lost_version" and not effects.dead
-
-
-def test_versions_that_a_later_gap_lost_are_known_too() -> None:
-    state = bridged(bridged(at(2), ENTRY), gap(2, 2, Version(1, 7)))
-    state, effects = fold(state, record(1, 4), CONFIG)
-    assert state.drops[0].reason == "lost_version" and not effects.dead

@@ -46,10 +46,12 @@ def test_kimis_is_the_papers(rows: list[tuple[float, int]], weight: float) -> No
     assert added(replace(KIMI, weight=weight), rewards, lengths) == pytest.approx(kimi(rewards, lengths, weight))
 
 
-def test_kimis_by_hand() -> None:
+def test_lengths_by_hand_with_and_without_a_bound() -> None:
     """Of right answers the shortest gains a half and the longest loses one; a short wrong one gains nothing. Tasks are apart."""
     assert added(KIMI, [1, 1, 1, 0, 0], [2, 4, 6, 2, 6]) == [0.5, 0.0, -0.5, 0.0, -0.5]
     assert added(KIMI, [1, 1, 1, 1], [2, 4, 30, 30], [0, 0, 1, 1]) == [0.5, -0.5, 0.0, 0.0]
+    assert added(replace(ALP, longest=0), [1, 1], [5, 10]) == [-0.5, -1.0]
+    assert added(replace(COSINE, longest=0), [1, 0], [10, 12]) == [-11.0, -10.0]
 
 
 @given(answers, st.floats(0.1, 3))
@@ -71,11 +73,6 @@ def test_the_cosine_takes_the_place_of_the_reward(rows: list[tuple[float, int]])
     expected = [-10.0 if n >= 20 else cosine(n, *ends) for n, ends in zip(lengths, numbers, strict=True)]
     found = added(COSINE, rewards, lengths)
     assert [reward + more for reward, more in zip(rewards, found, strict=True)] == pytest.approx(expected)
-
-
-def test_without_a_bound_of_its_own_it_is_the_samples() -> None:
-    assert added(replace(ALP, longest=0), [1, 1], [5, 10]) == [-0.5, -1.0]
-    assert added(replace(COSINE, longest=0), [1, 0], [10, 12]) == [-11.0, -10.0]
 
 
 def test_a_rollouts_samples_are_one_answer_and_agents_are_compared_with_their_role() -> None:

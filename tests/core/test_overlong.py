@@ -42,12 +42,9 @@ def test_it_is_the_papers(length: int, longest: int, cache: int, penalty: float)
     assert found == pytest.approx(penalty * float(equation(length, longest, cache)), abs=1e-12)
 
 
-def test_samples_of_a_rollout_share_the_greatest() -> None:
+def test_the_greatest_penalty_is_shared_by_a_rollout_or_agent() -> None:
     found = of_rollouts(np.array([0.0, -0.5, -0.2, 0.0]), np.array([3, 3, 3, 4]), np.array([0, 0, 1, 1]))
     assert found.tolist() == [-0.5, -0.5, -0.2, 0.0]
-
-
-def test_agents_with_rewards_of_their_own_are_punished_for_their_own_answers() -> None:
     found = of_rollouts(np.array([0.0, -0.5, -0.2, -0.1]), np.array([3] * 4), np.array([0] * 4), ["", "a", "", "a"])
     assert found.tolist() == [-0.2, -0.5, -0.2, -0.5]
 
@@ -101,7 +98,7 @@ def test_masked_answers_are_as_long_as_others() -> None:
     assert assemble(batch, messages, state, CONFIG).rewards.tolist() == cut.rewards.tolist()
 
 
-def test_a_late_reward_and_its_correction_are_punished_once() -> None:
+def test_rewards_are_punished_once_and_filtered_without_it() -> None:
     batch, messages, state = closed([[long(0, 10, reward=0.0), long(1, 3, reward=1.0)]], CONFIG)
     state, _ = fold(state, Rewarded(2, 1, 0, 2.0, 1), CONFIG)
     state, _ = fold(state, Rewarded(3, 1, 0, 0.5, 2), CONFIG)
@@ -109,9 +106,6 @@ def test_a_late_reward_and_its_correction_are_punished_once() -> None:
     assert state.reward_sum == 1.0, "and so has what ends a run"
     corrected = replace(batch, groups=(state.pending[1],))
     assert assemble(corrected, messages, state, CONFIG).rewards.tolist() == [0.0, 1.0]
-
-
-def test_groups_are_filtered_by_rewards_without_it() -> None:
     with pytest.raises(AssertionError):
         closed([[long(0, 10, reward=1.0), long(1, 3, reward=1.0)]], CONFIG)
     flat = replace(CONFIG, drop_zero_variance=False)

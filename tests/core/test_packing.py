@@ -59,7 +59,7 @@ def test_each_token_is_predicted_once_from_its_own_past(
             assert positions == list(range(target - start))
 
 
-def test_a_group_shares_its_prompt(make_batch: MakeBatch) -> None:
+def test_a_group_shares_its_prompt_where_that_fits_and_pays(make_batch: MakeBatch) -> None:
     batch = make_batch([{"prompt": [1] * 8, "answer": [2 + r, 9, 9], "task": t, "rollout": r} for t in range(3) for r in range(4)])
     (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(12), budget=1000)
     assert plan.inputs.shape == (3, 8 + 4 * 2)
@@ -68,12 +68,16 @@ def test_a_group_shares_its_prompt(make_batch: MakeBatch) -> None:
     assert alone.inputs.shape == (12, 10)
     assert alone.plain
     assert (alone.branch == 1).all()
-
-
-def test_a_tree_may_fill_the_budget_but_not_exceed_it(make_batch: MakeBatch) -> None:
     batch = make_batch([{"prompt": [1] * 8, "answer": [2 + r, 9, 9], "task": 0, "rollout": r} for r in range(4)])
     assert [p.inputs.shape for p in plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=16)] == [(1, 16)]
     assert [p.inputs.shape for p in plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=15)] == [(1, 10)] * 4
+    batch = make_batch([{"prompt": [1] * 4, "answer": [2 + r] * 400, "task": 0, "rollout": r} for r in range(4)])
+    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=10_000, width=8)
+    assert [p.inputs.shape for p in plans] == [(4, 403)]
+    batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t} for t, n in enumerate((10, 6, 4, 3, 3))])
+    (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(5), budget=100)
+    assert plan.inputs.shape == (3, 10)
+    assert [len(set(row)) for row in plan.tree.tolist()] == [1, 2, 2]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -140,19 +144,6 @@ def test_rows_are_filled_by_best_fit(make_batch: MakeBatch, lengths: list[int], 
         assert np.bincount(plan.source // left[0]).tolist() == [sum(row) for row in rows]
         left = rest
     assert not left
-
-
-def test_long_answers_are_not_shared(make_batch: MakeBatch) -> None:
-    batch = make_batch([{"prompt": [1] * 4, "answer": [2 + r] * 400, "task": 0, "rollout": r} for r in range(4)])
-    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=10_000, width=8)
-    assert [p.inputs.shape for p in plans] == [(4, 403)]
-
-
-def test_short_samples_fill_the_rows_of_long_ones(make_batch: MakeBatch) -> None:
-    batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t} for t, n in enumerate((10, 6, 4, 3, 3))])
-    (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(5), budget=100)
-    assert plan.inputs.shape == (3, 10)
-    assert [len(set(row)) for row in plan.tree.tolist()] == [1, 2, 2]
 
 
 def test_the_plan_depends_on_nothing_but_its_arguments(make_batch: MakeBatch) -> None:

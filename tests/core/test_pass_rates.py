@@ -12,9 +12,12 @@ import pytest
 from streamrl.core.pass_rates import Estimate, estimates, majority_at, majority_ks, pass_at, powers
 
 
-def test_pass_at_k_of_the_published_example() -> None:
+def test_pass_at_k_of_the_published_example_and_of_too_few_answers() -> None:
     """slime's golden numbers: [1,0,0,0] and [1,1,0,0]."""
     assert [round(float(np.mean(pass_at([4, 4], [1, 2], k))), 4) for k in powers(4)] == [0.375, 0.6667, 1.0]
+    found = pass_at([4, 3, 0], [1, 3, 0], 4)
+    assert found[0] == 1.0
+    assert np.isnan(found[1:]).all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 16, 64, 1000])
@@ -23,12 +26,6 @@ def test_pass_at_k_is_one_minus_a_quotient_of_binomials(n: int) -> None:
     for k in powers(n):
         exact = [float(1 - Fraction(comb(n - c, k), comb(n, k))) for c in correct]
         np.testing.assert_allclose(pass_at([n] * len(correct), correct, k), exact, rtol=0, atol=1e-13)
-
-
-def test_a_problem_with_too_few_answers_has_no_pass_at_k() -> None:
-    found = pass_at([4, 3, 0], [1, 3, 0], 4)
-    assert found[0] == 1.0
-    assert np.isnan(found[1:]).all()
 
 
 @pytest.mark.parametrize(("answered", "correct", "k"), [([4], [5], 1), ([4], [-1], 1), ([4], [1], 0)])
@@ -62,14 +59,11 @@ def test_the_majority_is_that_of_every_choice() -> None:
             assert majority_at(answers, rewards, [k]) == pytest.approx([float(enumerated(answers, rewards, k))], abs=1e-12)
 
 
-def test_a_tie_is_worth_the_mean_of_those_who_share_it() -> None:
+def test_a_tie_is_worth_its_mean_and_there_is_a_majority_for_some_k() -> None:
     assert majority_at(["7", "8"], [1.0, 0.0], [2, 1]) == [0.5, 0.5]
     assert majority_at(["7", "7", "8"], [1.0, 1.0, 0.0], [3]) == [1.0]
     assert majority_at([None, None], [0.0, 0.0], [2]) == [0.0]
     assert np.isnan(majority_at(["7"], [1.0], [2])).all()
-
-
-def test_for_which_k_there_is_a_majority() -> None:
     assert [majority_ks(n) for n in (1, 2, 6, 16, 64)] == [(), (2,), (2, 4, 6), (2, 4, 8, 16), (64,)]
 
 
