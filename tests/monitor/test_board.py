@@ -8,7 +8,7 @@ from rich.text import Text
 from streamrl.monitor.board import Board, Place, moved
 from streamrl.monitor.drawing import Ink
 from streamrl.monitor.look import Look, SampleLine
-from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
+from streamrl.monitor.numbers import RunNumbers, WorkerLine
 from streamrl.monitor.summary import summarize, summary_line
 from streamrl.monitor.terminal import keys_of
 from streamrl.monitor.view import RunView
@@ -75,6 +75,9 @@ def test_the_board_tells_everything(look: Look) -> None:
         "the oldest 0.0 s; 0B of 1.0GB",
         "p50 1  p95 2  max 2 versions",
         "zero_variance       160  100%",
+        "160 (zero_variance 160)",
+        "held-out 0.910",
+        "in flight 0.25, queued 0.50",
         "7/1 reward 0.500",
         "> 4 [red]2",
     ):
@@ -116,11 +119,14 @@ def test_a_reason_of_user_code_is_shown_as_it_is_but_for_commands(entry: MakeEnt
     assert any("[red]·[31m" in line for line in plain(Board(look_at(view), 80, INK).text()))
 
 
-def test_a_run_that_is_not_known_yet_and_one_away_can_be_shown(look: Look) -> None:
+def test_a_run_that_is_unknown_away_or_over_can_be_shown(look: Look, learned_run: RunView) -> None:
     empty = Look(run="demo", state="stopped")
     assert plain(Board(empty, 80, INK).frame(Place(), 4))[:2] == ["streamrl demo  stopped", "nothing is known of it yet"]
     away = Look(run="demo", state="running", away="its bus does not answer", numbers=look.numbers)
     assert "does not answer" in plain(Board(away, 80, INK).text())[0]
+    summary = summarize(learned_run, wall_s=65.0)
+    text = "".join(Board(Look(run="demo", state="stopped", summary=summary), 40, Ink.NONE).text())
+    assert bare(summary_line(summary)) in bare(text)
 
 
 def test_colours_are_those_that_are_wanted(look: Look) -> None:
@@ -130,24 +136,12 @@ def test_colours_are_those_that_are_wanted(look: Look) -> None:
     assert "\x1b" not in text[Ink.NONE]
 
 
-def test_what_waits_comes_before_the_tables(learned_run: RunView) -> None:
-    learned_run.standing = Standing(what="credit", hint="see the log")
-    lines = plain(Board(look_at(learned_run), 80, INK).text())
-    assert any("waits for credit" in line for line in lines[:12])
-
-
 @pytest.mark.parametrize("width", [20, 80])
 def test_what_is_wrong_is_said_once_and_whole(troubled: RunNumbers, width: int) -> None:
     text = "".join(Board(Look(run="demo", state="running", numbers=troubled), width, Ink.NONE).text())
     assert troubled.standing is not None
     for words in (troubled.standing.hint, troubled.slo[0].causes[0].hint, troubled.newest_error):
         assert bare(text).count(bare(words)) == 1, f"{words!r} is not once in\n{text}"
-
-
-def test_the_last_summary_of_a_run_that_is_away_is_whole(learned_run: RunView) -> None:
-    summary = summarize(learned_run, wall_s=65.0)
-    text = "".join(Board(Look(run="demo", state="stopped", summary=summary), 40, Ink.NONE).text())
-    assert bare(summary_line(summary)) in bare(text)
 
 
 @pytest.mark.parametrize("keys", ["Ctrl-C stops  ", "q quit  "])
@@ -178,9 +172,3 @@ def test_keys_move_and_never_beyond_the_ends(look: Look) -> None:
 def test_codes_of_keys_have_names() -> None:
     assert keys_of("q\x1b[A\x1bOB\x1b[5~p\t\x1b[Z\x1b[99~") == ["q", "up", "down", "page up", "p", "tab", "back tab"]
     assert keys_of("") == []
-
-
-def test_numbers_for_machines(look: Look) -> None:
-    numbers = look.numbers
-    assert isinstance(numbers, RunNumbers)
-    assert (numbers.engines[0].behind, numbers.staleness_p95, numbers.stream_s) == (1, 2.0, 0.0)

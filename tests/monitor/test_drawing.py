@@ -11,12 +11,9 @@ def texts(rows: list[tuple[str, ...]], width: int, *right: int) -> list[str]:
     return [painted(line, Ink.NONE) for line in columns(rows, width, right=frozenset(right))]
 
 
-def test_columns_stand_below_each_other_and_numbers_to_the_right() -> None:
+def test_columns_stand_below_each_other_and_the_widest_are_cut_first() -> None:
     assert texts([("a", "1", "x"), ("bcd", "20", "")], 80, 1) == ["a     1  x", "bcd  20  "]
     assert texts([], 80) == [] and columns([()], 80) == [[]]
-
-
-def test_the_widest_columns_are_cut_first_and_no_line_is_wider() -> None:
     assert texts([("engine-0", "a state that says much", "7")], 24) == ["engine-0  a state th…  7"]
     for width in range(1, 40):
         for line in columns([("12345678", "日本語日本語日本語", "x" * 400, ""), ("", "", "", "y")], width):

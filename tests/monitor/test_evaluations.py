@@ -71,14 +71,11 @@ def test_the_first_set_is_that_of_the_held_out_rows() -> None:
     }
 
 
-def test_every_set_has_its_rows() -> None:
+def test_every_set_has_its_rows_up_to_so_many() -> None:
     view = view_of(told("sums", 1, 0.25, **SUMS), told("words", 1, None))
     [row] = [row for row in view.take_rows(0.0) if row.kind == "evaluation"]
     assert row.values["eval/sums"] == 0.25
     assert row.values["eval/sums-pass@8"] == 0.75
-
-
-def test_no_more_sets_are_kept_than_there_is_room_for() -> None:
     kept = Evaluations()
     for number in range(MOST_SETS + 5):
         one = Evaluation(version=Version(0, 1), accuracy=0.5, num=1, set=f"s{number}")

@@ -19,7 +19,7 @@ def stone(task: int, reason: str = "failed", *, rollout: int | None = None, deta
     return Tombstone(task=task, reason=reason, rollout=rollout, group_size=2, detail=detail, source="main")
 
 
-def test_what_fails_is_counted_before_any_batch_is_trained() -> None:
+def test_failures_are_counted_before_any_batch_and_once_a_task() -> None:
     view = RunView("demo")
     for sequence in range(1, 4):
         view.tombstone(sequence, stone(sequence))
@@ -30,9 +30,6 @@ def test_what_fails_is_counted_before_any_batch_is_trained() -> None:
     assert numbers.newest_error == "timeout: user code made no progress for 30 s"
     assert "dropped=7" in plain_line(numbers)
     assert "failed-tasks=3" in plain_line(numbers)
-
-
-def test_a_task_has_failed_when_each_of_its_rollouts_has() -> None:
     view = RunView("demo")
     view.tombstone(1, stone(5, rollout=0))
     assert view.failures.num_tasks == 0
@@ -113,14 +110,11 @@ def test_what_has_failed_is_said_with_whose_it_was_where_there_are_others() -> N
     assert "no; all by producer-1·[2J, producer-1. hint" in said
 
 
-def test_what_a_producer_leaves_out_on_purpose_is_no_failure() -> None:
+def test_what_is_left_out_on_purpose_is_no_failure_and_is_called_so(entry: MakeEntry) -> None:
     view = RunView("demo")
     for reason in ("filtered", "lost", "too-easy"):
         view.tombstone(1, stone(1, reason))
     assert (view.failures.num_tasks, view.failures.newest) == (0, "")
-
-
-def test_what_producers_give_up_is_counted_before_any_batch_and_called_so(entry: MakeEntry) -> None:
     view = RunView("demo")
     for task in range(9):
         view.tombstone(1 + task, stone(task, "filtered"))
@@ -133,7 +127,7 @@ def test_what_producers_give_up_is_counted_before_any_batch_and_called_so(entry:
     assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
 
 
-def test_a_producers_own_words_are_counted_together_beyond_so_many_and_cut() -> None:
+def test_reasons_are_counted_together_beyond_so_many(entry: MakeEntry) -> None:
     view = RunView("demo")
     for sequence in range(1, 20_001):
         view.tombstone(sequence, stone(sequence, f"too long: {sequence} {'x' * 1000}"))
@@ -142,9 +136,6 @@ def test_a_producers_own_words_are_counted_together_beyond_so_many_and_cut() -> 
     assert (reasons.total(), reasons[OTHER_REASON]) == (40_000, 2 * (20_000 - MOST_REASONS))
     view.failures.trained(19_990)
     assert len(reasons := view.failures.given_up.reasons) == 10 and max(map(len, reasons)) == REASON_LENGTH
-
-
-def test_reasons_of_the_ledger_and_of_what_is_not_in_it_yet_are_bounded_together(entry: MakeEntry) -> None:
     view = RunView("demo")
     view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0,), f"ledger {number}") for number in range(100)])))
     for sequence in range(100):
@@ -184,14 +175,7 @@ def test_what_is_not_filtered_is_not_blamed_on_a_return_of_none(reasons: tuple[s
     assert said in line and hint in line and "None" not in line
 
 
-def test_tasks_with_samples_that_give_no_batch_are_asked_for_their_rewards() -> None:
-    view = RunView("demo")
-    view.tombstone(1, stone(1, "filtered"))
-    view.grant(Grant(granted=24, version=0, retired=12))
-    assert "rewards" in barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
-
-
-def test_that_tasks_give_no_batch_is_said_once_failures_are_not_most_of_them_any_more() -> None:
+def test_that_tasks_give_no_batch_is_said_ever_more_rarely() -> None:
     barren, numbers = Barren(), RunView("demo").numbers(elapsed_s=1.0)
 
     def due(tasks: int, failed: int) -> bool:
@@ -200,9 +184,10 @@ def test_that_tasks_give_no_batch_is_said_once_failures_are_not_most_of_them_any
     assert not due(7, 0) and not due(8, 5), "too few, then most have failed"
     assert due(10, 5) and not due(12, 5) and not due(12, 7) and not due(20, 7)
     assert not due(0, 0) and due(8, 0)
-
-
-def test_what_goes_on_is_said_at_once_and_then_ever_more_rarely() -> None:
     pace = Pace()
     said = [second for second in range(200) if pace.due(float(second))]
     assert said == [0, FIRST_PAUSE_S, 3 * FIRST_PAUSE_S, 7 * FIRST_PAUSE_S, 15 * FIRST_PAUSE_S]
+    view = RunView("demo")
+    view.tombstone(1, stone(1, "filtered"))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    assert "rewards" in barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)

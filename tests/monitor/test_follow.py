@@ -68,18 +68,6 @@ async def test_reports_from_where_it_is_told_on_count(bus: Bus, run_id: str) -> 
     assert row.values["tokens/cut_total"] == 1110.0
 
 
-async def test_the_end_of_an_earlier_session_is_not_the_end_of_this_one(bus: Bus, run_id: str) -> None:
-    subject, finished = Subjects(run_id).events("finished"), encode(Event(kind="finished", worker="trainer-0"))
-    await bus.publish(subject, finished)
-    view = RunView(run_id)
-    async with Follower(bus, view) as follower:
-        await follower.catch_up()
-        assert not view.finished
-        await bus.publish(subject, finished)
-        await follower.catch_up()
-        assert view.finished
-
-
 async def test_what_cannot_be_read_is_passed_over(bus: Bus, run_id: str, entry: MakeEntry, caplog: pytest.LogCaptureFixture) -> None:
     subjects, view = Subjects(run_id), RunView(run_id)
     await bus.publish(subjects.ledger("main"), b"\xc1 no entry")
@@ -93,7 +81,7 @@ async def test_what_cannot_be_read_is_passed_over(bus: Bus, run_id: str, entry: 
     assert [point.number for point in view.reward_points] == [1]
 
 
-async def test_totals_are_carried_to_the_next_session(bus: Bus, run_id: str) -> None:
+async def test_totals_are_carried_and_an_earlier_end_is_not_this_ones(bus: Bus, run_id: str) -> None:
     assert await read_totals(bus) == Totals()
     view = RunView(run_id, before=Totals(tokens_made=100, swaps=3, wall_s=50.0))
     view.engine("engine-0", EnginePresence(engine="engine-0", address="", tokens_total=11, swaps_total=2))
@@ -105,15 +93,30 @@ async def test_totals_are_carried_to_the_next_session(bus: Bus, run_id: str) -> 
     after = RunView(run_id, before=totals)
     after.engine("engine-0", EnginePresence(engine="engine-0", address="", tokens_total=12, swaps_total=2))
     assert (after.tokens_made, after.swaps) == (112, 5), "its presence outlives the session that it was counted in"
-
-
-async def test_reading_history_does_not_count_as_training_speed(bus: Bus, run_id: str, entry: MakeEntry) -> None:
-    for number in range(1, 6):
-        await bus.publish(Subjects(run_id).ledger("main"), encode(entry(number, tokens=1_000_000)), id=f"0.{number}")
+    subject, finished = Subjects(run_id).events("finished"), encode(Event(kind="finished", worker="trainer-0"))
+    await bus.publish(subject, finished)
     view = RunView(run_id)
     async with Follower(bus, view) as follower:
         await follower.catch_up()
-        await asyncio.sleep(2.2)  # two polls
+        assert not view.finished
+        await bus.publish(subject, finished)
+        await follower.catch_up()
+        assert view.finished
+
+
+async def test_reading_history_does_not_count_as_training_speed(
+    bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.monitor.follow._POLL_S", 0.05)
+    for number in range(1, 6):
+        await bus.publish(Subjects(run_id).ledger("main"), encode(entry(number, tokens=1_000_000)), id=f"0.{number}")
+    view, polls = RunView(run_id), list[float]()
+    mark = view.mark
+    monkeypatch.setattr(view, "mark", lambda now_s: (polls.append(now_s), mark(now_s)))
+    async with Follower(bus, view) as follower:
+        await follower.catch_up()
+        count = len(polls)
+        await until(lambda: len(polls) > count + 2)
     assert view.tokens_trained == 5_000_000
     assert view.numbers(elapsed_s=0.0).trained_per_s == 0.0
 

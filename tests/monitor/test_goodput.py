@@ -16,7 +16,7 @@ def engine(name: str, tokens: int, role: str = ROLLOUT_ROLE) -> EnginePresence:
     return EnginePresence(engine=name, address="", serving=Version(0, 1), tokens_total=tokens, role=role)
 
 
-def test_what_is_sampled_is_open_until_somebody_says_what_became_of_it() -> None:
+def test_what_is_sampled_is_open_until_said_and_unknown_to_who_joins() -> None:
     view = RunView("demo", series=Series(window_s=1.0))
     view.take_rows(0.0)
 
@@ -34,9 +34,6 @@ def test_what_is_sampled_is_open_until_somebody_says_what_became_of_it() -> None
     assert still_open(2.0) == 50.0
     view.engine("engine-0-cc", engine("engine-0-cc", 7))
     assert still_open(3.0) == 57.0, "an engine that was started anew counts from 0"
-
-
-def test_who_joins_a_run_does_not_know_what_was_sampled_before() -> None:
     view = RunView("demo", series=Series(window_s=1.0), joined=True)
     view.take_rows(0.0)
     view.metric(report("producer-0", {"tokens/published_total": 40.0}, time_s=0.0))
@@ -57,22 +54,16 @@ def test_tokens_on_the_stream_are_those_that_wait_and_those_behind_the_cursor(en
     assert row.values["lag/stream_tokens"] == 70.0 + 5 * 800.0 / 20
 
 
-def test_a_fork_takes_the_place_of_what_lies_behind_it() -> None:
+def test_a_backlog_goes_by_the_newest_fork_and_is_not_always_known() -> None:
     backlog = Backlog()
     for cursor, stored in ((10, 100.0), (20, 100.0), (30, 100.0), (20, 900.0)):
         backlog.ledger(cursor, {"tokens/stored_total": stored, "tokens/waiting": 0.0})
     assert backlog.tokens(21) == pytest.approx(1000.0 / 20)
     assert backlog.tokens(3) == 0.0
-
-
-def test_a_batch_that_closes_where_the_one_before_did_leaves_what_that_has_stored() -> None:
     backlog = Backlog()
     for cursor, stored in ((10, 500.0), (10, 0.0)):
         backlog.ledger(cursor, {"tokens/stored_total": stored, "tokens/waiting": 0.0})
     assert backlog.tokens(20) == 500.0
-
-
-def test_of_a_run_of_an_earlier_build_tokens_on_the_stream_are_not_known() -> None:
     backlog = Backlog()
     backlog.ledger(10, {})
     assert backlog.tokens(20) is None

@@ -14,7 +14,7 @@ from tests.monitor.conftest import MakeEntry, as_line
 SHORT, LONG = histogram([10] * 100), histogram([200] * 100)
 
 
-def test_answers_that_are_cut_or_dropped_make_a_distance() -> None:
+def test_answers_make_a_distance_where_there_are_enough_known_ones() -> None:
     lengths = Lengths()
     lengths.add({"lengths/trained": SHORT})
     assert lengths.distance == 0.0
@@ -22,13 +22,13 @@ def test_answers_that_are_cut_or_dropped_make_a_distance() -> None:
     lengths.add({"lengths/cut": LONG, "lengths/finished": LONG})
     assert lengths.distance == pytest.approx(2 / 3)
     assert lengths.values["lengths/cut_p50"] == pytest.approx(200, rel=0.19)
-
-
-def test_of_few_answers_there_is_no_distance() -> None:
     lengths = Lengths()
     lengths.add({"lengths/trained": histogram([1] * (FEWEST - 1)), "lengths/dropped": LONG})
     assert lengths.distance is None and "lengths/distance" not in lengths.values
     assert Lengths().values == {}
+    lengths = Lengths()
+    lengths.add({"lengths/trained": [1, -1], "lengths/other": [1], "lengths/cut": [1] * 100_000})
+    assert lengths.counts == {}
 
 
 def test_the_newest_answers_weigh_most_and_memory_is_bounded() -> None:
@@ -67,12 +67,6 @@ def test_of_history_no_cut_answer_is_spoken_of(entry: MakeEntry) -> None:
         numbers = view.numbers(elapsed_s=1.0)
         texts.append(distance_text(numbers.length_distance, cut=numbers.length_cut))
     assert [text.partition("from those ")[2] for text in texts] == ["trained or dropped", "trained, dropped or cut"]
-
-
-def test_what_is_no_histogram_of_ours_is_passed_over() -> None:
-    lengths = Lengths()
-    lengths.add({"lengths/trained": [1, -1], "lengths/other": [1], "lengths/cut": [1] * 100_000})
-    assert lengths.counts == {}
 
 
 def test_rows_have_quantiles_of_the_batch_and_of_the_window(entry: MakeEntry) -> None:

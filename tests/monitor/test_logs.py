@@ -56,24 +56,23 @@ def test_lines_are_in_order_of_time_and_tracebacks_stay_together(run: RunDir) ->
     assert words(Logs(run, "nats-server").past()) == ["c"]
 
 
-def test_what_was_rotated_away_comes_first(run: RunDir) -> None:
+def test_what_was_rotated_or_is_no_log_is_shown_too(run: RunDir) -> None:
     newest = run.log_path("trainer-0")
     newest.write_text("rest\n" + at(3, "c"))
     newest.with_name("trainer-0.log.1").write_text(at(2, "b"))
     newest.with_name("trainer-0.log.2").write_text(at(1, "a"))
     newest.with_name("trainer-0.log.gz").write_text(at(0, "no"))
     assert words(Logs(run).past()) == ["a", "b", "rest", "c"]
-
-
-def test_lines_that_are_no_log_are_shown_too(run: RunDir) -> None:
-    run.log_path("trainer-0").write_bytes(b"\xff\x00\n2026-99-99 99:99:99.999Z INFO x\n" + b"x" * (3 << 20) + b"\nno end")
+    for path in newest.parent.iterdir():
+        path.unlink()
+    newest.write_bytes(b"\xff\x00\n2026-99-99 99:99:99.999Z INFO x\n" + b"x" * (3 << 20) + b"\nno end")
     run.log_path("feeder-0").touch()
     lines = list(Logs(run).past())
     assert lines[0] == b"\xff\x00\n" and lines[-1] == b"no end\n"
     assert max(map(len, lines)) <= (1 << 20) + 1 and sum(line.count(b"x") for line in lines) == (3 << 20) + 1
 
 
-def test_a_worker_that_has_no_log_is_refused_with_those_that_have(run: RunDir) -> None:
+def test_what_cannot_be_read_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     with raises(ConfigError, run="demo") as error:
         Logs(run)
     assert "streamrl status demo" in str(error.value)
@@ -82,6 +81,13 @@ def test_a_worker_that_has_no_log_is_refused_with_those_that_have(run: RunDir) -
     with raises(ConfigError, run="demo") as error:
         Logs(run, "trainr")
     assert "got 'trainr'" in str(error.value) and "there are supervisor, trainer-0" in str(error.value)
+    command = ["logs", "demo", "--dir", os.fspath(run.path.parent)]
+    assert main([*command, "-n", "-1"]) == 1
+    assert "at least 0" in capsys.readouterr().err
+    run.log_path("trainer-0").unlink()
+    run.log_path("trainer-0").mkdir()
+    assert main(command) == 1
+    assert f"Is a directory: {run.log_path('trainer-0')}" in capsys.readouterr().err
 
 
 def test_what_comes_is_followed_over_rotation_and_new_workers(run: RunDir) -> None:
@@ -133,15 +139,3 @@ def test_the_verb_follows_a_run_until_it_is_down(run: RunDir, capfdbinary: pytes
     assert following.returncode == 0
     assert rest == b""
     assert words(lines) == ["a", "b", "c"]
-
-
-def test_a_log_that_cannot_be_read_is_a_sentence(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    run.log_path("trainer-0").mkdir()
-    assert main(["logs", "demo", "--dir", os.fspath(run.path.parent)]) == 1
-    assert f"Is a directory: {run.log_path('trainer-0')}" in capsys.readouterr().err
-
-
-def test_a_number_of_lines_below_zero_is_refused(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    run.log_path("trainer-0").touch()
-    assert main(["logs", "demo", "-n", "-1", "--dir", os.fspath(run.path.parent)]) == 1
-    assert "at least 0" in capsys.readouterr().err

@@ -170,7 +170,7 @@ def files_of_at_most(size: int) -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_no_room_in_the_middle_of_a_row_leaves_whole_rows_and_writing_goes_on_when_there_is(tmp_path: Path) -> None:
+def test_no_room_leaves_whole_rows_and_writing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = MetricsFile(tmp_path, CONFIG)
     file.write([row(1)])
     with files_of_at_most(len(encoded(row(1))) + 20):
@@ -182,20 +182,17 @@ def test_no_room_in_the_middle_of_a_row_leaves_whole_rows_and_writing_goes_on_wh
     file.close()
     assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.3"]
 
-
-def test_a_torn_row_that_cannot_be_cut_at_once_is_cut_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = MetricsFile(tmp_path, CONFIG)
-    file.write([row(1)])
-
     def refuse(descriptor: int, size: int) -> None:
         raise OSError(errno.EIO, "no")
 
-    with files_of_at_most(len(encoded(row(1))) + 20), monkeypatch.context() as patched, pytest.raises(OSError):
+    # A torn row that cannot be cut at once is cut before the next.
+    whole = (tmp_path / "metrics.jsonl").stat().st_size
+    with files_of_at_most(whole + 20), monkeypatch.context() as patched, pytest.raises(OSError):
         patched.setattr(os, "ftruncate", refuse)
-        file.write([row(2)])
-    file.write([row(3)])
+        file.write([row(4)])
+    file.write([row(5)])
     file.close()
-    assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.3"]
+    assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.3", "0.5"]
 
 
 def test_a_full_disk_costs_rows_and_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,7 @@ def window(time_s: float, cut: float, **values: float) -> Row:
     return Row(time_s=time_s, kind="window", values={"tokens/cut_total": cut, **values})
 
 
-def test_the_last_minute_is_added_up_as_it_is_written(tmp_path: Path) -> None:
+def test_the_last_minute_is_added_up_and_a_folder_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
     rows, recent = MetricsFile(tmp_path, MetricsConfig()), Recent(tmp_path)
     recent.look(0.0)
     assert (recent.shares, recent.goodput) == ({}, {})
@@ -36,6 +36,10 @@ def test_the_last_minute_is_added_up_as_it_is_written(tmp_path: Path) -> None:
     assert recent.goodput["tokens/cut_total"] == 100.0
     recent.look(2000.0)
     assert (recent.shares, recent.goodput) == ({}, {})
+    (tmp_path / "file").touch()
+    recent = Recent(tmp_path / "file")
+    recent.look(0.0)
+    assert recent.goodput == {}
 
 
 def test_files_put_aside_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
@@ -55,10 +59,3 @@ def test_files_put_aside_and_torn_lines_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / CURRENT).write_bytes(b"")
     recent.look(0.0)
     assert recent.goodput == before
-
-
-def test_a_folder_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    recent = Recent(tmp_path / "file")
-    recent.look(0.0)
-    assert recent.goodput == {}

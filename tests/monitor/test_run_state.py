@@ -27,11 +27,14 @@ def test_how_a_session_ended_is_told_with_its_steps(run: RunDir, state: str) -> 
     assert line.error == ("producer: ValueError: no" if state == "failed" else "")
 
 
-def test_a_run_that_says_running_and_has_no_supervisor_was_interrupted(run: RunDir) -> None:
+def test_a_run_without_supervisor_was_interrupted_and_one_that_is_up_has_no_error(run: RunDir) -> None:
     write_state(run, RunState(state="running", step=3, steps=9))
     with lock_run(run):
         assert describe(run).state == "running"
     assert describe(run).state == "interrupted"
+    write_state(run, RunState(state="failed", error="former"))
+    with lock_run(run):
+        assert describe(run).error == ""
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"state": "fini', b"[]", b"\xff"])
@@ -41,12 +44,6 @@ def test_a_run_of_an_earlier_version_or_with_a_broken_file_is_stopped(run: RunDi
     assert read_state(run) is None
     line = describe(run)
     assert (line.state, steps_text(line)) == ("stopped", "-")
-
-
-def test_no_other_reader_sees_the_error_of_a_run_that_is_up_again(run: RunDir) -> None:
-    write_state(run, RunState(state="failed", error="former"))
-    with lock_run(run):
-        assert describe(run).error == ""
 
 
 def test_lengths_alone_are_written_rarely_and_all_else_at_once(run: RunDir) -> None:
@@ -79,7 +76,7 @@ def test_a_disk_that_takes_no_state_ends_nothing_and_is_tried_again(run: RunDir,
     assert read_state(run) == RunState(state="running", step=1)
 
 
-def test_a_run_that_is_being_prepared_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_is_prepared_or_lies_in_brackets_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(tmp_path / "new")
     run.create()
     with lock_run(run):
@@ -87,9 +84,6 @@ def test_a_run_that_is_being_prepared_is_listed(tmp_path: Path, capsys: pytest.C
         print_runs(list_runs(tmp_path), as_json=False)
         assert "preparing" in capsys.readouterr().out
     assert [line.state for line in list_runs(tmp_path)] == ["interrupted"]
-
-
-def test_a_list_of_runs_in_a_folder_with_brackets_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = tmp_path / "[b]" / "[" / "red]"
     run = RunDir(base / "demo")
     run.create()

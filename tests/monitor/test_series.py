@@ -22,7 +22,7 @@ def windows(view: RunView, now_s: float) -> dict[str, Row]:
     return {row.of: row for row in view.take_rows(now_s) if row.kind == "window"}
 
 
-def test_every_batch_gives_one_row_with_its_metrics(entry: MakeEntry) -> None:
+def test_every_batch_gives_one_row_unless_an_earlier_session_did(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series())
     view.ledger(as_line(entry(1, source="warmup", reward=None)))
     view.ledger(as_line(entry(2, reward=0.25)))
@@ -31,9 +31,6 @@ def test_every_batch_gives_one_row_with_its_metrics(entry: MakeEntry) -> None:
     assert (first.kind, first.version, first.step, first.of) == ("batch", "0.2", 1, "")
     assert first.values["rollout/raw_reward"] == 0.25
     assert view.take_rows(0.0) == []
-
-
-def test_what_an_earlier_session_has_written_gives_no_row_again(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series(after=Version(0, 3)))
     for number in (1, 2, 3, 4):
         view.ledger(as_line(entry(number)))
@@ -45,6 +42,10 @@ def test_what_an_earlier_session_has_written_gives_no_row_again(entry: MakeEntry
         view.ledger(as_line(entry(number)))
     view.ledger(as_line(entry(2, epoch=2)))
     assert [row.version for row in view.take_rows(0.0)] == ["2.2"]
+    view = RunView("demo")
+    view.ledger(as_line(entry(1)))
+    view.metric(report("w", {"train/loss": 2.0}, time_s=0.0))
+    assert view.take_rows(100.0) == []
 
 
 def test_reports_of_a_window_are_folded_by_reduction_for_each_worker_and_for_the_run() -> None:
@@ -75,12 +76,19 @@ def test_engines_have_rows_of_their_own_and_the_run_has_the_worst(entry: MakeEnt
     assert (rows[""].version, rows[""].step) == ("0.10", 1)
 
 
-def test_a_clock_that_jumps_back_begins_the_window_anew_and_loses_nothing() -> None:
+def test_a_clock_that_jumps_back_loses_nothing_and_quotients_are_of_a_windows_amounts() -> None:
     view = RunView("demo", series=Series(window_s=10.0))
     view.take_rows(5000.0)
     view.metric(report("engine-0", {"engine/tokens_total": 7}, time_s=0.0))
     assert view.take_rows(100.0) == []
     assert windows(view, 110.0)["engine-0"].values == {"engine/tokens_total": 7.0}
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    passes = {"engine/verify_passes_total": 10, "engine/drafted_tokens_total": 40, "engine/accepted_drafts_total": 30}
+    view.metric(report("engine-0", {**passes, "engine/prompt_tokens_total": 0, "engine/cached_tokens_total": 0}, time_s=0.0))
+    values = windows(view, 1.0)["engine-0"].values
+    assert (values["rollout/spec_accept_rate"], values["rollout/spec_accept_length"]) == (0.75, 4.0)
+    assert "rollout/prefix_cache_hit_rate" not in values
 
 
 def test_only_declared_names_with_finite_values_reach_a_row(entry: MakeEntry) -> None:
@@ -127,13 +135,6 @@ def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(
     assert {of: row.values["producer/tasks_total"] for of, row in rows.items()} == {"": 4.0}, "names that are none have no rows"
 
 
-def test_a_view_without_series_makes_no_rows(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    view.ledger(as_line(entry(1)))
-    view.metric(report("w", {"train/loss": 2.0}, time_s=0.0))
-    assert view.take_rows(100.0) == []
-
-
 def test_tokens_are_counted_where_they_are_sampled_and_where_they_are_trained(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series(window_s=1.0))
     view.take_rows(0.0)
@@ -155,13 +156,27 @@ def test_tokens_are_counted_where_they_are_sampled_and_where_they_are_trained(en
     assert trained == [None, 60.0], "of demonstrations none was sampled"
 
 
-def test_drops_stand_in_the_row_of_their_batch_by_reason(entry: MakeEntry) -> None:
+def test_trained_tokens_and_drops_stand_in_the_rows_of_their_batches(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series())
     drops = [Drop(sequence=1, task=1, rollouts=(0, 1), reason=reason) for reason in ("stale", "stale", "my own", "another")]
     view.ledger(as_line(entry(1, drops=drops)))
     (row,) = view.take_rows(1.0)
     counted = {name: value for name, value in row.values.items() if name.startswith("rollouts/")}
     assert counted == {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    view.live = False
+    for number in (1, 2):
+        line = as_line(entry(number))
+        line.metrics.update({"rollout/tokens_trained": 60.0, "perf/wait_s": 0.25, "perf/step_s": 0.5, "rollout/truncated_ratio": 0.125})
+        view.ledger(line)
+        view.live = True
+    first, second, window = view.take_rows(1.0)
+    assert [row.values.get("tokens/trained_total") for row in (first, second, window)] == [60.0, 60.0, None]
+    assert (first.version, second.version) == ("0.1", "0.2")
+    assert [first.values[f"perf/{name}"] for name in ("train_wait_time", "train_time", "step_time")] == [0.25, 0.5, 0.75]
+    assert first.values["perf/wait_time_ratio"] == pytest.approx(1 / 3)
+    assert first.values["rollout/truncated"] == 0.125
 
 
 def test_no_window_ends_with_what_half_a_ledger_says(entry: MakeEntry) -> None:
@@ -183,23 +198,6 @@ def test_no_window_ends_with_what_half_a_ledger_says(entry: MakeEntry) -> None:
         assert view.num_barren_tasks == 3
 
 
-def test_trained_tokens_add_up_over_batches_of_earlier_sessions_and_of_this(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
-    view.live = False
-    for number in (1, 2):
-        line = as_line(entry(number))
-        line.metrics.update({"rollout/tokens_trained": 60.0, "perf/wait_s": 0.25, "perf/step_s": 0.5, "rollout/truncated_ratio": 0.125})
-        view.ledger(line)
-        view.live = True
-    first, second, window = view.take_rows(1.0)
-    assert [row.values.get("tokens/trained_total") for row in (first, second, window)] == [60.0, 60.0, None]
-    assert (first.version, second.version) == ("0.1", "0.2")
-    assert [first.values[f"perf/{name}"] for name in ("train_wait_time", "train_time", "step_time")] == [0.25, 0.5, 0.75]
-    assert first.values["perf/wait_time_ratio"] == pytest.approx(1 / 3)
-    assert first.values["rollout/truncated"] == 0.125
-
-
 def test_commits_of_engines_say_how_long_a_version_took(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series(window_s=1.0))
     view.take_rows(0.0)
@@ -212,7 +210,7 @@ def test_commits_of_engines_say_how_long_a_version_took(entry: MakeEntry) -> Non
     assert rows[""].values["lag/publish_to_commit_max_s"] == 2.0
 
 
-def test_the_age_of_the_stream_is_that_of_its_oldest_message_behind_the_cursor(entry: MakeEntry) -> None:
+def test_the_age_of_the_stream_is_that_of_its_oldest_message_and_arrivals_are_bounded(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series(window_s=1.0))
     for now_s, last in ((10.0, 2), (11.0, 2), (12.0, 6), (15.0, 9)):
         view.stream(last=last, num_bytes=1)
@@ -223,9 +221,6 @@ def test_the_age_of_the_stream_is_that_of_its_oldest_message_behind_the_cursor(e
         view.ledger(as_line(entry(cursor, cursor=cursor)))
         ages.append(windows(view, 2.0 * cursor)[""].values["lag/stream_s"])
     assert ages == [5.0, 3.0, 3.0, 0.0, 0.0]
-
-
-def test_arrivals_are_bounded_and_stay_near(entry: MakeEntry) -> None:
     arrivals = Arrivals()
     for second in range(100_000):
         arrivals.mark(float(second), second + 1)
@@ -235,26 +230,13 @@ def test_arrivals_are_bounded_and_stay_near(entry: MakeEntry) -> None:
     assert ages == sorted(ages, reverse=True) and ages[-1] == 0.0
 
 
-def test_quotients_of_amounts_are_made_of_a_windows_amounts_and_only_where_there_are_some() -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
-    passes = {"engine/verify_passes_total": 10, "engine/drafted_tokens_total": 40, "engine/accepted_drafts_total": 30}
-    view.metric(report("engine-0", {**passes, "engine/prompt_tokens_total": 0, "engine/cached_tokens_total": 0}, time_s=0.0))
-    values = windows(view, 1.0)["engine-0"].values
-    assert (values["rollout/spec_accept_rate"], values["rollout/spec_accept_length"]) == (0.75, 4.0)
-    assert "rollout/prefix_cache_hit_rate" not in values
-
-
-def test_evaluations_have_rows_but_those_of_earlier_sessions_have_theirs_already() -> None:
+def test_evaluations_have_rows_at_the_steps_of_their_versions(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series())
     one = Event(kind="evaluation", worker="e", detail=evaluation(3, 0.75), time_s=7.0)
     view.event(one, live=False)
     view.event(one)
     (row,) = view.take_rows(0.0)
     assert (row.kind, row.version, row.time_s, row.values) == ("evaluation", "0.3", 7.0, {"eval/heldout": 0.75})
-
-
-def test_an_evaluation_stands_at_the_step_of_its_version_however_late_it_comes(entry: MakeEntry) -> None:
     view = RunView("demo", series=Series())
     for number in range(1, 11):
         view.ledger(as_line(entry(number, source="warmup" if number <= 3 else "main")))

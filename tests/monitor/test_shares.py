@@ -77,7 +77,7 @@ def test_a_worker_that_was_killed_is_down_until_its_successor_begins() -> None:
     assert sum(values.get(name, 0.0) for values in rows for name in named("trainer")) == pytest.approx(59.0)
 
 
-def test_a_short_absence_is_seen_by_what_is_missing_between_two_reports() -> None:
+def test_a_short_or_late_report_counts_no_second_twice() -> None:
     reader = Reader()
     for second, values in ((2, trainer(compute=2.0)), (4, trainer(compute=2.0)), (8, trainer(setup=1.0)), (10, trainer(compute=2.0))):
         reader.go(START_S + second)
@@ -85,9 +85,6 @@ def test_a_short_absence_is_seen_by_what_is_missing_between_two_reports() -> Non
             break
         reader.hear("trainer-0", values)
     assert reader.rows[0]["trainer-0"]["trainer/down_s"] == pytest.approx(3.0)
-
-
-def test_one_that_was_only_late_counts_no_second_twice() -> None:
     reader = Reader()
     for second in range(1, 31):
         reader.go(START_S + second)
@@ -114,7 +111,7 @@ def test_a_reader_that_is_cut_off_calls_nobody_down() -> None:
     assert reader.rows[-1]["trainer-0"]["trainer/share/wait_bus"] == 1.0
 
 
-def test_one_that_has_left_is_forgotten() -> None:
+def test_one_that_has_left_is_forgotten_and_not_down() -> None:
     reader = Reader()
     reader.go(START_S + 1)
     reader.hear("producer-3", {"producer/slot_generate_s": 8.0, "producer/slots": 8.0})
@@ -125,9 +122,6 @@ def test_one_that_has_left_is_forgotten() -> None:
             break
     assert "producer-3" not in reader.rows[-1] and "producer-3" in reader.rows[5]
     assert reader.rows[5]["producer-3"]["producer/slot_down_s"] == pytest.approx(80.0), "of all its slots"
-
-
-def test_one_that_was_told_to_end_is_not_down_and_may_come_again() -> None:
     reader = Reader()
     for second in range(2, 62, 2):
         reader.go(START_S + second)

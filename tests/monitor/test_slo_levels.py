@@ -250,17 +250,23 @@ def test_levels_from_both_sides_of_their_bounds(before: float, value: float, war
     assert level(value, judge, 1.0) == wanted
 
 
-def test_a_level_holds_from_when_it_was_first_seen() -> None:
+@pytest.mark.parametrize(
+    "seen",
+    [
+        [
+            (110.0, {10.0: "ok", 39.9: "ok", 40.0: "breach"}),
+            (75.0, {50.0: "breach", 79.0: "breach"}),
+            (10.0, {79.5: "breach", 80.0: "ok"}),  # both are below it
+            (85.0, {90.0: "ok", 110.0: "ok"}),
+            (110.0, {115.0: "ok", 120.0: "breach"}),  # both are above it
+        ],
+        [(85.0, {0.0: "ok", 30.0: "warn"}), (110.0, {40.0: "warn", 60.0: "warn"}), (10.0, {65.0: "warn", 94.0: "warn", 95.0: "ok"})],
+    ],
+)
+def test_a_level_holds_from_when_it_was_first_seen(seen: list[tuple[float, dict[float, str]]]) -> None:
     judge = Judge(SloConfig(no_progress_s=100.0, stream_lag_s=0.0, hold_s=30.0))
-    assert [level(110.0, judge, at_s) for at_s in (10.0, 39.9, 40.0)] == ["ok", "ok", "breach"]
-    assert [level(75.0, judge, at_s) for at_s in (50.0, 79.0)] == ["breach", "breach"]
-    assert [level(10.0, judge, at_s) for at_s in (79.5, 80.0)] == ["breach", "ok"], "both are below it"
-    assert [level(85.0, judge, at_s) for at_s in (90.0, 110.0)] == ["ok", "ok"]
-    assert [level(110.0, judge, at_s) for at_s in (115.0, 120.0)] == ["ok", "breach"], "both are above it"
-    judge = Judge(SloConfig(no_progress_s=100.0, stream_lag_s=0.0, hold_s=30.0))
-    assert [level(85.0, judge, at_s) for at_s in (0.0, 30.0)] == ["ok", "warn"]
-    assert [level(110.0, judge, at_s) for at_s in (40.0, 60.0)] == ["warn", "warn"]
-    assert [level(10.0, judge, at_s) for at_s in (65.0, 94.0, 95.0)] == ["warn", "warn", "ok"], "the other way"
+    for value, levels in seen:
+        assert {at_s: level(value, judge, at_s) for at_s in levels} == levels, value
 
 
 def test_a_finding_has_what_it_was_held_against() -> None:

@@ -9,7 +9,7 @@ from streamrl.monitor.failures import MOST_STONES, Failures
 from streamrl.monitor.numbers import Evaluation, Point
 from streamrl.monitor.rates import Growing, Rate
 from streamrl.monitor.series import Series
-from streamrl.monitor.trained import MOST_REASONS, MOST_STRETCHES, TAIL, Stretches, Trained, stretched_rewards
+from streamrl.monitor.trained import MOST_STRETCHES, TAIL, Stretches, Trained, stretched_rewards
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import Event
@@ -17,7 +17,6 @@ from streamrl.schemas.ledger import Drop
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
-from streamrl.telemetry.names import OTHER_REASON
 from tests.monitor.conftest import MakeEntry, as_line, evaluation, kept
 
 LONG = TAIL + 4 * MOST_STRETCHES
@@ -56,7 +55,7 @@ def test_what_is_kept_does_not_grow_with_the_run_and_no_total_is_lost(entry: Mak
     assert max(kept) <= TAIL + 2 * MOST_STRETCHES + 10
 
 
-def test_a_fork_within_the_tail_of_a_long_run_leaves_what_a_straight_run_has(entry: MakeEntry) -> None:
+def test_a_fork_within_the_tail_leaves_a_straight_run_and_one_behind_it_is_refused(entry: MakeEntry) -> None:
     forked, straight = fed(entry, LONG), fed(entry, LONG - 700)
     for trained in (forked, straight):
         for number in range(LONG - 699, LONG + 1):
@@ -66,9 +65,6 @@ def test_a_fork_within_the_tail_of_a_long_run_leaves_what_a_straight_run_has(ent
     assert forked.newest == straight.newest
     total, wanted = ([point.reward * point.num_batches for point in one.points(warmup=False) if point.reward] for one in (forked, straight))
     assert abs(sum(total) - sum(wanted)) < 1e-6
-
-
-def test_a_fork_behind_the_tail_is_refused_and_changes_nothing(entry: MakeEntry) -> None:
     trained = fed(entry, LONG)
     before = (trained.num_batches, trained.newest, trained.points(warmup=False))
     assert not trained.add(as_line(entry(LONG - TAIL, epoch=1)))
@@ -105,15 +101,6 @@ def test_stretched_rewards_of_few_batches_are_their_rewards() -> None:
     assert stretched_rewards([point(number, float(number)) for number in range(10)], 4) == (1.0, 4.0, 7.0, 9.0)
 
 
-def test_reasons_that_a_producer_makes_up_are_counted_together(entry: MakeEntry) -> None:
-    trained = Trained()
-    for number in range(1, 201):
-        trained.add(as_line(entry(number, drops=(Drop(sequence=1, task=1, rollouts=(0,), reason=f"word {number}"),))))
-    assert len(trained.drops) == MOST_REASONS + 1
-    assert trained.drops.total() == 200
-    assert trained.drops[OTHER_REASON] == 200 - MOST_REASONS
-
-
 def test_of_many_evaluations_the_first_the_first_after_the_warmup_and_the_newest_stay() -> None:
     evaluations = Evaluations()
     for number in range(10 * MOST_EVALUATIONS):
@@ -125,7 +112,7 @@ def test_of_many_evaluations_the_first_the_first_after_the_warmup_and_the_newest
     assert evaluations.newest is not None and evaluations.newest.version.number == 10 * MOST_EVALUATIONS - 1
 
 
-def test_failures_without_a_batch_are_counted_all_and_kept_in_part() -> None:
+def test_what_comes_and_goes_without_end_is_counted_all_and_kept_in_part() -> None:
     failures, counts = Failures(), list[int]()
     for sequence in range(1, MOST_STONES + 2001):
         failures.add(sequence, Tombstone(task=sequence, reason="failed", detail="x" * 5000), after=0)
@@ -136,9 +123,6 @@ def test_failures_without_a_batch_are_counted_all_and_kept_in_part() -> None:
     assert counts[1] < 1.01 * counts[0]
     failures.trained(MOST_STONES + 1990)
     assert (failures.reasons, failures.num_tasks) == ({"failed": 10}, 10)
-
-
-def test_engines_that_come_and_go_are_forgotten_and_their_tokens_are_not() -> None:
     growing, counts = Growing(late=False), list[int]()
     for number in range(10_000):
         growing.report(f"engine-{number}", 3)
@@ -176,7 +160,7 @@ def test_a_view_of_a_run_nearly_twice_as_long_keeps_no_more(entry: MakeEntry) ->
     assert counts[1] < 1.1 * counts[0], counts
 
 
-def test_tasks_that_ended_before_a_version_was_trained_again_have_given_their_batch(entry: MakeEntry) -> None:
+def test_ended_tasks_give_their_batch_once_and_no_rate_is_negative(entry: MakeEntry) -> None:
     view = RunView("demo")
     for number, epoch in ((1, 0), (2, 0), (3, 0), (2, 1)):
         view.ledger(as_line(entry(number, epoch=epoch)))
@@ -184,9 +168,6 @@ def test_tasks_that_ended_before_a_version_was_trained_again_have_given_their_ba
     assert at_three > as_line(entry(2)).retired
     view.grant(Grant(granted=at_three + 8, version=3, retired=at_three + 2))
     assert view.num_barren_tasks == 2
-
-
-def test_a_total_that_falls_has_no_negative_rate() -> None:
     rate = Rate()
     seen = []
     for now_s, total in ((0.0, 100), (1.0, 300), (2.0, 50), (3.0, 60)):
