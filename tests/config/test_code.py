@@ -36,7 +36,12 @@ def test_it_follows_what_lies_beside_it(place: Path, file: str) -> None:
         assert digest(reference) == before
 
 
-def test_what_it_does_not_import_and_where_it_lies_do_not_count(place: Path) -> None:
+def test_what_is_not_imported_or_not_there_does_not_count(place: Path) -> None:
+    assert digest("tools.grade:score") is not None
+    assert "tools" not in sys.modules and "tools.grade" not in sys.modules
+    assert digest("no.such.module:f") is None and digest(f"{place}/none.py:f") is None and digest("exact_match") is None
+    (place / "broken.py").write_text("def (")
+    assert digest(f"{place}/broken.py:f") is not None
     before = digest("reward:score")
     (place / "other.py").write_text("# more")
     assert digest("reward:score") == before
@@ -45,11 +50,3 @@ def test_what_it_does_not_import_and_where_it_lies_do_not_count(place: Path) -> 
     place = moved.parent.with_name("elsewhere")
     assert digest(f"{place / 'reward.py'}:score") == before
     place.rename(moved.parent)
-
-
-def test_nothing_is_imported_and_what_is_not_there_has_none(place: Path) -> None:
-    assert digest("tools.grade:score") is not None
-    assert "tools" not in sys.modules and "tools.grade" not in sys.modules
-    assert digest("no.such.module:f") is None and digest(f"{place}/none.py:f") is None and digest("exact_match") is None
-    (place / "broken.py").write_text("def (")
-    assert digest(f"{place}/broken.py:f") is not None

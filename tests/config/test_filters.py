@@ -47,22 +47,16 @@ def test_what_it_may_not_say_is_named(key: str, section: dict[str, Any]) -> None
     assert f"filters.{key}" in caught.value.message
 
 
-def test_what_it_says_reaches_the_fold_and_its_record() -> None:
+def test_what_is_said_reaches_the_record_and_what_is_not_decides_nothing() -> None:
     config = filters(min_tokens=3, mean_reward=[0.1, 0.9], refused="mask", max_repetition=0.8)
     assert fold_config(config).filters is config.filters and config.filters.mean_reward == (0.1, 0.9)
     assert from_json(dump(config)) == config
-
-
-def test_a_record_without_it_decides_by_nothing_of_it() -> None:
     tree = json.loads(dump(filters()))
     del tree["filters"]
     recorded = from_json(json.dumps(tree))
     assert recorded.filters == FoldConfig(batch_tasks=1, max_staleness=0).filters == FiltersConfig(min_reward_std=0.0)
     assert "min_reward_std" not in json.loads(dump(recorded))["filters"], "a run that began without it stays so"
     assert filters().filters.min_reward_std > 0
-
-
-def test_every_key_of_a_decision_is_one_of_the_section() -> None:
     own = {f"filters.{name}" for name in FiltersConfig.__struct_fields__}
     assert own - set(DECIDED) == {"filters.function", "filters.options", "filters.timeout_s"} and set(DECIDED) < own
 

@@ -34,14 +34,11 @@ def test_a_former_advantage_is_grpo_with_that_policy_loss(name: str) -> None:
     assert override(Config(), ["data.train=x", f"loss.advantage={name}"]).loss == LossConfig(policy=name)
 
 
-def test_a_former_advantage_beside_another_policy_loss_is_refused() -> None:
+def test_a_former_advantage_names_its_policy_loss_and_no_other() -> None:
     with raises(ConfigError, key="loss.policy") as caught:
         loss_of(advantage="gspo", policy="sapo")
     assert caught.value.values["key"] == "loss.policy"
     assert "loss.advantage = 'grpo' for sapo" in caught.value.hint
-
-
-def test_a_former_advantage_still_names_slimes_estimator() -> None:
     loss = loss_of(advantage="gspo", slime_loss="mine.py:loss")
     check(convert({"data": {"train": "x"}, "loss": {"advantage": "gspo", "slime_loss": "mine.py:loss"}}, where="x"))
     from streamrl.trainers.torch.slime_loss import slime_args
@@ -50,22 +47,16 @@ def test_a_former_advantage_still_names_slimes_estimator() -> None:
     assert slime_args(LossConfig(advantage="rloo", slime_loss="mine.py:loss")).advantage_estimator == "rloo"
 
 
-def test_one_criterion_in_the_former_words() -> None:
+def test_criteria_in_former_words_and_several() -> None:
     assert criteria_of(**OLD_REJECT) == (RejectionConfig(measure="k3", level="sequence_mean", high=0.1),)
     assert criteria_of(reject="ratio", reject_low=0.5, reject_high=2) == (RejectionConfig(low=0.5, high=2.0),)
     assert criteria_of(reject="none", reject_level="token", reject_low=0.0, reject_high=0.0) == ()
     assert criteria_of(reject="none") == criteria_of(reject=[]) == criteria_of() == ()
-
-
-def test_several_criteria() -> None:
     tables = [{"measure": "ratio", "level": "sequence_mean", "low": 0.9, "high": 1.1}, {"measure": "k2", "high": 0.5}]
     want = (RejectionConfig(level="sequence_mean", low=0.9, high=1.1), RejectionConfig(measure="k2", high=0.5))
     assert criteria_of(reject=tables) == want
     text = '[{measure="ratio", level="sequence_mean", low=0.9, high=1.1}, {measure="k2", high=0.5}]'
     assert override(Config(), ["data.train=x", f"loss.correction.reject={text}"]).loss.correction.reject == want
-
-
-def test_an_override_in_former_words_changes_the_one_criterion() -> None:
     one = override(Config(), ["data.train=x", "loss.correction.reject=k3", "loss.correction.reject_high=0.2"])
     assert one.loss.correction.reject == (RejectionConfig(measure="k3", high=0.2),)
     assert override(one, ["loss.correction.reject_high=0.3"]).loss.correction.reject == (RejectionConfig(measure="k3", high=0.3),)
@@ -117,7 +108,7 @@ def test_every_criterion_is_checked(criteria: list[dict[str, Any]], message: str
     assert caught.value.values["key"] == "loss.correction.reject"
 
 
-def test_a_recorded_configuration_loads_and_is_written_in_present_words() -> None:
+def test_a_recorded_configuration_is_read_and_written_in_present_words() -> None:
     tree = json.loads(dump(Config()))
     tree["loss"] |= {"advantage": "gspo", "policy": ""}
     tree["loss"]["correction"] |= OLD_REJECT
@@ -126,9 +117,6 @@ def test_a_recorded_configuration_loads_and_is_written_in_present_words() -> Non
         policy="gspo", correction=CorrectionConfig(reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.1),))
     )
     assert from_json(dump(config)) == config
-
-
-def test_a_renamed_key_is_read_from_files_overrides_and_records() -> None:
     tree = {"tasks": {"drop_zero_spread": False, "batch_tasks": 4}}
     assert in_present_words(tree) == {"tasks": {"drop_zero_variance": False, "batch_tasks": 4}}
     assert tree["tasks"].keys() == {"drop_zero_spread", "batch_tasks"}

@@ -23,9 +23,16 @@ def images(*, data: dict[str, Any] | None = None, **sections: Any) -> Config:
     return config
 
 
-def test_a_producer_function_may_have_them() -> None:
+def test_a_producer_function_source_or_set_may_have_them() -> None:
     assert images().data.images_key
     images(bus={"sample_blobs_bytes": 4_000_000}, data={"max_image_bytes": 1_000_000})
+    source = {"name": "a", "train": "x", "images_key": "pictures"}
+    with raises(ConfigError, key="producer.function"):
+        images(data={"train": "", "images_key": "", "sources": [source]}, producer={})
+    asked = {"name": "seen", "path": "y", "images_key": "pictures", "function": "single_turn"}
+    with raises(ConfigError, key="producer.function"):
+        images(data={"images_key": ""}, evaluation={"sets": [asked]})
+    images(data={"images_key": ""}, evaluation={"sets": [asked | {"function": "look.py:look"}]}, bus={"sample_blobs_bytes": 1_000_000})
 
 
 @pytest.mark.parametrize(
@@ -45,16 +52,6 @@ def test_what_nobody_would_look_at_or_could_store_is_refused(key: str, sections:
     with raises(ConfigError) as caught:
         images(**sections)
     assert key in caught.value.message and caught.value.hint
-
-
-def test_a_source_and_a_set_of_an_evaluation_are_looked_at_too() -> None:
-    source = {"name": "a", "train": "x", "images_key": "pictures"}
-    with raises(ConfigError, key="producer.function"):
-        images(data={"train": "", "images_key": "", "sources": [source]}, producer={})
-    asked = {"name": "seen", "path": "y", "images_key": "pictures", "function": "single_turn"}
-    with raises(ConfigError, key="producer.function"):
-        images(data={"images_key": ""}, evaluation={"sets": [asked]})
-    images(data={"images_key": ""}, evaluation={"sets": [asked | {"function": "look.py:look"}]}, bus={"sample_blobs_bytes": 1_000_000})
 
 
 @pytest.mark.parametrize(

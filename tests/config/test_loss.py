@@ -271,14 +271,11 @@ distillation = {coef = 0.1, teacher = "teacher"}
         load(tmp_path / "my.toml")
 
 
-def test_the_old_names_say_the_new_ones() -> None:
+def test_old_names_say_the_new_ones_and_the_default_is_the_quickstarts() -> None:
     with pytest.raises(ConfigError) as caught:
         config_of("loss.tis_cap=2.0")
     assert "loss.correction.high now" in caught.value.hint
     with pytest.raises(ConfigError) as caught:
         config_of("loss.tis_floor=0.5")
     assert "loss.correction.low now" in caught.value.hint
-
-
-def test_the_default_is_what_the_quickstart_was_made_with() -> None:
     assert LossConfig().correction == CorrectionConfig(kind="truncate", level="token", high=2.0)

@@ -28,22 +28,16 @@ def find(reference: str, base: Path | None = None) -> object:
     return resolve(reference, what="producer", key="producer.function", base=base)
 
 
-def test_files_and_modules_and_attributes_are_found(folder: Path) -> None:
+def test_files_modules_and_attributes_are_found_once(folder: Path) -> None:
     assert find("mine.py:grow")() == 41  # type: ignore[operator]
     assert find(f"{folder}/mine.py:Box.value") == 42
     assert find("plugin_pkg.inner:run")() == "inner"  # type: ignore[operator]
     assert find("plugin_pkg.inner.run") is find("plugin_pkg.inner:run")
-
-
-def test_a_file_is_loaded_once_and_two_of_one_name_are_kept_apart(folder: Path) -> None:
     other = folder / "other"
     other.mkdir()
     (other / "mine.py").write_text("def grow():\n    return -1\n")
     assert find("mine.py:grow") is find(f"{folder}/mine.py:grow")
     assert find("mine.py:grow", other)() == -1  # type: ignore[operator]
-
-
-def test_user_code_cannot_shadow_an_installed_package(folder: Path) -> None:
     (folder / "json.py").write_text("raise RuntimeError('shadowed')\n")
     (folder / "uses_json.py").write_text("import json\n\ndef run():\n    return json.dumps(1)\n")
     assert find("uses_json.py:run")() == "1"  # type: ignore[operator]

@@ -24,13 +24,29 @@ from streamrl.trainers.table import losses as table_losses
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_name_has_its_code_and_all_code_has_a_name() -> None:
+def test_every_name_has_its_code_and_settings_in_the_section() -> None:
     assert set(estimators.ESTIMATORS) == set(ESTIMATORS)
     assert set(policy.POLICY_LOSSES) == set(POLICY_LOSSES)
     assert set(table_losses.POLICY_LOSSES) == {name for name, known in POLICY_LOSSES.items() if known.table}
     assert set(factory.FACTORIES) == set(ENGINES) == set(get_args(EngineName))
     assert len({*estimators.ESTIMATORS.values()}) == len(ESTIMATORS)
     assert len({*policy.POLICY_LOSSES.values()}) == len(POLICY_LOSSES)
+    assert set(choices.CHOICES) == {name for name, known in POLICY_LOSSES.items() if known.choice is not None}
+    for name, chooser in choices.CHOICES.items():
+        parameters = inspect.signature(chooser).parameters.values()
+        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(POLICY_LOSSES[name].choice or {})
+    for known in ESTIMATORS.values():
+        for key in known.settings:
+            field(Config(), f"loss.{key}")
+    for known in POLICY_LOSSES.values():
+        assert known.keys <= set(LossConfig.__struct_fields__)
+    assert set(FORMER_ADVANTAGES) <= set(POLICY_LOSSES)
+    assert set(FORMER_ADVANTAGES.values()) <= set(ESTIMATORS)
+    for name, kind in ENGINES.items():
+        assert (name in EngineConfig.__struct_fields__) == kind.server
+        assert EngineConfig(kind=name).traits == kind
+    swaps = next(setting.type for setting in msgspec.structs.fields(SglangConfig) if setting.name == "swap")
+    assert get_args(swaps) == ("auto", *ENGINES["sglang"].swaps)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -43,34 +59,6 @@ def test_a_policy_loss_takes_what_the_table_says(name: str) -> None:
         Tensor | None
     ] * known.likeliest
     assert given[1].name.startswith("sampler") == (POLICY_LOSSES[name].anchor == "sampler")
-
-
-def test_a_choice_takes_what_the_table_says() -> None:
-    assert set(choices.CHOICES) == {name for name, known in POLICY_LOSSES.items() if known.choice is not None}
-    for name, chooser in choices.CHOICES.items():
-        parameters = inspect.signature(chooser).parameters.values()
-        assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(POLICY_LOSSES[name].choice or {})
-
-
-def test_settings_are_keys_of_the_section() -> None:
-    for known in ESTIMATORS.values():
-        for key in known.settings:
-            field(Config(), f"loss.{key}")
-    for known in POLICY_LOSSES.values():
-        assert known.keys <= set(LossConfig.__struct_fields__)
-
-
-def test_former_advantages_are_policy_losses_on_an_estimator() -> None:
-    assert set(FORMER_ADVANTAGES) <= set(POLICY_LOSSES)
-    assert set(FORMER_ADVANTAGES.values()) <= set(ESTIMATORS)
-
-
-def test_an_engines_traits_go_with_its_section() -> None:
-    for name, kind in ENGINES.items():
-        assert (name in EngineConfig.__struct_fields__) == kind.server
-        assert EngineConfig(kind=name).traits == kind
-    swaps = next(setting.type for setting in msgspec.structs.fields(SglangConfig) if setting.name == "swap")
-    assert get_args(swaps) == ("auto", *ENGINES["sglang"].swaps)
 
 
 def test_nobody_asks_for_a_kind_of_engine_by_name() -> None:

@@ -45,13 +45,17 @@ def steady(length: float, tasks: int = 8) -> History:
     return history(*(group(n, max(0.001, 1.0 + n // 2 - length), 1.0 + n // 2) for n in range(tasks)))
 
 
-def test_instant_episodes_are_on_policy_and_the_trainer_waits_for_the_first() -> None:
+def test_ages_are_what_was_served_when_a_task_began() -> None:
     found = backtest(steady(0.0), CONFIG)
     assert found.batches == 4
     # Batch k closes at second k + 1, when k versions have been made and the newest of them was served to it.
     assert (found.staleness_mean, found.staleness_max) == (0.0, 0)
     assert found.wait_s == pytest.approx(1.0) and found.total_s == pytest.approx(5.0)
     assert found.waste == 0.0
+    found = backtest(steady(2.0), CONFIG)
+    # A task that ends at second s began at s - 2; version k is served from second k + 1 on: ages 0, 1, 2, 2.
+    assert found.staleness_mean == pytest.approx((0 + 1 + 2 + 2) / 4)
+    assert found.staleness_max == 2
 
 
 def test_a_task_that_expires_gives_its_credit_to_others_and_what_comes_for_it_is_waste() -> None:
@@ -65,14 +69,7 @@ def test_a_task_that_expires_gives_its_credit_to_others_and_what_comes_for_it_is
     assert found[2].total_s < found[0].total_s, "without it every other task waits for the one credit that is left"
 
 
-def test_ages_are_what_was_served_when_a_task_began() -> None:
-    found = backtest(steady(2.0), CONFIG)
-    # A task that ends at second s began at s - 2; version k is served from second k + 1 on: ages 0, 1, 2, 2.
-    assert found.staleness_mean == pytest.approx((0 + 1 + 2 + 2) / 4)
-    assert found.staleness_max == 2
-
-
-def test_a_tight_bound_drops_what_a_loose_one_trains() -> None:
+def test_a_bound_drops_what_a_looser_one_trains_and_waiting_wastes_nothing() -> None:
     slow = [group(0, 0.5, 6.0), group(1, 0.5, 6.0)]
     quick = [group(n, 0.9 + (n - 2) // 2, 1.0 + (n - 2) // 2) for n in range(2, 10)]
     recorded = history(*sorted([*slow, *quick], key=lambda arrival: arrival.time_s))
@@ -82,9 +79,6 @@ def test_a_tight_bound_drops_what_a_loose_one_trains() -> None:
     assert (tight.batches, tight.stale_rollouts) == (4, 2)
     assert tight.waste == pytest.approx(2 / 10)
     assert tight.staleness_max <= 3
-
-
-def test_waiting_wastes_nothing_and_costs_time() -> None:
     slow = [group(0, 0.5, 9.0), group(1, 0.5, 9.0)]
     quick = [group(n, 0.9 + (n - 2) // 2, 1.0 + (n - 2) // 2) for n in range(2, 10)]
     recorded = history(*sorted([*slow, *quick], key=lambda arrival: arrival.time_s))

@@ -39,13 +39,10 @@ async def test_a_run_and_its_branch(recorded: Recorded, tmp_path: Path, capsys: 
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_branches_that_begin_late_are_compared_where_both_are(recorded: Recorded) -> None:
+def test_where_runs_part_is_found_by_their_newest_entries(recorded: Recorded) -> None:
     late = [replace(e, digest="x") if e.version.number > 15 else e for e in recorded.ledger[9:]]
     report = compare("a", recorded.ledger, "b", late)
     assert (report.same_batches_to, report.same_digests_to) == (len(recorded.ledger), 15)
-
-
-def test_the_newest_epoch_of_a_number_counts(recorded: Recorded) -> None:
     forked = [replace(e, version=replace(e.version, epoch=1), digest="x") for e in recorded.ledger if e.version.number == 9]
     report = compare("a", recorded.ledger, "b", [*recorded.ledger, *forked])
     assert report.same_digests_to == 8 and report.b.batches == report.a.batches

@@ -268,7 +268,7 @@ def small(tmp_path: Path, dtype: str = "F32") -> tuple[Found, Version, Path]:
     return Found({version: checkpoint}, {}), version, model
 
 
-async def test_weights_of_another_type_are_refused_by_name(tmp_path: Path) -> None:
+async def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
     found, version, model = small(tmp_path, "I32")
     with pytest.raises(TrainingError, match="got I32"):
         await export(Config(), MemoryBus("types"), model, found, version, tmp_path / "out")

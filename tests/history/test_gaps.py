@@ -163,14 +163,11 @@ async def test_a_gap_that_comes_beside_a_tap_is_passed_unless_what_it_made_void_
             await followed.next_of(6)
 
 
-async def test_a_gap_that_comes_while_a_tap_reads_is_an_error_and_no_silence(followed: Followed) -> None:
+async def test_gaps_that_come_while_a_tap_reads_or_before_it_make_entries_void(followed: Followed) -> None:
     followed.follow(BEGUN)
     await followed.write(Version(1, 2), LOST)
     with raises(ConfigError, gap="1.2"):
         await followed.next_of(1)
-
-
-async def test_a_tap_behind_a_gap_is_given_none_of_the_entries_that_the_gap_made_void(followed: Followed) -> None:
     for number in (1, 2, 3, 4, 4 + AHEAD):
         await followed.write(Version(0, number))
     await followed.write(Version(1, 2), LOST)

@@ -213,9 +213,6 @@ async def test_where_a_task_stands_that_has_not_ended() -> None:
     detail = (await trace(bus)).detail
     assert "1 of its 2 rollouts" in detail and "producer-7" in detail
     assert [one.rollout for one in (await trace(bus, rollout=1)).rollouts] == [1]
-
-
-async def test_a_task_that_its_producer_has_only_taken_off_the_queue() -> None:
     bus = await made()
     for lease in await bus.claim("main", max=6, wait_s=1.0):
         await lease.done()
@@ -384,15 +381,12 @@ async def test_a_task_that_was_issued_before_a_gap_of_the_ledger() -> None:
     assert "not known" in life.credit
 
 
-async def test_what_user_code_has_said_moves_no_cursor() -> None:
+async def test_what_user_code_says_moves_no_cursor_and_unissued_tasks_are_refused() -> None:
     bus = await made()
     stone = Tombstone(task=4, reason="failed", group_size=2, detail="\x1b[2J\nValueError", source="main")
     await bus.publish(SUBJECTS.tombstones("main"), encode(stone), headers={"Streamrl-Task": "4"})
     text = life_text(await trace(bus))
     assert "\x1b" not in text and "\\x1b[2J" in text
-
-
-async def test_tasks_that_were_never_issued_are_refused() -> None:
     bus = await made(issued=3)
     for task in (3, 10**17):
         with pytest.raises(ConfigError, match=f"got {task}"):

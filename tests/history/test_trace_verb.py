@@ -40,18 +40,12 @@ def test_garbage_is_refused_with_what_was_expected(said: Say, place: str) -> Non
     assert (code, out) == (1, "") and "TASK/ROLLOUT" in err and "hint:" in err
 
 
-def test_a_rollout_and_a_run_that_are_not_there(said: Say, tmp_path: Path) -> None:
+def test_rollouts_runs_taps_and_branches_that_cannot_be_traced(said: Say, tmp_path: Path, recorded: Recorded) -> None:
     assert "of task 41, got 3" in said("RECORDING", "41/3")[2]
     code, _, err = said("nothing", "1", "--dir", str(tmp_path))
     assert code == 1 and err.startswith("error: ")
-
-
-def test_a_tap_that_is_not_there(said: Say, recorded: Recorded) -> None:
     code, _, err = said(f"{recorded.path}:nobody", "3")
     assert code == 1 and "'nobody'" in err
-
-
-def test_a_branch_is_sent_to_its_parent(tmp_path: Path, said: Say) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text("{}")
     (tmp_path / "b" / "branch.json").write_text("{}")

@@ -18,7 +18,7 @@ def asks(config: Config, gpus: float) -> dict[str, tuple[int, dict[str, float]]]
     return {group.kind: (group.count, dict(group.ask)) for group in groups(config, gpus)}
 
 
-def test_gpus_are_asked_for_where_there_are_some() -> None:
+def test_gpus_are_asked_for_and_shared_unless_the_user_has_chosen() -> None:
     assert asks(Config(), 0) == {"trainer": (1, {"CPU": 1.0}), "engine": (1, {"CPU": 1.0})}
     assert asks(Config(), 2) == {"trainer": (1, {"CPU": 1.0, "GPU": 1.0}), "engine": (1, {"CPU": 1.0, "GPU": 1.0})}
     assert asks(Config(trainer=TrainerConfig(device="cpu")), 2)["trainer"] == (1, {"CPU": 1.0})
@@ -28,9 +28,6 @@ def test_gpus_are_asked_for_where_there_are_some() -> None:
     assert asks(Config(engine=served, evaluation=EvaluationConfig(engines=1)), 8)["engine"] == (3, {"CPU": 1.0, "GPU": 2.0})
     on_cpu = EngineConfig(kind="sglang", sglang=SglangConfig(flags={"device": "cpu"}))
     assert asks(Config(engine=on_cpu), 8)["engine"] == (1, {"CPU": 1.0})
-
-
-def test_one_gpu_is_shared_by_one_rank_and_local_engines_unless_the_user_has_chosen() -> None:
     found = asks(Config(engine=EngineConfig(workers=2)), 1)
     assert (found["trainer"][1]["GPU"], found["engine"][1]["GPU"]) == (0.33, 0.33)
     chosen = RayConfig(trainer=PlaceConfig(gpus=0.5, cpus=0), engine=PlaceConfig(gpus=0.25, resources={"fast": 1}, strategy="SPREAD"))
@@ -94,12 +91,9 @@ def test_fractions_of_a_gpu_add_up() -> None:
         check_fits([*thirds, Group("engine", 1, {"GPU": 0.01}, "PACK")], [node("a", GPU=1.0)])
 
 
-def test_on_one_host_nothing_changes() -> None:
+def test_weights_go_over_the_bus_to_other_hosts() -> None:
     config = Config()
     assert fitted(config, {"trainer-0": "a", "engine-0": "a"}, home="a", others=["a"]) is config
-
-
-def test_weights_go_over_the_bus_to_other_hosts() -> None:
     hosts = {"trainer-0": "a", "engine-0": "a", "engine-1": "b"}
     config = Config(**OPEN)
     assert fitted(config, hosts, home="a", others=["a"]).weights == WeightsConfig(transport="bus")
@@ -107,10 +101,7 @@ def test_weights_go_over_the_bus_to_other_hosts() -> None:
     assert fitted(mirrored, hosts, home="a", others=["a"]) is mirrored
     # Trainer and engines together elsewhere share their host's memory.
     assert fitted(config, {"trainer-0": "b", "engine-0": "b"}, home="a", others=["a"]) is config
-
-
-def test_parts_that_are_published_on_several_hosts_go_over_the_bus() -> None:
-    """Shared memory and device memory failed at the first version there."""
+    # Shared memory and device memory failed at the first version there.
     hosts = {"trainer-0": "a", "trainer-1": "b", "trainer-2": "b", "engine-0": "a"}
     whole = Config(**OPEN, trainer=TrainerConfig(ranks=3))
     assert fitted(whole, hosts, home="a", others=["a"]) is whole, "rank 0 publishes alone"

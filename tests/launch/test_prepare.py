@@ -15,15 +15,12 @@ from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from tests.support.errors import raises
 
 
-async def test_no_run_is_trained_in_the_directory_of_a_branch(tmp_path: Path) -> None:
+async def test_no_run_starts_in_a_branch_or_without_room(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "faster")
     run.create()
     (run.path / BRANCH_FILE).write_text("{}")
     with raises(ConfigError, key="run.name", path=str(run.path)):
         await check_start(Config(), run)
-
-
-async def test_a_run_whose_checkpoints_do_not_fit_the_disk_does_not_start(tmp_path: Path) -> None:
     described = {"num_attention_heads": 1, "hidden_size": 1 << 20, "intermediate_size": 1, "num_hidden_layers": 1, "vocab_size": 1 << 40}
     (tmp_path / "config.json").write_text(json.dumps(described))
     config = Config(run=replace(Config().run, dir=str(tmp_path / "runs")))

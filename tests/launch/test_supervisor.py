@@ -126,14 +126,6 @@ async def test_failures_long_ago_are_forgotten(team: Team) -> None:
     assert {note.partition(";")[2] for note in team.notes} == {" restart 1 in 0.5 s"}
 
 
-@pytest.mark.process
-async def test_a_signal_is_named(team: Team) -> None:
-    team.start("engine", "sleep 60")
-    os.kill(team.pid("engine"), signal.SIGKILL)
-    await team.tick_until("engine", "waiting")
-    assert team.notes == [restarted("engine-0", "signal SIGKILL", 1, 0.5)]
-
-
 class Held:
     """A process that no signal ends, as one that hangs in the kernel."""
 
@@ -175,21 +167,7 @@ async def test_a_process_that_no_kill_ends_is_said_and_left_behind(monkeypatch: 
 
 
 @pytest.mark.process
-async def test_a_restart_says_what_the_worker_said_last(team: Team) -> None:
-    team.start("engine", "echo full >&2; echo >&2; exit 1")
-    await team.tick_until("engine", "waiting")
-    assert team.notes == [restarted("engine-0", "exit code 1", 1, 0.5) + "; its log ends: full"]
-
-
-@pytest.mark.process
-async def test_a_restart_says_the_error_and_its_hint(team: Team) -> None:
-    team.start("engine", "printf 'started\nerror: the port is taken\nhint: take another\n' >&2; exit 1")
-    await team.tick_until("engine", "waiting")
-    assert "the port is taken" in team.notes[0] and team.notes[0].endswith("hint: take another")
-
-
-@pytest.mark.process
-async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: Team) -> None:
+async def test_work_that_is_over_is_not_started_again(team: Team) -> None:
     team.start("trainer", "exit 0")
     team.start("producer", "exit 0")
     await team.tick_until("trainer", "done")
@@ -197,28 +175,13 @@ async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: 
     assert team.supervisor.over("trainer")
     assert not team.supervisor.over("producer")
     assert not team.supervisor.over("engine")
+    team.start("engine", "echo threads=$OMP_NUM_THREADS supervisor=$STREAMRL_SUPERVISOR; exit 0")
+    await team.tick_until("engine", "waiting")
+    assert team.run.log_path("engine-0").read_text() == f"threads=1 supervisor={os.getpid()}\n"
 
 
 @pytest.mark.process
-async def test_a_wrong_configuration_is_not_tried_twice(team: Team) -> None:
-    team.start("feeder", "echo error: no such file; exit 2")
-    with pytest.raises(LaunchError, match=r"feeder-0 cannot run.*\n.*no such file"):
-        await team.tick_until("feeder", "waiting")
-
-
-@pytest.mark.process
-async def test_a_fenced_worker_stays_down(team: Team) -> None:
-    team.start("trainer", "exit 3")
-    await team.tick_until("trainer", "fenced")
-    team.now_s += 1000.0
-    team.supervisor.tick()
-    assert team.state("trainer") == "fenced"
-    assert not team.supervisor.over("trainer")
-    assert [note.partition(": ")[0] for note in team.notes] == ["trainer-0 stopped"]
-
-
-@pytest.mark.process
-async def test_a_drain_goes_kind_by_kind_in_the_order_of_shutdown(team: Team) -> None:
+async def test_a_drain_goes_in_order_and_lets_a_kind_finish(team: Team) -> None:
     order = team.run.path / "order"
     for kind in ("feeder", "engine", "evaluator", "producer", "trainer"):
         team.start(
@@ -228,10 +191,6 @@ async def test_a_drain_goes_kind_by_kind_in_the_order_of_shutdown(team: Team) ->
     assert await team.drain()
     assert order.read_text().split()[5:] == ["trainer", "producer", "evaluator", "engine", "feeder"]
     assert team.notes == []
-
-
-@pytest.mark.process
-async def test_a_drain_lets_a_kind_finish_by_itself(team: Team) -> None:
     told = team.run.path / "told"
     team.start("evaluator", f"trap 'echo cut > {told}; exit 0' TERM; sleep 0.3; echo finished > {told}")
     assert await team.supervisor.drain(finish=("evaluator",))
@@ -264,13 +223,6 @@ async def test_kill_all_ends_the_stubborn_too(team: Team) -> None:
     await until(lambda: len(read_pids(pids)) == 2)
     await team.supervisor.kill_all()
     assert not any(alive(pid) for pid in read_pids(pids))
-
-
-@pytest.mark.process
-async def test_workers_get_their_threads_and_their_supervisor(team: Team) -> None:
-    team.start("engine", "echo threads=$OMP_NUM_THREADS supervisor=$STREAMRL_SUPERVISOR; exit 0")
-    await team.tick_until("engine", "waiting")
-    assert team.run.log_path("engine-0").read_text() == f"threads=1 supervisor={os.getpid()}\n"
 
 
 _ORPHANAGE = """
@@ -364,22 +316,48 @@ async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
 
 
 @pytest.mark.process
-async def test_what_one_rank_says_of_its_configuration_counts_more_than_that_the_other_failed(team: Team) -> None:
-    team.start("trainer", "sleep 0.2; echo error: no such GPU; exit 2", "exit 1")
-    with pytest.raises(LaunchError, match=r"trainer-0 cannot run.*\n.*no such GPU"):
+@pytest.mark.parametrize(
+    ("script", "how", "words"),
+    [
+        ("kill -KILL $$", "signal SIGKILL", ("",)),
+        ("echo full >&2; echo >&2; exit 1", "exit code 1", ("; its log ends: full",)),
+        (
+            "printf 'started\nerror: the port is taken\nhint: take another\n' >&2; exit 1",
+            "exit code 1",
+            ("the port is taken", "hint: take another"),
+        ),
+    ],
+)
+async def test_a_restart_says_how_and_with_which_last_words_it_ended(team: Team, script: str, how: str, words: tuple[str, ...]) -> None:
+    team.start("engine", script)
+    await team.tick_until("engine", "waiting")
+    [note] = team.notes
+    assert note.startswith(restarted("engine-0", how, 1, 0.5)) and words[0] in note and note.endswith(words[-1])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("scripts", "words"),
+    [
+        (("echo error: no such file; exit 2",), r"trainer-0 cannot run.*\n.*no such file"),
+        (("echo error: the weights diverged; exit 4",), r"trainer-0 stopped: .* diverged.*\n"),
+        # What one rank says of its configuration counts more than that the other failed.
+        (("sleep 0.2; echo error: no such GPU; exit 2", "exit 1"), r"trainer-0 cannot run.*\n.*no such GPU"),
+    ],
+)
+async def test_what_cannot_run_is_not_tried_twice(team: Team, scripts: tuple[str, ...], words: str) -> None:
+    team.start("trainer", *scripts)
+    with pytest.raises(LaunchError, match=words):
         await team.tick_until("trainer", "waiting")
 
 
 @pytest.mark.process
-async def test_ranks_of_a_fenced_trainer_stay_down(team: Team) -> None:
-    team.start("trainer", "exit 3", "exit 1")
+@pytest.mark.parametrize("scripts", [("exit 3",), ("exit 3", "exit 1")])
+async def test_a_fenced_worker_stays_down(team: Team, scripts: tuple[str, ...]) -> None:
+    team.start("trainer", *scripts)
     await team.tick_until("trainer", "fenced")
-    assert team.state("trainer", 1) == "fenced"
+    team.now_s += 1000.0
+    team.supervisor.tick()
+    assert [team.state("trainer", rank) for rank in range(len(scripts))] == ["fenced"] * len(scripts)
+    assert not team.supervisor.over("trainer")
     assert [note.partition(": ")[0] for note in team.notes] == ["trainer-0 stopped"]
-
-
-@pytest.mark.process
-async def test_diverged_weights_are_not_trained_again(team: Team) -> None:
-    team.start("trainer", "echo error: the weights diverged; exit 4")
-    with pytest.raises(LaunchError, match=r"trainer-0 stopped: .* diverged.*\n"):
-        await team.tick_until("trainer", "waiting")

@@ -137,12 +137,21 @@ async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: 
     assert nothing_runs(run)
 
 
-async def test_a_port_that_is_taken_is_said(here: Here) -> None:
+async def test_a_port_that_is_taken_and_a_launcher_that_fails_are_said(
+    here: Here, place: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port}") as caught:
             await here.up("learn", f"bus.port={port}")
     assert caught.value.hint
+    # A secret lies in the folder by then.
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "streamrl.launch.ray", raising=False)
+    (place / "reward.py").write_text("def one(task, episode, api_key):\n    return 1.0\n")
+    with pytest.raises(LaunchError, match="ray cannot be imported"):
+        await here.up("", "ray.address=local", "reward.kind=reward.py:one", "reward.options.api_key=abc")
+    assert not run.path.exists()
 
 
 async def test_a_reader_that_leaves_drains_the_run(up: Start, run: RunDir) -> None:
@@ -242,16 +251,6 @@ async def test_a_screen_that_fails_is_said_and_shown_again_but_not_for_ever(
     assert out.getvalue().count(then) == (2 if times == 2 else 1)
     await screen.close()
     await bus.close()
-
-
-async def test_a_launcher_that_fails_leaves_nothing(here: Here, place: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A secret lies in the folder by then."""
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "streamrl.launch.ray", raising=False)
-    (place / "reward.py").write_text("def one(task, episode, api_key):\n    return 1.0\n")
-    with pytest.raises(LaunchError, match="ray cannot be imported"):
-        await here.up("", "ray.address=local", "reward.kind=reward.py:one", "reward.options.api_key=abc")
-    assert not run.path.exists()
 
 
 async def test_a_bus_that_is_given_up_is_not_waited_for(here: Here, run: RunDir) -> None:

@@ -15,8 +15,9 @@ from tests.support.errors import raises
 QUICK = BusConfig(patience_s=10.0)
 
 
-def test_a_certificate_is_kept_while_it_covers_the_hosts(tmp_path: Path) -> None:
+def test_a_certificate_is_kept_while_it_covers_the_hosts_and_the_authoritys_key_is_not(tmp_path: Path) -> None:
     first = certificate_for(tmp_path / "tls", ["127.0.0.1", "head-node"])
+    ssl.create_default_context(cadata=first.authority)
     key = first.key_path.read_bytes()
     assert certificate_for(tmp_path / "tls", ["head-node"]).authority == first.authority
     assert first.key_path.read_bytes() == key
@@ -27,12 +28,7 @@ def test_a_certificate_is_kept_while_it_covers_the_hosts(tmp_path: Path) -> None
     assert {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "tls").iterdir()} == dict.fromkeys(
         ("ca.pem", "server.pem", "server.key"), 0o600
     )
-
-
-def test_the_authoritys_key_is_thrown_away(tmp_path: Path) -> None:
-    made = certificate_for(tmp_path, ["127.0.0.1"])
-    assert [path.name for path in tmp_path.iterdir() if b"PRIVATE KEY" in path.read_bytes()] == ["server.key"]
-    ssl.create_default_context(cadata=made.authority)
+    assert [path.name for path in (tmp_path / "tls").iterdir() if b"PRIVATE KEY" in path.read_bytes()] == ["server.key"]
 
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:

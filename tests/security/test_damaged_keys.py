@@ -37,7 +37,7 @@ async def test_a_fence_that_is_no_number_is_named(memory_bus: MemoryBus, value: 
     assert await take_fence(memory_bus, "main") == 42
 
 
-async def test_a_grant_and_a_pointer_that_are_none_are_named(memory_bus: MemoryBus, run_id: str) -> None:
+async def test_grants_pointers_and_checkpoints_that_are_none_are_named_or_passed_over(memory_bus: MemoryBus, run_id: str) -> None:
     for key in ("granted", latest_key("main")):
         await memory_bus.kv.put(key, ANSWER)
     feeder = Feeder(memory_bus, Subjects(run_id), Config(run=RunConfig(name=run_id)), PROBLEMS)
@@ -49,9 +49,6 @@ async def test_a_grant_and_a_pointer_that_are_none_are_named(memory_bus: MemoryB
         await raise_grant(memory_bus, Grant(granted=3, version=0, retired=0))
     with pytest.raises(SchemaError, match="key latest/main"):
         await read_latest(memory_bus, "main")
-
-
-async def test_a_checkpoint_of_no_rollout_is_passed_over(memory_bus: MemoryBus) -> None:
     mine = RolloutCheckpoints(memory_bus)
     await mine.save(7, 0, b"state")
     await memory_bus.kv.put("checkpoints/7/x", ANSWER)

@@ -106,12 +106,9 @@ def test_one_login_is_written_once_and_said_to_separate_nobody(tmp_path: Path, c
         assert (ONE_LOGIN in capsys.readouterr().out) is one_login
 
 
-def test_a_roles_missing_secret_is_named(tmp_path: Path) -> None:
+def test_a_missing_secret_or_configuration_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "each-operator").write_text("x")
     with pytest.raises(ConfigError, match="each-trainer"):
         logins(cluster(tmp_path, "all", "each-{role}"))
-
-
-def test_accounts_need_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--nats-accounts"]) != 0
     assert "needs a TOML file" in capsys.readouterr().err

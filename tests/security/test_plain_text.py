@@ -56,15 +56,12 @@ def test_other_configurations_are_taken(tmp_path: Path, bus: str) -> None:
     load(write_run(tmp_path, steps=1, rest=f"[bus]\n{bus}\n"))
 
 
-def test_a_server_off_loopback_gets_a_certificate_unless_plain_text_is_allowed(run: RunDir) -> None:
+def test_hosts_off_loopback_get_a_certificate_unless_plain_text_is_allowed(run: RunDir) -> None:
     for host in ("127.0.0.1", "127.0.0.2", "::1", "localhost"):
         assert certificate_of(run, BusConfig(host=host)) is None
     assert certificate_of(run, BusConfig(host="0.0.0.0", allow_plaintext=True)) is None
     for host in ("0.0.0.0", "10.0.0.7", "head-node", ""):
         assert certificate_of(run, BusConfig(host=host)) is not None
-
-
-def test_hosts_of_a_url() -> None:
     assert servers("tls://me:secret@a.b:4222, nats://[fd00::1]:1") == [("tls", "a.b"), ("nats", "fd00::1")]
     assert is_loopback("LOCALHOST") and not is_loopback("localhost.evil.org") and not is_loopback("")
 
