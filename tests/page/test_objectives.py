@@ -10,7 +10,7 @@ from streamrl.runtime.rundir import RunDir
 BOUNDS = SloConfig(p95_age=4, stream_lag_s=0, starvation=0.5, drop_rate=0, no_progress_s=60)
 
 
-def test_each_objective_with_a_bound_has_a_line_with_what_is_known_of_it() -> None:
+def test_objectives_have_lines_once_judged_and_the_worst_of_a_run_that_is_over(run: RunDir) -> None:
     breach = Finding(objective="starvation", level=Level.BREACH, value=0.9, bound=0.5, causes=(Cause("few_producers", "why", "turn this"),))
     told = objectives_of(BOUNDS, (breach,), {"staleness/p95": 1.5, "starvation/trainer": 0.7})
     assert told["level"] == "breach"
@@ -20,13 +20,12 @@ def test_each_objective_with_a_bound_has_a_line_with_what_is_known_of_it() -> No
         ("no_progress_s", "ok", None),
     ]
     assert told["lines"][1]["causes"] == [{"what": "why", "hint": "turn this"}]
-
-
-def test_what_nobody_has_judged_is_not_ok() -> None:
     told = objectives_of(BOUNDS, None, {})
     assert told["level"] is None
     assert {one["level"] for one in told["lines"]} == {None}
     assert objectives_of(BOUNDS, (), {})["level"] == "ok"
+    run.summary_path.write_bytes(b'{"steps":3,"slo":{"starvation":"warn","stream_lag_s":"breach"}}')
+    assert worst_over(run, BOUNDS) == {"p95_age": "ok", "starvation": "warn", "no_progress_s": "ok"}
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"slo":3}', b'{"slo":{"p95_age":"bad"}}', b"\xff"])
@@ -34,8 +33,3 @@ def test_of_a_run_that_is_over_only_a_summary_that_can_be_read_says_something(ru
     if content is not None:
         run.summary_path.write_bytes(content)
     assert worst_over(run, BOUNDS) == {}
-
-
-def test_of_a_run_that_is_over_the_worst_of_each_objective_is_said(run: RunDir) -> None:
-    run.summary_path.write_bytes(b'{"steps":3,"slo":{"starvation":"warn","stream_lag_s":"breach"}}')
-    assert worst_over(run, BOUNDS) == {"p95_age": "ok", "starvation": "warn", "no_progress_s": "ok"}

@@ -128,15 +128,12 @@ async def test_only_runs_of_the_same_directory_can_be_opened(run: RunDir, tmp_pa
             assert (await answer.json())["runs"][1]["values"]["reward"] == [0.25] * 40
 
 
-async def test_a_configuration_that_cannot_be_read_is_said_and_the_curves_are_there(run: RunDir) -> None:
+async def test_a_configuration_that_cannot_be_read_and_many_runs_leave_the_curves(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     beside(run, "other").config_path.write_text('{"run":{"nobody":1}}')
     with open_index(run) as index:
         found = await Others(run, run.load_config(), index).compare("other", "version")
     assert found.runs[1].batches == 40
     assert "nobody" in found.trouble
-
-
-async def test_rows_of_few_runs_are_kept(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.page.others.MOST_KEPT", 2)
     for name in "abc":
         beside(run, name)

@@ -40,13 +40,22 @@ async def test_only_who_brings_the_token_to_loopback_by_get_is_let_in(run: RunDi
                 assert answer.status == 404
 
 
-async def test_every_answer_tells_the_browser_to_ask_nobody_else(run: RunDir) -> None:
+async def test_every_answer_is_for_this_page_alone_and_its_log_may_be_away(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     async with page(run) as (base, token, client):
         for path in ("/", "/api/run", "/nothing", f"/?token={token}x"):
             async with client.get(base + path) as answer:
                 assert answer.headers["Content-Security-Policy"].startswith("default-src 'self';")
                 assert answer.headers["X-Content-Type-Options"] == "nosniff"
                 assert answer.headers["Cache-Control"] == "no-store"
+    monkeypatch.setattr("streamrl.page.log._ANSWER_S", 0.05)
+    write(run, batches(1, 3))
+    async with page(run) as (base, _, client):
+        for path in ("/api/drops", "/api/letters", "/api/batches/1", "/api/batches/1/tasks/2"):
+            async with client.get(base + path) as answer:
+                assert answer.status == 503
+                assert "cannot be read now" in await answer.text()
+        async with client.get(f"{base}/api/versions") as answer:
+            assert (await answer.json())["engines"] == []
 
 
 async def test_series_are_what_the_rows_say(run: RunDir) -> None:
@@ -96,28 +105,13 @@ async def test_live_events_come_at_once_and_pages_beyond_the_most_are_told_so(ru
             assert second.status == 503
 
 
-async def test_a_log_that_is_not_there_is_said_and_the_rest_goes_on(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.page.log._ANSWER_S", 0.05)
-    write(run, batches(1, 3))
-    async with page(run) as (base, _, client):
-        for path in ("/api/drops", "/api/letters", "/api/batches/1", "/api/batches/1/tasks/2"):
-            async with client.get(base + path) as answer:
-                assert answer.status == 503
-                assert "cannot be read now" in await answer.text()
-        async with client.get(f"{base}/api/versions") as answer:
-            assert (await answer.json())["engines"] == []
-
-
-async def test_a_port_that_is_taken_is_a_sentence(run: RunDir) -> None:
+async def test_a_taken_port_or_an_empty_token_is_a_sentence(run: RunDir) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         from aiohttp import web
 
         with pytest.raises(LaunchError, match="to be free"):
             async with served(web.Application(), taken.getsockname()[1]):
                 pass
-
-
-def test_a_token_stays_until_its_file_is_deleted_and_an_empty_one_lets_nobody_in(run: RunDir) -> None:
     token = page_token(run)
     path = run.credentials / "page-token"
     assert (page_token(run), path.stat().st_mode & 0o777) == (token, 0o600)

@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunDir:
     return make(tmp_path)
 
 
-def test_what_comes_out_is_a_run_directory_for_a_producer(run: RunDir, tmp_path: Path) -> None:
+def test_a_file_holds_its_roles_login_and_no_other_secret(run: RunDir, tmp_path: Path) -> None:
     file = tmp_path / "demo.attach"
     write_attach_file(run, file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -54,6 +54,10 @@ def test_what_comes_out_is_a_run_directory_for_a_producer(run: RunDir, tmp_path:
     address = BusAddress.load(there.bus_path_of("producer"))
     assert (address.url, address.password) == ("nats://127.0.0.1:9", SECRET)
     assert not list(there.model_dir.glob("*.safetensors")) and not there.bus_path.exists() and not there.options_path.exists()
+    write_attach_file(run, tmp_path / "demo.attach")
+    body = zlib.decompress((tmp_path / "demo.attach").read_bytes().partition(b"\n")[2])
+    assert SECRET.encode() in body
+    assert not any(word.encode() in body for word in (OTHER, OPERATOR, "options-word"))
 
 
 def test_a_rewarders_file_has_its_login_and_no_token_of_engines(run: RunDir, tmp_path: Path) -> None:
@@ -80,13 +84,6 @@ def test_who_scores_needs_the_code_of_the_reward(tmp_path: Path) -> None:
         unpack_attach_file(tmp_path / "rewarder", tmp_path / "b", role="rewarder")
     there = unpack_attach_file(tmp_path / "rewarder", tmp_path / "b", role="rewarder", reward="here.py:score")
     assert there.load_config().reward.kind.endswith("here.py:score")
-
-
-def test_no_other_secret_is_in_it(run: RunDir, tmp_path: Path) -> None:
-    write_attach_file(run, tmp_path / "demo.attach")
-    body = zlib.decompress((tmp_path / "demo.attach").read_bytes().partition(b"\n")[2])
-    assert SECRET.encode() in body
-    assert not any(word.encode() in body for word in (OTHER, OPERATOR, "options-word"))
 
 
 def test_the_operators_login_is_never_handed_out(run: RunDir, tmp_path: Path) -> None:
@@ -121,7 +118,7 @@ def test_a_reward_for_a_run_that_has_a_built_in_one_is_refused(run: RunDir, tmp_
         unpack_attach_file(tmp_path / "demo.attach", tmp_path / "elsewhere", reward="/here/mine.py:score")
 
 
-def test_damaged_files_and_those_of_an_enemy_are_refused(run: RunDir, tmp_path: Path) -> None:
+def test_damaged_files_and_runs_of_their_own_are_left_alone(run: RunDir, tmp_path: Path) -> None:
     file = tmp_path / "demo.attach"
     write_attach_file(run, file)
     mark, _, packed = file.read_bytes().partition(b"\n")
@@ -143,9 +140,6 @@ def test_damaged_files_and_those_of_an_enemy_are_refused(run: RunDir, tmp_path: 
     file.write_bytes(with_(tokenizer={**whole.tokenizer, "../../evil": b"x"}))
     unpack_attach_file(file, tmp_path / "elsewhere")
     assert not list(tmp_path.rglob("evil"))
-
-
-def test_a_run_of_its_own_in_that_place_is_left_alone(run: RunDir, tmp_path: Path) -> None:
     write_attach_file(run, tmp_path / "demo.attach")
     there = RunDir(tmp_path / "elsewhere" / "attached" / "demo")
     there.create()

@@ -22,42 +22,33 @@ class Listener:
         return why
 
 
-def test_who_is_heard_is_never_silent_and_who_is_not_is_after_the_limit() -> None:
+def test_who_is_not_heard_is_silent_after_the_limit_unless_the_watcher_missed_it() -> None:
     listener = Listener()
     assert listener.hear(RUNS, 1000.0) == ""
     assert listener.hear("", 59.0) == ""
     assert listener.hear("", 2.0) == "silent for 60 s"
-
-
-def test_a_load_of_90_s_is_no_silence_but_one_without_end_is_too_long() -> None:
-    listener = Listener()
-    assert listener.hear("", 90.0) == ""
-    assert listener.hear(LOADS, 10.0) == ""
-    assert listener.hear("", 490.0) == ""
-    assert listener.hear("", 20.0) == "loading for 600 s"
-
-
-def test_once_it_has_loaded_the_limit_of_loading_is_over() -> None:
-    listener = Listener(loading_s=100.0)
-    listener.hear(LOADS, 99.0)
-    assert listener.hear(RUNS, 500.0) == ""
-    assert listener.hear(LOADS, 99.0) == ""  # an engine whose server is started again
-    assert listener.hear(LOADS, 2.0) == "loading for 100 s"
-
-
-def test_looks_that_the_watcher_missed_itself_do_not_count() -> None:
     listener = Listener()
     listener.hear(RUNS, 1.0)
     assert listener.hear("", 30.0) == ""
     listener.now_s += 3600.0  # stopped, or suspended
     assert listener.silence.look("", listener.now_s) == ""
     assert listener.silence.seconds == pytest.approx(31.0)
-
-
-def test_without_a_limit_nobody_is_silent() -> None:
     listener = Listener(limit_s=0.0)
     listener.hear(RUNS, 1.0)
     assert listener.hear("", 10_000.0, every_s=1.0) == ""
+
+
+def test_a_load_is_no_silence_but_one_without_end_is_too_long() -> None:
+    listener = Listener()
+    assert listener.hear("", 90.0) == ""
+    assert listener.hear(LOADS, 10.0) == ""
+    assert listener.hear("", 490.0) == ""
+    assert listener.hear("", 20.0) == "loading for 600 s"
+    listener = Listener(loading_s=100.0)
+    listener.hear(LOADS, 99.0)
+    assert listener.hear(RUNS, 500.0) == ""
+    assert listener.hear(LOADS, 99.0) == ""  # an engine whose server is started again
+    assert listener.hear(LOADS, 2.0) == "loading for 100 s"
 
 
 def test_beats_go_through_the_pipe_that_the_environment_names_and_never_block() -> None:

@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> RunDir:
     return directory
 
 
-def test_a_run_has_one_holder_at_a_time(run: RunDir) -> None:
+def test_a_run_has_one_holder_and_a_dead_one_is_none(run: RunDir) -> None:
     assert holder(run) is None
     with lock_run(run):
         found = holder(run)
@@ -37,9 +37,6 @@ def test_a_run_has_one_holder_at_a_time(run: RunDir) -> None:
     assert holder(run) is None
     with lock_run(run):
         pass
-
-
-def test_a_lock_left_by_a_dead_process_is_free(run: RunDir) -> None:
     run.lock_path.write_text("999999999 1")
     assert holder(run) is None
     with lock_run(run):

@@ -69,11 +69,18 @@ def test_what_decides_the_result_may_not_change(config: Config, key: str) -> Non
     assert "--name" in caught.value.hint
 
 
-def test_how_fast_and_where_may_change() -> None:
+def test_how_fast_and_where_may_change_and_where_the_reward_is_asked() -> None:
     other = Config(
         run=RunConfig(dir="elsewhere", max_seconds=9.0), engine=EngineConfig(workers=3, threads=2), trainer=TrainerConfig(threads=2)
     )
     check_resume(record(Config()), record(other))
+
+    def judged(**options: Any) -> RunRecord:
+        return record(Config(reward=RewardConfig(kind="judge", options={"url": "http://a/v1", "model": "m", **options})))
+
+    check_resume(judged(), judged(url="http://b/v1", token_env="KEY"))
+    with raises(ConfigError, key="reward.options.model"):
+        check_resume(judged(), judged(model="n"))
 
 
 @pytest.mark.parametrize("name", ["mine.py:other", "theirs.py:score", "mine:score", "exact_match"])
@@ -183,25 +190,13 @@ def test_a_folder_of_a_model_that_cannot_be_looked_at_is_named(tmp_path: Path) -
     assert "can be read" in caught.value.message
 
 
-def test_a_key_that_came_later_is_off() -> None:
+def test_keys_that_came_later_are_off_and_free_ones_exist() -> None:
     tree = json.loads(dump(Config()))
     del tree["tasks"]["hold_ahead"], tree["debug"]
     old = msgspec.structs.replace(record(Config()), config=json.dumps(tree))
     check_resume(old, record(Config()))
     with raises(ConfigError, key="tasks.hold_ahead"):
         check_resume(old, record(Config(tasks=TasksConfig(hold_ahead=True))))
-
-
-def test_the_server_of_a_reward_may_move_but_not_change() -> None:
-    def judged(**options: Any) -> RunRecord:
-        return record(Config(reward=RewardConfig(kind="judge", options={"url": "http://a/v1", "model": "m", **options})))
-
-    check_resume(judged(), judged(url="http://b/v1", token_env="KEY"))
-    with raises(ConfigError, key="reward.options.model"):
-        check_resume(judged(), judged(model="n"))
-
-
-def test_every_free_key_exists() -> None:
     asks = RewardConfig(kind="remote", options={"url": "http://127.0.0.1:9/", "token_env": ""})
     by_row = DataConfig(reward_options={kind: asks.options for kind in ("judge", "remote")})
     tree = msgspec.to_builtins(Config(reward=asks, data=by_row))

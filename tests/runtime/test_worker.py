@@ -108,12 +108,6 @@ async def test_a_supervised_worker_logs_to_stderr_alone(behave: Start, run: RunD
     assert not run.log_path("producer-0").exists()
 
 
-async def test_a_worker_whose_supervisor_is_gone_does_not_start(behave: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SUPERVISOR_VARIABLE, "1")
-    code, out, _ = await said(await behave("wait"))
-    assert (code, out) == (Exit.FAILED, "")
-
-
 async def test_metrics_and_events_are_published(behave: Start, nats_bus: Bus, run: RunDir) -> None:
     assert (await said(await behave("report")))[0] == 0
     subjects = Subjects(run.name)
@@ -124,11 +118,14 @@ async def test_metrics_and_events_are_published(behave: Start, nats_bus: Bus, ru
     assert decode(event.body, Event).detail == {"accuracy": 0.5}
 
 
-async def test_a_run_that_is_not_up_says_so(behave: Start, run: RunDir) -> None:
+async def test_a_worker_without_run_or_supervisor_does_not_start(behave: Start, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     run.bus_path.unlink()
     code, _, err = await said(await behave("wait"))
     assert code == Exit.CONFIG
     assert "is the run up?" in err
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, "1")
+    code, out, _ = await said(await behave("wait"))
+    assert (code, out) == (Exit.FAILED, "")
 
 
 def test_the_cause_of_a_group_is_what_decides_the_exit() -> None:
