@@ -20,12 +20,7 @@ GRACE_S = 10.0
 
 
 class Leftovers:
-    """A plugin for the process that leads a session.
-
-    Args:
-        place: a folder of shared memory.
-        grace_s: how long a name may lie there unused.
-    """
+    """A plugin for the process that leads a session."""
 
     def __init__(self, place: Path = SHARED_MEMORY, grace_s: float = GRACE_S) -> None:
         self._place = place

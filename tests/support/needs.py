@@ -150,11 +150,7 @@ GPUS = {"gpu", "two gpus"}
 
 
 def required() -> set[str]:
-    """Read which needs must be met here.
-
-    Raises:
-        pytest.UsageError: A need is not known.
-    """
+    """Read which needs must be met here."""
     named = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
     if unknown := named - REASONS.keys() - {"all"}:
         raise pytest.UsageError(f"{SWITCH}: expected all, or some of {', '.join(REASONS)}; got {', '.join(sorted(unknown))}")

@@ -46,10 +46,7 @@ def write_model(place: Path, name: str) -> Path:
 
 
 def plan(config: Config, gpu: str) -> dict[str, Check]:
-    """Return by name the checks that `streamrl doctor` would make of it on a machine with such GPUs.
-
-    These are the checks of the configuration and the model's description, not those of this machine's disk, ports, interpreters and GPUs.
-    """
+    """Return by name the checks that `streamrl doctor` would make of it on a machine with such GPUs."""
     found = [check_backend(config), *check_plan(config)]
     found += [*check_gpu_memory(config, int(GPUS[gpu] * GIB)), *check_rewards(config)]
     return {check.name: check for check in found if check is not None}

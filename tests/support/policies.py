@@ -29,13 +29,7 @@ def make_model(directory: Path) -> Tokenizer:
 
 
 def script(tokenizer: Tokenizer, answers: Mapping[tuple[int, str], str], *, otherwise: str = "<|end|>") -> np.ndarray:
-    """Logits [P, V, V] under which token `answers[position, previous]` is sampled almost surely, else `otherwise`.
-
-    Args:
-        tokenizer: of the table.
-        answers: by response position and text of the previous token (one token).
-        otherwise: text of the token sampled everywhere else.
-    """
+    """Logits [P, V, V] under which token `answers[position, previous]` is sampled almost surely, else `otherwise`."""
     vocab = 104
     logits = np.zeros((POSITIONS, vocab, vocab), np.float32)
     logits[:, :, tokenizer.encode(otherwise)[0]] = SURE

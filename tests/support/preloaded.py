@@ -71,12 +71,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Forked:
-    """A program, as `subprocess.Popen` has one.
-
-    Args:
-        pid: its process id.
-        ending: the descriptor from which its exit code comes.
-    """
+    """A program, as `subprocess.Popen` has one."""
 
     def __init__(self, pid: int, ending: int) -> None:
         self.pid = pid
@@ -114,11 +109,7 @@ class Forked:
 
 
 class Preloaded:
-    """Starts programs; what they are forked from is started by the first one.
-
-    Args:
-        orders: of one that has been started.
-    """
+    """Starts programs; what they are forked from is started by the first one."""
 
     def __init__(self, orders: socket.socket | None = None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,19 +128,7 @@ class Preloaded:
         more: Sequence[int] = (),
         session: bool = False,
     ) -> Forked:
-        """Start a program.
-
-        Args:
-            words: what Python would get: `-m MODULE ...` or `-c CODE ...`.
-            given: what it reads from its standard input.
-            folder: where it runs; None: here.
-            environment: its variables; None: those of this process.
-            out: descriptor of its output; None: where this process has its errors.
-            err: of its errors; None: the same.
-            variable: of its environment, which says what number the descriptor `more` has there.
-            more: that descriptor, or none.
-            session: whether it leads one of its own.
-        """
+        """Start a program."""
         orders = self._socket or self._open()
         (reading, writing), (ending, told) = os.pipe(), os.pipe()
         variables = dict(os.environ if environment is None else environment)

@@ -29,12 +29,7 @@ def surroundings(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @asynccontextmanager
 async def programs(place: Path, *, patience_s: float = 20.0) -> AsyncIterator[Start]:
-    """Yield `start`: `await start(*words)` starts a Python program in `place`.
-
-    Its output goes into pipes, or where keywords of `create_subprocess_exec` say. At the end, programs are ended, the last one first. A
-    program with a standard input ends when that closes. Any other gets SIGINT and SIGTERM, on which `up` stops at once and leaves no
-    shared memory. A program that is stopped, or does not end within `patience_s`, is killed.
-    """
+    """Yield `start`: `await start(*words)` starts a Python program in `place`."""
     started: list[asyncio.subprocess.Process] = []
 
     async def start(*words: str, env: Mapping[str, str] | None = None, **streams: Any) -> asyncio.subprocess.Process:

@@ -30,10 +30,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def surroundings() -> dict[str, str]:
-    """The environment with this checkout in it, for the reward is a module of the tests, and with numpy's plainest kernels.
-
-    numpy's exponential has other digits with AVX-512 than without; with neither it is the C library's, on every processor with FMA.
-    """
+    """The environment with this checkout in it, for the reward is a module of the tests, and with numpy's plainest kernels."""
     plain = "X86_V3 X86_V4 AVX512_ICL AVX512_SPR"
     return {**os.environ, "PYTHONPATH": str(ROOT), "NPY_DISABLE_CPU_FEATURES": plain}
 

@@ -15,17 +15,7 @@ EACH_LISTING = pytest.mark.parametrize(("rows", "listing"), [(rows, listing) for
 
 
 class Rotation:
-    """Writes rows, one a file; `rows` of them during each listing of the folder that another makes.
-
-    Args:
-        folder: of the files.
-        patch: for the time of a test.
-        row: makes a row of its number.
-        last: number of the row that is there already.
-        keep_bytes: as the configuration has it.
-        rows: written during a listing.
-        listing: which names it has: those from before ("old"), those from after ("new"), or of the new ones the newest only ("torn").
-    """
+    """Writes rows, one a file; `rows` of them during each listing of the folder that another makes."""
 
     def __init__(
         self, folder: Path, patch: pytest.MonkeyPatch, row: Callable[[int], Row], *, last: int, keep_bytes: int, rows: int, listing: str

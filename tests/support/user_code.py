@@ -55,12 +55,7 @@ async def good(task, engine):
 
 
 class Workshop:
-    """Children of this process that run `CODE` and what a test adds, with an engine of this process.
-
-    Args:
-        folder: for the code and the model.
-        engine: what rollouts ask.
-    """
+    """Children of this process that run `CODE` and what a test adds, with an engine of this process."""
 
     def __init__(self, folder: Path, engine: Engine) -> None:
         self.folder = folder

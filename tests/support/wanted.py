@@ -13,11 +13,7 @@ from streamrl.weights.protocol import HostBytes, Shard, Slice
 
 
 def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slice, ...]:
-    """Byte ranges of the named tensors (None: all), in order; neighbours are joined over their padding.
-
-    Raises:
-        WeightSyncError: a name that the manifest does not have.
-    """
+    """Byte ranges of the named tensors (None: all), in order; neighbours are joined over their padding."""
     chosen = {spec.name for spec in manifest.tensors} if names is None else set(names)
     unknown = chosen - {spec.name for spec in manifest.tensors}
     if unknown:

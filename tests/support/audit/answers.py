@@ -91,15 +91,7 @@ def _rows(stored: Stored, producer: str) -> dict[Place, list[Row]]:
 def check(
     sessions: Sessions, answers: Sequence[Answer], ended: Iterable[Place], made: Sequence[Answer] = (), *, queued: Collection[int] = ()
 ) -> list[str]:
-    """Problems as sentences.
-
-    Args:
-        sessions: what the stream has.
-        answers: all that agents got, in the order in which each of them did.
-        ended: sessions whose end an agent was told.
-        made: what the engines gave; none: it is not known.
-        queued: tasks that are still to be done.
-    """
+    """Problems as sentences."""
     problems = list(sessions.problems)
     of: dict[Place, list[Answer]] = defaultdict(list)
     for answer in answers:

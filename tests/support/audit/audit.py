@@ -41,16 +41,7 @@ class Report:
 
 
 async def audit(url: str, user: str, password: str, run: str, *, complete: bool = False, directory: Path | None = None) -> Report:
-    """Read a run's streams and check them.
-
-    Args:
-        url: of the server.
-        user: an operator who may read everything; empty for a server without accounts.
-        password: of the user.
-        run: run id.
-        complete: the run has ended; it must have trained the steps that its configuration asks for.
-        directory: the run's. A trainer whose stream was full has messages in its checkpoints that the stream has no more.
-    """
+    """Read a run's streams and check them."""
     return examine(await read_run(url, user, password, run, directory), complete=complete)
 
 

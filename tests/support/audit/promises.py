@@ -204,8 +204,7 @@ class Promises:
             self._say(f"{granted} tasks are granted, the ledger had granted {books.chain[-2]['granted']} one version ago")
 
     def _complete(self, books: Books) -> set[int]:
-        """Tasks with nothing more to come: ended as a whole, or with every rollout on the stream, carried by a checkpoint, or ended by an
-        entry, whose message may be trimmed."""
+        """Tasks with nothing more to come."""
         seen: dict[int, set[int]] = defaultdict(set)
         sizes: dict[int, int] = {}
         found = set()

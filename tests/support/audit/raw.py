@@ -64,11 +64,7 @@ class Raw:
 
 
 async def read_run(url: str, user: str, password: str, run: str, directory: Path | None = None) -> Raw:
-    """Everything an audit needs; `directory` is the run's, whose checkpoints may carry messages.
-
-    The run may go on meanwhile, so the order counts: what a message speaks of is read after it. Weights before the ledger, checkpoints
-    before the ledger, the ledger and the queue before the samples, grants after the queue, positions after the trim that they allow.
-    """
+    """Everything an audit needs; `directory` is the run's, whose checkpoints may carry messages."""
     client = await nats.connect(url, user=user or None, password=password or None, allow_reconnect=False)
     try:
         jetstream = client.jetstream(timeout=10)

@@ -36,16 +36,7 @@ class Over(Exception):
 
 
 class Agent:
-    """One agent.
-
-    Args:
-        run: its directory.
-        write: keeps a line.
-        http: of its calls.
-        rng: decides what it does.
-        host: where the gateways are reached, at their ports; empty: where they say that they are.
-        rewards: in so many of its sessions it says itself what they are worth, some time too late.
-    """
+    """One agent."""
 
     def __init__(
         self, run: RunDir, write: Write, http: aiohttp.ClientSession, rng: random.Random, *, host: str = "", rewards: float = 0.7

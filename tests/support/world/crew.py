@@ -14,12 +14,7 @@ AGENTS = "4"
 
 
 class Crew:
-    """One process at a time; one that was killed leaves what it had written down, and its sessions to their limits.
-
-    Args:
-        place: holds `runs/`.
-        wire: to the gateway.
-    """
+    """One process at a time; one that was killed leaves what it had written down, and its sessions to their limits."""
 
     def __init__(self, place: Path, wire: Wire) -> None:
         self.wire = wire

@@ -64,10 +64,7 @@ class Struck(msgspec.Struct, frozen=True):
 
 
 class Disturbed:
-    """One run that is up. `wires` lead to the nats-server and to the engine; `words` start it.
-
-    `stop_s` and `away_s`: how long a process stays stopped, and a connection cut.
-    """
+    """One run that is up. `wires` lead to the nats-server and to the engine; `words` start it."""
 
     def __init__(
         self,
@@ -228,11 +225,7 @@ class Disturbed:
         return found
 
     async def _fall(self, fault: Fault, rng: random.Random) -> float:
-        """Kill everything but the attached producer at once, damage what is to be damaged, and start the run again.
-
-        Returns:
-            Unix seconds of the second start.
-        """
+        """Kill everything but the attached producer at once, damage what is to be damaged, and start the run again."""
         pids = [self.up.pid, *descendants(self.up.pid)]
         for pid in pids:
             send(pid, signal.SIGKILL)
@@ -280,10 +273,7 @@ class Disturbed:
         self._http.release()
 
     async def _catch_checkpoint(self) -> bool:
-        """Leave the trainer stopped while the files of a checkpoint are being written.
-
-        It is stopped and looked at again and again: this process may be too slow to see a write and stop it in time.
-        """
+        """Leave the trainer stopped while the files of a checkpoint are being written."""
         deadline, look = time.monotonic() + CATCH_S, 0
         while time.monotonic() < deadline:
             for _ in range(10):

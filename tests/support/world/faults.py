@@ -165,10 +165,7 @@ def of_agents(rng: random.Random) -> list[Fault]:
 
 
 def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
-    """The whole matrix and all aims, again and again in new orders; of a shape that may lose something the falls alone.
-
-    In one with user code that misbehaves, every part is killed and a checkpoint damaged, and nothing is aimed: too much happens at once.
-    """
+    """The whole matrix and all aims, again and again in new orders; of a shape that may lose something the falls alone."""
     while True:
         if shape.losses:
             faults = falls(rng, shape)

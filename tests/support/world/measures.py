@@ -22,10 +22,7 @@ LOOK_EVERY_S = 0.25
 
 
 async def first_record(bus: Bus, after: int, since_s: float) -> float:
-    """Seconds from then to the first samples that a producer of no supervisor has stored behind `after`; -1: none came.
-
-    The bus is closed at the end.
-    """
+    """Seconds from then to the first samples that a producer of no supervisor has stored behind `after`; -1: none came."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             async for message in bus.read(SAMPLES, after=after, subject=Subjects(NAME).samples("main")):
@@ -53,12 +50,7 @@ async def first_answer(http: Wire, struck_s: float) -> float:
 
 
 async def speed(run: Disturbed, last: int) -> tuple[int, float, float]:
-    """Let all the work through; samples, seconds and processor seconds of all processes between the first and the last entry seen.
-
-    Args:
-        run: nothing is handed out in it yet.
-        last: entries of the ledger that are enough.
-    """
+    """Let all the work through; samples, seconds and processor seconds of all processes between the first and the last entry seen."""
     run.open(10**6)
     looks: list[tuple[int, float, float]] = []
     while run.up.returncode is None and run.versions < last:

@@ -118,12 +118,7 @@ def told(place: Path) -> list[Misdeed]:
 
 
 def wrong_ends(misdeeds: Iterable[Misdeed], ends: Mapping[tuple[int, int | None], frozenset[str]]) -> list[str]:
-    """Rollouts whose record does not say what they did, and records of failures that nobody has caused.
-
-    Args:
-        misdeeds: all of the run.
-        ends: reasons of the records of each (task, rollout), `sample` for one with samples; rollout None for records of whole tasks.
-    """
+    """Rollouts whose record does not say what they did, and records of failures that nobody has caused."""
     problems: list[str] = []
     by_task: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for one in misdeeds:

@@ -44,10 +44,7 @@ def free_port() -> int:
 
 
 class Ambush:
-    """Holds the connection of one process at its next message that contains `pattern`.
-
-    `before`: nothing of the message has reached the server; `within`: half of it; `after`: all, but no answer comes back.
-    """
+    """Holds the connection of one process at its next message that contains `pattern`."""
 
     def __init__(self, pid: int, pattern: bytes, where: Where) -> None:
         self.pid = pid

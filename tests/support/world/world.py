@@ -162,10 +162,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def swallowed(self) -> AsyncIterator[None]:
-        """All tasks of the queue but the first are taken off it, as by a producer that stores nothing; the first is held meanwhile.
-
-        The feeder is up.
-        """
+        """All tasks of the queue but the first are taken off it, as by a producer that stores nothing; the first is held meanwhile."""
         leases: list[Lease] = []
         async with asyncio.timeout(60):
             while (grant := await read_key(self.bus.kv, KEY_GRANTED, Grant)) is None or grant.granted > (await self.bus.state(TASKS)).last:
@@ -248,8 +245,7 @@ async def world(config: Config, server: NatsServer, nursery: Nursery) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def vandals(w: World, every: int = 6) -> AsyncIterator[None]:
-    """Somebody who writes onto the sample stream what does not belong there: broken bodies, samples of tasks that nobody was given,
-    repeats of what is there. He writes when the stream has grown by `every`."""
+    """Somebody who writes onto the sample stream what does not belong there."""
     subject, stranger = w.subjects.samples("main"), rows(10**9)
 
     async def vandalise() -> None:
