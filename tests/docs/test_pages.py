@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import doctest
+import importlib
+import inspect
 import re
 import shlex
 import shutil
+import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import duckdb
@@ -206,3 +211,61 @@ def anchors(page: Path) -> set[str]:
         return set()
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+EXAMPLE = ROOT / "examples" / "gsm8k"
+GPU_PAGE = blocks(ROOT / "docs" / "gpu.md")
+
+
+def test_the_configuration_is_the_examples_file() -> None:
+    [shown] = [block.text for block in GPU_PAGE if block.language == "toml"]
+    head, _, body = (EXAMPLE / "one_gpu.toml").read_text().partition("\n\n")
+    assert head.startswith("#") and shown == body
+
+
+def test_the_reward_is_the_examples_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    monkeypatch.delitem(sys.modules, "brief", raising=False)
+    import brief  # pyright: ignore[reportMissingImports]
+
+    [shown] = [block.text for block in GPU_PAGE if block.language == "python"]
+    lines = inspect.getsource(brief.score).splitlines()
+    assert shown.splitlines()[1:] == [line for line in lines[1:] if '"""' not in line]
+    task = SimpleNamespace(label="16 - 3 = 13\n#### 1,013")
+    for text, right in (("so it is 1,013.", 1.0), ("13", 0.0), ("", 0.0), ("-1013", 0.0), ("#### 1013", 1.0)):
+        given = brief.score(task, SimpleNamespace(completion=text))
+        assert given["right"] == right and 0 < given["brief"] <= 0.1
+    assert brief.score(task, SimpleNamespace(completion="a" * 1000))["brief"] == 0.05
+
+
+MODULES = (
+    "streamrl.core.fold",
+    "streamrl.core.packing",
+    "streamrl.engines.live_swap.plan",
+    "streamrl.producers.episode",
+    "streamrl.schemas.control",
+    "streamrl.schemas.samples",
+    "streamrl.schemas.tasks",
+    "streamrl.schemas.versions",
+    "streamrl.tensors.digest",
+    "streamrl.weights.manifest",
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_give_what_they_say(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted > 0 and found.failed == 0
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
+
+
+@pytest.mark.process
+async def test_the_tool_of_the_page() -> None:
+    [block] = [block for block in blocks(PAGE) if block.language == "python"]
+    page: dict[str, Any] = {}
+    exec(block.text, page)
+    assert await page["python"]("print(open('data.csv').read())") == "a,b\n"
+    assert (await page["python"]("1 / 0")).endswith("ZeroDivisionError: division by zero\n")
+    assert await page["python"]("import os; os.kill(os.getpid(), 9)") == "killed: by signal 9 (Killed)"

@@ -14,15 +14,18 @@ from msgspec.structs import replace
 from streamrl.bus import connect
 from streamrl.bus.server import NatsServer
 from streamrl.cli import main
+from streamrl.config.code import check_trust, reward_addresses
 from streamrl.config.engines import EngineConfig, SglangConfig
+from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, SetRewardConfig
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.ray import RayConfig
-from streamrl.config.tree import BusConfig, Config, DebugConfig, ProducerConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import BusConfig, Config, DataConfig, DebugConfig, ProducerConfig, RewardConfig, TasksConfig, TrainerConfig
 from streamrl.doctor import machine as doctor
 from streamrl.doctor import run_checks
 from streamrl.doctor.findings import Check, print_checks, summary
 from streamrl.doctor.limits import check_cores, check_disk, check_files, check_memory, check_shm
 from streamrl.doctor.machine import check_nats_server, check_python, check_sandbox, examine
+from streamrl.doctor.rewards import check_rewards
 from streamrl.doctor.run_checks import (
     check_budgets,
     check_bus,
@@ -35,7 +38,7 @@ from streamrl.doctor.run_checks import (
     check_sglang,
     check_skew,
 )
-from streamrl.errors import LaunchError
+from streamrl.errors import ConfigError, LaunchError
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.sandbox import Sandbox
@@ -331,3 +334,40 @@ def test_a_plan_is_checked_without_the_machine_that_it_is_for(tmp_path: Path, ca
     assert "tasks.hold_ahead needs tasks.max_staleness" in " ".join(capsys.readouterr().out.split())
     assert main(["doctor", "--plan"]) == 1
     assert "--plan" in capsys.readouterr().err
+
+
+def config(kind: str, shared: dict | None = None, **options: object) -> Config:
+    data = DataConfig(train="rows.jsonl", reward_key="r" if shared else "", reward_options=shared or {})
+    return Config(data=data, reward=RewardConfig(kind=kind, options=options))
+
+
+@pytest.mark.parametrize("kind", ["exact_match", "late", "mine.py:score", "boxed_math", "python"])
+def test_what_needs_nothing_is_not_said(kind: str) -> None:
+    assert check_rewards(config(kind)) == []
+
+
+def test_a_server_that_listens_and_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        [check] = check_rewards(config("remote", url=url))
+        assert check.state == "ok"
+        monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+        [check] = check_rewards(config("boxed_judge", url=url, model="m", token_env="NO_SUCH_KEY"))
+        assert check.state == "fail" and "NO_SUCH_KEY holds no key" in check.found and check.hint
+    [check] = check_rewards(config("exact_match", {"judge": {"url": url, "model": "m"}}))
+    assert check.state == "warn" and "nobody answers" in check.found and check.hint
+
+
+def test_addresses_of_rewards_and_of_sets_are_asked_for() -> None:
+    asks = config("boxed_judge", {"remote": {"url": "http://b/"}}, url="http://a/v1", model="m", token_env="KEY")
+    named = reward_addresses(asks)
+    assert named == {"reward.options.url": "http://a/v1 with the value of KEY", "data.reward_options.remote.url": "http://b/"}
+    with pytest.raises(ConfigError, match="would be sent"):
+        check_trust(named, "the recording x", trusted=False)
+    assert reward_addresses(config("mine.py:score", url="http://a/")) == {}
+    reward = SetRewardConfig(kind="judge", options={"url": "http://127.0.0.1:9/", "model": "m", "token_env": "NO_SUCH_KEY"})
+    one = EvaluationSetConfig(name="hard", path="x", reward=reward)
+    asks = replace(config("exact_match"), evaluation=EvaluationConfig(sets=(one,)))
+    assert reward_addresses(asks) == {"evaluation.sets[hard].reward.options.url": "http://127.0.0.1:9/ with the value of NO_SUCH_KEY"}
+    [check] = check_rewards(asks)
+    assert check.state == "fail" and "NO_SUCH_KEY" in check.found

@@ -1,21 +1,32 @@
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.memory.bus import MemoryBus
+from streamrl.cli import main
 from streamrl.config.load import override
-from streamrl.config.tree import BusConfig, Config, DataConfig, RunConfig
+from streamrl.config.tree import BusConfig, Config, DataConfig, RunConfig, TrainerConfig
+from streamrl.consumers.training.steps import Cut, recorded_cut
+from streamrl.history.branch_fold import parents_cut
 from streamrl.history.branch_run import train_branch
 from streamrl.history.compare import compare, compare_runs, print_comparison, write_comparison
 from streamrl.history.differences import config_differences
 from streamrl.history.replay import Range
+from streamrl.history.replay_report import differing_choices
 from streamrl.history.source import evaluations_in, open_source
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import Event
+from streamrl.schemas.ledger import Choices, LedgerEntry
 from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.versions import Version
 from tests.support.recorded_run import Recorded
 
 
@@ -73,3 +84,67 @@ async def test_sets_of_problems_stand_side_by_side() -> None:
     assert rows["eval sums"] == ("0.25", "0.5", "0.25", "0.25", "-0.25")
     assert rows["eval sums pass@8"] == ("", "0.75", "", "0.5", "-0.25")
     assert rows["eval words"] == ("-", "-", "-", "-", "-")
+
+
+PACKED = Choices(attention="packed", compiled=True, kept_layers=4, row_length=8192)
+
+
+def entry(choices: Choices | None, **more: Any) -> LedgerEntry:
+    own = {} if choices is None else {"choices": choices}
+    return LedgerEntry(run="r", trainer="main", version=Version(0, 1), source="", used=(), cursor=0, granted=9, retired=0, **own, **more)
+
+
+@pytest.mark.parametrize(
+    ("past", "ours", "said"),
+    [
+        (PACKED, msgspec.structs.replace(PACKED, compiled=False), "compiled: True in the ledger, False here"),
+        (PACKED, msgspec.structs.replace(PACKED, row_length=4096), "row_length: 8192 in the ledger, 4096 here"),
+        (None, PACKED, "attention: sdpa in the ledger, packed here"),
+        (PACKED, msgspec.structs.replace(PACKED, kept_layers=None), ""),
+        (None, None, ""),
+        # Entries of earlier builds do not say which attention was configured.
+        (None, Choices(attention="flash"), ""),
+    ],
+)
+def test_a_version_that_was_computed_otherwise_is_told_so(past: Choices | None, ours: Choices | None, said: str) -> None:
+    found = differing_choices(ours, entry(past))
+    assert (said in found) if said else found == ""
+
+
+def test_a_branch_takes_its_parents_choices_only_with_its_budget() -> None:
+    beside = entry(PACKED, micro_tokens=8192)
+    fold: Any = SimpleNamespace(beside=beside)
+    parent, other = (Config(trainer=TrainerConfig(micro_tokens=n)) for n in (16_384, 4096))
+    assert parents_cut(fold, parent, parent)(None) == Cut(8192, PACKED)
+    assert parents_cut(fold, other, parent)(None) == Cut(0, None)
+    own = entry(None, micro_tokens=4096)
+    assert parents_cut(fold, other, parent)(own) == recorded_cut(own) == Cut(4096, Choices())
+
+
+CODE = """
+from pathlib import Path
+
+Path({mark!r}).touch()
+
+
+def advantages(batch, arrays):
+    return batch.loss_mask * 1.0
+"""
+
+
+@pytest.mark.parametrize("verb", [["--verify"], ["--set", "trainer.optimizer.learning_rate=0.5", "--name", "b"]])
+def test_a_recordings_code_runs_only_when_it_is_trusted(
+    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    mine, mark = tmp_path / "recording", tmp_path / "it-ran"
+    shutil.copytree(recorded.path, mine)
+    (tmp_path / "evil.py").write_text(CODE.format(mark=str(mark)))
+    config = json.loads((mine / "config.json").read_text())
+    config["loss"]["advantage"] = f"{tmp_path}/evil.py:advantages"
+    (mine / "config.json").write_text(json.dumps(config))
+    command = ["replay", str(mine), *verb, "--dir", str(tmp_path / "runs")]
+    assert main(command) == 1
+    assert "--trust-code" in capsys.readouterr().err
+    assert not mark.exists()
+    main([*command, "--trust-code"])
+    assert mark.exists()

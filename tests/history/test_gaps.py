@@ -1,4 +1,4 @@
-"""Taps and branches of a run that has lost versions: a gap whose beginning is there is passed; across another nothing leads."""
+"""Taps and branches of a run that has lost versions, and branches of one that has refused records."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest_asyncio
 from msgspec import UNSET, UnsetType
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.core.state import Epoch, FoldState
+from streamrl.core.records import Ended, Rewarded, Rollouts
+from streamrl.core.state import Epoch, FoldConfig, FoldState
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import read_branch_ledger
 from streamrl.history.branch_run import train_branch
+from streamrl.history.branch_state import begin, take
 from streamrl.history.differences import config_differences
 from streamrl.history.replay import Range
 from streamrl.history.source import Source, read_config
@@ -26,6 +28,7 @@ from streamrl.schemas.subjects import LEDGER, Subjects
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
 from tests.support.harness import read_ledger
+from tests.support.records import view
 from tests.support.world.place import Place, place
 
 END = 12
@@ -175,3 +178,26 @@ async def test_gaps_that_come_while_a_tap_reads_or_before_it_make_entries_void(f
     epochs = (Epoch(0, 0, 4 + AHEAD), Epoch(1, 3))
     parent = followed.follow(FoldState(version=Version(1, 2), granted=9, grants=((9, 0),), epochs=epochs))
     assert await followed.next_of(3) == Version(1, 3) and parent.at(4) is None
+
+
+CONFIG = FoldConfig(batch_tasks=1, max_staleness=1)
+IMPOSSIBLE = {
+    "an agent that there is not": Rewarded(2, 0, 0, 1.0, 1, agent="solver"),
+    "a sample that there is not": Rewarded(2, 0, 0, 1.0, 1, sample=5),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_reward_that_cannot_be_ends_no_task_of_a_branch(name: str) -> None:
+    state = begin(CONFIG, CONFIG)
+    for record in (Rollouts(1, "main", 0, 2, (view(0), view(1))), IMPOSSIBLE[name], Rewarded(3, 0, 0, 1.0, 1), Rewarded(4, 0, 1, 0.0, 1)):
+        state = take(state, record, CONFIG, CONFIG)
+    assert state.own.ready == state.parent.ready == 1
+    assert [drop.reason for drop in state.own.drops] == [drop.reason for drop in state.parent.drops] == ["poison"]
+
+
+def test_an_end_that_cannot_be_ends_its_task_in_both() -> None:
+    state = begin(CONFIG, CONFIG)
+    for record in (Rollouts(1, "main", 0, 2, (view(0),)), Ended(2, "main", 0, 0, 7, "failed")):
+        state = take(state, record, CONFIG, CONFIG)
+    assert state.own.retired == state.parent.retired == 1

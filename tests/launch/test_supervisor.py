@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import pytest
 from streamrl.config.tree import Config, SuperviseConfig
 from streamrl.errors import LaunchError
 from streamrl.launch.local import LocalLauncher
+from streamrl.launch.sidecars import Sidecar, Sidecars
 from streamrl.launch.supervisor import Supervisor
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
@@ -361,3 +363,50 @@ async def test_a_fenced_worker_stays_down(team: Team, scripts: tuple[str, ...]) 
     assert [team.state("trainer", rank) for rank in range(len(scripts))] == ["fenced"] * len(scripts)
     assert not team.supervisor.over("trainer")
     assert [note.partition(": ")[0] for note in team.notes] == ["trainer-0 stopped"]
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> RunDir:
+    beside = RunDir(tmp_path / "demo")
+    beside.logs.mkdir(parents=True)
+    return beside
+
+
+def test_the_end_of_a_log_is_read_where_it_can_be(beside: RunDir) -> None:
+    beside.log_path("page-0").write_bytes("ä".encode() * 1_000_000 + b"\nerror: \xff no room\n\n")
+    said = LocalLauncher(beside, Config()).tail("page-0")
+    assert said.endswith("\nerror: \N{REPLACEMENT CHARACTER} no room") and len(said) <= 4096
+    beside.log_path("page-1").write_text("\n".join(map(str, range(100))))
+    assert LocalLauncher(beside, Config()).tail("page-1").splitlines() == [str(number) for number in range(85, 100)]
+    beside.log_path("page-2").mkdir()
+    beside.log_path("page-3").touch()
+    assert [LocalLauncher(beside, Config()).tail(f"page-{number}") for number in (2, 3, 4)] == ["", "", ""]
+
+
+@pytest.mark.process
+async def test_what_one_meets_leaves_the_others_kept(beside: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[int] = []
+    starts: list[bool] = []
+
+    def fails(pid: int) -> None:
+        looks.append(pid)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    def command(again: bool) -> list[str]:
+        starts.append(again)
+        return [sys.executable, "-S", "-c", "raise SystemExit('error: over')"]
+
+    notes: list[str] = []
+    stays = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    both = [
+        Sidecar(kind="page", called="the page", command=lambda again: stays, runs=fails),
+        Sidecar(kind="sink-prometheus", called="the sink", command=command),
+    ]
+    config = Config(supervise=SuperviseConfig(backoff_s=0.0))
+    async with Sidecars(both, beside, config, note=notes.append, drain_s=0.2).kept():
+        await until(lambda: len(starts) >= 3, within_s=60)
+    assert looks and "event=sidecar_look_failed kind=page" in caplog.text
+    assert starts[:3] == [False, True, True]
+    assert [note for note in notes if note.startswith("the sink")] == [
+        "the sink ended with exit code 1; over; it is started again until it runs, and the beside goes on"
+    ]

@@ -1,6 +1,9 @@
+"""What the page shows of numbers: tables, lengths and objectives."""
+
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.config.slo import SloConfig
+from streamrl.core.lengths import histogram
+from streamrl.monitor.numbers import Cause, Finding, Level
+from streamrl.monitor.run_state import RunState, read_state, write_state
+from streamrl.page.lengths import MOST_BARS, lengths_of
+from streamrl.page.objectives import objectives_of, worst_over
 from streamrl.page.tables import Tables, as_json, shrink, shrink_to_means
+from streamrl.runtime.rundir import RunDir
 
 
 def test_rows_are_there_once_they_are_committed_and_columns_that_come_late_have_holes(tmp_path: Path) -> None:
@@ -96,3 +106,64 @@ def test_shares_that_add_up_to_one_still_do_when_thinned_and_what_is_missing_is_
     assert a[0] < a[-1]
     x, (same,) = shrink_to_means(np.arange(3.0), [np.array([1.0, math.nan, 3.0])], 3)
     assert (x.tolist(), as_json(same.tolist())) == ([0, 1, 2], [1, None, 3])
+
+
+COUNTS = {"lengths/finished": histogram([1, 2, 2, 40]), "lengths/trained": histogram([1, 2, 2]), "lengths/dropped": histogram([40])}
+
+
+def test_bars_of_all_kinds_have_the_same_bounds_and_every_length_is_in_one(run: RunDir) -> None:
+    write_state(run, RunState(state="running", lengths=COUNTS, length_distance=0.25, length_cut=True))
+    told = lengths_of(read_state(run))
+    bounds = told["bounds"]
+    assert (bounds[0], bounds[-1][0] <= 40 <= bounds[-1][1]) == ((1, 1), True)
+    assert [beyond[0] - one[1] for one, beyond in pairwise(bounds)] == [1] * (len(bounds) - 1)
+    assert [(one["name"], one["number"], sum(one["shares"])) for one in told["lines"]] == [
+        ("finished", 4, 1.0),
+        ("cut", 0, 0.0),
+        ("trained", 3, 1.0),
+        ("dropped", 1, 1.0),
+    ]
+    assert told["lines"][2]["shares"][:2] == pytest.approx([1 / 3, 2 / 3])
+    assert told["lines"][1]["p50"] is None
+    assert told["said"] == "distance 0.25 of the lengths trained from those trained, dropped or cut"
+
+
+def test_the_longest_answers_fit_the_bars_too() -> None:
+    told = lengths_of(RunState(state="running", lengths={"lengths/cut": histogram([0, 1 << 40])}))
+    assert len(told["bounds"]) <= MOST_BARS
+    assert [share for share in told["lines"][1]["shares"] if share] == [0.5, 0.5]
+    assert told["said"].startswith("too few answers")
+
+
+@pytest.mark.parametrize("lengths", [None, {}, {"lengths/trained": ()}, {"lengths/trained": (0, 0)}, {"lengths/trained": (-1,), "x": (1,)}])
+def test_where_nothing_is_known_nothing_is_drawn(lengths: dict[str, tuple[int, ...]] | None) -> None:
+    state = None if lengths is None else RunState(state="running", lengths=lengths)
+    assert lengths_of(state) == {"bounds": [], "lines": [], "said": ""}
+
+
+BOUNDS = SloConfig(p95_age=4, stream_lag_s=0, starvation=0.5, drop_rate=0, no_progress_s=60)
+
+
+def test_objectives_have_lines_once_judged_and_the_worst_of_a_run_that_is_over(run: RunDir) -> None:
+    breach = Finding(objective="starvation", level=Level.BREACH, value=0.9, bound=0.5, causes=(Cause("few_producers", "why", "turn this"),))
+    told = objectives_of(BOUNDS, (breach,), {"staleness/p95": 1.5, "starvation/trainer": 0.7})
+    assert told["level"] == "breach"
+    assert [(one["objective"], one["level"], one["value"]) for one in told["lines"]] == [
+        ("p95_age", "ok", 1.5),
+        ("starvation", "breach", 0.9),
+        ("no_progress_s", "ok", None),
+    ]
+    assert told["lines"][1]["causes"] == [{"what": "why", "hint": "turn this"}]
+    told = objectives_of(BOUNDS, None, {})
+    assert told["level"] is None
+    assert {one["level"] for one in told["lines"]} == {None}
+    assert objectives_of(BOUNDS, (), {})["level"] == "ok"
+    run.summary_path.write_bytes(b'{"steps":3,"slo":{"starvation":"warn","stream_lag_s":"breach"}}')
+    assert worst_over(run, BOUNDS) == {"p95_age": "ok", "starvation": "warn", "no_progress_s": "ok"}
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{}", b'{"slo":3}', b'{"slo":{"p95_age":"bad"}}', b"\xff"])
+def test_of_a_run_that_is_over_only_a_summary_that_can_be_read_says_something(run: RunDir, content: bytes | None) -> None:
+    if content is not None:
+        run.summary_path.write_bytes(content)
+    assert worst_over(run, BOUNDS) == {}
