@@ -38,8 +38,6 @@ LAST_STEPS = 30
 
 
 class Session:
-    """One session. `log` is appended to as things happen."""
-
     def __init__(self, given: argparse.Namespace, log: Path) -> None:
         self._given = given
         self._log = log
@@ -49,7 +47,6 @@ class Session:
         self._ends_s = 0.0
 
     def write(self, line: Line) -> None:
-        """Append a line, and say it."""
         text = msgspec.json.encode(line).decode()
         with self._log.open("a") as file:
             file.write(text + "\n")
@@ -156,13 +153,11 @@ class Session:
 
 
 def processor() -> str:
-    """Model of the processor, as Linux has it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> int:
-    """Run a session; 1 when a run had a problem."""
     parser = argparse.ArgumentParser(description="Kill, stop and cut off the parts of real runs for a while.")
     parser.add_argument("--minutes", type=float, default=30.0, help="no strike after this; the last run still ends and is judged")
     parser.add_argument("--faults", type=int, default=25, help="strikes in one run; it trains ten times as many steps")

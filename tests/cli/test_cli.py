@@ -84,7 +84,6 @@ def stopped_run(place: Path) -> RunDir:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that must fail; returns what it says."""
     assert main(arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -19,10 +19,17 @@ from streamrl.telemetry.names import LENGTHS, METRICS
 from streamrl.weights.factory import weights_directory
 from tests.support.digits import TABLE, write_digits
 from tests.support.harness import read_ledger
-from tests.support.looked_at import STRICT, LookedAt, sets
+from tests.support.looked_at import STRICT, LookedAt, sets, that_has_finished
 from tests.support.programs import STREAMRL, Start, said
+from tests.support.shared import shared
 
 pytestmark = pytest.mark.nats
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> LookedAt:
+    with shared():
+        return that_has_finished(tmp_path_factory.mktemp("finished"))
 
 
 def test_a_run_learns_and_its_log_gives_its_ledger_again(finished: LookedAt) -> None:

@@ -54,7 +54,6 @@ class Tty:
         self.screen.resize(lines, columns)
 
     def look(self) -> list[str]:
-        """The lines on the screen now."""
         while True:
             try:
                 self._stream.feed(os.read(self.master, 65536))
@@ -150,7 +149,6 @@ async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks_at_it(
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LookedAt]:
-    """A run for all below."""
     with that_stays(tmp_path_factory.mktemp("running")) as looked:
         yield looked
 

@@ -56,7 +56,6 @@ def judged(*rows: Sample) -> tuple[Rollouts, SampleBatch]:
 
 
 def seen_before(tokens: list[int], n: int) -> float:
-    """Reference: the n-grams that are among those before them."""
     grams = [tuple(tokens[k : k + n]) for k in range(len(tokens) - n + 1)]
     return sum(gram in grams[:k] for k, gram in enumerate(grams)) / len(grams) if len(grams) > 1 else 0.0
 

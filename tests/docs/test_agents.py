@@ -53,7 +53,6 @@ async def each(task, engine):
 
 
 def of(agent: str, samples: list[Sample]) -> list[Sample]:
-    """Return those of one agent; there must be some."""
     found = [sample for sample in samples if sample.task % len(EACH) == EACH.index(agent)]
     assert found, agent
     return found

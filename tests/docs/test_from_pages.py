@@ -49,7 +49,6 @@ def page(name: str) -> str:
 
 
 def rows(name: str, mark: str) -> list[list[str]]:
-    """Cells of the table between two marks, without its head."""
     found = re.search(rf"<!-- {mark}: begin -->\n(.*?)<!-- {mark}: end -->", page(name), re.DOTALL)
     assert found, f"{name}: no marks {mark}"
     return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in found[1].splitlines()[2:]]

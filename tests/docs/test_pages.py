@@ -129,7 +129,6 @@ def test_the_late_rewards_are_the_products_own() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recording called `quickstart`, of a small run."""
     place = tmp_path_factory.mktemp("pages")
     config = table_config(place, run={"name": "quickstart", "steps": 8}, **FIXED)
     made = asyncio.run(make_recorded(place / "made", config))

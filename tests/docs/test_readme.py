@@ -47,7 +47,6 @@ class Terminal:
         return process
 
     def run(self, script: str, timeout_s: float = 170.0) -> str:
-        """What the commands print; they must succeed."""
         process = self.start(script)
         said, _ = process.communicate(timeout=timeout_s)
         assert process.returncode == 0, said

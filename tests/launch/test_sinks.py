@@ -52,7 +52,6 @@ class Beside:
 
     @contextlib.asynccontextmanager
     async def kept(self, kind: str, *, drain_s: float = 60.0, **options: object) -> AsyncGenerator[None]:
-        """Keep the sink `kind` while open, then drain it."""
         found = self.run.load_config()
         config = msgspec.structs.replace(found, metrics=MetricsConfig(sinks=(kind,), **options))  # type: ignore[arg-type]
         self.run.write_config(config)
@@ -240,7 +239,6 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(monkeypatch: p
 
 
 def wandb_history(run: RunDir) -> list[dict[str, float]]:
-    """Read what the files of a run's offline directories have."""
     paths = run.sink_dir("wandb").glob("wandb/offline-run-*/run-*.wandb")
     return [one for path in paths for one in wandb_records(path)]
 

@@ -135,7 +135,6 @@ class Standing:
         return self._view.numbers(elapsed_s=1.0, supervised=lines)
 
     async def wait_of(self, what: str) -> Wait:
-        """The wait that is named once it begins like this."""
         found: Wait | None = None
 
         def named() -> bool:

@@ -21,7 +21,6 @@ from tests.support.processes import alive, read_pids, until
 
 
 def restarted(worker: str, how: str, often: int | str, wait_s: float) -> str:
-    """Return the note about a restart."""
     return f"{worker} ended with {how}; restart {often} in {wait_s:g} s"
 
 
@@ -38,7 +37,6 @@ class Team:
         self.supervisor = Supervisor(launcher, config, note=self.notes.append, clock=lambda: self.now_s)
 
     def start(self, kind: str, *scripts: str) -> None:
-        """Start a worker for each script, with the indices from 0 on."""
         for index, script in enumerate(scripts):
             self.scripts[f"{kind}-{index}"] = script
             self.supervisor.start(kind, index)
@@ -408,5 +406,5 @@ async def test_what_one_meets_leaves_the_others_kept(beside: RunDir, caplog: pyt
     assert looks and "event=sidecar_look_failed kind=page" in caplog.text
     assert starts[:3] == [False, True, True]
     assert [note for note in notes if note.startswith("the sink")] == [
-        "the sink ended with exit code 1; over; it is started again until it runs, and the beside goes on"
+        "the sink ended with exit code 1; over; it is started again until it runs, and the run goes on"
     ]

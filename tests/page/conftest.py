@@ -33,7 +33,6 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def batches(first: int, last: int, *, epoch: int = 0, reward: float = 0.5) -> list[Row]:
-    """Rows of trained batches."""
     return [
         Row(
             time_s=1e9 + number,
@@ -47,7 +46,6 @@ def batches(first: int, last: int, *, epoch: int = 0, reward: float = 0.5) -> li
 
 
 def write(run: RunDir, rows: list[Row], **config: Any) -> None:
-    """Append rows to the run's metrics."""
     file = MetricsFile(run.metrics, MetricsConfig(**config))
     file.write(rows)
     file.close()

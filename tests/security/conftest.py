@@ -36,7 +36,6 @@ def users() -> dict[str, User]:
 
 @pytest.fixture(scope="module")
 def role_server(tmp_path_factory: pytest.TempPathFactory, users: dict[str, User]) -> Iterator[NatsServer]:
-    """A server with one user a role."""
     server = NatsServer(tmp_path_factory.mktemp("roles") / "bus", users=list(users.values()))
     server.start()
     yield server

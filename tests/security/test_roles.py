@@ -176,7 +176,6 @@ OPERATIONS = {
 
 
 async def furnish(operator: JetStreamBus) -> None:
-    """Something to read on every stream."""
     for subject in (TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished")):
         await operator.publish(subject, b"there")
     await operator.publish(TO.tasks("main"), b"task")

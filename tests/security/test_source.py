@@ -30,7 +30,6 @@ def name_of(node: ast.AST) -> str:
 
 
 def faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what is wrong)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, f"import {one.name}") for one in node.names if one.name.split(".")[0] in PICKLERS)

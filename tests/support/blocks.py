@@ -11,8 +11,6 @@ _FENCED = re.compile(r"(?:<!-- test: (?P<mark>[^>]*) -->\n\n?)?^```(?P<language>
 
 @dataclass(frozen=True)
 class Block:
-    """One block."""
-
     page: str
     line: int
     language: str

@@ -25,7 +25,6 @@ COMPILES = [
 
 @contextlib.contextmanager
 def without_compiler() -> Generator[None]:
-    """In this process."""
     torch.compiler.reset()
     with importlib.import_module("torch._inductor.config").patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
         yield

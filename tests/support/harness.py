@@ -65,7 +65,6 @@ async def run_to_end(config: Config, run: RunDir, bus: Bus, *, timeout_s: float 
 
 
 async def read_ledger(bus: Bus, run: str, trainer: str = "main") -> list[LedgerEntry]:
-    """All entries in order."""
     subject = Subjects(run).ledger(trainer)
     newest = await bus.last(subject)
     entries: list[LedgerEntry] = []

@@ -36,7 +36,6 @@ class LookedAt:
         """Written by the `up` that has ended."""
 
     def started(self, *words: str, **streams: Any) -> subprocess.Popen[str]:
-        """A command that has been started."""
         return subprocess.Popen([sys.executable, *STREAMRL, *words], cwd=self.place, text=True, env=surroundings(), **streams)
 
     def said(self, *words: str, **env: str) -> tuple[int, str, str]:
@@ -52,7 +51,6 @@ class LookedAt:
         return json.loads(out)
 
     def log(self, worker: str) -> str:
-        """All that a worker has said; empty before it is started."""
         path = self.run.log_path(worker)
         return path.read_text() if path.exists() else ""
 

@@ -37,12 +37,10 @@ BOUND = 2.0
 
 
 def slow(*values: object, id: str | None = None) -> Any:
-    """A case for CI."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def soak(*values: object, id: str | None = None) -> Any:
-    """A case for `make soak`."""
     return pytest.param(*values, marks=pytest.mark.soak, id=id)
 
 
@@ -134,7 +132,6 @@ def parameters(checkpoint: Path, stem: str = "model") -> dict[str, Any]:
 
 
 def apart(some: dict[str, Any], others: dict[str, Any]) -> float:
-    """Greatest difference of an element."""
     return max(float((some[name].double() - others[name].double()).abs().max()) for name in some)
 
 

@@ -39,7 +39,6 @@ GPUS = {"H100": 79.2, "H200": 139.8, "B300": 268.0}
 
 
 def write_model(place: Path, name: str) -> Path:
-    """A directory that describes a model, without weights."""
     (place / name).mkdir(parents=True, exist_ok=True)
     (place / name / "config.json").write_text(json.dumps(MODELS[name]))
     return place / name

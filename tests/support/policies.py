@@ -23,7 +23,6 @@ SURE = 30.0
 
 
 def make_model(directory: Path) -> Tokenizer:
-    """Write a table's model directory; returns its tokenizer."""
     write_table(directory, max_position=POSITIONS)
     return load_tokenizer(directory)
 
@@ -56,7 +55,6 @@ async def serve_logits(engine: TableEngine, logits: np.ndarray, version: Version
 async def start_engine(
     directory: Path, logits: np.ndarray, *, engine_id: str = "table-0", slots: int = 64, delay: TokenDelay | None = None
 ) -> TableEngine:
-    """A running engine that serves `logits` as version 0.0."""
     engine = TableEngine(directory, EngineConfig(kind="table", slots=slots), engine_id=engine_id, policy="policy", max_len=256, delay=delay)
     await engine.start()
     await serve_logits(engine, logits, Version(0, 0))

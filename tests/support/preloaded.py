@@ -59,8 +59,6 @@ ROOT = Path(__file__).parents[2]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a program is besides its descriptors."""
-
     words: tuple[str, ...]
     environment: dict[str, str]
     folder: str
@@ -94,17 +92,14 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, which one that has ended does not mind."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -128,7 +123,6 @@ class Preloaded:
         more: Sequence[int] = (),
         session: bool = False,
     ) -> Forked:
-        """Start a program."""
         orders = self._socket or self._open()
         (reading, writing), (ending, told) = os.pipe(), os.pipe()
         variables = dict(os.environ if environment is None else environment)
@@ -165,11 +159,9 @@ class Preloaded:
         return self.start("-m", "streamrl.trainers.ranks.local", given=msgspec.json.encode(start))
 
     def running(self) -> list[int]:
-        """Process ids of its programs, in the order of their starts."""
         return [one.pid for one in self._started if one.poll() is None]
 
     def close(self) -> None:
-        """No program outlives it."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -284,7 +276,6 @@ def nested() -> tuple[Preloaded, int]:
 
 
 def main() -> None:
-    """See the module."""
     for name in MODULES:
         importlib.import_module(name)
     from streamrl.trainers.megatron.core import imported

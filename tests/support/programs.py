@@ -62,7 +62,6 @@ async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:
 
 
 async def said(process: asyncio.subprocess.Process, within_s: float = 120) -> tuple[int, str, str]:
-    """Wait for the end of a program; return its exit code, standard output and standard error."""
     out, err = await asyncio.wait_for(process.communicate(), within_s)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()

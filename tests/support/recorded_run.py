@@ -24,8 +24,6 @@ FIXED: dict[str, dict[str, object]] = {"trainer": {"keep_checkpoints": 100}, "da
 
 @dataclass(frozen=True)
 class Recorded:
-    """A finished run and what was recorded of it."""
-
     config: Config
     run: RunDir
     path: Path

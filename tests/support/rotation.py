@@ -30,7 +30,6 @@ class Rotation:
         patch.setattr(Path, "iterdir", lambda path: self._list(path) if path == folder and not self._writing else self._names(path))
 
     def write(self, rows: int) -> None:
-        """Write the next rows."""
         self._writing = True
         for _ in range(rows):
             self.number += 1

@@ -19,12 +19,10 @@ def of_this_rank(trainer: Any) -> Any:
 
 
 def policy_of(trainer: Any) -> Any:
-    """The model that is trained."""
     return of_this_rank(trainer).policy
 
 
 def body_of(trainer: Any) -> Any:
-    """The layers of the model that is trained, without its head."""
     return policy_of(trainer).body
 
 

@@ -31,7 +31,6 @@ def shared() -> Iterator[None]:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
-    """Return what `make(directory)` returns, in whichever process of pytest-xdist it was made."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return make(factory.mktemp(name))
     place = factory.getbasetemp().parent / name

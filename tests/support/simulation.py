@@ -79,8 +79,6 @@ class World:
 
 @dataclass(frozen=True)
 class Entry:
-    """The simulation's ledger entry."""
-
     cursor: int
     used: tuple[Used, ...]
     drops: tuple[Drop, ...]
@@ -92,8 +90,6 @@ class Entry:
 
 @dataclass
 class Result:
-    """Everything there is to check after a run."""
-
     state: FoldState
     log: list[Record]
     ledger: list[Entry]
@@ -218,7 +214,6 @@ class Simulation:
         raise AssertionError(self.world.tail)
 
     def finish(self, task: int, oldest: int, rewards: dict[int, float | None]) -> None:
-        """Publish rollouts, with whatever goes wrong."""
         w = self.world
         newest = -1 if oldest < 0 else self.served
         if self.chance(w.poison):

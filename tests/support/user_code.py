@@ -63,7 +63,6 @@ class Workshop:
         self.tokenizer = make_model(folder / "model")
 
     def task(self, index: int = 0, num_rollouts: int = 3, **fields: Any) -> RolloutTask:
-        """A task whose label is what the scripted engine answers."""
         return RolloutTask(
             run="run",
             index=index,
@@ -124,11 +123,9 @@ class Workshop:
             await runner.close()
 
     async def run(self, runner: GroupRunner, *tasks: RolloutTask, keeping: Keeping = NOTHING) -> list[Group]:
-        """The groups of tasks that are worked on at the same time."""
         return list(await asyncio.gather(*(runner.run(task, keeping=keeping) for task in tasks)))
 
     def told(self, name: str) -> list[list[str]]:
-        """The lines that user code wrote with `tell`, as words."""
         path = self.folder / name
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 

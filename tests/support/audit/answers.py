@@ -39,8 +39,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One sample."""
-
     tokens: tuple[int, ...]
     mask: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -91,7 +89,6 @@ def _rows(stored: Stored, producer: str) -> dict[Place, list[Row]]:
 def check(
     sessions: Sessions, answers: Sequence[Answer], ended: Iterable[Place], made: Sequence[Answer] = (), *, queued: Collection[int] = ()
 ) -> list[str]:
-    """Problems as sentences."""
     problems = list(sessions.problems)
     of: dict[Place, list[Answer]] = defaultdict(list)
     for answer in answers:

@@ -46,7 +46,6 @@ async def audit(url: str, user: str, password: str, run: str, *, complete: bool 
 
 
 def examine(raw: Raw, *, complete: bool = False) -> Report:
-    """Check what was read."""
     record = raw.keys.get("run")
     if record is None:
         return Report(["the run has no record under the key `run`"])
@@ -119,7 +118,6 @@ def _entry(stored: Stored, blobs: dict[str, bytes], problems: list[str]) -> dict
 
 
 def main() -> int:
-    """Print what was found; 1 when there is a problem."""
     parser = argparse.ArgumentParser(description="Audit a run from its raw streams.")
     parser.add_argument("--url", required=True)
     parser.add_argument("--user", default="")

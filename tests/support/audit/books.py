@@ -58,7 +58,6 @@ class Books:
         return self.chain[-1]["cursor"] if self.chain else 0
 
     def after(self, number: int) -> list[dict[str, Any]]:
-        """The entries of later versions."""
         return [entry for entry in self.chain if entry["version"]["number"] > number]
 
     def _unknown(self) -> list[tuple[int, int]]:

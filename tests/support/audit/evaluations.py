@@ -10,7 +10,6 @@ from typing import Any
 
 
 def problems_of(told: Sequence[dict[str, Any]], folder: Path, *, rows: dict[str, int], pass_reward: float = 1.0) -> list[str]:
-    """List in words what is wrong."""
     found: list[str] = []
     times = Counter((one["set"], one["version"], one["final"]) for one in told)
     found += [f"{place} was told {count} times" for place, count in times.items() if count > 1]

@@ -104,7 +104,6 @@ class Forged:
     trim: int = 0
 
     async def put(self, bus: Bus, run: str) -> None:
-        """Write everything to the streams of `run`."""
         s = Subjects(run)
         for task in range(self.issued):
             await bus.publish(s.tasks("main"), encode(RolloutTask(run=run, index=task, source="main")))
@@ -136,7 +135,6 @@ class Forged:
 
 
 def good_run() -> Forged:
-    """A run without fault."""
     samples: list[tuple[str, bytes, int | None]] = [
         ("samples", rows(0), 0),  # 1
         ("samples", rows(1, (0,)), 1),

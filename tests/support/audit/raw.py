@@ -114,7 +114,6 @@ async def _stream(jetstream: JetStreamContext, name: str) -> Stream:
 
 
 async def _read(jetstream: JetStreamContext, name: str, subject: str | None = None) -> list[Stored]:
-    """Every message that is there (of one subject), and perhaps some that come meanwhile."""
     config = ConsumerConfig(
         ack_policy=AckPolicy.NONE,
         deliver_policy=DeliverPolicy.ALL,

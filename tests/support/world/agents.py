@@ -36,8 +36,6 @@ class Over(Exception):
 
 
 class Agent:
-    """One agent."""
-
     def __init__(
         self, run: RunDir, write: Write, http: aiohttp.ClientSession, rng: random.Random, *, host: str = "", rewards: float = 0.7
     ) -> None:
@@ -49,7 +47,6 @@ class Agent:
         self._rng = rng
 
     async def work(self) -> None:
-        """Sessions for ever."""
         while True:
             told = await self._post("/rl/start_session", {"wait_s": 2.0}, self._run.gateway_key(), again=str(uuid.uuid4()))
             place = [told["task"], told["rollout"]]
@@ -137,7 +134,6 @@ def read_told(*files: Path) -> Told:
 
 
 async def work(run: RunDir, out: Path, agents: int, seed: int, host: str, rewards: float) -> None:
-    """So many agents in this process."""
     with out.open("ab", buffering=0) as file:
 
         def write(line: dict[str, Any]) -> None:
@@ -149,7 +145,6 @@ async def work(run: RunDir, out: Path, agents: int, seed: int, host: str, reward
 
 
 def main() -> None:
-    """Work until killed."""
     parser = argparse.ArgumentParser(description="Agents that ask a run's gateways.")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

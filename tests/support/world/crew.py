@@ -24,11 +24,9 @@ class Crew:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs."""
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
     async def begin(self) -> None:
-        """Start the agents, once those before have ended."""
         if self._process is not None:
             await self._process.wait()
         self._files.append(self._place / f"told-{len(self._files)}.jsonl")
@@ -36,12 +34,10 @@ class Crew:
         self._process = await command(self._place, *words, "--seed", str(100 * len(self._files)), module="tests.support.world.agents")
 
     async def end(self) -> None:
-        """Kill them."""
         if self._process is not None:
             if self._process.returncode is None:
                 self._process.kill()
             await self._process.wait()
 
     def told(self) -> Told:
-        """What all of them have written down."""
         return read_told(*self._files)

@@ -31,7 +31,6 @@ Damage = Callable[[RunDir, random.Random], str]
 
 
 def newest_checkpoint(run: RunDir) -> Path | None:
-    """The directory that a trainer would begin from."""
     return next((path for _, path in reversed(list_checkpoints(run.checkpoints, "main-"))), None)
 
 
@@ -63,7 +62,6 @@ def flip_checkpoint(run: RunDir, rng: random.Random) -> str:
 
 
 def remove_checkpoint(run: RunDir, _: random.Random) -> str:
-    """It is gone."""
     path = newest_checkpoint(run)
     if path is None:
         return ""

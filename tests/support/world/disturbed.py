@@ -104,7 +104,6 @@ class Disturbed:
 
     @property
     def versions(self) -> int:
-        """Entries in the ledger."""
         return len(self._stored_s)
 
     async def until(self, holds: Callable[[], object], what: str, within_s: float = 90.0) -> None:
@@ -116,7 +115,6 @@ class Disturbed:
             await asyncio.sleep(0.02)
 
     def said(self) -> str:
-        """The last of what `up` has printed."""
         return (self._place / "out").read_text()[-3000:]
 
     async def trained(self, versions: int, within_s: float = 90.0) -> None:
@@ -159,7 +157,6 @@ class Disturbed:
             await asyncio.gather(self._watcher, return_exceptions=True)
 
     async def start(self, *words: str) -> asyncio.subprocess.Process:
-        """Start another command beside `up`; it is killed at the end if it still runs."""
         self._started.append(await command(self._place, *words))
         return self._started[-1]
 
@@ -169,7 +166,6 @@ class Disturbed:
         self._attached = await self.start("attach", function, "--run", NAME, "--concurrency", "4")
 
     def pid(self, part: str) -> int | None:
-        """The process of a part."""
         if part == WHOLE:
             return self.up.pid if self.up.returncode is None else None
         if part == "attached producer":
@@ -183,7 +179,6 @@ class Disturbed:
         return server_pid(self.run) if part == "nats-server" else worker_pid(self.run, part)
 
     def open(self, batches: int) -> None:
-        """Hand out more work."""
         self._opened += batches * self._shape.batch_tasks
         open_gate(self._place, self._opened)
 
@@ -357,7 +352,6 @@ class Disturbed:
             assert await asyncio.wait_for(self._attached.wait(), 60) == 0, "an attached producer leaves when the run has finished"
 
     async def end(self) -> None:
-        """Kill what still runs; workers and server die with `up`."""
         await self._look_away()
         if self.crew is not None:
             await self.crew.end()

@@ -68,7 +68,6 @@ class Fault(msgspec.Struct, frozen=True):
 
     @property
     def moment(self) -> str:
-        """As the logs say it."""
         if not self.aim:
             return f"random, {self.damage}" if self.damage else "random"
         return "within checkpoint" if self.aim == CHECKPOINT else f"{self.where} {self.aim}"

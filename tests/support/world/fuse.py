@@ -36,7 +36,6 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 def around(*names: str, counts: tuple[int, ...] = (1,)) -> list[Spot]:
-    """Before and after these calls."""
     return [Spot(name, when, count) for count in counts for name in names for when in WHENS]
 
 

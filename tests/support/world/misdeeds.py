@@ -112,7 +112,6 @@ class Misdeed(msgspec.Struct, frozen=True):
 
 
 def told(place: Path) -> list[Misdeed]:
-    """What user code has said in the directory of a run."""
     path = place / "misdeeds"
     return [msgspec.convert(json.loads(line), Misdeed) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -41,8 +41,6 @@ ROOT = Path(__file__).parents[3]
 
 
 class Nursery:
-    """Starts children; one at a time."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.pid = 0
@@ -50,7 +48,6 @@ class Nursery:
         self.running = False
 
     async def run(self, request: Request) -> int:
-        """Run a child to its end; returns its exit code."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(request) + b"\n")
         self.pid = int(await self._process.stdout.readline())
@@ -81,7 +78,6 @@ async def nursery(log: Path, *modules: str) -> AsyncIterator[Nursery]:
 
 
 def main() -> None:
-    """Fork on request until the input ends."""
     for name in (*MODULES, *sys.argv[1:]):
         importlib.import_module(name)
     gc.collect()

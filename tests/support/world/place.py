@@ -44,11 +44,9 @@ class Place:
 
     @property
     def kept(self) -> list[Path]:
-        """Complete checkpoints, the newest first."""
         return [path for _, path in reversed(list_checkpoints(self.run.checkpoints, "main-"))]
 
     async def said(self) -> list[str]:
-        """What the trainer wants people to know."""
         found, last = [], await self.bus.last(f"{self.config.run.name}.events.notice")
         if last is not None:
             async for message in self.bus.read("events", after=0, subject=last.subject):

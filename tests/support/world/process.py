@@ -24,8 +24,6 @@ from tests.support.world.mutants import plant
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to run."""
-
     kind: str
     run: str
     """Path of the run directory."""
@@ -34,7 +32,6 @@ class Request(msgspec.Struct, frozen=True):
 
 
 async def serve(request: Request) -> None:
-    """Run the service to its end."""
     run = RunDir(request.run)
     config = run.load_config()
     fuse = Fuse(request.spot)

@@ -36,8 +36,6 @@ from tests.support.world.shapes import NAME, Shape, open_gate, write_files
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What was found of one run."""
-
     problems: list[str]
     counts: dict[str, int]
     digests: dict[str, str]
@@ -135,7 +133,6 @@ async def _ends(bus: Bus) -> dict[tuple[int, int | None], frozenset[str]]:
 
 
 async def replay(place: Path, *, first: int = 0, named: int | None = None) -> list[str]:
-    """What `streamrl replay --verify` says against the run in `place`."""
     words = ("-m", "streamrl", "replay", NAME, "--verify", "--json", *(("--from", str(first)) if first else ()))
     variables = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as said:

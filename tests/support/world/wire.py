@@ -62,8 +62,6 @@ class Ambush:
 
 
 class Link:
-    """One connection through the proxy."""
-
     def __init__(self, port: int, streams: tuple[asyncio.StreamWriter, asyncio.StreamWriter]) -> None:
         self.port = port
         self.streams = streams
@@ -81,8 +79,6 @@ class Link:
 
 
 class Wire:
-    """The proxy. Everything runs on the loop that opened it."""
-
     def __init__(self, port: int) -> None:
         self.port = port
         self._links: set[Link] = set()
@@ -92,7 +88,6 @@ class Wire:
 
     @property
     def links(self) -> list[Link]:
-        """Connections that are open."""
         return list(self._links)
 
     def ambush(self, pid: int, pattern: bytes, where: Where) -> Ambush:

@@ -113,7 +113,6 @@ class World:
         return Subjects(self.config.run.name)
 
     async def child(self, kind: str, spot: Spot | None = None, mutant: str = "") -> int:
-        """Run a service in a child to its end; returns the exit code."""
         return await self.nursery.run(Request(kind, str(self.run.path), spot, mutant))
 
     async def disturb(self, *rows: Row) -> None:
@@ -145,13 +144,11 @@ class World:
                 await asyncio.sleep(0.01)
 
     async def finished(self) -> None:
-        """Wait until the trainer says that the run has its last version."""
         async with asyncio.timeout(100):
             while (await self.bus.last(self.subjects.events("finished"))) is None:
                 await asyncio.sleep(0.02)
 
     async def told(self, kind: str) -> list[dict[str, Any]]:
-        """Details of the events of one kind so far."""
         found: list[dict[str, Any]] = []
         if (last := await self.bus.last(self.subjects.events(kind))) is not None:
             async for message in self.bus.read(EVENTS, after=0, subject=last.subject):
@@ -200,7 +197,6 @@ class World:
         return await verify(self.config, self.bus, ensure_model(self.config, self.run.model_dir))
 
     def around(self, *kinds: str) -> contextlib.AbstractAsyncContextManager[object]:
-        """These services in this process."""
         return services(self.config, self.run, self.bus, kinds)
 
 
