@@ -134,7 +134,7 @@ def test_what_comes_and_goes_without_end_is_counted_all_and_kept_in_part() -> No
 
 def test_a_view_of_a_run_nearly_twice_as_long_keeps_no_more(entry: MakeEntry) -> None:
     counts: list[int] = []
-    for length in (TAIL + 8 * MOST_STRETCHES, TAIL + 16 * MOST_STRETCHES):
+    for length in (TAIL + 4 * MOST_STRETCHES, TAIL + 8 * MOST_STRETCHES):
         view = RunView("demo", series=Series(window_s=1.0))
         for number in range(1, length + 1):
             drop = Drop(sequence=number, task=number, rollouts=(0, 1), reason=f"word {number}")

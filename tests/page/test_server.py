@@ -80,6 +80,7 @@ async def test_series_are_what_the_rows_say(run: RunDir) -> None:
 
 async def test_a_page_that_nobody_looks_at_rests_until_somebody_does(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.page.server._REST_S", 3600.0)
+    monkeypatch.setattr("streamrl.page.server._POLL_S", 0.05)
     write(run, batches(1, 3))
 
     async def rows() -> int:
@@ -88,7 +89,7 @@ async def test_a_page_that_nobody_looks_at_rests_until_somebody_does(run: RunDir
 
     async with page(run, works=True) as (base, _, client):
         monkeypatch.setattr("streamrl.page.attention.LOOKED_AT_S", 0.0)  # nobody is there from now on but at the moment of asking
-        await asyncio.sleep(3.0)  # it has looked for the last time
+        await asyncio.sleep(0.5)  # it has looked for the last time
         write(run, batches(4, 6))
         async with asyncio.timeout(60):
             while await rows() != 6:
