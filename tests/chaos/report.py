@@ -165,11 +165,7 @@ def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
     parts += ["", "Seconds until the next batch is in the ledger:", "", *progress(strikes)]
     parts += ["", "Undisturbed runs, and how soon those who come back take part again:", "", *speeds(strikes, speed_lines)]
     summary, parts = "\n".join(parts), []
-    parts += [
-        "### At random moments",
-        "",
-        *table(aimless, "part", lambda strike: strike.line.part, EVERYBODY),
-    ]
+    parts += ["### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, EVERYBODY)]
     by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
     parts += [
         "",

@@ -227,10 +227,7 @@ def test_rows_and_passwords_are_required_where_they_are_named(write) -> None:
         ),
         ("[debug]\nmemory_ranks = [-1]\n", "debug.memory_ranks"),
         ("[trainer]\nranks = 5\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 5 and shards = 2: 5 = 2 x 2 + 1"),
-        (
-            "[trainer]\nranks = 5\ncontext = 2\n",
-            "trainer.context must divide trainer.ranks, got ranks = 5 and context = 2: 5 = 2 x 2 + 1",
-        ),
+        ("[trainer]\nranks = 5\ncontext = 2\n", "trainer.context must divide trainer.ranks, got ranks = 5 and context = 2: 5 = 2 x 2 + 1"),
         (
             "[trainer]\nranks = 2\ncontext = 2\nattention = 'sdpa'\n",
             "trainer.context = 2 needs packed rows, which ranks share, got trainer.attention = 'sdpa'",

@@ -90,10 +90,7 @@ BAD = [
     # values
     (("loss.clip_low=-0.1",), "loss.clip_low must be at least 0"),
     (("loss.clip_high=-0.1",), "loss.clip_high must be at least 0"),
-    (
-        ("loss.clip_high=nan",),
-        "loss.clip_high",
-    ),
+    (("loss.clip_high=nan",), "loss.clip_high"),
     (("loss.clip_low=1.5",), "a ratio is never below 0"),
     (("loss.dual_clip=0.5",), r"loss.dual_clip must be 0 \(off\) or above 1, got 0.5"),
     (("loss.dual_clip=1.0",), r"loss.dual_clip must be 0 \(off\) or above 1, got 1.0"),
@@ -146,14 +143,8 @@ BAD = [
     (("loss.policy=dppo",), "would count that ratio twice"),
     (("loss.policy=cispo", "loss.proximal=sampler"), r"puts pi / mu into the policy loss \(cispo\).* would count it a second time"),
     (("loss.proximal=sampler",), "would count it a second time"),
-    (
-        ("loss.proximal=sampler", "loss.correction.kind=none", "loss.correction.ratio=current"),
-        "takes the current policy for",
-    ),
-    (
-        ("loss.proximal=log_linear", "trainer.minibatches=2", "loss.correction.ratio=current"),
-        "takes the current policy for",
-    ),
+    (("loss.proximal=sampler", "loss.correction.kind=none", "loss.correction.ratio=current"), "takes the current policy for"),
+    (("loss.proximal=log_linear", "trainer.minibatches=2", "loss.correction.ratio=current"), "takes the current policy for"),
     (("loss.proximal=log_linear",), "needs trainer.minibatches >= 2"),
     (
         ("loss.proximal=sampler", "loss.correction.kind=none", "loss.correction.reject=k3", "loss.correction.reject_high=0.1"),

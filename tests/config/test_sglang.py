@@ -175,14 +175,8 @@ def test_a_whole_section(place: Path) -> None:
         ("[ray.others]\nstrategy = 'STRICT_SPREAD'\n", "ray.others.strategy"),
         ("[ray]\naddress = 'ray://head:10001'\n", "ray.address"),
         ("[ray]\naddress = 'auto'\n[trainer]\ngpu = 1\n", "trainer.gpu"),
-        (
-            "[ray]\naddress = 'auto'\ntrainer.gpus = 0.5\n[trainer]\nranks = 2\n",
-            "ray.trainer.gpus",
-        ),
-        (
-            "[ray]\naddress = 'auto'\n[model]\npath = '.'\n[engine]\nkind = 'sglang'\nsglang.gpus = [0]\n",
-            "engine.sglang.gpus",
-        ),
+        ("[ray]\naddress = 'auto'\ntrainer.gpus = 0.5\n[trainer]\nranks = 2\n", "ray.trainer.gpus"),
+        ("[ray]\naddress = 'auto'\n[model]\npath = '.'\n[engine]\nkind = 'sglang'\nsglang.gpus = [0]\n", "engine.sglang.gpus"),
         (
             "[ray]\naddress = 'auto'\nengine.gpus = 0.5\n[model]\npath = '.'\n[engine]\nkind = 'sglang'\nsglang.tensor_parallel = 2\n",
             "ray.engine.gpus",

@@ -85,15 +85,7 @@ def test_it_is_near_the_optimum_and_better_than_greedy() -> None:
     assert max(sums(lengths, karmarkar_karp(lengths, 8))) < max(heaviest)
 
 
-@pytest.mark.parametrize(
-    ("costs", "parts"),
-    [
-        ([1.0, -1.0], 2),
-        ([float("nan")], 2),
-        ([float("inf")], 2),
-        ([1.0], 0),
-    ],
-)
+@pytest.mark.parametrize(("costs", "parts"), [([1.0, -1.0], 2), ([float("nan")], 2), ([float("inf")], 2), ([1.0], 0)])
 def test_what_cannot_be_split_is_refused(costs: list[float], parts: int) -> None:
     with pytest.raises(TrainingError):
         karmarkar_karp(costs, parts)

@@ -97,8 +97,7 @@ def test_late_and_early_rewards_of_agents_are_theirs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agent", "sample", "told"),
-    [("b", None, "its agents are a"), ("", 1, "expected agent a in a reward for sample 1")],
+    ("agent", "sample", "told"), [("b", None, "its agents are a"), ("", 1, "expected agent a in a reward for sample 1")]
 )
 def test_a_reward_for_nobody_is_quarantined(agent: str, sample: int | None, told: str) -> None:
     s = Stream(config(1))

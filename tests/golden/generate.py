@@ -200,13 +200,7 @@ KEYS = {
     "latest": Latest(*LATEST),
     "latest_kept": Latest(*LATEST, (42,), (Latest("main", Version(1, 12), "checkpoints/main-v00000012-e1", 80, 71, "identity"),)),
     "run": RunRecord(
-        run="golden",
-        config="{}",
-        dataset_digest="ab",
-        num_rows=9,
-        code_version="0.1.0",
-        fingerprint={"torch": "2.11"},
-        created_s=3.5,
+        run="golden", config="{}", dataset_digest="ab", num_rows=9, code_version="0.1.0", fingerprint={"torch": "2.11"}, created_s=3.5
     ),
 }
 TOLD = {

@@ -186,14 +186,7 @@ def test_weights_go_over_the_bus_to_other_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "places"),
-    [
-        ("ab", [0, 1]),
-        ("aaaa", [0, 1, 2, 3]),
-        ("abab", [0, 2, 1, 3]),
-        ("abbb", [1, 2, 3, 0]),
-        ("", []),
-    ],
+    ("nodes", "places"), [("ab", [0, 1]), ("aaaa", [0, 1, 2, 3]), ("abab", [0, 2, 1, 3]), ("abbb", [1, 2, 3, 0]), ("", [])]
 )
 def test_ranks_of_one_node_are_neighbours(nodes: str, places: list[int]) -> None:
     assert places_of_ranks(dict(enumerate(nodes))) == places

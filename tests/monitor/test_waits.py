@@ -58,10 +58,7 @@ def standing_run(
         (standing_run(engines=[replace(ENGINE, running=2)]), "engines, which have requests and make no tokens"),
         (standing_run(), "user code: producers hold 4 tasks and ask no engine"),
         (standing_run(ungraded=3), "a rewarder: 3 groups wait for rewards, and none is there"),
-        (
-            standing_run({"rewarder-0": "scores: 3 groups"}, ungraded=3),
-            "rewards: 3 groups wait for them; rewarder-0 scores: 3 groups",
-        ),
+        (standing_run({"rewarder-0": "scores: 3 groups"}, ungraded=3), "rewards: 3 groups wait for them; rewarder-0 scores: 3 groups"),
     ],
 )
 def test_what_a_standing_run_waits_for_has_a_name_and_a_hint(numbers: RunNumbers, what: str) -> None:
@@ -109,12 +106,7 @@ def test_hung_user_code_is_said_once_it_holds_more_than_a_quarter_of_the_credits
 @pytest.mark.parametrize(("worker", "own"), [("producer-0", {"producer/in_flight_tasks": 10.0}), ("rewarder-0", {})])
 def test_graders_that_hang_are_said_with_how_many_were_ended_for_it(worker: str, own: dict[str, float]) -> None:
     view = RunView("demo", steps=100)
-    held = MetricReport(
-        worker=worker,
-        mean={**own, "reward/hung": 3.0},
-        max={"reward/hung_s": 8.4},
-        sum={"reward/ended_early_total": 5.0},
-    )
+    held = MetricReport(worker=worker, mean={**own, "reward/hung": 3.0}, max={"reward/hung_s": 8.4}, sum={"reward/ended_early_total": 5.0})
     view.metric(held)
     view.metric(held)
     numbers = view.numbers(elapsed_s=60.0)

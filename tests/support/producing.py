@@ -14,16 +14,7 @@ from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus, Message
-from streamrl.config.tree import (
-    BusConfig,
-    Config,
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    RunConfig,
-    TrainerConfig,
-    WarmupConfig,
-)
+from streamrl.config.tree import BusConfig, Config, DataConfig, EngineConfig, ModelConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.server import serve
 from streamrl.engines.table.engine import TableEngine

@@ -115,11 +115,7 @@ async def _stream(jetstream: JetStreamContext, name: str) -> Stream:
 
 async def _read(jetstream: JetStreamContext, name: str, subject: str | None = None) -> list[Stored]:
     config = ConsumerConfig(
-        ack_policy=AckPolicy.NONE,
-        deliver_policy=DeliverPolicy.ALL,
-        mem_storage=True,
-        inactive_threshold=30.0,
-        filter_subject=subject,
+        ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, mem_storage=True, inactive_threshold=30.0, filter_subject=subject
     )
     consumer = await jetstream.add_consumer(name, config)
     subscription = await jetstream.pull_subscribe_bind(consumer=consumer.name, stream=name)

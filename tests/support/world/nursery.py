@@ -31,11 +31,7 @@ MODULES = (
     "streamrl.producers.evaluation.worker",
     "streamrl.trainers.table.trainer",
 )
-TORCH = (
-    "streamrl.trainers.torch.trainer",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-)
+TORCH = ("streamrl.trainers.torch.trainer", "transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 """Imports of a service whose trainer is torch's: they cost each child seconds of a processor, if the nursery has not made them."""
 ROOT = Path(__file__).parents[3]
 

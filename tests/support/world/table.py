@@ -49,11 +49,7 @@ REAPER = Row(
 """Calls of the reaper beside the trainer, where a task is lost; `get fences` is asked once before."""
 PRODUCER = Row(
     "producer",
-    [
-        Spot("claim", "after", 2),
-        *around("publish samples", "publish tombstones", "done", counts=(2,)),
-        Spot("publish samples", "after", 7),
-    ],
+    [Spot("claim", "after", 2), *around("publish samples", "publish tombstones", "done", counts=(2,)), Spot("publish samples", "after", 7)],
     ("engine", "trainer", "feeder"),
 )
 FEEDER = Row("feeder", around("publish tasks", counts=(1, 4)), ("engine", "trainer", "producer"))
