@@ -26,18 +26,6 @@ from streamrl.doctor.findings import Check, print_checks, summary
 from streamrl.doctor.limits import check_cores, check_disk, check_files, check_memory, check_shm
 from streamrl.doctor.machine import check_nats_server, check_python, check_sandbox, examine
 from streamrl.doctor.rewards import check_rewards
-from streamrl.doctor.run_checks import (
-    check_budgets,
-    check_bus,
-    check_checkpoints,
-    check_config,
-    check_credits,
-    check_gpus_wanted,
-    check_ports_wanted,
-    check_ray,
-    check_sglang,
-    check_skew,
-)
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
@@ -57,21 +45,23 @@ def test_this_machine_can_run_streamrl(tmp_path: Path) -> None:
 def test_credits_are_reckoned_where_user_code_may_hang() -> None:
     own = Config(producer=ProducerConfig(function="a.py:b"), tasks=TasksConfig(batch_tasks=100, max_staleness=3, num_rollouts=1))
     # 400 credits = 2 x 133 tasks/s x 5 % x 30 s.
-    assert "400 credits; where 5%" in check_credits(own).found
-    assert "133.3 tasks/s" in check_credits(own).found
+    assert "400 credits; where 5%" in run_checks.check_credits(own).found
+    assert "133.3 tasks/s" in run_checks.check_credits(own).found
     # Engines that serve the second version before the newest one leave 200 of them.
     lagging = replace(own, debug=DebugConfig(delay_versions=2))
-    assert "200 credits; " in check_credits(lagging).found and "66.7 tasks/s" in check_credits(lagging).found
+    assert "200 credits; " in run_checks.check_credits(lagging).found and "66.7 tasks/s" in run_checks.check_credits(lagging).found
     # 5 % of the tasks that pass within 5 versions of 100 are 25, half of 50 credits: more than enough, however fast they pass.
     expiring = replace(own, tasks=replace(own.tasks, expire_versions=5))
-    assert check_credits(expiring).found.endswith(
+    assert run_checks.check_credits(expiring).found.endswith(
         "for 30 s (producer.idle_timeout_s) or 5 versions (tasks.expire_versions): enough at any rate"
     )
     # With 16 rollouts 56 % of the tasks have one that hangs, and 2 x 56 % x 5 x 100 are more than the credits.
     large = replace(expiring, tasks=replace(expiring.tasks, num_rollouts=16))
-    assert "56% of tasks" in check_credits(large).found and check_credits(large).found.endswith("enough for 11.9 tasks/s")
-    assert "credits" in {check.name for check in check_config(own, num_gpus=0)}
-    assert "credits" not in {check.name for check in check_config(Config(), num_gpus=0)}
+    assert "56% of tasks" in run_checks.check_credits(large).found and run_checks.check_credits(large).found.endswith(
+        "enough for 11.9 tasks/s"
+    )
+    assert "credits" in {check.name for check in run_checks.check_config(own, num_gpus=0)}
+    assert "credits" not in {check.name for check in run_checks.check_config(Config(), num_gpus=0)}
 
 
 def test_systems_and_binaries_that_lack_something_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -154,9 +144,9 @@ def test_checks_are_printed_as_json_and_as_text_with_brackets(capsys: pytest.Cap
 
 def test_a_budget_beyond_the_disk_is_warned(tmp_path: Path) -> None:
     config = Config(run=replace(Config().run, dir=str(tmp_path / "runs")), bus=BusConfig(samples_bytes=1 << 60))
-    check = check_budgets(config)
+    check = run_checks.check_budgets(config)
     assert check.state == "warn" and "bus.samples_bytes" in check.hint
-    assert check_budgets(replace(config, bus=BusConfig(samples_bytes=1 << 60, url="nats://elsewhere:4222"))).state == "ok"
+    assert run_checks.check_budgets(replace(config, bus=BusConfig(samples_bytes=1 << 60, url="nats://elsewhere:4222"))).state == "ok"
 
 
 def of_size(tmp_path: Path, nbytes: float) -> Config:
@@ -169,26 +159,26 @@ def of_size(tmp_path: Path, nbytes: float) -> Config:
 
 def test_checkpoints_need_room_and_those_that_are_there_count(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    states = {part: check_checkpoints(of_size(tmp_path, part * free)) for part in (0.1, 0.4, 0.6)}
+    states = {part: run_checks.check_checkpoints(of_size(tmp_path, part * free)) for part in (0.1, 0.4, 0.6)}
     assert [check.state for check in states.values() if check] == ["ok", "warn", "fail"]
-    assert check_checkpoints(Config()) is None, "a model that is built is small"
+    assert run_checks.check_checkpoints(Config()) is None, "a model that is built is small"
     config = of_size(tmp_path, 0.3 * free)
-    assert [check.state for check in check_config(config, num_gpus=0) if check.name == "checkpoints"] == ["ok"]
+    assert [check.state for check in run_checks.check_config(config, num_gpus=0) if check.name == "checkpoints"] == ["ok"]
     # A critic doubles it, bfloat16 has masters beside the parameters, and a reference that is renewed is a part of it.
     critic = replace(config, loss=LossConfig(advantage="ppo"))
     rounded = replace(of_size(tmp_path, 0.45 * free), trainer=TrainerConfig(dtype="bfloat16", keep_checkpoints=1))
     renewed = replace(rounded, loss=LossConfig(kl=KLConfig(loss_coef=0.1, reference_every=2)))
-    assert [one.state for one in map(check_checkpoints, (critic, rounded, renewed)) if one] == ["fail", "fail", "fail"]
+    assert [one.state for one in map(run_checks.check_checkpoints, (critic, rounded, renewed)) if one] == ["fail", "fail", "fail"]
     within = replace(of_size(tmp_path, 0.4 * free), trainer=TrainerConfig(dtype="bfloat16", keep_checkpoints=1))
-    assert [one.state for one in map(check_checkpoints, (within, replace(within, loss=renewed.loss))) if one] == ["ok", "fail"]
+    assert [one.state for one in map(run_checks.check_checkpoints, (within, replace(within, loss=renewed.loss))) if one] == ["ok", "fail"]
     free = shutil.disk_usage(tmp_path).free
     config = of_size(tmp_path, 0.4 * free)
-    before = check_checkpoints(config)
+    before = run_checks.check_checkpoints(config)
     there = RunDir(tmp_path / "runs" / config.run.name).checkpoints / "main-v00000001-e0" / "part-1-of-2"
     there.mkdir(parents=True)
     with (there / "model.safetensors").open("wb") as file:
         file.truncate(free // 2)  # takes no room itself
-    after = check_checkpoints(config)
+    after = run_checks.check_checkpoints(config)
     assert before is not None and before.state == "warn"
     assert after is not None and after.state == "ok" and "those that there are" in after.found
 
@@ -210,16 +200,16 @@ def test_checkpoints_need_room_and_those_that_are_there_count(tmp_path: Path) ->
     ],
 )
 def test_gpus_that_are_asked_for_must_be_there(sections: dict[str, Any], num_gpus: int, state: str) -> None:
-    assert check_gpus_wanted(Config(**sections), num_gpus).state == state
+    assert run_checks.check_gpus_wanted(Config(**sections), num_gpus).state == state
 
 
 def test_a_port_that_somebody_has_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        check = check_ports_wanted(Config(bus=BusConfig(port=port)))
+        check = run_checks.check_ports_wanted(Config(bus=BusConfig(port=port)))
         assert check.state == "fail" and str(port) in check.found
-        assert check_ports_wanted(Config(engine=EngineConfig(port=port))).state == "fail"
-    assert check_ports_wanted(Config()).state == "ok"
+        assert run_checks.check_ports_wanted(Config(engine=EngineConfig(port=port))).state == "fail"
+    assert run_checks.check_ports_wanted(Config()).state == "ok"
 
 
 @pytest.mark.process
@@ -228,17 +218,17 @@ def test_versions_of_sglang_that_were_not_tried_are_warned(tmp_path: Path, said:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho {said}\n")
     python.chmod(0o755)
-    check = check_sglang(str(python))
+    check = run_checks.check_sglang(str(python))
     assert check.state == state and said in check.found
 
 
 @pytest.mark.process
 def test_an_environment_without_sglang_fails(tmp_path: Path) -> None:
-    check = check_sglang(str(tmp_path / "no-python"))
+    check = run_checks.check_sglang(str(tmp_path / "no-python"))
     assert check.state == "fail" and "engine.sglang.python" in check.hint
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
-    assert check_sglang(str(tmp_path / "python")).state == "fail"
+    assert run_checks.check_sglang(str(tmp_path / "python")).state == "fail"
 
 
 def test_ray_is_asked_for_only_where_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,14 +236,14 @@ def test_ray_is_asked_for_only_where_it_is_configured(monkeypatch: pytest.Monkey
         raise run_checks.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(run_checks.metadata, "version", nothing)
-    assert check_ray().state == "fail" and "streamrl[ray]" in check_ray().hint
-    assert "ray" not in {check.name for check in check_config(Config(), num_gpus=0)}
-    assert "ray" in {check.name for check in check_config(Config(ray=RayConfig(address="auto")), num_gpus=0)}
+    assert run_checks.check_ray().state == "fail" and "streamrl[ray]" in run_checks.check_ray().hint
+    assert "ray" not in {check.name for check in run_checks.check_config(Config(), num_gpus=0)}
+    assert "ray" in {check.name for check in run_checks.check_config(Config(ray=RayConfig(address="auto")), num_gpus=0)}
 
 
 @pytest.mark.parametrize(("theirs_s", "state", "says"), [(100.01, "ok", "within"), (130.0, "warn", "ahead"), (40.0, "warn", "behind")])
 def test_clocks_are_compared_within_the_time_of_the_answer(theirs_s: float, state: str, says: str) -> None:
-    check = check_skew(theirs_s, 100.0, 100.02)
+    check = run_checks.check_skew(theirs_s, 100.0, 100.02)
     assert check.state == state and says in check.found
 
 
@@ -279,7 +269,7 @@ def test_the_bus_of_a_run_that_is_up_answers_and_tells_the_time(
     asyncio.run(streams(remove=False))
     nats_server.address.save(run.bus_path)
     with lock_run(run):
-        answers, skew = asyncio.run(check_bus(run))
+        answers, skew = asyncio.run(run_checks.check_bus(run))
         assert (answers.state, skew.state, skew.name) == ("ok", "ok", "clock skew")
         assert main(["doctor", "--run", "demo", "--dir", str(run.path.parent), "--json"]) == 0
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
@@ -289,12 +279,12 @@ def test_the_bus_of_a_run_that_is_up_answers_and_tells_the_time(
 
 def test_a_run_that_is_not_up_is_no_fault_and_one_that_does_not_answer_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path)
-    (check,) = asyncio.run(check_bus(run))
+    (check,) = asyncio.run(run_checks.check_bus(run))
     assert check.state == "ok" and "not up" in check.found
     monkeypatch.setattr(run_checks, "_ANSWER_S", 0.2)
     run.bus_path.write_text('{"url": "nats://127.0.0.1:1"}')
     with lock_run(run):
-        (check,) = asyncio.run(check_bus(run))
+        (check,) = asyncio.run(run_checks.check_bus(run))
     assert check.state == "fail" and "no NATS server answered" in check.found and check.hint
 
 

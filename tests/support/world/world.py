@@ -22,19 +22,7 @@ from streamrl.bus import connect
 from streamrl.bus.protocol import Bus, Lease
 from streamrl.bus.reading import read_key
 from streamrl.bus.server import NatsServer
-from streamrl.config.tree import (
-    BusConfig,
-    Config,
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    ProducerConfig,
-    RewardConfig,
-    RunConfig,
-    TasksConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from streamrl.config import tree
 from streamrl.data.model import ensure_model
 from streamrl.history.replay import ReplayReport, verify
 from streamrl.launch.prepare import prepare
@@ -67,23 +55,23 @@ async def reward(task, episode, *, slow_s=0.0):
 """
 
 
-def table_config(tmp_path: Path, **sections: dict[str, object]) -> Config:
+def table_config(tmp_path: Path, **sections: dict[str, object]) -> tree.Config:
     """A small run that goes through everything; `sections` replace fields, as in `run={"steps": 3}`."""
     problems = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(5)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     (tmp_path / "reward.py").write_text(REWARD)
-    config = Config(
-        run=RunConfig(name="killed", dir=str(tmp_path), steps=20, seed=5, numerics="bitwise"),
-        model=ModelConfig(max_len=24),
-        data=DataConfig(train=str(tmp_path / "train.jsonl")),
-        tasks=TasksConfig(batch_tasks=3, num_rollouts=3, max_staleness=2, max_deliveries=50),
+    config = tree.Config(
+        run=tree.RunConfig(name="killed", dir=str(tmp_path), steps=20, seed=5, numerics="bitwise"),
+        model=tree.ModelConfig(max_len=24),
+        data=tree.DataConfig(train=str(tmp_path / "train.jsonl")),
+        tasks=tree.TasksConfig(batch_tasks=3, num_rollouts=3, max_staleness=2, max_deliveries=50),
         sampling=Sampling(max_new_tokens=5),
-        producer=ProducerConfig(concurrency=6),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", children=1),
-        engine=EngineConfig(kind="table", slots=12),
-        trainer=TrainerConfig(backend="table", checkpoint_every=2, keep_checkpoints=2),
-        weights=WeightsConfig(transport="bus"),
-        bus=BusConfig(ack_wait_s=1.0, patience_s=30.0, samples_bytes=100_000_000, blobs_bytes=100_000_000),
+        producer=tree.ProducerConfig(concurrency=6),
+        reward=tree.RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", children=1),
+        engine=tree.EngineConfig(kind="table", slots=12),
+        trainer=tree.TrainerConfig(backend="table", checkpoint_every=2, keep_checkpoints=2),
+        weights=tree.WeightsConfig(transport="bus"),
+        bus=tree.BusConfig(ack_wait_s=1.0, patience_s=30.0, samples_bytes=100_000_000, blobs_bytes=100_000_000),
     )
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
 
@@ -100,7 +88,7 @@ class Row(NamedTuple):
 class World:
     """A prepared run. `bus` is the test's own connection; the services in this process share it."""
 
-    config: Config
+    config: tree.Config
     run: RunDir
     server: NatsServer
     bus: Bus
@@ -223,7 +211,7 @@ def lost_task(problem: str) -> int:
 
 
 @contextlib.asynccontextmanager
-async def world(config: Config, server: NatsServer, nursery: Nursery) -> AsyncIterator[World]:
+async def world(config: tree.Config, server: NatsServer, nursery: Nursery) -> AsyncIterator[World]:
     """Prepare a run on the server; its streams are removed at the end."""
     run = RunDir(Path(config.run.dir) / config.run.name)
     run.create()
