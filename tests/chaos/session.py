@@ -22,9 +22,8 @@ from pathlib import Path
 import msgspec
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine
-from tests.support.world.disturbed import ON_ITS_WAY_S, Disturbed, disturbed
+from tests.support.world.disturbed import ON_ITS_WAY_S, Disturbed, disturbed, speed
 from tests.support.world.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RANK_1, WHOLE, Fault, endless
-from tests.support.world.measures import speed
 from tests.support.world.misdeeds import told
 from tests.support.world.shapes import AGENTS, DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, RANKS, STREAM, Shape
 from tests.support.world.verdict import judge, undisturbed

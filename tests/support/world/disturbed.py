@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
@@ -20,14 +21,13 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
 from tests.support.memory import freed_after_test
-from tests.support.processes import alive, descendants, grader_pid, send, server_pid, worker_pid
+from tests.support.processes import alive, descendants, grader_pid, processor_s, send, server_pid, worker_pid
+from tests.support.world.agents import Told, read_told
 from tests.support.world.commands import command
-from tests.support.world.crew import Crew
 from tests.support.world.damage import DAMAGES
 from tests.support.world.faults import AGENT, CHECKPOINT, GRADER, MESSAGES, RANK_1, REQUESTS, TURNS, WHOLE, Fault
-from tests.support.world.measures import first_answer, first_record
 from tests.support.world.shapes import NAME, Shape, open_gate, write_files
-from tests.support.world.wire import SERVER, Wire, open_wire
+from tests.support.world.wire import PROXY, SERVER, Wire, open_wire
 
 AIM_S = 10.0
 CATCH_S = 20.0
@@ -383,3 +383,80 @@ async def disturbed(
             yield found
         finally:
             await found.end()
+
+
+AGENTS = "4"
+
+
+class Crew:
+    """One process at a time; one that was killed leaves what it had written down, and its sessions to their limits."""
+
+    def __init__(self, place: Path, wire: Wire) -> None:
+        self.wire = wire
+        self._place = place
+        self._process: asyncio.subprocess.Process | None = None
+        self._files: list[Path] = []
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None or self._process.returncode is not None else self._process.pid
+
+    async def begin(self) -> None:
+        if self._process is not None:
+            await self._process.wait()
+        self._files.append(self._place / f"told-{len(self._files)}.jsonl")
+        words = ("--run", f"runs/{NAME}", "--out", str(self._files[-1]), "--agents", AGENTS, "--host", PROXY, "--rewards", "0")
+        self._process = await command(self._place, *words, "--seed", str(100 * len(self._files)), module="tests.support.world.agents")
+
+    async def end(self) -> None:
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+
+    def told(self) -> Told:
+        return read_told(*self._files)
+
+
+PATIENCE_S = 120.0
+LOOK_EVERY_S = 0.25
+
+
+async def first_record(bus: Bus, after: int, since_s: float) -> float:
+    """Seconds from then to the first samples that a producer of no supervisor has stored behind `after`; -1: none came."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            async for message in bus.read(SAMPLES, after=after, subject=Subjects(NAME).samples("main")):
+                with pa.ipc.open_stream(message.body) as reader:
+                    batch = reader.read_next_batch()
+                    # What the one before had sent may still arrive.
+                    if batch.column("producer")[0].as_py() != "producer-0" and min(batch.column("started_s").to_pylist()) >= since_s:
+                        return message.time_s - since_s
+    except TimeoutError:
+        pass
+    finally:
+        await bus.close()
+    return -1.0
+
+
+async def first_answer(http: Wire, struck_s: float) -> float:
+    """Seconds to the first bytes of the engine to a producer, over a connection that is younger than the strike; -1: none came."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        answers = [link.answered_s for link in http.links if link.opened_s > struck_s and link.answered_s]
+        if answers:
+            return min(answers) - struck_s
+        await asyncio.sleep(0.02)
+    return -1.0
+
+
+async def speed(run: Disturbed, last: int) -> tuple[int, float, float]:
+    """Let all the work through; samples, seconds and processor seconds of all processes between the first and the last entry seen."""
+    run.open(10**6)
+    looks: list[tuple[int, float, float]] = []
+    while run.up.returncode is None and run.versions < last:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if run.versions:
+            looks.append((sum(run.entries.values()), time.monotonic(), processor_s([run.up.pid, *descendants(run.up.pid)])))
+    begin, end = looks[0], looks[-1]
+    return end[0] - begin[0], end[1] - begin[1], end[2] - begin[2]
