@@ -1,7 +1,5 @@
 """The auditor: a good run passes, and each broken promise is found and named, on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys

@@ -1,7 +1,5 @@
 """Lines of a chaos log, one JSON object each, told apart by `type`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

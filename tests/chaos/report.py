@@ -3,8 +3,6 @@
 With `--part ranks` all of them go to the part of that name: a session of one kind of run, beside those of all kinds.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -4,8 +4,6 @@ Logs go to `runs/chaos/<date>.jsonl`: a line for the session (hardware, command)
 replay and, in lockstep, the comparison with an undisturbed run have found. `python -m tests.chaos.report` makes the tables of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

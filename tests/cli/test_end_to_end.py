@@ -1,7 +1,5 @@
 """The command line from start to end: a tabular policy learns, the run is looked at and replayed, its metrics have the declared names."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`streamrl eval` on model directories, in this process, on the table engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The verb metrics, and its files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`streamrl top`, and `streamrl up` with its board, on a real terminal, of a real run."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json

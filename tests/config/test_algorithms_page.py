@@ -1,7 +1,5 @@
 """docs/algorithms.md says what the configuration's check says: its table, what else is refused, and every recipe."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The sections filters, sampling, gateway and weights: what they may not say, and what they mean."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

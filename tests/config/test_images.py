@@ -1,7 +1,5 @@
 """Where rows come from, the keys of their images, and the files that a configuration names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files, overrides and records of configurations: what is read, what is refused, and what earlier versions wrote."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the section `loss` may not say, each with its reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY

@@ -1,7 +1,5 @@
 """Names that the configuration takes for code: plugins, the table of names, and functions of users."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

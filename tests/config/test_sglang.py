@@ -1,7 +1,5 @@
 """Sections of engines: sglang, what is recorded, and ray."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Limits of the model, guessed versions and truncated samples: what of a message is trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """From a closed batch to the trainer's arrays: in an order that arrival cannot change."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Number partitioning against its definition and an exhaustive search, and what ranks get."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 

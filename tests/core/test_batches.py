@@ -1,7 +1,5 @@
 """Batches from lists, and the bytes of their arrays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

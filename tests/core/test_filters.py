@@ -1,7 +1,5 @@
 """The built-in filters: lengths, repetition and rewards of groups, against a plain reading of what they say."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics

@@ -1,7 +1,5 @@
 """The fold, rule by rule: assembly, ends, poison, credits, the warm-up. Age: test_fold_staleness.py; rewards: test_fold_rewards.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.core.records import Poison, Rollouts

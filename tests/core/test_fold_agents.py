@@ -1,7 +1,5 @@
 """Agents with rewards of their own in the fold, and the greedy rollout of a task, which is compared with and never trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -1,7 +1,5 @@
 """Which batch closes, what the step on it leaves behind, and what the fold counts of tokens."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers to requests for rewards: for the attempt that they name, whatever comes first; a failed one ends a rollout that has come."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import permutations
 

@@ -1,7 +1,5 @@
 """Some things hold in every run: hypothesis picks the world, `tests.support.simulation` runs it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What is quarantined, word by word, what only looks impossible, what is lost, and gaps."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """Rewards that come by themselves: late, early, revised."""
 
-from __future__ import annotations
-
 from streamrl.core.state import PendingRollout
 from tests.support.records import Stream, config, view
 

@@ -1,7 +1,5 @@
 """The fold's policies for age: what is dropped, what is waited for, what goes first, and what expires."""
 
-from __future__ import annotations
-
 from msgspec.structs import replace
 
 from streamrl.schemas.versions import Version

@@ -1,7 +1,5 @@
 """Histograms of lengths against numpy on the lengths themselves."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Rewards and length: the soft overlong penalty of arXiv 2503.14476 (equation 13), and rewards on length by hand and in plain Python."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

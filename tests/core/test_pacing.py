@@ -1,7 +1,5 @@
 """How many tasks may be issued: worked examples of both formulas of streamrl/core/pacing.py. Simulated runs: tests/staleness."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.core.pacing import refilled, released

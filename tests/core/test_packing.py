@@ -1,7 +1,5 @@
 """Micro-batches: every wanted token is predicted once, by a state that sees exactly its own sample's past."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From stored messages to records: never an exception, and the numbers that decisions need."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

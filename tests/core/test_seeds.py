@@ -1,7 +1,5 @@
 """Random numbers: fixed for ever, even, and free of each other."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The fold's state: its encoding, and drops without number."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

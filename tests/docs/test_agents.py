@@ -1,7 +1,5 @@
 """The agents and rewards of docs/agents.md, each in a run of its own: they train, and do what the page says of them."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages for who comes from another system: their files are loaded and fit GPUs, and their rows are held to files and keys."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Pages that are made from the code are those that the code gives; `make docs` writes them."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """All pages: commands the command line knows, TOML the loader takes, SQL that DuckDB runs, links, paths and names that are there."""
 
-from __future__ import annotations
-
 import asyncio
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """What the README tells people to type does what it says: each of its blocks runs here, or in CI, or is the picture of a screen."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What megatron-core cannot train here is refused by each verb before anything is started."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

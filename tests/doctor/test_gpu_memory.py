@@ -1,7 +1,5 @@
 """Whether models fit GPUs, from configurations and descriptions of models alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -4,8 +4,6 @@ A golden file is never rewritten once released: when a schema grows, old bytes m
 files that are missing; `--force NAME` replaces one, for a new major version of the schema.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

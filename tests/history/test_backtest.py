@@ -1,7 +1,5 @@
 """Back-tests of a stream whose times are written by hand: every number can be worked out on paper."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """The verbs on a finished run with a nats-server's store, and on a recording of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

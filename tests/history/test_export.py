@@ -1,7 +1,5 @@
 """A version as a model directory, from a checkpoint and from the bus: transformers loads it, and its logits are the policy's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

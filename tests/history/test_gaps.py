@@ -1,7 +1,5 @@
 """Taps and branches of a run that has lost versions, and branches of one that has refused records."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

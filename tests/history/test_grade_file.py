@@ -1,7 +1,5 @@
 """`streamrl reward --check`: a file of answers graded by a reward, and everything about it that can be wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`streamrl inspect`: stored samples as text and scored again, on recordings of today and of an earlier build."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

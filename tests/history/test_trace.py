@@ -1,7 +1,5 @@
 """`streamrl trace RUN TASK`: what it finds of a task is what the whole log has of it, on runs of an earlier build and on one of today."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncGenerator, Callable

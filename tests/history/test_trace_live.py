@@ -1,7 +1,5 @@
 """`trace` and `inspect` on a run that is up, with a reader's rights, one of whose producers was killed, and when it is over."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

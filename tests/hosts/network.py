@@ -1,7 +1,5 @@
 """Hosts made of network namespaces: each has an address of its own and a cable to one switch, which can be pulled."""
 
-from __future__ import annotations
-
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence

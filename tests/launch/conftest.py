@@ -1,7 +1,5 @@
 """The smallest run, with `up` of its own: as a process (`tiny_up.py`), or within the test."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

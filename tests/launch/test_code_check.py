@@ -1,7 +1,5 @@
 """User code is imported before the start, in a process of its own: whatever it does, the supervisor says so."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

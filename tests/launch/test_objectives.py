@@ -1,7 +1,5 @@
 """Objectives of real runs: troubles are staged, and the cause that is named is the right one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Sinks of runs: what third parties' own readers find in them, and what becomes of the run when they are in trouble."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Runs that cannot get on: each says what it waits for, or why it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Goodput of real runs adds up: the metrics agree with the streams, token by token, over the death of a producer."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

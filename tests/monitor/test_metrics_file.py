@@ -1,7 +1,5 @@
 """The file of metrics, and the logs of workers."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

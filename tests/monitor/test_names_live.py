@@ -1,7 +1,5 @@
 """Every declared metric has a real run in which it is finite and moves, or a word on why it stays or when it exists."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

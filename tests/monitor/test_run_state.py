@@ -1,7 +1,5 @@
 """States that are shown of runs, and the verb that shows them."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

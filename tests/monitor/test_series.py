@@ -1,7 +1,5 @@
 """Numbers of a run as time goes by: its series, and what was trained."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

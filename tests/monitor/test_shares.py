@@ -1,7 +1,5 @@
 """Numbers of one version: shares of time, goodput and lengths."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Bounds of the objectives and of their causes, each from both sides, and what people are told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a view has of a run, and how it follows one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

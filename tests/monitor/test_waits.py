@@ -1,7 +1,5 @@
 """What a run waits for, and what has failed in it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The page's index of runs, and its logs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

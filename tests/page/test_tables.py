@@ -1,7 +1,5 @@
 """What the page shows of numbers: tables, lengths and objectives."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from pathlib import Path

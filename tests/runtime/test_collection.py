@@ -1,7 +1,5 @@
 """What a worker does to its process: the garbage collector, and its end with its parent."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What is recorded of a run: for a resume, and for producers of other hosts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

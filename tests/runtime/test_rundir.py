@@ -1,7 +1,5 @@
 """The directory of a run: who may write into it, what beats in it, and how often things are tried."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Counts of what tests cost, and the runner of soak."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Each request that the role may make is sent with each reply subject that could harm somebody, and the run is compared with what it was.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Who does not know the run's token gets nothing from an engine but its health."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

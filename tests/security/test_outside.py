@@ -1,7 +1,5 @@
 """A nats-server that somebody else runs, and a producer that reaches a run from outside."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Plain text off loopback is refused unless a key of that name allows it."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import ssl

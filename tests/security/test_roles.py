@@ -1,7 +1,5 @@
 """What each role may and may not do, on a real server: every operation of the bus, asked with every role's credentials."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing

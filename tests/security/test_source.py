@@ -1,7 +1,5 @@
 """What the source may not contain, found in its syntax trees: unpickling, code from data, secrets on the wire in the clear."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whose code runs, whose folders are trusted, and which secrets are kept apart."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages of a sample stream, valid ones and mutated ones, made fast: an encoded template whose task and version are patched in place."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

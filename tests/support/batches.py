@@ -1,7 +1,5 @@
 """A TrainBatch from samples as mappings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

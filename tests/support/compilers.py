@@ -1,7 +1,5 @@
 """Tests that compile, and a machine on which torch finds no compiler."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

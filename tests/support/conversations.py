@@ -1,7 +1,5 @@
 """Random conversations with models of the families in `tests/support/chat_templates.py`, played token by token."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

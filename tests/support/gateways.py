@@ -1,7 +1,5 @@
 """A gateway in this process: the worker on a bus, a table engine behind HTTP, and clients of it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any

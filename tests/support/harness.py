@@ -1,7 +1,5 @@
 """Runs a whole loop inside the test process: the product's own services on one event loop, any bus."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Small real images, made here."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

@@ -1,7 +1,5 @@
 """A session fails if it leaves something in shared memory that no living process uses."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

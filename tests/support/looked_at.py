@@ -1,7 +1,5 @@
 """Runs that tests only look at: one that has finished, and one that stays up while it is looked at."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

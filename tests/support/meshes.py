@@ -1,7 +1,5 @@
 """Runs of a few tiny steps on meshes of ranks, and how far they may end from each other."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tiny models of several architectures, and what transformers itself says about a sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

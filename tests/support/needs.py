@@ -5,8 +5,6 @@ test is skipped with the reason. It fails instead if STREAMRL_REQUIRE names the 
 need but GPUs, as in CI.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

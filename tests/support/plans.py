@@ -1,7 +1,5 @@
 """A configuration on machines that are not there: what the doctor says of it, its paths and devices left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A table engine whose every answer is known beforehand, so that a test can say exactly what must come out."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 

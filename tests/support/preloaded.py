@@ -7,8 +7,6 @@ is its process id. Ranks of `open_trainer` in such a program are forked too, and
 a program starts (its command line, what it imports, a GPU) is for a real one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

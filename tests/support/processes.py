@@ -1,7 +1,5 @@
 """Functions that look at real processes from outside, through the kernel."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

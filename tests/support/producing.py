@@ -1,7 +1,5 @@
 """Surround a producer in a test with a run's bus, tasks, an engine behind HTTP, and user code."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """Programs that a test starts. The fixture `start` (tests/conftest.py) leaves none of them running."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

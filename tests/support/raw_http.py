@@ -1,7 +1,5 @@
 """HTTP by hand: bytes as nobody's client would send them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """A small run of the table backend with what was recorded of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A sample stream written by hand: every call appends one record, `Fold` folds it at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from streamrl.core.fold import Batch, Effects, close, fold, trained

@@ -1,7 +1,5 @@
 """A run that learns nothing and never pauses: the table backend, four sums, a reward of letters."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

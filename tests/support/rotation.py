@@ -1,7 +1,5 @@
 """Metrics files that are put aside while somebody lists them: every listing that a file system may give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

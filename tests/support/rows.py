@@ -1,7 +1,5 @@
 """Samples as plain values, so that two can be compared, and messages built column by column, so that they can be wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

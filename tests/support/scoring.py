@@ -1,7 +1,5 @@
 """What a trainer's models say of a batch, token by token: a step needs it inside, and tests look at it from outside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Make once a session what all of its tests share, and count it as shared: `scripts.costs` would count it for the test that asks first."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pickle

@@ -4,8 +4,6 @@ Nothing here decides what the fold decides: the trainer drives `fold`, `close` a
 after a kill starts again from its checkpoint, trains by its ledger and goes on.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable, Generator

@@ -1,7 +1,5 @@
 """The smallest run: four sums, started with `tests/launch/tiny_up.py`, which puts tiny workers in place of the real ones."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Small runs of the torch backend."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

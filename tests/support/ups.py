@@ -1,7 +1,5 @@
 """Runs that begin as `up` has them begin, on one event loop and a bus in this process."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """User code that tests run in children: a folder with one file, whose functions tell of themselves in files beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

@@ -4,8 +4,6 @@ A test of hours takes milliseconds, and what waits for ever fails at once. `time
 that are asked for run in the loop's own, and nothing outside the test can wake it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

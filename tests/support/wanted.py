@@ -1,7 +1,5 @@
 """Requests of a reader of some tensors to a transport."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

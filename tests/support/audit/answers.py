@@ -4,8 +4,6 @@ Like the rest of the audit it knows nothing of the product: an agent writes down
 gave, and the stream is read with pyarrow.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence

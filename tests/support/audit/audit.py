@@ -6,8 +6,6 @@ Independent of the product: it uses nats-py and pyarrow and imports nothing of s
 meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib

@@ -1,7 +1,5 @@
 """The ledger against the sample stream: every rollout has one fate, every task one end, every age is as written."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks what an evaluator has told against the lines that it has stored, without the package's own code."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ B = 2 groups a batch, S = 1 version, 2 rollouts a task. Three versions are train
 group has no spread, one is late, one is stale, and one is half there at the end.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

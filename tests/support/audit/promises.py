@@ -1,7 +1,5 @@
 """The rest of a run against its ledger: tasks, grants, weights, checkpoints, positions, the shape of the streams."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Read every stored message of a run from the server with plain nats-py."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

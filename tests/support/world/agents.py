@@ -5,8 +5,6 @@ written before the agent went on: {"told": ...} an answer, {"ended": ...} a sess
 that was over, {"wrong": ...} an answer that no fault explains.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

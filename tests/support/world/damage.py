@@ -8,8 +8,6 @@ A power cut leaves a block that ends in the middle of a message; nats-server goe
 behind it again.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import struct

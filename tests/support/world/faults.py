@@ -1,7 +1,5 @@
 """What is done to whom, and when: the matrix of parts and faults, and the moments that a strike can be aimed at."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

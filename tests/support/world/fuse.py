@@ -1,7 +1,5 @@
 """Wrappers around the seams that end the process at a chosen call: no clean-up, no flush, as `kill -9` would; or stop it there."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal

@@ -1,7 +1,5 @@
 """User code that misbehaves now and then: a producer and a reward that say what they are about to do, and what must have become of it."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

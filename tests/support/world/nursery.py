@@ -4,8 +4,6 @@ Run as `python -m tests.support.world.nursery`: a line of JSON in (a `Request`),
 has ended (its exit code). `Nursery` is the other end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

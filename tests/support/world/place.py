@@ -1,7 +1,5 @@
 """A run whose bus is in this process, so that its files and streams may be damaged while its trainer is down."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """One service of a run in a process of its own, with a fuse in its seams and, on request, one planted fault."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """The runs that are disturbed: what is trained, and how work is handed out while faults are struck."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

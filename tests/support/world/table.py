@@ -1,7 +1,5 @@
 """The table of deaths of services: who is ended, at which of its calls, beside whom. The runs of `tests/kill` go through it."""
 
-from __future__ import annotations
-
 from tests.support.world.fuse import Spot, around
 from tests.support.world.world import Row
 

@@ -1,7 +1,5 @@
 """What a run that has ended is judged by: the independent audit, and a replay of its log by the command line."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -5,8 +5,6 @@ The server listens on 127.0.0.1 and tells its clients (`bus.advertise`, `engine.
 Whose connection is whose, the kernel says.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

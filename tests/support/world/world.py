@@ -4,8 +4,6 @@ A `World` is started, disturbed by a table of rows (who is ended, at which calls
 `streamrl up` starts, are disturbed in `tests.support.world.disturbed`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
