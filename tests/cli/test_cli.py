@@ -16,38 +16,9 @@ from streamrl.runtime.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
-    "init",
-    "check-hook",
-    "config",
-    "completion",
-    "up",
-    "down",
-    "status",
-    "logs",
-    "metrics",
-    "page",
-    "top",
-    "worker",
-    "attach",
-    "eval",
-    "credentials",
-    "doctor",
-} | {
-    "gateway",
-    "rewarder",
-    "replay",
-    "dead",
-    "reward",
-    "record",
-    "export",
-    "compare",
-    "convert",
-    "import-slime",
-    "tap",
-    "trace",
-    "inspect",
-    "page",
-    "bench",
+    *("init", "check-hook", "config", "completion", "up", "down", "status", "logs", "metrics", "page", "top", "worker", "attach", "eval"),
+    *("credentials", "doctor", "gateway", "rewarder", "replay", "dead", "reward", "record", "export", "compare", "convert", "import-slime"),
+    *("tap", "trace", "inspect", "page", "bench"),
 }
 
 

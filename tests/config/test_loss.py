@@ -210,20 +210,10 @@ def test_near_names_get_a_hint(setting: str, hint: str) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "loss.advantage=ppo",
-        "loss.policy=sapo",
-        "loss.slime_loss=a.py:b",
-        "loss.dual_clip=3.0",
-        "loss.entropy_coef=0.01",
-        "loss.top_entropy=0.2",
-        "loss.correction.level=sequence",
-        "loss.correction.normalize=true",
-        "loss.correction.veto=1e-4",
-        "loss.correction.mask_staleness=3",
-        "loss.correction.staleness_decay=0.9",
-        "loss.kl.loss_coef=0.1 loss.kl.estimator=k3",
-        "loss.experts.balance_coef=0.01",
-        "loss.experts.z_coef=0.001",
+        *("loss.advantage=ppo", "loss.policy=sapo", "loss.slime_loss=a.py:b", "loss.dual_clip=3.0", "loss.entropy_coef=0.01"),
+        *("loss.top_entropy=0.2", "loss.correction.level=sequence", "loss.correction.normalize=true", "loss.correction.veto=1e-4"),
+        *("loss.correction.mask_staleness=3", "loss.correction.staleness_decay=0.9", "loss.kl.loss_coef=0.1 loss.kl.estimator=k3"),
+        *("loss.experts.balance_coef=0.01", "loss.experts.z_coef=0.001"),
     ],
 )
 def test_the_table_backend_says_what_it_cannot_do(setting: str) -> None:

@@ -236,16 +236,9 @@ def test_the_reward_is_the_examples_function(monkeypatch: pytest.MonkeyPatch) ->
 
 
 MODULES = (
-    "streamrl.core.fold",
-    "streamrl.core.packing",
-    "streamrl.engines.live_swap.plan",
-    "streamrl.producers.episode",
-    "streamrl.schemas.control",
-    "streamrl.schemas.samples",
-    "streamrl.schemas.tasks",
-    "streamrl.schemas.versions",
-    "streamrl.tensors.digest",
-    "streamrl.weights.manifest",
+    *("streamrl.core.fold", "streamrl.core.packing", "streamrl.engines.live_swap.plan", "streamrl.producers.episode"),
+    *("streamrl.schemas.control", "streamrl.schemas.samples", "streamrl.schemas.tasks", "streamrl.schemas.versions"),
+    *("streamrl.tensors.digest", "streamrl.weights.manifest"),
 )
 
 

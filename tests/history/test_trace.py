@@ -132,13 +132,7 @@ async def test_every_task_of_a_run_of_today(recorded: Recorded) -> None:
             for one in rollout.samples:
                 [turn] = one.turns
                 times = [
-                    life.claim.issued_s,
-                    life.claim.claimed_s,
-                    turn.asked_s,
-                    turn.began_s,
-                    turn.finished_s,
-                    one.scored_s,
-                    stored_s,
+                    *(life.claim.issued_s, life.claim.claimed_s, turn.asked_s, turn.began_s, turn.finished_s, one.scored_s, stored_s),
                     life.ended_s,
                 ]
                 assert None not in times

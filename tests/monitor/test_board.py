@@ -68,18 +68,9 @@ def test_no_line_is_wider_than_the_screen_and_none_holds_a_command_for_it(look: 
 def test_the_board_tells_everything(look: Look) -> None:
     text = "\n".join(plain(Board(look, 120, INK).text()))
     for words in (
-        "streamrl demo  training  1:05  version 0.100",
-        "80/80   warm-up 20   version 0.100",
-        "engine-0-ab",
-        "running  0:10",
-        "the oldest 0.0 s; 0B of 1.0GB",
-        "p50 1  p95 2  max 2 versions",
-        "zero_variance       160  100%",
-        "160 (zero_variance 160)",
-        "held-out 0.910",
-        "in flight 0.25, queued 0.50",
-        "7/1 reward 0.500",
-        "> 4 [red]2",
+        *("streamrl demo  training  1:05  version 0.100", "80/80   warm-up 20   version 0.100", "engine-0-ab", "running  0:10"),
+        *("the oldest 0.0 s; 0B of 1.0GB", "p50 1  p95 2  max 2 versions", "zero_variance       160  100%", "160 (zero_variance 160)"),
+        *("held-out 0.910", "in flight 0.25, queued 0.50", "7/1 reward 0.500", "> 4 [red]2"),
     ):
         assert words in text, f"{words!r} is not in\n{text}"
 

@@ -76,11 +76,7 @@ SCORED = (
 OF_SCORED = {
     *("rollout/returns", "rollout/values", "rollout/log_probs", "rollout/rollout_log_probs", "rollout/ref_log_probs"),
     *(
-        "train/pg_dual_clipfrac",
-        "train/opsm_clipfrac",
-        "train/kl_loss",
-        "train/value_loss",
-        "train/value_clipfrac",
+        *("train/pg_dual_clipfrac", "train/opsm_clipfrac", "train/kl_loss", "train/value_loss", "train/value_clipfrac"),
         "train/value_grad_norm",
     ),
     *("train/value_norm", "train/stale_masked_fraction", "train/staleness_weight", "train/mis_batch_norm_factor", "train/ess_rollout"),

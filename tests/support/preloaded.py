@@ -33,24 +33,12 @@ from tests.support.programs import surroundings
 from tests.support.shared import shared
 
 MODULES = (
-    "streamrl.cli.workers",
-    "streamrl.consumers.serving.engine_worker",
-    "streamrl.consumers.training.worker",
-    "streamrl.engines.local.engine",
-    "streamrl.launch.up",
-    "streamrl.producers.evaluation.worker",
-    "streamrl.producers.feeder",
-    "streamrl.producers.rollouts",
-    "streamrl.trainers.ranks.local",
-    "streamrl.trainers.ranks.leading",
-    "streamrl.trainers.ranks.process_group",
-    "streamrl.trainers.factory",
-    "streamrl.trainers.torch.trainer",
-    "streamrl.trainers.megatron.critic",
-    "streamrl.trainers.megatron.model",
-    "streamrl.trainers.megatron.ranks",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
+    *("streamrl.cli.workers", "streamrl.consumers.serving.engine_worker", "streamrl.consumers.training.worker"),
+    *("streamrl.engines.local.engine", "streamrl.launch.up", "streamrl.producers.evaluation.worker", "streamrl.producers.feeder"),
+    *("streamrl.producers.rollouts", "streamrl.trainers.ranks.local", "streamrl.trainers.ranks.leading"),
+    *("streamrl.trainers.ranks.process_group", "streamrl.trainers.factory", "streamrl.trainers.torch.trainer"),
+    *("streamrl.trainers.megatron.critic", "streamrl.trainers.megatron.model", "streamrl.trainers.megatron.ranks"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 ROOT = Path(__file__).parents[2]

@@ -4,25 +4,8 @@ from tests.support.world.fuse import Spot, around
 from tests.support.world.world import Row
 
 LINES = (
-    "put fences",
-    "read ledger",
-    "get latest",
-    "load",
-    "state",
-    "get positions",
-    "put granted",
-    "shards",
-    "offer",
-    "put blob",
-    "publish weights",
-    "fetch",
-    "read samples",
-    "publish dead",
-    "step",
-    "publish ledger",
-    "save",
-    "put latest",
-    "put positions",
+    *("put fences", "read ledger", "get latest", "load", "state", "get positions", "put granted", "shards", "offer", "put blob"),
+    *("publish weights", "fetch", "read samples", "publish dead", "step", "publish ledger", "save", "put latest", "put positions"),
     "delete blob",
 )
 """Every call of the trainer's loop at which it may end, in the order of a resumed process; only that has something to load and to fetch."""
