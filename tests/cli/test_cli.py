@@ -79,9 +79,7 @@ def test_help_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     "arguments", [("status", "nobody"), ("down", "nobody"), ("worker", "engine", "--run", "nobody"), ("replay", "nobody", "--verify")]
 )
-def test_an_unknown_run_is_refused_with_the_known_ones(
-    stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
+def test_an_unknown_run_is_told_the_known_ones(stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     said = refused(capsys, *arguments)
     assert "got 'nobody'" in said
     assert "runs: demo" in said
@@ -188,9 +186,7 @@ def test_every_number_of_the_command_line_has_bounds() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("worker", "producer"), ("attach", "single_turn")])
-def test_who_joins_a_stopped_run_is_told_so_at_once(
-    stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
+def test_who_joins_a_stopped_run_is_told_so(stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     assert "nobody supervises run 'demo'" in refused(capsys, *arguments, "--run", "demo")
 
 

@@ -193,9 +193,7 @@ def test_newest_values_are_found_while_the_oldest_files_go(run: RunDir) -> None:
 
 @EACH_LISTING
 @pytest.mark.parametrize("keep_bytes", [0, 1000, 1 << 20])
-def test_rows_are_in_order_whatever_a_listing_has(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, rows: int, listing: str, keep_bytes: int
-) -> None:
+def test_rows_are_in_order_in_any_listing(run: RunDir, monkeypatch: pytest.MonkeyPatch, rows: int, listing: str, keep_bytes: int) -> None:
     metrics = Metrics(run, "train/loss")
     files = Rotation(run.metrics, monkeypatch, batch, last=9, keep_bytes=keep_bytes, rows=rows, listing=listing)
     files.write(1)

@@ -93,9 +93,7 @@ def on(tty: Tty) -> dict[str, Any]:
     return {**streams, "start_new_session": True, "env": {"TERM": "xterm-256color"}}
 
 
-async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks_at_it(
-    start: Start, tmp_path: Path, terminal: Tty, other: Tty
-) -> None:
+async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks(start: Start, tmp_path: Path, terminal: Tty, other: Tty) -> None:
     write_digits(tmp_path, TABLE)
     run, streamrl, words = RunDir(tmp_path / "runs" / "digits"), partial(start, *STREAMRL), ("up", "run.toml", *sets(*STAYS))
     terminal.resize(100, 40)

@@ -64,9 +64,7 @@ def test_what_nobody_would_look_at_or_could_store_is_refused(key: str, sections:
         (("attach", "look.py:look"), "nobody supervises run 'demo'"),
     ],
 )
-def test_who_joins_a_run_and_looks_at_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
-) -> None:
+def test_who_looks_at_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
     (tmp_path / "demo").mkdir()
     RunDir(tmp_path / "demo").write_config(images())
     assert main([*arguments, "--run", "demo", "--dir", str(tmp_path)]) == 1

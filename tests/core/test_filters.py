@@ -181,9 +181,7 @@ messages = st.lists(
 
 
 @given(messages, st.integers(0, 4), st.integers(3, 8), st.sampled_from(["drop", "mask"]), st.booleans())
-def test_every_task_ends_once_and_no_credit_is_lost(
-    sent: list[tuple[int, int, int, float]], shortest: int, longest: int, refused: str, flat: bool
-) -> None:
+def test_each_task_ends_once(sent: list[tuple[int, int, int, float]], shortest: int, longest: int, refused: str, flat: bool) -> None:
     """What retires is counted once, what is trained is within the bounds, and a state that was stored goes on alike."""
     config = rules(1, 9, zero_variance=flat, min_tokens=shortest, max_tokens=longest, refused=refused, mean_reward=(0.2, 0.8))
     s = Stream(config)

@@ -76,7 +76,7 @@ def described(place: Path, **changes: Any) -> str:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "got one for each kind of layer"),
     ],
 )
-def test_a_model_that_is_not_built_here_is_refused_by_every_verb(
+def test_a_model_that_is_not_built_is_refused_by_each_verb(
     refused: Refused, tmp_path: Path, changes: dict[str, Any], expected: str
 ) -> None:
     for said in refused(described(tmp_path, **changes)):
@@ -90,9 +90,7 @@ def test_a_description_that_is_none_is_refused_by_every_verb(refused: Refused, t
             assert "model.path" in said
 
 
-def test_a_megatron_that_is_out_of_range_or_not_there_is_refused_by_every_verb(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_megatron_out_of_range_or_not_there_is_refused_by_each(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in ("0.15.3", "0.20.0"):
         place = tmp_path / number / f"megatron_core-{number}.dist-info"
         place.mkdir(parents=True)
@@ -123,9 +121,7 @@ def test_a_megatron_that_is_out_of_range_or_not_there_is_refused_by_every_verb(
         (4, {"vocab_size": 5}, "a vocabulary of 5 leaves the last rank without a row"),
     ],
 )
-def test_a_mesh_that_does_not_divide_the_model_is_refused_with_the_arithmetic(
-    tmp_path: Path, ranks: int, sizes: dict[str, Any], expected: str
-) -> None:
+def test_a_mesh_that_does_not_divide_the_model_is_told_arithmetic(tmp_path: Path, ranks: int, sizes: dict[str, Any], expected: str) -> None:
     described(tmp_path, **sizes)
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=ranks, tensor=ranks))
     check = check_backend(replace(config, model=replace(config.model, path=str(tmp_path))))

@@ -253,7 +253,7 @@ def make_run(base: Path) -> RunDir:
 
 
 @pytest.mark.nats
-def test_the_bus_of_a_run_that_is_up_answers_and_tells_the_time(
+def test_the_bus_of_a_run_that_is_up_answers_and_has_time(
     tmp_path: Path, nats_server: NatsServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(tmp_path)

@@ -62,9 +62,7 @@ def lasting(config: Config, gib: int = 140) -> dict[str, float]:
         (130, 0, 1, "ok", "of 36 layers keep"),
     ],
 )
-def test_layers_that_keep_their_activations_are_reckoned_for_the_gpu(
-    tmp_path: Path, gib: int, asked: Any, shards: int, state: str, says: str
-) -> None:
+def test_layers_that_keep_activations_are_reckoned_for_it(tmp_path: Path, gib: int, asked: Any, shards: int, state: str, says: str) -> None:
     trainer = TrainerConfig(micro_tokens=8192, activations=asked, compile="on", attention="packed", ranks=shards, shards=shards)
     config = Config(model=written(tmp_path), trainer=trainer)
     found = reckoning.check_activations(config, gib << 30)
@@ -122,7 +120,7 @@ def test_a_part_holds_a_part_of_each_and_what_is_gathered(tmp_path: Path) -> Non
         (7, 16, "fail", "7.5 GiB for a model before it is cut"),
     ],
 )
-def test_a_model_that_does_not_fit_a_rank_is_refused_with_the_parts_that_do(
+def test_a_model_that_does_not_fit_a_rank_is_refused_with_parts_that_do(
     tmp_path: Path, gib: int, shards: int, state: str, says: str
 ) -> None:
     config = Config(model=written(tmp_path), trainer=TrainerConfig(ranks=shards, shards=shards))

@@ -131,7 +131,7 @@ def advantages(batch, arrays):
 
 
 @pytest.mark.parametrize("verb", [["--verify"], ["--set", "trainer.optimizer.learning_rate=0.5", "--name", "b"]])
-def test_a_recordings_code_runs_only_when_it_is_trusted(
+def test_a_recordings_code_runs_when_trusted(
     recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
 ) -> None:
     mine, mark = tmp_path / "recording", tmp_path / "it-ran"

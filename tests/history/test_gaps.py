@@ -145,9 +145,7 @@ async def followed(run_id: str) -> AsyncIterator[Followed]:
 
 
 @pytest.mark.parametrize(("given", "passed"), [(3, True), (4, False)])
-async def test_a_gap_that_comes_beside_a_tap_is_passed_unless_what_it_made_void_was_given(
-    followed: Followed, given: int, passed: bool
-) -> None:
+async def test_a_gap_beside_a_tap_is_passed_unless_what_it_made_void_was_given(followed: Followed, given: int, passed: bool) -> None:
     for number in range(1, 6):
         await followed.write(Version(0, number))
     parent = followed.follow(BEGUN)

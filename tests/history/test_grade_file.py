@@ -186,7 +186,7 @@ def test_what_does_not_go_together_is_refused(
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["math", "code.py:score"])
-def test_the_part_that_is_trained_is_what_is_compared_and_what_hangs_is_ended(
+def test_the_trained_part_is_what_is_compared_and_what_hangs_is_ended(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "code.py").write_text(CODE)

@@ -138,7 +138,7 @@ def fetched(query: str) -> list[Any]:
     return found.fetchall()
 
 
-async def test_a_failed_recording_leaves_nothing_and_nothing_is_overwritten(
+async def test_a_failed_recording_leaves_and_overwrites_nothing(
     recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*given: object) -> str:

@@ -248,7 +248,7 @@ def with_another(number: int, **fields: str) -> Callable[[Path], None]:
     ],
     ids=["rate", "weights", "reference", "digest"],
 )
-async def test_the_first_difference_has_its_cause(
+async def test_the_first_difference_is_told(
     copy: Path, spoil: Callable[[Path], None], last: int, cause: str, version: str, words: str
 ) -> None:
     spoil(copy)

@@ -118,7 +118,7 @@ def scraped(port: int) -> dict[tuple[str, str], float]:
     return {(one.name, one.labels.get("worker", "")): one.value for family in families for one in family.samples}
 
 
-async def test_all_sinks_have_what_the_metrics_file_has_and_a_port_in_use_costs_a_line(
+async def test_all_sinks_have_what_the_file_has_and_a_port_in_use_costs_a_line(
     up: Start, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)  # without a key, online is offline too

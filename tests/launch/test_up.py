@@ -135,7 +135,7 @@ async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: 
     assert nothing_runs(run)
 
 
-async def test_a_port_that_is_taken_and_a_launcher_that_fails_are_said(
+async def test_a_taken_port_and_a_launcher_that_fails_are_said(
     here: Here, place: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -195,9 +195,7 @@ async def test_rows_that_cannot_be_used_are_counted_before_the_run_starts(run: R
     assert any(note.startswith(expected) for note in notes), notes
 
 
-async def test_a_run_can_be_stopped_while_it_is_prepared(
-    up: Start, start: Start, run: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_is_stopped_while_prepared(up: Start, start: Start, run: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reward takes until the signal is sent to load."""
 
     def signalled(pid: int, began: str, number: signal.Signals) -> None:

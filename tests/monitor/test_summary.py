@@ -94,9 +94,7 @@ def test_the_table_shows_the_same_problems_before_and_after(learned_run: RunView
     ],
     ids=["rewards", "markup", "formulas"],
 )
-def test_the_reward_says_what_is_right_and_text_is_shown_as_it_is(
-    learned_run: RunView, problems: list[dict[str, Any]], shown: list[str]
-) -> None:
+def test_the_reward_says_what_is_right_and_text_is_as_it_is(learned_run: RunView, problems: list[dict[str, Any]], shown: list[str]) -> None:
     for number in (19, 100):
         learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5, problems)))
     console = Console(width=120, record=True)

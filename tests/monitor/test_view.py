@@ -278,9 +278,7 @@ async def test_totals_are_carried_and_an_earlier_end_is_not_this_ones(bus: Bus, 
         assert view.finished
 
 
-async def test_reading_history_does_not_count_as_training_speed(
-    bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reading_history_is_no_training_speed(bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.monitor.follow._POLL_S", 0.05)
     for number in range(1, 6):
         await bus.publish(Subjects(run_id).ledger("main"), encode(entry(number, tokens=1_000_000)), id=f"0.{number}")
@@ -308,9 +306,7 @@ async def test_catching_up_gives_up_in_the_end(bus: Bus, run_id: str, entry: Mak
         await asyncio.wait_for(follower.catch_up(within_s=0.05), 20)
 
 
-async def test_an_epoch_that_forks_far_back_is_read_from_the_ledger_again(
-    bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_epoch_that_forks_far_back_is_read_anew(bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained, "TAIL", 4)
     line = [entry(number, reward=0.1) for number in range(1, 21)]
     line += [entry(number, epoch=1, reward=0.2) for number in range(17, 22)]  # within the tail or not, it is void later

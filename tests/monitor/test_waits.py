@@ -255,7 +255,7 @@ def test_tasks_and_rollouts_that_fail_are_counted_by_producer() -> None:
         ({}, set(), True),
     ],
 )
-def test_a_run_is_given_up_only_when_no_producer_at_work_fails_less_than_its_part(
+def test_a_run_is_given_up_when_no_producer_at_work_fails_less_than_its_part(
     failed: dict[str, int], working: set[str], alone: bool
 ) -> None:
     assert alone_to_blame(failed, working, most=24) is alone

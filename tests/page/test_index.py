@@ -194,9 +194,7 @@ async def followed(run: RunDir, bus: Bus) -> AsyncGenerator[tuple[Log, Index]]:
             await asyncio.gather(following, return_exceptions=True)
 
 
-async def test_a_log_that_is_read_anew_says_everything_once_and_knows_objectives_from_long_ago(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_log_that_is_read_anew_says_all_once_and_knows_objectives_of_long_ago(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.page.log._IDLE_S", 0.05)
     monkeypatch.setattr("streamrl.page.log._COMMIT_S", 0.02)
     monkeypatch.setattr("streamrl.page.log._LOOK_BACK", 2)
