@@ -113,7 +113,7 @@ def reward_of(row: Sample, end: LedgerEntry | None, messages: dict[int, Message]
 async def test_every_task_of_a_run_of_an_earlier_build(name: str, tmp_path: Path) -> None:
     runs.unpack(name, tmp_path)
     log = RecordedLog(tmp_path / runs.RECORDING)
-    lives = await check_every_task(log, step=3)
+    lives = await check_every_task(log, step=5)
     assert {life.state for life in lives} >= {"trained"}
     # What that build did not record is said to be missing, and no time is made up.
     claimed = [life for life in lives if life.claim is not None]
@@ -122,7 +122,7 @@ async def test_every_task_of_a_run_of_an_earlier_build(name: str, tmp_path: Path
 
 
 async def test_every_task_of_a_run_of_today(recorded: Recorded) -> None:
-    lives = await check_every_task(RecordedLog(recorded.path), step=8)
+    lives = await check_every_task(RecordedLog(recorded.path), step=12)
     trained = [life for life in lives if life.state == "trained" and life.source == "main"]
     assert trained
     for life in trained:

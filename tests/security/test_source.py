@@ -1,6 +1,7 @@
 """What the source may not contain, found in its syntax trees: unpickling, code from data, secrets on the wire in the clear."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ LISTED = "streamrl/trainers/megatron/metadata.py"
 """Reads a pickle of torch's with a list of the classes that it may name."""
 ALLOWED = {("benchmarks/bus/redis_streams.py", "import pickle"), (LISTED, "import pickle")}
 """The former is what a benchmark's peer does, on bytes that the benchmark itself wrote."""
+SUSPECT = re.compile("|".join((*PICKLERS, r"torch.*load|_object|read_pickle|_pickle|eval|exec|yaml|shell|unverified|check_hostname")))
+"""In a text that has none of these no fault is looked for."""
 UNPICKLING_CALLS = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "recv_object_list", "read_pickle"}
 
 
@@ -27,8 +30,8 @@ def name_of(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def faults(text: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)) if SUSPECT.search(text) else ():
         if isinstance(node, ast.Import):
             yield from ((node.lineno, f"import {one.name}") for one in node.names if one.name.split(".")[0] in PICKLERS)
         elif isinstance(node, ast.ImportFrom):
@@ -68,7 +71,7 @@ def test_the_source_unpickles_nothing_and_runs_no_data() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}: {fault}"
         for path in paths
-        for line, fault in faults(ast.parse(path.read_text(), filename=str(path)))
+        for line, fault in faults(path.read_text())
         if (str(path.relative_to(ROOT)), fault) not in ALLOWED
     }
     assert found == set()
@@ -81,7 +84,7 @@ def test_the_source_unpickles_nothing_and_runs_no_data() -> None:
         if isinstance(node, ast.ClassDef) and any(name_of(base) == "pickle.Unpickler" for base in node.bases)
     ]
     assert "find_class" in {one.name for one in made.body if isinstance(one, ast.FunctionDef)}
-    assert not list(faults(ast.parse("import torch\ntorch.load('x', weights_only=True)\nnp.load('x', allow_pickle=False)\nfile.load()")))
+    assert not list(faults("import torch\ntorch.load('x', weights_only=True)\nnp.load('x', allow_pickle=False)\nfile.load()"))
 
 
 @pytest.mark.parametrize(
@@ -93,4 +96,4 @@ def test_the_source_unpickles_nothing_and_runs_no_data() -> None:
     ],
 )
 def test_the_scan_finds_what_is_forbidden(text: str) -> None:
-    assert list(faults(ast.parse(text)))
+    assert list(faults(text))
