@@ -144,7 +144,6 @@ async def test_every_task_of_a_run_of_today(recorded: Recorded) -> None:
 
 
 @pytest.mark.nats
-@pytest.mark.process
 def test_the_store_of_a_run_of_an_earlier_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is over, so that its server is started; what it says is what its recording says."""
     runs.unpack("drop", tmp_path)

@@ -17,6 +17,8 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
 from tests.support.processes import alive, read_pids, until
 
+pytestmark = pytest.mark.process
+
 
 def restarted(worker: str, how: str, often: int | str, wait_s: float) -> str:
     return f"{worker} ended with {how}; restart {often} in {wait_s:g} s"
@@ -84,7 +86,6 @@ async def team(run: RunDir) -> AsyncIterator[Team]:
     await one.supervisor.kill_all()
 
 
-@pytest.mark.process
 async def test_a_failed_worker_waits_longer_each_time_and_starts_again(team: Team) -> None:
     team.start("producer", "exit 1")
     await team.tick_until("producer", "waiting")
@@ -101,7 +102,6 @@ async def test_a_failed_worker_waits_longer_each_time_and_starts_again(team: Tea
     assert team.supervisor.lines()["producer-0"].restarts == 1
 
 
-@pytest.mark.process
 async def test_too_many_failures_end_with_the_log_and_a_hint_and_leave_the_others_alone(team: Team) -> None:
     team.start("trainer", "sleep 60")
     team.start("engine", "echo no such device; exit 1")
@@ -114,7 +114,6 @@ async def test_too_many_failures_end_with_the_log_and_a_hint_and_leave_the_other
     assert alive(team.pid("trainer"))
 
 
-@pytest.mark.process
 async def test_failures_long_ago_are_forgotten(team: Team) -> None:
     team.start("producer", "exit 1")
     for _ in range(5):
@@ -164,7 +163,6 @@ async def test_a_process_that_no_kill_ends_is_said_and_left_behind(monkeypatch: 
     ]
 
 
-@pytest.mark.process
 async def test_work_that_is_over_is_not_started_again(team: Team) -> None:
     team.start("trainer", "exit 0")
     team.start("producer", "exit 0")
@@ -178,7 +176,6 @@ async def test_work_that_is_over_is_not_started_again(team: Team) -> None:
     assert team.run.log_path("engine-0").read_text() == f"threads=1 supervisor={os.getpid()}\n"
 
 
-@pytest.mark.process
 async def test_a_drain_goes_in_order_and_lets_a_kind_finish(team: Team) -> None:
     order = team.run.path / "order"
     for kind in ("feeder", "engine", "evaluator", "producer", "trainer"):
@@ -195,7 +192,6 @@ async def test_a_drain_goes_in_order_and_lets_a_kind_finish(team: Team) -> None:
     assert told.read_text() == "finished\n"
 
 
-@pytest.mark.process
 async def test_a_worker_that_does_not_stop_is_killed_with_what_it_started(team: Team) -> None:
     pids = team.run.path / "pids"
     team.start("engine", f"trap '' TERM; sleep 600 & echo $! >> {pids}; echo $$ >> {pids}; wait; while :; do sleep 1; done")
@@ -205,7 +201,6 @@ async def test_a_worker_that_does_not_stop_is_killed_with_what_it_started(team: 
     assert [note[:31] for note in team.notes] == ["engine-0 did not stop within 20"]
 
 
-@pytest.mark.process
 async def test_what_a_dead_worker_leaves_behind_is_swept(team: Team) -> None:
     pids = team.run.path / "pids"
     team.start("trainer", f"sleep 600 & echo $! > {pids}; exit 1")
@@ -213,7 +208,6 @@ async def test_what_a_dead_worker_leaves_behind_is_swept(team: Team) -> None:
     await until(lambda: not alive(read_pids(pids)[0]))
 
 
-@pytest.mark.process
 async def test_kill_all_ends_the_stubborn_too(team: Team) -> None:
     pids = team.run.path / "pids"
     for kind in ("trainer", "engine"):
@@ -250,7 +244,6 @@ asyncio.run(main(RunDir(sys.argv[1]), sys.argv[2]))
 """
 
 
-@pytest.mark.process
 async def test_no_worker_outlives_a_supervisor_that_is_killed(run: RunDir) -> None:
     pids = run.path / "pids"
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", _ORPHANAGE, str(run.path), str(pids))
@@ -267,7 +260,6 @@ def test_exits_are_described() -> None:
     assert [describe_exit(code) for code in (0, 3, -9, -99)] == ["exit code 0", "exit code 3", "signal SIGKILL", "signal 99"]
 
 
-@pytest.mark.process
 async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team: Team) -> None:
     team.start("trainer", "sleep 600", "sleep 600", "sleep 600")
     team.start("engine", "sleep 600")
@@ -288,7 +280,6 @@ async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team:
     assert (team.pid("engine"), alive(engine)) == (engine, True)
 
 
-@pytest.mark.process
 async def test_failures_of_ranks_count_once(team: Team) -> None:
     team.start("trainer", "exit 1", "exit 1")
     with pytest.raises(LaunchError, match=r"trainer-[01] ended 3 times"):
@@ -299,7 +290,6 @@ async def test_failures_of_ranks_count_once(team: Team) -> None:
     assert [child.restarts for child in team.supervisor.children.values()] == [2, 2]
 
 
-@pytest.mark.process
 async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
     go = team.run.path / "go"
     team.start("trainer", f"while [ ! -e {go} ]; do sleep 0.01; done; exit 0", "exit 0")
@@ -313,7 +303,6 @@ async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
     assert team.supervisor.over("trainer")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("script", "how", "words"),
     [
@@ -333,7 +322,6 @@ async def test_a_restart_says_how_and_with_which_last_words_it_ended(team: Team,
     assert note.startswith(restarted("engine-0", how, 1, 0.5)) and words[0] in note and note.endswith(words[-1])
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("scripts", "words"),
     [
@@ -349,7 +337,6 @@ async def test_what_cannot_run_is_not_tried_twice(team: Team, scripts: tuple[str
         await team.tick_until("trainer", "waiting")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("scripts", [("exit 3",), ("exit 3", "exit 1")])
 async def test_a_fenced_worker_stays_down(team: Team, scripts: tuple[str, ...]) -> None:
     team.start("trainer", *scripts)
@@ -379,7 +366,6 @@ def test_the_end_of_a_log_is_read_where_it_can_be(beside: RunDir) -> None:
     assert [LocalLauncher(beside, Config()).tail(f"page-{number}") for number in (2, 3, 4)] == ["", "", ""]
 
 
-@pytest.mark.process
 async def test_what_one_meets_leaves_the_others_kept(beside: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     looks: list[int] = []
     starts: list[bool] = []

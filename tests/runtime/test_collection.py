@@ -55,7 +55,6 @@ time.sleep(600)
 """
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("system", ["linux", "elsewhere"])
 async def test_a_child_ends_with_its_parent_however_that_ends(start: Start, system: str) -> None:
     parent = await start("-c", PARENT, CHILD, system)

@@ -56,7 +56,6 @@ def outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Path
 
 
 @pytest.mark.nats
-@pytest.mark.process
 @pytest.mark.slow
 async def test_a_run_trains_with_a_login_for_each_role_and_goes_on(outside: Path, tmp_path: Path) -> None:
     for _ in range(2):
