@@ -79,9 +79,9 @@ GOOD = [
 ]
 
 
-@pytest.mark.parametrize("settings", GOOD, ids=" ".join)
-def test_what_goes_together_is_allowed(settings: tuple[str, ...]) -> None:
-    check_loss(config_of(*settings))
+def test_what_goes_together_is_allowed() -> None:
+    for settings in GOOD:
+        check_loss(config_of(*settings))
 
 
 BAD = [

@@ -76,13 +76,13 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
     assert others == own_tests, "README.md: that of the root, and that of examples/calculator_tool"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_line_takes_every_command(command: str) -> None:
-    words = shlex.split(re.split(r"\s+#", command.replace("\\\n", " "))[0].rstrip("\\"))
-    given = parser().parse_args(words[1:])
-    assert callable(given.run_verb)
-    if words[1] == "bench":  # hands its arguments on, `--help` too
-        assert callable(bench_parser().parse_args(given.arguments).run_bench)
+def test_the_command_line_takes_every_command() -> None:
+    for command in COMMANDS:
+        words = shlex.split(re.split(r"\s+#", command.replace("\\\n", " "))[0].rstrip("\\"))
+        given = parser().parse_args(words[1:])
+        assert callable(given.run_verb), command
+        if words[1] == "bench":  # hands its arguments on, `--help` too
+            assert callable(bench_parser().parse_args(given.arguments).run_bench), command
 
 
 def test_verbs_in_the_text_are_verbs() -> None:
@@ -162,35 +162,30 @@ def test_the_ways_to_read_metrics_read_them(tmp_path: Path, monkeypatch: pytest.
     assert decoded(of("metrics.md", "json").text.encode()) is not None
 
 
+FUNCTIONS = frozenset(name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (\w+)\(", file.read_text()))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+def test_what_a_page_links_to_or_names_is_there(page: Path) -> None:
+    whole = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", whole):
         if target.startswith(("http:", "https:")):
             continue
         path, _, anchor = target.partition("#")
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_and_tests_that_a_page_names_are_there(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", "", whole, flags=re.DOTALL | re.MULTILINE)
     named = re.findall(r"`((?:tests|scripts|streamrl|producers|consumers|schemas|docs|examples)/[\w./-]*)(?:::(\w+))?`", text)
     for path, function in named:
         assert (ROOT / path).exists(), f"{page.name}: {path}"
         assert not function or f"def {function}(" in (ROOT / path).read_text(), f"{page.name}: {path}::{function}"
-    for function in re.findall(r"`(test_\w+)`", text):
-        assert any(f"def {function}(" in file.read_text() for file in (ROOT / "tests").rglob("*.py")), f"{page.name}: {function}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_metrics_and_keys_that_a_page_names_are_there(page: Path) -> None:
+    assert set(re.findall(r"`(test_\w+)`", text)) <= FUNCTIONS
     areas = {name.partition("/")[0] for name in METRICS}
-    named = re.findall(r"`([a-z]+)/([a-z0-9_]+)`", page.read_text())
+    named = re.findall(r"`([a-z]+)/([a-z0-9_]+)`", whole)
     assert [f"{area}/{name}" for area, name in named if area in areas and f"{area}/{name}" not in {*METRICS, *LENGTHS}] == []
     trees = dict(sections(Config()))
-    for section, key in re.findall(r"`((?:[a-z]+\.)+)([a-z_]+)(?: = [^`]*)?`", page.read_text()):
+    for section, key in re.findall(r"`((?:[a-z]+\.)+)([a-z_]+)(?: = [^`]*)?`", whole):
         if page.name == "agents.md" and section == "engine.":
             continue  # what a producer is given, not the section; tests/docs/test_agents.py looks at it
         struct = trees.get(section.rstrip("."))
