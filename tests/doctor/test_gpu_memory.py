@@ -12,7 +12,6 @@ from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.loss import CriticConfig, DistillationConfig, KLConfig, LossConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.tree import Config, EvaluationConfig, ModelConfig, TasksConfig, TrainerConfig, WeightsConfig
-from streamrl.doctor import gpu_memory
 from streamrl.doctor import gpu_memory as reckoning
 from streamrl.doctor.backend import divides
 from streamrl.errors import LaunchError
@@ -222,7 +221,7 @@ async def test_gpus_are_asked_of_torch_in_another_process(tmp_path: Path, monkey
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(gpu_memory.sys, "executable", str(broken))
+    monkeypatch.setattr(reckoning.sys, "executable", str(broken))
     with pytest.raises(LaunchError, match="no such library"):
         await reckoning.gpu_memories([str(tmp_path)])
 
