@@ -58,20 +58,16 @@ PR_SET_PDEATHSIG = 1
 
 DECISIONS = """
 fold.fold                    test_fold test_fold_batches test_fold_quarantine test_fold_staleness test_fold_rewards test_admission \
-                             test_fold_expiry test_gaps test_impossible test_fold_agents test_fold_baseline test_fold_blobs \
-                             test_fold_gradings test_fold_lengths test_filters test_overlong
-impossible.impossible        test_impossible test_fold test_fold_quarantine test_gaps test_admission test_fold_agents test_fold_gradings \
-                             test_fold_baseline test_fold_blobs
-state.FoldState              test_state test_fold test_fold_batches test_fold_staleness test_fold_expiry test_fold_quarantine test_gaps \
-                             test_fold_agents test_fold_baseline test_fold_blobs test_fold_gradings test_fold_lengths test_overlong \
-                             test_assembly_baseline test_filters
-expiry.expired               test_fold_expiry test_fold_staleness test_fold_rewards
+                             test_impossible test_fold_agents test_fold_gradings test_filters test_overlong
+impossible.impossible        test_impossible test_fold test_fold_quarantine test_admission test_fold_agents test_fold_gradings
+state.FoldState              test_state test_fold test_fold_batches test_fold_staleness test_fold_quarantine test_fold_agents \
+                             test_fold_gradings test_overlong test_assembly test_filters
+expiry.expired               test_fold_staleness test_fold_rewards
 pacing.released
-admission.admit              test_admission test_fold_staleness test_fold_agents test_fold_lengths test_fold_baseline test_filters
-assembly.assemble            test_assembly test_admission test_assembly_baseline test_fold_agents test_fold_baseline test_overlong \
-                             test_length_rewards test_filters test_pass_rates
-records.judge                test_records test_admission test_judged test_fold_agents test_fold_baseline test_fold_lengths test_overlong \
-                             test_filters test_fold_gradings test_fold_blobs
+admission.admit              test_admission test_fold_staleness test_fold_agents test_fold_batches test_filters
+assembly.assemble            test_assembly test_admission test_fold_agents test_overlong test_filters
+records.judge                test_records test_admission test_judged test_fold_agents test_fold_batches test_overlong test_filters \
+                             test_fold_gradings test_fold_quarantine
 claims.Claims
 rollouts.serve               test_rollouts_logic
 publishing.Publisher         test_publishing_logic
@@ -99,7 +95,7 @@ advantages.grpo              test_advantages test_baselines test_agents
 returns.gae
 reductions.token_weights     test_reductions test_agents
 balance.karmarkar_karp
-packing.plan_micro_batches   test_packing test_cuts test_context test_arrangement
+packing.plan_micro_batches   test_packing test_context test_arrangement
 logprobs.token_logprobs
 fused_head.FusedHead         test_logprobs test_vocab_parallel
 nucleus.support

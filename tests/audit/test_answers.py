@@ -1,7 +1,5 @@
 """The audit of what agents were told: a good session passes, and each broken promise is found and named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The auditor: a good run passes, and each broken promise is found and named, on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys
@@ -128,9 +126,7 @@ async def test_a_short_last_warm_up_batch_passes(nats_bus: Bus, nats_address: Bu
 
 
 @pytest.mark.parametrize(("reason", "passes"), [("too_short", True), ("repetitive", True), ("zero_variance", False)])
-async def test_a_group_whose_rollout_was_refused_by_itself_passes(
-    nats_bus: Bus, nats_address: BusAddress, run_id: str, reason: str, passes: bool
-) -> None:
+async def test_a_group_of_a_refused_rollout_passes(nats_bus: Bus, nats_address: BusAddress, run_id: str, reason: str, passes: bool) -> None:
     forged = good_run()
     one = forged.entries[0]
     used, refused = (one.used[0], Used(1, (0,), (2,))), Drop(5, 1, (1,), reason)

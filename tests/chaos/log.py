@@ -1,7 +1,5 @@
 """Lines of a chaos log, one JSON object each, told apart by `type`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec
@@ -17,8 +15,6 @@ class SessionLine(msgspec.Struct, frozen=True, tag="session"):
 
 
 class FaultLine(msgspec.Struct, frozen=True, tag="fault"):
-    """One strike."""
-
     run: int
     shape: str
     part: str
@@ -38,8 +34,6 @@ class FaultLine(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class RunLine(msgspec.Struct, frozen=True, tag="run"):
-    """The end of a run, and what was found of it."""
-
     run: int
     shape: str
     problems: list[str]
@@ -61,5 +55,4 @@ Line = SessionLine | FaultLine | RunLine | SpeedLine
 
 
 def read(path: Path) -> list[Line]:
-    """All lines of a log."""
     return [msgspec.json.decode(line, type=Line) for line in path.read_text().splitlines()]

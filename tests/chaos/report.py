@@ -3,8 +3,6 @@
 With `--part ranks` all of them go to the part of that name: a session of one kind of run, beside those of all kinds.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics
@@ -35,8 +33,6 @@ HEAD = (
 
 
 class Strike:
-    """One strike and what was found of its run."""
-
     def __init__(self, line: FaultLine, run: RunLine | None) -> None:
         self.line = line
         self.right = run is not None and not run.problems
@@ -61,7 +57,6 @@ class Strike:
 
 
 def strikes_of(lines: Sequence[Line]) -> list[Strike]:
-    """The strikes of one log."""
     runs = {line.run: line for line in lines if isinstance(line, RunLine)}
     return [Strike(line, runs.get(line.run)) for line in lines if isinstance(line, FaultLine)]
 
@@ -121,7 +116,6 @@ def table(strikes: Iterable[Strike], first: str, name: Callable[[Strike], str], 
 
 
 def row(name: str, fault: str, group: Sequence[Strike]) -> str:
-    """Numbers of one kind of strike."""
     held = sorted({strike.line.held_s for strike in group})
     times = [strike.line.recovery_s for strike in group if strike.recovered] or [float("nan")]
     after = max((strike.afterwards_s for strike in group), default=0.0)
@@ -152,7 +146,6 @@ def runs_table(runs: Sequence[RunLine]) -> list[str]:
 
 
 def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
-    """The tables as Markdown, by part of the page: what a reader needs first, and the rest."""
     strikes = [strike for lines in logs for strike in strikes_of(lines)]
     runs = [line for lines in logs for line in lines if isinstance(line, RunLine)]
     sessions = [line for lines in logs for line in lines if isinstance(line, SessionLine)]
@@ -170,11 +163,7 @@ def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
     parts += ["", "Seconds until the next batch is in the ledger:", "", *progress(strikes)]
     parts += ["", "Undisturbed runs, and how soon those who come back take part again:", "", *speeds(strikes, speed_lines)]
     summary, parts = "\n".join(parts), []
-    parts += [
-        "### At random moments",
-        "",
-        *table(aimless, "part", lambda strike: strike.line.part, EVERYBODY),
-    ]
+    parts += ["### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, EVERYBODY)]
     by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
     parts += [
         "",
@@ -193,7 +182,6 @@ def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Rewrite the page's tables."""
     parser = argparse.ArgumentParser(description="Put the tables of chaos logs into docs/reliability.md.")
     parser.add_argument("logs", nargs="+", type=Path)
     parser.add_argument("--part", help="put all of it into this part of the page, which has sessions of its own")

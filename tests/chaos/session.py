@@ -4,8 +4,6 @@ Logs go to `runs/chaos/<date>.jsonl`: a line for the session (hardware, command)
 replay and, in lockstep, the comparison with an undisturbed run have found. `python -m tests.chaos.report` makes the tables of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools
@@ -22,9 +20,8 @@ from pathlib import Path
 import msgspec
 
 from tests.chaos.log import FaultLine, Line, RunLine, SessionLine, SpeedLine
-from tests.support.world.disturbed import ON_ITS_WAY_S, Disturbed, disturbed
+from tests.support.world.disturbed import ON_ITS_WAY_S, Disturbed, disturbed, speed
 from tests.support.world.faults import AGENT, GATEWAY, GRADER, KINDS, PARTS, RANK_1, WHOLE, Fault, endless
-from tests.support.world.measures import speed
 from tests.support.world.misdeeds import told
 from tests.support.world.shapes import AGENTS, DAMAGED, DEFAULTS, LOCKSTEP, MISDEEDS, QUICKSTART, RANKS, STREAM, Shape
 from tests.support.world.verdict import judge, undisturbed
@@ -38,8 +35,6 @@ LAST_STEPS = 30
 
 
 class Session:
-    """One session. `log` is appended to as things happen."""
-
     def __init__(self, given: argparse.Namespace, log: Path) -> None:
         self._given = given
         self._log = log
@@ -49,7 +44,6 @@ class Session:
         self._ends_s = 0.0
 
     def write(self, line: Line) -> None:
-        """Append a line, and say it."""
         text = msgspec.json.encode(line).decode()
         with self._log.open("a") as file:
             file.write(text + "\n")
@@ -156,13 +150,11 @@ class Session:
 
 
 def processor() -> str:
-    """Model of the processor, as Linux has it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> int:
-    """Run a session; 1 when a run had a problem."""
     parser = argparse.ArgumentParser(description="Kill, stop and cut off the parts of real runs for a while.")
     parser.add_argument("--minutes", type=float, default=30.0, help="no strike after this; the last run still ends and is judged")
     parser.add_argument("--faults", type=int, default=25, help="strikes in one run; it trains ten times as many steps")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -18,38 +16,9 @@ from streamrl.runtime.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
-    "init",
-    "check-hook",
-    "config",
-    "completion",
-    "up",
-    "down",
-    "status",
-    "logs",
-    "metrics",
-    "page",
-    "top",
-    "worker",
-    "attach",
-    "eval",
-    "credentials",
-    "doctor",
-} | {
-    "gateway",
-    "rewarder",
-    "replay",
-    "dead",
-    "reward",
-    "record",
-    "export",
-    "compare",
-    "convert",
-    "import-slime",
-    "tap",
-    "trace",
-    "inspect",
-    "page",
-    "bench",
+    *("init", "check-hook", "config", "completion", "up", "down", "status", "logs", "metrics", "page", "top", "worker", "attach", "eval"),
+    *("credentials", "doctor", "gateway", "rewarder", "replay", "dead", "reward", "record", "export", "compare", "convert", "import-slime"),
+    *("tap", "trace", "inspect", "page", "bench"),
 }
 
 
@@ -84,7 +53,6 @@ def stopped_run(place: Path) -> RunDir:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run a command that must fail; returns what it says."""
     assert main(arguments) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -111,20 +79,15 @@ def test_help_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     "arguments", [("status", "nobody"), ("down", "nobody"), ("worker", "engine", "--run", "nobody"), ("replay", "nobody", "--verify")]
 )
-def test_an_unknown_run_is_refused_with_the_known_ones(
-    stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
+def test_an_unknown_run_is_told_the_known_ones(stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     said = refused(capsys, *arguments)
     assert "got 'nobody'" in said
     assert "runs: demo" in said
 
 
-def test_up_needs_a_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_refuses_what_it_cannot_start(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "TOML file" in refused(capsys, "up")
     assert "no such file: missing.toml" in refused(capsys, "up", "missing.toml")
-
-
-def test_up_refuses_unknown_keys_and_malformed_overrides(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n[tasks]\nmax_stalenes = 1\n')
     said = refused(capsys, "up", "a.toml")
     assert "tasks.max_stalenes" in said
@@ -132,9 +95,6 @@ def test_up_refuses_unknown_keys_and_malformed_overrides(place: Path, capsys: py
     (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
     assert "--set section.key=value" in refused(capsys, "up", "a.toml", "--set", "steps")
     assert "a.jsonl" in refused(capsys, "up", "a.toml")
-
-
-def test_up_refuses_a_run_that_is_running(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
     run = RunDir(place / "runs" / "demo")
@@ -143,31 +103,23 @@ def test_up_refuses_a_run_that_is_running(place: Path, capsys: pytest.CaptureFix
         said = refused(capsys, "up", "a.toml", "--name", "demo")
     assert f"process {os.getpid()}" in said
     assert "streamrl down demo" in said
-
-
-def test_up_refuses_a_name_that_is_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
     assert "my run" in refused(capsys, "up", "a.toml", "--name", "my run")
+    (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
+    assert "got ''" in refused(capsys, "up", "a.toml", "--name", "")
 
 
-def test_worker_names_the_kinds(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kinds_and_overrides_are_looked_at(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "worker", "traner", "--run", "demo")
     assert "did you mean 'trainer'?" in said
     assert "rewarder, evaluator, engine, trainer" in said
-
-
-def test_a_branch_is_not_verified(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert "takes no --verify" in refused(capsys, "replay", "demo", "--verify", "--set", "loss.clip_low=0.1")
     assert "has no part in" in refused(capsys, "tap", "demo", "--name", "shadow", "--set", "engine.slots=1")
 
 
-def test_down_of_a_run_that_is_not_up_is_no_error(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["down", "demo"]) == 0
-    assert capsys.readouterr().out == "run demo was not running\n"
-
-
-def test_status_lists_runs(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_what_there_is(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)
     assert (line["run"], line["state"], line["supervisor"], line["summary"]["steps"]) == ("demo", "stopped", None, 7)
@@ -175,6 +127,14 @@ def test_status_lists_runs(stopped_run: RunDir, capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "demo" in out
     assert "0.750" in out
+    assert main(["status", "demo"]) == 0
+    out = capsys.readouterr().out
+    assert "run demo is stopped" in out
+    assert '"reward_last": 0.75' in out
+    assert main(["status", "demo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["numbers"] is None
+    assert main(["down", "demo"]) == 0
+    assert capsys.readouterr().out == "run demo was not running\n"
 
 
 def test_status_of_no_runs_says_how_to_start_one(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,25 +144,10 @@ def test_status_of_no_runs_says_how_to_start_one(place: Path, capsys: pytest.Cap
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_status_of_a_stopped_run_shows_its_summary(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "demo"]) == 0
-    out = capsys.readouterr().out
-    assert "run demo is stopped" in out
-    assert '"reward_last": 0.75' in out
-    assert main(["status", "demo", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["numbers"] is None
-
-
 def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"streamrl {__version__}\n")
-
-
-def test_an_empty_name_is_no_name(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
-    assert "got ''" in refused(capsys, "up", "a.toml", "--name", "")
 
 
 @pytest.mark.parametrize(
@@ -241,9 +186,7 @@ def test_every_number_of_the_command_line_has_bounds() -> None:
 
 
 @pytest.mark.parametrize("arguments", [("worker", "producer"), ("attach", "single_turn")])
-def test_who_joins_a_stopped_run_is_told_so_at_once(
-    stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
-) -> None:
+def test_who_joins_a_stopped_run_is_told_so(stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     assert "nobody supervises run 'demo'" in refused(capsys, *arguments, "--run", "demo")
 
 

@@ -1,18 +1,33 @@
-"""The command line from start to end: a tabular policy learns, the run is looked at and replayed."""
-
-from __future__ import annotations
+"""The command line from start to end: a tabular policy learns, the run is looked at and replayed, its metrics have the declared names."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
+from streamrl.bus import connect
+from streamrl.bus.server import NatsServer
+from streamrl.monitor.metrics_file import decoded, files
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
+from streamrl.schemas.events import MetricReport
+from streamrl.schemas.subjects import METRICS as REPORTS
+from streamrl.telemetry.names import LENGTHS, METRICS
 from streamrl.weights.factory import weights_directory
 from tests.support.digits import TABLE, write_digits
-from tests.support.looked_at import STRICT, LookedAt, sets
+from tests.support.harness import read_ledger
+from tests.support.looked_at import STRICT, LookedAt, sets, that_has_finished
 from tests.support.programs import STREAMRL, Start, said
+from tests.support.shared import shared
 
 pytestmark = pytest.mark.nats
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> LookedAt:
+    with shared():
+        return that_has_finished(tmp_path_factory.mktemp("finished"))
 
 
 def test_a_run_learns_and_its_log_gives_its_ledger_again(finished: LookedAt) -> None:
@@ -74,3 +89,33 @@ async def test_a_run_whose_weights_diverge_ends_with_that_word(start: Start, tmp
     assert "the weights diverged" in err
     assert "trainer.optimizer.learning_rate" in err
     assert "restart" not in out
+
+
+async def reported(run: RunDir) -> tuple[set[str], set[str]]:
+    """Names of all values, and of all histograms, in the ledger and in the workers' reports."""
+    server = NatsServer(run.bus_store)
+    server.start()
+    try:
+        bus = await connect(server.address, "digits", run.load_config().bus)
+        entries = await read_ledger(bus, "digits")
+        state = await bus.state(REPORTS)
+        reports = [
+            decode((await bus.fetch(REPORTS, number)).body, MetricReport, where="reports") for number in range(state.first, state.last + 1)
+        ]
+        await bus.close()
+    finally:
+        server.stop()
+    assert reports and entries
+    values = {name for entry in entries for name in entry.metrics}
+    values |= {name for one in reports for group in (one.mean, one.sum, one.max, one.last) for name in group}
+    return values, {name for one in (*entries, *reports) if isinstance(one.histograms, dict) for name in one.histograms}
+
+
+async def test_every_name_without_a_condition_is_seen_and_every_name_that_is_seen_is_declared(finished: LookedAt) -> None:
+    run = finished.run
+    rows = [decoded(line) for path in files(run.metrics) for line in path.read_bytes().splitlines()]
+    seen = {name for row in rows if row is not None for name, value in row.values.items() if math.isfinite(value)}
+    assert [name for name, one in METRICS.items() if not one.when and name not in seen] == []
+    assert {"eval/heldout", "train/answer_probability", "tokens/evaluated_total", "lengths/dropped_p50"} <= seen
+    values, histograms = await reported(run)
+    assert values - METRICS.keys() == set() and histograms <= LENGTHS.keys() and "lengths/trained" in histograms

@@ -1,7 +1,5 @@
 """`streamrl eval` on model directories, in this process, on the table engine."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -104,13 +102,10 @@ def test_what_cannot_be_asked_is_refused(asked: Callable[..., Any], tmp_path: Pa
     assert said in error
 
 
-def test_a_set_that_is_known_keeps_all_but_its_path(tmp_path: Path) -> None:
+def test_a_set_keeps_all_but_its_path_and_one_without_rows_is_named(tmp_path: Path) -> None:
     config = Config(data=DataConfig(train="x", heldout=str(tmp_path / "a.jsonl")))
     changed, [one] = with_sets(config, [f"heldout={tmp_path}/b.jsonl"])
     assert (one.name, one.path, changed.evaluation.sets) == ("heldout", f"{tmp_path}/b.jsonl", ())
-
-
-def test_a_set_without_rows_is_named(tmp_path: Path) -> None:
     write_table(tmp_path, max_position=4)
     (tmp_path / "rows.jsonl").write_text("")
     _, [one] = with_sets(Config(data=DataConfig(train="x")), [f"none={tmp_path}/rows.jsonl"])

@@ -1,7 +1,5 @@
 """`streamrl top`, and `streamrl up` with its board, on a real terminal, of a real run."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import json
@@ -54,7 +52,6 @@ class Tty:
         self.screen.resize(lines, columns)
 
     def look(self) -> list[str]:
-        """The lines on the screen now."""
         while True:
             try:
                 self._stream.feed(os.read(self.master, 65536))
@@ -96,9 +93,7 @@ def on(tty: Tty) -> dict[str, Any]:
     return {**streams, "start_new_session": True, "env": {"TERM": "xterm-256color"}}
 
 
-async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks_at_it(
-    start: Start, tmp_path: Path, terminal: Tty, other: Tty
-) -> None:
+async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks(start: Start, tmp_path: Path, terminal: Tty, other: Tty) -> None:
     write_digits(tmp_path, TABLE)
     run, streamrl, words = RunDir(tmp_path / "runs" / "digits"), partial(start, *STREAMRL), ("up", "run.toml", *sets(*STAYS))
     terminal.resize(100, 40)
@@ -150,7 +145,6 @@ async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks_at_it(
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LookedAt]:
-    """A run for all below."""
     with that_stays(tmp_path_factory.mktemp("running")) as looked:
         yield looked
 

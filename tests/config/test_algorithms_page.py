@@ -1,7 +1,5 @@
 """docs/algorithms.md says what the configuration's check says: its table, what else is refused, and every recipe."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping
@@ -73,8 +71,9 @@ def cells() -> dict[tuple[str, str, str], str]:
     return found
 
 
-def test_the_table_is_whole() -> None:
+def test_the_tables_are_whole_and_all_recipes_are_found() -> None:
     assert set(cells()) == set(product(ESTIMATORS, POLICY_LOSSES, COLUMNS))
+    assert len(RECIPES) == part("recipes").count("```toml") > 14
 
 
 @pytest.mark.parametrize(("heading", "names"), [("### Advantages", ESTIMATORS), ("### Policy losses", POLICY_LOSSES)])
@@ -120,10 +119,6 @@ def test_what_the_page_calls_refused_is(settings: str) -> None:
 
 
 RECIPES = re.findall(r"\n([^\n]+)\n(?:[^\n]+\n)*\n```toml\n(.*?)```", "\n" + part("recipes"), re.DOTALL)
-
-
-def test_all_recipes_are_found() -> None:
-    assert len(RECIPES) == part("recipes").count("```toml") > 14
 
 
 @pytest.mark.parametrize("recipe", [text for _, text in RECIPES], ids=[title for title, _ in RECIPES])

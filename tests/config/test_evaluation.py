@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -74,14 +72,11 @@ def test_a_set_takes_what_it_leaves_out_from_the_other_sections(write, tmp_path)
     assert from_json(dump(config)) == config
 
 
-def test_the_part_that_is_trained_is_not_looked_for_in_another_reward(write) -> None:
+def test_sets_have_their_own_code_secrets_and_rewards(write, tmp_path) -> None:
     config = load(write(SETS), overrides=["reward.key=answer"])
     easy, hard = problem_sets(config)
     assert easy.config.reward == config.reward and easy.config.reward.key == "answer"
     assert hard.config.reward.kind.endswith("grade.py:grade") and hard.config.reward.key == ""
-
-
-def test_the_code_of_sets_is_known_and_their_secrets_are_kept_apart(write, tmp_path) -> None:
     config = load(write(SETS))
     assert rollout_code(config) == {
         "evaluation.sets[hard].function": f"{tmp_path}/grade.py:ask",
@@ -91,6 +86,26 @@ def test_the_code_of_sets_is_known_and_their_secrets_are_kept_apart(write, tmp_p
     assert secrets == {"evaluation.sets[hard].reward": {"api_key": "s3same"}}
     assert "s3same" not in dump(told)
     assert with_secrets(told, secrets) == config
+    text = """
+    [[evaluation.sets]]
+    name = "a"
+    path = "rows.jsonl"
+    [[evaluation.sets]]
+    name = "b"
+    path = "rows.jsonl"
+    reward = { kind = "f1" }
+    [[evaluation.sets]]
+    name = "c"
+    path = "rows.jsonl"
+    reward_key = "kind"
+    reward = { kind = "dapo", key = "acc" }
+    [reward]
+    kind = "math"
+    key = "answer"
+    """
+    config = load(write('reward_key = "grade"\n' + text))
+    found = [(one.config.reward.kind, one.config.reward.key, one.config.data.reward_key) for one in problem_sets(config)]
+    assert found == [("math", "answer", "grade"), ("f1", "", ""), ("dapo", "acc", "kind")]
 
 
 @pytest.mark.parametrize(
@@ -138,26 +153,3 @@ async def test_the_code_of_a_set_is_held_against_its_options(write) -> None:
     await check_code(load(write(SETS)))
     with pytest.raises(ConfigError, match=r"evaluation\.sets\[hard\]\.reward\.kind"):
         await check_code(load(write(SETS.replace("scale = 2", "scales = 2"))))
-
-
-def test_rewards_of_a_set_are_its_own_or_those_of_the_run(write) -> None:
-    text = """
-    [[evaluation.sets]]
-    name = "a"
-    path = "rows.jsonl"
-    [[evaluation.sets]]
-    name = "b"
-    path = "rows.jsonl"
-    reward = { kind = "f1" }
-    [[evaluation.sets]]
-    name = "c"
-    path = "rows.jsonl"
-    reward_key = "kind"
-    reward = { kind = "dapo", key = "acc" }
-    [reward]
-    kind = "math"
-    key = "answer"
-    """
-    config = load(write('reward_key = "grade"\n' + text))
-    found = [(one.config.reward.kind, one.config.reward.key, one.config.data.reward_key) for one in problem_sets(config)]
-    assert found == [("math", "answer", "grade"), ("f1", "", ""), ("dapo", "acc", "kind")]

@@ -1,6 +1,4 @@
-"""The keys of rows' images: where they have a use, and where they are refused."""
-
-from __future__ import annotations
+"""Where rows come from, the keys of their images, and the files that a configuration names."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,10 @@ import pytest
 
 from streamrl.cli import main
 from streamrl.config.check import check
-from streamrl.config.load import convert
+from streamrl.config.check_data import weight_at
+from streamrl.config.files import new_directory, write_private
+from streamrl.config.load import convert, dump, from_json, load
+from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
@@ -23,9 +24,16 @@ def images(*, data: dict[str, Any] | None = None, **sections: Any) -> Config:
     return config
 
 
-def test_a_producer_function_may_have_them() -> None:
+def test_a_producer_function_source_or_set_may_have_them() -> None:
     assert images().data.images_key
     images(bus={"sample_blobs_bytes": 4_000_000}, data={"max_image_bytes": 1_000_000})
+    source = {"name": "a", "train": "x", "images_key": "pictures"}
+    with raises(ConfigError, key="producer.function"):
+        images(data={"train": "", "images_key": "", "sources": [source]}, producer={})
+    asked = {"name": "seen", "path": "y", "images_key": "pictures", "function": "single_turn"}
+    with raises(ConfigError, key="producer.function"):
+        images(data={"images_key": ""}, evaluation={"sets": [asked]})
+    images(data={"images_key": ""}, evaluation={"sets": [asked | {"function": "look.py:look"}]}, bus={"sample_blobs_bytes": 1_000_000})
 
 
 @pytest.mark.parametrize(
@@ -47,16 +55,6 @@ def test_what_nobody_would_look_at_or_could_store_is_refused(key: str, sections:
     assert key in caught.value.message and caught.value.hint
 
 
-def test_a_source_and_a_set_of_an_evaluation_are_looked_at_too() -> None:
-    source = {"name": "a", "train": "x", "images_key": "pictures"}
-    with raises(ConfigError, key="producer.function"):
-        images(data={"train": "", "images_key": "", "sources": [source]}, producer={})
-    asked = {"name": "seen", "path": "y", "images_key": "pictures", "function": "single_turn"}
-    with raises(ConfigError, key="producer.function"):
-        images(data={"images_key": ""}, evaluation={"sets": [asked]})
-    images(data={"images_key": ""}, evaluation={"sets": [asked | {"function": "look.py:look"}]}, bus={"sample_blobs_bytes": 1_000_000})
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -66,10 +64,103 @@ def test_a_source_and_a_set_of_an_evaluation_are_looked_at_too() -> None:
         (("attach", "look.py:look"), "nobody supervises run 'demo'"),
     ],
 )
-def test_who_joins_a_run_and_looks_at_none_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
-) -> None:
+def test_who_looks_at_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
     (tmp_path / "demo").mkdir()
     RunDir(tmp_path / "demo").write_config(images())
     assert main([*arguments, "--run", "demo", "--dir", str(tmp_path)]) == 1
     assert said in (found := capsys.readouterr().err) and "\nhint: " in found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
+    return tmp_path
+
+
+def write(place: Path, *sources: str, data: str = "") -> Path:
+    path = place / "run.toml"
+    path.write_text(f"[data]\n{data}\n" + "".join(f"[[data.sources]]\n{source}\n" for source in sources))
+    return path
+
+
+A, B = 'name = "a"\ntrain = "a.jsonl"', 'name = "b"\ntrain = "b.jsonl@[0:1]"\nweight = [[0, 1], [10, 0.5]]'
+
+
+def test_paths_are_relative_to_the_file_and_all_is_recorded(place: Path) -> None:
+    config = load(write(place, A, B))
+    assert [one.train for one in config.data.sources] == [str(place / "a.jsonl"), f"{place / 'b.jsonl'}@[0:1]"]
+    assert from_json(dump(config)) == config
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        (A, A),
+        (A, 'train = "b.jsonl"'),
+        ('name = "a b"\ntrain = "a.jsonl"',),
+        ('name = "a"',),
+        ('name = "a"\ntrain = "none.jsonl"',),
+        (f"{A}\nweight = 0",),
+        (f"{A}\nweight = nan",),
+        (f"{A}\nweight = inf",),
+        (f"{A}\nweight = []",),
+        (f"{A}\nweight = [[1, 1]]",),
+        (f"{A}\nweight = [[0, 1], [5, 2], [5, 3]]",),
+        (f"{A}\nweight = [[0, 1], [5, 0]]", 'name = "b"\ntrain = "b.jsonl"\nweight = [[0, 1], [4, 0]]'),
+    ],
+)
+def test_what_is_no_source_is_refused(place: Path, sources: tuple[str, ...]) -> None:
+    with raises(ConfigError, key="data.sources") as caught:
+        load(write(place, *sources))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("source", "data"),
+    [
+        (f"{A}\nwieght = 2", ""),
+        (f"{A}\nweight = -1", ""),
+        (f'{A}\nweight = "x"', ""),
+        (f"{A}\nweight = [[0]]", ""),
+        (A, "train = 'a.jsonl'"),
+        (A, "reading = 'whole'"),
+    ],
+)
+def test_wrong_keys_and_types_are_refused(place: Path, source: str, data: str) -> None:
+    with pytest.raises(ConfigError):
+        load(write(place, source, data=data))
+
+
+def test_a_weight_is_that_of_the_last_version_before() -> None:
+    source = SourceConfig(name="a", train="x", weight=((0, 1.0), (10, 3.0), (20, 0.0)))
+    assert [weight_at(source, version) for version in (0, 9, 10, 19, 20, 99)] == [1, 1, 3, 3, 0, 0]
+    assert weight_at(SourceConfig(weight=2.0), 7) == 2.0
+
+
+def test_one_of_train_and_sources_is_needed() -> None:
+    with raises(ConfigError, key="data.train"):
+        check(convert({"data": {}}, where="test"))
+
+
+def test_a_private_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("old and readable by all")
+    write_private(path, b"new")
+    assert path.read_bytes() == b"new" and path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in tmp_path.iterdir()] == ["secret"]
+
+
+def test_a_directory_is_complete_or_absent(tmp_path: Path) -> None:
+    path = tmp_path / "parent" / "made"
+    with new_directory(path) as scratch:
+        (scratch / "a").write_text("1")
+        assert not path.exists()
+    assert (path / "a").read_text() == "1"
+    with pytest.raises(ZeroDivisionError), new_directory(path.with_name("other")) as scratch:
+        (scratch / "a").write_text(str(1 / 0))
+    with pytest.raises(FileExistsError), new_directory(path):
+        pass
+    with pytest.raises(NotADirectoryError), new_directory(path / "a" / "below a file"):
+        pass
+    assert [one.name for one in path.parent.iterdir()] == ["made"]

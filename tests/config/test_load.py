@@ -1,12 +1,17 @@
-from __future__ import annotations
+"""Files, overrides and records of configurations: what is read, what is refused, and what earlier versions wrote."""
 
+import json
 from pathlib import Path
+from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
-from streamrl.config.load import dump, from_json, load, override
-from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TasksConfig
+from streamrl.config.check import check
+from streamrl.config.former import LATER_DECISIONS, in_present_words
+from streamrl.config.load import convert, dump, from_json, load, override, override_keys
+from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
+from streamrl.config.tree import Config, DataConfig, OptimizerConfig, RunConfig, TasksConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import Subjects
 from tests.support.errors import raises
@@ -31,33 +36,21 @@ def test_reads_sections_and_keeps_defaults(write, tmp_path):
     assert config.data.train == str(tmp_path / "rows.jsonl")
 
 
-def test_missing_file(tmp_path):
+def test_files_that_cannot_be_read_are_named(tmp_path, write) -> None:
     with raises(ConfigError, path=str(tmp_path / "nothing.toml")):
         load(tmp_path / "nothing.toml")
-
-
-def test_directory_instead_of_file(tmp_path):
     with raises(ConfigError, path=str(tmp_path)):
         load(tmp_path)
-
-
-def test_malformed_toml_names_the_line(write):
     with pytest.raises(ConfigError, match=r"my\.toml.*line 4"):
         load(write("[tasks]\nbatch_tasks =\n"))
-
-
-def test_a_byte_order_mark_is_skipped(write):
-    path = write("[tasks]\nbatch_tasks = 16\n")
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    assert load(path).tasks.batch_tasks == 16
-
-
-def test_not_utf8(tmp_path):
     path = tmp_path / "latin.toml"
     path.write_bytes(b"[run]\nname = '\xe4'\n")
     with raises(ConfigError, path=str(path), byte=ANY) as caught:
         load(path)
     assert "UTF-8" in caught.value.hint
+    path = write("[tasks]\nbatch_tasks = 16\n")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load(path).tasks.batch_tasks == 16
 
 
 @pytest.mark.parametrize(
@@ -123,45 +116,30 @@ def test_overrides_are_toml_values(write, text, key, expected):
     assert getattr(load(write(""), [text]), key) == expected
 
 
-def test_overrides_win_and_keep_their_neighbours(write):
+def test_overrides_win_and_keep_their_neighbours(write) -> None:
     config = load(write("[tasks]\nbatch_tasks = 4\nmax_staleness = 3\n"), ["tasks.batch_tasks=8", "trainer.optimizer.beta1=0.8"])
     assert (config.tasks.batch_tasks, config.tasks.max_staleness, config.trainer.optimizer.beta1) == (8, 3, 0.8)
-
-
-def test_string_keys_take_any_word(write):
     assert load(write(""), ["run.name=2024"]).run.name == "2024"
     assert load(write(""), ['run.name="quoted"']).run.name == "quoted"
-
-
-def test_override_into_a_free_table(write):
     config = load(
         write(""), ["producer.options.turns=3", "producer.options.mode=fast", "reward.kind=pkg.mod:name", "reward.options={a = [1, 2]}"]
     )
     assert config.producer.options == {"turns": 3, "mode": "fast"}
     assert config.reward.options == {"a": [1, 2]}
-
-
-def test_an_empty_table_takes_the_place_of_one(write):
-    """Only so a branch of a run with gdpo leaves it: keys of a table cannot be taken out one by one."""
+    # Only so a branch of a run with gdpo leaves it: keys of a table cannot be taken out one by one.
     text = '[loss]\nadvantage = "gdpo"\nobjectives = { right = 1.0 }\n[tasks]\ndrop_zero_variance = false\n'
     changed = override(load(write(text)), ["loss.advantage=grpo", "loss.objectives={}"])
     assert (changed.loss.objectives, changed.tasks.drop_zero_variance) == ({}, False)
+    with raises(ConfigError, override="run.name", got=3):
+        load(write(""), ["run=3", "run.name=x"])
+    with pytest.raises(ConfigError, match=r"did you mean tasks\.batch_tasks"):
+        load(write(""), ["tasks.batch_task=3"])
 
 
 @pytest.mark.parametrize("text", ["tasks.batch_tasks", "=3", "tasks..x=1"])
 def test_malformed_override(write, text):
     with raises(ConfigError, override=text):
         load(write(""), [text])
-
-
-def test_override_below_a_value(write):
-    with raises(ConfigError, override="run.name", got=3):
-        load(write(""), ["run=3", "run.name=x"])
-
-
-def test_unknown_override_has_the_same_hint(write):
-    with pytest.raises(ConfigError, match=r"did you mean tasks\.batch_tasks"):
-        load(write(""), ["tasks.batch_task=3"])
 
 
 def test_relative_paths(write, tmp_path, monkeypatch):
@@ -223,14 +201,13 @@ def test_a_run_that_an_earlier_version_gave_a_longer_name_goes_on(write, tmp_pat
         load(write(""), [f"run.name={'x' * 300}", f"run.dir={tmp_path}"])
 
 
-def test_missing_password_file(write):
+def test_rows_and_passwords_are_required_where_they_are_named(write) -> None:
     with raises(ConfigError, key="bus.password_file", path=ANY):
         load(write("[bus]\nurl = 'tls://x:4222'\nuser = 'me'\npassword_file = 'secret.txt'\n"))
-
-
-def test_bad_slice(write):
     with raises(ConfigError, got="rows.jsonl@[1:2:3]"):
         load(write("", data="[data]\ntrain = 'rows.jsonl@[1:2:3]'\n"))
+    with raises(ConfigError, key="data.train"):
+        load(write("[run]\nname = 'x'\n", data=""))
 
 
 @pytest.mark.parametrize(
@@ -255,10 +232,7 @@ def test_bad_slice(write):
         ),
         ("[debug]\nmemory_ranks = [-1]\n", "debug.memory_ranks"),
         ("[trainer]\nranks = 5\nshards = 2\n", "trainer.shards must divide trainer.ranks, got ranks = 5 and shards = 2: 5 = 2 x 2 + 1"),
-        (
-            "[trainer]\nranks = 5\ncontext = 2\n",
-            "trainer.context must divide trainer.ranks, got ranks = 5 and context = 2: 5 = 2 x 2 + 1",
-        ),
+        ("[trainer]\nranks = 5\ncontext = 2\n", "trainer.context must divide trainer.ranks, got ranks = 5 and context = 2: 5 = 2 x 2 + 1"),
         (
             "[trainer]\nranks = 2\ncontext = 2\nattention = 'sdpa'\n",
             "trainer.context = 2 needs packed rows, which ranks share, got trainer.attention = 'sdpa'",
@@ -349,24 +323,13 @@ def test_contradictions_are_refused_with_a_reason_and_a_hint(write, text, messag
     assert caught.value.hint
 
 
-def test_training_rows_are_required(write):
-    with raises(ConfigError, key="data.train"):
-        load(write("[run]\nname = 'x'\n", data=""))
-
-
-def test_dump_round_trips(write):
+def test_dumps_round_trip_without_credentials(write) -> None:
     config = load(write("[producer]\noptions = {a = 1}\n[sampling]\nstop_token_ids = [1, 2]\n"))
     assert from_json(dump(config)) == config
-
-
-def test_dump_leaves_credentials_out():
     config = Config()
     with_secret = from_json(dump(config).replace('"url": ""', '"url": "nats://me:hunter2@host:4222"'))
     assert "hunter2" not in dump(with_secret)
     assert '"nats://host:4222"' in dump(with_secret)
-
-
-def test_from_json_refuses_what_is_not_a_config():
     with raises(ConfigError, where="here", line=1):
         from_json("{", where="here")
     with raises(ConfigError, got="list"):
@@ -390,3 +353,150 @@ def test_what_is_no_choice_is_told_the_choices(write, override, key, got, hint):
         load(write(""), [override])
     assert f"{key} must be one of '" in caught.value.message and f"got {got}" in caught.value.message
     assert hint in caught.value.hint
+
+
+OLD_REJECT = {"reject": "k3", "reject_level": "sequence_mean", "reject_low": 0.0, "reject_high": 0.1}
+
+
+def loss_of(**section: Any) -> LossConfig:
+    return convert({"loss": section}, where="old.json").loss
+
+
+def criteria_of(**section: Any) -> tuple[RejectionConfig, ...]:
+    return loss_of(correction=section).correction.reject
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_a_former_advantage_is_grpo_with_that_policy_loss(name: str) -> None:
+    want = LossConfig(advantage="grpo", policy=name, clip_low=0.1)
+    assert loss_of(advantage=name, clip_low=0.1) == loss_of(advantage=name, policy="", clip_low=0.1) == want
+    assert loss_of(advantage=name, policy=name, clip_low=0.1) == want
+    assert override(Config(), ["data.train=x", f"loss.advantage={name}"]).loss == LossConfig(policy=name)
+
+
+def test_a_former_advantage_names_its_policy_loss_and_no_other() -> None:
+    with raises(ConfigError, key="loss.policy") as caught:
+        loss_of(advantage="gspo", policy="sapo")
+    assert caught.value.values["key"] == "loss.policy"
+    assert "loss.advantage = 'grpo' for sapo" in caught.value.hint
+    loss = loss_of(advantage="gspo", slime_loss="mine.py:loss")
+    check(convert({"data": {"train": "x"}, "loss": {"advantage": "gspo", "slime_loss": "mine.py:loss"}}, where="x"))
+    from streamrl.trainers.torch.slime_loss import slime_args
+
+    assert slime_args(loss).advantage_estimator == "gspo"
+    assert slime_args(LossConfig(advantage="rloo", slime_loss="mine.py:loss")).advantage_estimator == "rloo"
+
+
+def test_criteria_in_former_words_and_several() -> None:
+    assert criteria_of(**OLD_REJECT) == (RejectionConfig(measure="k3", level="sequence_mean", high=0.1),)
+    assert criteria_of(reject="ratio", reject_low=0.5, reject_high=2) == (RejectionConfig(low=0.5, high=2.0),)
+    assert criteria_of(reject="none", reject_level="token", reject_low=0.0, reject_high=0.0) == ()
+    assert criteria_of(reject="none") == criteria_of(reject=[]) == criteria_of() == ()
+    tables = [{"measure": "ratio", "level": "sequence_mean", "low": 0.9, "high": 1.1}, {"measure": "k2", "high": 0.5}]
+    want = (RejectionConfig(level="sequence_mean", low=0.9, high=1.1), RejectionConfig(measure="k2", high=0.5))
+    assert criteria_of(reject=tables) == want
+    text = '[{measure="ratio", level="sequence_mean", low=0.9, high=1.1}, {measure="k2", high=0.5}]'
+    assert override(Config(), ["data.train=x", f"loss.correction.reject={text}"]).loss.correction.reject == want
+    one = override(Config(), ["data.train=x", "loss.correction.reject=k3", "loss.correction.reject_high=0.2"])
+    assert one.loss.correction.reject == (RejectionConfig(measure="k3", high=0.2),)
+    assert override(one, ["loss.correction.reject_high=0.3"]).loss.correction.reject == (RejectionConfig(measure="k3", high=0.3),)
+    assert override(one, ["loss.correction.reject=none"]).loss.correction.reject == ()
+    assert override_keys(["loss.correction.reject_high=0.3"]) == ["loss.correction.reject_high"]
+    two = override(one, ['loss.correction.reject=[{measure="k2", high=0.5}, {measure="k3", high=0.1}]'])
+    with pytest.raises(ConfigError, match="single criterion"):
+        override(two, ["loss.correction.reject_high=0.3"])
+
+
+@pytest.mark.parametrize(
+    ("correction", "message"),
+    [
+        ({"reject_high": 2.0}, "but loss.correction.reject is none"),
+        ({"reject": [], "reject_low": -1.0}, "but loss.correction.reject is none"),
+        ({"reject": "k4"}, "must be one of 'ratio', 'k1', 'k2', 'k3', got 'k4'"),
+        ({"reject": 0}, "expected array, got int|expected list, got int"),
+        ({"reject": False}, "expected list, got bool"),
+        ({"reject": "k3", "reject_high": "much"}, "expected float, got str at loss.correction.reject"),
+        ({"reject": [{"measure": "k3", "hihg": 1.0}]}, r"got loss\.correction\.reject\[0\]\.hihg"),
+        ({"reject": ["k3"]}, "expected table, got str at loss.correction.reject"),
+        ({"reject_hihg": 1.0}, "expected a known key, got loss.correction.reject_hihg"),
+    ],
+)
+def test_what_means_nothing_is_refused(correction: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        criteria_of(**correction)
+
+
+@pytest.mark.parametrize("loss", [{"advantage": ["gspo"]}, {"advantage": 3}, {"correction": 3}, {"correction": None}, 3, "grpo"])
+def test_a_section_of_another_type_is_an_error_of_the_configuration(loss: Any) -> None:
+    with raises(ConfigError, path="x"):
+        convert({"loss": loss}, where="x")
+
+
+@pytest.mark.parametrize(
+    ("criteria", "message"),
+    [
+        ([{"measure": "k3"}], "needs low below high"),
+        ([{"measure": "k3", "high": float("nan")}], "must be a finite number"),
+        ([{"measure": "k3", "high": 1.0}, {"measure": "k1", "low": 0.0, "high": 1.0}], "k1 has either sign"),
+        ([{"measure": "k2", "low": -1.0, "high": 1.0}], "never negative"),
+        ([{"measure": "k3", "high": 1.0}, {"measure": "k3", "high": 0.5}], "several times"),
+    ],
+)
+def test_every_criterion_is_checked(criteria: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        check(convert({"data": {"train": "x"}, "loss": {"correction": {"reject": criteria}}}, where="x"))
+    assert caught.value.values["key"] == "loss.correction.reject"
+
+
+def test_a_recorded_configuration_is_read_and_written_in_present_words() -> None:
+    tree = json.loads(dump(Config()))
+    tree["loss"] |= {"advantage": "gspo", "policy": ""}
+    tree["loss"]["correction"] |= OLD_REJECT
+    config = from_json(json.dumps(tree))
+    assert config.loss == LossConfig(
+        policy="gspo", correction=CorrectionConfig(reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.1),))
+    )
+    assert from_json(dump(config)) == config
+    tree = {"tasks": {"drop_zero_spread": False, "batch_tasks": 4}}
+    assert in_present_words(tree) == {"tasks": {"drop_zero_variance": False, "batch_tasks": 4}}
+    assert tree["tasks"].keys() == {"drop_zero_spread", "batch_tasks"}
+    config = Config(data=DataConfig(train="rows.jsonl"))
+    assert not override(config, ["tasks.drop_zero_spread=false"]).tasks.drop_zero_variance
+    assert override_keys(["tasks.drop_zero_spread=false"]) == ["tasks.drop_zero_variance"]
+    with pytest.raises(ConfigError) as caught:
+        in_present_words({"tasks": {"drop_zero_spread": False, "drop_zero_variance": True}})
+    assert caught.value.values["key"] == "tasks.drop_zero_spread"
+
+
+def test_a_recorded_configuration_without_a_decision_is_one_without_it() -> None:
+    tree = json.loads(dump(Config()))
+    assert (tree["tasks"]["inexact"], tree["tasks"]["check_max_len"]) == ("mask", True)
+    assert from_json(dump(Config())) == Config()
+    for key in LATER_DECISIONS:
+        section, name = key.split(".")
+        del tree[section][name]
+    old = from_json(json.dumps(tree))
+    assert (old.tasks.inexact, old.tasks.check_max_len) == ("allow", False)
+    assert json.loads(dump(old)) == tree, "it stays one without it, however often it is written"
+    assert convert(tree, where="a file").tasks.inexact == "mask"
+    assert from_json(json.dumps({"tasks": 3} | {"run": {}}).replace("3", "{}")).tasks.inexact == "allow"
+
+
+@pytest.mark.parametrize(("former", "present"), [(True, 0), (False, "all")])
+def test_gradient_checkpointing_is_a_number_of_layers_that_keep_their_activations(former: bool, present: int | str) -> None:
+    assert convert({"trainer": {"gradient_checkpointing": former}}, where="old.json").trainer.activations == present
+    text = f"trainer.gradient_checkpointing={str(former).lower()}"
+    assert override(Config(), ["data.train=x", text]).trainer.activations == present
+    assert override_keys([text]) == ["trainer.activations"]
+    recorded = json.loads(dump(Config()))
+    del recorded["trainer"]["activations"]
+    recorded["trainer"]["gradient_checkpointing"] = former
+    assert from_json(json.dumps(recorded)).trainer.activations == present
+
+
+def test_gradient_checkpointing_beside_activations_or_of_another_type_is_refused() -> None:
+    with raises(ConfigError, key="trainer.gradient_checkpointing"):
+        convert({"trainer": {"gradient_checkpointing": True, "activations": 3}}, where="x.toml")
+    for given in ({"gradient_checkpointing": "yes"}, {"activations": -1}, {"activations": "some"}, {"activations": True}):
+        with pytest.raises(ConfigError, match="activations"):
+            convert({"trainer": given}, where="x.toml")

@@ -1,6 +1,4 @@
-"""The section `engine.sglang`: what it may say, and what it is told when it may not."""
-
-from __future__ import annotations
+"""Sections of engines: sglang, what is recorded, and ray."""
 
 import sys
 from pathlib import Path
@@ -8,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import load
+from streamrl.config.recording import Recording, recording_of
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
+from tests.support.errors import raises
 
 
 def write(folder: Path, text: str) -> Path:
@@ -74,3 +75,119 @@ def test_what_would_break_is_refused_with_a_hint(tmp_path: Path, text: str, mess
 )
 def test_what_works_is_accepted(tmp_path: Path, text: str):
     assert load(write(tmp_path, text)).engine.kind == "sglang"
+
+
+REPLAY, CUT = "trainer.support_replay=true", "sampling.top_p=0.9"
+DPPO = ("loss.policy=dppo", "loss.correction.kind=none", "loss.dppo_divergence=topk_tv")
+SGLANG = ("engine.kind=sglang", "engine.sglang.gpus=[0]")
+
+
+@pytest.fixture
+def loaded(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1", "label": "1"}\n')
+    file = tmp_path / "run.toml"
+    file.write_text(f"[data]\ntrain = {str(rows)!r}\n")
+
+    def load_with(*given: str) -> Config:
+        return load(file, list(given))
+
+    return load_with
+
+
+def test_a_run_records_what_its_trainer_reads(loaded) -> None:
+    assert recording_of(loaded()) == recording_of(loaded(CUT)) == Recording()
+    assert recording_of(loaded(REPLAY, CUT)) == Recording(support=True) and not Recording(support=True).logprobs
+    assert recording_of(loaded(*DPPO)) == Recording(top=20) and Recording(top=20).logprobs
+    assert recording_of(loaded(*DPPO, REPLAY, CUT, "loss.dppo_top_k=8")) == Recording(support=True, top=8)
+    assert recording_of(loaded(*SGLANG, REPLAY, CUT, "sampling.top_k=4096")) == Recording(support=True)
+    assert recording_of(loaded(REPLAY, "data.sampling_key=draw")) == Recording(support=True), "rows may cut"
+
+
+REFUSED = [
+    ((REPLAY,), "trainer.support_replay", "whole vocabulary"),
+    ((REPLAY, CUT, *SGLANG), "sampling.top_k", "got -1"),
+    ((REPLAY, *SGLANG, "sampling.top_k=4097"), "sampling.top_k", "between 1 and 4096"),
+    ((REPLAY, CUT, *SGLANG, "sampling.top_k=50", "sampling.min_p=0.1"), "sampling.min_p", "top_p"),
+    ((REPLAY, *SGLANG, "sampling.top_k=50", "engine.sglang.flags.speculative_algorithm=EAGLE"), "trainer.support_replay", "speculative"),
+    ((REPLAY, CUT, "loss.slime_loss=mine.py:loss"), "trainer.support_replay", "slime_loss"),
+    ((REPLAY, CUT, "trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor=2"), "sampling.top_p", "parts"),
+    (
+        (REPLAY, "data.sampling_key=draw", "trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor=2"),
+        "trainer.support_replay",
+        "parts",
+    ),
+    ((REPLAY, "run.kind=sft"), "trainer.support_replay", "no engine"),
+    (("loss.dppo_top_k=8",), "loss.dppo_top_k", "topk_tv"),
+    (("loss.policy=dppo", "loss.correction.kind=none", "loss.dppo_top_k=8"), "loss.dppo_top_k", "topk_tv"),
+    ((*DPPO, CUT), "loss.dppo_divergence", "cuts a part off"),
+    ((*DPPO, "loss.dppo_bound=1"), "loss.dppo_bound", "topk_tv"),
+    ((*DPPO, "engine.kind=table", "trainer.backend=table"), "loss.policy", "table"),
+    ((*DPPO, "trainer.backend=megatron", "trainer.ranks=2", "trainer.tensor=2"), "loss.dppo_divergence", "tensor = 2"),
+    ((*DPPO, *SGLANG, REPLAY, "sampling.top_k=50"), "loss.dppo_divergence", "without the log-probs"),
+    ((*DPPO, *SGLANG, "engine.sglang.flags.speculative_algorithm=EAGLE"), "loss.dppo_divergence", "speculative"),
+    (("loss.dppo_divergence=topk_tv",), "loss.dppo_divergence", "dppo"),
+]
+
+
+@pytest.mark.parametrize(("given", "key", "said"), REFUSED, ids=[" ".join(given) for given, _, _ in REFUSED])
+def test_what_cannot_be_or_is_for_nobody_is_refused(loaded, given: tuple[str, ...], key: str, said: str) -> None:
+    with raises(ConfigError, key=key) as caught:
+        loaded(*given)
+    assert said in caught.value.message and caught.value.hint
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "label": "2"}\n')
+    return tmp_path
+
+
+def written(place: Path, text: str) -> Path:
+    path = place / "run.toml"
+    path.write_text("[data]\ntrain = 'rows.jsonl'\n" + text)
+    return path
+
+
+def test_a_whole_section(place: Path) -> None:
+    config = load(
+        written(
+            place,
+            "[ray]\naddress = 'auto'\n[ray.trainer]\ngpus = 0.4\n[ray.engine]\nstrategy = 'SPREAD'\nresources = {fast = 1}\n"
+            "[ray.runtime_env.env_vars]\nHF_HOME = '/models'\n",
+        )
+    )
+    assert (config.ray.address, config.ray.trainer.gpus, config.ray.engine.resources) == ("auto", 0.4, {"fast": 1})
+    assert config.ray.runtime_env == {"env_vars": {"HF_HOME": "/models"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("[ray.trainer]\ngpus = 1.5\n", "ray.trainer.gpus"),
+        ("[ray.engine]\ngpus = -0.5\n", "ray.engine.gpus"),
+        ("[ray.engine]\ncpus = -1.0\n", "ray.engine.cpus"),
+        ("[ray.engine]\nresources = {GPU = 1}\n", "ray.engine.resources"),
+        ("[ray.engine]\nresources = {fast = 0}\n", "ray.engine.resources.fast"),
+        ("[ray]\nstart_timeout_s = 0\n", "ray.start_timeout_s"),
+        ("[ray.others]\nstrategy = 'STRICT_SPREAD'\n", "ray.others.strategy"),
+        ("[ray]\naddress = 'ray://head:10001'\n", "ray.address"),
+        ("[ray]\naddress = 'auto'\n[trainer]\ngpu = 1\n", "trainer.gpu"),
+        ("[ray]\naddress = 'auto'\ntrainer.gpus = 0.5\n[trainer]\nranks = 2\n", "ray.trainer.gpus"),
+        ("[ray]\naddress = 'auto'\n[model]\npath = '.'\n[engine]\nkind = 'sglang'\nsglang.gpus = [0]\n", "engine.sglang.gpus"),
+        (
+            "[ray]\naddress = 'auto'\nengine.gpus = 0.5\n[model]\npath = '.'\n[engine]\nkind = 'sglang'\nsglang.tensor_parallel = 2\n",
+            "ray.engine.gpus",
+        ),
+    ],
+)
+def test_what_it_may_not_say(place: Path, text: str, key: str) -> None:
+    with raises(ConfigError, key=key):
+        load(written(place, text))
+
+
+def test_several_engines_on_sglang_need_no_list_of_gpus_with_ray(place: Path) -> None:
+    text = "[model]\npath = '.'\n[engine]\nkind = 'sglang'\nworkers = 2\n"
+    with raises(ConfigError, key="engine.sglang.gpus"):
+        load(written(place, text))
+    assert load(written(place, text + "[ray]\naddress = 'auto'\n")).engine.workers == 2

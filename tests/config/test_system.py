@@ -1,7 +1,5 @@
 """What other systems have in place of Linux's own calls: with those taken away, everything still does what it promises."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

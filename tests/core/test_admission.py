@@ -1,7 +1,5 @@
 """Limits of the model, guessed versions and truncated samples: what of a message is trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -35,7 +33,7 @@ def doubtful(rollout: int, *, inexact: bool = False, truncated: bool = False, re
     return replace(view(rollout, reward=reward, tokens=3), shares=shares)
 
 
-def test_tokens_are_shared_out_by_what_may_be_doubted_of_them() -> None:
+def test_trained_tokens_are_shared_out_by_what_may_be_doubted() -> None:
     spans = (VersionSpan(2, None), VersionSpan(1, Version(0, 4)), VersionSpan(1, Version(0, 6)))
     turns = (TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, inexact=True))
     record = judged(sample(0, spans=spans, turns=turns), sample(1))
@@ -49,15 +47,9 @@ def test_tokens_are_shared_out_by_what_may_be_doubted_of_them() -> None:
     assert [(share.inexact, share.truncated) for share in cut.shares] == [(False, True), (True, True)]
     nothing = cut.without(inexact=False, truncated=True)
     assert (nothing.num_tokens, nothing.oldest, nothing.newest, nothing.demonstration) == (0, -1, -1, False)
-
-
-def test_a_span_of_two_turns_is_divided() -> None:
     turns = (TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, inexact=True))
     (one,) = judged(sample(0, turns=turns)).rollouts
     assert one.shares == (Share(False, False, 1, 4, 4), Share(True, False, 1, 4, 4))
-
-
-def test_guesses_about_tokens_that_are_not_trained_say_nothing() -> None:
     masked = np.array([0, 0, 0, 1], np.uint8)
     turns = (TurnSpan(start=2, length=1, inexact=True), TurnSpan(start=3, length=1))
     assert judged(sample(0, turns=turns, loss_mask=masked)).rollouts[0].shares == ()
@@ -77,14 +69,11 @@ def test_sampling_by_turn_is_not_trained_as_if_it_were_the_samples(sampling: dic
     assert isinstance(record, Poison) and record.task == 3 and batch is None
 
 
-def test_a_temperature_by_turn_is_taken() -> None:
+def test_what_a_turn_is_drawn_with_is_its_own() -> None:
     turns = (TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, sampling={"temperature": 0.5}))
     record, batch = judge("run.samples.main", 1, encode_samples([sample(0), sample(1, turns=turns)]), "3")
     assert isinstance(record, Rollouts) and batch is not None
     assert batch.drawn_at("temperature").tolist() == [1, 1, 1, 1, 1, 1, 1, 0.5] and batch.drawn_at("temperature").dtype == np.float32
-
-
-def test_what_else_a_turn_is_drawn_with_is_its_own() -> None:
     own = {"top_p": 0.5, "min_p": 0.25, "top_k": 3, "logit_bias": {"7": -1.0}, "stop": ["a"]}
     turns = (TurnSpan(start=2, length=1), TurnSpan(start=3, length=1, sampling=own))
     rows = [sample(0, sampling=Sampling(min_p=0.5, logit_bias={6: 2.0})), sample(1, turns=turns)]
@@ -134,13 +123,16 @@ def test_refused_rollouts_leave_their_group(key: str, doubt: str, reason: str) -
     assert [d[3] for d in s.dropped[2:]] == [reason, "duplicate", "superseded_reward"]
 
 
-def test_both_reasons_retire_their_task_once() -> None:
+def test_both_reasons_retire_once_and_off_is_as_it_was() -> None:
     s = Stream(config(1, 4, inexact="refuse", overlong="drop"))
     s.rollouts(0, doubtful(0, truncated=True), doubtful(1, inexact=True))
     assert s.dropped == [(1, 0, (1,), "inexact", False), (1, 0, (0,), "truncated", True)]
     assert s.state.retired == 1
     s.rollouts(1, doubtful(0, truncated=True), doubtful(1, inexact=True), doubtful(2, truncated=True), group=4)
     assert s.state.pending[1].ended == (0, 1, 2)
+    s = Stream(config(1, 4))
+    s.rollouts(0, doubtful(0, inexact=True, reward=0.0), doubtful(1, truncated=True, reward=1.0))
+    assert {k: r.num_tokens for k, r in s.train().groups[0].rollouts.items()} == {0: 3, 1: 3}
 
 
 @pytest.mark.parametrize(("vocabulary", "dead"), [(0, False), (9, False), (8, True)])
@@ -164,12 +156,6 @@ def test_masked_tokens_count_neither_as_trained_nor_as_old(key: str, doubt: str)
     whole = (Share(doubt == "inexact", doubt == "truncated", 3, 6, 6),)
     s.rollouts(2, *(replace(view(k, oldest=6, reward=float(k)), shares=whole) for k in range(2)))
     assert s.dropped[-1][3:] == ("empty", True)
-
-
-def test_off_is_as_it_was() -> None:
-    s = Stream(config(1, 4))
-    s.rollouts(0, doubtful(0, inexact=True, reward=0.0), doubtful(1, truncated=True, reward=1.0))
-    assert {k: r.num_tokens for k, r in s.train().groups[0].rollouts.items()} == {0: 3, 1: 3}
 
 
 @pytest.mark.parametrize(

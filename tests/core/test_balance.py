@@ -1,7 +1,5 @@
 """Number partitioning against its definition and an exhaustive search, and what ranks get."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 
@@ -85,15 +83,7 @@ def test_it_is_near_the_optimum_and_better_than_greedy() -> None:
     assert max(sums(lengths, karmarkar_karp(lengths, 8))) < max(heaviest)
 
 
-@pytest.mark.parametrize(
-    ("costs", "parts"),
-    [
-        ([1.0, -1.0], 2),
-        ([float("nan")], 2),
-        ([float("inf")], 2),
-        ([1.0], 0),
-    ],
-)
+@pytest.mark.parametrize(("costs", "parts"), [([1.0, -1.0], 2), ([float("nan")], 2), ([float("inf")], 2), ([1.0], 0)])
 def test_what_cannot_be_split_is_refused(costs: list[float], parts: int) -> None:
     with pytest.raises(TrainingError):
         karmarkar_karp(costs, parts)
@@ -106,7 +96,7 @@ def test_attention_makes_long_sequences_dearer_than_their_tokens() -> None:
     assert sequence_cost(np.array([1, 2]), 1).tolist() == [7, 16]
 
 
-def test_ranks_get_whole_groups_and_similar_loads(make_batch: MakeBatch) -> None:
+def test_ranks_get_whole_groups_of_like_cost(make_batch: MakeBatch) -> None:
     lengths = [50, 3, 3, 40, 9, 5]
     batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t, "rollout": r} for t, n in enumerate(lengths) for r in range(2)])
     split = split_ranks(batch, np.arange(12), 2)
@@ -114,9 +104,6 @@ def test_ranks_get_whole_groups_and_similar_loads(make_batch: MakeBatch) -> None
     assert not set(batch.tasks[split[0]]) & set(batch.tasks[split[1]])
     assert sorted(int(batch.lengths[s].sum()) for s in split) == [114, 118]
     assert sorted(s.tolist() for s in split_ranks(batch, np.arange(2), 3)) == [[], [], [0, 1]]
-
-
-def test_a_narrow_model_is_balanced_by_attention(make_batch: MakeBatch) -> None:
     batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t} for t, n in enumerate([99] + [24] * 8)])
     assert min(len(s) for s in split_ranks(batch, np.arange(9), 2, width=4096)) > 1
     assert min(len(s) for s in split_ranks(batch, np.arange(9), 2, width=1)) == 1

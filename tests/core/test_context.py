@@ -1,7 +1,5 @@
 """How ranks share a packed row: arithmetic."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,8 +1,11 @@
 """The built-in filters: lengths, repetition and rewards of groups, against a plain reading of what they say."""
 
-from __future__ import annotations
-
+import itertools
+import random
 import statistics
+from collections import Counter
+from fractions import Fraction
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from msgspec.structs import replace
 from streamrl.config.filters import FiltersConfig
 from streamrl.core.assembly import assemble
 from streamrl.core.fold import close
+from streamrl.core.pass_rates import Estimate, estimates, majority_at, majority_ks, pass_at, powers
 from streamrl.core.records import Rollouts, judge
 from streamrl.core.repetition import Tails, repetition
 from streamrl.core.state import FoldConfig, FoldState, initial_state
@@ -50,7 +54,6 @@ def judged(*rows: Sample) -> tuple[Rollouts, SampleBatch]:
 
 
 def seen_before(tokens: list[int], n: int) -> float:
-    """Reference: the n-grams that are among those before them."""
     grams = [tuple(tokens[k : k + n]) for k in range(len(tokens) - n + 1)]
     return sum(gram in grams[:k] for k, gram in enumerate(grams)) / len(grams) if len(grams) > 1 else 0.0
 
@@ -60,13 +63,10 @@ def test_repetition_is_the_part_of_ngrams_that_were_there_before(tokens: list[in
     assert repetition(np.array(tokens, np.int32), n) == pytest.approx(seen_before(tokens, n), abs=1e-12)
 
 
-def test_a_loop_repeats_itself_and_a_walk_does_not() -> None:
+def test_repetition_of_the_worst_samples_end_counts() -> None:
     assert repetition(np.arange(1000), 4) == 0.0
     assert repetition(np.tile(np.arange(7), 100), 8) == 1 - 7 / (700 - 7)
     assert repetition(np.zeros(0, np.int32), 3) == repetition(np.array([1]), 1) == 0.0
-
-
-def test_the_end_of_the_worst_sample_is_what_counts() -> None:
     walk, loop = list(range(10, 40)), [7, 8] * 15
     _, batch = judged(
         answer(0, [*walk, *loop], num_samples=2), answer(0, walk, sample=1, num_samples=2), answer(1, [*loop, *walk], group_size=2)
@@ -87,7 +87,7 @@ def test_lengths_are_bounded_and_the_bounds_are_included(length: int, reason: st
     assert sorted(s.train().groups[0].rollouts) == ([1] if reason else [0, 1])
 
 
-def test_repetitive_rollouts_leave_their_group() -> None:
+def test_refused_rollouts_leave_their_group_and_a_group_of_them_frees_its_credit() -> None:
     record, _ = judged(answer(0, [7] * 20), answer(1, list(range(20))))
     s = Stream(rules(max_repetition=0.5, repetition_ngram=3), replace(initial_state(rules()), granted=9))
     s.put(record)
@@ -95,9 +95,6 @@ def test_repetitive_rollouts_leave_their_group() -> None:
     s = Stream(rules(max_repetition=0.95, repetition_ngram=3), replace(initial_state(rules()), granted=9))
     s.put(record)
     assert not s.dropped, "17 of 18 3-grams are less than that"
-
-
-def test_a_group_that_is_all_refused_frees_its_credit_at_once() -> None:
     s = Stream(rules(min_tokens=5))
     before = s.state.granted
     effects = s.rollouts(0, view(0, reward=1.0), view(1, reward=0.0))
@@ -151,7 +148,7 @@ def test_zero_variance_is_a_small_deviation(rewards: list[float], bound: float) 
         assert not s.dropped
 
 
-def test_noise_of_the_last_bits_is_no_variance() -> None:
+def test_noise_is_no_variance_and_a_correction_may_refuse_a_group() -> None:
     """slime's bound: std > 1e-6 in float64."""
     noisy = (0.1 + 0.2, 0.3, 0.3)
     assert noisy[0] != noisy[1]
@@ -162,6 +159,10 @@ def test_noise_of_the_last_bits_is_no_variance() -> None:
     s = Stream(rules(zero_variance=False, min_reward_std=1.0))
     s.group(0, noisy)
     assert not s.dropped
+    s = Stream(rules(2, mean_reward=(0.4, 0.6)))
+    s.group(0, (0.0, 1.0))
+    s.reward(0, 0, 1.0)
+    assert s.dropped == [(1, 0, (0, 1), "too_easy", True)] and s.state.retired == 1
 
 
 @given(st.permutations([0.1, 0.2, 0.3, 0.7, 1e-17]))
@@ -174,22 +175,13 @@ def test_the_order_of_rewards_decides_nothing(rewards: list[float]) -> None:
         assert bool(s.dropped) == drops
 
 
-def test_a_correction_may_refuse_a_group_that_waits() -> None:
-    s = Stream(rules(2, mean_reward=(0.4, 0.6)))
-    s.group(0, (0.0, 1.0))
-    s.reward(0, 0, 1.0)
-    assert s.dropped == [(1, 0, (0, 1), "too_easy", True)] and s.state.retired == 1
-
-
 messages = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 2), st.integers(0, 8), st.floats(0, 1)), min_size=1, max_size=30, unique_by=lambda m: m[:2]
 )
 
 
 @given(messages, st.integers(0, 4), st.integers(3, 8), st.sampled_from(["drop", "mask"]), st.booleans())
-def test_every_task_ends_once_and_no_credit_is_lost(
-    sent: list[tuple[int, int, int, float]], shortest: int, longest: int, refused: str, flat: bool
-) -> None:
+def test_each_task_ends_once(sent: list[tuple[int, int, int, float]], shortest: int, longest: int, refused: str, flat: bool) -> None:
     """What retires is counted once, what is trained is within the bounds, and a state that was stored goes on alike."""
     config = rules(1, 9, zero_variance=flat, min_tokens=shortest, max_tokens=longest, refused=refused, mean_reward=(0.2, 0.8))
     s = Stream(config)
@@ -233,3 +225,74 @@ def test_a_verdict_is_a_tombstone_and_one_that_comes_too_late_or_twice_changes_n
     effects = s.end(1, reason="filter: dull")
     assert s.dropped[-1] == (7, 1, (), "filter: dull", True) and effects.grant is not None
     assert s.end(99, reason="filter: forged").dead, "of a task that nobody was granted"
+
+
+def test_pass_at_k_of_the_published_example_and_of_too_few_answers() -> None:
+    """slime's golden numbers: [1,0,0,0] and [1,1,0,0]."""
+    assert [round(float(np.mean(pass_at([4, 4], [1, 2], k))), 4) for k in powers(4)] == [0.375, 0.6667, 1.0]
+    found = pass_at([4, 3, 0], [1, 3, 0], 4)
+    assert found[0] == 1.0
+    assert np.isnan(found[1:]).all()
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 16, 64, 1000])
+def test_pass_at_k_is_one_minus_a_quotient_of_binomials(n: int) -> None:
+    correct = [*range(min(n, 20) + 1), n]
+    for k in powers(n):
+        exact = [float(1 - Fraction(comb(n - c, k), comb(n, k))) for c in correct]
+        np.testing.assert_allclose(pass_at([n] * len(correct), correct, k), exact, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("answered", "correct", "k"), [([4], [5], 1), ([4], [-1], 1), ([4], [1], 0)])
+def test_impossible_counts_are_refused(answered: list[int], correct: list[int], k: int) -> None:
+    with pytest.raises(ValueError, match="expected k >= 1"):
+        pass_at(answered, correct, k)
+
+
+def enumerated(answers: list[str | None], rewards: list[float], k: int) -> Fraction:
+    """maj@k by going through every choice of k samples."""
+    sums: dict[str, list[float]] = {}
+    for answer, reward in zip(answers, rewards, strict=True):
+        if answer is not None:
+            sums.setdefault(answer, []).append(reward)
+    worth = {answer: Fraction(sum(map(Fraction, values))) / len(values) for answer, values in sums.items()}
+    total = Fraction(0)
+    for chosen in itertools.combinations(answers, k):
+        votes = Counter(answer for answer in chosen if answer is not None)
+        winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+        total += sum((worth[answer] for answer in winners), Fraction(0)) / max(1, len(winners))
+    return total / comb(len(answers), k)
+
+
+def test_the_majority_is_that_of_every_choice() -> None:
+    generator = random.Random(7)
+    for _ in range(60):
+        n = generator.randint(1, 8)
+        answers = [generator.choice(["a", "b", "c", "d", None]) for _ in range(n)]
+        rewards = [generator.choice([0.0, 1.0, 0.5]) for _ in range(n)]
+        for k in range(1, n + 1):
+            assert majority_at(answers, rewards, [k]) == pytest.approx([float(enumerated(answers, rewards, k))], abs=1e-12)
+
+
+def test_a_tie_is_worth_its_mean_and_there_is_a_majority_for_some_k() -> None:
+    assert majority_at(["7", "8"], [1.0, 0.0], [2, 1]) == [0.5, 0.5]
+    assert majority_at(["7", "7", "8"], [1.0, 1.0, 0.0], [3]) == [1.0]
+    assert majority_at([None, None], [0.0, 0.0], [2]) == [0.0]
+    assert np.isnan(majority_at(["7"], [1.0], [2])).all()
+    assert [majority_ks(n) for n in (1, 2, 6, 16, 64)] == [(), (2,), (2, 4, 6), (2, 4, 8, 16), (64,)]
+
+
+def test_the_interval_covers_as_often_as_it_says() -> None:
+    """Of 400 sets of 200 problems, each right with probability 0.3: 95 % +- 3.3 % (three standard errors of a share of 400)."""
+    found = estimates((np.random.default_rng(3).random((200, 400)) < 0.3).astype(np.float64))
+    inside = sum(one is not None and one.low <= 0.3 <= one.high for one in found)
+    assert 0.917 <= inside / 400 <= 0.983
+
+
+def test_an_interval_is_seeded_and_leaves_out_who_has_no_value() -> None:
+    values = np.array([[1.0, np.nan], [0.0, np.nan], [np.nan, np.nan]])
+    assert estimates(values, seed=5) == estimates(values, seed=5)
+    first, second = estimates(values)
+    assert first == Estimate(0.5, 0.0, 1.0, 2)
+    assert second is None
+    assert estimates(np.empty((0, 1))) == [None]

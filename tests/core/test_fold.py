@@ -1,7 +1,5 @@
 """The fold, rule by rule: assembly, ends, poison, credits, the warm-up. Age: test_fold_staleness.py; rewards: test_fold_rewards.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.core.records import Poison, Rollouts
@@ -11,11 +9,8 @@ from streamrl.schemas.versions import Version
 from tests.support.records import Stream, config, tasks_of, view
 
 
-def test_initial_grant_is_s_plus_one_batches() -> None:
+def test_a_batch_closes_at_b_groups_and_frees_their_credits() -> None:
     assert initial_state(config(3, 2)).grant == Grant(granted=9, version=0, retired=0, warmup_end=0, first_open=0)
-
-
-def test_batch_closes_at_b_groups_sorted_by_task() -> None:
     s = Stream(config())
     s.group(3)
     assert s.close() is None
@@ -23,9 +18,6 @@ def test_batch_closes_at_b_groups_sorted_by_task() -> None:
     batch = s.close()
     assert tasks_of(batch) == (1, 3)
     assert batch is not None and batch.source == "main" and batch.sequences == (1, 2)
-
-
-def test_training_retires_and_frees_credits() -> None:
     s = Stream(config())
     s.group(1)
     s.group(3)
@@ -79,31 +71,22 @@ def test_what_comes_after_its_task_ended_is_late() -> None:
     assert s.state.retired == 1
 
 
-def test_a_tombstone_of_a_task_ends_it_and_refills() -> None:
+def test_a_tombstone_or_poison_ends_a_task_with_what_had_come() -> None:
     s = Stream(config(2, 1))
     effects = s.end(1)
     assert s.dropped == [(1, 1, (), "failed", True)]
     assert effects.grant == Grant(granted=5, version=0, retired=1, warmup_end=0, first_open=0)
     assert s.state.drops[0].detail == "said the producer"
-
-
-def test_a_tombstone_of_a_begun_task_drops_what_had_come() -> None:
     s = Stream(config())
     s.rollouts(0, view(1, reward=1.0))
     s.end(0, reason="deliveries")
     assert s.dropped == [(1, 0, (1,), "deliveries", False), (2, 0, (), "deliveries", True)]
     assert s.state.pending == {} and s.state.watermark == 1
-
-
-def test_a_tombstone_of_a_task_after_one_of_its_rollout() -> None:
     s = Stream(config())
     s.end(0, 1)
     s.end(0)
     assert s.dropped == [(1, 0, (1,), "failed", False), (2, 0, (), "failed", True)]
     assert s.state.pending == {} and s.state.retired == 1
-
-
-def test_a_poisoned_task_after_a_tombstone_of_its_rollout() -> None:
     s = Stream(config())
     s.end(0, 1)
     s.poison(0)
@@ -111,7 +94,7 @@ def test_a_poisoned_task_after_a_tombstone_of_its_rollout() -> None:
     assert s.state.pending == {} and s.state.retired == 1
 
 
-def test_a_tombstone_of_a_rollout_makes_the_group_smaller() -> None:
+def test_tombstones_of_rollouts_make_a_group_smaller_until_it_ends() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0, reward=0.0), view(2, reward=1.0), group=3)
     assert s.close() is None
@@ -119,9 +102,6 @@ def test_a_tombstone_of_a_rollout_makes_the_group_smaller() -> None:
     assert s.dropped == [(2, 0, (1,), "failed", False)]
     batch = s.train()
     assert sorted(batch.groups[0].rollouts) == [0, 2]
-
-
-def test_tombstones_of_all_rollouts_end_the_task() -> None:
     s = Stream(config())
     s.end(0, 0)
     s.end(0, 0)
@@ -129,9 +109,6 @@ def test_tombstones_of_all_rollouts_end_the_task() -> None:
     s.end(0, 1)
     assert s.dropped[-1] == (3, 0, (1,), "failed", True)
     assert s.state.retired == 1 and s.state.pending == {}
-
-
-def test_one_rollout_left_has_no_spread() -> None:
     s = Stream(config())
     s.end(0, 0)
     s.rollouts(0, view(1, reward=1.0))
@@ -158,23 +135,17 @@ def test_poison_without_an_open_task_retires_nothing(task: int | None) -> None:
     assert s.state.retired == 1
 
 
-def test_a_token_beyond_the_vocabulary_is_poison() -> None:
+def test_what_cannot_be_is_poison() -> None:
     stream = Stream(FoldConfig(batch_tasks=2, max_staleness=1, vocab_size=104))
     views = (view(0, reward=0.0), view(1, reward=1.0))
     stream.put(Rollouts(stream.next(), "main", 0, 2, views, top_token=103))
     effects = stream.put(Rollouts(stream.next(), "main", 1, 2, views, top_token=104))
     assert [(letter.sequence, "below the model's 104" in letter.reason) for letter in effects.dead] == [(2, True)]
     assert 0 in stream.state.pending and stream.state.is_retired(1)
-
-
-def test_a_version_that_had_not_been_trained_is_poison() -> None:
     s = Stream(config())
     effects = s.rollouts(0, view(0, oldest=0, highest=1, reward=1.0), view(1, reward=0.0))
     assert "version 1" in effects.dead[0].reason
     assert s.dropped == [(1, 0, (), "poison", True)]
-
-
-def test_a_task_that_had_not_been_granted_is_poison_and_can_still_end_later() -> None:
     s = Stream(config(1, 0))
     effects = s.group(1)
     assert "had not been granted" in effects.dead[0].reason
@@ -185,9 +156,6 @@ def test_a_task_that_had_not_been_granted_is_poison_and_can_still_end_later() ->
     s.train()
     s.group(1, oldest=1)
     assert tasks_of(s.close()) == (1,)
-
-
-def test_group_sizes_that_disagree_are_poison() -> None:
     s = Stream(config())
     s.rollouts(0, view(0, reward=1.0), group=4)
     effects = s.rollouts(0, view(1, reward=1.0), group=2)
@@ -195,15 +163,12 @@ def test_group_sizes_that_disagree_are_poison() -> None:
     s.rollouts(1, view(0, reward=1.0), group=2)
     effects = s.end(1, 5, group=8)
     assert "group of 2" in effects.dead[0].reason and s.state.retired == 2
-
-
-def test_a_demonstration_outside_the_warm_up_is_poison() -> None:
     s = Stream(config())
     effects = s.demonstration(0)
     assert "not of the warm-up" in effects.dead[0].reason and s.state.retired == 1
 
 
-def test_zero_variance_groups_are_dropped_unless_told_not_to() -> None:
+def test_groups_without_spread_or_trained_tokens_are_dropped() -> None:
     s = Stream(config())
     effects = s.group(0, (1.0, 1.0))
     assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)] and effects.grant is not None
@@ -211,16 +176,10 @@ def test_zero_variance_groups_are_dropped_unless_told_not_to() -> None:
     kept = Stream(config(1, drop_zero_variance=False))
     kept.group(0, (1.0, 1.0))
     assert tasks_of(kept.close()) == (0,)
-
-
-def test_a_group_of_two_messages_is_dropped_in_one_record_a_message() -> None:
     s = Stream(config())
     s.rollouts(0, view(2, reward=1.0), group=3)
     s.rollouts(0, view(0, reward=1.0), view(1, reward=1.0), group=3)
     assert s.dropped == [(1, 0, (2,), "zero_variance", False), (2, 0, (0, 1), "zero_variance", True)]
-
-
-def test_a_group_without_a_trained_token_is_dropped() -> None:
     s = Stream(config())
     s.rollouts(0, view(0, oldest=-1, highest=0, tokens=0, reward=0.0), view(1, oldest=-1, highest=0, tokens=0, reward=1.0))
     assert s.dropped == [(1, 0, (0, 1), "empty", True)]
@@ -249,14 +208,11 @@ def test_credits_never_leak() -> None:
     assert s.state.watermark == 40 and s.state.pending == {} and s.state.retired_above == frozenset()
 
 
-def test_a_grant_is_given_once() -> None:
+def test_a_grant_is_given_once_and_drops_go_to_the_next_entry() -> None:
     s = Stream(config())
     assert s.end(0).grant is not None
     assert s.mark().grant is None
     assert s.end(0).grant is None
-
-
-def test_drops_go_to_the_next_entry() -> None:
     s = Stream(config(1))
     s.end(1)
     s.group(0)
@@ -287,16 +243,13 @@ def test_the_warm_up_ends_with_what_was_granted_and_trains_it_to_the_last() -> N
     assert (s.state.warmup_steps, s.state.steps) == (3, 1)
 
 
-def test_the_last_warm_up_tasks_may_all_fail() -> None:
+def test_the_last_warm_up_tasks_may_fail_and_demonstrations_need_no_reward() -> None:
     s = Stream(config(1, 1, warmup_steps=1))
     s.demonstration(0)
     s.train(warm=True)
     s.end(1)
     s.group(2, oldest=1)
     assert tasks_of(s.close()) == (2,)
-
-
-def test_demonstrations_need_neither_reward_nor_spread() -> None:
     s = Stream(config(1, 1, warmup_steps=3))
     s.rollouts(0, view(0, oldest=-1, reward=1.0), view(1, oldest=-1), source="warmup")
     assert tasks_of(s.close()) == (0,)

@@ -1,7 +1,5 @@
 """Answers to requests for rewards: for the attempt that they name, whatever comes first; a failed one ends a rollout that has come."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import permutations
 
@@ -12,7 +10,7 @@ from streamrl.core.state import FoldState
 from tests.support.records import Stream, config, view
 
 
-def test_an_answer_rewards_the_samples_that_name_its_request() -> None:
+def test_an_answer_is_for_its_request_and_a_correction_for_any() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0, grading=7), view(1, grading=7))
     s.reward(0, 0, 1.0, grading=7)
@@ -21,6 +19,11 @@ def test_an_answer_rewards_the_samples_that_name_its_request() -> None:
     assert s.close() is None
     s.reward(0, 1, 0.25, grading=7)
     assert [one.reward for one in s.train().groups[0].rollouts.values()] == [1.0, 0.25]
+    s = Stream(config(1))
+    s.reward(0, 0, 4.0, revision=2)
+    s.reward(0, 0, 1.0, grading=7)
+    s.rollouts(0, view(0, grading=7), view(1, reward=0.0))
+    assert [one.reward for one in s.train().groups[0].rollouts.values()] == [4.0, 0.0]
 
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
@@ -39,14 +42,6 @@ def test_of_two_attempts_the_one_whose_samples_came_first_gets_its_own_reward(or
     first = 3 if order.index(0) < order.index(1) else 5
     assert (group.rollouts[0].grading, group.rollouts[0].reward) == (first, first / 10)
     assert s.state.early_rewards == {}
-
-
-def test_a_correction_is_for_any_attempt() -> None:
-    s = Stream(config(1))
-    s.reward(0, 0, 4.0, revision=2)
-    s.reward(0, 0, 1.0, grading=7)
-    s.rollouts(0, view(0, grading=7), view(1, reward=0.0))
-    assert [one.reward for one in s.train().groups[0].rollouts.values()] == [4.0, 0.0]
 
 
 @pytest.mark.parametrize("answer_first", [True, False])
@@ -72,7 +67,7 @@ def test_an_early_reward_of_a_higher_revision_stands_behind_those_before_it() ->
     assert s.train().groups[0].rollouts[0].reward == 2.0
 
 
-def test_a_failed_grading_ends_a_rollout_that_has_come_and_its_group_closes_without_it() -> None:
+def test_a_failed_grading_ends_the_rollout_of_its_attempt_alone() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0, grading=7), view(1, grading=7), view(2, grading=7), group=3)
     s.reward(0, 0, 1.0, grading=7)
@@ -83,26 +78,17 @@ def test_a_failed_grading_ends_a_rollout_that_has_come_and_its_group_closes_with
     s.end(0, 1, group=3, reason="timeout", grading=7)
     assert s.dropped[1:] == [(5, 0, (1,), "duplicate", False)]
     assert sorted(s.train().groups[0].rollouts) == [0, 2]
-
-
-def test_a_failed_grading_of_another_attempt_ends_nothing() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0), view(1, grading=6))
     for rollout in range(2):
         s.end(0, rollout, reason="timeout", grading=7)
     assert [drop[2:4] for drop in s.dropped] == [((0,), "superseded_reward"), ((1,), "superseded_reward")]
-
-
-def test_when_all_gradings_fail_the_task_ends_and_its_credit_comes_back() -> None:
     s = Stream(config(1, 0))
     s.rollouts(0, view(0, grading=7), view(1, grading=7))
     s.end(0, 0, grading=7)
     effects = s.end(0, 1, grading=7)
     assert s.dropped[-1] == (3, 0, (1,), "failed", True)
     assert effects.grant is not None and effects.grant.granted == 2
-
-
-def test_a_failed_grading_of_another_attempt_and_one_behind_a_reward_end_nothing() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0, grading=7), view(1, reward=0.0))
     s.end(0, 0, grading=5)
@@ -115,9 +101,6 @@ def test_a_failed_grading_of_another_attempt_and_one_behind_a_reward_end_nothing
         ((0,), "superseded_reward"),
     ]
     assert [one.reward for one in s.train().groups[0].rollouts.values()] == [1.0, 0.0]
-
-
-def test_a_failed_grading_before_its_samples_ends_the_rollout_too() -> None:
     s = Stream(config(1, drop_zero_variance=False))
     s.end(0, 0, grading=7)
     s.rollouts(0, view(0, grading=7), view(1, grading=7))

@@ -1,7 +1,5 @@
 """Some things hold in every run: hypothesis picks the world, `tests.support.simulation` runs it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 
@@ -61,7 +59,7 @@ def all_drops(result: Result) -> list[Drop]:
 
 
 @given(world=WORLDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_what_holds_in_every_world(world: World) -> None:
     result = Simulation(world).run()
     every_task_ends_once(result)
@@ -139,7 +137,7 @@ def the_same_stream_and_cursors_give_the_same_batches(world: World, result: Resu
     kill=st.sampled_from([0.0, 0.02]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_hung_tasks_expire_and_their_credits_come_back(more: int, **options: object) -> None:
     world = World(**options | {"steps": 20, "slots": 40, "tail": "fixed"})  # type: ignore[arg-type]
     world = replace(world, expire=world.staleness + more)

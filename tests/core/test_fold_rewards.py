@@ -1,20 +1,15 @@
 """Rewards that come by themselves: late, early, revised."""
 
-from __future__ import annotations
-
 from streamrl.core.state import PendingRollout
 from tests.support.records import Stream, config, view
 
 
-def test_a_reward_that_comes_late_completes_its_group() -> None:
+def test_a_reward_may_come_late_or_early() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0, reward=0.0), view(1))
     assert s.close() is None
     s.reward(0, 1, 0.5)
     assert s.train().groups[0].rollouts[1].reward == 0.5
-
-
-def test_a_reward_that_comes_early_is_kept() -> None:
     s = Stream(config(1))
     s.reward(0, 1, 0.5, revision=2)
     s.reward(0, 1, 0.25, revision=1)
@@ -25,7 +20,7 @@ def test_a_reward_that_comes_early_is_kept() -> None:
     assert s.state.early_rewards == {}
 
 
-def test_the_highest_revision_counts() -> None:
+def test_the_highest_revision_counts_once() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0, reward=0.0), view(1, reward=1.0))
     s.reward(0, 1, 2.0, revision=3)
@@ -34,6 +29,12 @@ def test_the_highest_revision_counts() -> None:
     assert s.train().groups[0].rollouts[1].reward == 2.0
     s.reward(0, 1, 4.0, revision=4)
     assert s.dropped == [(4, 0, (1,), "superseded_reward", False)]
+    s = Stream(config(1, 1))
+    s.rollouts(0, view(0, reward=0.0), view(1))
+    s.reward(0, 1, 0.5, revision=2)
+    s.reward(0, 1, 9.0, revision=2)
+    assert s.dropped == [(3, 0, (1,), "superseded_reward", False)]
+    assert s.train().groups[0].rollouts[1].reward == 0.5
 
 
 def test_a_revision_can_take_the_spread_away() -> None:
@@ -44,12 +45,20 @@ def test_a_revision_can_take_the_spread_away() -> None:
     assert s.state.ready == 0 and s.state.pending == {}
 
 
-def test_early_rewards_vanish_with_their_task() -> None:
+def test_early_rewards_are_kept_by_rollout_and_vanish_with_their_task() -> None:
     s = Stream(config())
     s.reward(0, 1, 1.0)
     s.reward(1, 0, 1.0)
     s.end(0)
     assert s.state.early_rewards == {"1/0": (1, 1.0)}
+    s = Stream(config())
+    s.rollouts(0, view(0))
+    s.reward(0, 1, 0.5)
+    s.reward(1, 0, 1.5)
+    s.reward(0, 1, 2.5, revision=3)
+    s.reward(0, 1, 9.0, revision=3)
+    assert s.state.early_rewards == {"0/1": (3, 2.5), "1/0": (1, 1.5)}
+    assert s.dropped == [(5, 0, (1,), "superseded_reward", False)], "a revision counts once"
 
 
 def test_what_waits_of_a_rollout() -> None:
@@ -63,26 +72,6 @@ def test_what_waits_of_a_rollout() -> None:
         0: PendingRollout(sequence=3, num_samples=2, num_tokens=5, oldest=0, newest=1, reward=None, revision=0, arrived=1, sampled=5),
         1: PendingRollout(sequence=3, num_samples=1, num_tokens=3, oldest=1, newest=1, reward=0.25, revision=4, arrived=1, sampled=3),
     }
-
-
-def test_early_rewards_of_several_rollouts_and_revisions() -> None:
-    s = Stream(config())
-    s.rollouts(0, view(0))
-    s.reward(0, 1, 0.5)
-    s.reward(1, 0, 1.5)
-    s.reward(0, 1, 2.5, revision=3)
-    s.reward(0, 1, 9.0, revision=3)
-    assert s.state.early_rewards == {"0/1": (3, 2.5), "1/0": (1, 1.5)}
-    assert s.dropped == [(5, 0, (1,), "superseded_reward", False)], "a revision counts once"
-
-
-def test_a_revision_counts_once() -> None:
-    s = Stream(config(1, 1))
-    s.rollouts(0, view(0, reward=0.0), view(1))
-    s.reward(0, 1, 0.5, revision=2)
-    s.reward(0, 1, 9.0, revision=2)
-    assert s.dropped == [(3, 0, (1,), "superseded_reward", False)]
-    assert s.train().groups[0].rollouts[1].reward == 0.5
 
 
 def test_rewards_of_complete_groups_are_summed() -> None:
@@ -121,9 +110,6 @@ def test_a_group_waits_for_its_rewards_as_many_versions_as_it_may() -> None:
     assert s.dropped == [(2, 1, (0, 1), "unrewarded", True)] and list(s.state.pending) == [2, 3]
     train_one(s, 6)
     assert list(s.state.pending) == [2, 3] and s.state.drops == ()
-
-
-def test_a_group_may_wait_one_version_or_for_ever() -> None:
     s = late(1)
     train_one(s, 4)
     assert s.dropped == [(2, 1, (0, 1), "unrewarded", True)]

@@ -1,7 +1,5 @@
 """How many tasks may be issued: worked examples of both formulas of streamrl/core/pacing.py. Simulated runs: tests/staleness."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.core.pacing import refilled, released
@@ -32,8 +30,7 @@ def test_while_holding_only_what_ended_is_replaced(granted: int, retired: int, e
 
 
 @pytest.mark.parametrize(
-    ("ready", "release"),
-    [(0, 6), (1, 6), (2, 5), (3, 5), (4, 4), (5, 4), (6, 3), (11, 1), (12, 0), (13, 0), (14, 0), (40, 0)],
+    ("ready", "release"), [(0, 6), (1, 6), (2, 5), (3, 5), (4, 4), (5, 4), (6, 3), (11, 1), (12, 0), (13, 0), (14, 0), (40, 0)]
 )
 def test_a_step_releases_b_and_half_of_what_is_missing_of_b(ready: int, release: int) -> None:
     # B = 4: max(0, 4 + ceil((4 - ready) / 2)), as in ready = 3: 4 + ceil(1 / 2) = 5.

@@ -1,8 +1,7 @@
 """Micro-batches: every wanted token is predicted once, by a state that sees exactly its own sample's past."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from streamrl.core.batches import TrainBatch
+from streamrl.core.cuts import cut_samples, with_ends
 from streamrl.core.packing import ROW, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches, split_groups, trial_row
 from streamrl.errors import TrainingError
+from streamrl.schemas.samples import Status
 from tests.support.errors import raises
 
 MakeBatch = Callable[..., TrainBatch]
@@ -59,7 +60,7 @@ def test_each_token_is_predicted_once_from_its_own_past(
             assert positions == list(range(target - start))
 
 
-def test_a_group_shares_its_prompt(make_batch: MakeBatch) -> None:
+def test_a_group_shares_its_prompt_where_that_fits_and_pays(make_batch: MakeBatch) -> None:
     batch = make_batch([{"prompt": [1] * 8, "answer": [2 + r, 9, 9], "task": t, "rollout": r} for t in range(3) for r in range(4)])
     (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(12), budget=1000)
     assert plan.inputs.shape == (3, 8 + 4 * 2)
@@ -68,12 +69,16 @@ def test_a_group_shares_its_prompt(make_batch: MakeBatch) -> None:
     assert alone.inputs.shape == (12, 10)
     assert alone.plain
     assert (alone.branch == 1).all()
-
-
-def test_a_tree_may_fill_the_budget_but_not_exceed_it(make_batch: MakeBatch) -> None:
     batch = make_batch([{"prompt": [1] * 8, "answer": [2 + r, 9, 9], "task": 0, "rollout": r} for r in range(4)])
     assert [p.inputs.shape for p in plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=16)] == [(1, 16)]
     assert [p.inputs.shape for p in plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=15)] == [(1, 10)] * 4
+    batch = make_batch([{"prompt": [1] * 4, "answer": [2 + r] * 400, "task": 0, "rollout": r} for r in range(4)])
+    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=10_000, width=8)
+    assert [p.inputs.shape for p in plans] == [(4, 403)]
+    batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t} for t, n in enumerate((10, 6, 4, 3, 3))])
+    (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(5), budget=100)
+    assert plan.inputs.shape == (3, 10)
+    assert [len(set(row)) for row in plan.tree.tolist()] == [1, 2, 2]
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -140,19 +145,6 @@ def test_rows_are_filled_by_best_fit(make_batch: MakeBatch, lengths: list[int], 
         assert np.bincount(plan.source // left[0]).tolist() == [sum(row) for row in rows]
         left = rest
     assert not left
-
-
-def test_long_answers_are_not_shared(make_batch: MakeBatch) -> None:
-    batch = make_batch([{"prompt": [1] * 4, "answer": [2 + r] * 400, "task": 0, "rollout": r} for r in range(4)])
-    plans = plan_micro_batches(batch, batch.loss_mask, np.arange(4), budget=10_000, width=8)
-    assert [p.inputs.shape for p in plans] == [(4, 403)]
-
-
-def test_short_samples_fill_the_rows_of_long_ones(make_batch: MakeBatch) -> None:
-    batch = make_batch([{"prompt": [1], "answer": [2] * n, "task": t} for t, n in enumerate((10, 6, 4, 3, 3))])
-    (plan,) = plan_micro_batches(batch, batch.loss_mask, np.arange(5), budget=100)
-    assert plan.inputs.shape == (3, 10)
-    assert [len(set(row)) for row in plan.tree.tolist()] == [1, 2, 2]
 
 
 def test_the_plan_depends_on_nothing_but_its_arguments(make_batch: MakeBatch) -> None:
@@ -254,3 +246,46 @@ def test_packed_rows_of_a_step_are_full_and_its_ranks_have_the_same_work(mean: i
     tokens, attention = zip(*map(work, shares), strict=True)
     assert max(tokens) - min(tokens) <= 1.1 * length, "a row, and what another one lacks"
     assert min(attention) > 0.93 * max(attention)
+
+
+def batch() -> TrainBatch:
+    """Three samples of one task, of which the first and the last were cut, and one of another, cut and not trained."""
+    return TrainBatch.from_lists(
+        [[5, 6], [5, 6], [5, 6], [9]],
+        [[7], [8, 8, 8], [7, 9], [4, 4]],
+        loss_mask=[[True], [True] * 3, [True, False], [False, False]],
+        tasks=[0, 0, 0, 1],
+        status=[Status.TRUNCATED, Status.COMPLETED, Status.TRUNCATED, Status.TRUNCATED],
+        rewards=[0.0] * 4,
+    )
+
+
+def test_only_trained_ones_are_cut() -> None:
+    assert cut_samples(batch()).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("layout", [{}, {"share_prefixes": False}, {"share_prefixes": False, "several_per_row": False}, {"row_length": 16}])
+def test_the_state_behind_the_last_token_is_there_and_of_that_token(layout: dict[str, Any]) -> None:
+    own = batch()
+    longer, ends = with_ends(own, cut_samples(own))
+    assert np.array_equal(np.delete(longer.tokens, ends), own.tokens) and np.array_equal(np.delete(longer.loss_mask, ends), own.loss_mask)
+    wanted = longer.loss_mask.copy()
+    wanted[ends] = True
+    micros = plan_micro_batches(longer, wanted, np.arange(4), budget=64, **layout)
+    read: dict[int, tuple[int, int]] = {}
+    for micro in micros:
+        inputs, positions = micro.inputs.reshape(-1), micro.positions.reshape(-1)
+        for source, target in zip(micro.source.tolist(), micro.target.tolist(), strict=True):
+            assert target not in read
+            read[target] = (int(inputs[source]), int(positions[source]))
+        assert not set(ends.tolist()) & set(micro.fed.reshape(-1).tolist()), "what was added is never fed"
+    assert set(read) == set(np.flatnonzero(wanted).tolist())
+    for sample, end in zip((0, 2), ends.tolist(), strict=True):
+        last = int(own.offsets[sample + 1]) - 1
+        assert read[end] == (int(own.tokens[last]), int(own.lengths[sample]) - 1)
+
+
+def test_nothing_cut_is_the_same_batch() -> None:
+    own = replace(batch(), status=np.zeros(4, np.int8))
+    longer, ends = with_ends(own, cut_samples(own))
+    assert not len(ends) and np.array_equal(longer.tokens, own.tokens) and np.array_equal(longer.offsets, own.offsets)

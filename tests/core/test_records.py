@@ -1,7 +1,5 @@
 """From stored messages to records: never an exception, and the numbers that decisions need."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -34,16 +32,13 @@ def test_samples_become_one_view_a_rollout() -> None:
     assert record == Rollouts(9, "main", 3, 2, views, 8, 4, Tails(batch))
 
 
-def test_ages_count_trained_tokens_only() -> None:
+def test_ages_count_trained_tokens_of_all_samples() -> None:
     spans = (VersionSpan(1, None), VersionSpan(1, Version(0, 2)), VersionSpan(1, Version(0, 7)), VersionSpan(1, Version(1, 9)))
     mask = np.array([0, 0, 1, 0], np.uint8)
     record, _ = judge(SAMPLES, 1, encode_samples([sample(0, spans=spans, loss_mask=mask)]), None)
     assert isinstance(record, Rollouts)
     assert (record.rollouts[0].oldest, record.rollouts[0].newest, record.rollouts[0].highest) == (7, 7, 9)
     assert record.rollouts[0].epochs == ((0, 2, 7), (1, 9, 9))
-
-
-def test_the_oldest_token_of_several_samples() -> None:
     other = (VersionSpan(2, None), VersionSpan(1, Version(0, 3)), VersionSpan(1, Version(0, 5)))
     rows = [sample(0, num_samples=2), sample(0, sample=1, num_samples=2, spans=other)]
     record, _ = judge(SAMPLES, 1, encode_samples(rows), None)
@@ -86,15 +81,12 @@ def test_views_are_what_a_look_at_every_token_gives(seed: int) -> None:
     assert record.top_token == max(int(row.tokens.max()) for row in rows)
 
 
-def test_demonstrations_have_no_version() -> None:
+def test_no_version_is_no_demonstration_unless_it_is_trained() -> None:
     row = sample(0, spans=(VersionSpan(4, None),), logprob_mode=LogprobMode.NONE, logprobs=np.zeros(4, np.float32), reward=None)
     record, _ = judge(SAMPLES, 1, encode_samples([row]), None)
     assert isinstance(record, Rollouts)
     assert record.rollouts[0] == RolloutView(0, 1, 2, -1, -1, None, -1)
     assert record.rollouts[0].demonstration
-
-
-def test_a_rollout_without_trained_tokens_is_no_demonstration() -> None:
     record, _ = judge(SAMPLES, 1, encode_samples([sample(0, loss_mask=np.zeros(4, np.uint8))]), None)
     assert isinstance(record, Rollouts)
     assert record.rollouts[0] == RolloutView(0, 1, 0, -1, -1, 0.0, 4, ((0, 4, 4),))
@@ -188,15 +180,12 @@ def test_poison_says_where_it_lies(subject: str) -> None:
     assert isinstance(record, Poison) and f"at {subject} sequence 5" in record.reason
 
 
-def test_reasons_have_the_length_that_ledgers_of_before_have_them_in() -> None:
+def test_reasons_are_cut_as_ever_and_a_fork_may_be_of_the_first_version() -> None:
     # A replay compares drops with those of the ledger, their details included: another length would make it differ.
     long = Tombstone(task=1, reason="r" * 9999, detail="d" * 9999)
     assert judge(TOMBSTONES, 1, encode(long), None) == (Ended(1, "", 1, None, 1, "r" * 400, "d" * 400), None)
     record, _ = judge(TOMBSTONES, 1, encode(Tombstone(task=-1, reason="r" * 9999)), None)
     assert isinstance(record, Poison) and len(record.reason) == 400
-
-
-def test_a_fork_may_be_of_the_very_first_version() -> None:
     body = encode(Mark(name=MARK_EPOCH, detail={"epoch": 1, "first": 1, "last_before": 1}))
     assert judge(SUBJECTS.marks, 7, body, None) == (Forked(7, 1, 1, 1), None)
 
@@ -212,16 +201,13 @@ def numbered(first: int, *numbers: int) -> tuple[VersionSpan, ...]:
     return (VersionSpan(first, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
 
 
-def test_shares_are_of_the_rollouts_that_a_limit_cut() -> None:
+def test_shares_are_of_cut_rollouts_and_take_their_ages_along() -> None:
     cut, shown = {"status": Status.TRUNCATED}, {"logprob_mode": LogprobMode.NONE, "logprobs": np.zeros(4, np.float32)}
     whole, one = views_of(sample(0), sample(1, **cut, spans=numbered(2, 3, 0)))
     assert (whole.shares, one.shares) == ((), (Share(False, True, 2, 0, 3),))
     one, whole = views_of(sample(0, **cut, **shown, spans=numbered(3, 3)), sample(1))
     assert (one.shares, whole.shares) == ((Share(False, True, 2, 3, 3),), ()), "a token that no model sampled has no age"
     assert views_of(sample(0, **cut, **shown, spans=numbered(4)))[0].shares == (Share(False, True, 2, -1, -1),)
-
-
-def test_what_is_left_out_takes_its_ages_along() -> None:
     shares = (Share(False, False, 1, -1, -1), Share(False, True, 2, 3, 5), Share(True, False, 4, 0, 4))
     given = RolloutView(0, 1, 7, 0, 5, 1.0, shares=shares)
     for inexact, truncated, left in [
@@ -234,14 +220,11 @@ def test_what_is_left_out_takes_its_ages_along() -> None:
         assert (found.num_tokens, found.oldest, found.newest) == left
 
 
-def test_agents_and_their_samples_are_in_order() -> None:
+def test_agents_are_in_order_and_the_longest_sample_is_known() -> None:
     owners = [(2, "a/1"), (1, "b"), (0, "a/1")]
     rows = [sample(0, sample=index, num_samples=3, agent=agent, agent_reward=0.5) for index, agent in owners]
     assert views_of(*rows[1:], rows[0])[0].agents == (AgentView("a/1", (0, 2), 0.5), AgentView("b", (1,), 0.5))
     assert views_of(*rows)[0].agents == (AgentView("a/1", (0, 2), 0.5), AgentView("b", (1,), 0.5))
-
-
-def test_the_longest_sample_and_the_requests_for_rewards() -> None:
     short = {"tokens": np.array([5, 6], np.int32), "loss_mask": np.array([0, 1], np.uint8), "logprobs": np.zeros(2, np.float32)}
     record, _ = judge(SAMPLES, 1, encode_samples([sample(0, **short, spans=numbered(1, 4)), sample(1, grading=7, reward=None)]), None)
     assert isinstance(record, Rollouts) and record.longest == 4

@@ -1,7 +1,5 @@
 """The fold's state: its encoding, and drops without number."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 
@@ -29,10 +27,26 @@ def test_state_survives_encoding() -> None:
     assert state.pending[0].ended == (2,) and state.retired_above == frozenset({1, 4, 5})
 
 
-def test_a_decision_that_is_not_configured_is_off() -> None:
+def test_what_a_configuration_does_not_name_is_off() -> None:
     """A recorded configuration that lacks its key decided without it."""
     bare = FoldConfig(batch_tasks=1, max_staleness=0)
     assert (bare.max_len, bare.inexact, bare.overlong, bare.expire_versions, bare.late_versions) == (0, "allow", "train", 0, 0)
+    assert FoldConfig(batch_tasks=2, max_staleness=1) == FoldConfig(
+        batch_tasks=2,
+        group_size=0,
+        max_staleness=1,
+        stale="drop",
+        drop_zero_variance=True,
+        late_versions=0,
+        warmup_steps=0,
+        warmup_until=1.0,
+        hold_ahead=False,
+        delay_versions=0,
+        vocab_size=0,
+        overlong_buffer=0,
+        overlong_penalty=1.0,
+        filters=FiltersConfig(min_reward_std=0.0),
+    )
 
 
 def test_the_first_open_task_is_the_next_one_when_all_have_ended() -> None:
@@ -73,25 +87,6 @@ def rollout(*, tokens: int = 3, oldest: int = 0, reward: float | None = None, ar
 
 def task_of(*rollouts: PendingRollout, size: int = 2, ended: tuple[int, ...] = ()) -> PendingTask:
     return PendingTask(0, "main", size, dict(enumerate(rollouts)), ended)
-
-
-def test_what_a_configuration_does_not_name_is_off() -> None:
-    assert FoldConfig(batch_tasks=2, max_staleness=1) == FoldConfig(
-        batch_tasks=2,
-        group_size=0,
-        max_staleness=1,
-        stale="drop",
-        drop_zero_variance=True,
-        late_versions=0,
-        warmup_steps=0,
-        warmup_until=1.0,
-        hold_ahead=False,
-        delay_versions=0,
-        vocab_size=0,
-        overlong_buffer=0,
-        overlong_penalty=1.0,
-        filters=FiltersConfig(min_reward_std=0.0),
-    )
 
 
 def test_a_state_that_says_nothing_is_the_one_before_any_record() -> None:
@@ -165,20 +160,14 @@ def test_a_greedy_rollout_is_compared_with_the_others(baseline: int, compared: l
     assert (list(task.compared), task.baseline_reward) == (compared, reward)
 
 
-def test_a_task_is_complete_when_every_rollout_has_ended() -> None:
+def test_a_task_is_complete_ready_and_arrived_with_its_rollouts() -> None:
     one = rollout(reward=1.0)
     assert [task_of(one).complete, task_of(one, one).complete, task_of(one, ended=(1,)).complete] == [False, True, True]
     assert not task_of(one, ended=(1,), size=3).complete
-
-
-def test_a_task_is_ready_when_it_is_complete_and_every_sample_has_its_reward() -> None:
     known, unknown, demonstration = rollout(reward=0.0), rollout(), rollout(oldest=-1)
     assert task_of(known, known).ready and task_of(known, demonstration).ready and task_of(demonstration, demonstration).ready
     assert not task_of(known, unknown).ready and not task_of(unknown, unknown).ready and not task_of(unknown, demonstration).ready
     assert not task_of(known).ready, "it lacks a rollout"
-
-
-def test_a_task_arrived_with_its_newest_rollout() -> None:
     assert task_of(rollout(arrived=3), rollout(arrived=5)).arrived == 5
     assert task_of(ended=(0, 1)).arrived == 0
 

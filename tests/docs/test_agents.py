@@ -1,7 +1,5 @@
 """The agents and rewards of docs/agents.md, each in a run of its own: they train, and do what the page says of them."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path
@@ -53,7 +51,6 @@ async def each(task, engine):
 
 
 def of(agent: str, samples: list[Sample]) -> list[Sample]:
-    """Return those of one agent; there must be some."""
     found = [sample for sample in samples if sample.task % len(EACH) == EACH.index(agent)]
     assert found, agent
     return found

@@ -1,7 +1,5 @@
 """The pages for who comes from another system: their files are loaded and fit GPUs, and their rows are held to files and keys."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Callable, Iterator
@@ -49,7 +47,6 @@ def page(name: str) -> str:
 
 
 def rows(name: str, mark: str) -> list[list[str]]:
-    """Cells of the table between two marks, without its head."""
     found = re.search(rf"<!-- {mark}: begin -->\n(.*?)<!-- {mark}: end -->", page(name), re.DOTALL)
     assert found, f"{name}: no marks {mark}"
     return [[cell.strip() for cell in line.strip().strip("|").split(" | ")] for line in found[1].splitlines()[2:]]

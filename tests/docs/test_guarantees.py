@@ -1,7 +1,5 @@
 """Every row of the crash table and each guarantee names a test that is there and that CI runs: one that is not left to the soak."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

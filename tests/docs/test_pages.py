@@ -1,14 +1,17 @@
 """All pages: commands the command line knows, TOML the loader takes, SQL that DuckDB runs, links, paths and names that are there."""
 
-from __future__ import annotations
-
 import asyncio
+import doctest
+import importlib
+import inspect
 import re
 import shlex
 import shutil
+import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import duckdb
@@ -73,13 +76,13 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
     assert others == own_tests, "README.md: that of the root, and that of examples/calculator_tool"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_line_takes_every_command(command: str) -> None:
-    words = shlex.split(re.split(r"\s+#", command.replace("\\\n", " "))[0].rstrip("\\"))
-    given = parser().parse_args(words[1:])
-    assert callable(given.run_verb)
-    if words[1] == "bench":  # hands its arguments on, `--help` too
-        assert callable(bench_parser().parse_args(given.arguments).run_bench)
+def test_the_command_line_takes_every_command() -> None:
+    for command in COMMANDS:
+        words = shlex.split(re.split(r"\s+#", command.replace("\\\n", " "))[0].rstrip("\\"))
+        given = parser().parse_args(words[1:])
+        assert callable(given.run_verb), command
+        if words[1] == "bench":  # hands its arguments on, `--help` too
+            assert callable(bench_parser().parse_args(given.arguments).run_bench), command
 
 
 def test_verbs_in_the_text_are_verbs() -> None:
@@ -124,7 +127,6 @@ def test_the_late_rewards_are_the_products_own() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recording called `quickstart`, of a small run."""
     place = tmp_path_factory.mktemp("pages")
     config = table_config(place, run={"name": "quickstart", "steps": 8}, **FIXED)
     made = asyncio.run(make_recorded(place / "made", config))
@@ -160,35 +162,30 @@ def test_the_ways_to_read_metrics_read_them(tmp_path: Path, monkeypatch: pytest.
     assert decoded(of("metrics.md", "json").text.encode()) is not None
 
 
+FUNCTIONS = frozenset(name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (\w+)\(", file.read_text()))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+def test_what_a_page_links_to_or_names_is_there(page: Path) -> None:
+    whole = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", whole):
         if target.startswith(("http:", "https:")):
             continue
         path, _, anchor = target.partition("#")
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), f"{page.name}: {target}"
         assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_and_tests_that_a_page_names_are_there(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```$", "", whole, flags=re.DOTALL | re.MULTILINE)
     named = re.findall(r"`((?:tests|scripts|streamrl|producers|consumers|schemas|docs|examples)/[\w./-]*)(?:::(\w+))?`", text)
     for path, function in named:
         assert (ROOT / path).exists(), f"{page.name}: {path}"
         assert not function or f"def {function}(" in (ROOT / path).read_text(), f"{page.name}: {path}::{function}"
-    for function in re.findall(r"`(test_\w+)`", text):
-        assert any(f"def {function}(" in file.read_text() for file in (ROOT / "tests").rglob("*.py")), f"{page.name}: {function}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_metrics_and_keys_that_a_page_names_are_there(page: Path) -> None:
+    assert set(re.findall(r"`(test_\w+)`", text)) <= FUNCTIONS
     areas = {name.partition("/")[0] for name in METRICS}
-    named = re.findall(r"`([a-z]+)/([a-z0-9_]+)`", page.read_text())
+    named = re.findall(r"`([a-z]+)/([a-z0-9_]+)`", whole)
     assert [f"{area}/{name}" for area, name in named if area in areas and f"{area}/{name}" not in {*METRICS, *LENGTHS}] == []
     trees = dict(sections(Config()))
-    for section, key in re.findall(r"`((?:[a-z]+\.)+)([a-z_]+)(?: = [^`]*)?`", page.read_text()):
+    for section, key in re.findall(r"`((?:[a-z]+\.)+)([a-z_]+)(?: = [^`]*)?`", whole):
         if page.name == "agents.md" and section == "engine.":
             continue  # what a producer is given, not the section; tests/docs/test_agents.py looks at it
         struct = trees.get(section.rstrip("."))
@@ -206,3 +203,54 @@ def anchors(page: Path) -> set[str]:
         return set()
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+EXAMPLE = ROOT / "examples" / "gsm8k"
+GPU_PAGE = blocks(ROOT / "docs" / "gpu.md")
+
+
+def test_the_configuration_is_the_examples_file() -> None:
+    [shown] = [block.text for block in GPU_PAGE if block.language == "toml"]
+    head, _, body = (EXAMPLE / "one_gpu.toml").read_text().partition("\n\n")
+    assert head.startswith("#") and shown == body
+
+
+def test_the_reward_is_the_examples_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    monkeypatch.delitem(sys.modules, "brief", raising=False)
+    import brief  # pyright: ignore[reportMissingImports]
+
+    [shown] = [block.text for block in GPU_PAGE if block.language == "python"]
+    lines = inspect.getsource(brief.score).splitlines()
+    assert shown.splitlines()[1:] == [line for line in lines[1:] if '"""' not in line]
+    task = SimpleNamespace(label="16 - 3 = 13\n#### 1,013")
+    for text, right in (("so it is 1,013.", 1.0), ("13", 0.0), ("", 0.0), ("-1013", 0.0), ("#### 1013", 1.0)):
+        given = brief.score(task, SimpleNamespace(completion=text))
+        assert given["right"] == right and 0 < given["brief"] <= 0.1
+    assert brief.score(task, SimpleNamespace(completion="a" * 1000))["brief"] == 0.05
+
+
+MODULES = (
+    *("streamrl.core.fold", "streamrl.core.packing", "streamrl.engines.live_swap.plan", "streamrl.producers.episode"),
+    *("streamrl.schemas.control", "streamrl.schemas.samples", "streamrl.schemas.tasks", "streamrl.schemas.versions"),
+    *("streamrl.tensors.digest", "streamrl.weights.manifest"),
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_give_what_they_say(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted > 0 and found.failed == 0
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "sandbox.md"
+
+
+@pytest.mark.process
+async def test_the_tool_of_the_page() -> None:
+    [block] = [block for block in blocks(PAGE) if block.language == "python"]
+    page: dict[str, Any] = {}
+    exec(block.text, page)
+    assert await page["python"]("print(open('data.csv').read())") == "a,b\n"
+    assert (await page["python"]("1 / 0")).endswith("ZeroDivisionError: division by zero\n")
+    assert await page["python"]("import os; os.kill(os.getpid(), 9)") == "killed: by signal 9 (Killed)"

@@ -1,7 +1,5 @@
 """What megatron-core cannot train here is refused by each verb before anything is started."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -78,7 +76,7 @@ def described(place: Path, **changes: Any) -> str:
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "got one for each kind of layer"),
     ],
 )
-def test_a_model_that_is_not_built_here_is_refused_by_every_verb(
+def test_a_model_that_is_not_built_is_refused_by_each_verb(
     refused: Refused, tmp_path: Path, changes: dict[str, Any], expected: str
 ) -> None:
     for said in refused(described(tmp_path, **changes)):
@@ -92,9 +90,7 @@ def test_a_description_that_is_none_is_refused_by_every_verb(refused: Refused, t
             assert "model.path" in said
 
 
-def test_a_megatron_that_is_out_of_range_or_not_there_is_refused_by_every_verb(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_megatron_out_of_range_or_not_there_is_refused_by_each(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in ("0.15.3", "0.20.0"):
         place = tmp_path / number / f"megatron_core-{number}.dist-info"
         place.mkdir(parents=True)
@@ -125,9 +121,7 @@ def test_a_megatron_that_is_out_of_range_or_not_there_is_refused_by_every_verb(
         (4, {"vocab_size": 5}, "a vocabulary of 5 leaves the last rank without a row"),
     ],
 )
-def test_a_mesh_that_does_not_divide_the_model_is_refused_with_the_arithmetic(
-    tmp_path: Path, ranks: int, sizes: dict[str, Any], expected: str
-) -> None:
+def test_a_mesh_that_does_not_divide_the_model_is_told_arithmetic(tmp_path: Path, ranks: int, sizes: dict[str, Any], expected: str) -> None:
     described(tmp_path, **sizes)
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=ranks, tensor=ranks))
     check = check_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
@@ -139,7 +133,7 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused_by_every_verb(refused:
         assert "num_key_value_heads = 2, got 2 / 4" in said
 
 
-def test_the_share_of_a_rank_is_told(tmp_path: Path) -> None:
+def test_the_share_of_a_rank_a_stage_or_experts_is_told(tmp_path: Path) -> None:
     assert check_backend(Config()) is None
     described(tmp_path)
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=4, tensor=4))
@@ -149,23 +143,6 @@ def test_the_share_of_a_rank_is_told(tmp_path: Path) -> None:
     # Of the model that is built: 4 heads and 2 of keys and values.
     with pytest.raises(ConfigError, match=r"the model that \[model\] builds|num_key_value_heads = 2, got 2 / 4"):
         refuse_backend(config)
-
-
-@pytest.mark.parametrize("key", ["loss.distillation.teacher", "loss.critic.path"])
-def test_another_model_that_cannot_be_built_is_refused_by_its_key(tmp_path: Path, key: str) -> None:
-    described(tmp_path)
-    (tmp_path / "other").mkdir()
-    described(tmp_path / "other", num_hidden_layers=5)
-    path = str(tmp_path / "other")
-    teacher = LossConfig(distillation=DistillationConfig(coef=0.1, teacher=path))
-    loss = LossConfig(advantage="ppo", critic=CriticConfig(path=path)) if key == "loss.critic.path" else teacher
-    config = Config(trainer=TrainerConfig(backend="megatron", ranks=2, pipeline=2), loss=loss)
-    with pytest.raises(ConfigError, match=r"num_hidden_layers = 5, got 5 / 2 = 2\.5") as caught:
-        refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
-    assert caught.value.values["key"] == key
-
-
-def test_the_share_of_a_stage_is_told(tmp_path: Path) -> None:
     described(tmp_path, num_hidden_layers=6)
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=3, pipeline=3))
     config = replace(config, model=replace(config.model, path=str(tmp_path)))
@@ -175,9 +152,6 @@ def test_the_share_of_a_stage_is_told(tmp_path: Path) -> None:
     described(tmp_path, model_type="qwen3_moe", num_hidden_layers=6, num_experts=6, moe_intermediate_size=768)
     with pytest.raises(ConfigError, match=r"trainer\.pipeline = 3 cuts no mixture"):
         refuse_backend(config)
-
-
-def test_the_share_of_a_rank_that_has_experts_is_told(tmp_path: Path) -> None:
     described(tmp_path, model_type="qwen3_moe", num_experts=6, moe_intermediate_size=768)
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=6, experts=3))
     assert "6 / 3 = 2 of a layer's experts" in refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
@@ -192,6 +166,20 @@ def test_the_share_of_a_rank_that_has_experts_is_told(tmp_path: Path) -> None:
     described(tmp_path)
     with pytest.raises(ConfigError, match="dense"):
         refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
+
+
+@pytest.mark.parametrize("key", ["loss.distillation.teacher", "loss.critic.path"])
+def test_another_model_that_cannot_be_built_is_refused_by_its_key(tmp_path: Path, key: str) -> None:
+    described(tmp_path)
+    (tmp_path / "other").mkdir()
+    described(tmp_path / "other", num_hidden_layers=5)
+    path = str(tmp_path / "other")
+    teacher = LossConfig(distillation=DistillationConfig(coef=0.1, teacher=path))
+    loss = LossConfig(advantage="ppo", critic=CriticConfig(path=path)) if key == "loss.critic.path" else teacher
+    config = Config(trainer=TrainerConfig(backend="megatron", ranks=2, pipeline=2), loss=loss)
+    with pytest.raises(ConfigError, match=r"num_hidden_layers = 5, got 5 / 2 = 2\.5") as caught:
+        refuse_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
+    assert caught.value.values["key"] == key
 
 
 def test_what_a_cluster_of_ray_has_installed_is_not_looked_at_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Whether models fit GPUs, from configurations and descriptions of models alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -14,17 +12,8 @@ from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.loss import CriticConfig, DistillationConfig, KLConfig, LossConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.tree import Config, EvaluationConfig, ModelConfig, TasksConfig, TrainerConfig, WeightsConfig
-from streamrl.doctor import gpu_memory
+from streamrl.doctor import gpu_memory as reckoning
 from streamrl.doctor.backend import divides
-from streamrl.doctor.gpu_memory import (
-    check_activations,
-    check_gpu_memory,
-    check_shared_gpus,
-    check_trainer_memory,
-    gpu_memories,
-    least_memory,
-    read_shape,
-)
 from streamrl.errors import LaunchError
 from streamrl.schemas.tasks import Sampling
 from streamrl.trainers.activations import GIB
@@ -54,7 +43,7 @@ def written(place: Path, sizes: dict[str, Any] = QWEN_4B) -> ModelConfig:
 
 def lasting(config: Config, gib: int = 140) -> dict[str, float]:
     """GiB of a rank, by what they are for."""
-    models = models_of(config, read_shape)
+    models = models_of(config, reckoning.read_shape)
     assert models is not None
     found = rank_memory(config, models, gpu_bytes=gib << 30, compiled=True).lasting
     return {what: nbytes / GIB for what, nbytes in found}
@@ -72,18 +61,16 @@ def lasting(config: Config, gib: int = 140) -> dict[str, float]:
         (130, 0, 1, "ok", "of 36 layers keep"),
     ],
 )
-def test_layers_that_keep_their_activations_are_reckoned_for_the_gpu(
-    tmp_path: Path, gib: int, asked: Any, shards: int, state: str, says: str
-) -> None:
+def test_layers_that_keep_activations_are_reckoned_for_it(tmp_path: Path, gib: int, asked: Any, shards: int, state: str, says: str) -> None:
     trainer = TrainerConfig(micro_tokens=8192, activations=asked, compile="on", attention="packed", ranks=shards, shards=shards)
     config = Config(model=written(tmp_path), trainer=trainer)
-    found = check_activations(config, gib << 30)
+    found = reckoning.check_activations(config, gib << 30)
     assert found is not None and (found.state, says in found.found) == (state, True), found
     # Snapshots of what is published are a rank's part, too.
-    large = check_activations(replace(config, weights=WeightsConfig(ring=64 * shards)), gib << 30)
+    large = reckoning.check_activations(replace(config, weights=WeightsConfig(ring=64 * shards)), gib << 30)
     assert large is not None and large.state == "warn"
     (tmp_path / "config.json").write_text("[")
-    assert check_activations(config, gib << 30) is None
+    assert reckoning.check_activations(config, gib << 30) is None
 
 
 def test_each_model_is_reckoned_by_its_own_shape_and_once(tmp_path: Path) -> None:
@@ -132,27 +119,27 @@ def test_a_part_holds_a_part_of_each_and_what_is_gathered(tmp_path: Path) -> Non
         (7, 16, "fail", "7.5 GiB for a model before it is cut"),
     ],
 )
-def test_a_model_that_does_not_fit_a_rank_is_refused_with_the_parts_that_do(
+def test_a_model_that_does_not_fit_a_rank_is_refused_with_parts_that_do(
     tmp_path: Path, gib: int, shards: int, state: str, says: str
 ) -> None:
     config = Config(model=written(tmp_path), trainer=TrainerConfig(ranks=shards, shards=shards))
-    found = check_trainer_memory(config, gib << 30)
+    found = reckoning.check_trainer_memory(config, gib << 30)
     assert found is not None and found.state == state and says in found.found + found.hint, found
-    assert check_trainer_memory(replace(config, trainer=replace(config.trainer, device="cpu")), gib << 30) is None
-    assert check_trainer_memory(config, 0) is None, "there is no GPU"
+    assert reckoning.check_trainer_memory(replace(config, trainer=replace(config.trainer, device="cpu")), gib << 30) is None
+    assert reckoning.check_trainer_memory(config, 0) is None, "there is no GPU"
 
 
 def test_a_sample_longer_than_a_rank_can_hold_is_refused_with_the_tokens_that_fit(tmp_path: Path) -> None:
     config = Config(model=written(tmp_path), trainer=TrainerConfig(compile="on"))
-    fine = check_trainer_memory(config, 90 << 30)
+    fine = reckoning.check_trainer_memory(config, 90 << 30)
     assert fine is not None and fine.state == "ok"
     long = replace(config, sampling=Sampling(max_new_tokens=90_000))
-    found = check_trainer_memory(long, 90 << 30)
+    found = reckoning.check_trainer_memory(long, 90 << 30)
     assert found is not None and found.state == "fail" and "for a sample of 90" in found.found
     fitting = int(found.hint.split(" fit;")[0].rpartition(" ")[2])
     most = replace(config, sampling=Sampling(max_new_tokens=fitting - config.data.max_prompt_tokens))
     more = replace(config, sampling=Sampling(max_new_tokens=fitting + 1 - config.data.max_prompt_tokens))
-    states = [check.state for one in (most, more) if (check := check_trainer_memory(one, 90 << 30))]
+    states = [check.state for one in (most, more) if (check := reckoning.check_trainer_memory(one, 90 << 30))]
     assert states == ["ok", "fail"]
 
 
@@ -160,7 +147,7 @@ def test_ranks_that_share_a_sample_hold_one_that_is_too_long_for_a_rank(tmp_path
     """Keys and values of the whole sample stay, so that half of it takes more than half."""
     config = Config(model=written(tmp_path), trainer=TrainerConfig(compile="on"), sampling=Sampling(max_new_tokens=60_000))
     alone, shared = (
-        check_trainer_memory(replace(config, trainer=replace(config.trainer, ranks=context, context=context)), 90 << 30)
+        reckoning.check_trainer_memory(replace(config, trainer=replace(config.trainer, ranks=context, context=context)), 90 << 30)
         for context in (1, 2)
     )
     assert alone is not None and alone.state == "fail" and "trainer.context = 2, with trainer.ranks" in alone.hint, alone
@@ -175,7 +162,7 @@ def test_trainer_and_sglang_share_a_gpu_as_far_as_the_fraction_goes(tmp_path: Pa
     def found(fraction: float | None, gib: int = 80, **engine: Any) -> tuple[str, str, str]:
         flags = {} if fraction is None else {"mem_fraction_static": fraction}
         config = Config(model=model, engine=EngineConfig(kind="sglang", sglang=replace(ON_ONE, flags=flags), **engine))
-        check = check_shared_gpus(config, gib << 30)
+        check = reckoning.check_shared_gpus(config, gib << 30)
         assert check is not None
         return check.state, check.found, check.hint
 
@@ -211,12 +198,12 @@ def test_trainer_and_sglang_share_a_gpu_as_far_as_the_fraction_goes(tmp_path: Pa
 def test_which_engines_are_beside_the_trainer(tmp_path: Path, sections: dict[str, Any], shared: bool) -> None:
     given: dict[str, Any] = {"engine": EngineConfig(kind="sglang", sglang=ON_ONE), **sections}
     config = Config(model=written(tmp_path, QWEN_1_7B), **given)
-    assert (check_shared_gpus(config, 141 << 30) is not None) == shared
+    assert (reckoning.check_shared_gpus(config, 141 << 30) is not None) == shared
 
 
 def test_the_least_of_the_trainers_gpus_counts() -> None:
     def least(**sections: Any) -> int:
-        return least_memory(Config(**sections), [5, 9, 7])
+        return reckoning.least_memory(Config(**sections), [5, 9, 7])
 
     assert least() == 5
     assert least(trainer=TrainerConfig(gpu=1, ranks=2)) == 7
@@ -224,19 +211,19 @@ def test_the_least_of_the_trainers_gpus_counts() -> None:
     assert least(trainer=TrainerConfig(device="cpu")) == 0
     assert least(ray=RayConfig(address="local")) == 5
     assert least(ray=RayConfig(address="auto")) == 0, "its nodes may have others"
-    assert check_gpu_memory(Config(), 5 << 30) == [], "a model that is built is small"
+    assert reckoning.check_gpu_memory(Config(), 5 << 30) == [], "a model that is built is small"
 
 
 @pytest.mark.process
 async def test_gpus_are_asked_of_torch_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await gpu_memories([str(tmp_path / "none")]) == []
-    assert all(nbytes > GIB for nbytes in await gpu_memories([str(tmp_path)]))
+    assert await reckoning.gpu_memories([str(tmp_path / "none")]) == []
+    assert all(nbytes > GIB for nbytes in await reckoning.gpu_memories([str(tmp_path)]))
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(gpu_memory.sys, "executable", str(broken))
+    monkeypatch.setattr(reckoning.sys, "executable", str(broken))
     with pytest.raises(LaunchError, match="no such library"):
-        await gpu_memories([str(tmp_path)])
+        await reckoning.gpu_memories([str(tmp_path)])
 
 
 @pytest.mark.parametrize("cuts", [{}, {"tensor": 2}, {"pipeline": 3}, {"tensor": 4, "pipeline": 2}, {"experts": 4}], ids=str)
@@ -275,7 +262,7 @@ def test_a_pass_of_megatrons_critic_counts_where_it_is_the_larger_one(tmp_path: 
     def token(model: ModelConfig, critic: ModelConfig, **trainer: Any) -> int:
         loss = LossConfig(advantage="ppo", critic=CriticConfig(path=critic.path))
         config = Config(model=model, loss=loss, trainer=TrainerConfig(backend="megatron", **trainer))
-        models = models_of(config, read_shape)
+        models = models_of(config, reckoning.read_shape)
         assert models is not None
         return rank_memory(config, models, gpu_bytes=140 << 30, compiled=True).token
 
@@ -290,17 +277,17 @@ def test_a_pass_of_megatrons_critic_counts_where_it_is_the_larger_one(tmp_path: 
 
 def test_a_policy_too_large_for_a_rank_of_megatron_is_refused_with_the_tensor_ranks_that_fit(tmp_path: Path) -> None:
     config = Config(model=written(tmp_path), trainer=TrainerConfig(backend="megatron"), weights=WeightsConfig(ring=1))
-    alone = check_trainer_memory(config, 60 << 30)
+    alone = reckoning.check_trainer_memory(config, 60 << 30)
     assert alone is not None and alone.state == "fail" and alone.hint.startswith("trainer.tensor = 2,"), alone
     for cut in ({"tensor": 2}, {"pipeline": 2}):
-        found = check_trainer_memory(replace(config, trainer=replace(config.trainer, ranks=2, **cut)), 60 << 30)
+        found = reckoning.check_trainer_memory(replace(config, trainer=replace(config.trainer, ranks=2, **cut)), 60 << 30)
         assert found is not None and found.state == "ok", found
-    enough, less = (check_activations(config, gib << 30) for gib in (160, 100))
+    enough, less = (reckoning.check_activations(config, gib << 30) for gib in (160, 100))
     assert enough is not None and enough.state == "ok" and enough.found.startswith("36 of 36 layers")
     assert less is not None and less.state == "ok" and not less.found.startswith("36 of 36 layers")
     long = replace(config, data=replace(config.data, max_prompt_tokens=60_000))
-    assert (found := check_trainer_memory(long, 140 << 30)) is not None and found.state == "ok", "no layer keeps its activations"
-    refused = check_trainer_memory(replace(long, trainer=replace(long.trainer, activations="all")), 140 << 30)
+    assert (found := reckoning.check_trainer_memory(long, 140 << 30)) is not None and found.state == "ok", "no layer keeps its activations"
+    refused = reckoning.check_trainer_memory(replace(long, trainer=replace(long.trainer, activations="all")), 140 << 30)
     assert refused is not None and refused.state == "fail" and "trainer.context = " in refused.hint, refused
 
 
@@ -310,10 +297,10 @@ def test_a_mesh_that_the_model_does_not_divide_is_never_advised(tmp_path: Path) 
     model = written(tmp_path, {**llama, "intermediate_size": 28_672, "vocab_size": 128_256})
     trainer = TrainerConfig(backend="megatron", ranks=16, tensor=8, pipeline=2)
     config = Config(model=model, trainer=trainer, weights=WeightsConfig(ring=1))
-    found = check_trainer_memory(config, 79 << 30)
+    found = reckoning.check_trainer_memory(config, 79 << 30)
     assert found is not None and found.state == "fail"
     assert "trainer.pipeline = 4, with trainer.ranks" in found.hint
-    advised = check_trainer_memory(replace(config, trainer=replace(trainer, ranks=32, pipeline=4)), 79 << 30)
+    advised = reckoning.check_trainer_memory(replace(config, trainer=replace(trainer, ranks=32, pipeline=4)), 79 << 30)
     assert advised is not None and advised.state == "ok"
     assert divides(replace(config, trainer=replace(trainer, ranks=32, pipeline=4)))
     assert not divides(replace(config, trainer=replace(trainer, ranks=32, tensor=16)))

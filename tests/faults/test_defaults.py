@@ -1,7 +1,5 @@
 """A real run with `tasks.max_deliveries`, `bus.ack_wait_s` and `supervise.max_restarts` as they are when nobody sets them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whole runs, as `streamrl up` starts them, go through the table of faults; they end by themselves with their books in order."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

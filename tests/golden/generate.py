@@ -4,28 +4,15 @@ A golden file is never rewritten once released: when a schema grows, old bytes m
 files that are missing; `--force NAME` replaces one, for a new major version of the schema.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
+from streamrl.schemas import control, weights
 from streamrl.schemas.blobs import BlobRef
 from streamrl.schemas.codec import encode
-from streamrl.schemas.control import (
-    DataRecord,
-    EnginePresence,
-    Grant,
-    Latest,
-    MicroBudget,
-    MixtureRecord,
-    MixtureSegment,
-    Position,
-    RunRecord,
-    WorkerPresence,
-)
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.events import Event, MetricReport
@@ -34,27 +21,15 @@ from streamrl.schemas.ledger import Choices, Drop, Gap, LedgerEntry, SourceTally
 from streamrl.schemas.samples import EpochMark, Mark, RewardUpdate, Tombstone
 from streamrl.schemas.tasks import Refused, RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import (
-    Contribution,
-    Copying,
-    Link,
-    Manifest,
-    PartRef,
-    Piece,
-    StoredSlices,
-    TensorSlice,
-    TensorSpec,
-    WantedSlices,
-)
 from tests.support.golden_rows import SAMPLING, agents_samples, claimed_samples, graded_samples, image_samples, sampled_samples, samples
 
 FOLDER = Path(__file__).parent
 
 
 VERSION, EPOCH_2 = Version(1, 17), Version(2, 18)
-PART = PartRef("blob/17/0", 0, 48, "ef" * 32)
+PART = weights.PartRef("blob/17/0", 0, 48, "ef" * 32)
 DIGEST, WORDS, LAYOUT = "d1430de7c9a85298", "0123456789abcdef", "847822ab7c2d7e8c"
-LOGITS = TensorSpec("logits", "float32", (3, 4), 0, 48, DIGEST)
+LOGITS = weights.TensorSpec("logits", "float32", (3, 4), 0, 48, DIGEST)
 ONE = (Used(40, (0,), (100,)),)
 ENGINE = {"engine": "engine-0", "address": "http://127.0.0.1:1", "serving": VERSION, "slots": 8}
 LATEST = ("main", VERSION, "checkpoints/main-v00000017-e1", 104, 99, "identity")
@@ -69,9 +44,9 @@ def entry(**values: Any) -> LedgerEntry:
     return LedgerEntry(run="golden", trainer="main", **given)
 
 
-def manifest(**values: Any) -> Manifest:
+def manifest(**values: Any) -> weights.Manifest:
     given = {"transport": "ipc", "tensors": (replace(LOGITS, words=WORDS),)} | values
-    return Manifest(run="golden", policy="policy", version=VERSION, parts=(PART,), digest=LAYOUT, nbytes=48, **given)
+    return weights.Manifest(run="golden", policy="policy", version=VERSION, parts=(PART,), digest=LAYOUT, nbytes=48, **given)
 
 
 TASKS = {
@@ -159,61 +134,57 @@ WEIGHTS = {
         transport="bus",
         links={
             "bus": (
-                Link(version=Version(1, 16), parts=(PART,), pieces=(Piece(0, 24, 24), Piece(64, 0, 24))),
-                Link(version=VERSION, parent=Version(1, 16), parts=(PART,)),
+                weights.Link(version=Version(1, 16), parts=(PART,), pieces=(weights.Piece(0, 24, 24), weights.Piece(64, 0, 24))),
+                weights.Link(version=VERSION, parent=Version(1, 16), parts=(PART,)),
             )
         },
     ),
     "manifest-words": manifest(),
-    "manifest-copying": replace(manifest(), parts=(replace(PART, sha256="", handle=b"\x01", copying=Copying(7, 48, (32, 48))),)),
-    "wanted-slices": WantedSlices(WORDS, VERSION),
-    "stored-slices": StoredSlices(
+    "manifest-copying": replace(manifest(), parts=(replace(PART, sha256="", handle=b"\x01", copying=weights.Copying(7, 48, (32, 48))),)),
+    "wanted-slices": weights.WantedSlices(WORDS, VERSION),
+    "stored-slices": weights.StoredSlices(
         WORDS,
         VERSION,
         contributions={
-            "shm": Contribution(
+            "shm": weights.Contribution(
                 run="golden",
                 policy="policy",
                 version=VERSION,
                 slices=(
-                    TensorSlice("logits", "float32", (3, 4), 8, 4, DIGEST),
-                    TensorSlice("w", "float32", (4, 4), 8, 8, DIGEST, words=WORDS),
+                    weights.TensorSlice("logits", "float32", (3, 4), 8, 4, DIGEST),
+                    weights.TensorSlice("w", "float32", (4, 4), 8, 8, DIGEST, words=WORDS),
                 ),
-                links=(Link(version=VERSION, parts=(PART,)),),
+                links=(weights.Link(version=VERSION, parts=(PART,)),),
                 transport="shm",
                 host="host-1",
             )
         },
     ),
-    "stored-slices-failed": StoredSlices(WORDS, VERSION, error="no room"),
+    "stored-slices-failed": weights.StoredSlices(WORDS, VERSION, error="no room"),
 }
 KEYS = {
-    "data": DataRecord(rows=9, digest="ab"),
-    "mixture": MixtureRecord(
-        sources=("sums", "words"), segments=(MixtureSegment(first=64, version=3, weights=(3.0, 1.0), places=(48, 16)),)
+    "data": control.DataRecord(rows=9, digest="ab"),
+    "mixture": control.MixtureRecord(
+        sources=("sums", "words"), segments=(control.MixtureSegment(first=64, version=3, weights=(3.0, 1.0), places=(48, 16)),)
     ),
-    "grant": Grant(68, 17, 36, None),
-    "grant-open": Grant(68, 17, 36, None, 37),
-    "budget": MicroBudget(16384, 8192),
-    "budget-failed": MicroBudget(16384, 8192, 17),
-    "position": Position("main", "samples", 99, VERSION),
-    "latest": Latest(*LATEST),
-    "latest_kept": Latest(*LATEST, (42,), (Latest("main", Version(1, 12), "checkpoints/main-v00000012-e1", 80, 71, "identity"),)),
-    "run": RunRecord(
-        run="golden",
-        config="{}",
-        dataset_digest="ab",
-        num_rows=9,
-        code_version="0.1.0",
-        fingerprint={"torch": "2.11"},
-        created_s=3.5,
+    "grant": control.Grant(68, 17, 36, None),
+    "grant-open": control.Grant(68, 17, 36, None, 37),
+    "budget": control.MicroBudget(16384, 8192),
+    "budget-failed": control.MicroBudget(16384, 8192, 17),
+    "position": control.Position("main", "samples", 99, VERSION),
+    "latest": control.Latest(*LATEST),
+    "latest_kept": control.Latest(
+        *LATEST, (42,), (control.Latest("main", Version(1, 12), "checkpoints/main-v00000012-e1", 80, 71, "identity"),)
+    ),
+    "run": control.RunRecord(
+        run="golden", config="{}", dataset_digest="ab", num_rows=9, code_version="0.1.0", fingerprint={"torch": "2.11"}, created_s=3.5
     ),
 }
 TOLD = {
-    "engine": EnginePresence(**ENGINE, running=3, waiting=4),
-    "engine-degraded": EnginePresence(**ENGINE, max_len=4096, degraded="every update pauses it"),
-    "worker": WorkerPresence(worker="feeder-0", kind="feeder", pid=12, host="host-1", detail={"issued": 41}),
-    "worker-since": WorkerPresence(
+    "engine": control.EnginePresence(**ENGINE, running=3, waiting=4),
+    "engine-degraded": control.EnginePresence(**ENGINE, max_len=4096, degraded="every update pauses it"),
+    "worker": control.WorkerPresence(worker="feeder-0", kind="feeder", pid=12, host="host-1", detail={"issued": 41}),
+    "worker-since": control.WorkerPresence(
         worker="trainer-0", kind="trainer", state="waits for samples: 3 groups", pid=12, host="host-1", since_s=1234.5
     ),
     "event": Event(kind="swap", worker="engine-0", detail={"ms": 0.5}, time_s=4.5),

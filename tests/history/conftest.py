@@ -1,7 +1,5 @@
 """One small run of the table backend, recorded once; most tests read the recording and need no server."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

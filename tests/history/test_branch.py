@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 
@@ -55,9 +53,14 @@ async def test_another_rate_trains_the_parents_batches(recorded: Recorded, tmp_p
     assert [line.run for line in list_runs(tmp_path)] == [run.name] == ["parent-branch-1"]
 
 
-async def test_a_branch_that_changes_nothing_is_its_parent(recorded: Recorded, tmp_path: Path) -> None:
+async def test_branches_that_change_nothing_or_keep_groups_differ_in_that_alone(recorded: Recorded, tmp_path: Path) -> None:
     _, entries = await branched(recorded, tmp_path, "tasks.max_staleness=2", "loss.clip_low=0.2")
     assert [e.digest for e in entries] == [e.digest for e in recorded.ledger]
+    _, entries = await branched(recorded, tmp_path, "tasks.drop_zero_variance=false")
+    assert not any(d.reason == "zero_variance" for e in entries for d in e.drops)
+    assert any(d.reason == "zero_variance" for e in recorded.ledger for d in e.drops), "the parent must have dropped some"
+    used = {g.task for e in recorded.ledger for g in e.used}
+    assert {g.task for e in entries for g in e.used} - used
 
 
 async def test_a_branch_at_a_version_goes_on_from_there(recorded: Recorded, tmp_path: Path) -> None:
@@ -90,14 +93,6 @@ async def test_other_batches_close_by_their_own_rules(recorded: Recorded, tmp_pa
     if bound == 0:
         _, again = await branched(recorded, tmp_path / "b", *overrides)
         assert [e.digest for e in again] == [e.digest for e in entries], "no clock has a part in it"
-
-
-async def test_keeping_groups_without_spread_trains_more_of_the_stream(recorded: Recorded, tmp_path: Path) -> None:
-    _, entries = await branched(recorded, tmp_path, "tasks.drop_zero_variance=false")
-    assert not any(d.reason == "zero_variance" for e in entries for d in e.drops)
-    assert any(d.reason == "zero_variance" for e in recorded.ledger for d in e.drops), "the parent must have dropped some"
-    used = {g.task for e in recorded.ledger for g in e.used}
-    assert {g.task for e in entries for g in e.used} - used
 
 
 async def test_what_has_no_part_in_it_is_refused(recorded: Recorded, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The verbs on a finished run with a nats-server's store, and on a recording of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -10,15 +8,19 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus import connect
+from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.server import NatsServer
 from streamrl.cli import main
 from streamrl.config.tree import Config
+from streamrl.data.model import ensure_model
 from streamrl.history.record_run import record_run
+from streamrl.history.replay import verify
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
-from tests.support.harness import run_to_end
+from streamrl.schemas.subjects import SAMPLES
+from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.recorded_run import FIXED
 from tests.support.world.world import table_config
 
@@ -148,3 +150,17 @@ async def test_a_run_that_ends_while_it_is_recorded_is_recorded_from_its_store(r
         assert (await recording).entries == 9
     finally:
         run.write_config(config)
+
+
+async def test_the_last_message_that_a_version_needs_is_gone(tmp_path: Path, nats_bus: JetStreamBus, run_id: str) -> None:
+    run, config = make_run(tmp_path, table_config(tmp_path, run={"name": run_id, "steps": 4}))
+    ensure_model(config, run.model_dir)
+    await run_to_end(config, run, nats_bus)
+    cursor = (await read_ledger(nats_bus, run_id))[-1].cursor
+    for sequence in range(cursor, (await nats_bus.state(SAMPLES)).last + 1):
+        await nats_bus.connection.request(f"$JS.API.STREAM.MSG.DELETE.{run_id}-samples", {"seq": sequence})
+    assert (await nats_bus.state(SAMPLES)).last >= cursor, "the server keeps the numbers of messages that it lost"
+    async with asyncio.timeout(60):
+        report = await verify(config, nats_bus, run.model_dir)
+    assert not report.ok and report.versions < 4
+    assert f"message {cursor}," in report.problem

@@ -1,21 +1,42 @@
-from __future__ import annotations
+"""Runs, branches and recordings held against each other, and back-tests of a stream whose times are written by hand."""
 
+import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.memory.bus import MemoryBus
+from streamrl.cli import main
 from streamrl.config.load import override
-from streamrl.config.tree import BusConfig, Config, DataConfig, RunConfig
+from streamrl.config.tree import BusConfig, Config, DataConfig, RunConfig, TrainerConfig
+from streamrl.consumers.training.steps import Cut, recorded_cut
+from streamrl.core.fold_config import fold_config
+from streamrl.core.records import Rollouts, RolloutView
+from streamrl.core.state import FoldConfig
+from streamrl.errors import ConfigError
+from streamrl.history.backtest import backtest
+from streamrl.history.backtest_grid import backtest_grid, print_backtest
+from streamrl.history.backtest_model import Arrival, History, read_history
+from streamrl.history.branch_fold import parents_cut
 from streamrl.history.branch_run import train_branch
 from streamrl.history.compare import compare, compare_runs, print_comparison, write_comparison
 from streamrl.history.differences import config_differences
+from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import Range
+from streamrl.history.replay_log import PastLedger
+from streamrl.history.replay_report import differing_choices
 from streamrl.history.source import evaluations_in, open_source
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import Event
+from streamrl.schemas.ledger import Choices, LedgerEntry
 from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.versions import Version
+from tests.support.errors import raises
 from tests.support.recorded_run import Recorded
 
 
@@ -39,13 +60,10 @@ async def test_a_run_and_its_branch(recorded: Recorded, tmp_path: Path, capsys: 
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_branches_that_begin_late_are_compared_where_both_are(recorded: Recorded) -> None:
+def test_where_runs_part_is_found_by_their_newest_entries(recorded: Recorded) -> None:
     late = [replace(e, digest="x") if e.version.number > 15 else e for e in recorded.ledger[9:]]
     report = compare("a", recorded.ledger, "b", late)
     assert (report.same_batches_to, report.same_digests_to) == (len(recorded.ledger), 15)
-
-
-def test_the_newest_epoch_of_a_number_counts(recorded: Recorded) -> None:
     forked = [replace(e, version=replace(e.version, epoch=1), digest="x") for e in recorded.ledger if e.version.number == 9]
     report = compare("a", recorded.ledger, "b", [*recorded.ledger, *forked])
     assert report.same_digests_to == 8 and report.b.batches == report.a.batches
@@ -76,3 +94,186 @@ async def test_sets_of_problems_stand_side_by_side() -> None:
     assert rows["eval sums"] == ("0.25", "0.5", "0.25", "0.25", "-0.25")
     assert rows["eval sums pass@8"] == ("", "0.75", "", "0.5", "-0.25")
     assert rows["eval words"] == ("-", "-", "-", "-", "-")
+
+
+PACKED = Choices(attention="packed", compiled=True, kept_layers=4, row_length=8192)
+
+
+def entry(choices: Choices | None, **more: Any) -> LedgerEntry:
+    own = {} if choices is None else {"choices": choices}
+    return LedgerEntry(run="r", trainer="main", version=Version(0, 1), source="", used=(), cursor=0, granted=9, retired=0, **own, **more)
+
+
+@pytest.mark.parametrize(
+    ("past", "ours", "said"),
+    [
+        (PACKED, msgspec.structs.replace(PACKED, compiled=False), "compiled: True in the ledger, False here"),
+        (PACKED, msgspec.structs.replace(PACKED, row_length=4096), "row_length: 8192 in the ledger, 4096 here"),
+        (None, PACKED, "attention: sdpa in the ledger, packed here"),
+        (PACKED, msgspec.structs.replace(PACKED, kept_layers=None), ""),
+        (None, None, ""),
+        # Entries of earlier builds do not say which attention was configured.
+        (None, Choices(attention="flash"), ""),
+    ],
+)
+def test_a_version_that_was_computed_otherwise_is_told_so(past: Choices | None, ours: Choices | None, said: str) -> None:
+    found = differing_choices(ours, entry(past))
+    assert (said in found) if said else found == ""
+
+
+def test_a_branch_takes_its_parents_choices_only_with_its_budget() -> None:
+    beside = entry(PACKED, micro_tokens=8192)
+    fold: Any = SimpleNamespace(beside=beside)
+    parent, other = (Config(trainer=TrainerConfig(micro_tokens=n)) for n in (16_384, 4096))
+    assert parents_cut(fold, parent, parent)(None) == Cut(8192, PACKED)
+    assert parents_cut(fold, other, parent)(None) == Cut(0, None)
+    own = entry(None, micro_tokens=4096)
+    assert parents_cut(fold, other, parent)(own) == recorded_cut(own) == Cut(4096, Choices())
+
+
+CODE = """
+from pathlib import Path
+
+Path({mark!r}).touch()
+
+
+def advantages(batch, arrays):
+    return batch.loss_mask * 1.0
+"""
+
+
+@pytest.mark.parametrize("verb", [["--verify"], ["--set", "trainer.optimizer.learning_rate=0.5", "--name", "b"]])
+def test_a_recordings_code_runs_when_trusted(
+    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: list[str]
+) -> None:
+    mine, mark = tmp_path / "recording", tmp_path / "it-ran"
+    shutil.copytree(recorded.path, mine)
+    (tmp_path / "evil.py").write_text(CODE.format(mark=str(mark)))
+    config = json.loads((mine / "config.json").read_text())
+    config["loss"]["advantage"] = f"{tmp_path}/evil.py:advantages"
+    (mine / "config.json").write_text(json.dumps(config))
+    command = ["replay", str(mine), *verb, "--dir", str(tmp_path / "runs")]
+    assert main(command) == 1
+    assert "--trust-code" in capsys.readouterr().err
+    assert not mark.exists()
+    main([*command, "--trust-code"])
+    assert mark.exists()
+
+
+CONFIG = FoldConfig(batch_tasks=2, max_staleness=4, drop_zero_variance=False)
+
+
+def group(task: int, first_s: float, time_s: float) -> Arrival:
+    """A task of one rollout, sampled from `first_s` to `time_s`."""
+    view = RolloutView(rollout=0, num_samples=1, num_tokens=4, oldest=0, newest=0, reward=1.0, highest=0)
+    return Arrival(Rollouts(task + 1, "main", task, 1, (view,)), time_s, task, first_s, time_s)
+
+
+def history(*arrivals: Arrival, step_s: float = 1.0, granted: int = 100) -> History:
+    return History(
+        arrivals=arrivals,
+        began_s=0.0,
+        granted_s=((granted, 0.0),),
+        busy_s=(step_s,),
+        batch_tasks=2,
+        lag_s=0.0,
+        warmup_batches=0,
+        warmup_end=0,
+    )
+
+
+def steady(length: float, tasks: int = 8) -> History:
+    """Two tasks a second, each sampled for `length` seconds; steps take one."""
+    return history(*(group(n, max(0.001, 1.0 + n // 2 - length), 1.0 + n // 2) for n in range(tasks)))
+
+
+def test_ages_are_what_was_served_when_a_task_began() -> None:
+    found = backtest(steady(0.0), CONFIG)
+    assert found.batches == 4
+    # Batch k closes at second k + 1, when k versions have been made and the newest of them was served to it.
+    assert (found.staleness_mean, found.staleness_max) == (0.0, 0)
+    assert found.wait_s == pytest.approx(1.0) and found.total_s == pytest.approx(5.0)
+    assert found.waste == 0.0
+    found = backtest(steady(2.0), CONFIG)
+    # A task that ends at second s began at s - 2; version k is served from second k + 1 on: ages 0, 1, 2, 2.
+    assert found.staleness_mean == pytest.approx((0 + 1 + 2 + 2) / 4)
+    assert found.staleness_max == 2
+
+
+def test_a_task_that_expires_gives_its_credit_to_others_and_what_comes_for_it_is_waste() -> None:
+    late = group(1, 0.5, 9.0)
+    others = [group(n, 0.5 + n // 2, 1.0 + n // 2) for n in range(10) if n != 1]
+    found = {
+        expire: backtest(history(*others, late), replace(CONFIG, max_staleness=1, batch_tasks=1, expire_versions=expire))
+        for expire in (0, 2)
+    }
+    assert {expire: (one.stale_rollouts, one.batches) for expire, one in found.items()} == {0: (1, 9), 2: (1, 9)}
+    assert found[2].total_s < found[0].total_s, "without it every other task waits for the one credit that is left"
+
+
+def test_a_bound_drops_what_a_looser_one_trains_and_waiting_wastes_nothing() -> None:
+    slow = [group(0, 0.5, 6.0), group(1, 0.5, 6.0)]
+    quick = [group(n, 0.9 + (n - 2) // 2, 1.0 + (n - 2) // 2) for n in range(2, 10)]
+    recorded = history(*sorted([*slow, *quick], key=lambda arrival: arrival.time_s))
+    loose = backtest(recorded, replace(CONFIG, max_staleness=8))
+    assert (loose.batches, loose.staleness_max, loose.stale_rollouts) == (5, 4, 0)
+    tight = backtest(recorded, replace(CONFIG, max_staleness=3))
+    assert (tight.batches, tight.stale_rollouts) == (4, 2)
+    assert tight.waste == pytest.approx(2 / 10)
+    assert tight.staleness_max <= 3
+    slow = [group(0, 0.5, 9.0), group(1, 0.5, 9.0)]
+    quick = [group(n, 0.9 + (n - 2) // 2, 1.0 + (n - 2) // 2) for n in range(2, 10)]
+    recorded = history(*sorted([*slow, *quick], key=lambda arrival: arrival.time_s))
+    drop, wait = (backtest(recorded, replace(CONFIG, max_staleness=1, stale=policy)) for policy in ("drop", "wait"))
+    assert drop.stale_rollouts == 2 and wait.stale_rollouts == 0
+    assert wait.batches == 5 and drop.batches == 4
+    assert wait.wait_s > drop.wait_s
+
+
+def test_a_task_comes_later_where_its_credit_does() -> None:
+    """Bound 0 grants two tasks a version: the next two cannot have begun before the first two were trained."""
+    burst = history(*(group(n, 0.5, 1.0) for n in range(8)))
+    free, lockstep = backtest(burst, CONFIG), backtest(burst, replace(CONFIG, max_staleness=0))
+    assert free.batches == lockstep.batches == 4
+    assert free.staleness_max == 3 and lockstep.staleness_max == 0
+    # A pair takes half a second from its grant on, then a second of training.
+    assert (free.total_s, free.wait_s) == (pytest.approx(5.0), pytest.approx(1.0))
+    assert (lockstep.total_s, lockstep.wait_s) == (pytest.approx(1.0 + 1.0 + 3 * 1.5), pytest.approx(1.0 + 3 * 0.5))
+
+
+async def test_engines_that_lag_on_purpose_are_not_modelled(recorded: Recorded) -> None:
+    with raises(ConfigError, key="debug.delay_versions"):
+        backtest(steady(0.0), replace(CONFIG, delay_versions=2))
+    async with open_source(str(recorded.path)) as source:
+        lagging = replace(source, config=replace(source.config, debug=replace(source.config.debug, delay_versions=1)))
+        with raises(ConfigError, key="debug.delay_versions"):
+            await backtest_grid(lagging, ["tasks.max_staleness=2"])
+
+
+async def test_the_recorded_policy_gives_about_what_was_recorded(recorded: Recorded) -> None:
+    log = RecordedLog(recorded.path)
+    own = fold_config(recorded.config)
+    history = await read_history(log, PastLedger(recorded.ledger), own)
+    # Everything that the trainer had read by its last batch, and what came up to that moment.
+    assert recorded.ledger[-1].cursor <= len(history.arrivals) <= len(recorded.messages)
+    assert all(arrival.time_s <= recorded.ledger[-1].time_s for arrival in history.arrivals[recorded.ledger[-1].cursor :])
+    found = backtest(history, own)
+    main = [e for e in recorded.ledger if e.source == "main"]
+    assert abs(found.batches - len(recorded.ledger)) <= 2
+    ages = [age for e in main for age in e.staleness]
+    assert abs(found.staleness_mean - sum(ages) / len(ages)) < 0.5
+    assert found.staleness_max <= own.max_staleness
+
+
+async def test_the_grid_of_a_run(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
+    async with open_source(str(recorded.path)) as source:
+        report = await backtest_grid(source, ["tasks.max_staleness=0,2,6", "tasks.stale=drop,wait"])
+        with raises(ConfigError, key="loss.clip_low"):
+            await backtest_grid(source, ["loss.clip_low=0.1"])
+        usual = await backtest_grid(source, [])
+    assert [(o.max_staleness, o.stale) for o in report.outcomes] == [(s, p) for s in (0, 2, 6) for p in ("drop", "wait")]
+    assert all(o.staleness_max <= o.max_staleness for o in report.outcomes if o.stale == "drop")
+    assert len(usual.outcomes) == 4 * 3
+    print_backtest(report)
+    out = capsys.readouterr().out
+    assert "the run's" in out and "policy" in out and "…" not in out

@@ -1,7 +1,5 @@
 """A run with a critic and a reference, through the real loop: its log gives it again, and a branch goes on from its checkpoints."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from pathlib import Path

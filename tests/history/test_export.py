@@ -1,7 +1,5 @@
 """A version as a model directory, from a checkpoint and from the bus: transformers loads it, and its logits are the policy's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource
@@ -32,15 +30,7 @@ from streamrl.tensors.names import ARCHITECTURES, KEPT
 from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.parts import find_tensors, part_folder
-from streamrl.trainers.torch.checkpoint import (
-    ModelState,
-    TorchState,
-    host_bytes,
-    random_state,
-    read_checkpoint,
-    write_checkpoint,
-    write_tensors,
-)
+from streamrl.trainers.torch import checkpoint as files
 from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.harness import read_ledger, run_to_end, services
@@ -101,12 +91,12 @@ def in_parts(whole: Path, path: Path) -> Path:
 
     def write(directory: Path) -> None:
         for part in range(mesh.shard):
-            state, extra = read_checkpoint(whole, mesh, part)
+            state, extra = files.read_checkpoint(whole, mesh, part)
             if part == 0:
-                write_checkpoint(directory, state, extra, mesh)
+                files.write_checkpoint(directory, state, extra, mesh)
             else:
                 (directory / part_folder(mesh, part)).mkdir()
-                write_tensors(directory / part_folder(mesh, part), state, mesh, part)
+                files.write_tensors(directory / part_folder(mesh, part), state, mesh, part)
 
     write_directory(path, write, seal=True)
     return path
@@ -117,17 +107,17 @@ def checkpoint_of(model: Any, path: Path, shards: int) -> Path:
     mesh = Mesh(shard=shards)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
-    def state(part: int) -> TorchState:
+    def state(part: int) -> files.TorchState:
         rows = {name: mesh.rows(shapes[name][0], part) for name in shapes}
         held = {name: value.detach()[rows[name].start : rows[name].stop].contiguous() for name, value in model.named_parameters()}
-        policy = ModelState(parameters=held, optimizer={}, digest="0" * 16, shapes=shapes)
-        return TorchState(policy=policy, critic=None, random=random_state(torch.device("cpu")), stage="rl", version="0.3")
+        policy = files.ModelState(parameters=held, optimizer={}, digest="0" * 16, shapes=shapes)
+        return files.TorchState(policy=policy, critic=None, random=files.random_state(torch.device("cpu")), stage="rl", version="0.3")
 
     def write(directory: Path) -> None:
-        write_checkpoint(directory, state(0), b"", mesh)
+        files.write_checkpoint(directory, state(0), b"", mesh)
         for part in range(1, shards):
             (directory / part_folder(mesh, part)).mkdir()
-            write_tensors(directory / part_folder(mesh, part), state(part), mesh, part)
+            files.write_tensors(directory / part_folder(mesh, part), state(part), mesh, part)
 
     write_directory(path, write, seal=True)
     return path
@@ -165,7 +155,7 @@ def test_a_file_that_is_filled_from_the_bus_has_what_nobody_trains_too(tmp_path:
     trained, bias = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.arange(5, dtype=torch.float64)
     save_file({"a.weight": torch.zeros(2, 3), f"a{KEPT[0]}": bias}, tmp_path / "initial")
     kept = {name: one for name, one in find_tensors(tmp_path, "initial").items() if name.endswith(KEPT)}
-    data = host_bytes(trained)
+    data = files.host_bytes(trained)
     spec = TensorSpec(name="a.weight", dtype="float32", shape=(2, 3), offset=0, nbytes=24, digest=digest_text(tensor_digest(data, 4)))
     with NewFile(tmp_path / "new", [spec], kept) as file:
         file.write(Link(version=Version(0, 1), parts=()), 0, memoryview(bytes(data)))
@@ -268,7 +258,7 @@ def small(tmp_path: Path, dtype: str = "F32") -> tuple[Found, Version, Path]:
     return Found({version: checkpoint}, {}), version, model
 
 
-async def test_weights_of_another_type_are_refused_by_name(tmp_path: Path) -> None:
+async def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
     found, version, model = small(tmp_path, "I32")
     with pytest.raises(TrainingError, match="got I32"):
         await export(Config(), MemoryBus("types"), model, found, version, tmp_path / "out")

@@ -1,6 +1,4 @@
-"""Taps and branches of a run that has lost versions: a gap whose beginning is there is passed; across another nothing leads."""
-
-from __future__ import annotations
+"""Taps and branches of a run that has lost versions, and branches of one that has refused records."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,10 +9,12 @@ import pytest_asyncio
 from msgspec import UNSET, UnsetType
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.core.state import Epoch, FoldState
+from streamrl.core.records import Ended, Rewarded, Rollouts
+from streamrl.core.state import Epoch, FoldConfig, FoldState
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import read_branch_ledger
 from streamrl.history.branch_run import train_branch
+from streamrl.history.branch_state import begin, take
 from streamrl.history.differences import config_differences
 from streamrl.history.replay import Range
 from streamrl.history.source import Source, read_config
@@ -26,6 +26,7 @@ from streamrl.schemas.subjects import LEDGER, Subjects
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
 from tests.support.harness import read_ledger
+from tests.support.records import view
 from tests.support.world.place import Place, place
 
 END = 12
@@ -144,9 +145,7 @@ async def followed(run_id: str) -> AsyncIterator[Followed]:
 
 
 @pytest.mark.parametrize(("given", "passed"), [(3, True), (4, False)])
-async def test_a_gap_that_comes_beside_a_tap_is_passed_unless_what_it_made_void_was_given(
-    followed: Followed, given: int, passed: bool
-) -> None:
+async def test_a_gap_beside_a_tap_is_passed_unless_what_it_made_void_was_given(followed: Followed, given: int, passed: bool) -> None:
     for number in range(1, 6):
         await followed.write(Version(0, number))
     parent = followed.follow(BEGUN)
@@ -163,14 +162,11 @@ async def test_a_gap_that_comes_beside_a_tap_is_passed_unless_what_it_made_void_
             await followed.next_of(6)
 
 
-async def test_a_gap_that_comes_while_a_tap_reads_is_an_error_and_no_silence(followed: Followed) -> None:
+async def test_gaps_that_come_while_a_tap_reads_or_before_it_make_entries_void(followed: Followed) -> None:
     followed.follow(BEGUN)
     await followed.write(Version(1, 2), LOST)
     with raises(ConfigError, gap="1.2"):
         await followed.next_of(1)
-
-
-async def test_a_tap_behind_a_gap_is_given_none_of_the_entries_that_the_gap_made_void(followed: Followed) -> None:
     for number in (1, 2, 3, 4, 4 + AHEAD):
         await followed.write(Version(0, number))
     await followed.write(Version(1, 2), LOST)
@@ -178,3 +174,26 @@ async def test_a_tap_behind_a_gap_is_given_none_of_the_entries_that_the_gap_made
     epochs = (Epoch(0, 0, 4 + AHEAD), Epoch(1, 3))
     parent = followed.follow(FoldState(version=Version(1, 2), granted=9, grants=((9, 0),), epochs=epochs))
     assert await followed.next_of(3) == Version(1, 3) and parent.at(4) is None
+
+
+CONFIG = FoldConfig(batch_tasks=1, max_staleness=1)
+IMPOSSIBLE = {
+    "an agent that there is not": Rewarded(2, 0, 0, 1.0, 1, agent="solver"),
+    "a sample that there is not": Rewarded(2, 0, 0, 1.0, 1, sample=5),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_reward_that_cannot_be_ends_no_task_of_a_branch(name: str) -> None:
+    state = begin(CONFIG, CONFIG)
+    for record in (Rollouts(1, "main", 0, 2, (view(0), view(1))), IMPOSSIBLE[name], Rewarded(3, 0, 0, 1.0, 1), Rewarded(4, 0, 1, 0.0, 1)):
+        state = take(state, record, CONFIG, CONFIG)
+    assert state.own.ready == state.parent.ready == 1
+    assert [drop.reason for drop in state.own.drops] == [drop.reason for drop in state.parent.drops] == ["poison"]
+
+
+def test_an_end_that_cannot_be_ends_its_task_in_both() -> None:
+    state = begin(CONFIG, CONFIG)
+    for record in (Rollouts(1, "main", 0, 2, (view(0),)), Ended(2, "main", 0, 0, 7, "failed")):
+        state = take(state, record, CONFIG, CONFIG)
+    assert state.own.retired == state.parent.retired == 1

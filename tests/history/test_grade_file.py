@@ -1,7 +1,5 @@
 """`streamrl reward --check`: a file of answers graded by a reward, and everything about it that can be wrong."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -110,7 +108,7 @@ def test_a_built_in_reward_that_may_hang_is_asked_in_a_process_that_can_be_kille
         main(["reward", "--check", rows, "--kind", "exact_match"])
 
 
-def test_a_wrong_reward_of_a_row_is_named_by_its_line(tmp_path: Path) -> None:
+def test_broken_rows_and_wrong_rewards_are_named_by_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"completion": "7", "grade": "gsm8k"}\n{"completion": "7", "grade": "gsm8"}\n')
     with raises(DataError, path=str(path), line=2) as caught:
@@ -118,6 +116,16 @@ def test_a_wrong_reward_of_a_row_is_named_by_its_line(tmp_path: Path) -> None:
     assert "line 2: " in caught.value.message and "'gsm8'" in caught.value.message
     with raises(DataError, path=str(path), line=1):  # and a field that no configuration has named is none
         read_rows(path)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n" * 12)
+    with raises(DataError, line=1) as caught:
+        read_rows(path)
+    assert "line 5: " in caught.value.message and "7 more lines" in caught.value.message
+    path.write_text("\n")
+    with pytest.raises(DataError, match="got none"):
+        read_rows(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -142,19 +150,6 @@ def test_a_broken_row_is_named_by_its_line(tmp_path: Path, line: bytes, said: st
     with raises(DataError, path=str(path), line=3) as caught:
         read_rows(path)
     assert "line 3: " in caught.value.message and said.lower() in caught.value.message.lower()
-
-
-def test_many_broken_rows_are_counted_and_a_file_without_any_is_none(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("{}\n" * 12)
-    with raises(DataError, line=1) as caught:
-        read_rows(path)
-    assert "line 5: " in caught.value.message and "7 more lines" in caught.value.message
-    path.write_text("\n")
-    with pytest.raises(DataError, match="got none"):
-        read_rows(path)
-    with pytest.raises(DataError, match="cannot be read"):
-        read_rows(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +186,7 @@ def test_what_does_not_go_together_is_refused(
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["math", "code.py:score"])
-def test_the_part_that_is_trained_is_what_is_compared_and_what_hangs_is_ended(
+def test_the_trained_part_is_what_is_compared_and_what_hangs_is_ended(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "code.py").write_text(CODE)

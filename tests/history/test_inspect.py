@@ -1,7 +1,5 @@
 """`streamrl inspect`: stored samples as text and scored again, on recordings of today and of an earlier build."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -147,10 +145,17 @@ async def test_a_reward_that_is_named_is_asked_whatever_the_row_names(recorded: 
     assert "precision" in by_row.now_parts and not named.now_parts and not named.error
 
 
-def test_the_reward_of_a_run_whose_rewards_come_late(tmp_path: Path, said: Say) -> None:
+def test_a_run_without_rewards_or_tokenizer_is_refused(tmp_path: Path, said: Say, recorded: Recorded) -> None:
     runs.unpack("late", tmp_path)
     code, _, err = said(tmp_path / runs.RECORDING, "--sequence", 2, "--reward")
     assert code == 1 and "reward.kind = 'late'" in err
+    shutil.copytree(recorded.path, tmp_path / "copy", symlinks=True)
+    recording = tmp_path / "copy" / "recording.json"
+    facts = json.loads(recording.read_text())
+    facts["model"] = str(tmp_path / "nowhere")
+    recording.write_text(json.dumps(facts))
+    code, _, err = said(tmp_path / "copy", a_trained_task(recorded))
+    assert code == 1 and "tokenizer" in err and str(tmp_path / "nowhere") in err
 
 
 @pytest.mark.parametrize(
@@ -171,26 +176,13 @@ def test_what_cannot_be_shown_is_refused(recorded: Recorded, said: Say, argument
     assert (code, out) == (1, "") and expected in err and "hint:" in err
 
 
-def test_a_run_without_its_tokenizer(recorded: Recorded, said: Say, tmp_path: Path) -> None:
-    shutil.copytree(recorded.path, tmp_path / "copy", symlinks=True)
-    recording = tmp_path / "copy" / "recording.json"
-    facts = json.loads(recording.read_text())
-    facts["model"] = str(tmp_path / "nowhere")
-    recording.write_text(json.dumps(facts))
-    code, _, err = said(tmp_path / "copy", a_trained_task(recorded))
-    assert code == 1 and "tokenizer" in err and str(tmp_path / "nowhere") in err
-
-
-def test_text_that_would_move_the_cursor_is_shown_as_escapes() -> None:
+def test_text_that_moves_the_cursor_is_escaped_and_counts_are_shown() -> None:
     full = former_samples()[0]
     one = show(full, 7, lambda ids: "\x1b[31mred\x07\n\u202eline " * len(ids))
     for text in (sample_text(one), group_text([one, one])):
         assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text and "\\x1b[31mred" in text
         assert max(map(len, text.splitlines())) <= WIDTH
     assert printable("a\nb") == "a\\nb" and printable("a\nb", lines=True) == "a\nb"
-
-
-def test_counts_of_the_engine_are_shown() -> None:
     counted = replace(former_samples()[0], counters={"cached_tokens": 64.0, "spec_num_proposed_drafts": 12.0})
     one = show(counted, 7, lambda ids: "x" * len(ids))
     assert "\n  engine: cached_tokens 64, spec_num_proposed_drafts 12\n" in sample_text(one)

@@ -1,7 +1,5 @@
 """What a trainer has to say of how it computes is heard wherever versions are trained, not in a run alone."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

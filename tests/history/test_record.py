@@ -1,6 +1,3 @@
-from __future__ import annotations
-
-import asyncio
 import os
 import shutil
 from pathlib import Path
@@ -51,16 +48,13 @@ def same_samples(a: Message, b: Message) -> None:
     assert np.array_equal(ours.samples.logprobs.view(np.int32), theirs.samples.logprobs.view(np.int32)), "bit for bit"
 
 
-async def test_every_message_reads_as_it_did_on_the_bus(recorded: Recorded) -> None:
+async def test_every_message_reads_as_it_did_from_anywhere(recorded: Recorded) -> None:
     read = await read_all(RecordedLog(recorded.path))
     assert [(m.sequence, m.subject) for m in read] == [(sequence, subject) for sequence, subject, _, _ in recorded.messages]
     for mine, (sequence, subject, body, headers) in zip(read, recorded.messages, strict=True):
         same_samples(mine, Message(subject, sequence, body, headers))
     kinds = {type(open_message(m).record).__name__ for m in read}
     assert {"Rollouts", "Ended", "Poison"} <= kinds, "the run must have had all of these"
-
-
-async def test_reading_goes_on_from_anywhere(recorded: Recorded) -> None:
     log = RecordedLog(recorded.path)
     whole = await read_all(log)
     for after in (1, 17, len(whole) - 1):
@@ -121,20 +115,12 @@ async def test_the_ledger_keeps_its_bytes(recorded: Recorded) -> None:
     assert [bytes(m.body) for m in entries] == table.column("body").to_pylist()
 
 
-def test_the_tables_open_elsewhere(recorded: Recorded) -> None:
+def test_the_tables_open_in_arrow_pandas_and_duckdb(recorded: Recorded) -> None:
     samples = ds.dataset(recorded.path / "samples.parquet").to_table()
     assert samples.column_names == ["sequence", "subject", *arrow_schema(*OPTIONAL).names]
     assert samples.num_rows == recorded.recording.samples
     used = {s for entry in recorded.ledger for group in entry.used for s in group.sequences}
     assert used <= set(samples.column("sequence").to_pylist())
-
-
-def fetched(query: str) -> list[Any]:
-    found: Any = duckdb.sql(query)
-    return found.fetchall()
-
-
-def test_duckdb_and_pandas_open_them(recorded: Recorded) -> None:
     query = f"""
         select l.number, avg(s.reward), sum(len(s.tokens))
         from (select number, unnest(tasks) as task from '{recorded.path}/ledger.parquet' where source = 'main') l
@@ -147,14 +133,14 @@ def test_duckdb_and_pandas_open_them(recorded: Recorded) -> None:
     assert list(frame["tokens"].iloc[0]) == fetched(f"select tokens from '{recorded.path}/samples.parquet' limit 1")[0][0]
 
 
-def test_a_directory_is_never_overwritten(recorded: Recorded, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist yet"):
-        asyncio.run(record(RecordedLog(recorded.path), recorded.config, recorded.run, tmp_path, run_record=None))
-    with pytest.raises(SchemaError, match="expected a recording"):
-        RecordedLog(tmp_path)
+def fetched(query: str) -> list[Any]:
+    found: Any = duckdb.sql(query)
+    return found.fetchall()
 
 
-async def test_a_failed_recording_leaves_nothing(recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_recording_leaves_and_overwrites_nothing(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*given: object) -> str:
         raise OSError("no space left")
 
@@ -162,6 +148,10 @@ async def test_a_failed_recording_leaves_nothing(recorded: Recorded, tmp_path: P
     with pytest.raises(ConfigError, match="no space"):
         await record(RecordedLog(recorded.path), recorded.config, recorded.run, tmp_path / "out", run_record=None)
     assert not os.listdir(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist yet"):
+        await record(RecordedLog(recorded.path), recorded.config, recorded.run, tmp_path, run_record=None)
+    with pytest.raises(SchemaError, match="expected a recording"):
+        RecordedLog(tmp_path)
 
 
 @pytest.mark.parametrize(("file", "column"), [("ledger.parquet", "body"), ("messages.parquet", "subject"), ("samples.parquet", "tokens")])

@@ -1,7 +1,5 @@
 """Taps beside live runs: in process for what they decide, as processes on a real nats-server for what happens when they are killed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

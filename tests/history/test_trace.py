@@ -1,10 +1,8 @@
 """`streamrl trace RUN TASK`: what it finds of a task is what the whole log has of it, on runs of an earlier build and on one of today."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 import msgspec
@@ -115,7 +113,7 @@ def reward_of(row: Sample, end: LedgerEntry | None, messages: dict[int, Message]
 async def test_every_task_of_a_run_of_an_earlier_build(name: str, tmp_path: Path) -> None:
     runs.unpack(name, tmp_path)
     log = RecordedLog(tmp_path / runs.RECORDING)
-    lives = await check_every_task(log, step=3)
+    lives = await check_every_task(log, step=5)
     assert {life.state for life in lives} >= {"trained"}
     # What that build did not record is said to be missing, and no time is made up.
     claimed = [life for life in lives if life.claim is not None]
@@ -124,7 +122,7 @@ async def test_every_task_of_a_run_of_an_earlier_build(name: str, tmp_path: Path
 
 
 async def test_every_task_of_a_run_of_today(recorded: Recorded) -> None:
-    lives = await check_every_task(RecordedLog(recorded.path), step=8)
+    lives = await check_every_task(RecordedLog(recorded.path), step=12)
     trained = [life for life in lives if life.state == "trained" and life.source == "main"]
     assert trained
     for life in trained:
@@ -134,13 +132,7 @@ async def test_every_task_of_a_run_of_today(recorded: Recorded) -> None:
             for one in rollout.samples:
                 [turn] = one.turns
                 times = [
-                    life.claim.issued_s,
-                    life.claim.claimed_s,
-                    turn.asked_s,
-                    turn.began_s,
-                    turn.finished_s,
-                    one.scored_s,
-                    stored_s,
+                    *(life.claim.issued_s, life.claim.claimed_s, turn.asked_s, turn.began_s, turn.finished_s, one.scored_s, stored_s),
                     life.ended_s,
                 ]
                 assert None not in times
@@ -152,7 +144,6 @@ async def test_every_task_of_a_run_of_today(recorded: Recorded) -> None:
 
 
 @pytest.mark.nats
-@pytest.mark.process
 def test_the_store_of_a_run_of_an_earlier_build(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is over, so that its server is started; what it says is what its recording says."""
     runs.unpack("drop", tmp_path)
@@ -213,9 +204,6 @@ async def test_where_a_task_stands_that_has_not_ended() -> None:
     detail = (await trace(bus)).detail
     assert "1 of its 2 rollouts" in detail and "producer-7" in detail
     assert [one.rollout for one in (await trace(bus, rollout=1)).rollouts] == [1]
-
-
-async def test_a_task_that_its_producer_has_only_taken_off_the_queue() -> None:
     bus = await made()
     for lease in await bus.claim("main", max=6, wait_s=1.0):
         await lease.done()
@@ -384,18 +372,57 @@ async def test_a_task_that_was_issued_before_a_gap_of_the_ledger() -> None:
     assert "not known" in life.credit
 
 
-async def test_what_user_code_has_said_moves_no_cursor() -> None:
+async def test_what_user_code_says_moves_no_cursor_and_unissued_tasks_are_refused() -> None:
     bus = await made()
     stone = Tombstone(task=4, reason="failed", group_size=2, detail="\x1b[2J\nValueError", source="main")
     await bus.publish(SUBJECTS.tombstones("main"), encode(stone), headers={"Streamrl-Task": "4"})
     text = life_text(await trace(bus))
     assert "\x1b" not in text and "\\x1b[2J" in text
-
-
-async def test_tasks_that_were_never_issued_are_refused() -> None:
     bus = await made(issued=3)
     for task in (3, 10**17):
         with pytest.raises(ConfigError, match=f"got {task}"):
             await TaskFinder(bus, bus, SUBJECTS, "main").check_issued(task)
     with pytest.raises(ConfigError, match="none has been issued"):
         await TaskFinder(MemoryBus("made"), None, SUBJECTS, "main").check_issued(0)
+
+
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def said(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Exit code, stdout and stderr of `streamrl trace RECORDING ...`."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(["trace", *(argument.replace("RECORDING", str(recorded.path)) for argument in arguments)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_the_verb(said: Say) -> None:
+    code, out, err = said("RECORDING", "41")
+    assert (code, err) == (0, "") and out.startswith("task 41 of run parent ")
+    code, out, err = said("RECORDING", "41/2", "--json")
+    life = json.loads(out)
+    assert (code, life["task"], [one["rollout"] for one in life["rollouts"]]) == (0, 41, [2])
+
+
+@pytest.mark.parametrize("place", ["", "x", "1/", "/1", "1/2/3", "1.5", "²", "1 2", "9" * 40, "0x1"])
+def test_garbage_is_refused_with_what_was_expected(said: Say, place: str) -> None:
+    code, out, err = said("RECORDING", place)
+    assert (code, out) == (1, "") and "TASK/ROLLOUT" in err and "hint:" in err
+
+
+def test_rollouts_runs_taps_and_branches_that_cannot_be_traced(said: Say, tmp_path: Path, recorded: Recorded) -> None:
+    assert "of task 41, got 3" in said("RECORDING", "41/3")[2]
+    code, _, err = said("nothing", "1", "--dir", str(tmp_path))
+    assert code == 1 and err.startswith("error: ")
+    code, _, err = said(f"{recorded.path}:nobody", "3")
+    assert code == 1 and "'nobody'" in err
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text("{}")
+    (tmp_path / "b" / "branch.json").write_text("{}")
+    code, _, err = said("b", "1", "--dir", str(tmp_path))
+    assert code == 1 and "branch 'b'" in err and "branch.json" in err

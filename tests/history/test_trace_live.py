@@ -1,7 +1,5 @@
 """`trace` and `inspect` on a run that is up, with a reader's rights, one of whose producers was killed, and when it is over."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -56,13 +54,8 @@ def mine(task, episode):
     return float(episode.completion == str(task.label)) + len(episode.turns)
 """
 OPTIONS = (
-    "run.steps=100000",
-    "tasks.drop_zero_variance=false",
-    "tasks.batch_tasks=2",
-    "warmup.max_steps=0",
-    "bus.ack_wait_s=2",
-    "producer.children=1",
-    "reward.children=1",
+    *("run.steps=100000", "tasks.drop_zero_variance=false", "tasks.batch_tasks=2", "warmup.max_steps=0", "bus.ack_wait_s=2"),
+    *("producer.children=1", "reward.children=1"),
 )
 Say = Callable[..., Awaitable[tuple[int, str, str]]]
 

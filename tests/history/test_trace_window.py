@@ -1,7 +1,5 @@
 """`streamrl trace RUN --window`: the file keeps the rules of the trace event format, and holds what the ledger and the samples have."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import defaultdict

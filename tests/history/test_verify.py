@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ from msgspec.structs import replace
 
 from streamrl.config.load import dump, override
 from streamrl.config.tree import Config
-from streamrl.errors import ConfigError, LogTruncated, SchemaError, StreamRLError
+from streamrl.errors import LogTruncated, SchemaError, StreamRLError
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_report import ReplayReport
@@ -63,23 +61,17 @@ def edited_entries(path: Path, edit: Callable[[Any], Any]) -> None:
     change(path / "ledger.parquet", rewrite)
 
 
-async def test_a_recording_gives_the_ledger_again(recorded: Recorded) -> None:
+async def test_a_recording_gives_the_ledger_again_also_from_metrics_alone(recorded: Recorded, copy: Path) -> None:
     report = await replayed(recorded.path)
     assert report.ok and report.same_fingerprint, report.lines
     assert report.versions == report.equal == len(recorded.ledger) >= 16
     assert report.digest == recorded.ledger[-1].digest
     assert report.began == "0.0" and report.ended == str(recorded.ledger[-1].version)
-
-
-def test_every_entry_has_what_was_decided_by(recorded: Recorded) -> None:
     warmup = [entry for entry in recorded.ledger if entry.source == "warmup"]
     trained = [entry for entry in recorded.ledger if entry.source != "warmup"]
     assert len(warmup) >= 3 and [e.score for e in warmup] == [e.metrics["train/answer_probability"] for e in warmup]
     assert len(trained) >= 16 and all(e.score is msgspec.UNSET for e in trained)
     assert [e.reward for e in trained] == [e.metrics["rollout/raw_reward"] for e in trained]
-
-
-async def test_a_ledger_of_an_earlier_build_is_replayed_from_its_metrics(recorded: Recorded, copy: Path) -> None:
     edited_entries(copy, lambda entry: replace(entry, score=msgspec.UNSET, reward=msgspec.UNSET))
     report = await replayed(copy)
     assert report.ok and report.equal == len(recorded.ledger), report.lines
@@ -99,17 +91,6 @@ async def test_a_stretch_begins_at_the_nearest_checkpoint(recorded: Recorded, fi
     end = last or len(recorded.ledger)
     assert report.versions == end - began
     assert report.digest == recorded.ledger[end - 1].digest
-
-
-async def test_nothing_to_replay_is_said(recorded: Recorded) -> None:
-    newest = recorded.ledger[-1].version.number
-    for span, said in (
-        (Range(first=9, last=3), "--from, 9"),
-        (Range(last=newest + 1), f"at most {newest}"),
-        (Range(first=newest), f"below {newest}"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            await replayed(recorded.path, span)
 
 
 async def test_a_recording_that_is_not_whole_is_refused_at_once(copy: Path) -> None:
@@ -192,15 +173,6 @@ async def test_changed_samples_are_named_as_data(recorded: Recorded, copy: Path)
     assert "raw_reward" in report.first_difference.detail
 
 
-async def test_another_reference_is_told(copy: Path) -> None:
-    edited_entries(copy, lambda entry: replace(entry, reference="ab" * 8) if entry.version.number == 3 else entry)
-    report = await replayed(copy, Range(last=4))
-    first = report.first_difference
-    assert (report.ok, report.equal) == (False, 3)
-    assert first is not None and first.version == "0.3"
-    assert "reference" in first.what and "ab" * 8 in first.what
-
-
 async def test_a_lost_group_is_named(recorded: Recorded, copy: Path) -> None:
     entry = recorded.ledger[6]
     group = entry.used[0]
@@ -216,23 +188,6 @@ async def test_a_lost_group_is_named(recorded: Recorded, copy: Path) -> None:
     assert f"task {group.task} " in report.first_difference.what
     assert report.first_difference.cause == "schema", "message 1 is no Arrow data"
     assert report.versions == 6, "all before it were compared"
-
-
-async def test_an_edited_configuration_is_the_cause(copy: Path) -> None:
-    config = RecordedLog(copy).config
-    (copy / "config.json").write_text(dump(override(config, ["trainer.optimizer.learning_rate=0.01"])))
-    report = await replayed(copy, Range(last=6))
-    assert not report.ok and report.first_difference is not None
-    assert report.first_difference.cause == "config"
-    assert "trainer.optimizer.learning_rate changed" in report.first_difference.detail
-
-
-async def test_other_initial_weights_are_the_cause(copy: Path) -> None:
-    shape = msgspec.json.decode((copy / "model" / "table.json").read_bytes())
-    np.save(copy / "model" / "logits.npy", np.full((shape["max_position"], shape["vocab"], shape["vocab"]), 0.25, np.float32))
-    report = await replayed(copy, Range(last=2))
-    assert not report.ok and report.first_difference is not None
-    assert (report.first_difference.cause, report.first_difference.version) == ("initial weights", "0.1")
 
 
 async def test_another_fingerprint_is_named_and_compared_by_tolerance(recorded: Recorded, copy: Path) -> None:
@@ -269,9 +224,36 @@ def tell_fingerprint(path: Path, config: Config, digest: str, **others: str) -> 
     change(path / "events.parquet", add)
 
 
-async def test_the_same_fingerprint_and_batch_with_other_digits_is_no_excuse(copy: Path) -> None:
-    edited_entries(copy, lambda entry: replace(entry, digest="f" * 16) if entry.version.number == 7 else entry)
-    report = await replayed(copy, Range(last=8))
-    assert not report.ok and report.first_difference is not None
-    assert (report.first_difference.cause, report.first_difference.version) == ("unknown", "0.7")
-    assert report.equal == report.versions - 1
+def with_another_rate(copy: Path) -> None:
+    config = RecordedLog(copy).config
+    (copy / "config.json").write_text(dump(override(config, ["trainer.optimizer.learning_rate=0.01"])))
+
+
+def with_other_weights(copy: Path) -> None:
+    shape = msgspec.json.decode((copy / "model" / "table.json").read_bytes())
+    np.save(copy / "model" / "logits.npy", np.full((shape["max_position"], shape["vocab"], shape["vocab"]), 0.25, np.float32))
+
+
+def with_another(number: int, **fields: str) -> Callable[[Path], None]:
+    return lambda copy: edited_entries(copy, lambda entry: replace(entry, **fields) if entry.version.number == number else entry)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "last", "cause", "version", "words"),
+    [
+        (with_another_rate, 6, "config", "", "trainer.optimizer.learning_rate changed"),
+        (with_other_weights, 2, "initial weights", "0.1", ""),
+        (with_another(3, reference="ab" * 8), 4, "", "0.3", "ab" * 8),
+        (with_another(7, digest="f" * 16), 8, "unknown", "0.7", ""),
+    ],
+    ids=["rate", "weights", "reference", "digest"],
+)
+async def test_the_first_difference_is_told(
+    copy: Path, spoil: Callable[[Path], None], last: int, cause: str, version: str, words: str
+) -> None:
+    spoil(copy)
+    report = await replayed(copy, Range(last=last))
+    first = report.first_difference
+    assert not report.ok and first is not None
+    assert cause in ("", first.cause) and version in ("", first.version) and words in first.what + first.detail
+    assert report.equal == report.versions - 1 or spoil in (with_another_rate, with_other_weights)

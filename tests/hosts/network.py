@@ -1,7 +1,5 @@
 """Hosts made of network namespaces: each has an address of its own and a cable to one switch, which can be pulled."""
 
-from __future__ import annotations
-
 import subprocess
 import uuid
 from collections.abc import Iterator, Sequence
@@ -11,15 +9,6 @@ SUBNET = "10.213.77"
 
 
 class Host:
-    """One namespace.
-
-    Args:
-        name: of the namespace, unique on this machine.
-        address: IPv4 address.
-        switch: namespace of the switch.
-        port: the switch's end of the cable.
-    """
-
     def __init__(self, name: str, address: str, switch: str, port: str) -> None:
         self.address = address
         self._name = name
@@ -33,11 +22,9 @@ class Host:
         return ["ip", "netns", "exec", self._name, "unshare", "--mount", "sh", "-c", private, "sh"]
 
     def unplug(self) -> None:
-        """Nothing gets in or out any more; what is sent is lost."""
         ip("-n", self._switch, "link", "set", self._port, "down")
 
     def plug_in(self) -> None:
-        """Connect it again."""
         ip("-n", self._switch, "link", "set", self._port, "up")
 
 

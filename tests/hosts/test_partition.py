@@ -1,7 +1,5 @@
 """Trainer, engine and producer on three hosts over TLS; cables are pulled while they work."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The smallest run, with `up` of its own: as a process (`tiny_up.py`), or within the test."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 
@@ -27,25 +25,21 @@ class Here:
 
     @property
     def said(self) -> str:
-        """All lines so far."""
         return self._out.getvalue()
 
     async def up(self, mode: str, *overrides: str) -> Outcome:
-        """See `streamrl.launch.up.up`; without a mode it makes its launcher itself."""
         config = load(self._place / "demo.toml", overrides)
         run = RunDir(Path(config.run.dir) / config.run.name)
         launcher = LocalLauncher(run, config, command=tiny_command(run, mode)) if mode else None
         return await launch.up(config, PlainLines(self._out), launcher=launcher)
 
     async def notes(self, mode: str, *overrides: str) -> str:
-        """Return the notes of an `up` that must finish, a line each, without the time."""
         before = len(self.said)
         assert (await self.up(mode, *overrides)).state == "finished"
         return "\n".join(line.partition("] ")[2] for line in self.said[before:].splitlines())
 
     @staticmethod
     def printed(outcome: Outcome) -> str:
-        """Return what the command prints at its end."""
         out = io.StringIO()
         outcome.print(Console(file=out, width=200, soft_wrap=True))
         return out.getvalue()
@@ -65,7 +59,6 @@ def run(place: Path) -> RunDir:
 
 @pytest.fixture
 def up(place: Path, start: Start) -> Start:
-    """Starts `tiny_up.py` in `place`: the mode, then overrides."""
     return tiny_up(start)
 
 

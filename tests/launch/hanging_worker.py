@@ -1,7 +1,5 @@
 """A real worker whose `main` hangs as told: `hanging_worker.py RUN INDEX HOW`. It writes HOW to RUN/over when it comes to its end."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import time

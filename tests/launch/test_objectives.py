@@ -1,7 +1,5 @@
 """Objectives of real runs: troubles are staged, and the cause that is named is the right one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -40,28 +38,19 @@ from tests.support.programs import STREAMRL, Start, answer, said
 
 pytestmark = pytest.mark.timeout(400)
 AGAIN = pytest.mark.soak
-"""The same trouble at another strength, or one whose cause tests/monitor/test_slo.py finds in the signs of such runs."""
+"""A trouble whose cause tests/monitor/test_slo.py finds in the signs of such runs."""
 
 CODE = """
 import asyncio
 import random
-import time
-
-
-async def rollout(task, engine, part):
-    chat = engine.chat(task)
-    await chat.generate()
-    if random.random() < part:
-        await asyncio.sleep(600)
-    return chat.episode()
 
 
 async def some_hang(task, engine):
-    return await rollout(task, engine, 0.1)
-
-
-async def most_hang(task, engine):
-    return await rollout(task, engine, 0.6)
+    chat = engine.chat(task)
+    await chat.generate()
+    if random.random() < 0.1:
+        await asyncio.sleep(600)
+    return chat.episode()
 
 
 def equal(task, episode):
@@ -73,18 +62,9 @@ async def slow(task, episode):
     return random.random()
 
 
-def slower(task, episode):
-    time.sleep(2)
-    return random.random()
-
-
 async def slow_and_equal(task, episode):
     await asyncio.sleep(0.5)
     return 1.0
-
-
-def mostly_equal(task, episode):
-    return random.random() if task.prompt[-1] == "7" else 1.0
 """
 EAGER = (
     *("slo.hold_s=2", "metrics.window_s=2", "run.steps=1000000", "supervise.silent_s=600", "data.heldout=", "warmup.max_steps=0"),
@@ -198,34 +178,10 @@ HANG = ("producer.function=mine.py:some_hang", "producer.idle_timeout_s=9")
     ("keys", "objective", "cause"),
     [
         pytest.param((STARVED, *SATURATED, "debug.token_delay_s=0.02"), "starvation", "slow_engine", marks=AGAIN),
-        pytest.param((STARVED, *SATURATED, "debug.token_delay_s=0.1"), "starvation", "slow_engine", marks=AGAIN),
-        ((STARVED, "producer.concurrency=1", "engine.slots=64", "debug.token_delay_s=0.02"), "starvation", "few_producers"),
-        pytest.param(
-            (STARVED, "producer.concurrency=2", "engine.slots=64", "debug.token_delay_s=0.1"), "starvation", "few_producers", marks=AGAIN
-        ),
+        ((STARVED, *ONE_SLOT, "debug.token_delay_s=0.02"), "starvation", "few_producers"),
         pytest.param((STARVED, *HANG), "starvation", "hung_tool", marks=AGAIN),
-        pytest.param((STARVED, "producer.function=mine.py:most_hang", "producer.idle_timeout_s=9"), "starvation", "hung_tool", marks=AGAIN),
         ((STARVED, "reward.kind=mine.py:slow"), "starvation", "slow_reward"),
-        pytest.param((STARVED, "reward.kind=mine.py:slower", "producer.concurrency=8"), "starvation", "slow_reward", marks=AGAIN),
-        pytest.param(
-            ("slo.drop_rate=0.5", "reward.kind=mine.py:mostly_equal", "tasks.drop_zero_variance=true"),
-            "drop_rate",
-            "zero_variance",
-            marks=AGAIN,
-        ),
         pytest.param(("slo.drop_rate=0.5", "reward.kind=mine.py:equal", *VAIN), "drop_rate", "zero_variance", marks=AGAIN),
-    ],
-    ids=[
-        "slow engine",
-        "slower engine",
-        "one slot",
-        "two slots",
-        "some hang",
-        "most hang",
-        "slow reward",
-        "slower reward",
-        "mostly equal",
-        "all equal",
     ],
 )
 async def test_the_cause_of_a_staged_trouble_is_named(start: Start, run: RunDir, keys: tuple[str, ...], objective: str, cause: str) -> None:
@@ -234,32 +190,29 @@ async def test_the_cause_of_a_staged_trouble_is_named(start: Start, run: RunDir,
 
 
 @AGAIN
-@pytest.mark.parametrize("part", [0.9, 0.97])
-async def test_one_sick_engine_of_several_is_named(start: Start, run: RunDir, part: float) -> None:
+async def test_one_sick_engine_of_several_is_named(start: Start, run: RunDir) -> None:
     keys = ("slo.starvation=0.3", "engine.workers=3", "engine.slots=4", "producer.concurrency=32", "debug.token_delay_s=0.01")
     async with a_run(start, run, *keys):
-        with halting(lambda: worker_pid(run, "engine", 1), part=part):
+        with halting(lambda: worker_pid(run, "engine", 1), part=0.9):
             one = await finding(run, "starvation", {"sick_engine"})
         assert "engine-1" in one.causes[0].what
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [0.95, pytest.param(0.97, marks=AGAIN)])
-async def test_a_slow_trainer_is_named(start: Start, run: RunDir, part: float) -> None:
+async def test_a_slow_trainer_is_named(start: Start, run: RunDir) -> None:
     async with a_run(start, run, "slo.stream_lag_s=0.2", "tasks.max_staleness=16"):
-        with halting(lambda: worker_pid(run, "trainer"), part=part):
+        with halting(lambda: worker_pid(run, "trainer"), part=0.95):
             await finding(run, "stream_lag_s", {"slow_trainer"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left", [pytest.param(1 << 16, marks=AGAIN), 1 << 8])
-async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> None:
+async def test_a_full_stream_is_named(start: Start, run: RunDir) -> None:
     async with a_run(start, run, "slo.no_progress_s=5", "bus.samples_bytes=33554432") as process:
         assert process.returncode is None
         async with connected(run, patience_s=60) as bus:
             position = Position(reader="tap", stream=SAMPLES, oldest_needed=1, version=Version(0, 0))
             await bus.kv.put(f"{PREFIX_POSITIONS}tap", encode(position))
-            for size in (7 << 20, 1 << 20, left):
+            for size in (7 << 20, 1 << 20, 1 << 8):
                 with contextlib.suppress(StreamFull):
                     while True:
                         await bus.publish(Subjects("digits").samples("main"), bytes(size))
@@ -270,20 +223,11 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> N
 @pytest.mark.parametrize(
     ("keys", "causes"),
     [
-        (("reward.kind=mine.py:mostly_equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
         (("reward.kind=mine.py:equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
         (("reward.kind=mine.py:slow_and_equal", *VAIN), {"zero_variance", "slow_reward"}),
         (("reward.kind=mine.py:equal", *VAIN, *ONE_SLOT, "debug.token_delay_s=0.02"), {"zero_variance", "few_producers"}),
         ((*HANG, *SATURATED, "debug.token_delay_s=0.05"), {"hung_tool", "slow_engine"}),
         ((*HANG, "reward.kind=mine.py:equal", *VAIN), {"hung_tool", "zero_variance"}),
-    ],
-    ids=[
-        "mostly equal at a slow engine",
-        "all equal at a slow engine",
-        "all equal and slow",
-        "all equal with one slot",
-        "some hang at a slow engine",
-        "some hang and all equal",
     ],
 )
 async def test_of_two_troubles_at_once_both_are_named(start: Start, run: RunDir, keys: tuple[str, ...], causes: set[str]) -> None:

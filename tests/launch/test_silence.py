@@ -1,7 +1,5 @@
 """Workers that are not heard, with real processes: who hangs is restarted and says where, who is only busy is left alone."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Sinks of runs: what third parties' own readers find in them, and what becomes of the run when they are in trouble."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -52,7 +50,6 @@ class Beside:
 
     @contextlib.asynccontextmanager
     async def kept(self, kind: str, *, drain_s: float = 60.0, **options: object) -> AsyncGenerator[None]:
-        """Keep the sink `kind` while open, then drain it."""
         found = self.run.load_config()
         config = msgspec.structs.replace(found, metrics=MetricsConfig(sinks=(kind,), **options))  # type: ignore[arg-type]
         self.run.write_config(config)
@@ -121,7 +118,7 @@ def scraped(port: int) -> dict[tuple[str, str], float]:
     return {(one.name, one.labels.get("worker", "")): one.value for family in families for one in family.samples}
 
 
-async def test_all_sinks_have_what_the_metrics_file_has_and_a_port_in_use_costs_a_line(
+async def test_all_sinks_have_what_the_file_has_and_a_port_in_use_costs_a_line(
     up: Start, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)  # without a key, online is offline too
@@ -240,7 +237,6 @@ def test_a_package_that_is_missing_is_said_before_anything_starts(monkeypatch: p
 
 
 def wandb_history(run: RunDir) -> list[dict[str, float]]:
-    """Read what the files of a run's offline directories have."""
     paths = run.sink_dir("wandb").glob("wandb/offline-run-*/run-*.wandb")
     return [one for path in paths for one in wandb_records(path)]
 

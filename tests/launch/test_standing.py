@@ -1,7 +1,5 @@
 """Runs that cannot get on: each says what it waits for, or why it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -135,7 +133,6 @@ class Standing:
         return self._view.numbers(elapsed_s=1.0, supervised=lines)
 
     async def wait_of(self, what: str) -> Wait:
-        """The wait that is named once it begins like this."""
         found: Wait | None = None
 
         def named() -> bool:

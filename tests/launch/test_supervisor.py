@@ -1,6 +1,5 @@
-from __future__ import annotations
-
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -12,14 +11,16 @@ import pytest
 from streamrl.config.tree import Config, SuperviseConfig
 from streamrl.errors import LaunchError
 from streamrl.launch.local import LocalLauncher
+from streamrl.launch.sidecars import Sidecar, Sidecars
 from streamrl.launch.supervisor import Supervisor
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
 from tests.support.processes import alive, read_pids, until
 
+pytestmark = pytest.mark.process
+
 
 def restarted(worker: str, how: str, often: int | str, wait_s: float) -> str:
-    """Return the note about a restart."""
     return f"{worker} ended with {how}; restart {often} in {wait_s:g} s"
 
 
@@ -36,7 +37,6 @@ class Team:
         self.supervisor = Supervisor(launcher, config, note=self.notes.append, clock=lambda: self.now_s)
 
     def start(self, kind: str, *scripts: str) -> None:
-        """Start a worker for each script, with the indices from 0 on."""
         for index, script in enumerate(scripts):
             self.scripts[f"{kind}-{index}"] = script
             self.supervisor.start(kind, index)
@@ -86,7 +86,6 @@ async def team(run: RunDir) -> AsyncIterator[Team]:
     await one.supervisor.kill_all()
 
 
-@pytest.mark.process
 async def test_a_failed_worker_waits_longer_each_time_and_starts_again(team: Team) -> None:
     team.start("producer", "exit 1")
     await team.tick_until("producer", "waiting")
@@ -103,7 +102,6 @@ async def test_a_failed_worker_waits_longer_each_time_and_starts_again(team: Tea
     assert team.supervisor.lines()["producer-0"].restarts == 1
 
 
-@pytest.mark.process
 async def test_too_many_failures_end_with_the_log_and_a_hint_and_leave_the_others_alone(team: Team) -> None:
     team.start("trainer", "sleep 60")
     team.start("engine", "echo no such device; exit 1")
@@ -116,7 +114,6 @@ async def test_too_many_failures_end_with_the_log_and_a_hint_and_leave_the_other
     assert alive(team.pid("trainer"))
 
 
-@pytest.mark.process
 async def test_failures_long_ago_are_forgotten(team: Team) -> None:
     team.start("producer", "exit 1")
     for _ in range(5):
@@ -124,14 +121,6 @@ async def test_failures_long_ago_are_forgotten(team: Team) -> None:
         team.now_s += 101.0
         await team.tick_until("producer", "running")
     assert {note.partition(";")[2] for note in team.notes} == {" restart 1 in 0.5 s"}
-
-
-@pytest.mark.process
-async def test_a_signal_is_named(team: Team) -> None:
-    team.start("engine", "sleep 60")
-    os.kill(team.pid("engine"), signal.SIGKILL)
-    await team.tick_until("engine", "waiting")
-    assert team.notes == [restarted("engine-0", "signal SIGKILL", 1, 0.5)]
 
 
 class Held:
@@ -174,22 +163,7 @@ async def test_a_process_that_no_kill_ends_is_said_and_left_behind(monkeypatch: 
     ]
 
 
-@pytest.mark.process
-async def test_a_restart_says_what_the_worker_said_last(team: Team) -> None:
-    team.start("engine", "echo full >&2; echo >&2; exit 1")
-    await team.tick_until("engine", "waiting")
-    assert team.notes == [restarted("engine-0", "exit code 1", 1, 0.5) + "; its log ends: full"]
-
-
-@pytest.mark.process
-async def test_a_restart_says_the_error_and_its_hint(team: Team) -> None:
-    team.start("engine", "printf 'started\nerror: the port is taken\nhint: take another\n' >&2; exit 1")
-    await team.tick_until("engine", "waiting")
-    assert "the port is taken" in team.notes[0] and team.notes[0].endswith("hint: take another")
-
-
-@pytest.mark.process
-async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: Team) -> None:
+async def test_work_that_is_over_is_not_started_again(team: Team) -> None:
     team.start("trainer", "exit 0")
     team.start("producer", "exit 0")
     await team.tick_until("trainer", "done")
@@ -197,28 +171,12 @@ async def test_work_that_is_over_is_not_started_again_but_endless_work_is(team: 
     assert team.supervisor.over("trainer")
     assert not team.supervisor.over("producer")
     assert not team.supervisor.over("engine")
+    team.start("engine", "echo threads=$OMP_NUM_THREADS supervisor=$STREAMRL_SUPERVISOR; exit 0")
+    await team.tick_until("engine", "waiting")
+    assert team.run.log_path("engine-0").read_text() == f"threads=1 supervisor={os.getpid()}\n"
 
 
-@pytest.mark.process
-async def test_a_wrong_configuration_is_not_tried_twice(team: Team) -> None:
-    team.start("feeder", "echo error: no such file; exit 2")
-    with pytest.raises(LaunchError, match=r"feeder-0 cannot run.*\n.*no such file"):
-        await team.tick_until("feeder", "waiting")
-
-
-@pytest.mark.process
-async def test_a_fenced_worker_stays_down(team: Team) -> None:
-    team.start("trainer", "exit 3")
-    await team.tick_until("trainer", "fenced")
-    team.now_s += 1000.0
-    team.supervisor.tick()
-    assert team.state("trainer") == "fenced"
-    assert not team.supervisor.over("trainer")
-    assert [note.partition(": ")[0] for note in team.notes] == ["trainer-0 stopped"]
-
-
-@pytest.mark.process
-async def test_a_drain_goes_kind_by_kind_in_the_order_of_shutdown(team: Team) -> None:
+async def test_a_drain_goes_in_order_and_lets_a_kind_finish(team: Team) -> None:
     order = team.run.path / "order"
     for kind in ("feeder", "engine", "evaluator", "producer", "trainer"):
         team.start(
@@ -228,17 +186,12 @@ async def test_a_drain_goes_kind_by_kind_in_the_order_of_shutdown(team: Team) ->
     assert await team.drain()
     assert order.read_text().split()[5:] == ["trainer", "producer", "evaluator", "engine", "feeder"]
     assert team.notes == []
-
-
-@pytest.mark.process
-async def test_a_drain_lets_a_kind_finish_by_itself(team: Team) -> None:
     told = team.run.path / "told"
     team.start("evaluator", f"trap 'echo cut > {told}; exit 0' TERM; sleep 0.3; echo finished > {told}")
     assert await team.supervisor.drain(finish=("evaluator",))
     assert told.read_text() == "finished\n"
 
 
-@pytest.mark.process
 async def test_a_worker_that_does_not_stop_is_killed_with_what_it_started(team: Team) -> None:
     pids = team.run.path / "pids"
     team.start("engine", f"trap '' TERM; sleep 600 & echo $! >> {pids}; echo $$ >> {pids}; wait; while :; do sleep 1; done")
@@ -248,7 +201,6 @@ async def test_a_worker_that_does_not_stop_is_killed_with_what_it_started(team: 
     assert [note[:31] for note in team.notes] == ["engine-0 did not stop within 20"]
 
 
-@pytest.mark.process
 async def test_what_a_dead_worker_leaves_behind_is_swept(team: Team) -> None:
     pids = team.run.path / "pids"
     team.start("trainer", f"sleep 600 & echo $! > {pids}; exit 1")
@@ -256,7 +208,6 @@ async def test_what_a_dead_worker_leaves_behind_is_swept(team: Team) -> None:
     await until(lambda: not alive(read_pids(pids)[0]))
 
 
-@pytest.mark.process
 async def test_kill_all_ends_the_stubborn_too(team: Team) -> None:
     pids = team.run.path / "pids"
     for kind in ("trainer", "engine"):
@@ -264,13 +215,6 @@ async def test_kill_all_ends_the_stubborn_too(team: Team) -> None:
     await until(lambda: len(read_pids(pids)) == 2)
     await team.supervisor.kill_all()
     assert not any(alive(pid) for pid in read_pids(pids))
-
-
-@pytest.mark.process
-async def test_workers_get_their_threads_and_their_supervisor(team: Team) -> None:
-    team.start("engine", "echo threads=$OMP_NUM_THREADS supervisor=$STREAMRL_SUPERVISOR; exit 0")
-    await team.tick_until("engine", "waiting")
-    assert team.run.log_path("engine-0").read_text() == f"threads=1 supervisor={os.getpid()}\n"
 
 
 _ORPHANAGE = """
@@ -300,7 +244,6 @@ asyncio.run(main(RunDir(sys.argv[1]), sys.argv[2]))
 """
 
 
-@pytest.mark.process
 async def test_no_worker_outlives_a_supervisor_that_is_killed(run: RunDir) -> None:
     pids = run.path / "pids"
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", _ORPHANAGE, str(run.path), str(pids))
@@ -317,7 +260,6 @@ def test_exits_are_described() -> None:
     assert [describe_exit(code) for code in (0, 3, -9, -99)] == ["exit code 0", "exit code 3", "signal SIGKILL", "signal 99"]
 
 
-@pytest.mark.process
 async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team: Team) -> None:
     team.start("trainer", "sleep 600", "sleep 600", "sleep 600")
     team.start("engine", "sleep 600")
@@ -338,7 +280,6 @@ async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team:
     assert (team.pid("engine"), alive(engine)) == (engine, True)
 
 
-@pytest.mark.process
 async def test_failures_of_ranks_count_once(team: Team) -> None:
     team.start("trainer", "exit 1", "exit 1")
     with pytest.raises(LaunchError, match=r"trainer-[01] ended 3 times"):
@@ -349,7 +290,6 @@ async def test_failures_of_ranks_count_once(team: Team) -> None:
     assert [child.restarts for child in team.supervisor.children.values()] == [2, 2]
 
 
-@pytest.mark.process
 async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
     go = team.run.path / "go"
     team.start("trainer", f"while [ ! -e {go} ]; do sleep 0.01; done; exit 0", "exit 0")
@@ -363,23 +303,92 @@ async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
     assert team.supervisor.over("trainer")
 
 
-@pytest.mark.process
-async def test_what_one_rank_says_of_its_configuration_counts_more_than_that_the_other_failed(team: Team) -> None:
-    team.start("trainer", "sleep 0.2; echo error: no such GPU; exit 2", "exit 1")
-    with pytest.raises(LaunchError, match=r"trainer-0 cannot run.*\n.*no such GPU"):
+@pytest.mark.parametrize(
+    ("script", "how", "words"),
+    [
+        ("kill -KILL $$", "signal SIGKILL", ("",)),
+        ("echo full >&2; echo >&2; exit 1", "exit code 1", ("; its log ends: full",)),
+        (
+            "printf 'started\nerror: the port is taken\nhint: take another\n' >&2; exit 1",
+            "exit code 1",
+            ("the port is taken", "hint: take another"),
+        ),
+    ],
+)
+async def test_a_restart_says_how_and_with_which_last_words_it_ended(team: Team, script: str, how: str, words: tuple[str, ...]) -> None:
+    team.start("engine", script)
+    await team.tick_until("engine", "waiting")
+    [note] = team.notes
+    assert note.startswith(restarted("engine-0", how, 1, 0.5)) and words[0] in note and note.endswith(words[-1])
+
+
+@pytest.mark.parametrize(
+    ("scripts", "words"),
+    [
+        (("echo error: no such file; exit 2",), r"trainer-0 cannot run.*\n.*no such file"),
+        (("echo error: the weights diverged; exit 4",), r"trainer-0 stopped: .* diverged.*\n"),
+        # What one rank says of its configuration counts more than that the other failed.
+        (("sleep 0.2; echo error: no such GPU; exit 2", "exit 1"), r"trainer-0 cannot run.*\n.*no such GPU"),
+    ],
+)
+async def test_what_cannot_run_is_not_tried_twice(team: Team, scripts: tuple[str, ...], words: str) -> None:
+    team.start("trainer", *scripts)
+    with pytest.raises(LaunchError, match=words):
         await team.tick_until("trainer", "waiting")
 
 
-@pytest.mark.process
-async def test_ranks_of_a_fenced_trainer_stay_down(team: Team) -> None:
-    team.start("trainer", "exit 3", "exit 1")
+@pytest.mark.parametrize("scripts", [("exit 3",), ("exit 3", "exit 1")])
+async def test_a_fenced_worker_stays_down(team: Team, scripts: tuple[str, ...]) -> None:
+    team.start("trainer", *scripts)
     await team.tick_until("trainer", "fenced")
-    assert team.state("trainer", 1) == "fenced"
+    team.now_s += 1000.0
+    team.supervisor.tick()
+    assert [team.state("trainer", rank) for rank in range(len(scripts))] == ["fenced"] * len(scripts)
+    assert not team.supervisor.over("trainer")
     assert [note.partition(": ")[0] for note in team.notes] == ["trainer-0 stopped"]
 
 
-@pytest.mark.process
-async def test_diverged_weights_are_not_trained_again(team: Team) -> None:
-    team.start("trainer", "echo error: the weights diverged; exit 4")
-    with pytest.raises(LaunchError, match=r"trainer-0 stopped: .* diverged.*\n"):
-        await team.tick_until("trainer", "waiting")
+@pytest.fixture
+def beside(tmp_path: Path) -> RunDir:
+    beside = RunDir(tmp_path / "demo")
+    beside.logs.mkdir(parents=True)
+    return beside
+
+
+def test_the_end_of_a_log_is_read_where_it_can_be(beside: RunDir) -> None:
+    beside.log_path("page-0").write_bytes("ä".encode() * 1_000_000 + b"\nerror: \xff no room\n\n")
+    said = LocalLauncher(beside, Config()).tail("page-0")
+    assert said.endswith("\nerror: \N{REPLACEMENT CHARACTER} no room") and len(said) <= 4096
+    beside.log_path("page-1").write_text("\n".join(map(str, range(100))))
+    assert LocalLauncher(beside, Config()).tail("page-1").splitlines() == [str(number) for number in range(85, 100)]
+    beside.log_path("page-2").mkdir()
+    beside.log_path("page-3").touch()
+    assert [LocalLauncher(beside, Config()).tail(f"page-{number}") for number in (2, 3, 4)] == ["", "", ""]
+
+
+async def test_what_one_meets_leaves_the_others_kept(beside: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[int] = []
+    starts: list[bool] = []
+
+    def fails(pid: int) -> None:
+        looks.append(pid)
+        raise OSError(errno.EMFILE, "too many open files")
+
+    def command(again: bool) -> list[str]:
+        starts.append(again)
+        return [sys.executable, "-S", "-c", "raise SystemExit('error: over')"]
+
+    notes: list[str] = []
+    stays = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+    both = [
+        Sidecar(kind="page", called="the page", command=lambda again: stays, runs=fails),
+        Sidecar(kind="sink-prometheus", called="the sink", command=command),
+    ]
+    config = Config(supervise=SuperviseConfig(backoff_s=0.0))
+    async with Sidecars(both, beside, config, note=notes.append, drain_s=0.2).kept():
+        await until(lambda: len(starts) >= 3, within_s=60)
+    assert looks and "event=sidecar_look_failed kind=page" in caplog.text
+    assert starts[:3] == [False, True, True]
+    assert [note for note in notes if note.startswith("the sink")] == [
+        "the sink ended with exit code 1; over; it is started again until it runs, and the run goes on"
+    ]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import io
 import json
@@ -137,12 +135,21 @@ async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: 
     assert nothing_runs(run)
 
 
-async def test_a_port_that_is_taken_is_said(here: Here) -> None:
+async def test_a_taken_port_and_a_launcher_that_fails_are_said(
+    here: Here, place: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port}") as caught:
             await here.up("learn", f"bus.port={port}")
     assert caught.value.hint
+    # A secret lies in the folder by then.
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "streamrl.launch.ray", raising=False)
+    (place / "reward.py").write_text("def one(task, episode, api_key):\n    return 1.0\n")
+    with pytest.raises(LaunchError, match="ray cannot be imported"):
+        await here.up("", "ray.address=local", "reward.kind=reward.py:one", "reward.options.api_key=abc")
+    assert not run.path.exists()
 
 
 async def test_a_reader_that_leaves_drains_the_run(up: Start, run: RunDir) -> None:
@@ -188,9 +195,7 @@ async def test_rows_that_cannot_be_used_are_counted_before_the_run_starts(run: R
     assert any(note.startswith(expected) for note in notes), notes
 
 
-async def test_a_run_can_be_stopped_while_it_is_prepared(
-    up: Start, start: Start, run: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_is_stopped_while_prepared(up: Start, start: Start, run: RunDir, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reward takes until the signal is sent to load."""
 
     def signalled(pid: int, began: str, number: signal.Signals) -> None:
@@ -242,16 +247,6 @@ async def test_a_screen_that_fails_is_said_and_shown_again_but_not_for_ever(
     assert out.getvalue().count(then) == (2 if times == 2 else 1)
     await screen.close()
     await bus.close()
-
-
-async def test_a_launcher_that_fails_leaves_nothing(here: Here, place: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A secret lies in the folder by then."""
-    monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "streamrl.launch.ray", raising=False)
-    (place / "reward.py").write_text("def one(task, episode, api_key):\n    return 1.0\n")
-    with pytest.raises(LaunchError, match="ray cannot be imported"):
-        await here.up("", "ray.address=local", "reward.kind=reward.py:one", "reward.options.api_key=abc")
-    assert not run.path.exists()
 
 
 async def test_a_bus_that_is_given_up_is_not_waited_for(here: Here, run: RunDir) -> None:

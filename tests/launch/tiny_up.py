@@ -1,7 +1,5 @@
 """`streamrl up` with workers that are `tiny_worker.py`: `tiny_up.py TOML MODE [--accept-gap|code|model ...] [SECTION.KEY=VALUE ...]`."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from pathlib import Path

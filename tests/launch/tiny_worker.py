@@ -5,8 +5,6 @@ evaluations and the end of the run; the evaluator is soon done. Mode `learn-and-
 `stubborn`: SIGTERM is ignored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Sequence
@@ -21,12 +19,10 @@ MakeEntry = Callable[..., LedgerEntry]
 
 
 def as_line(entry: LedgerEntry) -> LedgerLine:
-    """The way an entry reaches a view: over the wire."""
     return decode(encode(entry), LedgerLine)
 
 
 def kept(thing: object) -> int:
-    """Objects that `thing` holds on to, itself included."""
     seen: set[int] = set()
     waiting = [thing]
     while waiting:

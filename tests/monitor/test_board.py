@@ -1,4 +1,4 @@
-from __future__ import annotations
+import io
 
 import pytest
 from msgspec.structs import replace
@@ -6,9 +6,9 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from streamrl.monitor.board import Board, Place, moved
-from streamrl.monitor.drawing import Ink
+from streamrl.monitor.drawing import Ink, Part, columns, fitted, folded, ink_of, painted, visible, width_of
 from streamrl.monitor.look import Look, SampleLine
-from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
+from streamrl.monitor.numbers import RunNumbers, WorkerLine
 from streamrl.monitor.summary import summarize, summary_line
 from streamrl.monitor.terminal import keys_of
 from streamrl.monitor.view import RunView
@@ -68,15 +68,9 @@ def test_no_line_is_wider_than_the_screen_and_none_holds_a_command_for_it(look: 
 def test_the_board_tells_everything(look: Look) -> None:
     text = "\n".join(plain(Board(look, 120, INK).text()))
     for words in (
-        "streamrl demo  training  1:05  version 0.100",
-        "80/80   warm-up 20   version 0.100",
-        "engine-0-ab",
-        "running  0:10",
-        "the oldest 0.0 s; 0B of 1.0GB",
-        "p50 1  p95 2  max 2 versions",
-        "zero_variance       160  100%",
-        "7/1 reward 0.500",
-        "> 4 [red]2",
+        *("streamrl demo  training  1:05  version 0.100", "80/80   warm-up 20   version 0.100", "engine-0-ab", "running  0:10"),
+        *("the oldest 0.0 s; 0B of 1.0GB", "p50 1  p95 2  max 2 versions", "zero_variance       160  100%", "160 (zero_variance 160)"),
+        *("held-out 0.910", "in flight 0.25, queued 0.50", "7/1 reward 0.500", "> 4 [red]2"),
     ):
         assert words in text, f"{words!r} is not in\n{text}"
 
@@ -116,11 +110,14 @@ def test_a_reason_of_user_code_is_shown_as_it_is_but_for_commands(entry: MakeEnt
     assert any("[red]·[31m" in line for line in plain(Board(look_at(view), 80, INK).text()))
 
 
-def test_a_run_that_is_not_known_yet_and_one_away_can_be_shown(look: Look) -> None:
+def test_a_run_that_is_unknown_away_or_over_can_be_shown(look: Look, learned_run: RunView) -> None:
     empty = Look(run="demo", state="stopped")
     assert plain(Board(empty, 80, INK).frame(Place(), 4))[:2] == ["streamrl demo  stopped", "nothing is known of it yet"]
     away = Look(run="demo", state="running", away="its bus does not answer", numbers=look.numbers)
     assert "does not answer" in plain(Board(away, 80, INK).text())[0]
+    summary = summarize(learned_run, wall_s=65.0)
+    text = "".join(Board(Look(run="demo", state="stopped", summary=summary), 40, Ink.NONE).text())
+    assert bare(summary_line(summary)) in bare(text)
 
 
 def test_colours_are_those_that_are_wanted(look: Look) -> None:
@@ -130,24 +127,12 @@ def test_colours_are_those_that_are_wanted(look: Look) -> None:
     assert "\x1b" not in text[Ink.NONE]
 
 
-def test_what_waits_comes_before_the_tables(learned_run: RunView) -> None:
-    learned_run.standing = Standing(what="credit", hint="see the log")
-    lines = plain(Board(look_at(learned_run), 80, INK).text())
-    assert any("waits for credit" in line for line in lines[:12])
-
-
 @pytest.mark.parametrize("width", [20, 80])
 def test_what_is_wrong_is_said_once_and_whole(troubled: RunNumbers, width: int) -> None:
     text = "".join(Board(Look(run="demo", state="running", numbers=troubled), width, Ink.NONE).text())
     assert troubled.standing is not None
     for words in (troubled.standing.hint, troubled.slo[0].causes[0].hint, troubled.newest_error):
         assert bare(text).count(bare(words)) == 1, f"{words!r} is not once in\n{text}"
-
-
-def test_the_last_summary_of_a_run_that_is_away_is_whole(learned_run: RunView) -> None:
-    summary = summarize(learned_run, wall_s=65.0)
-    text = "".join(Board(Look(run="demo", state="stopped", summary=summary), 40, Ink.NONE).text())
-    assert bare(summary_line(summary)) in bare(text)
 
 
 @pytest.mark.parametrize("keys", ["Ctrl-C stops  ", "q quit  "])
@@ -180,7 +165,54 @@ def test_codes_of_keys_have_names() -> None:
     assert keys_of("") == []
 
 
-def test_numbers_for_machines(look: Look) -> None:
-    numbers = look.numbers
-    assert isinstance(numbers, RunNumbers)
-    assert (numbers.engines[0].behind, numbers.staleness_p95, numbers.stream_s) == (1, 2.0, 0.0)
+def texts(rows: list[tuple[str, ...]], width: int, *right: int) -> list[str]:
+    return [painted(line, Ink.NONE) for line in columns(rows, width, right=frozenset(right))]
+
+
+def test_columns_stand_below_each_other_and_the_widest_are_cut_first() -> None:
+    assert texts([("a", "1", "x"), ("bcd", "20", "")], 80, 1) == ["a     1  x", "bcd  20  "]
+    assert texts([], 80) == [] and columns([()], 80) == [[]]
+    assert texts([("engine-0", "a state that says much", "7")], 24) == ["engine-0  a state th…  7"]
+    for width in range(1, 40):
+        for line in columns([("12345678", "日本語日本語日本語", "x" * 400, ""), ("", "", "", "y")], width):
+            assert width_of(line) <= width
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "cut"),
+    [("abc", 3, "abc"), ("abcd", 3, "ab…"), ("日本", 3, "日…"), ("日本語", 4, "日 …"), ("ab", 1, "…"), ("", 0, "")],
+)
+def test_what_is_too_long_ends_in_a_sign_of_it(text: str, width: int, cut: str) -> None:
+    assert painted(fitted([Part(text, "red")], width), Ink.NONE) == cut
+    assert painted(fitted([Part(one) for one in text], width), Ink.NONE).replace(" ", "") == cut.replace(" ", "")
+
+
+def test_a_note_goes_on_in_the_next_line() -> None:
+    assert folded("page: http", 4) == ["page", ":", "http"]
+    assert folded("日本語", 3) == ["日", "本", "語"]
+    hint = "raise tasks.max_staleness, see  docs/slo.md"
+    assert folded(hint, 24) == ["raise", "tasks.max_staleness, see", "docs/slo.md"]
+    assert folded(hint, 23) == ["raise", "tasks.max_staleness,", "see  docs/slo.md"]
+    assert folded("a    b", 3) == ["a", "b"] and folded("abc  ", 4) == ["abc", ""]
+    assert folded("日", 1) == ["日"]
+    assert folded("", 5) == [""] and folded("a\x1b", 5) == ["a·"]
+
+
+def test_what_a_terminal_takes_for_a_command_is_a_point() -> None:
+    assert visible("plain é 日本 ü") == "plain é 日本 ü"
+    assert visible("a\nb\x1b[2J\u202e\u200d") == "a·b·[2J··"
+    assert visible("\u00a0") == "\u00a0", "a blank that does not break is a shape"
+
+
+def test_ink_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Tty(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert ink_of(Tty()) is Ink.COLOURS and ink_of(io.StringIO()) is Ink.NONE
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert ink_of(Tty()) is Ink.GREY
+    monkeypatch.setenv("TERM", "dumb")
+    assert ink_of(Tty()) is Ink.NONE

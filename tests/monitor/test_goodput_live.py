@@ -1,7 +1,5 @@
 """Goodput of real runs adds up: the metrics agree with the streams, token by token, over the death of a producer."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -108,9 +106,7 @@ async def streams(run: RunDir) -> tuple[list[LedgerEntry], dict[int, dict[int, i
 @pytest.mark.parametrize(
     "killed", [pytest.param(False, marks=pytest.mark.soak), pytest.param(True, marks=pytest.mark.slow)], ids=["drained", "killed"]
 )
-async def test_sampled_tokens_are_published_or_cut_and_published_ones_trained_dropped_or_waiting(
-    start: Start, tmp_path: Path, killed: bool
-) -> None:
+async def test_sampled_tokens_are_published_or_cut_and_those_trained_dropped_or_waiting(start: Start, tmp_path: Path, killed: bool) -> None:
     (tmp_path / "goodput.toml").write_text(TOML)
     (tmp_path / "code.py").write_text(CODE)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{a}+1=", "label": str(a + 1)}) + "\n" for a in range(8)))

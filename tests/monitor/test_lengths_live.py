@@ -1,7 +1,5 @@
 """Lengths of a real loop's answers against numpy on its samples, and a bound on staleness that eats long answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every declared metric has a real run in which it is finite and moves, or a word on why it stays or when it exists."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -78,11 +76,7 @@ SCORED = (
 OF_SCORED = {
     *("rollout/returns", "rollout/values", "rollout/log_probs", "rollout/rollout_log_probs", "rollout/ref_log_probs"),
     *(
-        "train/pg_dual_clipfrac",
-        "train/opsm_clipfrac",
-        "train/kl_loss",
-        "train/value_loss",
-        "train/value_clipfrac",
+        *("train/pg_dual_clipfrac", "train/opsm_clipfrac", "train/kl_loss", "train/value_loss", "train/value_clipfrac"),
         "train/value_grad_norm",
     ),
     *("train/value_norm", "train/stale_masked_fraction", "train/staleness_weight", "train/mis_batch_norm_factor", "train/ess_rollout"),

@@ -1,13 +1,22 @@
-from __future__ import annotations
+"""Numbers of one version: shares of time, goodput and lengths."""
 
 import itertools
 
 import pytest
+from msgspec.structs import replace
 
-from streamrl.monitor.series import Series
+from streamrl.core.lengths import distance, histogram
+from streamrl.monitor.goodput import Backlog
+from streamrl.monitor.lengths import FEWEST, MOST_DECIDED, Lengths, distance_text, side_by_side
+from streamrl.monitor.series import RUN, Series
 from streamrl.monitor.shares import FORGOTTEN_AFTER_S, named
+from streamrl.monitor.view import RunView
+from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
+from streamrl.schemas.events import MetricReport
+from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
 from streamrl.telemetry.states import STATES
+from tests.monitor.conftest import MakeEntry, as_line
 
 START_S = 10_000.0
 
@@ -77,7 +86,7 @@ def test_a_worker_that_was_killed_is_down_until_its_successor_begins() -> None:
     assert sum(values.get(name, 0.0) for values in rows for name in named("trainer")) == pytest.approx(59.0)
 
 
-def test_a_short_absence_is_seen_by_what_is_missing_between_two_reports() -> None:
+def test_a_short_or_late_report_counts_no_second_twice() -> None:
     reader = Reader()
     for second, values in ((2, trainer(compute=2.0)), (4, trainer(compute=2.0)), (8, trainer(setup=1.0)), (10, trainer(compute=2.0))):
         reader.go(START_S + second)
@@ -85,9 +94,6 @@ def test_a_short_absence_is_seen_by_what_is_missing_between_two_reports() -> Non
             break
         reader.hear("trainer-0", values)
     assert reader.rows[0]["trainer-0"]["trainer/down_s"] == pytest.approx(3.0)
-
-
-def test_one_that_was_only_late_counts_no_second_twice() -> None:
     reader = Reader()
     for second in range(1, 31):
         reader.go(START_S + second)
@@ -114,7 +120,7 @@ def test_a_reader_that_is_cut_off_calls_nobody_down() -> None:
     assert reader.rows[-1]["trainer-0"]["trainer/share/wait_bus"] == 1.0
 
 
-def test_one_that_has_left_is_forgotten() -> None:
+def test_one_that_has_left_is_forgotten_and_not_down() -> None:
     reader = Reader()
     reader.go(START_S + 1)
     reader.hear("producer-3", {"producer/slot_generate_s": 8.0, "producer/slots": 8.0})
@@ -125,9 +131,6 @@ def test_one_that_has_left_is_forgotten() -> None:
             break
     assert "producer-3" not in reader.rows[-1] and "producer-3" in reader.rows[5]
     assert reader.rows[5]["producer-3"]["producer/slot_down_s"] == pytest.approx(80.0), "of all its slots"
-
-
-def test_one_that_was_told_to_end_is_not_down_and_may_come_again() -> None:
     reader = Reader()
     for second in range(2, 62, 2):
         reader.go(START_S + second)
@@ -158,3 +161,147 @@ def test_shares_are_of_all_states_of_a_kind() -> None:
     found = {name.rpartition("/")[2] for name in reader.rows[0][""] if name.startswith("producer/share/")}
     assert found == {*STATES["producer"], "down"}
     assert reader.rows[0][""]["starvation/producers"] == 1.0
+
+
+def engine(name: str, tokens: int, role: str = ROLLOUT_ROLE) -> EnginePresence:
+    return EnginePresence(engine=name, address="", serving=Version(0, 1), tokens_total=tokens, role=role)
+
+
+def test_what_is_sampled_is_open_until_said_and_unknown_to_who_joins() -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+
+    def still_open(now_s: float) -> float:
+        (row,) = [row for row in view.take_rows(now_s) if row.of == RUN]
+        return row.values["tokens/open"]
+
+    view.engine("engine-0-aa", engine("engine-0-aa", 100))
+    view.engine("engine-1-bb", engine("engine-1-bb", 70, EVALUATION_ROLE))
+    assert still_open(1.0) == 100.0
+    ended = {"tokens/published_total": 28.0, "tokens/greedy_total": 12.0, "tokens/cut_total": 10.0}
+    view.metric(report("producer-0", ended, time_s=0.0))
+    view.metric(report("engine-0", {"tokens/cut_total": 5.0, "tokens/sampled_total": 20.0}, time_s=0.0))
+    view.metric(report("evaluator-0", {"tokens/evaluated_total": 15.0}, time_s=0.0))
+    assert still_open(2.0) == 50.0
+    view.engine("engine-0-cc", engine("engine-0-cc", 7))
+    assert still_open(3.0) == 57.0, "an engine that was started anew counts from 0"
+    view = RunView("demo", series=Series(window_s=1.0), joined=True)
+    view.take_rows(0.0)
+    view.metric(report("producer-0", {"tokens/published_total": 40.0}, time_s=0.0))
+    assert all("tokens/open" not in row.values for row in view.take_rows(1.0))
+
+
+def test_tokens_on_the_stream_are_those_that_wait_and_those_behind_the_cursor(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=1.0))
+    view.take_rows(0.0)
+    assert view.numbers(elapsed_s=1.0).stream_tokens is None
+    for number, stored in ((1, 300.0), (2, 500.0)):
+        metrics = {"tokens/stored_total": stored, "tokens/waiting": 70.0}
+        view.ledger(as_line(replace(entry(number, cursor=10 * number), metrics=metrics)))
+    view.stream(last=20, num_bytes=1)
+    assert view.numbers(elapsed_s=1.0).stream_tokens == 70.0
+    view.stream(last=25, num_bytes=1)
+    (row,) = [row for row in view.take_rows(1.0) if row.kind == "window"]
+    assert row.values["lag/stream_tokens"] == 70.0 + 5 * 800.0 / 20
+
+
+def test_a_backlog_goes_by_the_newest_fork_and_is_not_always_known() -> None:
+    backlog = Backlog()
+    for cursor, stored in ((10, 100.0), (20, 100.0), (30, 100.0), (20, 900.0)):
+        backlog.ledger(cursor, {"tokens/stored_total": stored, "tokens/waiting": 0.0})
+    assert backlog.tokens(21) == pytest.approx(1000.0 / 20)
+    assert backlog.tokens(3) == 0.0
+    backlog = Backlog()
+    for cursor, stored in ((10, 500.0), (10, 0.0)):
+        backlog.ledger(cursor, {"tokens/stored_total": stored, "tokens/waiting": 0.0})
+    assert backlog.tokens(20) == 500.0
+    backlog = Backlog()
+    backlog.ledger(10, {})
+    assert backlog.tokens(20) is None
+
+
+SHORT, LONG = histogram([10] * 100), histogram([200] * 100)
+
+
+def test_answers_make_a_distance_where_there_are_enough_known_ones() -> None:
+    lengths = Lengths()
+    lengths.add({"lengths/trained": SHORT})
+    assert lengths.distance == 0.0
+    lengths.add({"lengths/dropped": LONG})
+    lengths.add({"lengths/cut": LONG, "lengths/finished": LONG})
+    assert lengths.distance == pytest.approx(2 / 3)
+    assert lengths.values["lengths/cut_p50"] == pytest.approx(200, rel=0.19)
+    lengths = Lengths()
+    lengths.add({"lengths/trained": histogram([1] * (FEWEST - 1)), "lengths/dropped": LONG})
+    assert lengths.distance is None and "lengths/distance" not in lengths.values
+    assert Lengths().values == {}
+    lengths = Lengths()
+    lengths.add({"lengths/trained": [1, -1], "lengths/other": [1], "lengths/cut": [1] * 100_000})
+    assert lengths.counts == {}
+
+
+def test_the_newest_answers_weigh_most_and_memory_is_bounded() -> None:
+    lengths = Lengths()
+    for _ in range(1000):
+        lengths.add({"lengths/trained": SHORT, "lengths/dropped": LONG})
+    assert lengths.distance == pytest.approx(0.5, abs=0.01)
+    for _ in range(1000):
+        lengths.add({"lengths/trained": LONG})
+    assert lengths.distance is not None and lengths.distance < 0.01
+    assert sum(map(sum, lengths.counts.values())) <= 2 * MOST_DECIDED
+
+
+def test_cut_answers_are_compared_with_those_of_their_time() -> None:
+    lengths = Lengths()
+    lengths.add({"lengths/cut": histogram([200] * 2000)})
+    for _ in range(1000):
+        lengths.add({"lengths/trained": SHORT}, live=False)
+    assert (lengths.distance, lengths.knows_cut) == (0.0, False) and "lengths/distance" not in lengths.values
+    assert sum(lengths.counts["lengths/cut"]) == 2000
+    for _ in range(20):
+        lengths.add({"lengths/trained": SHORT})
+    assert lengths.knows_cut and lengths.values["lengths/distance"] == pytest.approx(0.5)
+    lengths.forget_ledger()
+    lengths.add({"lengths/trained": SHORT}, live=False)
+    assert (lengths.distance, lengths.knows_cut) == (0.0, False)
+    assert sum(lengths.counts["lengths/cut"]) == 2000
+
+
+def test_of_history_no_cut_answer_is_spoken_of(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    texts: list[str] = []
+    for live in (False, True):
+        view.live = live
+        view.ledger(as_line(replace(entry(1 + live), histograms={"lengths/trained": SHORT})))
+        numbers = view.numbers(elapsed_s=1.0)
+        texts.append(distance_text(numbers.length_distance, cut=numbers.length_cut))
+    assert [text.partition("from those ")[2] for text in texts] == ["trained or dropped", "trained, dropped or cut"]
+
+
+def test_rows_have_quantiles_of_the_batch_and_of_the_window(entry: MakeEntry) -> None:
+    view = RunView("demo", series=Series(window_s=10.0))
+    view.take_rows(1000.0)
+    lengths = {"lengths/trained": SHORT, "lengths/dropped": LONG}
+    view.ledger(as_line(replace(entry(1), histograms=lengths)))
+    view.metric(report("engine-0", {"tokens/cut_total": 9.0}, time_s=0.0, histograms={"lengths/cut": LONG}))
+    batch, *rows = view.take_rows(1010.0)
+    assert batch.values["lengths/trained_p95"] == pytest.approx(10, rel=0.19) and "lengths/cut_p50" not in batch.values
+    (of_run,) = [row for row in rows if row.of == ""]
+    assert of_run.values["lengths/distance"] == pytest.approx(2 / 3) and of_run.values["lengths/cut_p50"] > 150
+    assert view.numbers(elapsed_s=1.0).length_distance == pytest.approx(2 / 3)
+
+
+def test_a_ledger_that_is_read_anew_counts_once(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.metric(MetricReport(worker="p", histograms={"lengths/cut": LONG}))
+    for _ in range(2):
+        view.ledger(as_line(replace(entry(1), histograms={"lengths/trained": SHORT})))
+        view.forget_ledger()
+    assert view.lengths.counts == {"lengths/cut": LONG}
+
+
+def test_stretches_side_by_side_are_of_the_same_lengths() -> None:
+    least, counts = side_by_side({"a": histogram([10, 11, 3000]), "b": histogram([90])}, 8)
+    assert least[0] <= 10 and least[-1] > 3000 and {len(one) for one in counts.values()} == {len(least) - 1} and len(least) <= 9
+    assert (sum(counts["a"]), counts["a"][0], sum(counts["b"])) == (3, 2, 1)
+    assert side_by_side({}, 8)[1] == {} and distance(SHORT, LONG) == 1.0

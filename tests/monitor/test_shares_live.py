@@ -1,7 +1,5 @@
 """Shares of time of a real run whose engine and trainer are killed, by the rows of its metrics file."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

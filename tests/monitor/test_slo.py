@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping
@@ -129,17 +127,9 @@ TROUBLES: dict[str, tuple[str, list[Signs], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("trouble", "strength"), [(name, strength) for name, (_, staged, _) in TROUBLES.items() for strength in range(len(staged))]
-)
-def test_the_cause_of_each_trouble_is_named_first(trouble: str, strength: int) -> None:
-    objective, staged, cause = TROUBLES[trouble]
-    assert causes(objective, staged[strength])[0].name == cause
-
-
-def test_words_of_producers_are_named() -> None:
-    (cause, *_) = causes("drop_rate", signs(drops={"other": 80}, numbers_drops={"zero_variance": 9, "too easy": 80, "too long": 7}))
-    assert cause.what.endswith(": too easy 80, too long 7")
+def test_the_cause_of_each_trouble_is_named_first() -> None:
+    for trouble, (objective, staged, cause) in TROUBLES.items():
+        assert [causes(objective, one)[0].name for one in staged] == [cause] * len(staged), trouble
 
 
 def test_every_cause_stands_in_the_table_of_the_docs() -> None:
@@ -164,13 +154,12 @@ def test_rewards_that_run_into_their_limit_are_slow_and_no_tool_hangs(objective:
     assert "hung_tool" not in named and ("slow_reward" in named or (objective, drops) == ("drop_rate", {}))
 
 
-def test_no_engine_is_sick_beside_another_that_is_as_late() -> None:
+def test_rewards_at_their_limit_are_no_tool_and_zero_variance_that_starves_is_named() -> None:
+    assert causes("starvation", signs(shares=starved(**SATURATED), drops={"zero_variance": 80}))[0].name == "zero_variance"
     late = signs(shares=starved(), engines=(engine(0), engine(1, behind=9), engine(2, behind=9)))
     assert "sick_engine" not in {cause.name for cause in causes("starvation", late)}
-
-
-def test_zero_variance_that_starves_the_trainer_is_named_there_too() -> None:
-    assert causes("starvation", signs(shares=starved(**SATURATED), drops={"zero_variance": 80}))[0].name == "zero_variance"
+    (cause, *_) = causes("drop_rate", signs(drops={"other": 80}, numbers_drops={"zero_variance": 9, "too easy": 80, "too long": 7}))
+    assert cause.what.endswith(": too easy 80, too long 7")
 
 
 @pytest.mark.parametrize(
@@ -195,24 +184,6 @@ def test_without_shares_the_newest_batch_and_the_engines_of_now_say_it() -> None
     assert causes("starvation", signs(batch=waits))[0].name == "few_producers"
     assert causes("no_progress_s", signs(standing=Standing(what="credit", hint="see there")))[0].what.endswith("waits for credit")
     assert [one.name for one in causes("versions_behind", signs())] == ["unknown"]
-
-
-def look(judge: Judge, value: float, at_s: float) -> list[tuple[str, Level]]:
-    found = judge.look(signs(shares=starved(value)), now_s=at_s, time_s=1000.0 + at_s)
-    return [(one.objective, one.level) for one in found]
-
-
-def test_levels_hold_before_they_count_and_do_not_flap() -> None:
-    judge = Judge(SloConfig(starvation=0.8, hold_s=30.0))
-    warn, breach = [("starvation", Level.WARN)], [("starvation", Level.BREACH)]
-    assert look(judge, 0.9, 0.0) == look(judge, 0.9, 29.0) == []
-    assert look(judge, 0.1, 29.5) == look(judge, 0.9, 30.0) == look(judge, 0.9, 59.0) == [], "it has not held"
-    assert look(judge, 0.9, 60.0) == breach
-    for at_s in range(61, 200):
-        assert look(judge, 0.81 if at_s % 2 else 0.75, float(at_s)) == breach, "about its bound"
-    assert look(judge, 0.65, 200.0) == look(judge, 0.65, 229.0) == breach
-    assert look(judge, 0.65, 230.0) == warn
-    assert look(judge, 0.1, 231.0) == warn and look(judge, 0.1, 261.0) == []
 
 
 def test_what_is_off_or_not_known_is_not_judged() -> None:

@@ -1,46 +1,36 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from streamrl.errors import SchemaError
+from streamrl.monitor.decoded import evaluation_of
+from streamrl.monitor.evaluations import MOST_SETS, Evaluations
+from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.outcome import Outcome, conclude
 from streamrl.monitor.plot import smooth, write_plot
+from streamrl.monitor.screen import plain_line, reward_line
+from streamrl.monitor.series import Series
 from streamrl.monitor.summary import learning_evaluations, problem_table, summarize, summary_line, write_summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.events import Event
+from streamrl.schemas.versions import Version
 from tests.monitor.conftest import MakeEntry, as_line, evaluation
 
-KEYS = [
-    "steps",
-    "reward_first",
-    "reward_last",
-    "loss_first",
-    "loss_last",
-    "heldout_first",
-    "heldout_last",
-    "evaluations",
-    "tokens_made",
-    "tokens_trained",
-    "staleness_p50",
-    "staleness_max",
-    "dropped",
-    "drops",
-    "newest_error",
-    "slo",
-    "swaps",
-    "wall_s",
-]
+KEYS = (
+    "steps reward_first reward_last loss_first loss_last heldout_first heldout_last evaluations tokens_made tokens_trained staleness_p50 "
+    "staleness_max dropped drops newest_error slo swaps wall_s"
+)
 
 
 def test_summary_has_the_promised_keys_and_numbers(learned_run: RunView, tmp_path: Path) -> None:
     summary = summarize(learned_run, wall_s=75.25)
     write_summary(summary, tmp_path / "summary.json")
     written = json.loads((tmp_path / "summary.json").read_text())
-    assert list(written) == KEYS
+    assert list(written) == KEYS.split()
     rewards = [point.reward for point in learned_run.reward_points if point.reward is not None]
     assert len(rewards) == 80
     assert written["steps"] == 80
@@ -66,10 +56,15 @@ def test_a_run_without_evaluations_or_rewards_still_has_a_summary() -> None:
     assert "reward" not in summary_line(summary)
 
 
-def test_evaluations_before_the_end_of_the_warmup_are_no_start(learned_run: RunView) -> None:
+def test_evaluations_of_the_warm_up_are_no_start_and_without_one_version_0_is(learned_run: RunView, entry: MakeEntry) -> None:
     learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(18, 0.01)))
     learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(60, 0.83)))
     assert [(one.version.number, one.accuracy) for one in learning_evaluations(learned_run)] == [(19, 0.21), (60, 0.83), (100, 0.91)]
+    view = RunView("demo")
+    view.ledger(as_line(entry(1)))
+    for number in (0, 1):
+        view.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5 + number)))
+    assert [one.version.number for one in learning_evaluations(view)] == [0, 1]
 
 
 def test_the_table_shows_the_same_problems_before_and_after(learned_run: RunView) -> None:
@@ -84,47 +79,28 @@ def test_the_table_shows_the_same_problems_before_and_after(learned_run: RunView
     assert "version 0.100" in text
 
 
-def test_the_reward_says_what_is_right_not_the_text(learned_run: RunView) -> None:
-    answers = [("a", "#### 72", 1.0), ("b", "72", 0.0), ("c", "#### 7", 0.25)]
-    problems = [{"prompt": prompt, "expected": "72", "got": got, "reward": reward} for prompt, got, reward in answers]
+@pytest.mark.parametrize(
+    ("problems", "shown"),
+    [
+        (
+            [
+                {"prompt": prompt, "expected": "72", "got": got, "reward": reward}
+                for prompt, got, reward in (("a", "#### 72", 1.0), ("b", "72", 0.0), ("c", "#### 7", 0.25))
+            ],
+            ["#### 72 right", " 72 wrong", "#### 7 reward 0.25"],
+        ),
+        ([{"prompt": "[bold]x", "expected": "[/red]", "got": "[red]"}], ["[bold]x", "[red] wrong"]),
+        ([{"prompt": "x", "expected": r"\[x\]", "got": r"\[/x\]"}], [r" \[x\] ", r" \[/x\] wrong"]),
+    ],
+    ids=["rewards", "markup", "formulas"],
+)
+def test_the_reward_says_what_is_right_and_text_is_as_it_is(learned_run: RunView, problems: list[dict[str, Any]], shown: list[str]) -> None:
     for number in (19, 100):
         learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5, problems)))
     console = Console(width=120, record=True)
-    console.print(problem_table([one for one in learned_run.evaluations if one.problems[0].prompt == "a"]))
+    console.print(problem_table([one for one in learned_run.evaluations if one.problems[0].prompt == problems[0]["prompt"]]))
     text = console.export_text()
-    assert "#### 72 right" in text
-    assert " 72 wrong" in text
-    assert "#### 7 reward 0.25" in text
-
-
-def test_markup_in_answers_is_shown_as_it_is(learned_run: RunView) -> None:
-    for number in (19, 100):
-        problems = [{"prompt": "[bold]x", "expected": "[/red]", "got": "[red]"}]
-        learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5, problems)))
-    console = Console(width=120, record=True)
-    console.print(problem_table([one for one in learned_run.evaluations if one.problems[0].prompt == "[bold]x"]))
-    text = console.export_text()
-    assert "[bold]x" in text
-    assert "[red] wrong" in text
-
-
-def test_formulas_in_answers_are_shown_as_they_are(learned_run: RunView) -> None:
-    for number in (19, 100):
-        problems = [{"prompt": "x", "expected": r"\[x\]", "got": r"\[/x\]"}]
-        learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5, problems)))
-    console = Console(width=120, record=True)
-    console.print(problem_table([one for one in learned_run.evaluations if one.problems[0].prompt == "x"]))
-    text = console.export_text()
-    assert r" \[x\] " in text
-    assert r" \[/x\] wrong" in text
-
-
-def test_without_a_warmup_the_first_evaluation_is_that_of_version_0(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    view.ledger(as_line(entry(1)))
-    for number in (0, 1):
-        view.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5 + number)))
-    assert [one.version.number for one in learning_evaluations(view)] == [0, 1]
+    assert [words for words in shown if words not in text] == []
 
 
 def test_problems_that_only_one_of_two_evaluations_had_are_in_no_row(learned_run: RunView) -> None:
@@ -149,7 +125,9 @@ def test_the_end_names_files_in_a_folder_with_brackets(learned_run: RunView, tmp
     assert f"{run.summary_path}\n" in console.export_text()
 
 
-def test_the_plot_is_a_picture_of_a_size_to_look_at(learned_run: RunView, tmp_path: Path) -> None:
+def test_smoothing_is_centred_and_the_plot_is_a_picture(learned_run: RunView, tmp_path: Path) -> None:
+    assert smooth([1.0, 2.0, 6.0, 4.0], 3) == [1.5, 3.0, 4.0, 5.0]
+    assert smooth([], 3) == []
     from matplotlib.image import imread
 
     write_plot(learned_run, tmp_path / "plot.png")
@@ -158,12 +136,9 @@ def test_the_plot_is_a_picture_of_a_size_to_look_at(learned_run: RunView, tmp_pa
     assert len({tuple(pixel) for pixel in pixels[::10, ::10].reshape(-1, pixels.shape[2]).tolist()}) > 5
 
 
-def test_smoothing_is_centred_and_narrows_at_the_ends() -> None:
-    assert smooth([1.0, 2.0, 6.0, 4.0], 3) == [1.5, 3.0, 4.0, 5.0]
-    assert smooth([], 3) == []
-
-
-async def test_the_end_of_a_run_is_written_and_told(learned_run: RunView, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_end_of_a_run_is_written_and_told_unless_nothing_was_trained(
+    learned_run: RunView, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = RunDir(tmp_path / "demo")
     run.create()
     outcome = await conclude(run, learned_run, state="finished", wall_s=9.0)
@@ -174,12 +149,74 @@ async def test_the_end_of_a_run_is_written_and_told(learned_run: RunView, tmp_pa
     said = capsys.readouterr().out
     assert "demo finished: 80 steps in 0:09" in said
     assert str(run.plot_path) in said
-
-
-async def test_a_run_that_trained_nothing_leaves_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir(tmp_path / "demo")
+    run = RunDir(tmp_path / "empty")
     run.create()
-    outcome: Outcome = await conclude(run, RunView("demo"), state="stopped", wall_s=1.0)
+    outcome = await conclude(run, RunView("demo"), state="stopped", wall_s=1.0)
     outcome.print()
     assert not run.summary_path.exists()
-    assert capsys.readouterr().out.startswith("demo stopped; nothing")
+    assert capsys.readouterr().out.startswith("empty stopped; nothing")
+
+
+def told(name: str, number: int, accuracy: float | None, **more: Any) -> Event:
+    detail = {"set": name, "version": f"0.{number}", "versions": [f"0.{number}"] * 2, "accuracy": accuracy, "num": 4, "problems": []}
+    return Event(kind="evaluation", worker="evaluator-0", detail=detail | more, time_s=float(number))
+
+
+SUMS = {
+    "samples": 32,
+    "answered": 30,
+    "truncated": 3,
+    "pass": {"1": {"value": 0.5, "low": 0.4, "high": 0.6, "problems": 4}, "8": {"value": 0.75, "low": 0.5, "high": 1.0, "problems": 4}},
+    "majority": {"8": {"value": 0.6, "low": 0.5, "high": 1.0, "problems": 4}},
+    "tokens": {"mean": 12.0, "p50": 11.0, "p95": 20.0, "sum": 384.0},
+    "took_s": 2.0,
+}
+
+
+def view_of(*events: Event) -> RunView:
+    view = RunView("run", steps=10)
+    view.series = Series(evaluated_s=-1.0)
+    for event in events:
+        view.event(event)
+    return view
+
+
+def test_an_event_is_read_with_all_that_it_says() -> None:
+    found = evaluation_of(told("sums", 3, 0.5, pinned=True, interval=[0.4, 0.6], **SUMS))
+    assert (found.set, found.accuracy, found.interval, found.pinned) == ("sums", 0.5, (0.4, 0.6), True)
+    assert (found.passes, found.majorities) == ({1: 0.5, 8: 0.75}, {8: 0.6})
+    assert (found.truncated_ratio, found.failed_ratio, found.response_len, found.took_s) == (0.1, 2 / 32, 12.0, 2.0)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a" * 65, "a\n"])
+def test_a_set_of_another_name_is_no_evaluation(name: str) -> None:
+    with pytest.raises(SchemaError):
+        evaluation_of(told(name, 3, 0.5))
+
+
+def test_the_first_set_is_that_of_the_held_out_rows() -> None:
+    view = view_of(told("sums", 1, 0.25, **SUMS), told("heldout", 1, 0.5), told("sums", 2, None), told("words", 2, 0.125))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert numbers.heldout == 0.5
+    assert [(one.set, one.accuracy) for one in numbers.evaluations] == [("sums", None), ("words", 0.125)]
+    assert "heldout=0.500 words=0.125" in plain_line(numbers)
+    assert [part.text.strip() for part in reward_line(numbers)][-3:] == ["held-out 0.500", "sums -", "words 0.125"]
+    found = summarize(view, wall_s=1.0)
+    assert (found.heldout_first, found.heldout_last) == (0.5, 0.5)
+    assert {name: (one.first, one.last) for name, one in found.evaluations.items()} == {
+        "sums": (0.25, None),
+        "heldout": (0.5, 0.5),
+        "words": (0.125, 0.125),
+    }
+
+
+def test_every_set_has_its_rows_up_to_so_many() -> None:
+    view = view_of(told("sums", 1, 0.25, **SUMS), told("words", 1, None))
+    [row] = [row for row in view.take_rows(0.0) if row.kind == "evaluation"]
+    assert row.values["eval/sums"] == 0.25
+    assert row.values["eval/sums-pass@8"] == 0.75
+    kept = Evaluations()
+    for number in range(MOST_SETS + 5):
+        one = Evaluation(version=Version(0, 1), accuracy=0.5, num=1, set=f"s{number}")
+        assert kept.add(one, last_cold=-1) == (number < MOST_SETS)
+    assert len(kept.sets) == MOST_SETS

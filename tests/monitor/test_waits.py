@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""What a run waits for, and what has failed in it."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,20 @@ from msgspec.structs import replace
 
 from streamrl.monitor.board import Board
 from streamrl.monitor.drawing import Ink
+from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame, barren_line
 from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
-from streamrl.monitor.screen import plain_line
+from streamrl.monitor.screen import failed_line, plain_line
+from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import LONG_S, STILL_S, Watch, diagnose, graders_line, hung_line, standing_line
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import FULL_BLOBS, FULL_STREAM, MOVING_EVENT, STANDING_EVENT, Event, MetricReport
+from streamrl.schemas.ledger import REASON_LENGTH, Drop
+from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import OTHER_REASON
 from tests.monitor.conftest import MakeEntry, as_line
 
 ENGINE = EngineLine(engine="engine-0-abc", serving="0.3", running=0, waiting=0, slots=8)
@@ -58,10 +63,7 @@ def standing_run(
         (standing_run(engines=[replace(ENGINE, running=2)]), "engines, which have requests and make no tokens"),
         (standing_run(), "user code: producers hold 4 tasks and ask no engine"),
         (standing_run(ungraded=3), "a rewarder: 3 groups wait for rewards, and none is there"),
-        (
-            standing_run({"rewarder-0": "scores: 3 groups"}, ungraded=3),
-            "rewards: 3 groups wait for them; rewarder-0 scores: 3 groups",
-        ),
+        (standing_run({"rewarder-0": "scores: 3 groups"}, ungraded=3), "rewards: 3 groups wait for them; rewarder-0 scores: 3 groups"),
     ],
 )
 def test_what_a_standing_run_waits_for_has_a_name_and_a_hint(numbers: RunNumbers, what: str) -> None:
@@ -70,9 +72,11 @@ def test_what_a_standing_run_waits_for_has_a_name_and_a_hint(numbers: RunNumbers
     assert found.hint
 
 
-def test_what_is_full_says_which_budget_to_raise() -> None:
+def test_what_is_full_or_hangs_is_said_with_what_to_do() -> None:
     assert "bus.samples_bytes" in diagnose(standing_run({"producer-0": FULL_STREAM})).hint
     assert "bus.sample_blobs_bytes" in diagnose(standing_run({"producer-0": FULL_STREAM, "feeder-0": FULL_BLOBS})).hint
+    found = diagnose(replace(standing_run(), hung_tasks=3, hung_s=21.4))
+    assert found.what.startswith("user code") and "3 have not for up to 21 s" in found.what
 
 
 def test_the_bus_comes_before_all_that_waits_for_it_and_a_silent_worker_before_what_waits_for_that() -> None:
@@ -107,12 +111,7 @@ def test_hung_user_code_is_said_once_it_holds_more_than_a_quarter_of_the_credits
 @pytest.mark.parametrize(("worker", "own"), [("producer-0", {"producer/in_flight_tasks": 10.0}), ("rewarder-0", {})])
 def test_graders_that_hang_are_said_with_how_many_were_ended_for_it(worker: str, own: dict[str, float]) -> None:
     view = RunView("demo", steps=100)
-    held = MetricReport(
-        worker=worker,
-        mean={**own, "reward/hung": 3.0},
-        max={"reward/hung_s": 8.4},
-        sum={"reward/ended_early_total": 5.0},
-    )
+    held = MetricReport(worker=worker, mean={**own, "reward/hung": 3.0}, max={"reward/hung_s": 8.4}, sum={"reward/ended_early_total": 5.0})
     view.metric(held)
     view.metric(held)
     numbers = view.numbers(elapsed_s=60.0)
@@ -123,11 +122,6 @@ def test_graders_that_hang_are_said_with_how_many_were_ended_for_it(worker: str,
     assert not graders_line(view.numbers(elapsed_s=60.0))
 
 
-def test_the_wait_for_user_code_says_for_how_long_it_hangs() -> None:
-    found = diagnose(replace(standing_run(), hung_tasks=3, hung_s=21.4))
-    assert found.what.startswith("user code") and "3 have not for up to 21 s" in found.what
-
-
 def looks(watch: Watch, numbers: RunNumbers, seconds: float, start_s: float) -> Standing | None:
     found = None
     for tick in range(round(seconds / 0.5)):
@@ -136,7 +130,7 @@ def looks(watch: Watch, numbers: RunNumbers, seconds: float, start_s: float) -> 
     return found
 
 
-def test_a_wait_is_said_within_30_s_and_over_once_something_moves() -> None:
+def test_a_wait_is_said_within_30_s_unless_the_looker_missed_it() -> None:
     watch = Watch()
     assert looks(watch, standing_run(), 24.0, 0.0) is None
     found = looks(watch, standing_run(), 6.0, 24.0)
@@ -144,6 +138,9 @@ def test_a_wait_is_said_within_30_s_and_over_once_something_moves() -> None:
     assert found.since_s == 1000.0
     assert watch.look(standing_run(), now_s=40.0, time_s=1040.0, away_s=0.0) == found
     assert watch.look(standing_run(issued=25), now_s=41.0, time_s=1041.0, away_s=0.0) is None
+    watch = Watch()
+    looks(watch, standing_run(), 10.0, 0.0)
+    assert watch.look(standing_run(), now_s=500.0, time_s=1500.0, away_s=0.0) is None
 
 
 @pytest.mark.parametrize("every_s", [1.0, 1.1, 1.3, 2.5])
@@ -153,12 +150,6 @@ def test_looks_that_come_late_say_a_wait_within_30_s(every_s: float) -> None:
         now_s += every_s
         assert now_s < 29
     assert now_s >= STILL_S
-
-
-def test_what_the_looker_missed_itself_is_no_standing() -> None:
-    watch = Watch()
-    looks(watch, standing_run(), 10.0, 0.0)
-    assert watch.look(standing_run(), now_s=500.0, time_s=1500.0, away_s=0.0) is None
 
 
 def test_a_load_and_a_step_are_said_late_and_a_finished_run_waits_for_nothing() -> None:
@@ -179,7 +170,8 @@ def test_a_view_knows_the_wait_from_the_supervisors_events_and_shows_it(learned_
     assert numbers.standing is not None
     assert "waits for an engine" in standing_line(numbers.standing)
     assert "waits-for='an engine" in plain_line(numbers)
-    assert any("waits for an engine" in line for line in Board(Look(run="demo", state="running", numbers=numbers), 80, Ink.NONE).text())
+    board = Board(Look(run="demo", state="running", numbers=numbers), 80, Ink.NONE).text()
+    assert any("waits for an engine" in line for line in board[:12]), "before the tables"
     learned_run.event(Event(kind=MOVING_EVENT, worker="supervisor"))
     assert learned_run.numbers(elapsed_s=1.0).standing is None
 
@@ -197,3 +189,181 @@ def test_what_a_worker_says_of_itself_is_shown_beside_what_the_supervisor_knows(
         assert (line.state, line.since_s) == (("trains version 2", 900.0) if pid == 7 else ("running", 0.0))
     (line,) = view.numbers(elapsed_s=1.0, supervised={"trainer-0": WorkerLine(worker="trainer-0", state="waiting", pid=8)}).workers
     assert line.state == "waiting"
+
+
+def stone(task: int, reason: str = "failed", *, rollout: int | None = None, detail: str = "producer: ValueError: no") -> Tombstone:
+    return Tombstone(task=task, reason=reason, rollout=rollout, group_size=2, detail=detail, source="main")
+
+
+def test_failures_are_counted_before_any_batch_and_once_a_task() -> None:
+    view = RunView("demo")
+    for sequence in range(1, 4):
+        view.tombstone(sequence, stone(sequence))
+    view.tombstone(4, stone(9, "timeout", rollout=0, detail="user code made no progress for 30 s"))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert numbers.drops == {"failed": 6, "timeout": 1}
+    assert (numbers.dropped, numbers.failed_tasks) == (7, 3)
+    assert numbers.newest_error == "timeout: user code made no progress for 30 s"
+    assert "dropped=7" in plain_line(numbers)
+    assert "failed-tasks=3" in plain_line(numbers)
+    view = RunView("demo")
+    view.tombstone(1, stone(5, rollout=0))
+    assert view.failures.num_tasks == 0
+    view.tombstone(2, stone(5, rollout=1, detail="another"))
+    assert view.failures.num_tasks == 1
+    view.tombstone(3, stone(5))  # a second delivery
+    assert view.failures.num_tasks == 1
+
+
+def test_a_batch_takes_over_what_its_entry_has_and_leaves_the_newest_error(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    view.tombstone(3, stone(1))
+    view.tombstone(7, stone(2))
+    view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "failed")])))
+    assert view.numbers(elapsed_s=1.0).drops == {"failed": 4}
+    assert view.failures.num_tasks == 1
+    view.tombstone(4, stone(1, detail="seen late"))
+    assert view.numbers(elapsed_s=1.0).drops == {"failed": 4}
+    view.ledger(as_line(entry(2, cursor=9, drops=[Drop(7, 2, (0, 1), "failed")])))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert (numbers.drops, numbers.failed_tasks, numbers.newest_error) == ({"failed": 4}, 0, "failed: seen late")
+
+
+def by(producer: str, task: int, **more: object) -> Tombstone:
+    return replace(stone(task), producer=producer, **more)
+
+
+def test_tasks_and_rollouts_that_fail_are_counted_by_producer() -> None:
+    failures = Failures()
+    for sequence, one in enumerate((by("producer-1", 1), by("producer-1", 2, rollout=0), by("producer-0", 2, rollout=1), stone(3)), 1):
+        failures.add(sequence, one, after=0)
+    assert failures.producers == {"producer-1": 1, "producer-0": 1}
+    assert failures.lately(4) == {"producer-1": 3, "producer-0": 1}
+    failures.trained(1)
+    assert (failures.producers, failures.lately(4)) == ({"producer-0": 1}, {"producer-1": 3, "producer-0": 1})
+    assert failures.lately(LATELY + 2) == {"producer-0": 1} and not failures.lately(LATELY + 4)
+
+
+@pytest.mark.parametrize(
+    ("failed", "working", "alone"),
+    [
+        ({"a": 24}, {"a"}, True),
+        ({"a": 23, "gone": 9}, {"a"}, False),
+        ({"a": 24}, {"a", "b"}, False),
+        ({"a": 500, "b": 11}, {"a", "b"}, False),
+        ({"a": 500, "b": 12}, {"a", "b"}, True),
+        ({}, set(), True),
+    ],
+)
+def test_a_run_is_given_up_when_no_producer_at_work_fails_less_than_its_part(
+    failed: dict[str, int], working: set[str], alone: bool
+) -> None:
+    assert alone_to_blame(failed, working, most=24) is alone
+
+
+def test_a_producer_is_at_work_once_loaded_until_its_report_says_that_it_holds_and_gives_nothing() -> None:
+    view = RunView("demo")
+    for name, state in (("producer-0", "running"), ("producer-1", "loading"), ("engine-0", "running")):
+        view.worker(name, WorkerPresence(worker=name, kind=name[:-2], state=state, pid=1, host="here"))
+    assert view.working_producers == {"producer-0"}
+    for held, published, at_work in ((0, 0, False), (1, 0, True), (0, 3, True), (0, 0, False)):
+        report = {"producer/in_flight_tasks": float(held)}
+        view.metric(MetricReport(worker="producer-0", mean=report, sum={"producer/rollouts_total": float(published)}))
+        assert ("producer-0" in view.working_producers) is at_work
+    view.worker("producer-0", None)
+    assert not view.working_producers
+
+
+def test_what_has_failed_is_said_with_whose_it_was_where_there_are_others() -> None:
+    view = RunView("demo")
+    for sequence in range(1, 4):
+        view.tombstone(sequence, by("producer-1\x1b[2J", sequence))
+    view.worker("producer-1", WorkerPresence(worker="producer-1", kind="producer", state="running", pid=1, host="here"))
+    view.failures.producers["producer-1"] += 1
+    assert "all by" not in failed_line(view.numbers(elapsed_s=1.0), view.failures.producers)
+    view.worker("producer-0", WorkerPresence(worker="producer-0", kind="producer", state="running", pid=1, host="here"))
+    said = failed_line(view.numbers(elapsed_s=1.0), view.failures.producers)
+    assert "no; all by producer-1·[2J, producer-1. hint" in said
+
+
+def test_what_is_left_out_on_purpose_is_no_failure_and_is_called_so(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    for reason in ("filtered", "lost", "too-easy"):
+        view.tombstone(1, stone(1, reason))
+    assert (view.failures.num_tasks, view.failures.newest) == (0, "")
+    view = RunView("demo")
+    for task in range(9):
+        view.tombstone(1 + task, stone(task, "filtered"))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert (numbers.dropped, numbers.drops, numbers.failed_tasks, numbers.given_up_tasks) == (18, {"filtered": 18}, 0, 9)
+    said = barren_line(numbers, view.failures.given_up.reasons)
+    assert said.startswith("12 tasks") and "filtered 18" in said and "None" in said
+    view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "filtered")])))
+    assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
+
+
+def test_reasons_are_counted_together_beyond_so_many(entry: MakeEntry) -> None:
+    view = RunView("demo")
+    for sequence in range(1, 20_001):
+        view.tombstone(sequence, stone(sequence, f"too long: {sequence} {'x' * 1000}"))
+    reasons = view.failures.given_up.reasons
+    assert len(reasons) == MOST_REASONS + 1 and max(map(len, reasons)) == REASON_LENGTH
+    assert (reasons.total(), reasons[OTHER_REASON]) == (40_000, 2 * (20_000 - MOST_REASONS))
+    view.failures.trained(19_990)
+    assert len(reasons := view.failures.given_up.reasons) == 10 and max(map(len, reasons)) == REASON_LENGTH
+    view = RunView("demo")
+    view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0,), f"ledger {number}") for number in range(100)])))
+    for sequence in range(100):
+        view.tombstone(6 + sequence, stone(sequence, f"stream {sequence}"))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert len(numbers.drops) == MOST_REASONS + 1
+    assert sum(numbers.drops.values()) == numbers.dropped == 100 + 200
+
+
+def test_what_is_given_up_pushes_no_failure_out() -> None:
+    failures = Failures()
+    failures.add(1, stone(1, rollout=0), after=0)
+    failures.add(2, stone(2), after=0)
+    for sequence in range(3, MOST_STONES + 4):
+        failures.add(sequence, stone(sequence, "filtered"), after=0)
+    failures.add(MOST_STONES + 4, stone(1, rollout=1), after=0)
+    assert (failures.num_tasks, failures.given_up.num_tasks) == (2, MOST_STONES + 1)
+    failures.trained(0)
+    assert (failures.num_tasks, failures.reasons) == (2, {"failed": 4})
+
+
+@pytest.mark.parametrize(
+    ("reasons", "said", "hint"),
+    [
+        (("lost",), "(lost 24)", "acknowledge"),
+        (("too\x1b easy",) * 7 + ("filtered",) * 5, "(too\N{MIDDLE DOT} easy 14, filtered 10)", "its rule"),
+        (tuple(f"too long: {number}" for number in range(9)) + ("filtered",) * 3, "(filtered 6, too long: 0 2,", "its rule"),
+        (("x" * 1000,), f"({'x' * 60} 24)", "its rule"),
+    ],
+)
+def test_what_is_not_filtered_is_not_blamed_on_a_return_of_none(reasons: tuple[str, ...], said: str, hint: str) -> None:
+    view = RunView("demo")
+    for task in range(12):
+        view.tombstone(1 + task, stone(task, reasons[task % len(reasons)]))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    line = barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
+    assert said in line and hint in line and "None" not in line
+
+
+def test_that_tasks_give_no_batch_is_said_ever_more_rarely() -> None:
+    barren, numbers = Barren(), RunView("demo").numbers(elapsed_s=1.0)
+
+    def due(tasks: int, failed: int) -> bool:
+        return barren.due(replace(numbers, barren_tasks=tasks, failed_tasks=failed), least=8)
+
+    assert not due(7, 0) and not due(8, 5), "too few, then most have failed"
+    assert due(10, 5) and not due(12, 5) and not due(12, 7) and not due(20, 7)
+    assert not due(0, 0) and due(8, 0)
+    pace = Pace()
+    said = [second for second in range(200) if pace.due(float(second))]
+    assert said == [0, FIRST_PAUSE_S, 3 * FIRST_PAUSE_S, 7 * FIRST_PAUSE_S, 15 * FIRST_PAUSE_S]
+    view = RunView("demo")
+    view.tombstone(1, stone(1, "filtered"))
+    view.grant(Grant(granted=24, version=0, retired=12))
+    assert "rewards" in barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -33,7 +31,6 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def batches(first: int, last: int, *, epoch: int = 0, reward: float = 0.5) -> list[Row]:
-    """Rows of trained batches."""
     return [
         Row(
             time_s=1e9 + number,
@@ -47,7 +44,6 @@ def batches(first: int, last: int, *, epoch: int = 0, reward: float = 0.5) -> li
 
 
 def write(run: RunDir, rows: list[Row], **config: Any) -> None:
-    """Append rows to the run's metrics."""
     file = MetricsFile(run.metrics, MetricsConfig(**config))
     file.write(rows)
     file.close()

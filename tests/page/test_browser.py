@@ -21,7 +21,7 @@ from streamrl.page.address import address_of
 from streamrl.page.index import COMMITS, LEDGER_TABLE, open_index
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batches, page, write
-from tests.page.test_others import beside
+from tests.page.test_server import beside
 from tests.support.digits import TABLE, write_digits
 from tests.support.needs import browser
 from tests.support.processes import find, send, server_pid, until

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +98,10 @@ def test_without_a_template_what_nobody_sampled_is_prompt_or_environment(tokeniz
     assert said(sample(tokenizer, ("model", "x")), tokenizer) == [("assistant", True, "x")]
 
 
-def test_turns_of_one_version_that_follow_each_other_are_two_messages(tokenizer: Tokenizer) -> None:
+def test_turns_and_conversations_are_cut_where_they_end(tokenizer: Tokenizer) -> None:
     one = sample(tokenizer, ("", "a"), ("model", "bc"))
     one = msgspec.structs.replace(one, turns=(TurnSpan(start=1, length=1), TurnSpan(start=2, length=1)))
     assert [text for _, _, text in said(one, tokenizer, Marks({}))] == ["a", "b", "c"]
-
-
-def test_a_conversation_without_end_is_cut(tokenizer: Tokenizer) -> None:
     one = sample(tokenizer, *[part for _ in range(40) for part in (("", "a" * 9_000), ("model", "b" * 30_000))])
     found = conversation(one, tokenizer.decode, Marks({}))
     assert max(len(message.text) for message in found) == 20_000

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -123,9 +121,7 @@ async def test_filters_go_over_several_batches_and_say_how_far_they_looked(run: 
 @pytest.mark.parametrize(
     ("bound", "most"), [("MOST_HITS", 1), ("MOST_HITS", 4), ("MOST_HITS", 6), ("MOST_MESSAGES", 2), ("_SEARCH_S", 0.0)]
 )
-async def test_a_search_that_ends_within_a_batch_goes_on_there(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, bound: str, most: float
-) -> None:
+async def test_a_search_that_ends_in_a_batch_goes_on_there(run: RunDir, monkeypatch: pytest.MonkeyPatch, bound: str, most: float) -> None:
     monkeypatch.setattr(f"streamrl.page.samples.{bound}", most)
     async with samples(run) as (some, _):
         parts = [await found(some, {}, batches=1)]

@@ -3,8 +3,6 @@
 Of several behaviours each exit code is printed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 

@@ -1,8 +1,10 @@
-from __future__ import annotations
+"""What is recorded of a run: for a resume, and for producers of other hosts."""
 
 import hashlib
 import json
 import os
+import stat
+import zlib
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -10,30 +12,25 @@ from typing import Any
 import msgspec
 import pytest
 
+from streamrl.bus.address import BusAddress
 from streamrl.bus.protocol import Bus
+from streamrl.config import tree as sections
 from streamrl.config.engines import SglangConfig
 from streamrl.config.load import dump, override
 from streamrl.config.loss import CorrectionConfig, CriticConfig, DistillationConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.model_digests import model_digests
-from streamrl.config.tree import (
-    Config,
-    DataConfig,
-    EngineConfig,
-    OptimizerConfig,
-    ProducerConfig,
-    RewardConfig,
-    RunConfig,
-    TasksConfig,
-    TrainerConfig,
-)
-from streamrl.errors import ConfigError
+from streamrl.config.tree import Config
+from streamrl.data.model import ensure_model
+from streamrl.data.tokenizer import load_tokenizer
+from streamrl.errors import ConfigError, SchemaError
+from streamrl.runtime.attach_file import Attachment, unpack_attach_file, write_attach_file
 from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, with_decay_steps, write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from tests.support.errors import raises
 
 
-def record(config: Config, *, digest: str = "a" * 64) -> RunRecord:
+def record(config: sections.Config, *, digest: str = "a" * 64) -> RunRecord:
     return RunRecord(
         run="demo",
         config=dump(config),
@@ -46,44 +43,61 @@ def record(config: Config, *, digest: str = "a" * 64) -> RunRecord:
 
 
 async def test_the_record_is_written_once_and_checked_afterwards(bus: Bus) -> None:
-    first = record(Config())
+    first = record(sections.Config())
     assert not await write_or_check(bus, first)
     assert await write_or_check(bus, msgspec.structs.replace(first, created_s=99.0))
     with raises(ConfigError, key="data.train"):
-        await write_or_check(bus, record(Config(), digest="b" * 64))
+        await write_or_check(bus, record(sections.Config(), digest="b" * 64))
 
 
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (Config(tasks=TasksConfig(max_staleness=3)), "tasks.max_staleness"),
-        (Config(run=RunConfig(seed=5)), "run.seed"),
-        (Config(run=RunConfig(steps=5)), "trainer.optimizer.decay_steps"),
-        (Config(trainer=TrainerConfig(optimizer=OptimizerConfig(schedule="cosine"))), "trainer.optimizer.schedule"),
-        (Config(trainer=TrainerConfig(minibatches=2)), "trainer.minibatches"),
+        (sections.Config(tasks=sections.TasksConfig(max_staleness=3)), "tasks.max_staleness"),
+        (sections.Config(run=sections.RunConfig(seed=5)), "run.seed"),
+        (sections.Config(run=sections.RunConfig(steps=5)), "trainer.optimizer.decay_steps"),
+        (
+            sections.Config(trainer=sections.TrainerConfig(optimizer=sections.OptimizerConfig(schedule="cosine"))),
+            "trainer.optimizer.schedule",
+        ),
+        (sections.Config(trainer=sections.TrainerConfig(minibatches=2)), "trainer.minibatches"),
     ],
 )
-def test_what_decides_the_result_may_not_change(config: Config, key: str) -> None:
+def test_what_decides_the_result_may_not_change(config: sections.Config, key: str) -> None:
     with raises(ConfigError, key=key) as caught:
-        check_resume(record(Config()), record(config))
+        check_resume(record(sections.Config()), record(config))
     assert "--name" in caught.value.hint
 
 
-def test_how_fast_and_where_may_change() -> None:
-    other = Config(
-        run=RunConfig(dir="elsewhere", max_seconds=9.0), engine=EngineConfig(workers=3, threads=2), trainer=TrainerConfig(threads=2)
+def test_how_fast_and_where_may_change_and_where_the_reward_is_asked() -> None:
+    other = sections.Config(
+        run=sections.RunConfig(dir="elsewhere", max_seconds=9.0),
+        engine=sections.EngineConfig(workers=3, threads=2),
+        trainer=sections.TrainerConfig(threads=2),
     )
-    check_resume(record(Config()), record(other))
+    check_resume(record(sections.Config()), record(other))
+
+    def judged(**options: Any) -> RunRecord:
+        return record(sections.Config(reward=sections.RewardConfig(kind="judge", options={"url": "http://a/v1", "model": "m", **options})))
+
+    check_resume(judged(), judged(url="http://b/v1", token_env="KEY"))
+    with raises(ConfigError, key="reward.options.model"):
+        check_resume(judged(), judged(model="n"))
 
 
 @pytest.mark.parametrize("name", ["mine.py:other", "theirs.py:score", "mine:score", "exact_match"])
 def test_a_reward_that_was_moved_with_its_run_is_the_same_and_another_is_not(name: str) -> None:
-    there = record(Config(reward=RewardConfig(kind="/there/mine.py:score"), loss=LossConfig(policy="/there/mine.py:loss")))
+    there = record(
+        sections.Config(reward=sections.RewardConfig(kind="/there/mine.py:score"), loss=LossConfig(policy="/there/mine.py:loss"))
+    )
     check_resume(
-        there, record(Config(reward=RewardConfig(kind="/here/too/mine.py:score"), loss=LossConfig(policy="/here/too/mine.py:loss")))
+        there,
+        record(
+            sections.Config(reward=sections.RewardConfig(kind="/here/too/mine.py:score"), loss=LossConfig(policy="/here/too/mine.py:loss"))
+        ),
     )
     with raises(ConfigError, key="reward.kind"):
-        check_resume(there, record(Config(reward=RewardConfig(kind=name), loss=LossConfig(policy="/there/mine.py:loss"))))
+        check_resume(there, record(sections.Config(reward=sections.RewardConfig(kind=name), loss=LossConfig(policy="/there/mine.py:loss"))))
 
 
 def test_models_that_were_moved_with_their_run_are_the_same_and_others_are_not() -> None:
@@ -94,14 +108,14 @@ def test_models_that_were_moved_with_their_run_are_the_same_and_others_are_not()
             distillation=DistillationConfig(teacher=f"{folder}/teacher"),
         )
         sglang = SglangConfig(python=f"{folder}/bin/python", gpus=(len(folder),))
-        return record(Config(loss=loss, engine=EngineConfig(sglang=sglang)))
+        return record(sections.Config(loss=loss, engine=sections.EngineConfig(sglang=sglang)))
 
     check_resume(placed("/there/runs/demo"), placed("/here/too/runs/demo"))
     for other, key in ((placed("/there", "other"), "loss.kl.reference"), (placed("/here/too"), "loss.critic.path")):
         with raises(ConfigError, key=key):
             check_resume(placed("/there"), other)
     with raises(ConfigError, key="loss.critic.path"):
-        check_resume(placed("/there"), record(Config()))
+        check_resume(placed("/there"), record(sections.Config()))
 
 
 def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: Path) -> None:
@@ -111,7 +125,7 @@ def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: 
         (folder / "config.json").write_text(settings)
         (folder / "model.safetensors").write_bytes(weights)
         (folder / "README.md").write_text(name)
-        config = Config(loss=LossConfig(kl=KLConfig(reference=str(folder))))
+        config = sections.Config(loss=LossConfig(kl=KLConfig(reference=str(folder))))
         return msgspec.structs.replace(record(config), models=model_digests(config, tmp_path / "none", tmp_path / "cache"))
 
     weights = bytes(range(256)) * (20 << 12)
@@ -143,7 +157,7 @@ def test_files_of_a_model_are_read_as_a_whole_and_again_only_after_a_change(tmp_
 
     def digests() -> dict[str, str]:
         read.clear()
-        return model_digests(Config(), folder, cache)
+        return model_digests(sections.Config(), folder, cache)
 
     real = hashlib.file_digest
 
@@ -177,34 +191,22 @@ def test_files_of_a_model_are_read_as_a_whole_and_again_only_after_a_change(tmp_
 def test_a_folder_of_a_model_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
     """By a name that no file may have; so a folder of another user's fails, too."""
     folder = str(tmp_path / ("x" * 300))
-    config = Config(loss=LossConfig(kl=KLConfig(reference=folder)))
+    config = sections.Config(loss=LossConfig(kl=KLConfig(reference=folder)))
     with raises(ConfigError, path=folder) as caught:
         model_digests(config, tmp_path / "none", tmp_path / "cache")
     assert "can be read" in caught.value.message
 
 
-def test_a_key_that_came_later_is_off() -> None:
-    tree = json.loads(dump(Config()))
+def test_keys_that_came_later_are_off_and_free_ones_exist() -> None:
+    tree = json.loads(dump(sections.Config()))
     del tree["tasks"]["hold_ahead"], tree["debug"]
-    old = msgspec.structs.replace(record(Config()), config=json.dumps(tree))
-    check_resume(old, record(Config()))
+    old = msgspec.structs.replace(record(sections.Config()), config=json.dumps(tree))
+    check_resume(old, record(sections.Config()))
     with raises(ConfigError, key="tasks.hold_ahead"):
-        check_resume(old, record(Config(tasks=TasksConfig(hold_ahead=True))))
-
-
-def test_the_server_of_a_reward_may_move_but_not_change() -> None:
-    def judged(**options: Any) -> RunRecord:
-        return record(Config(reward=RewardConfig(kind="judge", options={"url": "http://a/v1", "model": "m", **options})))
-
-    check_resume(judged(), judged(url="http://b/v1", token_env="KEY"))
-    with raises(ConfigError, key="reward.options.model"):
-        check_resume(judged(), judged(model="n"))
-
-
-def test_every_free_key_exists() -> None:
-    asks = RewardConfig(kind="remote", options={"url": "http://127.0.0.1:9/", "token_env": ""})
-    by_row = DataConfig(reward_options={kind: asks.options for kind in ("judge", "remote")})
-    tree = msgspec.to_builtins(Config(reward=asks, data=by_row))
+        check_resume(old, record(sections.Config(tasks=sections.TasksConfig(hold_ahead=True))))
+    asks = sections.RewardConfig(kind="remote", options={"url": "http://127.0.0.1:9/", "token_env": ""})
+    by_row = sections.DataConfig(reward_options={kind: asks.options for kind in ("judge", "remote")})
+    tree = msgspec.to_builtins(sections.Config(reward=asks, data=by_row))
     for key in FREE_KEYS:
         found = tree
         for part in key.split("."):
@@ -214,86 +216,216 @@ def test_every_free_key_exists() -> None:
 
 def test_a_run_in_former_words_goes_on_in_present_ones() -> None:
     def recorded(loss: dict[str, Any], correction: dict[str, Any]) -> RunRecord:
-        tree = json.loads(dump(Config()))
+        tree = json.loads(dump(sections.Config()))
         tree["loss"] = tree["loss"] | loss
         tree["loss"]["correction"] = {key: value for key, value in tree["loss"]["correction"].items() if key != "reject"} | correction
-        return msgspec.structs.replace(record(Config()), config=json.dumps(tree))
+        return msgspec.structs.replace(record(sections.Config()), config=json.dumps(tree))
 
     none = {"reject": "none", "reject_level": "token", "reject_low": 0.0, "reject_high": 0.0}
-    check_resume(recorded({}, none), record(Config()))
-    gspo = record(Config(loss=LossConfig(policy="gspo")))
+    check_resume(recorded({}, none), record(sections.Config()))
+    gspo = record(sections.Config(loss=LossConfig(policy="gspo")))
     check_resume(recorded({"advantage": "gspo", "policy": ""}, none), gspo)
     check_resume(recorded({"advantage": "gspo", "policy": "gspo"}, none), gspo)
     with raises(ConfigError, key="loss.policy"):
         check_resume(recorded({"advantage": "cispo", "policy": ""}, none), gspo)
     by_k3 = none | {"reject": "k3", "reject_high": 0.1}
     correction = CorrectionConfig(reject=(RejectionConfig(measure="k3", high=0.1),))
-    check_resume(recorded({}, by_k3), record(Config(loss=LossConfig(correction=correction))))
+    check_resume(recorded({}, by_k3), record(sections.Config(loss=LossConfig(correction=correction))))
     with raises(ConfigError, key="loss.correction.reject"):
-        check_resume(recorded({}, by_k3), record(Config()))
+        check_resume(recorded({}, by_k3), record(sections.Config()))
 
 
 def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "demo")
-    assert continued(Config(), run) == (Config(), [])
+    assert continued(sections.Config(), run) == (sections.Config(), [])
     run.create()
-    old = override(Config(data=DataConfig(train="x")), ["tasks.inexact=allow", "tasks.check_max_len=false"])
+    old = override(sections.Config(data=sections.DataConfig(train="x")), ["tasks.inexact=allow", "tasks.check_max_len=false"])
     run.write_config(old)
-    now, settings = continued(Config(data=DataConfig(train="x"), producer=ProducerConfig(workers=3)), run)
+    now, settings = continued(sections.Config(data=sections.DataConfig(train="x"), producer=sections.ProducerConfig(workers=3)), run)
     assert (now.tasks, now.producer.workers) == (old.tasks, 3)
     assert settings == ['tasks.inexact="allow"', "tasks.check_max_len=false"]
     check_resume(record(old), record(now))
     with raises(ConfigError, key="tasks.check_max_len"):
-        check_resume(record(old), record(Config(data=DataConfig(train="x"))))
+        check_resume(record(old), record(sections.Config(data=sections.DataConfig(train="x"))))
     run.write_config(now)
     assert continued(now, run) == (now, [])
-    run.write_config(Config(data=DataConfig(train="x")))
-    assert continued(Config(data=DataConfig(train="x")), run)[1] == []
+    run.write_config(sections.Config(data=sections.DataConfig(train="x")))
+    assert continued(sections.Config(data=sections.DataConfig(train="x")), run)[1] == []
     run.config_path.write_text("{")
-    assert continued(Config(), run) == (Config(), [])
+    assert continued(sections.Config(), run) == (sections.Config(), [])
 
 
 def test_a_run_whose_folder_was_renamed_is_not_begun_anew_in_its_store(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "renamed")
     run.create()
-    run.write_config(Config(run=RunConfig(name="first")))
+    run.write_config(sections.Config(run=sections.RunConfig(name="first")))
     with raises(ConfigError, key="run.name", expected="first", got="renamed") as caught:
-        continued(Config(run=RunConfig(name="renamed")), run)
+        continued(sections.Config(run=sections.RunConfig(name="renamed")), run)
     assert "first" in caught.value.hint
 
 
 def test_the_schedule_keeps_the_length_of_the_first_start(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "demo")
-    begun, text = with_decay_steps(Config(run=RunConfig(steps=40)), run, trained=False)
+    begun, text = with_decay_steps(sections.Config(run=sections.RunConfig(steps=40)), run, trained=False)
     assert (begun.trainer.optimizer.decay_steps, text) == (40, "")
     run.create()
     run.write_config(begun)
     for steps in (5, 90):
-        grown, text = with_decay_steps(Config(run=RunConfig(steps=steps)), run, trained=True)
+        grown, text = with_decay_steps(sections.Config(run=sections.RunConfig(steps=steps)), run, trained=True)
         assert (grown.run.steps, grown.trainer.optimizer.decay_steps) == (steps, 40)
         assert f"run.steps is {steps}" in text and "over 40 batches" in text
         check_resume(record(begun), record(grown))
-    assert with_decay_steps(Config(run=RunConfig(steps=40)), run, trained=True) == (begun, "")
-    constant = Config(run=RunConfig(steps=90), trainer=TrainerConfig(optimizer=OptimizerConfig(schedule="constant")))
+    assert with_decay_steps(sections.Config(run=sections.RunConfig(steps=40)), run, trained=True) == (begun, "")
+    constant = sections.Config(
+        run=sections.RunConfig(steps=90), trainer=sections.TrainerConfig(optimizer=sections.OptimizerConfig(schedule="constant"))
+    )
     assert with_decay_steps(constant, run, trained=True)[1] == "", "there is nothing to say of a schedule without a length"
-    asked = Config(trainer=TrainerConfig(optimizer=OptimizerConfig(decay_steps=7)))
+    asked = sections.Config(trainer=sections.TrainerConfig(optimizer=sections.OptimizerConfig(decay_steps=7)))
     assert with_decay_steps(asked, run, trained=True) == (asked, "")
-    again, text = with_decay_steps(Config(run=RunConfig(steps=90)), run, trained=False)
+    again, text = with_decay_steps(sections.Config(run=sections.RunConfig(steps=90)), run, trained=False)
     assert (again.trainer.optimizer.decay_steps, text) == (90, ""), "nothing was trained by the former length"
     with raises(ConfigError, key="trainer.optimizer.decay_steps"):
         check_resume(record(begun), record(asked))
 
 
 def test_a_run_of_an_earlier_build_keeps_its_schedule_when_it_grows(tmp_path: Path) -> None:
-    tree = json.loads(dump(Config(run=RunConfig(steps=40))))
+    tree = json.loads(dump(sections.Config(run=sections.RunConfig(steps=40))))
     for key in ("schedule", "decay_steps", "cooldown_fraction"):
         del tree["trainer"]["optimizer"][key]
     run = RunDir(tmp_path / "demo")
     run.create()
     run.config_path.write_text(json.dumps(tree))
-    old = msgspec.structs.replace(record(Config()), config=json.dumps(tree))
+    old = msgspec.structs.replace(record(sections.Config()), config=json.dumps(tree))
     for steps in (40, 90):
-        grown, _ = with_decay_steps(Config(run=RunConfig(steps=steps)), run, trained=True)
-        assert grown.trainer.optimizer == OptimizerConfig(decay_steps=40)
+        grown, _ = with_decay_steps(sections.Config(run=sections.RunConfig(steps=steps)), run, trained=True)
+        assert grown.trainer.optimizer == sections.OptimizerConfig(decay_steps=40)
         check_resume(old, record(grown))
         run.write_config(grown)
+
+
+SECRET, OTHER, OPERATOR = "producers-word", "trainers-word", "operators-word"
+
+
+def make(place: Path, *values: str) -> RunDir:
+    run = RunDir(place / "runs" / "demo")
+    run.create()
+    config = override(Config(), ["run.name=demo", "data.train=rows.jsonl", "engine.kind=table", "trainer.backend=table", *values])
+    run.write_config(config)
+    ensure_model(config, run.model_dir)
+    for path, password in ((run.role_path("producer"), SECRET), (run.role_path("trainer"), OTHER), (run.bus_path, OPERATOR)):
+        BusAddress(url="nats://127.0.0.1:4222", user="u", password=password).save(path)
+    run.write_secret_options({"producer.options": {"api_key": "options-word"}})
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make(tmp_path)
+
+
+def test_a_file_holds_its_roles_login_and_no_other_secret(run: RunDir, tmp_path: Path) -> None:
+    file = tmp_path / "demo.attach"
+    write_attach_file(run, file)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for _ in range(2):  # a second start beside the first
+        there = unpack_attach_file(file, tmp_path / "elsewhere", bus_url="nats://127.0.0.1:9")
+    assert there.path == tmp_path / "elsewhere" / "attached" / "demo"
+    config = there.load_config()
+    tokenizer = load_tokenizer(there.policy_dir(config))
+    assert tokenizer.encode("2+3=") == load_tokenizer(run.policy_dir(run.load_config())).encode("2+3=")
+    assert there.engine_token() == run.engine_token()
+    address = BusAddress.load(there.bus_path_of("producer"))
+    assert (address.url, address.password) == ("nats://127.0.0.1:9", SECRET)
+    assert not list(there.model_dir.glob("*.safetensors")) and not there.bus_path.exists() and not there.options_path.exists()
+    write_attach_file(run, tmp_path / "demo.attach")
+    body = zlib.decompress((tmp_path / "demo.attach").read_bytes().partition(b"\n")[2])
+    assert SECRET.encode() in body
+    assert not any(word.encode() in body for word in (OTHER, OPERATOR, "options-word"))
+
+
+def test_a_rewarders_file_has_its_login_and_no_token_of_engines(run: RunDir, tmp_path: Path) -> None:
+    BusAddress(url="nats://127.0.0.1:4222", user="u", password="rewarders-word").save(run.role_path("rewarder"))
+    token = run.engine_token()
+    write_attach_file(run, tmp_path / "r.attach", role="rewarder")
+    body = zlib.decompress((tmp_path / "r.attach").read_bytes().partition(b"\n")[2])
+    assert b"rewarders-word" in body and not any(word.encode() in body for word in (SECRET, OTHER, OPERATOR, token))
+    there = unpack_attach_file(tmp_path / "r.attach", tmp_path / "elsewhere", role="rewarder")
+    assert BusAddress.load(there.bus_path_of("rewarder")).password == "rewarders-word" and there.engine_token() != token
+    with pytest.raises(ConfigError, match="one of a rewarder"):
+        unpack_attach_file(tmp_path / "r.attach", tmp_path / "elsewhere")
+
+
+def test_who_scores_needs_the_code_of_the_reward(tmp_path: Path) -> None:
+    run = make(tmp_path, "reward.kind=there.py:score", "reward.workers=1")
+    BusAddress(url="nats://127.0.0.1:4222", user="u", password="x").save(run.role_path("rewarder"))
+    for role in ("producer", "rewarder"):
+        write_attach_file(run, tmp_path / role, role=role)
+    assert unpack_attach_file(tmp_path / "producer", tmp_path / "a").load_config().reward.workers == 1
+    with raises(ConfigError, key="reward.kind"):
+        unpack_attach_file(tmp_path / "producer", tmp_path / "a", reward="here.py:score")
+    with raises(ConfigError, key="reward.kind"):
+        unpack_attach_file(tmp_path / "rewarder", tmp_path / "b", role="rewarder")
+    there = unpack_attach_file(tmp_path / "rewarder", tmp_path / "b", role="rewarder", reward="here.py:score")
+    assert there.load_config().reward.kind.endswith("here.py:score")
+
+
+def test_the_operators_login_is_never_handed_out(run: RunDir, tmp_path: Path) -> None:
+    run.role_path("producer").unlink()
+    with pytest.raises(ConfigError, match="share the operator's"):
+        write_attach_file(run, tmp_path / "demo.attach")
+    BusAddress(url="nats://x:1", credentials_file="/there.creds").save(run.role_path("producer"))
+    with pytest.raises(ConfigError, match=r"there\.creds"):
+        write_attach_file(run, tmp_path / "demo.attach")
+    BusAddress(url="tls://x:1", ca_file=str(tmp_path / "ca.pem")).save(run.role_path("producer"))
+    with pytest.raises(ConfigError, match=r"ca\.pem"):
+        write_attach_file(run, tmp_path / "demo.attach")
+    (tmp_path / "ca.pem").write_text("a certificate")
+    write_attach_file(run, tmp_path / "demo.attach")
+    there = unpack_attach_file(tmp_path / "demo.attach", tmp_path / "elsewhere")
+    assert BusAddress.load(there.role_path("producer")).ca_pem == "a certificate"
+
+
+def test_a_reward_of_the_users_is_named_here_and_never_by_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "demo.attach"
+    write_attach_file(make(tmp_path, "reward.kind=/there/mine.py:score"), file)
+    with raises(ConfigError, key="reward.kind") as caught:
+        unpack_attach_file(file, tmp_path / "elsewhere")
+    assert "--reward" in caught.value.hint
+    there = unpack_attach_file(file, tmp_path / "elsewhere", reward="/here/mine.py:score")
+    assert there.load_config().reward.kind == "/here/mine.py:score"
+
+
+def test_a_reward_for_a_run_that_has_a_built_in_one_is_refused(run: RunDir, tmp_path: Path) -> None:
+    write_attach_file(run, tmp_path / "demo.attach")
+    with raises(ConfigError, key="reward.kind"):
+        unpack_attach_file(tmp_path / "demo.attach", tmp_path / "elsewhere", reward="/here/mine.py:score")
+
+
+def test_damaged_files_and_runs_of_their_own_are_left_alone(run: RunDir, tmp_path: Path) -> None:
+    file = tmp_path / "demo.attach"
+    write_attach_file(run, file)
+    mark, _, packed = file.read_bytes().partition(b"\n")
+    whole = msgspec.msgpack.decode(zlib.decompress(packed), type=Attachment)
+
+    def with_(**changes: Any) -> bytes:
+        return mark + b"\n" + zlib.compress(msgspec.msgpack.encode(msgspec.structs.replace(whole, **changes)))
+
+    bomb = zlib.compressobj(1)
+    bombed = mark + b"\n" + b"".join(bomb.compress(bytes(1 << 20)) for _ in range(300)) + bomb.flush()
+    wrong = [b"", b"x" * 100, file.read_bytes()[:-5], mark + b"\n" + zlib.compress(b"\x00"), bombed]
+    wrong += [with_(run="../demo"), with_(run="other"), with_(config="{"), with_(config='{"later": 1}')]
+    for data in wrong:
+        file.write_bytes(data)
+        with pytest.raises((ConfigError, SchemaError)):
+            unpack_attach_file(file, tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="attach file"):
+        unpack_attach_file(tmp_path / "none", tmp_path / "elsewhere")
+    file.write_bytes(with_(tokenizer={**whole.tokenizer, "../../evil": b"x"}))
+    unpack_attach_file(file, tmp_path / "elsewhere")
+    assert not list(tmp_path.rglob("evil"))
+    write_attach_file(run, tmp_path / "demo.attach")
+    there = RunDir(tmp_path / "elsewhere" / "attached" / "demo")
+    there.create()
+    there.lock_path.touch()
+    with pytest.raises(ConfigError, match="run of its own"):
+        unpack_attach_file(tmp_path / "demo.attach", tmp_path / "elsewhere")

@@ -1,8 +1,7 @@
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,9 @@ from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import BusConfig, Config, RunConfig
 from streamrl.errors import BusError, BusUnavailable, ConfigError, Fenced
+from streamrl.launch.down import stop_run
+from streamrl.runtime.bus_server import end_former, run_bus_server
+from streamrl.runtime.processes import started
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit
 from streamrl.runtime.worker import farewell, first_cause
@@ -108,12 +110,6 @@ async def test_a_supervised_worker_logs_to_stderr_alone(behave: Start, run: RunD
     assert not run.log_path("producer-0").exists()
 
 
-async def test_a_worker_whose_supervisor_is_gone_does_not_start(behave: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SUPERVISOR_VARIABLE, "1")
-    code, out, _ = await said(await behave("wait"))
-    assert (code, out) == (Exit.FAILED, "")
-
-
 async def test_metrics_and_events_are_published(behave: Start, nats_bus: Bus, run: RunDir) -> None:
     assert (await said(await behave("report")))[0] == 0
     subjects = Subjects(run.name)
@@ -124,11 +120,14 @@ async def test_metrics_and_events_are_published(behave: Start, nats_bus: Bus, ru
     assert decode(event.body, Event).detail == {"accuracy": 0.5}
 
 
-async def test_a_run_that_is_not_up_says_so(behave: Start, run: RunDir) -> None:
+async def test_a_worker_without_run_or_supervisor_does_not_start(behave: Start, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     run.bus_path.unlink()
     code, _, err = await said(await behave("wait"))
     assert code == Exit.CONFIG
     assert "is the run up?" in err
+    monkeypatch.setenv(SUPERVISOR_VARIABLE, "1")
+    code, out, _ = await said(await behave("wait"))
+    assert (code, out) == (Exit.FAILED, "")
 
 
 def test_the_cause_of_a_group_is_what_decides_the_exit() -> None:
@@ -149,3 +148,64 @@ async def test_last_words_are_given_up_when_the_bus_is_gone(monkeypatch: pytest.
     with pytest.raises(ValueError, match="ours"):
         async with farewell():
             raise ValueError("ours")
+
+
+SUPERVISOR = """
+import asyncio, ctypes, sys
+ctypes.CDLL = lambda *given, **named: object()
+from pathlib import Path
+from streamrl.config.tree import Config, RunConfig
+from streamrl.runtime.bus_server import run_bus_server
+from streamrl.runtime.rundir import RunDir
+
+
+async def main():
+    async with run_bus_server(Config(run=RunConfig(name="demo")), RunDir(sys.argv[1]), print):
+        print("up", flush=True)
+        await asyncio.sleep(600)
+
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def former(tmp_path: Path) -> Generator[RunDir]:
+    former = RunDir(tmp_path / "demo")
+    former.create()
+    yield former
+    end_former(former)  # a test that has failed leaves none
+
+
+def server_of(former: RunDir) -> tuple[int, str]:
+    """Process id and start of the former's server, as they were written down."""
+    pid, _, began = (former.bus_store / "nats-server.process").read_text().partition(" ")
+    return int(pid), began
+
+
+@pytest.mark.parametrize("by", ["up", "down"])
+async def test_a_server_that_outlives_its_supervisor_is_ended_before_another_opens_its_store(start: Start, former: RunDir, by: str) -> None:
+    supervisor = await start("-c", SUPERVISOR, str(former.path))
+    assert supervisor.stdout is not None
+    assert await asyncio.wait_for(supervisor.stdout.readline(), 60) == b"up\n"
+    supervisor.kill()
+    await supervisor.wait()
+    pid, began = server_of(former)
+    assert started(pid) == began, "it lives on"
+    if by == "down":
+        former.write_config(Config(run=RunConfig(name="demo")))
+        assert not stop_run(former, now=False, timeout_s=60)
+        assert started(pid) != began
+        return
+    async with run_bus_server(Config(run=RunConfig(name="demo")), former, print):
+        assert started(pid) != began
+        assert server_of(former)[0] != pid
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "1 0", "0 0", "own 17", "99999999999999999999 1", "²3 1", "\x00"])
+async def test_what_was_written_down_of_a_server_ends_nobody_else(former: RunDir, text: str) -> None:
+    former.bus_store.mkdir(parents=True, exist_ok=True)
+    (former.bus_store / "nats-server.process").write_text(text.replace("own", str(os.getpid())))
+    async with run_bus_server(Config(run=RunConfig(name="demo")), former, print):
+        pid, began = server_of(former)
+        assert started(pid) == began

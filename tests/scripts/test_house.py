@@ -1,7 +1,5 @@
 """Ratchets count small trees as a reader would, and let no number rise unasked."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a mutation run changes, counted by hand on small modules, and that its table names files which are there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -36,7 +34,6 @@ def users() -> dict[str, User]:
 
 @pytest.fixture(scope="module")
 def role_server(tmp_path_factory: pytest.TempPathFactory, users: dict[str, User]) -> Iterator[NatsServer]:
-    """A server with one user a role."""
     server = NatsServer(tmp_path_factory.mktemp("roles") / "bus", users=list(users.values()))
     server.start()
     yield server

@@ -3,8 +3,6 @@
 Each request that the role may make is sent with each reply subject that could harm somebody, and the run is compared with what it was.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import itertools
@@ -39,25 +37,13 @@ FORGED = b"forged"
 
 async def furnish(operator: JetStreamBus) -> None:
     for subject in (
-        TO.samples("main"),
-        TO.ledger("main"),
-        TO.weights("policy"),
-        TO.dead,
-        TO.metrics("x"),
-        TO.events("finished"),
-        TO.tasks("main"),
+        *(TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished"), TO.tasks("main")),
         TO.grading("main"),
     ):
         for number in range(3):
             await operator.publish(subject, b"there %d" % number)
     for key in (
-        "granted",
-        "latest/main",
-        "fences/main",
-        "positions/main",
-        "run",
-        "presence/engines/x",
-        "pins/policy/0-4/holder",
+        *("granted", "latest/main", "fences/main", "positions/main", "run", "presence/engines/x", "pins/policy/0-4/holder"),
         "checkpoints/1/0",
     ):
         await operator.kv.put(key, b"there")
@@ -117,13 +103,7 @@ def targets() -> list[str]:
     ]
     harmful += [f"$O.{RUN}.M.x", f"$O.{RUN}.C.x", f"$KV.{turn_bucket(RUN)}.1.0.0", f"$KV.{turn_bucket(RUN)}.1.0.1"]
     harmful += [
-        TO.tasks("main"),
-        TO.samples("main"),
-        TO.tombstones("main"),
-        TO.rewards,
-        TO.marks,
-        TO.ledger("main"),
-        TO.weights("policy"),
+        *(TO.tasks("main"), TO.samples("main"), TO.tombstones("main"), TO.rewards, TO.marks, TO.ledger("main"), TO.weights("policy")),
         TO.dead,
     ]
     harmful += [TO.events("finished"), TO.metrics("x"), f"$JS.ACK.{RUN}-tasks.main.1.1.1.1.0"]

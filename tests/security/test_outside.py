@@ -1,10 +1,9 @@
-"""A nats-server that somebody else runs, with a login for each role and the accounts that `streamrl doctor --nats-accounts` prints."""
-
-from __future__ import annotations
+"""A nats-server that somebody else runs, and a producer that reaches a run from outside."""
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from streamrl.monitor.status import ONE_LOGIN, RunStatus, describe, print_status
 from streamrl.runtime.credentials import logins, write_cluster
 from streamrl.runtime.rundir import RunDir
 from tests.security.conftest import client_of, wire_of
+from tests.support.needs import need
 from tests.support.role_server import started, trained, until, write_run
 
 EACH = "user = 'demo-{role}'\npassword_file = 'secrets/{role}'\n"
@@ -56,7 +56,6 @@ def outside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Path
 
 
 @pytest.mark.nats
-@pytest.mark.process
 @pytest.mark.slow
 async def test_a_run_trains_with_a_login_for_each_role_and_goes_on(outside: Path, tmp_path: Path) -> None:
     for _ in range(2):
@@ -106,12 +105,54 @@ def test_one_login_is_written_once_and_said_to_separate_nobody(tmp_path: Path, c
         assert (ONE_LOGIN in capsys.readouterr().out) is one_login
 
 
-def test_a_roles_missing_secret_is_named(tmp_path: Path) -> None:
+def test_a_missing_secret_or_configuration_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "each-operator").write_text("x")
     with pytest.raises(ConfigError, match="each-trainer"):
         logins(cluster(tmp_path, "all", "each-{role}"))
-
-
-def test_accounts_need_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--nats-accounts"]) != 0
     assert "needs a TOML file" in capsys.readouterr().err
+
+
+AGENT = """
+async def agent(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    chat.user("1")
+    await chat.generate()
+    return chat.episode()
+"""
+
+
+@pytest.mark.process
+async def test_a_producer_of_another_host_carries_a_run(tmp_path: Path) -> None:
+    need("hosts")
+    here, there = tmp_path / "here", tmp_path / "there"
+    for place in (here, there / "home", here / "home"):
+        place.mkdir(parents=True)
+    write_run(here, steps=10_000, producer="workers = 0")
+    (there / "agent.py").write_text(AGENT)
+    async with started(["up", "demo.toml", "--plain", "--set", "warmup.max_steps=0"], here) as up:
+        await until(lambda: RunDir(here / "runs" / "demo").exists and "starting" in (here / "out").read_text(), up, here)
+        async with started(["credentials", "demo", "--out", str(there / "demo.attach")], here) as export:
+            assert await export.wait() == 0, (here / "out").read_text()
+        # Of the run's folder nothing is seen there.
+        hidden = ("unshare", "--mount", "sh", "-c", f'mount -t tmpfs tmpfs "{here}" && exec "$@"', "sh")
+        command = ["attach", "agent.py:agent", "--credentials", "demo.attach"]
+        home = {"HOME": str(there / "home")}
+        async with started(command, there, prefix=hidden, surroundings=home) as guest:
+            assert await guest.wait() == 1
+        assert "reward is user code" in (there / "out").read_text()
+        (there / "reward.py").write_text("def letters(task, episode):\n    return 1.0\n")
+        async with started([*command, "--reward", "reward.py:letters"], there, prefix=hidden, surroundings=home) as guest:
+            assert await guest.wait() == 2
+        assert "run demo was started" in (there / "out").read_text()
+        shutil.copy(here / "reward.py", there / "reward.py")
+        async with started([*command, "--reward", "reward.py:letters"], there, prefix=hidden, surroundings=home) as guest:
+            await until(lambda: trained(here) >= 20 or guest.returncode is not None, up, here)
+            assert guest.returncode is None, (there / "out").read_text()
+            guest.terminate()
+            assert await guest.wait() == 0
+        assert "has left run demo" in (there / "out").read_text()
+    logs = [path.name for path in (there / "runs" / "attached" / "demo" / "logs").iterdir()]
+    # The refused one's presence may still be there when the next one takes its name.
+    assert set(logs) <= {"producer-0.log", "producer-1.log"} and logs

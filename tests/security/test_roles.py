@@ -1,7 +1,5 @@
 """What each role may and may not do, on a real server: every operation of the bus, asked with every role's credentials."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -176,7 +174,6 @@ OPERATIONS = {
 
 
 async def furnish(operator: JetStreamBus) -> None:
-    """Something to read on every stream."""
     for subject in (TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished")):
         await operator.publish(subject, b"there")
     await operator.publish(TO.tasks("main"), b"task")

@@ -1,7 +1,5 @@
 """A real run over TLS with one user a role; then its secrets are looked for everywhere they must not be."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

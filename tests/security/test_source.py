@@ -1,8 +1,7 @@
 """What the source may not contain, found in its syntax trees: unpickling, code from data, secrets on the wire in the clear."""
 
-from __future__ import annotations
-
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,8 @@ LISTED = "streamrl/trainers/megatron/metadata.py"
 """Reads a pickle of torch's with a list of the classes that it may name."""
 ALLOWED = {("benchmarks/bus/redis_streams.py", "import pickle"), (LISTED, "import pickle")}
 """The former is what a benchmark's peer does, on bytes that the benchmark itself wrote."""
+SUSPECT = re.compile("|".join((*PICKLERS, r"torch.*load|_object|read_pickle|_pickle|eval|exec|yaml|shell|unverified|check_hostname")))
+"""In a text that has none of these no fault is looked for."""
 UNPICKLING_CALLS = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "recv_object_list", "read_pickle"}
 
 
@@ -29,9 +30,8 @@ def name_of(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def faults(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, what is wrong)."""
-    for node in ast.walk(tree):
+def faults(text: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)) if SUSPECT.search(text) else ():
         if isinstance(node, ast.Import):
             yield from ((node.lineno, f"import {one.name}") for one in node.names if one.name.split(".")[0] in PICKLERS)
         elif isinstance(node, ast.ImportFrom):
@@ -71,13 +71,10 @@ def test_the_source_unpickles_nothing_and_runs_no_data() -> None:
     found = {
         f"{path.relative_to(ROOT)}:{line}: {fault}"
         for path in paths
-        for line, fault in faults(ast.parse(path.read_text(), filename=str(path)))
+        for line, fault in faults(path.read_text())
         if (str(path.relative_to(ROOT)), fault) not in ALLOWED
     }
     assert found == set()
-
-
-def test_the_one_file_that_unpickles_asks_its_list_for_every_class() -> None:
     tree = ast.parse((ROOT / LISTED).read_text())
     used = {name_of(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute) and name_of(node).startswith("pickle.")}
     assert used == {"pickle.Unpickler", "pickle.UnpicklingError"}  # and not load or loads
@@ -87,26 +84,16 @@ def test_the_one_file_that_unpickles_asks_its_list_for_every_class() -> None:
         if isinstance(node, ast.ClassDef) and any(name_of(base) == "pickle.Unpickler" for base in node.bases)
     ]
     assert "find_class" in {one.name for one in made.body if isinstance(one, ast.FunctionDef)}
+    assert not list(faults("import torch\ntorch.load('x', weights_only=True)\nnp.load('x', allow_pickle=False)\nfile.load()"))
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "import pickle",
-        "from cloudpickle import loads",
-        "import torch\ntorch.load('x')",
-        "import torch\ntorch.load('x', weights_only=False)",
-        "from torch import load",
-        "np.load('x', allow_pickle=True)",
-        "dist.broadcast_object_list([x])",
-        "eval(text)",
-        "subprocess.run(text, shell=True)",
-        "ssl._create_unverified_context()",
+        *("import pickle", "from cloudpickle import loads", "import torch\ntorch.load('x')"),
+        *("import torch\ntorch.load('x', weights_only=False)", "from torch import load", "np.load('x', allow_pickle=True)"),
+        *("dist.broadcast_object_list([x])", "eval(text)", "subprocess.run(text, shell=True)", "ssl._create_unverified_context()"),
     ],
 )
 def test_the_scan_finds_what_is_forbidden(text: str) -> None:
-    assert list(faults(ast.parse(text)))
-
-
-def test_the_scan_leaves_good_code_alone() -> None:
-    assert not list(faults(ast.parse("import torch\ntorch.load('x', weights_only=True)\nnp.load('x', allow_pickle=False)\nfile.load()")))
+    assert list(faults(text))

@@ -1,7 +1,5 @@
 """A tap beside a real run whose server has one user a role: it gets along with the trainer's rights, and leaves the run alone."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 from pathlib import Path

@@ -1,7 +1,6 @@
 """Whose code runs, whose folders are trusted, and which secrets are kept apart."""
 
-from __future__ import annotations
-
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.address import BusAddress
+from streamrl.bus.memory.bus import MemoryBus
 from streamrl.cli import main
 from streamrl.config.code import check_trust, loss_code, rollout_code
 from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, SetRewardConfig
@@ -19,9 +19,17 @@ from streamrl.config.load import convert, dump
 from streamrl.config.secret_options import with_secrets, without_secrets
 from streamrl.config.slime import BESIDE_FILTER, PLACES, SlimeConfig
 from streamrl.config.tree import BusConfig, Config, DataConfig, ProducerConfig, RewardConfig, RunConfig
-from streamrl.errors import ConfigError, WeightSyncError
+from streamrl.consumers.training.checkpoints import latest_key, read_latest
+from streamrl.consumers.training.ledger import take_fence
+from streamrl.consumers.training.loop import raise_grant
+from streamrl.data.problems import Problem, Problems
+from streamrl.errors import ConfigError, SchemaError, WeightSyncError
 from streamrl.launch.down import stop_run
+from streamrl.producers.checkpoints import RolloutCheckpoints
+from streamrl.producers.feeder import Feeder
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.control import Grant
+from streamrl.schemas.subjects import Subjects
 from streamrl.weights.factory import weights_directory
 from streamrl.weights.shm import check_own
 
@@ -189,3 +197,40 @@ def test_a_folder_of_another_user_is_refused_and_not_removed(tmp_path: Path) -> 
         left.rmdir()
     os.chown(run.path, 12345, -1)
     assert run.foreign == "a run of user 12345"
+
+
+ANSWER = b'{"type":"io.nats.jetstream.api.v1.stream_info_response","error":{"code":404}}'
+PROBLEMS = Problems(problems=(Problem(row=0, line=1, prompt_ids=(0,), prompt="p", label="l"),), digest="digest")
+
+
+@pytest.fixture
+def memory_bus(run_id: str) -> MemoryBus:
+    return MemoryBus(run_id)
+
+
+@pytest.mark.parametrize("value", [ANSWER, b"-1", b"1.5", b"\xff\x00", "٣".encode()])
+async def test_a_fence_that_is_no_number_is_named(memory_bus: MemoryBus, value: bytes) -> None:
+    await memory_bus.kv.put("fences/main", value)
+    with pytest.raises(SchemaError, match="key fences/main") as caught:
+        await take_fence(memory_bus, "main")
+    assert "nats kv put" in caught.value.hint
+    await memory_bus.kv.put("fences/main", b"41")
+    assert await take_fence(memory_bus, "main") == 42
+
+
+async def test_grants_pointers_and_checkpoints_that_are_none_are_named_or_passed_over(memory_bus: MemoryBus, run_id: str) -> None:
+    for key in ("granted", latest_key("main")):
+        await memory_bus.kv.put(key, ANSWER)
+    feeder = Feeder(memory_bus, Subjects(run_id), Config(run=RunConfig(name=run_id)), PROBLEMS)
+    async with asyncio.timeout(20):
+        with pytest.raises(ExceptionGroup) as group:
+            await feeder.run()
+    assert [type(error) for error in group.value.exceptions] == [SchemaError] and "key granted" in str(group.value.exceptions[0])
+    with pytest.raises(SchemaError, match="key granted"):
+        await raise_grant(memory_bus, Grant(granted=3, version=0, retired=0))
+    with pytest.raises(SchemaError, match="key latest/main"):
+        await read_latest(memory_bus, "main")
+    mine = RolloutCheckpoints(memory_bus)
+    await mine.save(7, 0, b"state")
+    await memory_bus.kv.put("checkpoints/7/x", ANSWER)
+    assert await RolloutCheckpoints(memory_bus).load(7) == {0: b"state"}

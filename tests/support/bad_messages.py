@@ -1,7 +1,5 @@
 """Messages of a sample stream, valid ones and mutated ones, made fast: an encoded template whose task and version are patched in place."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,7 +52,6 @@ def template(rollouts: tuple[int, ...], **values: Any) -> bytes:
 
 
 def patched(body: bytes, task: int, number: int) -> bytes:
-    """A template for one task and version number."""
     return body.replace(TASK.to_bytes(8, "little"), task.to_bytes(8, "little")).replace(
         NUMBER.to_bytes(8, "little"), number.to_bytes(8, "little", signed=True)
     )
@@ -121,11 +118,9 @@ class Author:
         return self.record("mark", SUBJECTS.marks, encode(Mark(name="note", detail={"n": number})), None)
 
     def mutated(self, task: int, number: int) -> Sent:
-        """A valid message with one thing wrong, or with bytes changed somewhere."""
         return self.mutate(self.valid(task, number), number)
 
     def mutate(self, sent: Sent, number: int) -> Sent:
-        """Any message with one thing wrong."""
         return self.random.choice(self.mutations)(sent, number)
 
     def samples(self, kind: str, body: bytes, task: int) -> Sent:

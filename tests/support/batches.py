@@ -1,7 +1,5 @@
 """A TrainBatch from samples as mappings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +13,7 @@ from streamrl.schemas.versions import Version
 def train_batch(
     samples: Sequence[dict[str, Any]], kind: str = "rl", stage_step: int = 0, *, mu: float = 0.0, reward: float = 0.0
 ) -> TrainBatch:
-    """A batch of version 0.`stage_step`.
-
-    Each sample has `prompt` and `answer` token ids, and optionally `mask` and `mu` (of the answer's tokens), `reward`, `task`, `rollout`,
-    `temperature`, `top_p`, `top_k`, `min_p`, `logit_bias`; `mu` and `reward` of this call are those of samples without.
-    """
+    """A batch of version 0.`stage_step`."""
     return TrainBatch.from_lists(
         [s["prompt"] for s in samples],
         [s["answer"] for s in samples],

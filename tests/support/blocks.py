@@ -1,7 +1,5 @@
 """The fenced blocks of a page, each with the mark of the HTML comment above it: `<!-- test: why it is not run as it stands -->`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +9,6 @@ _FENCED = re.compile(r"(?:<!-- test: (?P<mark>[^>]*) -->\n\n?)?^```(?P<language>
 
 @dataclass(frozen=True)
 class Block:
-    """One block."""
-
     page: str
     line: int
     language: str

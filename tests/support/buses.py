@@ -1,7 +1,5 @@
 """Connections to the bus of a run."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 

@@ -4,8 +4,6 @@ Each has the traps of its family: thoughts that earlier turns lose, a thought th
 beginning-of-sequence token, a closing token without a newline, results after which nothing begins the model's turn.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import tokenizers

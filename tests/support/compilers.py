@@ -1,7 +1,5 @@
 """Tests that compile, and a machine on which torch finds no compiler."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os
@@ -25,7 +23,6 @@ COMPILES = [
 
 @contextlib.contextmanager
 def without_compiler() -> Generator[None]:
-    """In this process."""
     torch.compiler.reset()
     with importlib.import_module("torch._inductor.config").patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
         yield

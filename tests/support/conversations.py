@@ -1,7 +1,5 @@
 """Random conversations with models of the families in `tests/support/chat_templates.py`, played token by token."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -15,16 +13,7 @@ from tests.support.chat_templates import CLOSING
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": {"type": "string"}}}}}]
 LOOKS = [
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<think>",
-    "<tool_call>",
-    "</tool_response>",
-    "<｜Assistant｜>",
-    "{{ x }}",
-    "0123456789",
-    "\n",
-    "é",
+    *("<|im_end|>", "<|eot_id|>", "<think>", "<tool_call>", "</tool_response>", "<｜Assistant｜>", "{{ x }}", "0123456789", "\n", "é"),
     "7510000057",
 ]
 Message = dict[str, Any]

@@ -1,7 +1,5 @@
 """The digest that a model's parameters must have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """A problem that a table can hold and a tiny transformer learns in seconds: the last digit plus 3."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

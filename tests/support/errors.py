@@ -1,7 +1,5 @@
 """Errors of the tree, matched by type and values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar

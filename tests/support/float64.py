@@ -1,7 +1,5 @@
 """Tensors of numbers that a test writes out."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ A run of two ranks starts eight processes that import torch, a minute of a proce
 one; `process_id` finds them by what the supervisor says.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A gateway in this process: the worker on a bus, a table engine behind HTTP, and clients of it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -38,19 +36,16 @@ class Gateway:
             return answer.status, await answer.json()
 
     async def start(self, **body: Any) -> dict[str, Any]:
-        """A session."""
         status, told = await self.post("/rl/start_session", body, self.key)
         assert status == 200, told
         return told
 
     async def chat(self, key: str, messages: Any, **body: Any) -> dict[str, Any]:
-        """An answered call."""
         status, answer = await self.post("/v1/chat/completions", {"model": "policy", "messages": messages, **body}, key)
         assert status == 200, answer
         return answer
 
     async def end(self, key: str, reward: float | None = None) -> None:
-        """End a session."""
         if reward is not None:
             assert (await self.post("/rl/set_reward", {"reward": reward}, key))[0] == 200
         assert (await self.post("/rl/end_session", {}, key))[0] == 200
@@ -88,5 +83,4 @@ def tool_policy(loop: Loop) -> np.ndarray:
 
 
 def shown(loop: Loop, sample: Any) -> str:
-    """The text of a sample's trained tokens."""
     return loop.tokenizer.decode(sample.tokens[sample.loss_mask == 1].tolist())

@@ -1,7 +1,5 @@
 """The samples whose bytes are kept here; see `tests/golden/generate.py`."""
 
-from __future__ import annotations
-
 import numpy as np
 from msgspec.structs import replace
 

@@ -1,7 +1,5 @@
 """Tests that start processes have a marker, by which `make test-fast` leaves them out."""
 
-from __future__ import annotations
-
 import multiprocessing.util
 import os
 import subprocess

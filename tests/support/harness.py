@@ -1,7 +1,5 @@
 """Runs a whole loop inside the test process: the product's own services on one event loop, any bus."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 from collections.abc import AsyncIterator, Sequence
@@ -65,7 +63,6 @@ async def run_to_end(config: Config, run: RunDir, bus: Bus, *, timeout_s: float 
 
 
 async def read_ledger(bus: Bus, run: str, trainer: str = "main") -> list[LedgerEntry]:
-    """All entries in order."""
     subject = Subjects(run).ledger(trainer)
     newest = await bus.last(subject)
     entries: list[LedgerEntry] = []

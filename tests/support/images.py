@@ -1,7 +1,5 @@
 """Small real images, made here."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct
@@ -27,7 +25,6 @@ WEBP = b"RIFF" + struct.pack("<I", 4 + 26) + b"WEBP" + b"VP8L" + struct.pack("<I
 
 
 def data_url(data: bytes, media_type: str = "image/png") -> str:
-    """In base64."""
     return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 

@@ -1,7 +1,5 @@
 """Two ranks that write one directory, one of them killed at a call: `python -m tests.support.joint FOLDER SCENARIO`, told as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

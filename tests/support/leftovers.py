@@ -1,7 +1,5 @@
 """A session fails if it leaves something in shared memory that no living process uses."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -20,12 +18,7 @@ GRACE_S = 10.0
 
 
 class Leftovers:
-    """A plugin for the process that leads a session.
-
-    Args:
-        place: a folder of shared memory.
-        grace_s: how long a name may lie there unused.
-    """
+    """A plugin for the process that leads a session."""
 
     def __init__(self, place: Path = SHARED_MEMORY, grace_s: float = GRACE_S) -> None:
         self._place = place
@@ -35,14 +28,12 @@ class Leftovers:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Look for what is left, after the workers have ended."""
         base: Path = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self.left = sorted(name for name in self.abandoned() if not of_another_session(name, base) and not KILLED_SGLANG.match(name))
         if self.left and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             session.exitstatus = FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Name what is left."""
         if self.left:
             terminalreporter.section(f"left in {self._place}", red=True)
             for name in self.left:
@@ -60,7 +51,6 @@ class Leftovers:
 
 
 def names(place: Path) -> set[str]:
-    """Name the entries of a folder."""
     return {path.name for path in place.iterdir()} if place.is_dir() else set()
 
 

@@ -1,7 +1,5 @@
 """Runs that tests only look at: one that has finished, and one that stays up while it is looked at."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess
@@ -36,7 +34,6 @@ class LookedAt:
         """Written by the `up` that has ended."""
 
     def started(self, *words: str, **streams: Any) -> subprocess.Popen[str]:
-        """A command that has been started."""
         return subprocess.Popen([sys.executable, *STREAMRL, *words], cwd=self.place, text=True, env=surroundings(), **streams)
 
     def said(self, *words: str, **env: str) -> tuple[int, str, str]:
@@ -52,7 +49,6 @@ class LookedAt:
         return json.loads(out)
 
     def log(self, worker: str) -> str:
-        """All that a worker has said; empty before it is started."""
         path = self.run.log_path(worker)
         return path.read_text() if path.exists() else ""
 

@@ -11,7 +11,6 @@ import torch
 
 
 def say(text: str) -> None:
-    """Print it, whatever pytest captures; `scripts/gpu` keeps it."""
     print(f"\n[measured] {text}", flush=True)
 
 

@@ -1,7 +1,5 @@
 """Shared memory of runs that no supervisor ends: freed after the test, as `streamrl up` frees it after a run."""
 
-from __future__ import annotations
-
 from streamrl.config.tree import Config
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import free_weights

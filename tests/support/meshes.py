@@ -1,7 +1,5 @@
 """Runs of a few tiny steps on meshes of ranks, and how far they may end from each other."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -41,12 +39,10 @@ BOUND = 2.0
 
 
 def slow(*values: object, id: str | None = None) -> Any:
-    """A case for CI."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def soak(*values: object, id: str | None = None) -> Any:
-    """A case for `make soak`."""
     return pytest.param(*values, marks=pytest.mark.soak, id=id)
 
 
@@ -162,7 +158,6 @@ def parameters(checkpoint: Path, stem: str = "model") -> dict[str, Any]:
 
 
 def apart(some: dict[str, Any], others: dict[str, Any]) -> float:
-    """Greatest difference of an element."""
     return max(float((some[name].double() - others[name].double()).abs().max()) for name in some)
 
 

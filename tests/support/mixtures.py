@@ -1,7 +1,5 @@
 """A mixture of experts that a run samples from and trains."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -76,7 +76,6 @@ def save_config(kind: str, path: Path) -> Path:
 
 
 def tensors(model: PreTrainedModel) -> dict[str, npt.NDArray[np.float32]]:
-    """As a checkpoint has them, whatever the installed transformers makes of it."""
     found: dict[str, npt.NDArray[np.float32]] = {}
     for name, parameter in model.named_parameters():
         for one in named(model.config.model_type, name, tuple(parameter.shape)):
@@ -142,7 +141,6 @@ class Answer:
 
 
 async def ask(engine: Engine, request: GenerateRequest) -> list[Answer]:
-    """Run a request to its end."""
     answers = [Answer() for _ in request.seeds]
     async for chunk in engine.generate(request):
         answers[chunk.completion].add(chunk)

@@ -5,8 +5,6 @@ test is skipped with the reason. It fails instead if STREAMRL_REQUIRE names the 
 need but GPUs, as in CI.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil
@@ -72,7 +70,6 @@ def _no_hosts() -> str:
 
 
 def _said(*command: str) -> str:
-    """Return the error output of a command, or an empty string if it succeeds."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
 
@@ -102,7 +99,6 @@ BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 
 def browser() -> str | None:
-    """Find a Chromium that can be run without a screen."""
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
@@ -150,11 +146,6 @@ GPUS = {"gpu", "two gpus"}
 
 
 def required() -> set[str]:
-    """Read which needs must be met here.
-
-    Raises:
-        pytest.UsageError: A need is not known.
-    """
     named = {name.strip() for name in os.environ.get(SWITCH, "").split(",")} - {""}
     if unknown := named - REASONS.keys() - {"all"}:
         raise pytest.UsageError(f"{SWITCH}: expected all, or some of {', '.join(REASONS)}; got {', '.join(sorted(unknown))}")

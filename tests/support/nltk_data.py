@@ -3,8 +3,6 @@
 A sentence ends at a full stop; the stop words are a few; of words the tagger knows some verbs, and takes all others for nouns.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

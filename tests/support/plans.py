@@ -1,7 +1,5 @@
 """A configuration on machines that are not there: what the doctor says of it, its paths and devices left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -39,17 +37,13 @@ GPUS = {"H100": 79.2, "H200": 139.8, "B300": 268.0}
 
 
 def write_model(place: Path, name: str) -> Path:
-    """A directory that describes a model, without weights."""
     (place / name).mkdir(parents=True, exist_ok=True)
     (place / name / "config.json").write_text(json.dumps(MODELS[name]))
     return place / name
 
 
 def plan(config: Config, gpu: str) -> dict[str, Check]:
-    """Return by name the checks that `streamrl doctor` would make of it on a machine with such GPUs.
-
-    These are the checks of the configuration and the model's description, not those of this machine's disk, ports, interpreters and GPUs.
-    """
+    """Return by name the checks that `streamrl doctor` would make of it on a machine with such GPUs."""
     found = [check_backend(config), *check_plan(config)]
     found += [*check_gpu_memory(config, int(GPUS[gpu] * GIB)), *check_rewards(config)]
     return {check.name: check for check in found if check is not None}

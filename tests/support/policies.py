@@ -1,7 +1,5 @@
 """A table engine whose every answer is known beforehand, so that a test can say exactly what must come out."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -23,19 +21,12 @@ SURE = 30.0
 
 
 def make_model(directory: Path) -> Tokenizer:
-    """Write a table's model directory; returns its tokenizer."""
     write_table(directory, max_position=POSITIONS)
     return load_tokenizer(directory)
 
 
 def script(tokenizer: Tokenizer, answers: Mapping[tuple[int, str], str], *, otherwise: str = "<|end|>") -> np.ndarray:
-    """Logits [P, V, V] under which token `answers[position, previous]` is sampled almost surely, else `otherwise`.
-
-    Args:
-        tokenizer: of the table.
-        answers: by response position and text of the previous token (one token).
-        otherwise: text of the token sampled everywhere else.
-    """
+    """Logits [P, V, V] under which token `answers[position, previous]` is sampled almost surely, else `otherwise`."""
     vocab = 104
     logits = np.zeros((POSITIONS, vocab, vocab), np.float32)
     logits[:, :, tokenizer.encode(otherwise)[0]] = SURE
@@ -62,7 +53,6 @@ async def serve_logits(engine: TableEngine, logits: np.ndarray, version: Version
 async def start_engine(
     directory: Path, logits: np.ndarray, *, engine_id: str = "table-0", slots: int = 64, delay: TokenDelay | None = None
 ) -> TableEngine:
-    """A running engine that serves `logits` as version 0.0."""
     engine = TableEngine(directory, EngineConfig(kind="table", slots=slots), engine_id=engine_id, policy="policy", max_len=256, delay=delay)
     await engine.start()
     await serve_logits(engine, logits, Version(0, 0))

@@ -7,8 +7,6 @@ is its process id. Ranks of `open_trainer` in such a program are forked too, and
 a program starts (its command line, what it imports, a GPU) is for a real one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -35,32 +33,18 @@ from tests.support.programs import surroundings
 from tests.support.shared import shared
 
 MODULES = (
-    "streamrl.cli.workers",
-    "streamrl.consumers.serving.engine_worker",
-    "streamrl.consumers.training.worker",
-    "streamrl.engines.local.engine",
-    "streamrl.launch.up",
-    "streamrl.producers.evaluation.worker",
-    "streamrl.producers.feeder",
-    "streamrl.producers.rollouts",
-    "streamrl.trainers.ranks.local",
-    "streamrl.trainers.ranks.leading",
-    "streamrl.trainers.ranks.process_group",
-    "streamrl.trainers.factory",
-    "streamrl.trainers.torch.trainer",
-    "streamrl.trainers.megatron.critic",
-    "streamrl.trainers.megatron.model",
-    "streamrl.trainers.megatron.ranks",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3.modeling_qwen3",
+    *("streamrl.cli.workers", "streamrl.consumers.serving.engine_worker", "streamrl.consumers.training.worker"),
+    *("streamrl.engines.local.engine", "streamrl.launch.up", "streamrl.producers.evaluation.worker", "streamrl.producers.feeder"),
+    *("streamrl.producers.rollouts", "streamrl.trainers.ranks.local", "streamrl.trainers.ranks.leading"),
+    *("streamrl.trainers.ranks.process_group", "streamrl.trainers.factory", "streamrl.trainers.torch.trainer"),
+    *("streamrl.trainers.megatron.critic", "streamrl.trainers.megatron.model", "streamrl.trainers.megatron.ranks"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"),
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 ROOT = Path(__file__).parents[2]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What a program is besides its descriptors."""
-
     words: tuple[str, ...]
     environment: dict[str, str]
     folder: str
@@ -71,12 +55,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Forked:
-    """A program, as `subprocess.Popen` has one.
-
-    Args:
-        pid: its process id.
-        ending: the descriptor from which its exit code comes.
-    """
+    """A program, as `subprocess.Popen` has one."""
 
     def __init__(self, pid: int, ending: int) -> None:
         self.pid = pid
@@ -99,26 +78,19 @@ class Forked:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, which one that has ended does not mind."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class Preloaded:
-    """Starts programs; what they are forked from is started by the first one.
-
-    Args:
-        orders: of one that has been started.
-    """
+    """Starts programs; what they are forked from is started by the first one."""
 
     def __init__(self, orders: socket.socket | None = None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -137,19 +109,6 @@ class Preloaded:
         more: Sequence[int] = (),
         session: bool = False,
     ) -> Forked:
-        """Start a program.
-
-        Args:
-            words: what Python would get: `-m MODULE ...` or `-c CODE ...`.
-            given: what it reads from its standard input.
-            folder: where it runs; None: here.
-            environment: its variables; None: those of this process.
-            out: descriptor of its output; None: where this process has its errors.
-            err: of its errors; None: the same.
-            variable: of its environment, which says what number the descriptor `more` has there.
-            more: that descriptor, or none.
-            session: whether it leads one of its own.
-        """
         orders = self._socket or self._open()
         (reading, writing), (ending, told) = os.pipe(), os.pipe()
         variables = dict(os.environ if environment is None else environment)
@@ -186,11 +145,9 @@ class Preloaded:
         return self.start("-m", "streamrl.trainers.ranks.local", given=msgspec.json.encode(start))
 
     def running(self) -> list[int]:
-        """Process ids of its programs, in the order of their starts."""
         return [one.pid for one in self._started if one.poll() is None]
 
     def close(self) -> None:
-        """No program outlives it."""
         if self._socket is not None:
             self._socket.close()
         if self._process is not None:
@@ -305,7 +262,6 @@ def nested() -> tuple[Preloaded, int]:
 
 
 def main() -> None:
-    """See the module."""
     for name in MODULES:
         importlib.import_module(name)
     from streamrl.trainers.megatron.core import imported

@@ -1,7 +1,5 @@
 """Functions that look at real processes from outside, through the kernel."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -22,17 +20,14 @@ def alive(pid: int) -> bool:
 
 
 def stopped(pid: int) -> bool:
-    """Check if a signal has stopped a process."""
     return _stat(pid)[0] == "T"
 
 
 def parent(pid: int) -> int:
-    """Return the parent of a process; 0 once the process is gone."""
     return int(_stat(pid)[1])
 
 
 def _stat(pid: int) -> tuple[str, str]:
-    """Read the state and the parent of a process."""
     try:
         # The name of the program stands in parentheses and may hold spaces.
         state, number = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
@@ -50,7 +45,6 @@ async def until(condition: Callable[[], object], *, within_s: float = 20.0) -> N
 
 
 def descendants(pid: int) -> list[int]:
-    """Find all children of a process and their descendants, nearest first."""
     of: dict[int, list[int]] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -69,7 +63,6 @@ def grader_pid(run: RunDir) -> int | None:
 
 
 def processor_s(pids: Iterable[int]) -> float:
-    """Add up the processor time of these processes and of their children that have ended."""
     total = 0
     for pid in pids:
         try:
@@ -99,18 +92,15 @@ def find(*words: str) -> list[int]:
 
 
 def children(*words: str) -> list[int]:
-    """Find the processes with these arguments that this process has started itself."""
     return [pid for pid in find(*words) if parent(pid) == os.getpid()]
 
 
 def worker_pid(run: RunDir, kind: str, index: int = 0) -> int | None:
-    """Find a worker that runs under a supervisor or by hand."""
     pids = find("worker", kind, "--run", str(run.path), "--index", str(index))
     return pids[0] if pids else None
 
 
 def server_pid(run: RunDir) -> int | None:
-    """Find the embedded nats-server of a run."""
     pids = find(str(run.bus_store / "nats-server.conf"))
     return pids[0] if pids else None
 

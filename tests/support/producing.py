@@ -1,7 +1,5 @@
 """Surround a producer in a test with a run's bus, tasks, an engine behind HTTP, and user code."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -14,16 +12,7 @@ from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus, Message
-from streamrl.config.tree import (
-    BusConfig,
-    Config,
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    RunConfig,
-    TrainerConfig,
-    WarmupConfig,
-)
+from streamrl.config.tree import BusConfig, Config, DataConfig, EngineConfig, ModelConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.server import serve
 from streamrl.engines.table.engine import TableEngine
@@ -96,7 +85,6 @@ class Loop:
         return found
 
     async def queue_is_empty(self, *, timeout_s: float = 30.0) -> None:
-        """Wait until every task is off the queue."""
         async with asyncio.timeout(timeout_s):
             while (await self.bus.state(TASKS)).messages:
                 await asyncio.sleep(0.02)
@@ -128,12 +116,10 @@ class Loop:
 
 
 def samples_in(records: Sequence[Message]) -> list[Sample]:
-    """All samples of some records, in stream order."""
     return [row for record in records if kind_of(record.subject) == "samples" for row in decode_samples(record.body).rows()]
 
 
 def tombstones_in(records: Sequence[Message]) -> list[Tombstone]:
-    """All tombstones of some records, in stream order."""
     return [decode(record.body, Tombstone) for record in records if kind_of(record.subject) == "tombstones"]
 
 
@@ -155,8 +141,6 @@ async def make_loop(folder: Path, run_id: str, make_bus: Callable[[BusConfig], A
 
 
 async def memory_loop(folder: Path, run_id: str) -> Loop:
-    """A run on the in-process bus."""
-
     async def make_bus(config: BusConfig) -> Bus:
         return MemoryBus(run_id, config)
 
@@ -164,5 +148,4 @@ async def memory_loop(folder: Path, run_id: str) -> Loop:
 
 
 def with_producer(config: Config, function: str, **fields: object) -> Config:
-    """The configuration with another producer function."""
     return replace(config, producer=replace(config.producer, function=function, **fields))

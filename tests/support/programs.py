@@ -1,7 +1,5 @@
 """Programs that a test starts. The fixture `start` (tests/conftest.py) leaves none of them running."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -29,12 +27,7 @@ def surroundings(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 @asynccontextmanager
 async def programs(place: Path, *, patience_s: float = 20.0) -> AsyncIterator[Start]:
-    """Yield `start`: `await start(*words)` starts a Python program in `place`.
-
-    Its output goes into pipes, or where keywords of `create_subprocess_exec` say. At the end, programs are ended, the last one first. A
-    program with a standard input ends when that closes. Any other gets SIGINT and SIGTERM, on which `up` stops at once and leaves no
-    shared memory. A program that is stopped, or does not end within `patience_s`, is killed.
-    """
+    """Yield `start`: `await start(*words)` starts a Python program in `place`."""
     started: list[asyncio.subprocess.Process] = []
 
     async def start(*words: str, env: Mapping[str, str] | None = None, **streams: Any) -> asyncio.subprocess.Process:
@@ -67,7 +60,6 @@ async def _end(process: asyncio.subprocess.Process, patience_s: float) -> None:
 
 
 async def said(process: asyncio.subprocess.Process, within_s: float = 120) -> tuple[int, str, str]:
-    """Wait for the end of a program; return its exit code, standard output and standard error."""
     out, err = await asyncio.wait_for(process.communicate(), within_s)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()

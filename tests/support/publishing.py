@@ -1,7 +1,5 @@
 """Versions for engines under test: tensors to a manifest and its bytes, handed over in parts that cut across tensors."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Mapping
 
 import msgspec

@@ -1,7 +1,5 @@
 """HTTP by hand: bytes as nobody's client would send them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Iterable
@@ -9,13 +7,11 @@ from urllib.parse import urlsplit
 
 
 async def connected(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to a server."""
     parts = urlsplit(url)
     return await asyncio.open_connection(parts.hostname, parts.port)
 
 
 def head(path: str, key: str = "", *lines: str, method: str = "POST") -> bytes:
-    """A request up to its body."""
     given = [f"{method} {path} HTTP/1.1", "Host: gateway", "Connection: close", *([f"Authorization: Bearer {key}"] if key else []), *lines]
     return "\r\n".join([*given, "", ""]).encode("latin-1")
 
@@ -28,7 +24,6 @@ def chunked(pieces: Iterable[bytes]) -> Iterable[bytes]:
 
 
 async def told(url: str, sent: bytes, pieces: Iterable[bytes] = (), *, within_s: float = 30.0) -> bytes:
-    """Send a request and read the answer until the server closes, which may be before it has all of the request."""
     reader, writer = await connected(url)
     found = bytearray()
     answer = asyncio.create_task(_all(reader, found))
@@ -49,12 +44,10 @@ async def told(url: str, sent: bytes, pieces: Iterable[bytes] = (), *, within_s:
 
 
 async def _all(reader: asyncio.StreamReader, found: bytearray) -> None:
-    """Read until the connection is closed, or breaks because something was sent into it afterwards."""
     with contextlib.suppress(ConnectionError):
         while piece := await reader.read(1 << 16):
             found += piece
 
 
 def status(answer: bytes) -> int:
-    """Read the status of the first answer; 0 if there is none."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else 0

@@ -25,15 +25,11 @@ PATIENCE_S = 120.0
 
 
 def command(*arguments: str) -> list[str]:
-    """`streamrl ARGUMENTS` of this interpreter."""
     return [sys.executable, "-m", "streamrl", *arguments]
 
 
 def surroundings() -> dict[str, str]:
-    """The environment with this checkout in it, for the reward is a module of the tests, and with numpy's plainest kernels.
-
-    numpy's exponential has other digits with AVX-512 than without; with neither it is the C library's, on every processor with FMA.
-    """
+    """The environment with this checkout in it, for the reward is a module of the tests, and with numpy's plainest kernels."""
     plain = "X86_V3 X86_V4 AVX512_ICL AVX512_SPR"
     return {**os.environ, "PYTHONPATH": str(ROOT), "NPY_DISABLE_CPU_FEATURES": plain}
 
@@ -63,7 +59,6 @@ class Answering:
             process.wait(PATIENCE_S)
 
     def ask(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of a command."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(arguments) + "\n")
         self._process.stdin.flush()
@@ -84,7 +79,6 @@ def started(place: Path, *arguments: str, words: str = "words.txt") -> Iterator[
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    """Return once `condition` holds."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"{what} never came"
@@ -113,12 +107,10 @@ def unpack(name: str, place: Path) -> dict[str, Any]:
 
 
 def ledger(recording: Path) -> list[dict[str, Any]]:
-    """Rows of a recording's ledger, in stream order."""
     return pq.read_table(recording / "ledger.parquet").to_pylist()
 
 
 def versions(rows: list[dict[str, Any]]) -> list[str]:
-    """Their versions, in stream order."""
     return [f"{row['epoch']}.{row['number']}" for row in rows]
 
 
@@ -128,5 +120,4 @@ def body_digest(rows: list[dict[str, Any]]) -> str:
 
 
 def drops(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Drop records by reason."""
     return dict(sorted(Counter(drop["reason"] for row in rows for drop in row["drops"]).items()))

@@ -1,7 +1,5 @@
 """A small run of the table backend with what was recorded of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +22,6 @@ FIXED: dict[str, dict[str, object]] = {"trainer": {"keep_checkpoints": 100}, "da
 
 @dataclass(frozen=True)
 class Recorded:
-    """A finished run and what was recorded of it."""
-
     config: Config
     run: RunDir
     path: Path

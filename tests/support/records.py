@@ -1,7 +1,5 @@
 """A sample stream written by hand: every call appends one record, `Fold` folds it at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from streamrl.core.fold import Batch, Effects, close, fold, trained
@@ -49,7 +47,6 @@ class Stream:
         return self.put(Rollouts(self.next(), source, task, group, views))
 
     def group(self, task: int, rewards: Sequence[float] = (0.0, 1.0), *, oldest: int = 0, newest: int | None = None) -> Effects:
-        """A whole group in one message."""
         views = [view(k, oldest=oldest, newest=newest, reward=reward) for k, reward in enumerate(rewards)]
         return self.rollouts(task, *views, group=len(rewards))
 
@@ -72,7 +69,6 @@ class Stream:
         return close(self.state, self.config)
 
     def train(self, *, warm: bool = True, score: float = 0.0) -> Batch:
-        """Close a batch, which must be there, and train on it."""
         batch = self.close()
         assert batch is not None, f"expected a batch, {self.state.ready} groups are ready"
         self.state = trained(self.state, batch, self.config, warm=warm, score=score)

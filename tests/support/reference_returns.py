@@ -3,8 +3,6 @@
 A sequence is a list of (position, reward, value, ratio), its steps in order; a discount is gamma to the power of the positions between.
 """
 
-from __future__ import annotations
-
 from math import prod
 
 Step = tuple[int, float, float, float]

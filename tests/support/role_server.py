@@ -1,7 +1,5 @@
 """A run that learns nothing and never pauses: the table backend, four sums, a reward of letters."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -46,7 +44,6 @@ backoff_s = 0.1
 
 
 def write_run(place: Path, *, steps: int, engine: str = "", producer: str = "", rest: str = "", checkpoint_every: int = 20) -> Path:
-    """The files of a run; returns its TOML."""
     rows = [{"prompt": f"{a}+{a}=", "label": str(a + a)} for a in range(4)]
     (place / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "reward.py").write_text("def letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 4\n")

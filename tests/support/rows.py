@@ -1,7 +1,5 @@
 """Samples as plain values, so that two can be compared, and messages built column by column, so that they can be wrong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -37,7 +35,6 @@ def sample(rollout: int = 0, **values: Any) -> Sample:
 
 
 def table(body: bytes | None = None) -> dict[str, list[Any]]:
-    """The columns of a message, as lists."""
     reader = pa.ipc.open_stream(encode_samples([sample(0), sample(1)]) if body is None else body)
     return reader.read_next_batch().to_pydict()
 

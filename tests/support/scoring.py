@@ -1,7 +1,5 @@
 """What a trainer's models say of a batch, token by token: a step needs it inside, and tests look at it from outside."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -19,12 +17,10 @@ def of_this_rank(trainer: Any) -> Any:
 
 
 def policy_of(trainer: Any) -> Any:
-    """The model that is trained."""
     return of_this_rank(trainer).policy
 
 
 def body_of(trainer: Any) -> Any:
-    """The layers of the model that is trained, without its head."""
     return policy_of(trainer).body
 
 

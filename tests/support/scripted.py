@@ -1,7 +1,5 @@
 """An engine that writes given texts, for producers whose model must say something in particular."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Make once a session what all of its tests share, and count it as shared: `scripts.costs` would count it for the test that asks first."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pickle
@@ -31,10 +29,6 @@ def shared() -> Iterator[None]:
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
-    """Return what `make(directory)` returns, in whichever process of pytest-xdist it was made.
-
-    It has to be something that pickle can carry. Nobody may change it, nor what lies in the directory.
-    """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return make(factory.mktemp(name))
     place = factory.getbasetemp().parent / name

@@ -4,8 +4,6 @@ Nothing here decides what the fold decides: the trainer drives `fold`, `close` a
 after a kill starts again from its checkpoint, trains by its ledger and goes on.
 """
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections.abc import Callable, Generator
@@ -79,8 +77,6 @@ class World:
 
 @dataclass(frozen=True)
 class Entry:
-    """The simulation's ledger entry."""
-
     cursor: int
     used: tuple[Used, ...]
     drops: tuple[Drop, ...]
@@ -92,8 +88,6 @@ class Entry:
 
 @dataclass
 class Result:
-    """Everything there is to check after a run."""
-
     state: FoldState
     log: list[Record]
     ledger: list[Entry]
@@ -218,7 +212,6 @@ class Simulation:
         raise AssertionError(self.world.tail)
 
     def finish(self, task: int, oldest: int, rewards: dict[int, float | None]) -> None:
-        """Publish rollouts, with whatever goes wrong."""
         w = self.world
         newest = -1 if oldest < 0 else self.served
         if self.chance(w.poison):

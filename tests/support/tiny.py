@@ -1,7 +1,5 @@
 """The smallest run: four sums, started with `tests/launch/tiny_up.py`, which puts tiny workers in place of the real ones."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -44,7 +42,6 @@ def write_tiny(place: Path, toml: str = TOML) -> None:
 
 
 def tiny_command(run: RunDir, mode: str) -> Command:
-    """The command line of a tiny worker in the place of a real one."""
     return lambda kind, index: (sys.executable, str(TINY_WORKER), kind, str(run.path), mode)
 
 
@@ -72,13 +69,11 @@ def ledger_entry(run: str, number: int) -> LedgerEntry:
 
 
 async def learned(bus: Bus, run: str, first: int = 1, last: int = 30) -> None:
-    """Publish the ledger entries of these batches."""
     for number in range(first, last + 1):
         await bus.publish(Subjects(run).ledger("main"), encode(ledger_entry(run, number)), id=f"0.{number}")
 
 
 async def evaluated(bus: Bus, run: str, number: int, accuracy: float) -> None:
-    """Publish an evaluation of a version."""
     version, problem = f"0.{number}", {"prompt": "1+1=", "expected": "2", "got": "2" if accuracy > 0.5 else "5"}
     detail = {"version": version, "versions": [version, version], "accuracy": accuracy, "num": 8, "problems": [problem]}
     await bus.publish(Subjects(run).events("evaluation"), encode(Event(kind="evaluation", worker="evaluator-0", detail=detail)))

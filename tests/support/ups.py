@@ -1,7 +1,5 @@
 """Runs that begin as `up` has them begin, on one event loop and a bus in this process."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,12 +30,7 @@ async def begun(base: Path, config: Config) -> AsyncGenerator[tuple[RunDir, Conf
 
 
 class Ups:
-    """A run from a run file, started again and again: each `up` takes `place/run.toml` as it is then.
-
-    Args:
-        place: holds the run file and its rows, which it names relative to the directory that the test runs in.
-        settings: overrides of the run file.
-    """
+    """A run from a run file, started again and again: each `up` takes `place/run.toml` as it is then."""
 
     def __init__(self, place: Path, *settings: str) -> None:
         self.place = place

@@ -1,7 +1,5 @@
 """User code that tests run in children: a folder with one file, whose functions tell of themselves in files beside it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
@@ -55,12 +53,7 @@ async def good(task, engine):
 
 
 class Workshop:
-    """Children of this process that run `CODE` and what a test adds, with an engine of this process.
-
-    Args:
-        folder: for the code and the model.
-        engine: what rollouts ask.
-    """
+    """Children of this process that run `CODE` and what a test adds, with an engine of this process."""
 
     def __init__(self, folder: Path, engine: Engine) -> None:
         self.folder = folder
@@ -68,7 +61,6 @@ class Workshop:
         self.tokenizer = make_model(folder / "model")
 
     def task(self, index: int = 0, num_rollouts: int = 3, **fields: Any) -> RolloutTask:
-        """A task whose label is what the scripted engine answers."""
         return RolloutTask(
             run="run",
             index=index,
@@ -129,7 +121,6 @@ class Workshop:
             await runner.close()
 
     async def run(self, runner: GroupRunner, *tasks: RolloutTask, keeping: Keeping = NOTHING) -> list[Group]:
-        """The groups of tasks that are worked on at the same time."""
         return list(await asyncio.gather(*(runner.run(task, keeping=keeping) for task in tasks)))
 
     async def played(self, code: str, *tasks: RolloutTask, keeping: Keeping = NOTHING, **options: Any) -> list[Group]:
@@ -138,7 +129,6 @@ class Workshop:
             return await self.run(runner, *tasks, keeping=keeping)
 
     def told(self, name: str) -> list[list[str]]:
-        """The lines that user code wrote with `tell`, as words."""
         path = self.folder / name
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 

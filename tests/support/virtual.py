@@ -4,8 +4,6 @@ A test of hours takes milliseconds, and what waits for ever fails at once. `time
 that are asked for run in the loop's own, and nothing outside the test can wake it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -41,8 +39,6 @@ class _Jumps(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See above."""
-
     def __init__(self) -> None:
         self._jumps = _Jumps()
         super().__init__(self._jumps)
@@ -51,7 +47,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._jumps.now_s
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Call it here and now."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -61,7 +56,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """Return what `main` returns, under the virtual clock."""
     loop = VirtualLoop()
     with patch.object(time, "monotonic", loop.time), patch.object(time, "time", lambda: UNIX_S + loop.time() - BEGINS_S):
         try:
@@ -89,11 +83,9 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 async def elapse(seconds: float) -> None:
-    """Let the virtual clock go on by so many seconds: none of them is waited for."""
     assert isinstance(asyncio.get_running_loop(), VirtualLoop), "elsewhere it would be a sleep"
     await asyncio.sleep(seconds)
 
 
 def at() -> float:
-    """Seconds since the clock began."""
     return round(asyncio.get_running_loop().time() - BEGINS_S, 6)

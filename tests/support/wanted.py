@@ -1,7 +1,5 @@
 """What a reader asks of a transport, and the bytes of versions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,11 +14,7 @@ from streamrl.weights.ranks import RankContent
 
 
 def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slice, ...]:
-    """Byte ranges of the named tensors (None: all), in order; neighbours are joined over their padding.
-
-    Raises:
-        WeightSyncError: a name that the manifest does not have.
-    """
+    """Byte ranges of the named tensors (None: all), in order; neighbours are joined over their padding."""
     chosen = {spec.name for spec in manifest.tensors} if names is None else set(names)
     unknown = chosen - {spec.name for spec in manifest.tensors}
     if unknown:

@@ -4,8 +4,6 @@ Like the rest of the audit it knows nothing of the product: an agent writes down
 gave, and the stream is read with pyarrow.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -39,8 +37,6 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One sample."""
-
     tokens: tuple[int, ...]
     mask: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -91,15 +87,6 @@ def _rows(stored: Stored, producer: str) -> dict[Place, list[Row]]:
 def check(
     sessions: Sessions, answers: Sequence[Answer], ended: Iterable[Place], made: Sequence[Answer] = (), *, queued: Collection[int] = ()
 ) -> list[str]:
-    """Problems as sentences.
-
-    Args:
-        sessions: what the stream has.
-        answers: all that agents got, in the order in which each of them did.
-        ended: sessions whose end an agent was told.
-        made: what the engines gave; none: it is not known.
-        queued: tasks that are still to be done.
-    """
     problems = list(sessions.problems)
     of: dict[Place, list[Answer]] = defaultdict(list)
     for answer in answers:

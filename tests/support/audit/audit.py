@@ -6,8 +6,6 @@ Independent of the product: it uses nats-py and pyarrow and imports nothing of s
 meanwhile.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import hashlib
@@ -41,21 +39,11 @@ class Report:
 
 
 async def audit(url: str, user: str, password: str, run: str, *, complete: bool = False, directory: Path | None = None) -> Report:
-    """Read a run's streams and check them.
-
-    Args:
-        url: of the server.
-        user: an operator who may read everything; empty for a server without accounts.
-        password: of the user.
-        run: run id.
-        complete: the run has ended; it must have trained the steps that its configuration asks for.
-        directory: the run's. A trainer whose stream was full has messages in its checkpoints that the stream has no more.
-    """
+    """Read a run's streams and check them."""
     return examine(await read_run(url, user, password, run, directory), complete=complete)
 
 
 def examine(raw: Raw, *, complete: bool = False) -> Report:
-    """Check what was read."""
     record = raw.keys.get("run")
     if record is None:
         return Report(["the run has no record under the key `run`"])
@@ -128,7 +116,6 @@ def _entry(stored: Stored, blobs: dict[str, bytes], problems: list[str]) -> dict
 
 
 def main() -> int:
-    """Print what was found; 1 when there is a problem."""
     parser = argparse.ArgumentParser(description="Audit a run from its raw streams.")
     parser.add_argument("--url", required=True)
     parser.add_argument("--user", default="")

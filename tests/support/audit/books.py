@@ -1,7 +1,5 @@
 """The ledger against the sample stream: every rollout has one fate, every task one end, every age is as written."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +56,6 @@ class Books:
         return self.chain[-1]["cursor"] if self.chain else 0
 
     def after(self, number: int) -> list[dict[str, Any]]:
-        """The entries of later versions."""
         return [entry for entry in self.chain if entry["version"]["number"] > number]
 
     def _unknown(self) -> list[tuple[int, int]]:

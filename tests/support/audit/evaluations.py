@@ -1,7 +1,5 @@
 """Checks what an evaluator has told against the lines that it has stored, without the package's own code."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -10,13 +8,6 @@ from typing import Any
 
 
 def problems_of(told: Sequence[dict[str, Any]], folder: Path, *, rows: dict[str, int], pass_reward: float = 1.0) -> list[str]:
-    """List in words what is wrong.
-
-    Args:
-        told: details of the events `evaluation`, in their order.
-        folder: `evaluations/` of the run directory.
-        rows: of each set, how many problems it has.
-    """
     found: list[str] = []
     times = Counter((one["set"], one["version"], one["final"]) for one in told)
     found += [f"{place} was told {count} times" for place, count in times.items() if count > 1]

@@ -4,8 +4,6 @@ B = 2 groups a batch, S = 1 version, 2 rollouts a task. Three versions are train
 group has no spread, one is late, one is stale, and one is half there at the end.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +102,6 @@ class Forged:
     trim: int = 0
 
     async def put(self, bus: Bus, run: str) -> None:
-        """Write everything to the streams of `run`."""
         s = Subjects(run)
         for task in range(self.issued):
             await bus.publish(s.tasks("main"), encode(RolloutTask(run=run, index=task, source="main")))
@@ -136,7 +133,6 @@ class Forged:
 
 
 def good_run() -> Forged:
-    """A run without fault."""
     samples: list[tuple[str, bytes, int | None]] = [
         ("samples", rows(0), 0),  # 1
         ("samples", rows(1, (0,)), 1),

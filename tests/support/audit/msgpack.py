@@ -1,7 +1,5 @@
 """Enough of MessagePack to read what is on the bus: https://github.com/msgpack/msgpack/blob/master/spec.md, extensions left out."""
 
-from __future__ import annotations
-
 import struct
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The rest of a run against its ledger: tasks, grants, weights, checkpoints, positions, the shape of the streams."""
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -204,8 +202,7 @@ class Promises:
             self._say(f"{granted} tasks are granted, the ledger had granted {books.chain[-2]['granted']} one version ago")
 
     def _complete(self, books: Books) -> set[int]:
-        """Tasks with nothing more to come: ended as a whole, or with every rollout on the stream, carried by a checkpoint, or ended by an
-        entry, whose message may be trimmed."""
+        """Tasks with nothing more to come."""
         seen: dict[int, set[int]] = defaultdict(set)
         sizes: dict[int, int] = {}
         found = set()

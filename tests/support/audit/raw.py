@@ -1,7 +1,5 @@
 """Read every stored message of a run from the server with plain nats-py."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json
@@ -64,11 +62,7 @@ class Raw:
 
 
 async def read_run(url: str, user: str, password: str, run: str, directory: Path | None = None) -> Raw:
-    """Everything an audit needs; `directory` is the run's, whose checkpoints may carry messages.
-
-    The run may go on meanwhile, so the order counts: what a message speaks of is read after it. Weights before the ledger, checkpoints
-    before the ledger, the ledger and the queue before the samples, grants after the queue, positions after the trim that they allow.
-    """
+    """Everything an audit needs; `directory` is the run's, whose checkpoints may carry messages."""
     client = await nats.connect(url, user=user or None, password=password or None, allow_reconnect=False)
     try:
         jetstream = client.jetstream(timeout=10)
@@ -118,13 +112,8 @@ async def _stream(jetstream: JetStreamContext, name: str) -> Stream:
 
 
 async def _read(jetstream: JetStreamContext, name: str, subject: str | None = None) -> list[Stored]:
-    """Every message that is there (of one subject), and perhaps some that come meanwhile."""
     config = ConsumerConfig(
-        ack_policy=AckPolicy.NONE,
-        deliver_policy=DeliverPolicy.ALL,
-        mem_storage=True,
-        inactive_threshold=30.0,
-        filter_subject=subject,
+        ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, mem_storage=True, inactive_threshold=30.0, filter_subject=subject
     )
     consumer = await jetstream.add_consumer(name, config)
     subscription = await jetstream.pull_subscribe_bind(consumer=consumer.name, stream=name)

@@ -1,7 +1,5 @@
 """The sample stream as an auditor reads it: which rollouts a message holds, how old their tokens are, what it says of its task."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ written before the agent went on: {"told": ...} an answer, {"ended": ...} a sess
 that was over, {"wrong": ...} an answer that no fault explains.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -36,17 +34,6 @@ class Over(Exception):
 
 
 class Agent:
-    """One agent.
-
-    Args:
-        run: its directory.
-        write: keeps a line.
-        http: of its calls.
-        rng: decides what it does.
-        host: where the gateways are reached, at their ports; empty: where they say that they are.
-        rewards: in so many of its sessions it says itself what they are worth, some time too late.
-    """
-
     def __init__(
         self, run: RunDir, write: Write, http: aiohttp.ClientSession, rng: random.Random, *, host: str = "", rewards: float = 0.7
     ) -> None:
@@ -58,7 +45,6 @@ class Agent:
         self._rng = rng
 
     async def work(self) -> None:
-        """Sessions for ever."""
         while True:
             told = await self._post("/rl/start_session", {"wait_s": 2.0}, self._run.gateway_key(), again=str(uuid.uuid4()))
             place = [told["task"], told["rollout"]]
@@ -146,7 +132,6 @@ def read_told(*files: Path) -> Told:
 
 
 async def work(run: RunDir, out: Path, agents: int, seed: int, host: str, rewards: float) -> None:
-    """So many agents in this process."""
     with out.open("ab", buffering=0) as file:
 
         def write(line: dict[str, Any]) -> None:
@@ -158,7 +143,6 @@ async def work(run: RunDir, out: Path, agents: int, seed: int, host: str, reward
 
 
 def main() -> None:
-    """Work until killed."""
     parser = argparse.ArgumentParser(description="Agents that ask a run's gateways.")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

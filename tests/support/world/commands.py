@@ -1,7 +1,5 @@
 """Commands of the product, started as a user starts them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

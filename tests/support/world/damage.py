@@ -8,8 +8,6 @@ A power cut leaves a block that ends in the middle of a message; nats-server goe
 behind it again.
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 import struct
@@ -31,7 +29,6 @@ Damage = Callable[[RunDir, random.Random], str]
 
 
 def newest_checkpoint(run: RunDir) -> Path | None:
-    """The directory that a trainer would begin from."""
     return next((path for _, path in reversed(list_checkpoints(run.checkpoints, "main-"))), None)
 
 
@@ -63,7 +60,6 @@ def flip_checkpoint(run: RunDir, rng: random.Random) -> str:
 
 
 def remove_checkpoint(run: RunDir, _: random.Random) -> str:
-    """It is gone."""
     path = newest_checkpoint(run)
     if path is None:
         return ""

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import pyarrow as pa
 
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
@@ -20,14 +21,13 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, SAMPLES, Subjects
 from tests.support.memory import freed_after_test
-from tests.support.processes import alive, descendants, grader_pid, send, server_pid, worker_pid
+from tests.support.processes import alive, descendants, grader_pid, processor_s, send, server_pid, worker_pid
+from tests.support.world.agents import Told, read_told
 from tests.support.world.commands import command
-from tests.support.world.crew import Crew
 from tests.support.world.damage import DAMAGES
 from tests.support.world.faults import AGENT, CHECKPOINT, GRADER, MESSAGES, RANK_1, REQUESTS, TURNS, WHOLE, Fault
-from tests.support.world.measures import first_answer, first_record
 from tests.support.world.shapes import NAME, Shape, open_gate, write_files
-from tests.support.world.wire import SERVER, Wire, open_wire
+from tests.support.world.wire import PROXY, SERVER, Wire, open_wire
 
 AIM_S = 10.0
 CATCH_S = 20.0
@@ -64,10 +64,7 @@ class Struck(msgspec.Struct, frozen=True):
 
 
 class Disturbed:
-    """One run that is up. `wires` lead to the nats-server and to the engine; `words` start it.
-
-    `stop_s` and `away_s`: how long a process stays stopped, and a connection cut.
-    """
+    """One run that is up. `wires` lead to the nats-server and to the engine; `words` start it."""
 
     def __init__(
         self,
@@ -107,7 +104,6 @@ class Disturbed:
 
     @property
     def versions(self) -> int:
-        """Entries in the ledger."""
         return len(self._stored_s)
 
     async def until(self, holds: Callable[[], object], what: str, within_s: float = 90.0) -> None:
@@ -119,7 +115,6 @@ class Disturbed:
             await asyncio.sleep(0.02)
 
     def said(self) -> str:
-        """The last of what `up` has printed."""
         return (self._place / "out").read_text()[-3000:]
 
     async def trained(self, versions: int, within_s: float = 90.0) -> None:
@@ -162,7 +157,6 @@ class Disturbed:
             await asyncio.gather(self._watcher, return_exceptions=True)
 
     async def start(self, *words: str) -> asyncio.subprocess.Process:
-        """Start another command beside `up`; it is killed at the end if it still runs."""
         self._started.append(await command(self._place, *words))
         return self._started[-1]
 
@@ -172,7 +166,6 @@ class Disturbed:
         self._attached = await self.start("attach", function, "--run", NAME, "--concurrency", "4")
 
     def pid(self, part: str) -> int | None:
-        """The process of a part."""
         if part == WHOLE:
             return self.up.pid if self.up.returncode is None else None
         if part == "attached producer":
@@ -186,7 +179,6 @@ class Disturbed:
         return server_pid(self.run) if part == "nats-server" else worker_pid(self.run, part)
 
     def open(self, batches: int) -> None:
-        """Hand out more work."""
         self._opened += batches * self._shape.batch_tasks
         open_gate(self._place, self._opened)
 
@@ -228,11 +220,7 @@ class Disturbed:
         return found
 
     async def _fall(self, fault: Fault, rng: random.Random) -> float:
-        """Kill everything but the attached producer at once, damage what is to be damaged, and start the run again.
-
-        Returns:
-            Unix seconds of the second start.
-        """
+        """Kill everything but the attached producer at once, damage what is to be damaged, and start the run again."""
         pids = [self.up.pid, *descendants(self.up.pid)]
         for pid in pids:
             send(pid, signal.SIGKILL)
@@ -280,10 +268,7 @@ class Disturbed:
         self._http.release()
 
     async def _catch_checkpoint(self) -> bool:
-        """Leave the trainer stopped while the files of a checkpoint are being written.
-
-        It is stopped and looked at again and again: this process may be too slow to see a write and stop it in time.
-        """
+        """Leave the trainer stopped while the files of a checkpoint are being written."""
         deadline, look = time.monotonic() + CATCH_S, 0
         while time.monotonic() < deadline:
             for _ in range(10):
@@ -367,7 +352,6 @@ class Disturbed:
             assert await asyncio.wait_for(self._attached.wait(), 60) == 0, "an attached producer leaves when the run has finished"
 
     async def end(self) -> None:
-        """Kill what still runs; workers and server die with `up`."""
         await self._look_away()
         if self.crew is not None:
             await self.crew.end()
@@ -399,3 +383,80 @@ async def disturbed(
             yield found
         finally:
             await found.end()
+
+
+AGENTS = "4"
+
+
+class Crew:
+    """One process at a time; one that was killed leaves what it had written down, and its sessions to their limits."""
+
+    def __init__(self, place: Path, wire: Wire) -> None:
+        self.wire = wire
+        self._place = place
+        self._process: asyncio.subprocess.Process | None = None
+        self._files: list[Path] = []
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None or self._process.returncode is not None else self._process.pid
+
+    async def begin(self) -> None:
+        if self._process is not None:
+            await self._process.wait()
+        self._files.append(self._place / f"told-{len(self._files)}.jsonl")
+        words = ("--run", f"runs/{NAME}", "--out", str(self._files[-1]), "--agents", AGENTS, "--host", PROXY, "--rewards", "0")
+        self._process = await command(self._place, *words, "--seed", str(100 * len(self._files)), module="tests.support.world.agents")
+
+    async def end(self) -> None:
+        if self._process is not None:
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.wait()
+
+    def told(self) -> Told:
+        return read_told(*self._files)
+
+
+PATIENCE_S = 120.0
+LOOK_EVERY_S = 0.25
+
+
+async def first_record(bus: Bus, after: int, since_s: float) -> float:
+    """Seconds from then to the first samples that a producer of no supervisor has stored behind `after`; -1: none came."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            async for message in bus.read(SAMPLES, after=after, subject=Subjects(NAME).samples("main")):
+                with pa.ipc.open_stream(message.body) as reader:
+                    batch = reader.read_next_batch()
+                    # What the one before had sent may still arrive.
+                    if batch.column("producer")[0].as_py() != "producer-0" and min(batch.column("started_s").to_pylist()) >= since_s:
+                        return message.time_s - since_s
+    except TimeoutError:
+        pass
+    finally:
+        await bus.close()
+    return -1.0
+
+
+async def first_answer(http: Wire, struck_s: float) -> float:
+    """Seconds to the first bytes of the engine to a producer, over a connection that is younger than the strike; -1: none came."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        answers = [link.answered_s for link in http.links if link.opened_s > struck_s and link.answered_s]
+        if answers:
+            return min(answers) - struck_s
+        await asyncio.sleep(0.02)
+    return -1.0
+
+
+async def speed(run: Disturbed, last: int) -> tuple[int, float, float]:
+    """Let all the work through; samples, seconds and processor seconds of all processes between the first and the last entry seen."""
+    run.open(10**6)
+    looks: list[tuple[int, float, float]] = []
+    while run.up.returncode is None and run.versions < last:
+        await asyncio.sleep(LOOK_EVERY_S)
+        if run.versions:
+            looks.append((sum(run.entries.values()), time.monotonic(), processor_s([run.up.pid, *descendants(run.up.pid)])))
+    begin, end = looks[0], looks[-1]
+    return end[0] - begin[0], end[1] - begin[1], end[2] - begin[2]

@@ -1,7 +1,5 @@
 """What is done to whom, and when: the matrix of parts and faults, and the moments that a strike can be aimed at."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator
@@ -68,7 +66,6 @@ class Fault(msgspec.Struct, frozen=True):
 
     @property
     def moment(self) -> str:
-        """As the logs say it."""
         if not self.aim:
             return f"random, {self.damage}" if self.damage else "random"
         return "within checkpoint" if self.aim == CHECKPOINT else f"{self.where} {self.aim}"
@@ -165,10 +162,7 @@ def of_agents(rng: random.Random) -> list[Fault]:
 
 
 def endless(rng: random.Random, shape: Shape) -> Iterator[Fault]:
-    """The whole matrix and all aims, again and again in new orders; of a shape that may lose something the falls alone.
-
-    In one with user code that misbehaves, every part is killed and a checkpoint damaged, and nothing is aimed: too much happens at once.
-    """
+    """The whole matrix and all aims, again and again in new orders; of a shape that may lose something the falls alone."""
     while True:
         if shape.losses:
             faults = falls(rng, shape)

@@ -1,7 +1,5 @@
 """Wrappers around the seams that end the process at a chosen call: no clean-up, no flush, as `kill -9` would; or stop it there."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import signal
@@ -36,7 +34,6 @@ class Spot(msgspec.Struct, frozen=True):
 
 
 def around(*names: str, counts: tuple[int, ...] = (1,)) -> list[Spot]:
-    """Before and after these calls."""
     return [Spot(name, when, count) for count in counts for name in names for when in WHENS]
 
 
@@ -73,13 +70,7 @@ class Wrapped:
 
 
 class Fused(Wrapped):
-    """Passes every attribute on; before and after each call of the methods that `spots` has, the fuse is passed by.
-
-    Args:
-        inner: whose methods are called.
-        fuse: of the process.
-        spots: what a spot at a method is called: a name, or a function of its first argument that gives one.
-    """
+    """Passes every attribute on; before and after each call of the methods that `spots` has, the fuse is passed by."""
 
     def __init__(self, inner: Any, fuse: Fuse, **spots: str | Callable[[Any], str]) -> None:
         super().__init__(inner, fuse)
@@ -121,11 +112,7 @@ def _stored(what: str) -> dict[str, str]:
 
 
 class FusedBus(Fused):
-    """Spots: `publish <kind>`, `read <stream>` (each message), `fetch`, `state` (`fetch tasks`, `state tasks`), `trim`, `claim`, `done`,
-    `put <key>`, `get <key>`, `put turn`, `read turns`, `remove turns`, and `put`, `get`, `delete` of a `blob` or a `sample blob`.
-
-    Keys are named by their first part: `granted`, `latest`, `positions`, `fences`.
-    """
+    """Spots."""
 
     def __init__(self, bus: Bus, fuse: Fuse) -> None:
         streams = {"fetch": _of("fetch"), "first_from": _of("fetch"), "state": _of("state")}

@@ -1,7 +1,5 @@
 """User code that misbehaves now and then: a producer and a reward that say what they are about to do, and what must have become of it."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -112,18 +110,12 @@ class Misdeed(msgspec.Struct, frozen=True):
 
 
 def told(place: Path) -> list[Misdeed]:
-    """What user code has said in the directory of a run."""
     path = place / "misdeeds"
     return [msgspec.convert(json.loads(line), Misdeed) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def wrong_ends(misdeeds: Iterable[Misdeed], ends: Mapping[tuple[int, int | None], frozenset[str]]) -> list[str]:
-    """Rollouts whose record does not say what they did, and records of failures that nobody has caused.
-
-    Args:
-        misdeeds: all of the run.
-        ends: reasons of the records of each (task, rollout), `sample` for one with samples; rollout None for records of whole tasks.
-    """
+    """Rollouts whose record does not say what they did, and records of failures that nobody has caused."""
     problems: list[str] = []
     by_task: dict[int, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for one in misdeeds:

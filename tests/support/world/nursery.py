@@ -4,8 +4,6 @@ Run as `python -m tests.support.world.nursery`: a line of JSON in (a `Request`),
 has ended (its exit code). `Nursery` is the other end.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -31,18 +29,12 @@ MODULES = (
     "streamrl.producers.evaluation.worker",
     "streamrl.trainers.table.trainer",
 )
-TORCH = (
-    "streamrl.trainers.torch.trainer",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe",
-)
+TORCH = ("streamrl.trainers.torch.trainer", "transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen3_moe.modeling_qwen3_moe")
 """Imports of a service whose trainer is torch's: they cost each child seconds of a processor, if the nursery has not made them."""
 ROOT = Path(__file__).parents[3]
 
 
 class Nursery:
-    """Starts children; one at a time."""
-
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.pid = 0
@@ -50,7 +42,6 @@ class Nursery:
         self.running = False
 
     async def run(self, request: Request) -> int:
-        """Run a child to its end; returns its exit code."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(request) + b"\n")
         self.pid = int(await self._process.stdout.readline())
@@ -81,7 +72,6 @@ async def nursery(log: Path, *modules: str) -> AsyncIterator[Nursery]:
 
 
 def main() -> None:
-    """Fork on request until the input ends."""
     for name in (*MODULES, *sys.argv[1:]):
         importlib.import_module(name)
     gc.collect()

@@ -1,7 +1,5 @@
 """A run whose bus is in this process, so that its files and streams may be damaged while its trainer is down."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -44,11 +42,9 @@ class Place:
 
     @property
     def kept(self) -> list[Path]:
-        """Complete checkpoints, the newest first."""
         return [path for _, path in reversed(list_checkpoints(self.run.checkpoints, "main-"))]
 
     async def said(self) -> list[str]:
-        """What the trainer wants people to know."""
         found, last = [], await self.bus.last(f"{self.config.run.name}.events.notice")
         if last is not None:
             async for message in self.bus.read("events", after=0, subject=last.subject):

@@ -1,7 +1,5 @@
 """The runs that are disturbed: what is trained, and how work is handed out while faults are struck."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -64,8 +62,6 @@ EXACT = "return float(episode.completion.strip() == task.label)"
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of run."""
-
     name: str
     batch_tasks: int
     overrides: dict[str, object]
@@ -85,7 +81,6 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks of the warm-up, which no gate holds: what is handed out is counted from here."""
 
     def arguments(self, steps: int, port: int, engine_port: int, gateway_port: int) -> list[str]:
-        """The `--set` options of `streamrl up`."""
         ports = {"bus.port": port, "engine.port": engine_port} | ({"gateway.port": gateway_port} if self.agents else {})
         ranks = {"trainer.ranks": self.ranks, "trainer.shards": self.ranks} if self.ranks > 1 else {}
         values = {"run.steps": steps, **ports, "tasks.batch_tasks": self.batch_tasks, **ranks, **self.overrides}

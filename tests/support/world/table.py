@@ -1,30 +1,11 @@
 """The table of deaths of services: who is ended, at which of its calls, beside whom. The runs of `tests/kill` go through it."""
 
-from __future__ import annotations
-
 from tests.support.world.fuse import Spot, around
 from tests.support.world.world import Row
 
 LINES = (
-    "put fences",
-    "read ledger",
-    "get latest",
-    "load",
-    "state",
-    "get positions",
-    "put granted",
-    "shards",
-    "offer",
-    "put blob",
-    "publish weights",
-    "fetch",
-    "read samples",
-    "publish dead",
-    "step",
-    "publish ledger",
-    "save",
-    "put latest",
-    "put positions",
+    *("put fences", "read ledger", "get latest", "load", "state", "get positions", "put granted", "shards", "offer", "put blob"),
+    *("publish weights", "fetch", "read samples", "publish dead", "step", "publish ledger", "save", "put latest", "put positions"),
     "delete blob",
 )
 """Every call of the trainer's loop at which it may end, in the order of a resumed process; only that has something to load and to fetch."""
@@ -49,11 +30,7 @@ REAPER = Row(
 """Calls of the reaper beside the trainer, where a task is lost; `get fences` is asked once before."""
 PRODUCER = Row(
     "producer",
-    [
-        Spot("claim", "after", 2),
-        *around("publish samples", "publish tombstones", "done", counts=(2,)),
-        Spot("publish samples", "after", 7),
-    ],
+    [Spot("claim", "after", 2), *around("publish samples", "publish tombstones", "done", counts=(2,)), Spot("publish samples", "after", 7)],
     ("engine", "trainer", "feeder"),
 )
 FEEDER = Row("feeder", around("publish tasks", counts=(1, 4)), ("engine", "trainer", "producer"))

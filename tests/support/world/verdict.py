@@ -1,7 +1,5 @@
 """What a run that has ended is judged by: the independent audit, and a replay of its log by the command line."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -36,8 +34,6 @@ from tests.support.world.shapes import NAME, Shape, open_gate, write_files
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What was found of one run."""
-
     problems: list[str]
     counts: dict[str, int]
     digests: dict[str, str]
@@ -53,14 +49,7 @@ FOLLOWS = (
 
 
 async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[str]] | None = None, agents: Told | None = None) -> Verdict:
-    """Audit and replay a run that is not up.
-
-    Args:
-        run: its directory.
-        shape: whether something may be lost, and whether its user code misbehaves; None: neither.
-        made: digests that were seen while it was up, by version: what was lost later counts too.
-        agents: what its agents were told.
-    """
+    """Audit and replay a run that is not up."""
     losses = shape is not None and shape.losses
     server = NatsServer(run.bus_store)
     server.start()
@@ -142,13 +131,6 @@ async def _ends(bus: Bus) -> dict[tuple[int, int | None], frozenset[str]]:
 
 
 async def replay(place: Path, *, first: int = 0, named: int | None = None) -> list[str]:
-    """What `streamrl replay --verify` says against the run in `place`.
-
-    Args:
-        place: holds `runs/`.
-        first: begin at the nearest checkpoint at or below this version.
-        named: how many losses it must name; None: any number.
-    """
     words = ("-m", "streamrl", "replay", NAME, "--verify", "--json", *(("--from", str(first)) if first else ()))
     variables = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as said:

@@ -5,8 +5,6 @@ The server listens on 127.0.0.1 and tells its clients (`bus.advertise`, `engine.
 Whose connection is whose, the kernel says.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -44,10 +42,7 @@ def free_port() -> int:
 
 
 class Ambush:
-    """Holds the connection of one process at its next message that contains `pattern`.
-
-    `before`: nothing of the message has reached the server; `within`: half of it; `after`: all, but no answer comes back.
-    """
+    """Holds the connection of one process at its next message that contains `pattern`."""
 
     def __init__(self, pid: int, pattern: bytes, where: Where) -> None:
         self.pid = pid
@@ -65,8 +60,6 @@ class Ambush:
 
 
 class Link:
-    """One connection through the proxy."""
-
     def __init__(self, port: int, streams: tuple[asyncio.StreamWriter, asyncio.StreamWriter]) -> None:
         self.port = port
         self.streams = streams
@@ -84,8 +77,6 @@ class Link:
 
 
 class Wire:
-    """The proxy. Everything runs on the loop that opened it."""
-
     def __init__(self, port: int) -> None:
         self.port = port
         self._links: set[Link] = set()
@@ -95,7 +86,6 @@ class Wire:
 
     @property
     def links(self) -> list[Link]:
-        """Connections that are open."""
         return list(self._links)
 
     def ambush(self, pid: int, pattern: bytes, where: Where) -> Ambush:

@@ -4,8 +4,6 @@ A `World` is started, disturbed by a table of rows (who is ended, at which calls
 `streamrl up` starts, are disturbed in `tests.support.world.disturbed`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -22,19 +20,7 @@ from streamrl.bus import connect
 from streamrl.bus.protocol import Bus, Lease
 from streamrl.bus.reading import read_key
 from streamrl.bus.server import NatsServer
-from streamrl.config.tree import (
-    BusConfig,
-    Config,
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    ProducerConfig,
-    RewardConfig,
-    RunConfig,
-    TasksConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from streamrl.config import tree
 from streamrl.data.model import ensure_model
 from streamrl.history.replay import ReplayReport, verify
 from streamrl.launch.prepare import prepare
@@ -67,23 +53,23 @@ async def reward(task, episode, *, slow_s=0.0):
 """
 
 
-def table_config(tmp_path: Path, **sections: dict[str, object]) -> Config:
+def table_config(tmp_path: Path, **sections: dict[str, object]) -> tree.Config:
     """A small run that goes through everything; `sections` replace fields, as in `run={"steps": 3}`."""
     problems = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(5)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     (tmp_path / "reward.py").write_text(REWARD)
-    config = Config(
-        run=RunConfig(name="killed", dir=str(tmp_path), steps=20, seed=5, numerics="bitwise"),
-        model=ModelConfig(max_len=24),
-        data=DataConfig(train=str(tmp_path / "train.jsonl")),
-        tasks=TasksConfig(batch_tasks=3, num_rollouts=3, max_staleness=2, max_deliveries=50),
+    config = tree.Config(
+        run=tree.RunConfig(name="killed", dir=str(tmp_path), steps=20, seed=5, numerics="bitwise"),
+        model=tree.ModelConfig(max_len=24),
+        data=tree.DataConfig(train=str(tmp_path / "train.jsonl")),
+        tasks=tree.TasksConfig(batch_tasks=3, num_rollouts=3, max_staleness=2, max_deliveries=50),
         sampling=Sampling(max_new_tokens=5),
-        producer=ProducerConfig(concurrency=6),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", children=1),
-        engine=EngineConfig(kind="table", slots=12),
-        trainer=TrainerConfig(backend="table", checkpoint_every=2, keep_checkpoints=2),
-        weights=WeightsConfig(transport="bus"),
-        bus=BusConfig(ack_wait_s=1.0, patience_s=30.0, samples_bytes=100_000_000, blobs_bytes=100_000_000),
+        producer=tree.ProducerConfig(concurrency=6),
+        reward=tree.RewardConfig(kind=f"{tmp_path / 'reward.py'}:reward", children=1),
+        engine=tree.EngineConfig(kind="table", slots=12),
+        trainer=tree.TrainerConfig(backend="table", checkpoint_every=2, keep_checkpoints=2),
+        weights=tree.WeightsConfig(transport="bus"),
+        bus=tree.BusConfig(ack_wait_s=1.0, patience_s=30.0, samples_bytes=100_000_000, blobs_bytes=100_000_000),
     )
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
 
@@ -100,7 +86,7 @@ class Row(NamedTuple):
 class World:
     """A prepared run. `bus` is the test's own connection; the services in this process share it."""
 
-    config: Config
+    config: tree.Config
     run: RunDir
     server: NatsServer
     bus: Bus
@@ -113,7 +99,6 @@ class World:
         return Subjects(self.config.run.name)
 
     async def child(self, kind: str, spot: Spot | None = None, mutant: str = "") -> int:
-        """Run a service in a child to its end; returns the exit code."""
         return await self.nursery.run(Request(kind, str(self.run.path), spot, mutant))
 
     async def disturb(self, *rows: Row) -> None:
@@ -145,13 +130,11 @@ class World:
                 await asyncio.sleep(0.01)
 
     async def finished(self) -> None:
-        """Wait until the trainer says that the run has its last version."""
         async with asyncio.timeout(100):
             while (await self.bus.last(self.subjects.events("finished"))) is None:
                 await asyncio.sleep(0.02)
 
     async def told(self, kind: str) -> list[dict[str, Any]]:
-        """Details of the events of one kind so far."""
         found: list[dict[str, Any]] = []
         if (last := await self.bus.last(self.subjects.events(kind))) is not None:
             async for message in self.bus.read(EVENTS, after=0, subject=last.subject):
@@ -162,10 +145,7 @@ class World:
 
     @contextlib.asynccontextmanager
     async def swallowed(self) -> AsyncIterator[None]:
-        """All tasks of the queue but the first are taken off it, as by a producer that stores nothing; the first is held meanwhile.
-
-        The feeder is up.
-        """
+        """All tasks of the queue but the first are taken off it, as by a producer that stores nothing; the first is held meanwhile."""
         leases: list[Lease] = []
         async with asyncio.timeout(60):
             while (grant := await read_key(self.bus.kv, KEY_GRANTED, Grant)) is None or grant.granted > (await self.bus.state(TASKS)).last:
@@ -203,7 +183,6 @@ class World:
         return await verify(self.config, self.bus, ensure_model(self.config, self.run.model_dir))
 
     def around(self, *kinds: str) -> contextlib.AbstractAsyncContextManager[object]:
-        """These services in this process."""
         return services(self.config, self.run, self.bus, kinds)
 
 
@@ -230,7 +209,7 @@ def lost_task(problem: str) -> int:
 
 
 @contextlib.asynccontextmanager
-async def world(config: Config, server: NatsServer, nursery: Nursery) -> AsyncIterator[World]:
+async def world(config: tree.Config, server: NatsServer, nursery: Nursery) -> AsyncIterator[World]:
     """Prepare a run on the server; its streams are removed at the end."""
     run = RunDir(Path(config.run.dir) / config.run.name)
     run.create()
@@ -248,8 +227,7 @@ async def world(config: Config, server: NatsServer, nursery: Nursery) -> AsyncIt
 
 @contextlib.asynccontextmanager
 async def vandals(w: World, every: int = 6) -> AsyncIterator[None]:
-    """Somebody who writes onto the sample stream what does not belong there: broken bodies, samples of tasks that nobody was given,
-    repeats of what is there. He writes when the stream has grown by `every`."""
+    """Somebody who writes onto the sample stream what does not belong there."""
     subject, stranger = w.subjects.samples("main"), rows(10**9)
 
     async def vandalise() -> None:
