@@ -65,6 +65,19 @@ class Position(msgspec.Struct, frozen=True):
     """Tasks of messages that its checkpoints hold themselves: what their samples name is needed. Not on the wire when unset."""
 
 
+class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """Key `ends/<trainer>`: the run has finished (`streamrl.runtime.run_end`)."""
+
+    version: Version
+    """The last one, which is in the ledger, in a checkpoint and published."""
+    steps: int
+    """Batches trained, warm-up not counted."""
+    limit: str
+    """Key of the section `run` that was reached: `steps`, `max_seconds` or `until_reward`."""
+    fence: int
+    """Fencing token of the trainer that wrote it; it counts while there is no higher one."""
+
+
 class Latest(msgspec.Struct, frozen=True):
     """The newest complete checkpoint of a trainer."""
 

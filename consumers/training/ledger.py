@@ -10,7 +10,8 @@ from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
 from streamrl.consumers.training.spilled_drops import spill
 from streamrl.consumers.training.trimming import trim_if_full
-from streamrl.errors import Conflict, Fenced, SchemaError, StreamFull, TrainingError
+from streamrl.errors import Conflict, Fenced, StreamFull, TrainingError
+from streamrl.runtime.run_end import fence_of
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry, take_entry
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark
@@ -144,14 +145,7 @@ async def take_fence(bus: Bus, trainer: str) -> int:
     key = PREFIX_FENCES + trainer
     while True:
         entry = await bus.kv.get(key)
-        text = (entry.value or b"0") if entry else b"0"
-        if not text.isdigit():
-            raise SchemaError(
-                f"expected a fencing token, a whole number, in key {key}, got {text[:80]!r}",
-                hint="something else than a trainer wrote it: with `nats kv put` put the highest `fence` of the ledger's entries there",
-                key=key,
-            )
-        token = int(text) + 1
+        token = fence_of(entry, key) + 1
         try:
             await bus.kv.put(key, str(token).encode(), expect=entry.revision if entry else 0)
         except Conflict:

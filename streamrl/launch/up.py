@@ -317,8 +317,11 @@ class Session:
             for kind in START_ORDER:
                 for index in range(num_workers(self._config, kind)):
                     self._supervisor.start(kind, index)
-            while not (view.finished or self._supervisor.over("trainer")):
-                if self._stops.drain.is_set():
+            while not view.finished:
+                drained = self._supervisor.drained("trainer")
+                if drained:
+                    self._note(f"{drained} was told to drain by a signal that `up` has not sent: the run stops, and `up` resumes it")
+                if drained or self._stops.drain.is_set():
                     state = "stopped"
                     break
                 self._supervisor.tick()

@@ -17,6 +17,7 @@ from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.rates import Totals
 from streamrl.monitor.series import Row
 from streamrl.monitor.view import RunView
+from streamrl.runtime.run_end import read_fence, watch_end
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
@@ -121,6 +122,9 @@ class Follower:
             subject = self._subjects.tombstones(source)
             self._after[subject] = first
             self._tasks.append(asyncio.create_task(self._read(SAMPLES, self._tombstone, subject=subject)))
+        # The end that a session before has come to is not this one's; who looks from outside is told of it.
+        after = await read_fence(self._bus, self._trainer) if self._carry_totals else 0
+        self._tasks.append(asyncio.create_task(self._watch_end(after)))
         self._tasks.append(asyncio.create_task(self._watch()))
         self._tasks.append(asyncio.create_task(self._poll()))
         return self
@@ -215,7 +219,7 @@ class Follower:
         live = message.sequence > self._history_ends[EVENTS]
         if self._carry_totals and live and event.kind == SLO_EVENT:
             return
-        if live or event.kind not in ("finished", NOTICE_EVENT):
+        if live or event.kind != NOTICE_EVENT:
             self.view.event(event, live=live)
 
     def _tombstone(self, message: Message) -> None:
@@ -231,6 +235,15 @@ class Follower:
                     self._present(entry.key, entry.value)
             except BusError as error:
                 logger.warning("event=watch_retry error=%s", error.message)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _watch_end(self, after: int) -> None:
+        while True:
+            try:
+                async for _ in watch_end(self._bus, self._trainer, after=after):
+                    self.view.finished = True
+            except (BusError, SchemaError) as error:
+                logger.warning("event=watch_end_retry error=%s", error.message)
                 await asyncio.sleep(_RETRY_S)
 
     def _present(self, key: str, value: bytes | None) -> None:

@@ -124,6 +124,24 @@ async def test_what_is_killed_comes_back_and_ctrl_c_drains_in_order(up: Start, h
     assert nothing_runs(run)
 
 
+async def test_a_trainer_that_leaves_with_exit_code_0_has_not_finished_the_run(here: Here, run: RunDir) -> None:
+    notes = await here.notes("learn-and-leave", "run.steps=30")
+    assert "trainer-0 ended with exit code 0 before its work was over" in notes and "finished" in notes.split("\n")
+    assert json.loads(run.summary_path.read_text())["steps"] == 30
+
+
+async def test_a_trainer_that_is_sent_a_signal_stops_the_run(up: Start, run: RunDir) -> None:
+    process = await up("learn-and-stay", "run.steps=30")
+    await until(lambda: all_are_up(run) and run.metrics.exists() and any(row.kind == "batch" for row in rows_of(run)), within_s=120)
+    (trainer,) = find("trainer", str(run.path))
+    os.kill(trainer, signal.SIGTERM)
+    code, out, err = await said(process)
+    assert (code, err) == (0, "")
+    assert "trainer-0 was told to drain by a signal" in out and "demo stopped: 30 steps" in out
+    assert (run.path / "order").read_text().split() == ["trainer", "producer", "engine", "feeder"]
+    assert nothing_runs(run)
+
+
 async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: RunDir) -> None:
     process = await up("stubborn", "supervise.drain_s=600")
     await until(lambda: all_are_up(run), within_s=60)

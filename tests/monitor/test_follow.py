@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, StreamState
 from streamrl.config.metrics import MetricsConfig
+from streamrl.consumers.training.ledger import take_fence
 from streamrl.monitor import trained
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, decoded, files, written_version
@@ -20,13 +21,14 @@ from streamrl.monitor.series import MOST_ROWS, Row, Series
 from streamrl.monitor.summary import summarize
 from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import encode
-from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.control import EnginePresence, Grant, RunEnd, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.subjects import KEY_GRANTED, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
 from tests.monitor.conftest import MakeEntry, as_line, evaluation
 from tests.support.processes import until
+from tests.support.tiny import ended
 
 
 async def test_a_view_follows_ledger_events_metrics_presence_and_grant(bus: Bus, run_id: str, entry: MakeEntry) -> None:
@@ -69,15 +71,18 @@ async def test_reports_from_where_it_is_told_on_count(bus: Bus, run_id: str) -> 
 
 
 async def test_the_end_of_an_earlier_session_is_not_the_end_of_this_one(bus: Bus, run_id: str) -> None:
-    subject, finished = Subjects(run_id).events("finished"), encode(Event(kind="finished", worker="trainer-0"))
-    await bus.publish(subject, finished)
-    view = RunView(run_id)
-    async with Follower(bus, view) as follower:
+    """Nor is that of a trainer which has been replaced; an event decides nothing. Who looks from outside sees the end that there is."""
+    await ended(bus, 1)
+    view, outside = RunView(run_id), RunView(run_id)
+    async with Follower(bus, view, carry_totals=True) as follower:
+        await bus.publish(Subjects(run_id).events("finished"), encode(Event(kind="finished", worker="trainer-0")))
+        fence = await take_fence(bus, "main")
+        await bus.kv.put("ends/main", encode(RunEnd(version=Version(0, 1), steps=1, limit="steps", fence=fence - 1)))
         await follower.catch_up()
-        assert not view.finished
-        await bus.publish(subject, finished)
-        await follower.catch_up()
-        assert view.finished
+        async with Follower(bus, outside):
+            assert not view.finished and not outside.finished
+            await ended(bus, 2)
+            await until(lambda: view.finished and outside.finished)
 
 
 async def test_what_cannot_be_read_is_passed_over(bus: Bus, run_id: str, entry: MakeEntry, caplog: pytest.LogCaptureFixture) -> None:

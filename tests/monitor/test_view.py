@@ -181,6 +181,8 @@ def test_events_finish_the_run_report_evaluations_and_stalls() -> None:
     assert view.evaluations[0].problems[0].got == "3"
     view.event(Event(kind="resumed", worker="producer-0"))
     view.event(Event(kind="finished", worker="trainer-0"))
+    assert view.numbers(elapsed_s=1.0).phase == "starting"
+    view.finished = True
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.stalled, numbers.phase) == ((), "finished")
 

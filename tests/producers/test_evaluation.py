@@ -12,12 +12,13 @@ from msgspec.structs import replace
 
 from streamrl.config.tree import Config, EngineConfig, EvaluationConfig, WarmupConfig, WeightsConfig
 from streamrl.consumers.serving import engine_worker
+from streamrl.consumers.training.ledger import take_fence
 from streamrl.producers.evaluation.schedule import Schedule
 from streamrl.producers.evaluation.worker import main
 from streamrl.runtime.kinds import num_workers
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, WorkerPresence
-from streamrl.schemas.events import NUMERICS_EVENT, Event
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, PREFIX_PRESENCE
 from streamrl.schemas.tasks import Sampling
@@ -28,6 +29,7 @@ from streamrl.weights.protocol import Shard
 from tests.support.policies import script, serve_logits
 from tests.support.processes import until
 from tests.support.producing import Loop, in_memory
+from tests.support.tiny import ended
 
 BLOCKS = """import time
 
@@ -131,7 +133,7 @@ async def test_the_held_out_problems_are_asked_when_due(loop: Loop, config: Conf
         # Version 4 is due but not served yet: the engine holds the problems back until it serves that version or a later one.
         await serve_logits(engine, right, Version(0, 5))
         [_, second] = await evaluations(loop, 2)
-        await worker.event("finished", {"version": "0.5"})
+        await ended(loop.bus, 5)
         async with asyncio.timeout(20):
             await service
     [_, _, last] = await evaluations(loop, 3)
@@ -174,7 +176,7 @@ async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, config: Confi
             await evaluations(loop, 1)
         # While it is away the run ends.
         await trained(loop, config, 2, warm=True)
-        await worker.event("finished", {"version": "0.2", "steps": config.run.steps})
+        await ended(loop.bus, 2, steps=config.run.steps)
         async with asyncio.timeout(20):
             await main(loop.worker(kind="evaluator", config=config))
         assert [(e["version"], e["final"]) for e in await evaluations(loop, 2)] == [("0.1", False), ("0.2", True)]
@@ -195,9 +197,9 @@ async def test_an_end_before_more_steps_is_none(loop: Loop, config: Config, unti
         await serve_logits(engine, logits, Version(0, 3))
         await trained(loop, config, 1, warm=True)
         await trained(loop, config, 2, warm=True)
-        await worker.event("finished", {"version": "0.2", "steps": 2})
+        await ended(loop.bus, 2, limit="until_reward" if until_reward else "steps")
         if until_reward:
-            await worker.event(NUMERICS_EVENT, {})
+            await take_fence(loop.bus, "main")
         async with loop.serving(main, worker):
             await evaluations(loop, 1)
             await trained(loop, config, 3, warm=True)
@@ -210,9 +212,8 @@ async def test_an_end_by_another_limit_is_evaluated_after_a_restart(loop: Loop, 
     worker = loop.worker(kind="evaluator", config=config)
     async with loop.engine(logits) as engine:
         await serve_logits(engine, logits, Version(0, 2))
-        await worker.event(NUMERICS_EVENT, {})
         await trained(loop, config, 2, warm=True)
-        await worker.event("finished", {"version": "0.2", "steps": 2})
+        await ended(loop.bus, 2, limit="until_reward")
         async with asyncio.timeout(20):
             await main(worker)
         assert [(e["version"], e["final"]) for e in await evaluations(loop, 1)] == [("0.2", True)]
@@ -251,7 +252,7 @@ async def test_engines_of_its_own_answer_at_the_version_that_is_due_while_the_ot
         await trained(loop, config, 4, warm=True)
         [_, second] = await evaluations(loop, 2)
         await trained(loop, config, 5, warm=True)
-        await worker.event("finished", {"version": "0.5"})
+        await ended(loop.bus, 5)
         async with asyncio.timeout(20):
             await service
     [_, _, last] = await evaluations(loop, 3)

@@ -35,6 +35,7 @@ from streamrl.schemas.samples import LogprobMode, Sample, Tombstone, VersionSpan
 from streamrl.schemas.subjects import KEY_RUN, SAMPLES, TASKS, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
+from tests.support.tiny import ended
 from tests.support.virtual import UNIX_S, at, elapse, virtual
 
 SUBJECTS = Subjects("r")
@@ -559,15 +560,15 @@ async def test_an_attached_producer_leaves_when_its_code_fails_or_the_run_has_fi
         )
         assert at() == pytest.approx(32.0, abs=1.6) and (await scene.bus.state(TASKS)).messages == 80 - 64 - 0
         scene = Scene(patch)
-        await scene.bus.publish(SUBJECTS.events("finished"), b"of before")
+        await ended(scene.bus, 1)
         await scene.issue(3, source="other")
         attached = asyncio.create_task(attach(worker(scene), "x.py:f", source="other"))
         await elapse(3.0)
         assert not attached.done()
-        await scene.bus.publish(SUBJECTS.events("started"), b"x")
+        await scene.bus.publish(SUBJECTS.events("finished"), b"an event decides nothing")
         await elapse(1.0)
         assert not scene.draining.is_set()
-        await scene.bus.publish(SUBJECTS.events("finished"), b"x")
+        await ended(scene.bus, 2)
         await elapse(1.0)
         assert scene.draining.is_set() and await attached == 3 and "event=run_finished action=leave" in caplog.messages
         scene = Scene(patch)

@@ -27,6 +27,7 @@ from streamrl.schemas.versions import Version
 from tests.support.policies import script, serve_logits
 from tests.support.processes import until
 from tests.support.producing import Loop, in_memory
+from tests.support.tiny import ended
 
 GRADE = """import time
 
@@ -97,7 +98,7 @@ async def test_each_set_is_asked_in_its_own_way_and_when_it_is_due(loop: Loop, c
         await told(loop, 2)
         await trained(loop, 2)
         await told(loop, 3)
-        await worker.event("finished", {"version": "0.2"})
+        await ended(loop.bus, 2)
         async with asyncio.timeout(20):
             await service
     found = await told(loop, 4)
