@@ -31,6 +31,13 @@ class Grant(msgspec.Struct, frozen=True):
     retired: int
     warmup_end: int | None = 0
     first_open: int | UnsetType = UNSET
+    epoch: int | UnsetType = UNSET
+    """Epoch of the version; not on the wire when unset: the first."""
+
+    @property
+    def of_epoch(self) -> int:
+        """Epoch of the version."""
+        return 0 if isinstance(self.epoch, UnsetType) else self.epoch
 
     def min_version(self, task: int, *, batch_tasks: int, max_staleness: int) -> int:
         """Lowest version number that may sample `task`: the one that keeps it within the bound when its turn to be trained comes.

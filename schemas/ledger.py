@@ -111,6 +111,14 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     """The highest version that is known to have been made."""
     known_by: str
     """Whence that is known: `ledger`, `checkpoint` or `manifest`."""
+    first: int | msgspec.UnsetType = msgspec.UNSET
+    """Number of the epoch's first version. Builds of today publish the one that is gone on from again, as the epoch's first: whoever serves
+    a lost one has a newer one to take then. Not on the wire when unset, as in entries of earlier builds, whose epochs began with the version
+    after it."""
+
+    def first_after(self, version: Version) -> int:
+        """Number of the epoch's first version, where `version` is that of the gap's entry."""
+        return version.number + 1 if isinstance(self.first, msgspec.UnsetType) else self.first
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,7 +50,7 @@ class Ledger:
         before = 0
         for epoch in sorted({*self._numbers, *self.gaps} - {0}):
             if (gap := self.gaps.get(epoch)) is not None and gap.gap is not msgspec.UNSET:
-                first, last = gap.version.number + 1, gap.gap.highest.number
+                first, last = gap.gap.first_after(gap.version), gap.gap.highest.number
                 found += [EpochMark(each, first, last) for each in range(before + 1, epoch + 1)]
             elif before in self._numbers:
                 found.append(EpochMark(epoch, self._numbers[epoch][0], self._numbers[before][1]))

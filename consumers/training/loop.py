@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from streamrl.bus.protocol import Bus
 from streamrl.config.data import has_images
 from streamrl.config.tree import Config
@@ -43,6 +45,7 @@ from streamrl.consumers.training.steps import Cut, Stepped, recorded_cut, train_
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
+from streamrl.core.gaps import bridged
 from streamrl.core.state import FoldState, initial_state
 from streamrl.errors import Conflict, OutOfMemory, TrainingError
 from streamrl.runtime.rundir import RunDir
@@ -124,7 +127,8 @@ class LiveTrainer:
         self._deadline = float("inf")
         self._spent_s = 0.0
         """Of `run.max_seconds`, before this process."""
-        self._granted = 0
+        self._granted = (0, 0)
+        """Epoch and tasks of the newest grant."""
         self._grant_revision: int | None = None
         self._marked: set[int] = set()
 
@@ -172,9 +176,13 @@ class LiveTrainer:
         self._spent_s = trained_s(self.config, ledger.entries.values())
         self._say_if_over(state, ledger)
         ledger.forget(state.version.number)
-        self._grant(state.grant)
+        gaps = [gap for _, gap in sorted(ledger.gaps.items())]
+        for gap in gaps:
+            state = bridged(state, gap)
+        # Where an epoch begins, its first version comes before tasks that only this epoch's versions may sample.
         if ledger.last_number <= state.version.number:
             self._offer(state.version, self.trainer.digest())
+        self._grant(state.grant)
         pending = carried | call(fetch_messages(self.bus, held(state) - carried.keys()))
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks, clock=call.clock)
         fold = StreamFold(
@@ -182,7 +190,7 @@ class LiveTrainer:
             config=self.fold_config,
             state=state,
             messages=open_samples(pending[sequence] for sequence in held(state)),
-            gaps=[gap for _, gap in sorted(ledger.gaps.items())],
+            gaps=gaps,
             effects=self._take_effects,
             waiting=partial(self._wait, saver),
             blobs=sample_blobs(self.bus, call.loop, self._replayed, self.config, images=has_images(self.config.data)),
@@ -332,9 +340,9 @@ class LiveTrainer:
 
     def _grant(self, grant: Grant) -> None:
         """Raise the key `granted`; it never goes down."""
-        if grant.granted > self._granted:
+        if (grant.of_epoch, grant.granted) > self._granted:
             self._grant_revision = self.call(raise_grant(self.bus, grant, revision=self._grant_revision))
-            self._granted = grant.granted
+            self._granted = (grant.of_epoch, grant.granted)
 
     def _remember_rewards(self, ledger: Ledger) -> None:
         for _, entry in sorted(ledger.entries.items()):
@@ -363,7 +371,9 @@ def in_own_warmup(config: Config, state: FoldState) -> bool:
 
 
 async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) -> int | None:
-    """Put a grant unless a higher one is there; returns its revision, None when it was not put.
+    """Put a grant unless one that is as high is there, of its epoch or a later one; returns its revision, None when it was not put.
+
+    What has been granted is never taken back: a grant of a new epoch is put with the tasks of the one that is there.
 
     Args:
         bus: connected.
@@ -374,8 +384,10 @@ async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) ->
         if revision is None:
             entry = await bus.kv.get(KEY_GRANTED)
             known = decode(entry.value, Grant, where=f"key {KEY_GRANTED}") if entry is not None and entry.value is not None else None
-            if known is not None and known.granted >= grant.granted:
+            if known is not None and (known.of_epoch, known.granted) >= (grant.of_epoch, grant.granted):
                 return None
+            if known is not None and known.granted > grant.granted:
+                grant = replace(grant, granted=known.granted)
             revision = entry.revision if entry else 0
         try:
             return await bus.kv.put(KEY_GRANTED, encode(grant), expect=revision)

@@ -141,9 +141,7 @@ class Suite:
             told(len(store.found), min(one.num_problems, len(rows)))
             room = Room(self._most)
             pinned = worker.config.evaluation.engines > 0
-            return await evaluate(
-                one, rows, runner, store, number=version.number, room=room, pinned=pinned, counted=self._counted, told=told
-            )
+            return await evaluate(one, rows, runner, store, version=version, room=room, pinned=pinned, counted=self._counted, told=told)
 
     def _most(self) -> float:
         """Samples to be asked for at once, by the slots that the engines have now."""

@@ -12,6 +12,7 @@ from streamrl.producers.feeder import min_version, plan_tasks
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant
 from streamrl.schemas.tasks import Refused, RolloutTask
+from streamrl.schemas.versions import Version
 
 PROBLEMS = Problems(
     problems=tuple(Problem(row=i, line=i + 1, prompt_ids=(i, i + 1), prompt=f"p{i}", label=f"l{i}", metadata={"i": i}) for i in range(7)),
@@ -92,6 +93,8 @@ def test_min_version_by_hand(staleness, expected):
     config = msgspec.structs.replace(CONFIG, tasks=TasksConfig(batch_tasks=4, max_staleness=staleness))
     grant = Grant(20 + 4 * (staleness + 1), 5, 20)
     assert [task.min_version for task in plan_tasks(grant, 20, 99, PROBLEMS, config)] == expected
+    later = plan_tasks(msgspec.structs.replace(grant, epoch=2), 20, 99, PROBLEMS, config)
+    assert [task.least for task in later] == [Version(2, number) for number in expected]
 
 
 @given(

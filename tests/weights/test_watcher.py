@@ -172,6 +172,18 @@ async def test_a_late_engine_takes_only_the_newest(run):
     assert run.failed.empty()
 
 
+async def test_the_greatest_version_is_taken_whichever_was_announced_last(run):
+    """One of a trainer that was replaced has come late."""
+    for epoch, number in ((0, 2), (1, 1), (0, 3)):
+        await run.publish(number, epoch=epoch)
+    async with watched(run.watcher()):
+        assert await run.committed.get() == Version(1, 1)
+        await run.publish(4)
+        await run.publish(2, epoch=1)
+        assert await run.committed.get() == Version(1, 2)
+    assert [detail["version"] for detail in run.taken] == ["1.1", "1.2"]
+
+
 async def test_an_older_version_is_never_taken(run):
     async with watched(run.watcher()):
         await run.publish(3)
