@@ -31,11 +31,11 @@ from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.failures import alone_to_blame
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, written_version
-from streamrl.monitor.outcome import Outcome, conclude
+from streamrl.monitor.outcome import Outcome, conclude, summed_up
 from streamrl.monitor.row_writer import RowWriter
 from streamrl.monitor.screen import Display
 from streamrl.monitor.series import Series
-from streamrl.monitor.status import read_summary
+from streamrl.monitor.summary import read_summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import SINK_KIND, num_workers
@@ -159,7 +159,7 @@ async def up(
             await asyncio.gather(body, return_exceptions=True)
         if killed:
             display.note("stopped at once; `up` resumes from the last checkpoint")
-            return Outcome(run=run, state="killed", exit_code=_INTERRUPTED)
+            return session.killed()
         return body.result()
 
 
@@ -205,6 +205,7 @@ class Session:
         self._started_s = time.monotonic()
         self.prepared = False
         """Whether everything that can be known before the start was in order."""
+        self._follower: Follower | None = None
 
     async def run_to_end(self) -> Outcome:
         """Everything `up` does between taking the lock and giving it back."""
@@ -215,7 +216,7 @@ class Session:
         await check_start(self._config, self._run, self._note)
         record = await prepare(self._config, self._run, self._note)
         if self._stops.drain.is_set():
-            return Outcome(run=self._run, state="stopped")
+            return summed_up(self._run, None, state="stopped")
         self.prepared = True
         async with run_bus_server(self._config, self._run, self._note) as server:
             bus = await self._connect(server)
@@ -233,7 +234,8 @@ class Session:
                 self._note("resuming" if resumed else "starting")
                 for text in [*notes, *await check_log(bus, self._config, self._run, accept_gap=self._consent.gap)]:
                     self._note(text)
-                if resumed and (version := await finished_at(bus, self._config)) and (summary := read_summary(self._run)) is not None:
+                summary = read_summary(self._run.summary_path)
+                if resumed and summary is not None and (version := await finished_at(bus, self._config)):
                     self._note(
                         f"nothing is left to do: the run has reached run.steps = {self._config.run.steps} with version {version}; "
                         "raise it to go on, train another with --name NAME, or a branch of it with "
@@ -243,6 +245,11 @@ class Session:
                 return await self._follow(bus, server)
             finally:
                 await bus.close()
+
+    def killed(self) -> Outcome:
+        """How it ended when it was cancelled; the plot is left as it was, for it takes a while."""
+        view, wall_s = (None, 0.0) if self._follower is None else (self._follower.view, self._follower.elapsed_s)
+        return summed_up(self._run, view, state="killed", wall_s=wall_s, exit_code=_INTERRUPTED)
 
     async def _with_schedule(self, bus: Bus, record: RunRecord) -> RunRecord:
         """Give the configuration, and the record that has it, the length of the learning rate's schedule."""
@@ -288,6 +295,7 @@ class Session:
         )
         trainer = self._config.trainer.name
         async with Follower(bus, view, started_s=self._started_s, trainer=trainer, carry_totals=True, rows=rows) as follower:
+            self._follower = follower
             show = asyncio.create_task(self._shown.follow(bus, view, follower, self._supervisor.lines))
             bound = asyncio.create_task(self._bound_logs())
             sinks = asyncio.create_task(self._sinks.keep_running())

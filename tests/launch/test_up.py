@@ -53,7 +53,7 @@ async def test_a_run_ends_when_its_trainer_has_finished_and_is_resumed_only_as_w
     summary = json.loads(run.summary_path.read_text())
     assert (summary["steps"], summary["tokens_trained"], summary["staleness_max"]) == (30, 300, 1)
     assert (summary["heldout_first"], summary["heldout_last"]) == (0.125, 0.875)
-    assert summary["reward_last"] == pytest.approx(20.5 / 30)
+    assert summary["reward_last"] == pytest.approx(23 / 30)
     assert run.plot_path.read_bytes().startswith(b"\x89PNG")
     out = here.printed(outcome)
     assert "5 wrong" in out and "demo finished: 30 steps" in out
@@ -142,8 +142,11 @@ async def test_a_trainer_that_is_sent_a_signal_stops_the_run(up: Start, run: Run
     assert nothing_runs(run)
 
 
-async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: RunDir) -> None:
-    process = await up("stubborn", "supervise.drain_s=600")
+async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, here: Here, run: RunDir) -> None:
+    """What the run had trained before is told."""
+    await here.up("learn", "run.steps=30")
+    (run.path / "pids").unlink()
+    process = await up("stubborn", "supervise.drain_s=600", "run.steps=40")
     await until(lambda: all_are_up(run), within_s=60)
     process.send_signal(signal.SIGINT)
     await until(lambda: "draining" in run.events_path.read_text(), within_s=60)
@@ -151,7 +154,7 @@ async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: 
     process.send_signal(signal.SIGINT)
     code, out, _ = await said(process)
     assert code == 130
-    assert "stopped at once" in out
+    assert "stopped at once" in out and "demo killed: 30 steps" in out
     assert nothing_runs(run)
 
 
