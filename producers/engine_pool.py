@@ -57,8 +57,8 @@ class _Member:
 class EnginePool:
     """All live engines of one policy, as one `Engine`.
 
-    `run` must be running: it follows `presence/engines/`. A request goes to the least loaded engine that serves its `least` version already,
-    if there is one, else to the least loaded (which holds it back until it does). Waits while there is none. An engine that
+    `run` must be running: it follows `presence/engines/`. A request goes to the least loaded engine that serves its `least` version
+    already, if there is one, else to the least loaded (which holds it back until it does). Waits while there is none. An engine that
     could not be reached gets no new requests until its presence is renewed; what runs there goes on.
 
     Args:

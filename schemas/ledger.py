@@ -112,9 +112,8 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     known_by: str
     """Whence that is known: `ledger`, `checkpoint` or `manifest`."""
     first: int | msgspec.UnsetType = msgspec.UNSET
-    """Number of the epoch's first version. Builds of today publish the one that is gone on from again, as the epoch's first: whoever serves
-    a lost one has a newer one to take then. Not on the wire when unset, as in entries of earlier builds, whose epochs began with the version
-    after it."""
+    """Number of the epoch's first version, the one that is gone on from: it is published again under that name, so that engines which serve
+    a lost one have a later one to take. Not on the wire when unset: earlier builds began the epoch with the version after it."""
 
     def first_after(self, version: Version) -> int:
         """Number of the epoch's first version, where `version` is that of the gap's entry."""

@@ -55,6 +55,10 @@ START_ORDER = ("trainer", "engine", "feeder", "producer", "gateway", "rewarder",
 """Those that take longest to load come first; none needs another to be up."""
 _TICK_S = 0.25
 _INTERRUPTED = 130
+_DISK_EVERY_S = 2.0
+_FULL_BYTES = 1 << 20
+_UNSTORED = 2
+"""So often in a row may the embedded bus store nothing that the supervisor gives it, each time for `bus.patience_s`."""
 
 
 class Stops:
@@ -187,6 +191,40 @@ def _launcher(config: Config, run: RunDir, note: Callable[[str], None]) -> Gener
         launcher.close()
 
 
+class Disk:
+    """The disk of a run: the embedded bus stops when it is full, and every worker waits for it then.
+
+    Args:
+        place: of the run's files.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.full = False
+        self._place = place
+        self._due_s = 0.0
+        self._was_full = False
+
+    def check(self, now_s: float) -> None:
+        """Look once in a while; raises LaunchError once two looks in a row have found it full."""
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + _DISK_EVERY_S
+        free = free_bytes(self._place)
+        self.full = self._was_full and free < _FULL_BYTES
+        self._was_full = free < _FULL_BYTES
+        if self.full:
+            raise LaunchError(
+                f"the disk is full: {free} bytes are free at {self._place}",
+                hint="free some space there and run `up` again, which resumes",
+                path=str(self._place),
+            )
+
+
+def free_bytes(place: Path) -> int:
+    """Room on the disk of a directory that there is."""
+    return shutil.disk_usage(place).free
+
+
 class Session:
     """One `up` of a run, from its preparation to its summary."""
 
@@ -206,6 +244,7 @@ class Session:
         self.prepared = False
         """Whether everything that can be known before the start was in order."""
         self._follower: Follower | None = None
+        self._disk = Disk(run.path)
 
     async def run_to_end(self) -> Outcome:
         """Everything `up` does between taking the lock and giving it back."""
@@ -301,7 +340,7 @@ class Session:
             sinks = asyncio.create_task(self._sinks.keep_running())
             try:
                 state, failure = await self._supervise(view, server)
-                if server.failure is None:
+                if server.failure is None and not self._disk.full:
                     await self._catch_up(follower)
                     await self._sinks.drain()
             finally:
@@ -334,20 +373,32 @@ class Session:
                     break
                 self._supervisor.tick()
                 server.check()
+                self._check_store(time.monotonic())
                 self._check_failures(view)
                 await asyncio.sleep(_TICK_S)
         except LaunchError as error:
             state, failure = "failed", error
             logger.error("event=gave_up error=%s", error.message)
-        if server.failure is not None:
+        if server.failure is not None or self._disk.full:
             # What drains, waits for the bus; nothing that it has to say would be heard.
-            self._note("giving up: the bus is gone; stopping at once")
+            self._note(f"giving up: {'nothing can be stored' if self._disk.full else 'the bus is gone'}; stopping at once")
             await self._supervisor.kill_all()
             return state, failure
         self._note({"finished": "finished", "stopped": "draining; Ctrl-C again stops at once", "failed": "giving up; draining"}[state])
         self._shown.draining = True
         await self._supervisor.drain(finish=("trainer", "evaluator") if state == "finished" else ())
         return state, failure
+
+    def _check_store(self, now_s: float) -> None:
+        """Raise LaunchError once nothing can be stored any more: a server whose disk was full keeps silent, also after there is room."""
+        self._disk.check(now_s)
+        unstored = self._follower.unstored if self._follower is not None and not self._config.bus.url else ()
+        if len(unstored) >= _UNSTORED:
+            self._disk.full = True
+            raise LaunchError(
+                f"the bus stores nothing any more: {unstored[-1].message}",
+                hint="was its disk full? see bus/nats-server.log in the run directory, free space and run `up` again, which resumes",
+            )
 
     def _check_failures(self, view: RunView) -> None:
         """Raise LaunchError once too many batches' worth of tasks have failed without one trained, and no producer does any better."""

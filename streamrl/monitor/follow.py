@@ -48,6 +48,7 @@ _LOOK_BACK = 5000
 _RETRY_S = 1.0
 _ROWS_AT_ONCE = 256
 _LOOK_S = 0.02
+_MOST_UNSTORED = 8
 _PATIENCE_S = 10.0
 """So long in all may reading a long ledger wait for whoever writes its rows."""
 
@@ -106,6 +107,8 @@ class Follower:
         self._has_grading = True
         self.answered_s = time.monotonic()
         """When the bus answered last, on the monotonic clock."""
+        self.unstored: tuple[BusError, ...] = ()
+        """Why the bus, which answers, has not stored the totals the last times, one after another; empty: it has."""
 
     async def __aenter__(self) -> Follower:
         # Reports of earlier sessions would spoil the folded metrics; the ledger and the events are history worth having.
@@ -278,7 +281,7 @@ class Follower:
                 self.answered_s = time.monotonic()
                 count += 1
                 if self._carry_totals and count % 5 == 0:
-                    await self.store_totals()
+                    await self._try_to_store()
             except BusError as error:
                 logger.warning("event=poll_retry error=%s", error.message)
             if self._after[LEDGER] >= self._history_ends[LEDGER]:  # reading history is no training
@@ -286,6 +289,14 @@ class Follower:
             if self._rows is not None:
                 self._rows.offer(self.view.take_rows(time.time()))
             await asyncio.sleep(_POLL_S)
+
+    async def _try_to_store(self) -> None:
+        try:
+            await self.store_totals()
+        except BusError as error:
+            self.unstored = (*self.unstored, error)[-_MOST_UNSTORED:]
+            raise
+        self.unstored = ()
 
 
 class _ReadAnew(Exception):

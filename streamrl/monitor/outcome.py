@@ -65,7 +65,10 @@ async def conclude(run: RunDir, view: RunView, *, state: str, wall_s: float) -> 
     """Write `summary.json`, and the plot once there is something to plot."""
     outcome = summed_up(run, view, state=state, wall_s=wall_s)
     if view.reward_points and not outcome.unread:
-        await asyncio.to_thread(write_plot, view, run.plot_path)
+        try:
+            await asyncio.to_thread(write_plot, view, run.plot_path)
+        except OSError as error:
+            logger.warning("event=plot_not_written error=%s", error)
     return outcome
 
 
@@ -79,6 +82,9 @@ def summed_up(run: RunDir, view: RunView | None, *, state: str, wall_s: float = 
     if not view.trained.num_batches:
         return Outcome(run=run, state=state, exit_code=exit_code)
     summary = summarize(view, wall_s=wall_s)
-    write_summary(summary, run.summary_path)
+    try:
+        write_summary(summary, run.summary_path)
+    except OSError as error:  # of a full disk; it is told all the same
+        logger.warning("event=summary_not_written error=%s", error)
     logger.info("event=summary state=%s %s", state, summary_line(summary))
     return Outcome(run=run, state=state, exit_code=exit_code, summary=summary, evaluations=learning_evaluations(view))

@@ -19,7 +19,7 @@ from typing import Any
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.errors import BusError, CannotResume, ConfigError, Fenced, StreamRLError, WeightsDiverged
+from streamrl.errors import BusError, CannotResume, ConfigError, Fenced, StreamRLError, WeightsDiverged, no_room
 from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.collection import collect_rarely, keep_none
 from streamrl.runtime.kinds import USER_CODE, check_kind, load_main, num_workers, take_environment
@@ -212,6 +212,7 @@ def left_by_code(error: SystemExit) -> ConfigError:
 def report_failure(error: Exception) -> Exit:
     """Say on stderr what went wrong and what to do about it, and choose the exit code. Unexpected errors come with their traceback."""
     cause = first_cause(error)
+    cause = no_room(cause) or cause
     if not isinstance(cause, StreamRLError):
         logger.error("event=crashed error=%r", cause, exc_info=error)
         return Exit.FAILED

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from streamrl.config.load import load
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.launch import down, shown
+from streamrl.launch import up as launch
 from streamrl.launch.prepare import prepare
 from streamrl.launch.shown import Shown
 from streamrl.monitor.follow import Follower
@@ -286,3 +288,35 @@ async def test_a_bus_that_is_given_up_is_not_waited_for(here: Here, run: RunDir)
         await asyncio.wait_for(running, 120)
     assert "the bus is gone" in here.said
     assert nothing_runs(run)
+
+
+async def test_a_disk_that_fills_up_ends_the_run_at_once(here: Here, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One moment without room is none."""
+    looks: list[int] = []
+
+    def free(place: Path) -> int:
+        looks.append(0 if all_are_up(run) and looks.count(1 << 40) != 1 else 1 << 40)
+        return looks[-1] if place == run.path else 0
+
+    monkeypatch.setattr(launch, "free_bytes", free)
+    monkeypatch.setattr(launch, "_DISK_EVERY_S", 0.01)
+    with raises(LaunchError, path=str(run.path)):
+        await asyncio.wait_for(here.up("stubborn", "supervise.drain_s=600"), 120)
+    assert "nothing can be stored; stopping at once" in here.said and looks[-2:] == [0, 0]
+    assert nothing_runs(run)
+
+
+@pytest.mark.parametrize(("runs", "shm", "path"), [(1 << 20, 1 << 40, "a run"), (1 << 40, 1 << 10, "weights")])
+async def test_a_start_without_room_leaves_nothing(
+    here: Here, run: RunDir, monkeypatch: pytest.MonkeyPatch, runs: int, shm: int, path: str
+) -> None:
+    usage = shutil.disk_usage
+
+    def free(place: Path | str) -> object:
+        found = usage(place)
+        return found._replace(free=shm if str(place) == "/dev/shm" else runs)
+
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    with pytest.raises(LaunchError) as caught:
+        await here.up("learn", "run.steps=30")
+    assert path in caught.value.message and not run.path.exists()

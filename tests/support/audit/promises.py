@@ -184,7 +184,7 @@ class Promises:
                 self._say(f"version {name} was published {entry.stored.time_s - stored.time_s:.6f} s before its ledger entry")
 
     def _begun(self) -> dict[tuple[int, int], str]:
-        """Versions that begin an epoch after a gap, with the digest that the same number had before; empty: the initial weights', or lost."""
+        """Versions that begin an epoch after a gap, with the digest that their number had before; empty: it is not in the ledger."""
         digests: dict[int, str] = {}
         found: dict[tuple[int, int], str] = {}
         for entry in self.entries:
