@@ -146,6 +146,7 @@ class Chat:
             policy=context.task.policy,
             seeds=(self._seed(),),
             min_version=context.task.min_version,
+            min_epoch=context.task.least.epoch,
             session=f"{context.task.index}.{context.rollout_index}.{self._lineage[0][0]}",
         )
         [completion] = await complete(context.engine, request)

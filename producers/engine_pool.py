@@ -17,6 +17,7 @@ from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
+from streamrl.schemas.versions import Version
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,8 @@ class _Member:
 class EnginePool:
     """All live engines of one policy, as one `Engine`.
 
-    `run` must be running: it follows `presence/engines/`. A request goes to the least loaded engine that serves its `min_version` already,
-    if there is one, else to the least loaded (which holds it back until it does). Waits while there is none. An engine that
+    `run` must be running: it follows `presence/engines/`. A request goes to the least loaded engine that serves its `least` version
+    already, if there is one, else to the least loaded (which holds it back until it does). Waits while there is none. An engine that
     could not be reached gets no new requests until its presence is renewed; what runs there goes on.
 
     Args:
@@ -169,7 +170,7 @@ class EnginePool:
         usable = [name for name in usable if self._members[name].room(request) >= 1] or usable
         name = self._sessions.get(request.session, "") if request.session else ""
         if name not in usable:
-            name = min(usable, key=lambda other: self._rank(other, request.min_version))
+            name = min(usable, key=lambda other: self._rank(other, request.least))
         if request.session:
             self._sessions[request.session] = name
             self._sessions.move_to_end(request.session)
@@ -177,10 +178,10 @@ class EnginePool:
                 self._sessions.popitem(last=False)
         return self._members[name]
 
-    def _rank(self, name: str, min_version: int) -> tuple[bool, float, str]:
+    def _rank(self, name: str, least: Version) -> tuple[bool, float, str]:
         member = self._members[name]
         serving = member.presence.serving
-        return serving is None or serving.number < min_version, member.load(), name
+        return serving is None or serving < least, member.load(), name
 
     async def abort(self, request_id: str) -> None:
         for member in list(self._members.values()):

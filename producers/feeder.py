@@ -123,6 +123,7 @@ def _task(grant: Grant, index: int, base: int, drawn: Drawn, config: Config) -> 
         greedy_baseline=True if estimator_of(config.loss).greedy and not warmup else msgspec.UNSET,
         sampling=config.sampling,
         min_version=0 if warmup else min_version(grant, index, config),
+        min_epoch=msgspec.UNSET if warmup else grant.epoch,
         seed=task_seed(base, index),
     )
     if isinstance(problem, Unusable):

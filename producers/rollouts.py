@@ -35,10 +35,11 @@ from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
 from streamrl.producers.slots import FREE, Cut, phase, stored, taken
 from streamrl.runtime.collection import keep_all
+from streamrl.runtime.run_end import read_fence, watch_end
 from streamrl.runtime.worker import farewell
 from streamrl.schemas import encoding
 from streamrl.schemas.control import RunRecord
-from streamrl.schemas.subjects import EVENTS, KEY_RUN, MAIN_SOURCE, WARMUP_SOURCE
+from streamrl.schemas.subjects import KEY_RUN, MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.telemetry.clock import StateClock
 
@@ -158,8 +159,8 @@ async def check_reward(worker: Worker) -> None:
 
 async def leave_when_finished(worker: Worker) -> None:
     """Have the worker drain once the run has finished."""
-    after = (await worker.bus.state(EVENTS)).last
-    async for _ in worker.bus.read(EVENTS, after=after, subject=worker.subjects.events("finished")):
+    trainer = worker.config.trainer.name
+    async for _ in watch_end(worker.bus, trainer, after=await read_fence(worker.bus, trainer)):
         logger.info("event=run_finished action=leave")
         worker.draining.set()
         return

@@ -54,6 +54,7 @@ async def _sampled(task: RolloutTask, context: Context, rollouts: Sequence[int])
             policy=task.policy,
             seeds=tuple(rollout_seed(task.seed, rollout) for rollout in left),
             min_version=task.min_version,
+            min_epoch=task.least.epoch,
         )
         found, error = await finished(context.engine, request)
         for index, completion in found.items():

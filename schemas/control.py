@@ -31,6 +31,13 @@ class Grant(msgspec.Struct, frozen=True):
     retired: int
     warmup_end: int | None = 0
     first_open: int | UnsetType = UNSET
+    epoch: int | UnsetType = UNSET
+    """Epoch of the version; not on the wire when unset: the first."""
+
+    @property
+    def of_epoch(self) -> int:
+        """Epoch of the version."""
+        return 0 if isinstance(self.epoch, UnsetType) else self.epoch
 
     def min_version(self, task: int, *, batch_tasks: int, max_staleness: int) -> int:
         """Lowest version number that may sample `task`: the one that keeps it within the bound when its turn to be trained comes.
@@ -63,6 +70,19 @@ class Position(msgspec.Struct, frozen=True):
     version: Version
     carried: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
     """Tasks of messages that its checkpoints hold themselves: what their samples name is needed. Not on the wire when unset."""
+
+
+class RunEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """Key `ends/<trainer>`: the run has finished (`streamrl.runtime.run_end`)."""
+
+    version: Version
+    """The last one, which is in the ledger, in a checkpoint and published."""
+    steps: int
+    """Batches trained, warm-up not counted."""
+    limit: str
+    """Key of the section `run` that was reached: `steps`, `max_seconds` or `until_reward`."""
+    fence: int
+    """Fencing token of the trainer that wrote it; it counts while there is no higher one."""
 
 
 class Latest(msgspec.Struct, frozen=True):

@@ -111,6 +111,13 @@ class Gap(msgspec.Struct, frozen=True, kw_only=True):
     """The highest version that is known to have been made."""
     known_by: str
     """Whence that is known: `ledger`, `checkpoint` or `manifest`."""
+    first: int | msgspec.UnsetType = msgspec.UNSET
+    """Number of the epoch's first version, the one that is gone on from: it is published again under that name, so that engines which serve
+    a lost one have a later one to take. Not on the wire when unset: earlier builds began the epoch with the version after it."""
+
+    def first_after(self, version: Version) -> int:
+        """Number of the epoch's first version, where `version` is that of the gap's entry."""
+        return version.number + 1 if isinstance(self.first, msgspec.UnsetType) else self.first
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):

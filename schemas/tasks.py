@@ -10,6 +10,7 @@ import msgspec
 from streamrl.errors import SchemaError
 from streamrl.schemas.blobs import BlobRef
 from streamrl.schemas.images import Image
+from streamrl.schemas.versions import Version
 
 MOST_STOPS = 32
 """Stop strings of a request."""
@@ -222,6 +223,8 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     min_version: int = 0
     """Lowest version number that may sample this task's first token; an engine holds the request back until it serves it."""
+    min_epoch: int | msgspec.UnsetType = msgspec.UNSET
+    """Epoch of that version: any of a later epoch will do, whatever its number. Not on the wire when unset: the first."""
     seed: int = 0
     """Seed of the task; rollout k derives its own with `streamrl.core.seeds.rollout_seed`."""
     reward: RewardSpec | msgspec.UnsetType = msgspec.UNSET
@@ -234,6 +237,11 @@ class RolloutTask(msgspec.Struct, frozen=True, kw_only=True):
     """What these rows hold; not on the wire when unset."""
     greedy_baseline: bool | msgspec.UnsetType = msgspec.UNSET
     """Whether the last of its rollouts is the `baseline`; not on the wire when unset."""
+
+    @property
+    def least(self) -> Version:
+        """The lowest version that may sample this task's first token."""
+        return Version(0 if isinstance(self.min_epoch, msgspec.UnsetType) else self.min_epoch, self.min_version)
 
     @property
     def baseline(self) -> int | None:

@@ -35,6 +35,7 @@ class, or an attribute of the class; the rest of `values` is for reports.
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 
@@ -58,6 +59,18 @@ class StreamRLError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.hint, self.values)
+
+
+def no_room(error: BaseException) -> StreamRLError | None:
+    """The error to show for one of the operating system that says that a disk, or a user's part of it, is full; None for any other."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    where = f" at {error.filename}" if error.filename else ""
+    return LaunchError(
+        f"{error.strerror or 'no space left on device'}{where}",
+        hint="free some space there, or choose another place with run.dir; `up` goes on from what has been written",
+        path=str(error.filename or ""),
+    )
 
 
 def _rebuild(cls: type[StreamRLError], message: str, hint: str, values: dict[str, Any]) -> StreamRLError:

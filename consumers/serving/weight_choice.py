@@ -8,15 +8,14 @@ from streamrl.schemas.versions import Version
 
 
 def choose_latest(announced: Collection[Version], delay_versions: int = 0) -> Version | None:
-    """The newest version, or the one `delay_versions` before it (the first, while there are not that many); None: none is announced."""
+    """The newest version, or the one `delay_versions` before it in its epoch (the first, while there are not that many).
+
+    None: none is announced. What an epoch's first version follows may be lost, so no version of a former epoch is gone back to.
+    """
     if not announced:
         return None
     newest = max(announced)
-    if not delay_versions:
-        return newest
-    wanted = max(0, newest.number - delay_versions)
-    number = min(version.number for version in announced if version.number >= wanted)
-    return max(version for version in announced if version.number == number)
+    return min(one for one in announced if one.epoch == newest.epoch and one.number >= newest.number - delay_versions)
 
 
 def choose_pinned(announced: Collection[Version], pinned: Collection[Version], serving: Version | None) -> Version | None:

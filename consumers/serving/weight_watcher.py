@@ -26,6 +26,8 @@ from streamrl.weights.protocol import Commit, SourceHost, WeightHost, WeightTran
 logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 10.0
+_LATE = 16
+"""Manifests before the last one that are looked at: one of a trainer that was replaced may have come after those of its successor."""
 
 
 class Unreachable(WeightSyncError):
@@ -128,8 +130,10 @@ class WeightWatcher:
                 state = await self._bus.state(WEIGHTS)
                 end = state.last
                 last = await self._bus.last(self._subject)
-                if last is not None and (self._delay_versions or self._pins is not None):
-                    await self._remember(state.first, last.sequence)
+                if last is not None:
+                    every = self._delay_versions or self._pins is not None
+                    first = state.first if every else max(state.first, last.sequence - _LATE)
+                    await self._remember(first, last.sequence)
                 if last is not None:
                     await self._consider(last)
                     end = last.sequence

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, Log
 from streamrl.bus.reading import is_another, read_key
@@ -142,7 +143,7 @@ async def enter_gap(bus: Bus, subjects: Subjects, ledger: Ledger, state: FoldSta
         cursor=state.cursor,
         granted=max(state.granted, grant.granted if grant else 0),
         retired=state.retired,
-        gap=gap,
+        gap=replace(gap, first=last),
         fence=ledger.fence,
         time_s=time.time(),
     )

@@ -10,7 +10,8 @@ from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
 from streamrl.consumers.training.spilled_drops import spill
 from streamrl.consumers.training.trimming import trim_if_full
-from streamrl.errors import Conflict, Fenced, SchemaError, StreamFull, TrainingError
+from streamrl.errors import Conflict, Fenced, StreamFull, TrainingError
+from streamrl.runtime.run_end import fence_of
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry, take_entry
 from streamrl.schemas.samples import MARK_EPOCH, EpochMark, Mark
@@ -49,7 +50,7 @@ class Ledger:
         before = 0
         for epoch in sorted({*self._numbers, *self.gaps} - {0}):
             if (gap := self.gaps.get(epoch)) is not None and gap.gap is not msgspec.UNSET:
-                first, last = gap.version.number + 1, gap.gap.highest.number
+                first, last = gap.gap.first_after(gap.version), gap.gap.highest.number
                 found += [EpochMark(each, first, last) for each in range(before + 1, epoch + 1)]
             elif before in self._numbers:
                 found.append(EpochMark(epoch, self._numbers[epoch][0], self._numbers[before][1]))
@@ -144,14 +145,7 @@ async def take_fence(bus: Bus, trainer: str) -> int:
     key = PREFIX_FENCES + trainer
     while True:
         entry = await bus.kv.get(key)
-        text = (entry.value or b"0") if entry else b"0"
-        if not text.isdigit():
-            raise SchemaError(
-                f"expected a fencing token, a whole number, in key {key}, got {text[:80]!r}",
-                hint="something else than a trainer wrote it: with `nats kv put` put the highest `fence` of the ledger's entries there",
-                key=key,
-            )
-        token = int(text) + 1
+        token = fence_of(entry, key) + 1
         try:
             await bus.kv.put(key, str(token).encode(), expect=entry.revision if entry else 0)
         except Conflict:

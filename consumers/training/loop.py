@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from streamrl.bus.protocol import Bus
 from streamrl.config.data import has_images
 from streamrl.config.tree import Config
@@ -43,11 +45,12 @@ from streamrl.consumers.training.steps import Cut, Stepped, recorded_cut, train_
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
+from streamrl.core.gaps import bridged
 from streamrl.core.state import FoldState, initial_state
 from streamrl.errors import Conflict, OutOfMemory, TrainingError
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Grant, MicroBudget
+from streamrl.schemas.control import Grant, MicroBudget, RunEnd
 from streamrl.schemas.ledger import LedgerEntry, decided_by
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
@@ -122,12 +125,15 @@ class LiveTrainer:
         self._token_weights = TokenWeights(run_dir.path / TOKENS, config.trainer.token_weights_bytes)
         self._budget = MicroBudget(0, 0)
         self._deadline = float("inf")
-        self._granted = 0
+        self._spent_s = 0.0
+        """Of `run.max_seconds`, before this process."""
+        self._granted = (0, 0)
+        """Epoch and tasks of the newest grant."""
         self._grant_revision: int | None = None
         self._marked: set[int] = set()
 
-    def run(self, stop: Callable[[], bool]) -> tuple[FoldState, bool]:
-        """Train until the run's end (True) or until `stop` is true (False); the state returned is checkpointed.
+    def run(self, stop: Callable[[], bool]) -> tuple[FoldState, RunEnd | None]:
+        """Train until the run's end, which is returned, or until `stop` is true (None); the state returned is checkpointed.
 
         Raises:
             Fenced: another trainer has taken over.
@@ -167,11 +173,16 @@ class LiveTrainer:
             self.say(lost)
         self._mark_epochs(ledger, state)
         self._remember_rewards(ledger)
+        self._spent_s = trained_s(self.config, ledger.entries.values())
         self._say_if_over(state, ledger)
         ledger.forget(state.version.number)
-        self._grant(state.grant)
+        gaps = [gap for _, gap in sorted(ledger.gaps.items())]
+        for gap in gaps:
+            state = bridged(state, gap)
+        # Where an epoch begins, its first version comes before tasks that only this epoch's versions may sample.
         if ledger.last_number <= state.version.number:
             self._offer(state.version, self.trainer.digest())
+        self._grant(state.grant)
         pending = carried | call(fetch_messages(self.bus, held(state) - carried.keys()))
         reader = RecordReader(self.bus, call.loop, after=state.cursor, capacity=4 * self.config.tasks.batch_tasks, clock=call.clock)
         fold = StreamFold(
@@ -179,7 +190,7 @@ class LiveTrainer:
             config=self.fold_config,
             state=state,
             messages=open_samples(pending[sequence] for sequence in held(state)),
-            gaps=[gap for _, gap in sorted(ledger.gaps.items())],
+            gaps=gaps,
             effects=self._take_effects,
             waiting=partial(self._wait, saver),
             blobs=sample_blobs(self.bus, call.loop, self._replayed, self.config, images=has_images(self.config.data)),
@@ -189,20 +200,23 @@ class LiveTrainer:
         reaper = Reaper(self.bus, self.subjects, name, fence, lambda: fold.own, self.fold_config)
         reaping = reaper.start(call.loop)
         try:
-            finished = self._train(fold, ledger, saver, stop)
+            limit = self._train(fold, ledger, saver, stop)
         finally:
             reaping.cancel()
             reader.close()
             self._token_weights.close()
-        if finished:
+        if limit:
             call(reaper.last_look())
         with self.call.clock.within("checkpoint"):
             saver.flush(fold.own)
-        if finished or (self.config.trainer.export_every and fold.own.version.number):
-            self.export(fold.own.version)
-        return fold.own, finished
+        state = fold.own
+        if limit or (self.config.trainer.export_every and state.version.number):
+            self.export(state.version)
+        end = RunEnd(version=state.version, steps=trained_steps(self.config, state), limit=limit, fence=fence)
+        return state, end if limit else None
 
-    def _train(self, fold: StreamFold, ledger: Ledger, saver: Checkpointer, stop: Callable[[], bool]) -> bool:
+    def _train(self, fold: StreamFold, ledger: Ledger, saver: Checkpointer, stop: Callable[[], bool]) -> str:
+        """Train until a limit of the run is reached, which is returned, or `stop` is true: an empty string."""
         books = ledger_books(
             ledger,
             self.call,
@@ -214,15 +228,15 @@ class LiveTrainer:
         divergence = Divergence()
         self.call.clock.enter("compute")
         while True:
-            if self._at_end(fold.own, ledger):
-                return True
+            if limit := self._limit_at(fold.own, ledger):
+                return limit
             number = fold.own.version.number + 1
             try:
                 stepped = train_version(
                     fold,
                     self.trainer,
                     books,
-                    lambda: stop() or self._at_end(fold.own, ledger),
+                    lambda: stop() or bool(self._limit_at(fold.own, ledger)),
                     began=lambda batch, number=number: self._doing(f"trains version {number}"),
                     cut=self._cut,
                     say=self.say,
@@ -234,7 +248,7 @@ class LiveTrainer:
                 raise
             if stepped is None:
                 if stop():
-                    return False
+                    return ""
                 continue
             if 0 < stepped.result.micro_tokens < (stepped.arrays.micro_tokens or self.config.trainer.micro_tokens):
                 self._lower_budget(stepped.result.micro_tokens, number)
@@ -285,27 +299,28 @@ class LiveTrainer:
         if stepped.arrays.kind == "rl":
             self.rewards.append(stepped.reward or 0.0)
 
-    def _at_end(self, state: FoldState, ledger: Ledger) -> bool:
-        """Whether all that the ledger has is trained again and the run's limits are reached."""
-        return state.version.number >= ledger.last_number and self._finished(state)
-
-    def _finished(self, state: FoldState) -> bool:
-        limits = self.config.run
-        if in_own_warmup(self.config, state):
-            return False
-        steps = trained_steps(self.config, state)
+    def _limit_at(self, state: FoldState, ledger: Ledger) -> str:
+        """The limit of the section `run` that is reached; empty: none is, or the ledger has versions that are still to be trained again."""
+        if state.version.number < ledger.last_number or in_own_warmup(self.config, state):
+            return ""
+        limits, steps = self.config.run, trained_steps(self.config, state)
+        if steps >= limits.steps:
+            return "steps"
         if limits.max_seconds and steps > 0 and self._deadline == float("inf"):
-            self._deadline = time.monotonic() + limits.max_seconds
-        if steps >= limits.steps or time.monotonic() >= self._deadline:
-            return True
+            self._deadline = time.monotonic() + limits.max_seconds - self._spent_s
+        if time.monotonic() >= self._deadline:
+            return "max_seconds"
         full = len(self.rewards) == REWARD_WINDOW
-        return bool(limits.until_reward) and full and sum(self.rewards) / REWARD_WINDOW >= limits.until_reward
+        return "until_reward" if limits.until_reward and full and sum(self.rewards) / REWARD_WINDOW >= limits.until_reward else ""
 
     def _say_if_over(self, state: FoldState, ledger: Ledger) -> None:
-        """Where `run.steps` was lowered below what has been trained."""
+        """Where a limit of the run lies below what has been trained."""
+        limits = self.config.run
         later = [entry for number, entry in ledger.entries.items() if number > state.version.number and entry.source != WARMUP_SOURCE]
-        if (steps := trained_steps(self.config, state) + len(later)) > self.config.run.steps:
-            self.say(f"run.steps is {self.config.run.steps}, but {steps} batches have been trained: the run ends at once")
+        if (steps := trained_steps(self.config, state) + len(later)) > limits.steps:
+            self.say(f"run.steps is {limits.steps}, but {steps} batches have been trained: the run ends at once")
+        elif 0 < limits.max_seconds <= self._spent_s:
+            self.say(f"run.max_seconds is {limits.max_seconds:g}, but {self._spent_s:.0f} s have been trained: the run ends at once")
 
     def _take_effects(self, effects: Effects, incoming: Incoming) -> None:
         for letter in effects.dead:
@@ -325,9 +340,9 @@ class LiveTrainer:
 
     def _grant(self, grant: Grant) -> None:
         """Raise the key `granted`; it never goes down."""
-        if grant.granted > self._granted:
+        if (grant.of_epoch, grant.granted) > self._granted:
             self._grant_revision = self.call(raise_grant(self.bus, grant, revision=self._grant_revision))
-            self._granted = grant.granted
+            self._granted = (grant.of_epoch, grant.granted)
 
     def _remember_rewards(self, ledger: Ledger) -> None:
         for _, entry in sorted(ledger.entries.items()):
@@ -340,13 +355,25 @@ def trained_steps(config: Config, state: FoldState) -> int:
     return state.version.number if config.run.kind == "sft" else state.steps
 
 
+def trained_s(config: Config, entries: Iterable[LedgerEntry]) -> float:
+    """Seconds after the first batch that counts for `run.steps`: of each later one its step, and how long its samples were waited for.
+
+    The time in which no trainer was up is none of them.
+    """
+    counted = [entry for entry in entries if config.run.kind == "sft" or entry.source != WARMUP_SOURCE]
+    counted.sort(key=lambda entry: entry.version.number)
+    return sum(entry.metrics.get("perf/wait_s", 0.0) + entry.metrics.get("perf/step_s", 0.0) for entry in counted[1:])
+
+
 def in_own_warmup(config: Config, state: FoldState) -> bool:
     """Whether what is trained now does not count for `run.steps`; to the fold a run of kind `sft` is a warm-up throughout."""
     return state.warmup_end is None and config.run.kind == "rl"
 
 
 async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) -> int | None:
-    """Put a grant unless a higher one is there; returns its revision, None when it was not put.
+    """Put a grant unless one that is as high is there, of its epoch or a later one; returns its revision, None when it was not put.
+
+    What has been granted is never taken back: a grant of a new epoch is put with the tasks of the one that is there.
 
     Args:
         bus: connected.
@@ -357,8 +384,10 @@ async def raise_grant(bus: Bus, grant: Grant, *, revision: int | None = None) ->
         if revision is None:
             entry = await bus.kv.get(KEY_GRANTED)
             known = decode(entry.value, Grant, where=f"key {KEY_GRANTED}") if entry is not None and entry.value is not None else None
-            if known is not None and known.granted >= grant.granted:
+            if known is not None and (known.of_epoch, known.granted) >= (grant.of_epoch, grant.granted):
                 return None
+            if known is not None and known.granted > grant.granted:
+                grant = replace(grant, granted=known.granted)
             revision = entry.revision if entry else 0
         try:
             return await bus.kv.put(KEY_GRANTED, encode(grant), expect=revision)

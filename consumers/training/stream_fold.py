@@ -129,6 +129,7 @@ class StreamFold:
         self._gaps = tuple(gaps)
         self._effects = effects
         self._waiting = waiting
+        self._pass_gaps()
 
     @property
     def own(self) -> FoldState:
@@ -137,8 +138,6 @@ class StreamFold:
 
     def next(self, past: LedgerEntry | None, stop: Callable[[], bool]) -> Batch | None:
         """See `Folding.next`. `stop` is asked before each record."""
-        for gap in self._gaps:
-            self._state = bridged(self._state, gap)
         while True:
             if past is None and (self._reader.empty or len(self._held) > 8 * self._config.batch_tasks):
                 batch = close(self._state, self._config)
@@ -174,6 +173,11 @@ class StreamFold:
     def rename(self, version: Version) -> None:
         """See `Folding.rename`."""
         self._state = replace(self._state, version=version)
+        self._pass_gaps()
+
+    def _pass_gaps(self) -> None:
+        for gap in self._gaps:
+            self._state = bridged(self._state, gap)
 
     def _lacks(self, batch: Batch) -> bool:
         """Whether rollouts of a batch cannot be trained on. The stream is told of each, and the batch closes without them behind that."""

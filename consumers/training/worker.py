@@ -8,7 +8,7 @@ from functools import partial
 
 from streamrl.config.data import has_images
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.loop import LiveTrainer, trained_steps
+from streamrl.consumers.training.loop import LiveTrainer
 from streamrl.consumers.training.ranks import check_rank, follow_rank_0, form_process_group, lead, others_of
 from streamrl.consumers.training.sample_blobs import replayed
 from streamrl.consumers.training.trimming import keep_trimmed
@@ -16,7 +16,9 @@ from streamrl.core.state import FoldState
 from streamrl.data.model import ensure_model
 from streamrl.data.vocabulary import vocab_size
 from streamrl.runtime.collection import keep_all
+from streamrl.runtime.run_end import write_end
 from streamrl.runtime.worker import Worker
+from streamrl.schemas.control import RunEnd
 from streamrl.schemas.events import NUMERICS_EVENT
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.clock import StateClock
@@ -28,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 async def main(worker: Worker) -> None:
-    """Train until the run's end, then say so on `<run>.events.finished`; on a drain, checkpoint and return.
+    """Train until the run's end, then leave that under its key (`streamrl.runtime.run_end`); on a drain, checkpoint and return.
 
     The training loop is synchronous and owns its thread: a step of any length leaves heartbeats, publishing and reading alone.
     With `trainer.ranks` above 1 this is rank 0; the workers of the other indices do what it orders (`streamrl.consumers.training.ranks`).
@@ -45,14 +47,15 @@ async def main(worker: Worker) -> None:
         await asyncio.gather(trimming, return_exceptions=True)
     if result is None:
         return None
-    state, finished = result
-    logger.info("event=trainer_done version=%s finished=%s", state.version, finished)
-    if finished:
-        steps = trained_steps(worker.config, state)
-        await worker.event("finished", {"version": str(state.version), "steps": steps, "warmup_steps": state.version.number - steps})
+    state, end = result
+    logger.info("event=trainer_done version=%s finished=%s", state.version, end is not None)
+    if end is not None:
+        await write_end(worker.bus, worker.config.trainer.name, end)
+        detail = {"version": str(end.version), "steps": end.steps, "warmup_steps": end.version.number - end.steps}
+        await worker.event("finished", detail)
 
 
-def train(worker: Worker, call: Caller) -> tuple[FoldState, bool] | None:
+def train(worker: Worker, call: Caller) -> tuple[FoldState, RunEnd | None] | None:
     """Everything that happens in the training thread; None when the worker drains before all ranks have met.
 
     The backend is made in the thread that steps it: torch's thread count belongs to the thread that set it, and digits depend on it.

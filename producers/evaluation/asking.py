@@ -29,6 +29,7 @@ from streamrl.producers.protocol import Failure
 from streamrl.rewards.votes import answer_of
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.tasks import RolloutTask, turn_sampling
+from streamrl.schemas.versions import Version
 
 logger = logging.getLogger(__name__)
 
@@ -92,19 +93,19 @@ async def evaluate(
     runner: GroupRunner,
     store: SetStore,
     *,
-    number: int,
+    version: Version,
     room: Room,
     pinned: bool = False,
     counted: Counted = contextlib.nullcontext,
     told: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, Any]:
-    """Ask what is not stored yet at version `number` or later, each problem within a `counted()`; the detail of the set's event.
+    """Ask what is not stored yet at `version` or later, each problem within a `counted()`; the detail of the set's event.
 
     Raises:
         OSError: an answer cannot be stored.
         ConfigError: user code can no longer be loaded.
     """
-    problems = rows.problems[: one.num_problems]
+    problems, number = rows.problems[: one.num_problems], version.number
     left = [problem for problem in problems if problem.row not in store.found]
     resumed = len(problems) - len(left)
     if resumed:
@@ -114,7 +115,7 @@ async def evaluate(
     async def ask(problem: Problem) -> None:
         try:
             with counted():
-                record = _record(one, problem, await _ask(runner, _task(one, problem, number), problem))
+                record = _record(one, problem, await _ask(runner, _task(one, problem, version), problem))
             store.add(record)
             told(len(store.found), len(problems))
         finally:
@@ -134,7 +135,7 @@ async def evaluate(
     return detail
 
 
-def _task(one: ProblemSet, problem: Problem, number: int) -> RolloutTask:
+def _task(one: ProblemSet, problem: Problem, version: Version) -> RolloutTask:
     config: Config = one.config
     sampling = turn_sampling(one.sampling, problem.sampling)
     room = max(1, config.model.max_len - len(problem.prompt_ids))
@@ -152,7 +153,8 @@ def _task(one: ProblemSet, problem: Problem, number: int) -> RolloutTask:
         reward=problem.reward,
         num_rollouts=one.n,
         sampling=msgspec.structs.replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
-        min_version=number,
+        min_version=version.number,
+        min_epoch=version.epoch or msgspec.UNSET,
         seed=task_seed(run_seed(config.run.name, config.run.seed), problem.row),
         image_rows=tuple(one.image for one in problem.images) or msgspec.UNSET,
     )

@@ -1,6 +1,6 @@
 """The evaluator worker: sets of problems asked while training goes on, after the warm-up, every so many versions, and at the end.
 
-What is due is decided by the ledger and by the event `finished`, for each set by itself; when several evaluations of a set are due the
+What is due is decided by the ledger and by the run's end, for each set by itself; when several evaluations of a set are due the
 newest alone is done. A result is the event `evaluation`, one a set: `streamrl.producers.evaluation.results`. `final` says of the last
 set's at the run's end that nothing is left to do.
 
@@ -37,10 +37,11 @@ from streamrl.producers.evaluation.store import SetStore, open_store
 from streamrl.producers.factory import make_pool, make_runner, policy_tokenizer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.slots import FREE, Cut, taken
+from streamrl.runtime.run_end import read_end, watch_end
 from streamrl.runtime.worker import farewell
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE
-from streamrl.schemas.events import NUMERICS_EVENT, Event
+from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, RunEnd
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER
 from streamrl.schemas.versions import Version
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EVALUATION = "evaluation"
-FINISHED = "finished"
 _POLICY = "policy"
 _BUSY_S = 1.0
 _LOOKS = 5
@@ -141,9 +141,7 @@ class Suite:
             told(len(store.found), min(one.num_problems, len(rows)))
             room = Room(self._most)
             pinned = worker.config.evaluation.engines > 0
-            return await evaluate(
-                one, rows, runner, store, number=version.number, room=room, pinned=pinned, counted=self._counted, told=told
-            )
+            return await evaluate(one, rows, runner, store, version=version, room=room, pinned=pinned, counted=self._counted, told=told)
 
     def _most(self) -> float:
         """Samples to be asked for at once, by the slots that the engines have now."""
@@ -202,20 +200,17 @@ async def _follow(worker: Worker, schedules: list[Schedule], changed: asyncio.Ev
         for schedule in schedules:
             schedule.finish(number)
 
-    # The position is taken before the newest event is looked at, so that none falls between the two.
-    after = (await bus.state(EVENTS)).last
-    before, ended = await _last_event(worker, EVALUATION), await _last_event(worker, FINISHED)
+    trainer = worker.config.trainer.name
+    ended, before = await read_end(bus, trainer), await _last_event(worker, EVALUATION)
     last_evaluated = before["version"] if before and before.get("final") else None
-    if ended is not None and newest is not None and ended["version"] != last_evaluated and await _still_over(worker, ended):
-        # This evaluator died after the run's end and before its last evaluation; but an end that the ledger has gone past was a former one.
-        entry = decode(newest.body, LedgerEntry, where="the ledger's end")
-        if str(entry.version) == ended["version"]:
-            finish(entry.version.number)
+    # This evaluator died after the run's end and before its last evaluation; but an end that the ledger has gone past was a former one.
+    made = None if newest is None else decode(newest.body, LedgerEntry, where="the ledger's end").version
+    if ended is not None and ended.version == made and str(made) != last_evaluated and _still_over(worker, ended):
+        finish(ended.version.number)
 
     async def end() -> None:
-        async for message in bus.read(EVENTS, after=after, subject=subjects.events(FINISHED)):
-            event = decode(message.body, Event, where=f"events sequence {message.sequence}")
-            finish(Version.parse(event.detail["version"]).number)
+        async for end in watch_end(bus, trainer, after=0 if ended is None else ended.fence):
+            finish(end.version.number)
             changed.set()
 
     tasks = [group.create_task(entries()), group.create_task(end())]
@@ -223,17 +218,10 @@ async def _follow(worker: Worker, schedules: list[Schedule], changed: asyncio.Ev
     return tasks
 
 
-async def _still_over(worker: Worker, ended: dict[str, Any]) -> bool:
-    """Whether nothing follows the end that event `finished` tells of: `run.steps` may be raised, and another limit be gone by now."""
+def _still_over(worker: Worker, end: RunEnd) -> bool:
+    """Whether nothing follows the end that a trainer came to: `run.steps` may be raised, and another limit be gone by now."""
     limits = worker.config.run
-    if ended.get("steps", 0) >= limits.steps:
-        return True
-    if not (limits.max_seconds or limits.until_reward):
-        return False
-    # It was another limit; but a trainer that has begun since then tells of its own end.
-    events = [await worker.bus.last(worker.subjects.events(kind)) for kind in (FINISHED, NUMERICS_EVENT)]
-    finished, began = (0 if event is None else event.sequence for event in events)
-    return finished > began
+    return end.steps >= limits.steps or (end.limit != "steps" and bool(limits.max_seconds or limits.until_reward))
 
 
 async def _last_event(worker: Worker, kind: str) -> dict[str, Any] | None:

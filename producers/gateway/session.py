@@ -249,6 +249,7 @@ class Session:
                 policy=context.task.policy,
                 seeds=(seed,),
                 min_version=context.task.min_version,
+                min_epoch=context.task.least.epoch,
                 session=self.name,
             )
             try:

@@ -94,7 +94,7 @@ def allowed(role: str, run: str) -> Rights:
         "trainer": [
             *worker,
             *(f"{run}.{subject}" for subject in ("ledger.*", "weights.*", "marks", "tombstones.*", "dead", "events.*")),
-            *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*", "ranks.*", "budgets.*")),
+            *(f"$KV.{run}.{key}" for key in ("granted", "latest.*", "positions.*", "fences.*", "ends.*", "ranks.*", "budgets.*")),
             *of_tasks,
             f"{API}.STREAM.INFO.{tasks}",
             f"{API}.STREAM.MSG.GET.{tasks}",

@@ -32,7 +32,7 @@ from streamrl.cli import (
     trace,
     workers,
 )
-from streamrl.errors import StreamRLError
+from streamrl.errors import StreamRLError, no_room
 
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 1
     except OSError as error:
+        if (full := no_room(error)) is not None:
+            _print_error(full)
+            return 1
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         whose = "this process may have" if error.errno == errno.EMFILE else "this machine can have"

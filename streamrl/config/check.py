@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_evaluation import check_evaluation
@@ -21,10 +23,14 @@ from streamrl.config.tree import BusConfig, Config, refuse
 MIN_VOCAB_SIZE = 264
 """The special tokens and the 256 bytes, rounded up to a multiple of 8."""
 _MIN_SAMPLES_BYTES = 32 << 20
+_MOST_COUNT = (1 << 31) - 1
+_MOST_BYTES = 1 << 53
+_MOST_SEED = (1 << 63) - 1
 
 
 def check(config: Config) -> None:
     """Raise ConfigError for the first rule across sections that does not hold. Looks at no file."""
+    _check_counts(config)
     _check_work(config)
     check_data(config)
     check_sft(config)
@@ -44,6 +50,18 @@ def check(config: Config) -> None:
     _check_bus(config)
     _check_slo(config)
     check_gateway(config)
+
+
+def _check_counts(section: msgspec.Struct, prefix: str = "") -> None:
+    """No whole number is so large that a product of two, or its place on the wire, has no room for it."""
+    for field in msgspec.structs.fields(section):
+        key, value = prefix + field.encode_name, getattr(section, field.name)
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(one, msgspec.Struct):
+                _check_counts(one, f"{key}.")
+            elif isinstance(one, int):
+                most = _MOST_SEED if field.name == "seed" else _MOST_BYTES if field.name.endswith("_bytes") else _MOST_COUNT
+                refuse(abs(one) > most, f"{key} must be at most {most}, got {one}", hint="no limit is needed beyond that", key=key)
 
 
 def _check_work(config: Config) -> None:

@@ -49,7 +49,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     steps: PositiveInt = 100
     """Batches to train, warm-up not counted; the run ends then."""
     max_seconds: NonNegativeFloat = 0.0
-    """End after this many seconds of training, warm-up not counted; 0: no limit."""
+    """End after this many seconds of training, all sessions together, warm-up not counted; 0: no limit."""
     until_reward: float = 0.0
     """End once the mean reward of the last 20 batches reaches this; 0: never."""
     numerics: Literal["fast", "bitwise"] = "fast"

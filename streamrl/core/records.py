@@ -283,7 +283,7 @@ def _forked(sequence: int, mark: Mark, where: str) -> Forked:
         fork = msgspec.convert(mark.detail, EpochMark)
     except msgspec.ValidationError as error:
         raise SchemaError(f"expected an epoch mark at {where}, got {mark.detail}: {error}") from error
-    if not (fork.epoch >= 1 and 1 <= fork.first <= fork.last_before + 1):
+    if not (fork.epoch >= 1 and 0 <= fork.first <= fork.last_before + 1):
         raise SchemaError(f"expected an epoch that begins within or right behind the one before it at {where}, got {fork}")
     return Forked(sequence, fork.epoch, fork.first, fork.last_before)
 

@@ -310,7 +310,8 @@ class FoldState(msgspec.Struct, frozen=True, kw_only=True, rename={"newest_drops
     @property
     def grant(self) -> Grant:
         """What the feeder may issue."""
-        return Grant(self.granted, self.version.number, self.retired, self.warmup_end, self.first_open)
+        version = self.version
+        return Grant(self.granted, version.number, self.retired, self.warmup_end, self.first_open, version.epoch or msgspec.UNSET)
 
     @property
     def waiting_tokens(self) -> int:

@@ -28,8 +28,12 @@ from streamrl.errors import BusError, ConfigError
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
 from streamrl.trainers.checkpoints import list_checkpoints
+from streamrl.weights.factory import weights_directory
 
+MEBIBYTE = 1 << 20
 SGLANG_TRIED = ("0.5.17", "0.5.23")
+_LEAST_DISK_BYTES = 64 * MEBIBYTE
+_LEAST_SHM_BYTES = MEBIBYTE
 _MAX_SKEW_S = 1.0
 _HUNG_ROLLOUTS = 0.05
 _ANSWER_S = 5.0
@@ -100,6 +104,41 @@ def check_checkpoints(config: Config) -> Check | None:
     if (kept + 1) * each > free + there:
         return Check("checkpoints", "warn", f"{found}: not enough for trainer.keep_checkpoints = {kept} and one more", hint)
     return Check("checkpoints", "ok", found)
+
+
+def check_start_room(config: Config) -> Check:
+    """Whether there is room for a start at all, and for what is certain to be written soon: the built model, the store, the logs."""
+    place, free = _room(config)
+    found = f"{free / MEBIBYTE:.0f} MB are free at {place}"
+    if free < _LEAST_DISK_BYTES:
+        return Check("disk", "fail", f"{found}, less than {_LEAST_DISK_BYTES // MEBIBYTE} MB", "free some space, or choose another run.dir")
+    return Check("disk", "ok", found)
+
+
+def check_weights_room(config: Config, model_dir: Path) -> Check | None:
+    """Whether shared memory holds the versions that are kept and the next one; None where weights take another way.
+
+    Args:
+        config: of the run.
+        model_dir: the policy, built where the run builds it.
+    """
+    weights, run = config.weights, RunDir(Path(config.run.dir) / config.run.name)
+    if weights.transport == "bus" or weights.keep == 0 or config.ray.address:
+        return None
+    directory = weights_directory(weights, run.name, run.path)
+    shape = read_shape(str(model_dir))
+    itemsize = 2 if (config.trainer.dtype or config.model.dtype) == "bfloat16" else 4
+    each = shape.parameters * itemsize if shape is not None and weights.transport == "shm" else 0
+    wanted = max((weights.keep + 1) * each, _LEAST_SHM_BYTES)
+    free = shutil.disk_usage(directory.parent).free + _bytes(directory)
+    found = f"{free / MEBIBYTE:.1f} MB are free at {directory.parent}, "
+    found += (
+        f"{weights.keep + 1} versions of {each / MEBIBYTE:.1f} MB are there at a time" if each else "which holds the versions of weights"
+    )
+    if wanted > free:
+        hint = "mount a larger /dev/shm (docker run --shm-size=8g), lower weights.keep, or set weights.transport = 'bus'"
+        return Check("weights", "fail", found, hint)
+    return Check("weights", "ok", found)
 
 
 def check_logins(config: Config) -> Check:

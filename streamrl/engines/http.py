@@ -115,6 +115,7 @@ class HttpEngine:
             return_logprob=True,
             policy=request.policy,
             min_version=request.min_version,
+            min_epoch=request.min_epoch,
             session=request.session,
             incremental=request.stream,
         )

@@ -28,11 +28,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     A deterministic engine gives equal tokens for equal seed, prompt and weights.
     """
     min_version: int = 0
-    """The engine starts it only once it serves this version number or a later one."""
+    """The engine starts it only once it serves this version number or a later one of `min_epoch`, or any of a later epoch."""
+    min_epoch: int = 0
     session: str = ""
     """Requests of one session prefer one engine (prefix cache)."""
     stream: bool = False
     """Give chunks as they are made instead of one at the end of each completion."""
+
+    @property
+    def least(self) -> Version:
+        """The lowest version that it may be started with."""
+        return Version(self.min_epoch, self.min_version)
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):

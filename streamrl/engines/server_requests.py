@@ -73,6 +73,7 @@ def read_groups(data: bytes, numbers: Numbers, policy: str) -> tuple[list[Group]
             policy=body.policy or policy,
             seeds=seeds,
             min_version=body.min_version,
+            min_epoch=body.min_epoch,
             session=body.session,
             stream=body.stream,
         )

@@ -79,7 +79,8 @@ class GenerateBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omi
     policy: str = ""
     """Ours: refuse the request unless this policy is served; empty: any."""
     min_version: int = 0
-    """Ours: start only once this version number or a later one is served."""
+    """Ours: start only once this version number or a later one of `min_epoch` is served, or any of a later epoch."""
+    min_epoch: int = 0
     session: str = ""
     """Ours: requests of one session prefer one engine."""
     incremental: bool = False

@@ -18,11 +18,9 @@ from streamrl.history.differences import Difference, config_differences
 from streamrl.history.source import read_config, read_side
 from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.plot import smooth
+from streamrl.monitor.summary import ends
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import WARMUP_SOURCE
-
-WINDOW = 20
-"""Batches in `first` and `last`."""
 
 ROWS = (
     ("reward", "rollout/raw_reward"),
@@ -45,13 +43,13 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first(self) -> float | None:
-        """Mean of the first batches."""
-        return statistics.fmean(self.values[:WINDOW]) if self.values else None
+        """Mean of the first batches, see `ends`."""
+        return statistics.fmean(self.values[: ends(len(self.values))]) if self.values else None
 
     @property
     def last(self) -> float | None:
-        """Mean of the last batches."""
-        return statistics.fmean(self.values[-WINDOW:]) if self.values else None
+        """Mean of as many of the last ones."""
+        return statistics.fmean(self.values[-ends(len(self.values)) :]) if self.values else None
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,8 +161,8 @@ def print_comparison(report: CompareReport) -> None:
     table = Table(box=None, padding=(0, 2))
     table.add_column("")
     for side in (report.a.name, report.b.name):
-        table.add_column(Text(f"{side}\nfirst 20"), justify="right")
-        table.add_column(Text(f"{side}\nlast 20"), justify="right")
+        table.add_column(Text(f"{side}\nfirst"), justify="right")
+        table.add_column(Text(f"{side}\nlast"), justify="right")
     table.add_column("change", justify="right")
     for row in report.table:
         table.add_row(*row)

@@ -191,7 +191,7 @@ async def evaluate_subject(
                 said(f"{one.name}: {done} of {of}")
 
             room = Room(lambda: AHEAD * config.engine.slots)
-            detail = await evaluate(one, rows, runner, store, number=subject.version.number, room=room, pinned=True, told=told)
+            detail = await evaluate(one, rows, runner, store, version=subject.version, room=room, pinned=True, told=told)
             found.append(detail)
     return found
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
+from streamrl.runtime.run_end import read_end
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
@@ -18,13 +19,13 @@ async def finished_at(bus: Bus, config: Config) -> str:
     A run that was ended by another limit, which may be raised, has something left.
     """
     subjects = Subjects(config.run.name)
-    ended = await _last(bus, subjects.events("finished"))
+    end = await read_end(bus, config.trainer.name)
     newest = await bus.last(subjects.ledger(config.trainer.name))
-    if ended is None or newest is None or ended.get("steps", 0) < config.run.steps:
+    if end is None or newest is None or end.steps < config.run.steps:
         return ""
-    version = str(decode(newest.body, LedgerEntry, where="the ledger's end").version)
-    if ended.get("version") != version:
+    if decode(newest.body, LedgerEntry, where="the ledger's end").version != end.version:
         return ""
+    version = str(end.version)
     if config.data.heldout or config.evaluation.sets:
         evaluated = await _last(bus, subjects.events("evaluation"))
         if evaluated is None or not evaluated.get("final") or evaluated.get("version") != version:

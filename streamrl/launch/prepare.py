@@ -32,7 +32,7 @@ from streamrl.data.vocabulary import vocab_size
 from streamrl.doctor.backend import refuse_backend
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import check_shared_gpus, check_trainer_memory, gpu_memories, least_memory
-from streamrl.doctor.run_checks import check_checkpoints, check_gpus_wanted, check_ports_wanted
+from streamrl.doctor.run_checks import check_checkpoints, check_gpus_wanted, check_ports_wanted, check_start_room, check_weights_room
 from streamrl.errors import ConfigError, LaunchError, StreamFull
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
@@ -58,12 +58,14 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
         DataError: a row that was read whole, or none of the first training rows, can be used; names the file and the line.
         ConfigError: `model.path` names no model, one with fewer positions than `model.max_len`, a dense one with `loss.experts`, or
             one with sliding windows with `trainer.context`.
-        LaunchError: the model cannot be built.
+        LaunchError: the model cannot be built, or shared memory does not hold its versions.
     """
     model = await build_model(config, run)
     check_positions(config, model)
     check_experts(config, model)
     check_context(config, model)
+    if (weights := check_weights_room(config, model)) is not None and weights.state == "fail":
+        raise LaunchError(f"expected room for the versions of weights: {weights.found}", hint=weights.hint)
     await write_rows(config, model, note)
     tokenizer, size = load_tokenizer(model), vocab_size(model)
     check_vocabulary(config.sampling, size, "sampling")
@@ -161,7 +163,8 @@ async def check_start(config: Config, run: RunDir, note: Callable[[str], None] =
     """Look at the disk, at GPUs and ports, and at the user's code in a process of its own; before the bus is started, which takes a port.
 
     Raises:
-        LaunchError: a port that is named is taken, there is no room for two checkpoints, or the trainer does not fit its GPUs.
+        LaunchError: a port that is named is taken, there is no room for a start or for two checkpoints, or the trainer does not fit its
+            GPUs.
         ConfigError: a function cannot be used, the run's directory is a branch's, or the trainer's backend cannot train the model.
     """
     if (run.path / BRANCH_FILE).exists():
@@ -172,6 +175,8 @@ async def check_start(config: Config, run: RunDir, note: Callable[[str], None] =
             path=str(run.path),
         )
     refuse_backend(config)
+    if (start := check_start_room(config)).state == "fail":
+        raise LaunchError(f"expected room for a run: {start.found}", hint=start.hint)
     if (room := check_checkpoints(config)) and room.state == "fail":
         raise LaunchError(f"expected room for two checkpoints: {room.found}", hint=room.hint)
     await check_gpus(config, note)

@@ -26,19 +26,23 @@ logger = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 30.0
 _POLL_S = 0.05
-_ENDLESS = ("producer", "gateway", "rewarder", "engine")
-"""Kinds whose work is never over: when one ends by itself it is started again."""
 _LINE_CHARS = 300
 _FINAL: Mapping[int | None, str] = {Exit.CONFIG: "cannot run with this configuration", Exit.DIVERGED: "stopped: the weights diverged"}
 """Exit codes after which a restart would end in the same way."""
+_EARLY: Mapping[int | None, str] = {
+    Exit.DONE: " before its work was over, as code does that calls os._exit",
+    Exit.DRAINED: ", told to drain by a signal that was not sent here",
+}
+"""What there is to say of ends that are no failures by themselves."""
 KILLED_S = 10.0
 """A process that was killed has ended after this long, unless the kernel does not let it go."""
 _GRACE_S = 2.0
-"""What is left of a group gets this long to end by itself, and to say why, before it is killed."""
+"""What is left of a group gets this long to end by itself, and to say why, before it is killed; and so long the log gets to say that a
+worker's work was over, before one that ended with exit code 0 is started again."""
 
 
 class Child:
-    """One worker over all its restarts. States: running -> (ended -> waiting -> running)* -> done | fenced.
+    """One worker over all its restarts. States: running -> (ended -> waiting -> running)* -> done | drained | fenced.
 
     It is `ended` while others of its group have not.
     """
@@ -68,7 +72,7 @@ class Child:
     @property
     def over(self) -> bool:
         """Whether it runs no more and will not be started again."""
-        return self.state in ("done", "fenced")
+        return self.state in ("done", "drained", "fenced")
 
 
 class Supervisor:
@@ -124,15 +128,16 @@ class Supervisor:
                 logger.info("event=worker_restarted worker=%s pid=%d restarts=%d", child.name, child.process.pid, child.restarts)
         for group in self._process_groups():
             if all(child.state == "ended" for child in group):
-                self._ended(group)
-            elif any(child.state == "ended" and self._failed(child) and self._clock() >= child.ended_s + _GRACE_S for child in group):
+                last_s = max(child.ended_s for child in group)
+                if any(child.code != Exit.DONE for child in group) or self._clock() >= last_s + _GRACE_S:
+                    self._ended(group)
+            elif any(child.state == "ended" and child.code != Exit.DONE and self._clock() >= child.ended_s + _GRACE_S for child in group):
                 for child in group:
                     child.process.kill()
 
-    def over(self, kind: str) -> bool:
-        """Whether there are workers of `kind` and all of them have ended for good."""
-        children = [child for child in self.children.values() if child.kind == kind]
-        return bool(children) and all(child.state == "done" for child in children)
+    def drained(self, kind: str) -> str:
+        """The worker of `kind` that has drained without having been asked to here: somebody has sent it a signal; empty: none has."""
+        return next((child.name for child in self.children.values() if child.kind == kind and child.state == "drained"), "")
 
     def lines(self) -> dict[str, WorkerLine]:
         """State of every child, by name."""
@@ -238,23 +243,25 @@ class Supervisor:
             process_groups.setdefault(child.kind if child.kind in PROCESS_GROUPS else child.name, []).append(child)
         return list(process_groups.values())
 
-    def _failed(self, child: Child) -> bool:
-        return child.code != Exit.DONE or child.kind in _ENDLESS
-
     def _ended(self, group: Sequence[Child]) -> None:
-        """Decide what becomes of children that have all ended: the first that failed says why, unless a restart would not mend it."""
-        failed = sorted((child for child in group if self._failed(child)), key=lambda child: child.ended_s)
-        fenced = next((child for child in failed if child.code == Exit.FENCED), None)
-        final = next((child for child in failed if child.code in _FINAL), None)
-        if not failed or fenced is not None:
+        """Decide what becomes of children that have all ended: the first that failed says why, unless a restart would not mend it.
+
+        No exit code says that work is over, which only the log does: a worker that ends while the run goes on is started again. A trainer
+        that was told by a signal to drain is not: who signals it wants the run to stop.
+        """
+        first = sorted(group, key=lambda child: (child.code == Exit.DONE, child.ended_s))
+        fenced = next((child for child in first if child.code == Exit.FENCED), None)
+        final = next((child for child in first if child.code in _FINAL), None)
+        drained = next((child for child in first if child.code == Exit.DRAINED and child.kind in PROCESS_GROUPS), None)
+        if fenced is not None or (drained is not None and final is None):
             for child in group:
-                child.state = "done" if fenced is None else "fenced"
+                child.state = "drained" if fenced is None else "fenced"
             if fenced is not None:
                 self._note(f"{fenced.name} stopped: another {fenced.kind} has taken over")
             return
         if final is not None:
             raise self._gave_up(final, f"{final.name} {_FINAL[final.code]}")
-        self._restart(group, failed[0])
+        self._restart(group, first[0])
 
     def _restart(self, group: Sequence[Child], failed: Child) -> None:
         ended_with = self._ending(failed)
@@ -270,7 +277,7 @@ class Supervisor:
         self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s{self._last_line(failed)}")
 
     def _ending(self, child: Child) -> str:
-        ended = describe_exit(child.code or 0)
+        ended = describe_exit(child.code or 0) + _EARLY.get(child.code, "")
         return f"{ended} ({child.why})" if child.why else ended
 
     def _last_line(self, child: Child) -> str:

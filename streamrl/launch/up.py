@@ -31,11 +31,11 @@ from streamrl.launch.supervisor import Supervisor
 from streamrl.monitor.failures import alone_to_blame
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, written_version
-from streamrl.monitor.outcome import Outcome, conclude
+from streamrl.monitor.outcome import Outcome, conclude, summed_up
 from streamrl.monitor.row_writer import RowWriter
 from streamrl.monitor.screen import Display
 from streamrl.monitor.series import Series
-from streamrl.monitor.status import read_summary
+from streamrl.monitor.summary import read_summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import SINK_KIND, num_workers
@@ -55,6 +55,10 @@ START_ORDER = ("trainer", "engine", "feeder", "producer", "gateway", "rewarder",
 """Those that take longest to load come first; none needs another to be up."""
 _TICK_S = 0.25
 _INTERRUPTED = 130
+_DISK_EVERY_S = 2.0
+_FULL_BYTES = 1 << 20
+_UNSTORED = 2
+"""So often in a row may the embedded bus store nothing that the supervisor gives it, each time for `bus.patience_s`."""
 
 
 class Stops:
@@ -159,7 +163,7 @@ async def up(
             await asyncio.gather(body, return_exceptions=True)
         if killed:
             display.note("stopped at once; `up` resumes from the last checkpoint")
-            return Outcome(run=run, state="killed", exit_code=_INTERRUPTED)
+            return session.killed()
         return body.result()
 
 
@@ -187,6 +191,40 @@ def _launcher(config: Config, run: RunDir, note: Callable[[str], None]) -> Gener
         launcher.close()
 
 
+class Disk:
+    """The disk of a run: the embedded bus stops when it is full, and every worker waits for it then.
+
+    Args:
+        place: of the run's files.
+    """
+
+    def __init__(self, place: Path) -> None:
+        self.full = False
+        self._place = place
+        self._due_s = 0.0
+        self._was_full = False
+
+    def check(self, now_s: float) -> None:
+        """Look once in a while; raises LaunchError once two looks in a row have found it full."""
+        if now_s < self._due_s:
+            return
+        self._due_s = now_s + _DISK_EVERY_S
+        free = free_bytes(self._place)
+        self.full = self._was_full and free < _FULL_BYTES
+        self._was_full = free < _FULL_BYTES
+        if self.full:
+            raise LaunchError(
+                f"the disk is full: {free} bytes are free at {self._place}",
+                hint="free some space there and run `up` again, which resumes",
+                path=str(self._place),
+            )
+
+
+def free_bytes(place: Path) -> int:
+    """Room on the disk of a directory that there is."""
+    return shutil.disk_usage(place).free
+
+
 class Session:
     """One `up` of a run, from its preparation to its summary."""
 
@@ -205,6 +243,8 @@ class Session:
         self._started_s = time.monotonic()
         self.prepared = False
         """Whether everything that can be known before the start was in order."""
+        self._follower: Follower | None = None
+        self._disk = Disk(run.path)
 
     async def run_to_end(self) -> Outcome:
         """Everything `up` does between taking the lock and giving it back."""
@@ -215,7 +255,7 @@ class Session:
         await check_start(self._config, self._run, self._note)
         record = await prepare(self._config, self._run, self._note)
         if self._stops.drain.is_set():
-            return Outcome(run=self._run, state="stopped")
+            return summed_up(self._run, None, state="stopped")
         self.prepared = True
         async with run_bus_server(self._config, self._run, self._note) as server:
             bus = await self._connect(server)
@@ -233,7 +273,8 @@ class Session:
                 self._note("resuming" if resumed else "starting")
                 for text in [*notes, *await check_log(bus, self._config, self._run, accept_gap=self._consent.gap)]:
                     self._note(text)
-                if resumed and (version := await finished_at(bus, self._config)) and (summary := read_summary(self._run)) is not None:
+                summary = read_summary(self._run.summary_path)
+                if resumed and summary is not None and (version := await finished_at(bus, self._config)):
                     self._note(
                         f"nothing is left to do: the run has reached run.steps = {self._config.run.steps} with version {version}; "
                         "raise it to go on, train another with --name NAME, or a branch of it with "
@@ -243,6 +284,11 @@ class Session:
                 return await self._follow(bus, server)
             finally:
                 await bus.close()
+
+    def killed(self) -> Outcome:
+        """How it ended when it was cancelled; the plot is left as it was, for it takes a while."""
+        view, wall_s = (None, 0.0) if self._follower is None else (self._follower.view, self._follower.elapsed_s)
+        return summed_up(self._run, view, state="killed", wall_s=wall_s, exit_code=_INTERRUPTED)
 
     async def _with_schedule(self, bus: Bus, record: RunRecord) -> RunRecord:
         """Give the configuration, and the record that has it, the length of the learning rate's schedule."""
@@ -288,12 +334,13 @@ class Session:
         )
         trainer = self._config.trainer.name
         async with Follower(bus, view, started_s=self._started_s, trainer=trainer, carry_totals=True, rows=rows) as follower:
+            self._follower = follower
             show = asyncio.create_task(self._shown.follow(bus, view, follower, self._supervisor.lines))
             bound = asyncio.create_task(self._bound_logs())
             sinks = asyncio.create_task(self._sinks.keep_running())
             try:
                 state, failure = await self._supervise(view, server)
-                if server.failure is None:
+                if server.failure is None and not self._disk.full:
                     await self._catch_up(follower)
                     await self._sinks.drain()
             finally:
@@ -317,26 +364,41 @@ class Session:
             for kind in START_ORDER:
                 for index in range(num_workers(self._config, kind)):
                     self._supervisor.start(kind, index)
-            while not (view.finished or self._supervisor.over("trainer")):
-                if self._stops.drain.is_set():
+            while not view.finished:
+                drained = self._supervisor.drained("trainer")
+                if drained:
+                    self._note(f"{drained} was told to drain by a signal that `up` has not sent: the run stops, and `up` resumes it")
+                if drained or self._stops.drain.is_set():
                     state = "stopped"
                     break
                 self._supervisor.tick()
                 server.check()
+                self._check_store(time.monotonic())
                 self._check_failures(view)
                 await asyncio.sleep(_TICK_S)
         except LaunchError as error:
             state, failure = "failed", error
             logger.error("event=gave_up error=%s", error.message)
-        if server.failure is not None:
+        if server.failure is not None or self._disk.full:
             # What drains, waits for the bus; nothing that it has to say would be heard.
-            self._note("giving up: the bus is gone; stopping at once")
+            self._note(f"giving up: {'nothing can be stored' if self._disk.full else 'the bus is gone'}; stopping at once")
             await self._supervisor.kill_all()
             return state, failure
         self._note({"finished": "finished", "stopped": "draining; Ctrl-C again stops at once", "failed": "giving up; draining"}[state])
         self._shown.draining = True
         await self._supervisor.drain(finish=("trainer", "evaluator") if state == "finished" else ())
         return state, failure
+
+    def _check_store(self, now_s: float) -> None:
+        """Raise LaunchError once nothing can be stored any more: a server whose disk was full keeps silent, also after there is room."""
+        self._disk.check(now_s)
+        unstored = self._follower.unstored if self._follower is not None and not self._config.bus.url else ()
+        if len(unstored) >= _UNSTORED:
+            self._disk.full = True
+            raise LaunchError(
+                f"the bus stores nothing any more: {unstored[-1].message}",
+                hint="was its disk full? see bus/nats-server.log in the run directory, free space and run `up` again, which resumes",
+            )
 
     def _check_failures(self, view: RunView) -> None:
         """Raise LaunchError once too many batches' worth of tasks have failed without one trained, and no producer does any better."""

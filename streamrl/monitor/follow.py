@@ -17,6 +17,7 @@ from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.rates import Totals
 from streamrl.monitor.series import Row
 from streamrl.monitor.view import RunView
+from streamrl.runtime.run_end import read_fence, watch_end
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, NOTICE_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
@@ -47,6 +48,7 @@ _LOOK_BACK = 5000
 _RETRY_S = 1.0
 _ROWS_AT_ONCE = 256
 _LOOK_S = 0.02
+_MOST_UNSTORED = 8
 _PATIENCE_S = 10.0
 """So long in all may reading a long ledger wait for whoever writes its rows."""
 
@@ -105,6 +107,8 @@ class Follower:
         self._has_grading = True
         self.answered_s = time.monotonic()
         """When the bus answered last, on the monotonic clock."""
+        self.unstored: tuple[BusError, ...] = ()
+        """Why the bus, which answers, has not stored the totals the last times, one after another; empty: it has."""
 
     async def __aenter__(self) -> Follower:
         # Reports of earlier sessions would spoil the folded metrics; the ledger and the events are history worth having.
@@ -121,6 +125,9 @@ class Follower:
             subject = self._subjects.tombstones(source)
             self._after[subject] = first
             self._tasks.append(asyncio.create_task(self._read(SAMPLES, self._tombstone, subject=subject)))
+        # The end that a session before has come to is not this one's; who looks from outside is told of it.
+        after = await read_fence(self._bus, self._trainer) if self._carry_totals else 0
+        self._tasks.append(asyncio.create_task(self._watch_end(after)))
         self._tasks.append(asyncio.create_task(self._watch()))
         self._tasks.append(asyncio.create_task(self._poll()))
         return self
@@ -215,7 +222,7 @@ class Follower:
         live = message.sequence > self._history_ends[EVENTS]
         if self._carry_totals and live and event.kind == SLO_EVENT:
             return
-        if live or event.kind not in ("finished", NOTICE_EVENT):
+        if live or event.kind != NOTICE_EVENT:
             self.view.event(event, live=live)
 
     def _tombstone(self, message: Message) -> None:
@@ -231,6 +238,15 @@ class Follower:
                     self._present(entry.key, entry.value)
             except BusError as error:
                 logger.warning("event=watch_retry error=%s", error.message)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _watch_end(self, after: int) -> None:
+        while True:
+            try:
+                async for _ in watch_end(self._bus, self._trainer, after=after):
+                    self.view.finished = True
+            except (BusError, SchemaError) as error:
+                logger.warning("event=watch_end_retry error=%s", error.message)
                 await asyncio.sleep(_RETRY_S)
 
     def _present(self, key: str, value: bytes | None) -> None:
@@ -265,7 +281,7 @@ class Follower:
                 self.answered_s = time.monotonic()
                 count += 1
                 if self._carry_totals and count % 5 == 0:
-                    await self.store_totals()
+                    await self._try_to_store()
             except BusError as error:
                 logger.warning("event=poll_retry error=%s", error.message)
             if self._after[LEDGER] >= self._history_ends[LEDGER]:  # reading history is no training
@@ -273,6 +289,14 @@ class Follower:
             if self._rows is not None:
                 self._rows.offer(self.view.take_rows(time.time()))
             await asyncio.sleep(_POLL_S)
+
+    async def _try_to_store(self) -> None:
+        try:
+            await self.store_totals()
+        except BusError as error:
+            self.unstored = (*self.unstored, error)[-_MOST_UNSTORED:]
+            raise
+        self.unstored = ()
 
 
 class _ReadAnew(Exception):

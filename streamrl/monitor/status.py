@@ -23,7 +23,7 @@ from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.run_state import INTERRUPTED, PREPARING, RUNNING, read_state
 from streamrl.monitor.screen import clock, degraded_lines, one_line, plain_line, say
 from streamrl.monitor.slo import line_of
-from streamrl.monitor.summary import Summary
+from streamrl.monitor.summary import Summary, read_summary
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import graders_line, hung_line, standing_line
 from streamrl.runtime.lock import holder
@@ -91,7 +91,7 @@ def _shown(name: str) -> str:
 def describe(run: RunDir) -> RunLine:
     """What the run directory alone says."""
     prepared, found = run.exists, holder(run)
-    last, summary = read_state(run), read_summary(run)
+    last, summary = read_state(run), read_summary(run.summary_path)
     if found is not None:
         state = RUNNING if prepared else PREPARING
     elif not prepared:
@@ -111,14 +111,6 @@ def describe(run: RunDir) -> RunLine:
         error=last.error if last is not None and state == "failed" else "",
         summary=summary,
     )
-
-
-def read_summary(run: RunDir) -> Summary | None:
-    """The summary of the last time the run stopped; None if it never has, if another version wrote it or if it cannot be read."""
-    try:
-        return msgspec.json.decode(run.summary_path.read_bytes(), type=Summary)
-    except (OSError, msgspec.MsgspecError):
-        return None
 
 
 async def read_status(run: RunDir) -> RunStatus:

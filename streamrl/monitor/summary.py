@@ -40,13 +40,13 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     """Batches trained by reinforcement learning; the warm-up is not counted."""
     reward_first: float | None
-    """Mean reward of the first 20 of them."""
+    """Mean reward of the first 20 of them; of fewer than 40, of their first half."""
     reward_last: float | None
-    """Mean reward of the last 20."""
+    """Mean reward of as many, the last ones."""
     loss_first: float | None = None
-    """In runs of kind `sft`: the mean negative log-likelihood a token of the first 20 batches, in nats."""
+    """In runs of kind `sft`: the mean negative log-likelihood a token of as many batches, the first ones, in nats."""
     loss_last: float | None = None
-    """Of the last 20."""
+    """Of the last ones."""
     heldout_first: float | None
     """Held-out accuracy when reinforcement learning began."""
     heldout_last: float | None
@@ -76,14 +76,15 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def summarize(view: RunView, *, wall_s: float) -> Summary:
     """The summary of what `view` has seen."""
     trained = view.trained
-    first, last = trained.first_rewards(REWARD_WINDOW), trained.last_rewards(REWARD_WINDOW)
+    rewarded, points = ends(trained.num_reinforced), ends(len(view.reward_points))
+    first, last = trained.first_rewards(rewarded), trained.last_rewards(rewarded)
     evaluations = learning_evaluations(view)
     return Summary(
         steps=trained.num_reinforced,
         reward_first=statistics.fmean(first) if first else None,
         reward_last=statistics.fmean(last) if last else None,
-        loss_first=_mean_loss(view.reward_points[:REWARD_WINDOW]),
-        loss_last=_mean_loss(view.reward_points[-REWARD_WINDOW:]),
+        loss_first=_mean_loss(view.reward_points[:points]),
+        loss_last=_mean_loss(view.reward_points[-points:]),
         heldout_first=evaluations[0].accuracy if evaluations else None,
         heldout_last=evaluations[-1].accuracy if evaluations else None,
         evaluations={name: _set_summary(learning(view, view.evaluated.of(name))) for name in view.evaluated.sets},
@@ -98,6 +99,11 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         swaps=view.swaps,
         wall_s=round(wall_s, 2),
     )
+
+
+def ends(count: int) -> int:
+    """How many of `count` batches are compared at the beginning and at the end: none is on both sides, unless it is the only one."""
+    return max(1, min(REWARD_WINDOW, count // 2))
 
 
 def _mean_loss(points: Sequence[Point]) -> float | None:
@@ -123,6 +129,14 @@ def _set_summary(found: Sequence[Evaluation]) -> SetSummary:
 def write_summary(summary: Summary, path: Path) -> None:
     """Write `summary.json`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+
+
+def read_summary(path: Path) -> Summary | None:
+    """Return the summary of the last time the run stopped; None if it never has, if another version wrote it or if it cannot be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def summary_line(summary: Summary) -> str:

@@ -77,6 +77,7 @@ class RunView:
         self._backlog = Backlog()
         self._goodput = None if joined else Goodput()
         self.finished = False
+        """Whether the run has come to its end (`streamrl.runtime.run_end`); set from outside."""
         self.stalled: set[str] = set()
         self.standing: Standing | None = None
         self.slo: tuple[Finding, ...] = ()
@@ -127,8 +128,6 @@ class RunView:
     def event(self, event: Event, *, live: bool = True) -> None:
         """A lifecycle event, of this session or (not `live`) an earlier one. Raises SchemaError when it cannot be read."""
         match event.kind:
-            case "finished":
-                self.finished = True
             case "stalled":
                 self.stalled.add(event.worker)
                 if len(self.stalled) > _MOST_NAMES:

@@ -15,7 +15,7 @@ class Exit(IntEnum):
     """How a worker process ended; the supervisor reads it."""
 
     DONE = 0
-    """Its work is over, or it has drained."""
+    """Its `main` has returned. A process can end so for any reason: only the log says whether work is over."""
     FAILED = 1
     """An error; worth a restart."""
     CONFIG = 2
@@ -24,6 +24,8 @@ class Exit(IntEnum):
     """Another worker has this role; a restart would fight it."""
     DIVERGED = 4
     """The weights diverged; a restart would train them to the same end."""
+    DRAINED = 5
+    """A worker of a supervisor was told by a signal to drain, and has."""
 
 
 SHUTDOWN_ORDER: tuple[tuple[str, ...], ...] = (

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.errors import BusError, CannotResume, ConfigError, Fenced, StreamRLError, WeightsDiverged
+from streamrl.errors import BusError, CannotResume, ConfigError, Fenced, StreamRLError, WeightsDiverged, no_room
 from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.collection import collect_rarely, keep_none
 from streamrl.runtime.kinds import USER_CODE, check_kind, load_main, num_workers, take_environment
@@ -188,17 +189,30 @@ def run_worker(kind: str, run: RunDir, index: int | None = None, *, main: Main |
             config = run.with_secret_options(config)
         if not supervisor:
             take_environment(config, kind)
-        asyncio.run(_serve(kind, run, config, index, main or load_main(kind), supervisor, pulse))
+        drained = asyncio.run(_serve(kind, run, config, index, main or load_main(kind), supervisor, pulse))
+    except SystemExit as error:  # with code 0 the process would end as if all were well
+        return report_failure(left_by_code(error))
     except Exception as error:  # the one place of a worker process that catches everything
         return report_failure(error)
     finally:
         keep_none()
-    return Exit.DONE
+    return Exit.DRAINED if supervisor and drained else Exit.DONE
+
+
+def left_by_code(error: SystemExit) -> ConfigError:
+    """The error for code that has ended its worker's process by `sys.exit`, which names the line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return ConfigError(
+        f"expected code that returns or raises, got sys.exit({error.code!r}) in {frame.filename}:{frame.lineno}, in {frame.name}",
+        hint="raise an error that says what is wrong: code of a run must not end the worker that calls it",
+        where=f"{frame.filename}:{frame.lineno}",
+    )
 
 
 def report_failure(error: Exception) -> Exit:
     """Say on stderr what went wrong and what to do about it, and choose the exit code. Unexpected errors come with their traceback."""
     cause = first_cause(error)
+    cause = no_room(cause) or cause
     if not isinstance(cause, StreamRLError):
         logger.error("event=crashed error=%r", cause, exc_info=error)
         return Exit.FAILED
@@ -227,7 +241,9 @@ def first_cause(error: BaseException) -> BaseException:
     return leaves[0]
 
 
-async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main: Main, supervisor: int, pulse: Pulse) -> None:
+async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main: Main, supervisor: int, pulse: Pulse) -> bool:
+    """Run `main` beside what every worker does; returns whether it was told to drain."""
+    drained = False
     async with connected(run, role=kind, name=kind) as bus:
         if index is None:
             index = await free_index(bus, kind, num_workers(config, kind))
@@ -250,7 +266,9 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
             async with farewell():
                 await worker.tell_times(left=worker.draining.is_set())
                 await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
-            logger.info("event=ended worker=%s drained=%s", worker.name, worker.draining.is_set())
+            drained = worker.draining.is_set()
+            logger.info("event=ended worker=%s drained=%s", worker.name, drained)
+    return drained
 
 
 @contextlib.asynccontextmanager

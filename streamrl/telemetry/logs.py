@@ -10,6 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from types import TracebackType
@@ -121,6 +122,12 @@ def bound_logs(paths: Iterable[Path], *, most_bytes: int = LOG_BYTES) -> None:
             logging.getLogger(__name__).warning("event=log_not_bounded path=%s error=%s", path, error)
 
 
+def _unwritten(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """A line that finds no room, or nobody to read it, is lost, and is no reason for a traceback in its place."""
+    if not isinstance(sys.exc_info()[1], OSError):
+        logging.Handler.handleError(handler, record)
+
+
 def configure_logging(worker: str, *, file: Path | None = None, level: int = logging.INFO, stderr: bool = True) -> None:
     """Send the process's log to stderr, to `file` (appended, at most `LOG_BYTES` and as many in `<file>.1`), or to both.
 
@@ -137,5 +144,6 @@ def configure_logging(worker: str, *, file: Path | None = None, level: int = log
     for handler in handlers:
         handler.addFilter(RepeatedTracebacks())
         handler.setFormatter(LineFormatter(worker))
+        handler.handleError = partial(_unwritten, handler)  # type: ignore[method-assign]
     logging.basicConfig(level=level, handlers=handlers, force=True)
     logging.captureWarnings(True)

@@ -67,7 +67,12 @@ class Site(msgspec.Struct):
         return Sampling(**{"ignore_eos": True, "temperature": 1.0 if self.seeded else 0.0} | values)
 
     def request(self, name: str = "r", **changes) -> GenerateRequest:
-        values = {"sampling": self.sampling(max_new_tokens=20), "prompt_ids": PROMPT, "seeds": (1,)} | changes
+        values = {
+            "sampling": self.sampling(max_new_tokens=20),
+            "prompt_ids": PROMPT,
+            "seeds": (1,),
+            "min_epoch": self.first_epoch,
+        } | changes
         return GenerateRequest(request_id=name, **values)
 
     def version(self, number: int, epoch: int = 0) -> Published:
@@ -261,6 +266,16 @@ async def test_a_request_waits_for_its_version_while_others_run(site: Site):
     await site.load(2)
     for answer in await later:
         assert set(answer.versions) == {site.at(2)}
+
+
+async def test_a_request_that_waits_for_a_version_is_begun_by_any_of_a_later_epoch(site: Site):
+    later = asyncio.ensure_future(ask(site.engine, site.request("later", min_version=9)))
+    await until_waiting(site, 1)
+    await site.load(3)
+    assert not later.done()
+    await site.load(2, epoch=1)
+    (answer,) = await later
+    assert set(answer.versions) == {site.at(2, epoch=1)}
 
 
 async def test_a_swap_inside_a_running_request_gives_two_spans_and_no_restart(site: Site):

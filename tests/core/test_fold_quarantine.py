@@ -174,10 +174,19 @@ def record(epoch: int, *numbers: int, sequence: int = 1) -> Rollouts:
 def test_an_epoch_begins_once_and_those_whose_entries_are_lost_are_made_up_for() -> None:
     state = bridged(at(2), ENTRY)
     assert state.epochs == (Epoch(0, 0, last=5), Epoch(1, 3))
-    assert (state.lost, state.granted) == (5, 9)
+    assert (state.version, state.lost, state.granted) == (Version(0, 2), 5, 9)
     assert bridged(state, ENTRY) == state, "once"
     later = LedgerEntry(run="r", trainer="main", version=Version(3, 2), source="", used=(), cursor=0, granted=1, retired=0, gap=LOST)
     assert [epoch.epoch for epoch in bridged(at(2), later).epochs] == [0, 1, 2, 3]
+
+
+def test_an_epoch_may_begin_with_the_version_that_is_gone_on_from() -> None:
+    entry = replace(ENTRY, gap=replace(LOST, first=2))
+    state = bridged(at(2), entry)
+    assert (state.version, state.epochs, state.grant.epoch) == (Version(1, 2), (Epoch(0, 0, last=5), Epoch(1, 2)), 1)
+    assert bridged(state, entry) == state, "once"
+    state, effects = fold(state, record(1, 2), CONFIG)
+    assert state.drops[0].reason == "zero_variance" and not effects.dead
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from streamrl.schemas.samples import EpochMark, Mark
 from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, LEDGER, SAMPLES, WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from tests.support.harness import read_ledger
+from tests.support.harness import read_ledger, services
 from tests.support.world.place import Place, place
 
 END = 24
@@ -89,7 +90,7 @@ async def test_a_lost_end_behind_the_checkpoint_begins_an_epoch_after_all_that_w
         await known.look(w)
         assert known.twice == []
         ledger = await open_ledger(w.bus, Subjects(w.config.run.name), "main")
-        assert ledger.forks == (EpochMark(1, last + 1, last),)
+        assert ledger.forks == (EpochMark(1, last, last),)
         assert not (await verified(w)).ok
         after = await verified(w, Range(first=last))
         assert after.ok and after.versions == END - last, after.lines
@@ -153,6 +154,41 @@ async def test_a_sample_stream_that_lost_its_end_goes_on_from_what_it_still_has(
         assert any("sample stream" in text for text in await w.said())
         await known.look(w)
         assert known.twice == []
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["engine stays", "engine is started again"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+async def test_nobody_is_left_with_a_version_that_samples_were_lost_of(tmp_path: Path, max_staleness: int, restarted: bool) -> None:
+    """The engine serves the version that was lost, and tasks have been issued that wait for its number."""
+    sections: dict[str, dict[str, object]] = {
+        "run": {"steps": 18},
+        "tasks": {"max_staleness": max_staleness},
+        "trainer": {"checkpoint_every": 4, "keep_checkpoints": 100},
+    }
+    async with place(tmp_path, kinds=("producer", "feeder"), **sections) as w, AsyncExitStack() as first:
+        await first.enter_async_context(services(w.config, w.run, w.bus, ["engine"]))
+        await w.train(until=14)
+        while int(w.kept[0].name[6:14]) > 12:
+            w.kept[0].rename(w.run.path / w.kept[0].name)
+        known = Known()
+        await known.look(w)
+        before = await read_ledger(w.bus, w.config.run.name)
+        lost = before[12].cursor
+        w.bus.lose(SAMPLES, *range(lost, (await w.bus.state(SAMPLES)).last + 1))
+        async with AsyncExitStack() as second:
+            if restarted:
+                await first.aclose()
+                await second.enter_async_context(services(w.config, w.run, w.bus, ["engine"]))
+            await w.train()
+        [gap] = [entry.version.number for entry in await read_ledger(w.bus, w.config.run.name) if entry.gap is not UNSET]
+        assert gap < 13
+        assert await versions(w) == [*(str(one.version) for one in before), f"[1.{gap}]", *(f"1.{n}" for n in range(gap + 1, 19))]
+        await known.look(w)
+        assert known.twice == []
+        assert known.digests[f"1.{gap}"] == known.digests[f"0.{gap}"], "the epoch's first version is the one that is gone on from"
+        after = (await read_ledger(w.bus, w.config.run.name))[len(before) :]
+        drops = Counter(drop.reason for entry in after for drop in entry.drops)
+        assert drops["lost_version"] <= 2 * (max_staleness + 1) * w.config.tasks.batch_tasks, drops
 
 
 async def test_a_hole_that_readers_had_passed_over_is_no_gap_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

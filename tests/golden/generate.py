@@ -66,6 +66,7 @@ TASKS = {
     "task-sampling": task(prompt_ids=(5, 6), sampling=SAMPLING),
     "task-images": task(image_blob=BlobRef(f"0-63/{'cd' * 32}", "cd" * 32, 0, 1), image_rows=(Image("ab" * 32, "image/png", 67),)),
     "task-refused": task(refused=Refused("row_broken", "line 3")),
+    "task-epoch": task(min_version=17, min_epoch=2),
     "task-greedy": task(prompt_ids=(5, 6), num_rollouts=2, greedy_baseline=True),
 }
 ENDS = {
@@ -124,6 +125,13 @@ LEDGER = {
         fence=4,
         gap=Gap(lost="end", missing=((18, 20),), highest=Version(1, 20), known_by="manifest"),
     ),
+    "ledger_gap_first": entry(
+        version=Version(2, 17),
+        source="",
+        used=(),
+        fence=4,
+        gap=Gap(lost="samples", missing=(), highest=Version(1, 20), known_by="ledger", first=17),
+    ),
 }
 WEIGHTS = {
     "manifest": manifest(tensors=(LOGITS,), transport="shm", mirrors={"bus": (PART,)}, host="host-1", published_s=2.5),
@@ -169,6 +177,8 @@ KEYS = {
     ),
     "grant": control.Grant(68, 17, 36, None),
     "grant-open": control.Grant(68, 17, 36, None, 37),
+    "grant-epoch": control.Grant(68, 17, 36, None, 37, 2),
+    "end": control.RunEnd(version=VERSION, steps=17, limit="max_seconds", fence=4),
     "budget": control.MicroBudget(16384, 8192),
     "budget-failed": control.MicroBudget(16384, 8192, 17),
     "position": control.Position("main", "samples", 99, VERSION),

@@ -11,7 +11,7 @@ import pytest
 
 from streamrl.bus.server import NatsServer
 from tests.support.processes import stopped, until
-from tests.support.world.fuse import Spot
+from tests.support.world.fuse import Spot, around
 from tests.support.world.nursery import Nursery
 from tests.support.world.table import OTHERS, TRAINER_AGAIN, TRIMMING
 from tests.support.world.world import table_config, vandals, world
@@ -52,6 +52,7 @@ async def test_later_calls_with_a_warm_up(tmp_path: Path, own_server: NatsServer
         async with vandals(w):
             await w.disturb(TRAINER_AGAIN)
             async with w.around(*OTHERS):
+                await w.kill("trainer", around("put ends"))
                 assert await w.child("trainer") == 0
         await w.check()
         sources = [entry.source for entry in await w.ledger()]

@@ -13,6 +13,7 @@ from streamrl.errors import LaunchError
 from streamrl.launch.local import LocalLauncher
 from streamrl.launch.sidecars import Sidecar, Sidecars
 from streamrl.launch.supervisor import Supervisor
+from streamrl.launch.up import START_ORDER
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
 from tests.support.processes import alive, read_pids, until
@@ -163,16 +164,39 @@ async def test_a_process_that_no_kill_ends_is_said_and_left_behind(monkeypatch: 
     ]
 
 
-async def test_work_that_is_over_is_not_started_again(team: Team) -> None:
-    team.start("trainer", "exit 0")
-    team.start("producer", "exit 0")
-    await team.tick_until("trainer", "done")
-    await team.tick_until("producer", "waiting")
-    assert team.supervisor.over("trainer")
-    assert not team.supervisor.over("producer")
-    assert not team.supervisor.over("engine")
+async def test_an_exit_code_says_of_no_worker_that_its_work_is_over(team: Team) -> None:
+    """The log gets a moment to say so."""
+    kinds = START_ORDER
+    for kind in kinds:
+        team.start(kind, "exit 0")
+    for kind in kinds:
+        await team.tick_until(kind, "ended")
+    team.now_s = 1.9
+    team.supervisor.tick()
+    assert {team.state(kind) for kind in kinds} == {"ended"} and team.notes == []
+    team.now_s = 2.0
+    team.supervisor.tick()
+    assert {team.state(kind) for kind in kinds} == {"waiting"}
+    assert [note.partition(" before its work was over")[0] for note in team.notes] == [f"{kind}-0 ended with exit code 0" for kind in kinds]
+
+
+async def test_a_signal_that_drains_a_trainer_stops_the_run_and_any_other_worker_is_started_again(team: Team) -> None:
+    kinds = [kind for kind in START_ORDER if kind != "trainer"]
+    for kind in kinds:
+        team.start(kind, "exit 5")
+        await team.tick_until(kind, "waiting")
+    assert not team.supervisor.drained("trainer")
+    team.start("trainer", "exit 0", "exit 5")
+    await team.tick_until("trainer", "drained")
+    assert team.supervisor.drained("trainer") == "trainer-0" and team.state("trainer", 1) == "drained"
+    assert [note.partition(";")[0] for note in team.notes] == [
+        f"{kind}-0 ended with exit code 5, told to drain by a signal that was not sent here" for kind in kinds
+    ]
+
+
+async def test_workers_get_their_threads_and_their_supervisor(team: Team) -> None:
     team.start("engine", "echo threads=$OMP_NUM_THREADS supervisor=$STREAMRL_SUPERVISOR; exit 0")
-    await team.tick_until("engine", "waiting")
+    await team.tick_until("engine", "ended")
     assert team.run.log_path("engine-0").read_text() == f"threads=1 supervisor={os.getpid()}\n"
 
 
@@ -290,17 +314,19 @@ async def test_failures_of_ranks_count_once(team: Team) -> None:
     assert [child.restarts for child in team.supervisor.children.values()] == [2, 2]
 
 
-async def test_ranks_are_over_when_all_have_finished(team: Team) -> None:
+async def test_a_rank_that_ends_with_exit_code_0_leaves_the_others_alone_until_all_have_ended(team: Team) -> None:
     go = team.run.path / "go"
     team.start("trainer", f"while [ ! -e {go} ]; do sleep 0.01; done; exit 0", "exit 0")
     await until(lambda: (team.supervisor.tick(), team.state("trainer", 1) == "ended")[1])
     team.now_s = 1000.0
     team.supervisor.tick()
     assert team.state("trainer") == "running"
-    assert not team.supervisor.over("trainer")
     go.touch()
-    await team.tick_until("trainer", "done")
-    assert team.supervisor.over("trainer")
+    await team.tick_until("trainer", "ended")
+    assert team.notes == []
+    team.now_s += 2.0
+    team.supervisor.tick()
+    assert [team.state("trainer", rank) for rank in range(2)] == ["waiting"] * 2 and len(team.notes) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from streamrl.config.load import load
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.launch import down, shown
+from streamrl.launch import up as launch
 from streamrl.launch.prepare import prepare
 from streamrl.launch.shown import Shown
 from streamrl.monitor.follow import Follower
@@ -51,7 +53,7 @@ async def test_a_run_ends_when_its_trainer_has_finished_and_is_resumed_only_as_w
     summary = json.loads(run.summary_path.read_text())
     assert (summary["steps"], summary["tokens_trained"], summary["staleness_max"]) == (30, 300, 1)
     assert (summary["heldout_first"], summary["heldout_last"]) == (0.125, 0.875)
-    assert summary["reward_last"] == pytest.approx(20.5 / 30)
+    assert summary["reward_last"] == pytest.approx(23 / 30)
     assert run.plot_path.read_bytes().startswith(b"\x89PNG")
     out = here.printed(outcome)
     assert "5 wrong" in out and "demo finished: 30 steps" in out
@@ -122,8 +124,29 @@ async def test_what_is_killed_comes_back_and_ctrl_c_drains_in_order(up: Start, h
     assert nothing_runs(run)
 
 
-async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: RunDir) -> None:
-    process = await up("stubborn", "supervise.drain_s=600")
+async def test_a_trainer_that_leaves_with_exit_code_0_has_not_finished_the_run(here: Here, run: RunDir) -> None:
+    notes = await here.notes("learn-and-leave", "run.steps=30")
+    assert "trainer-0 ended with exit code 0 before its work was over" in notes and "finished" in notes.split("\n")
+    assert json.loads(run.summary_path.read_text())["steps"] == 30
+
+
+async def test_a_trainer_that_is_sent_a_signal_stops_the_run(up: Start, run: RunDir) -> None:
+    process = await up("learn-and-stay", "run.steps=30")
+    await until(lambda: all_are_up(run) and run.metrics.exists() and any(row.kind == "batch" for row in rows_of(run)), within_s=120)
+    (trainer,) = find("trainer", str(run.path))
+    os.kill(trainer, signal.SIGTERM)
+    code, out, err = await said(process)
+    assert (code, err) == (0, "")
+    assert "trainer-0 was told to drain by a signal" in out and "demo stopped: 30 steps" in out
+    assert (run.path / "order").read_text().split() == ["trainer", "producer", "engine", "feeder"]
+    assert nothing_runs(run)
+
+
+async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, here: Here, run: RunDir) -> None:
+    """What the run had trained before is told."""
+    await here.up("learn", "run.steps=30")
+    (run.path / "pids").unlink()
+    process = await up("stubborn", "supervise.drain_s=600", "run.steps=40")
     await until(lambda: all_are_up(run), within_s=60)
     process.send_signal(signal.SIGINT)
     await until(lambda: "draining" in run.events_path.read_text(), within_s=60)
@@ -131,7 +154,7 @@ async def test_a_second_ctrl_c_stops_at_once_and_leaves_nothing(up: Start, run: 
     process.send_signal(signal.SIGINT)
     code, out, _ = await said(process)
     assert code == 130
-    assert "stopped at once" in out
+    assert "stopped at once" in out and "demo killed: 30 steps" in out
     assert nothing_runs(run)
 
 
@@ -260,3 +283,35 @@ async def test_a_bus_that_is_given_up_is_not_waited_for(here: Here, run: RunDir)
         await asyncio.wait_for(running, 120)
     assert "the bus is gone" in here.said
     assert nothing_runs(run)
+
+
+async def test_a_disk_that_fills_up_ends_the_run_at_once(here: Here, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One moment without room is none."""
+    looks: list[int] = []
+
+    def free(place: Path) -> int:
+        looks.append(0 if all_are_up(run) and looks.count(1 << 40) != 1 else 1 << 40)
+        return looks[-1] if place == run.path else 0
+
+    monkeypatch.setattr(launch, "free_bytes", free)
+    monkeypatch.setattr(launch, "_DISK_EVERY_S", 0.01)
+    with raises(LaunchError, path=str(run.path)):
+        await asyncio.wait_for(here.up("stubborn", "supervise.drain_s=600"), 120)
+    assert "nothing can be stored; stopping at once" in here.said and looks[-2:] == [0, 0]
+    assert nothing_runs(run)
+
+
+@pytest.mark.parametrize(("runs", "shm", "path"), [(1 << 20, 1 << 40, "a run"), (1 << 40, 1 << 10, "weights")])
+async def test_a_start_without_room_leaves_nothing(
+    here: Here, run: RunDir, monkeypatch: pytest.MonkeyPatch, runs: int, shm: int, path: str
+) -> None:
+    usage = shutil.disk_usage
+
+    def free(place: Path | str) -> object:
+        found = usage(place)
+        return found._replace(free=shm if str(place) == "/dev/shm" else runs)
+
+    monkeypatch.setattr(shutil, "disk_usage", free)
+    with pytest.raises(LaunchError) as caught:
+        await here.up("learn", "run.steps=30")
+    assert path in caught.value.message and not run.path.exists()

@@ -41,3 +41,13 @@ async def test_what_another_process_has_put_is_seen_and_never_lowered(bus: Bus, 
     assert await granted(bus) == left
     await raise_grant(bus, grant(18), revision=after)
     assert await granted(bus) == max(left, 18)
+
+
+@pytest.mark.parametrize(("version", "expected"), [((1, 3), (1, 3, 24)), ((0, 9), (0, 7, 24))])
+async def test_a_new_epoch_is_told_with_all_that_was_granted(bus: Bus, version: tuple[int, int], expected: tuple[int, int, int]) -> None:
+    await bus.kv.put(KEY_GRANTED, encode(Grant(24, 7, 12)))
+    await raise_grant(bus, Grant(20, version[1], 8, epoch=version[0]))
+    entry = await bus.kv.get(KEY_GRANTED)
+    assert entry is not None and entry.value is not None
+    found = decode(entry.value, Grant)
+    assert (found.of_epoch, found.version, found.granted) == expected

@@ -6,10 +6,11 @@ import pytest
 from rich.console import Console
 
 from streamrl.errors import SchemaError
+from streamrl.history.compare import Curve
 from streamrl.monitor.decoded import evaluation_of
 from streamrl.monitor.evaluations import MOST_SETS, Evaluations
 from streamrl.monitor.numbers import Evaluation
-from streamrl.monitor.outcome import Outcome, conclude
+from streamrl.monitor.outcome import Outcome, conclude, summed_up
 from streamrl.monitor.plot import smooth, write_plot
 from streamrl.monitor.screen import plain_line, reward_line
 from streamrl.monitor.series import Series
@@ -41,6 +42,32 @@ def test_summary_has_the_promised_keys_and_numbers(learned_run: RunView, tmp_pat
     assert (written["tokens_made"], written["tokens_trained"]) == (10_000, 10_000)
     assert (written["staleness_p50"], written["staleness_max"]) == (1.0, 2)
     assert (written["dropped"], written["swaps"], written["wall_s"]) == (160, 80, 75.25)
+
+
+@pytest.mark.parametrize(("batches", "first", "last"), [(1, 1.0, 1.0), (2, 1.0, 2.0), (7, 2.0, 6.0), (30, 8.0, 23.0), (41, 10.5, 31.5)])
+def test_the_rewards_before_and_after_share_no_batch(entry: MakeEntry, batches: int, first: float, last: float) -> None:
+    view = RunView("demo")
+    for number in range(1, batches + 1):
+        view.ledger(as_line(entry(number, reward=float(number))))
+    summary = summarize(view, wall_s=1.0)
+    assert (summary.reward_first, summary.reward_last) == (first, last)
+    curve = Curve(numbers=tuple(range(batches)), values=tuple(float(number + 1) for number in range(batches)))
+    assert (curve.first, curve.last) == (first, last)
+
+
+def test_an_end_before_the_ledger_was_read_claims_nothing_of_what_was_trained(learned_run: RunView, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "demo")
+    run.create()
+    assert summed_up(run, None, state="killed").unread is False, "a run that never began"
+    run.config_path.touch()
+    history = RunView("demo")
+    history.live = False
+    for view in (None, history):
+        found = summed_up(run, view, state="killed", exit_code=130)
+        assert (found.summary, found.unread, found.exit_code) == (None, True, 130)
+    told = summed_up(run, learned_run, state="killed")
+    assert told.summary is not None and (told.summary.steps, told.unread) == (80, False)
+    assert summed_up(run, history, state="killed") == Outcome(run=run, state="killed", summary=told.summary, unread=True)
 
 
 def test_the_line_tells_reward_and_heldout_before_and_after(learned_run: RunView) -> None:

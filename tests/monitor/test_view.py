@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus, StreamState
 from streamrl.config.metrics import MetricsConfig
+from streamrl.consumers.training.ledger import take_fence
 from streamrl.errors import SchemaError
 from streamrl.monitor import trained
 from streamrl.monitor.follow import Follower, read_totals
@@ -25,7 +26,7 @@ from streamrl.monitor.series import MOST_ROWS, Row, Series
 from streamrl.monitor.summary import summarize
 from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.control import EnginePresence, Grant, RunEnd, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Drop, Gap
 from streamrl.schemas.subjects import KEY_GRANTED, Subjects
@@ -33,6 +34,7 @@ from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
 from tests.monitor.conftest import MakeEntry, as_line, evaluation
 from tests.support.processes import until
+from tests.support.tiny import ended
 
 
 def presence(*, number: int | None, tokens: int = 0, swaps: int = 0) -> EnginePresence:
@@ -199,6 +201,8 @@ def test_notices_and_events_are_kept() -> None:
     assert view.evaluations[0].problems[0].got == "3"
     view.event(Event(kind="resumed", worker="producer-0"))
     view.event(Event(kind="finished", worker="trainer-0"))
+    assert view.numbers(elapsed_s=1.0).phase == "starting"
+    view.finished = True
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.stalled, numbers.phase) == ((), "finished")
 
@@ -267,15 +271,21 @@ async def test_totals_are_carried_and_an_earlier_end_is_not_this_ones(bus: Bus, 
     after = RunView(run_id, before=totals)
     after.engine("engine-0", EnginePresence(engine="engine-0", address="", tokens_total=12, swaps_total=2))
     assert (after.tokens_made, after.swaps) == (112, 5), "its presence outlives the session that it was counted in"
-    subject, finished = Subjects(run_id).events("finished"), encode(Event(kind="finished", worker="trainer-0"))
-    await bus.publish(subject, finished)
-    view = RunView(run_id)
-    async with Follower(bus, view) as follower:
+
+
+async def test_the_end_of_an_earlier_session_is_not_the_end_of_this_one(bus: Bus, run_id: str) -> None:
+    """Nor is that of a trainer which has been replaced; an event decides nothing. Who looks from outside sees the end that there is."""
+    await ended(bus, 1)
+    view, outside = RunView(run_id), RunView(run_id)
+    async with Follower(bus, view, carry_totals=True) as follower:
+        await bus.publish(Subjects(run_id).events("finished"), encode(Event(kind="finished", worker="trainer-0")))
+        fence = await take_fence(bus, "main")
+        await bus.kv.put("ends/main", encode(RunEnd(version=Version(0, 1), steps=1, limit="steps", fence=fence - 1)))
         await follower.catch_up()
-        assert not view.finished
-        await bus.publish(subject, finished)
-        await follower.catch_up()
-        assert view.finished
+        async with Follower(bus, outside):
+            assert not view.finished and not outside.finished
+            await ended(bus, 2)
+            await until(lambda: view.finished and outside.finished)
 
 
 async def test_reading_history_is_no_training_speed(bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from streamrl.schemas.samples import LogprobMode, Sample, Tombstone, VersionSpan
 from streamrl.schemas.subjects import KEY_RUN, SAMPLES, TASKS, Subjects, kind_of
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
+from tests.support.tiny import ended
 from tests.support.virtual import UNIX_S, at, elapse, virtual
 
 SUBJECTS = Subjects("r")
@@ -540,15 +541,15 @@ async def test_an_attached_producer_leaves_when_its_code_fails_or_the_run_has_fi
     assert caught.value.values == {"key": "x.py:f"} and caught.value.message.startswith("64 ") and caught.value.message.endswith(" broken")
     assert at() == pytest.approx(32.0, abs=1.6) and (await scene.bus.state(TASKS)).messages == 80 - 64 - 0
     scene = scene_of()
-    await scene.bus.publish(SUBJECTS.events("finished"), b"of before")
+    await ended(scene.bus, 1)
     await scene.issue(3, source="other")
     attached = asyncio.create_task(attach(scene, "x.py:f", source="other"))
     await elapse(3.0)
     assert not attached.done()
-    await scene.bus.publish(SUBJECTS.events("started"), b"x")
+    await scene.bus.publish(SUBJECTS.events("finished"), b"an event decides nothing")
     await elapse(1.0)
     assert not scene.draining.is_set()
-    await scene.bus.publish(SUBJECTS.events("finished"), b"x")
+    await ended(scene.bus, 2)
     await elapse(1.0)
     assert scene.draining.is_set() and await attached == 3 and "event=run_finished action=leave" in caplog.messages
     scene = scene_of()

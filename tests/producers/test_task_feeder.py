@@ -32,6 +32,7 @@ from streamrl.schemas.control import DataRecord, Grant, RunRecord
 from streamrl.schemas.events import FULL_STREAM
 from streamrl.schemas.subjects import KEY_DATA, KEY_GRANTED, KEY_RUN, TASKS, Subjects
 from streamrl.schemas.tasks import Refused, RolloutTask
+from streamrl.schemas.versions import Version
 from tests.support.processes import until
 
 PROBLEMS = Problems(
@@ -96,6 +97,8 @@ def test_min_version_by_hand():
         config = msgspec.structs.replace(CONFIG, tasks=TasksConfig(batch_tasks=4, max_staleness=staleness))
         grant = Grant(20 + 4 * (staleness + 1), 5, 20)
         assert [task.min_version for task in plan_tasks(grant, 20, 99, PROBLEMS, config)] == expected, staleness
+        later = plan_tasks(msgspec.structs.replace(grant, epoch=2), 20, 99, PROBLEMS, config)
+        assert [task.least for task in later] == [Version(2, number) for number in expected]
 
 
 @given(

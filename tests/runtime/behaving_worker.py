@@ -56,6 +56,10 @@ async def crash(worker: Worker) -> None:
     raise ZeroDivisionError("an unexpected end")
 
 
+async def leave(worker: Worker) -> None:
+    await asyncio.to_thread(sys.exit, 0)
+
+
 BEHAVIOURS = {
     "wait": wait_for_drain,
     "timed": be_timed,
@@ -66,6 +70,7 @@ BEHAVIOURS = {
     "refuse": refuse,
     "fence": be_fenced,
     "crash": crash,
+    "leave": leave,
 }
 
 if __name__ == "__main__":

@@ -51,9 +51,11 @@ async def line(process: asyncio.subprocess.Process) -> str:
 
 
 async def test_errors_choose_the_exit_code_and_leave_no_traceback(behave: Start) -> None:
-    _, out, err = await said(await behave("fail", "refuse", "group", "fence"))
-    assert list(map(int, out.split())) == [Exit.FAILED, Exit.CONFIG, Exit.CONFIG, Exit.FENCED]
-    assert [line for line in err.splitlines() if line.startswith(("error: ", "hint: "))] == [
+    _, out, err = await said(await behave("fail", "refuse", "group", "fence", "leave"))
+    assert list(map(int, out.split())) == [Exit.FAILED, Exit.CONFIG, Exit.CONFIG, Exit.FENCED, Exit.CONFIG]
+    *said_lines, left, _ = [line for line in err.splitlines() if line.startswith(("error: ", "hint: "))]
+    assert "sys.exit(0)" in left and ".py:" in left
+    assert said_lines == [
         "error: the stream is gone",
         "hint: make it again",
         *["error: tasks.batch_tasks must be even", "hint: take 64"] * 2,
@@ -108,6 +110,13 @@ async def test_a_supervised_worker_logs_to_stderr_alone(behave: Start, run: RunD
     assert code == Exit.FAILED
     assert "event=failed" in err
     assert not run.log_path("producer-0").exists()
+
+
+async def test_a_supervised_worker_that_drains_says_so_by_its_exit_code(behave: Start) -> None:
+    process = await behave("wait", supervised=True)
+    await line(process)
+    process.send_signal(signal.SIGTERM)
+    assert (await said(process))[0] == Exit.DRAINED
 
 
 async def test_metrics_and_events_are_published(behave: Start, nats_bus: Bus, run: RunDir) -> None:

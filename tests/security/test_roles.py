@@ -99,6 +99,7 @@ STORES: dict[str, tuple[Operation, set[str]]] = {
     "checkpoint": (put("latest/main"), {"trainer"}),
     "position": (put("positions/main"), {"trainer"}),
     "fence": (put("fences/main"), {"trainer"}),
+    "the run's end": (put("ends/main"), {"trainer"}),
     "checkpoint of a rollout": (put("checkpoints/7/0"), {*PRODUCES, "trainer"}),
     "attempts of a task": (put("attempts/7"), {*PRODUCES, "trainer"}),
     "run record": (put("run"), set()),

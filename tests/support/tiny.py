@@ -7,9 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from streamrl.bus.protocol import Bus
+from streamrl.consumers.training.ledger import take_fence
 from streamrl.launch.local import Command
+from streamrl.runtime.run_end import write_end
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import encode
+from streamrl.schemas.control import RunEnd
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
@@ -71,6 +74,13 @@ def ledger_entry(run: str, number: int) -> LedgerEntry:
 async def learned(bus: Bus, run: str, first: int = 1, last: int = 30) -> None:
     for number in range(first, last + 1):
         await bus.publish(Subjects(run).ledger("main"), encode(ledger_entry(run, number)), id=f"0.{number}")
+
+
+async def ended(bus: Bus, number: int, *, steps: int | None = None, limit: str = "steps") -> None:
+    """Come to the run's end with a version, as a trainer that has begun since does."""
+    fence = await take_fence(bus, "main")
+    end = RunEnd(version=Version(0, number), steps=number if steps is None else steps, limit=limit, fence=fence)
+    await write_end(bus, "main", end)
 
 
 async def evaluated(bus: Bus, run: str, number: int, accuracy: float) -> None:

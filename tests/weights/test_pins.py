@@ -45,6 +45,7 @@ def test_the_newest_is_served_or_the_one_so_many_before_it():
     assert choose_latest(announced) == v(5)
     assert [choose_latest(announced, delay) for delay in (1, 2, 3, 9)] == [v(4), v(4), v(2), v(0)]
     assert choose_latest([*announced, v(4, 1)], 0) == v(4, 1)
+    assert [choose_latest([*announced, v(4, 1), v(5, 1)], delay) for delay in (1, 3)] == [v(4, 1)] * 2, "not back to a lost one"
 
 
 def test_a_pin_is_served_until_it_is_let_go():

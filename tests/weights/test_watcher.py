@@ -140,6 +140,18 @@ async def test_only_the_newest_is_taken_and_never_an_older_one(run):
     assert run.failed.empty()
 
 
+async def test_the_greatest_version_is_taken_whichever_was_announced_last(run):
+    """One of a trainer that was replaced has come late."""
+    for epoch, number in ((0, 2), (1, 1), (0, 3)):
+        await run.publish(number, epoch=epoch)
+    async with watched(run.watcher()):
+        assert await run.committed.get() == Version(1, 1)
+        await run.publish(4)
+        await run.publish(2, epoch=1)
+        assert await run.committed.get() == Version(1, 2)
+    assert [detail["version"] for detail in run.taken] == ["1.1", "1.2"]
+
+
 @pytest.mark.parametrize("bad", ["wrong bytes", "another model", "no manifest", "another run"])
 async def test_what_is_no_version_of_this_run_is_said_and_not_served(run, bad):
     other = Shard(name="other", dtype="float32", global_shape=(1,), shape=(1,), data=np.zeros(4, np.uint8))

@@ -80,6 +80,7 @@ class Session:
             # The first request has the rollout's own seed, so one turn here equals the built-in producer.
             seeds=(rollout_seed(context.seed, number) if number else context.seed,),
             min_version=context.task.min_version,
+            min_epoch=context.task.least.epoch,
             session=f"{context.task.index}.{context.rollout_index}",
         )
         [completion] = await complete(context.engine, request)

@@ -65,8 +65,8 @@ class DecodeLoop:
         self._rows = Rows(slots, model.max_len)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._ready: deque[Completion] = deque()
-        self._held: list[tuple[int, int, Completion]] = []
-        """Heap of (min_version, arrival, completion): waits for a version."""
+        self._held: list[tuple[Version, int, Completion]] = []
+        """Heap of (least version, arrival, completion): waits for a version."""
         self._arrivals = itertools.count()
         self._out: list[Delivery] = []
         self._closing = False
@@ -152,8 +152,8 @@ class DecodeLoop:
 
     def _enqueue(self, job: Job) -> None:
         self.waiting += len(job.completions)
-        needed = job.request.min_version
-        if self.serving is not None and self.serving.number >= needed:
+        needed = job.request.least
+        if self.serving is not None and self.serving >= needed:
             self._ready.extend(job.completions)
         else:
             for completion in job.completions:
@@ -177,7 +177,7 @@ class DecodeLoop:
             self._model.activate(index)
             self.serving = version
             self._rows.mark(version)
-            while self._held and self._held[0][0] <= version.number:
+            while self._held and self._held[0][0] <= version:
                 self._ready.append(heapq.heappop(self._held)[2])
         took_ms = (time.perf_counter() - began) * 1e3
         if committed:

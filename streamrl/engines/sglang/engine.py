@@ -251,9 +251,9 @@ class SglangEngine:
         assert self._host is not None
         return self._host.host
 
-    async def _turn(self, min_version: int) -> Version:
-        """Wait until version `min_version` or a later one is served; gives the one that is."""
-        while self._serving is None or self._serving.number < min_version:
+    async def _turn(self, least: Version) -> Version:
+        """Wait until version `least` or a later one is served; gives the one that is."""
+        while self._serving is None or self._serving < least:
             await self._swapped.wait()
         return self._serving
 

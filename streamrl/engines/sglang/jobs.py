@@ -67,7 +67,7 @@ class Job:
         limit: int,
         client: SglangClient,
         style: Style,
-        turn: Callable[[int], Coroutine[Any, Any, Version]],
+        turn: Callable[[Version], Coroutine[Any, Any, Version]],
         counts: Counts,
         lost: Lost,
         decode: Decode | None = None,
@@ -166,7 +166,7 @@ class Job:
 
     async def _turn_or_cut(self, completion: Completion) -> Version | None:
         """The version served when its turn has come; None when it is cut before."""
-        turn = asyncio.ensure_future(self._turn(self.request.min_version))
+        turn = asyncio.ensure_future(self._turn(self.request.least))
         cut = asyncio.ensure_future(completion.cut.wait())
         try:
             await asyncio.wait((turn, cut), return_when=asyncio.FIRST_COMPLETED)

@@ -18,6 +18,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, SetRewardConfig
 from streamrl.config.tree import Config, EngineConfig, WarmupConfig, WeightsConfig
 from streamrl.consumers.serving import engine_worker
+from streamrl.consumers.training.ledger import take_fence
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import BusUnavailable
@@ -28,7 +29,7 @@ from streamrl.producers.evaluation.worker import main
 from streamrl.runtime.kinds import num_workers
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, WorkerPresence
-from streamrl.schemas.events import NUMERICS_EVENT, Event
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, PREFIX_PRESENCE
 from streamrl.schemas.tasks import Sampling
@@ -39,6 +40,7 @@ from streamrl.weights.protocol import Shard
 from tests.support.policies import script, serve_logits
 from tests.support.processes import until
 from tests.support.producing import Loop, in_memory
+from tests.support.tiny import ended
 
 SEVEN = {(0, "<|assistant|>"): "7"}
 GRADE = """import time
@@ -177,7 +179,7 @@ async def test_the_held_out_problems_are_asked_when_due(loop: Loop, heldout: Con
         # Version 4 is due but not served yet: the engine holds the problems back until it serves that version or a later one.
         await serve_logits(engine, right, Version(0, 5))
         [_, second] = await told(loop, 2)
-        await worker.event("finished", {"version": "0.5"})
+        await ended(loop.bus, 5)
         async with asyncio.timeout(20):
             await service
     [_, _, last] = await told(loop, 3)
@@ -217,7 +219,7 @@ async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, heldout: Conf
             await told(loop, 1)
         # While it is away the run ends.
         await trained(loop, 2)
-        await worker.event("finished", {"version": "0.2", "steps": heldout.run.steps})
+        await ended(loop.bus, 2, steps=heldout.run.steps)
         async with asyncio.timeout(20):
             await main(loop.worker(kind="evaluator", config=heldout))
         assert [(e["version"], e["final"]) for e in await told(loop, 2)] == [("0.1", False), ("0.2", True)]
@@ -236,9 +238,9 @@ async def test_an_end_before_more_steps_is_none(loop: Loop, heldout: Config, unt
     async with sevens(loop, 3):
         await trained(loop, 1)
         await trained(loop, 2)
-        await worker.event("finished", {"version": "0.2", "steps": 2})
+        await ended(loop.bus, 2, limit="until_reward" if until_reward else "steps")
         if until_reward:
-            await worker.event(NUMERICS_EVENT, {})
+            await take_fence(loop.bus, "main")
         async with loop.serving(main, worker):
             await told(loop, 1)
             await trained(loop, 3)
@@ -249,9 +251,8 @@ async def test_an_end_by_another_limit_is_evaluated_after_a_restart(loop: Loop, 
     heldout = replace(heldout, run=replace(heldout.run, steps=9, until_reward=0.5))
     worker = loop.worker(kind="evaluator", config=heldout)
     async with sevens(loop, 2):
-        await worker.event(NUMERICS_EVENT, {})
         await trained(loop, 2)
-        await worker.event("finished", {"version": "0.2", "steps": 2})
+        await ended(loop.bus, 2, limit="until_reward")
         async with asyncio.timeout(20):
             await main(worker)
         assert [(e["version"], e["final"]) for e in await told(loop, 1)] == [("0.2", True)]
@@ -285,7 +286,7 @@ async def test_engines_of_its_own_answer_at_the_version_that_is_due_while_the_ot
         await trained(loop, 4)
         [_, second] = await told(loop, 2)
         await trained(loop, 5)
-        await worker.event("finished", {"version": "0.5"})
+        await ended(loop.bus, 5)
         async with asyncio.timeout(20):
             await service
     [_, _, last] = await told(loop, 3)
@@ -322,7 +323,7 @@ async def test_each_set_is_asked_in_its_own_way_and_when_it_is_due(loop: Loop, c
         await told(loop, 2)
         await trained(loop, 2)
         await told(loop, 3)
-        await worker.event("finished", {"version": "0.2"})
+        await ended(loop.bus, 2)
         async with asyncio.timeout(20):
             await service
     found = await told(loop, 4)

@@ -159,11 +159,16 @@ class Promises:
     def weights(self) -> None:
         """Every version on offer has its entry, was written down first, and has the entry's digest."""
         known = {entry.version: entry for entry in self.entries if "gap" not in entry.body}
+        begun = self._begun()
         gaps = [(entry.version[0], version_of({"version": entry.body["gap"]["highest"]})) for entry in self.entries if "gap" in entry.body]
         for stored in self.raw.weights.messages:
             manifest = unpack(stored.body)
             version = version_of(manifest)
             if version == (0, 0):
+                continue
+            if version in begun:
+                if begun[version] not in ("", manifest["digest"]):
+                    self._say(f"version {version[0]}.{version[1]} begins an epoch with other weights than the one it goes on from")
                 continue
             if version not in known and any(version[0] < epoch and version[1] <= highest[1] for epoch, highest in gaps):
                 continue  # said with the gap
@@ -175,6 +180,19 @@ class Promises:
                 self._say(f"version {name} was published with digest {manifest['digest']}, the ledger has {entry.body['digest']}")
             elif stored.time_s < entry.stored.time_s:
                 self._say(f"version {name} was published {entry.stored.time_s - stored.time_s:.6f} s before its ledger entry")
+
+    def _begun(self) -> dict[tuple[int, int], str]:
+        """Versions that begin an epoch after a gap, with the digest that their number had before; empty: it is not in the ledger."""
+        digests: dict[int, str] = {}
+        found: dict[tuple[int, int], str] = {}
+        for entry in self.entries:
+            epoch, number = entry.version
+            if "gap" not in entry.body:
+                digests[number] = entry.body["digest"]
+            elif "first" in entry.body["gap"]:
+                digests = {other: digest for other, digest in digests.items() if other <= number}
+                found[epoch, number] = digests.get(number, "")
+        return found
 
     def tasks(self, books: Books) -> None:
         """Every issued task has ended, is in the queue, or is all there on the stream; credits add up."""

@@ -1,7 +1,7 @@
 """A run whose bus is in this process, so that its files and streams may be damaged while its trainer is down."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +60,10 @@ class Place:
 
 
 @asynccontextmanager
-async def place(tmp_path: Path, **sections: dict[str, object]) -> AsyncGenerator[Place]:
-    """Everything of a run but its trainer is up."""
+async def place(
+    tmp_path: Path, *, kinds: Sequence[str] = ("engine", "producer", "feeder"), **sections: dict[str, object]
+) -> AsyncGenerator[Place]:
+    """A run of which these are up: everything but its trainer, or a part of that."""
     given: dict[str, dict[str, object]] = {
         "run": {"steps": 24},
         "trainer": {"checkpoint_every": 4, "keep_checkpoints": 3},
@@ -71,7 +73,7 @@ async def place(tmp_path: Path, **sections: dict[str, object]) -> AsyncGenerator
     ensure_model(config, run.model_dir)
     bus = MemoryBus(config.run.name, config.bus)
     try:
-        async with services(config, run, bus, ["engine", "producer", "feeder"]):
+        async with services(config, run, bus, kinds):
             yield Place(config, run, bus)
     finally:
         await bus.close()
