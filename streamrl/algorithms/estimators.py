@@ -18,7 +18,7 @@ from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.optimal_baselines import opob, optimal_token_baseline
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
 from streamrl.config.loss import LossConfig, estimator_of, is_function
-from streamrl.config.plugins import resolve
+from streamrl.config.plugins import named_failures, resolve
 from streamrl.config.registry import FORMER_ADVANTAGES, Role, reading
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
@@ -109,9 +109,9 @@ def token_advantages(
         base: directory that a relative path in `loss.advantage` starts from.
 
     Raises:
-        TrainingError: rewards that cannot be used, an array that is missing or has another shape, a value or a user's advantage that is not
-            finite, or whitening where no token is trained.
-        ConfigError: a combination that would be ignored silently, or a function that cannot be found.
+        TrainingError: rewards that cannot be used, an array that is missing or has another shape, a value that is not finite, or whitening
+            where no token is trained.
+        ConfigError: a combination that would be ignored silently, or a function that is not there, raises, or gives no finite advantages.
     """
     _check(loss)
     arrays = replace(_arrays(batch, loss, logprobs, reference, teacher, values, energy), ends=_ends(batch, ends))
@@ -364,14 +364,17 @@ def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path
         )
     if told := getattr(function, "with_loss", None):  # of a foreign form, and to be told the section
         function = told(loss)
-    found = np.asarray(function(batch, arrays), np.float64)
+    with named_failures(loss.advantage, "loss.advantage"):
+        found = np.asarray(function(batch, arrays), np.float64)
+    wrong = {"key": "loss.advantage", "function": loss.advantage}
     if found.shape != (batch.num_tokens,):
-        raise TrainingError(
+        raise ConfigError(
             f"expected {loss.advantage} to return {batch.num_tokens} advantages, one a token, got shape {found.shape}",
             expected=(batch.num_tokens,),
             got=found.shape,
+            **wrong,
         )
     if not np.isfinite(found[arrays.mask]).all():
         bad = int(np.flatnonzero(arrays.mask & ~np.isfinite(found))[0])
-        raise TrainingError(f"expected finite advantages of {loss.advantage}, got {found[bad]} at token {bad}", token=bad)
+        raise ConfigError(f"expected finite advantages of {loss.advantage}, got {found[bad]} at token {bad}", token=bad, **wrong)
     return np.where(arrays.mask, found, 0.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,10 @@ from streamrl.core.packing import Indices, split_groups
 from streamrl.errors import TrainingError
 
 Array = npt.NDArray[np.floating]
+Gradient = Literal["some", "zero", "none"]
+"""What a batch gave the policy: `zero` where it has advantages and the loss of no token a gradient, for all are clipped or rejected;
+`none` where that is not why; else `some`, also where none is due, as the policy does not learn or all advantages are 0."""
+SOME: Gradient = "some"
 
 DISTANCE = "train/same_weights_logprob_abs_diff"
 DISTANCE_P99 = "train/same_weights_logprob_abs_diff_p99"
@@ -114,6 +121,30 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
         scores=scores,
         metrics={**metrics, **found.metrics},
     )
+
+
+def judge_gradient(
+    batch: TrainBatch, objective: Objective, loss: LossConfig, norms: Sequence[float], *, spoken: bool = True
+) -> tuple[Gradient, str]:
+    """What the optimizer steps of a batch got, and what a function of the user's has to do with a gradient that is `none`.
+
+    Args:
+        batch: of sampled tokens, that the policy learns from.
+        objective: of that batch.
+        loss: the section.
+        norms: of the gradients of all steps, which are finite.
+        spoken: the user's loss, where it is one, was not 0 everywhere: what is clipped has a loss and no gradient.
+    """
+    trained_T = objective.finite & (np.sum(objective.weights, 0) > 0)
+    if any(norms) or not trained_T.any():
+        return SOME, ""
+    if not (objective.advantages[trained_T] != 0).any():
+        rewards = batch.rewards[np.unique(sample_of_token(batch)[trained_T])]
+        if is_function(loss.advantage) and len(np.unique(rewards[np.isfinite(rewards)])) > 1:
+            return "none", f"{loss.advantage} has given advantages of 0 everywhere"
+        return SOME, ""
+    named = loss.slime_loss or (loss.policy if is_function(loss.policy) else "")
+    return ("none", f"{named} has given a loss of 0 everywhere") if named and not spoken else ("zero", "")
 
 
 def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:

@@ -195,6 +195,12 @@ _DECLARED = (
     Metric("train/tis_clipfrac", _MEAN, "fraction", "trained tokens whose importance weight met a bound"),
     Metric("train/train_rollout_logprob_abs_diff", _MEAN, "nats", "distance of the trainer's and the sampler's log-probabilities"),
     Metric("train/train_rollout_logprob_abs_diff_max", _MAX, "nats", "the greatest of these distances among the trained tokens"),
+    Metric(
+        "train/unlearned_batches",
+        _SUM,
+        "batches",
+        "batches that gave no gradient though one was due, or none that is finite",
+    ),
     Metric("train/same_weights_logprob_abs_diff", _MEAN, "nats", "the distance where both had the same weights: rounding only, no drift"),
     Metric("train/same_weights_logprob_abs_diff_max", _MAX, "nats", "the greatest distance where both had the same weights"),
     Metric("train/same_weights_logprob_abs_diff_p99", _MAX, "nats", "99 % of the tokens are not further apart there"),

@@ -273,7 +273,7 @@ def test_functions_of_the_user(tiny: Path, tmp_path: Path) -> None:
     before = lead(trainer, make_batch())
     assert trainer.step(make_batch()).metrics["train/mine"] == pytest.approx(1.0, abs=0.1)
     assert lead(trainer, make_batch()) > before
-    with raises(TrainingError, function=named["short"]):
+    with raises(ConfigError, key="loss.policy", function=named["short"]):
         make(tiny, LossConfig(policy=named["short"])).step(make_batch())
     with raises(ConfigError, key="loss.policy", got="int"):
         make(tiny, LossConfig(policy=named["number"]))

@@ -246,6 +246,8 @@ class TorchTrainer:
             metrics=metrics,
             times=times,
             finite=bool(finite),
+            gradient=done.gradient,
+            fault=done.fault,
             score=score,
             reference=reference,
             micro_tokens=self.update.budget,
