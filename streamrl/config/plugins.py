@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -58,7 +58,7 @@ def resolve(reference: str, *, what: str, key: str, base: Path | None = None) ->
 
 
 @contextmanager
-def named_failures(reference: str, key: str, *, passed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
+def named_failures(reference: str, key: str, *, passed: tuple[type[BaseException], ...] = ()) -> Generator[None]:
     """Run a call of what `reference` names, and give its failure the function's name and place.
 
     Args:

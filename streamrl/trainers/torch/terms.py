@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -245,7 +245,9 @@ class UserLoss:
 
     def _count(self, loss: Tensor, tokens: PolicyTokens) -> None:
         inputs = [one for one in (tokens.logprobs, tokens.entropy) if one is not None and one.requires_grad]
-        slopes = torch.autograd.grad(loss.sum(), inputs, retain_graph=True, allow_unused=True) if loss.requires_grad else ()
+        slopes: Sequence[Tensor | None] = ()
+        if loss.requires_grad:
+            slopes = torch.autograd.grad(loss.sum(), inputs, retain_graph=True, allow_unused=True)
         found = [slope for slope in slopes if slope is not None]
         if not found:
             raise self._wrong("a loss with a gradient, made of tokens.logprobs", "one that does not depend on them")
