@@ -247,7 +247,7 @@ class UserLoss:
         inputs = [one for one in (tokens.logprobs, tokens.entropy) if one is not None and one.requires_grad]
         slopes: Sequence[Tensor | None] = ()
         if loss.requires_grad:
-            slopes = torch.autograd.grad(loss.sum(), inputs, retain_graph=True, allow_unused=True)
+            slopes = cast("Sequence[Tensor | None]", torch.autograd.grad(loss.sum(), inputs, retain_graph=True, allow_unused=True))
         found = [slope for slope in slopes if slope is not None]
         if not found:
             raise self._wrong("a loss with a gradient, made of tokens.logprobs", "one that does not depend on them")
