@@ -207,6 +207,13 @@ def test_models_with_other_state_than_keys_and_values_are_refused(tmp_path: Path
         LocalEngine(path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
 
 
+def test_a_router_bias_that_no_version_carries_is_refused(tmp_path: Path):
+    """It would be 0 here, and what was trained with it sampled without."""
+    path = models.save_config("glm4-moe", tmp_path)
+    with raises(ConfigError, key="model.path", tensor="model.layers.1.mlp.gate.e_score_correction_bias"):
+        LocalEngine(path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
+
+
 def test_a_missing_configuration_is_refused(tmp_path: Path):
     with raises(ConfigError, path=str(tmp_path)):
         LocalEngine(tmp_path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
