@@ -199,7 +199,7 @@ def train_version(
     for notice in result.notices:
         say(notice)
     metrics = result.metrics | measure(batch, arrays, before) | speed(arrays, result, waited, time.perf_counter() - start_s - waited)
-    metrics["train/unlearned_batches"] = float(bool(unlearned(result)))
+    metrics["train/unlearned_total"] = float(bool(unlearned(result)))
     fold.train(batch, past, 0.0 if result.score is None else result.score)
     stepped = Stepped(
         before=before,

@@ -19,6 +19,7 @@ from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices, split_groups
 from streamrl.errors import TrainingError
+from streamrl.telemetry.names import MOST_ENGINES, of_engine
 
 Array = npt.NDArray[np.floating]
 Gradient = Literal["some", "zero", "none"]
@@ -191,15 +192,23 @@ def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -
     fresh_N = np.maximum.reduceat(batch.staleness, batch.offsets[:-1]) == 0
     fresh_T = mask_T & fresh_N[sample_of_token(batch)]
     if fresh_T.any():
-        found |= distances(distance_T[fresh_T], batch.sampler_logprobs[fresh_T])
+        found |= distances(batch, distance_T, fresh_T)
     return found
 
 
-def distances(distance_M: npt.NDArray[np.floating], sampler_logprobs_M: npt.NDArray[np.floating]) -> dict[str, float]:
-    """What is said of the distances [M] between trainer and sampler on tokens that the same weights sampled; M > 0."""
-    return {
+def distances(batch: TrainBatch, distance_T: npt.NDArray[np.floating], same_T: npt.NDArray[np.bool_]) -> dict[str, float]:
+    """What is said of the distances [T] between trainer and sampler on tokens that the same weights sampled, of which there are some.
+
+    The mean is also said for each worker that runs an engine: one of many may be wrong.
+    """
+    distance_M = distance_T[same_T]
+    found = {
         DISTANCE: float(distance_M.mean()),
         DISTANCE_P99: float(np.percentile(distance_M, 99)),
         DISTANCE_MAX: float(distance_M.max()),
-        LOGPROB_AT_MAX: float(sampler_logprobs_M[distance_M.argmax()]),
+        LOGPROB_AT_MAX: float(batch.sampler_logprobs[same_T][distance_M.argmax()]),
     }
+    if batch.engines:
+        names = np.array([of_engine(DISTANCE, engine) for engine in batch.engines])[sample_of_token(batch)[same_T]]
+        found |= {name: float(distance_M[names == name].mean()) for name in np.unique(names).tolist()[:MOST_ENGINES]}
+    return found

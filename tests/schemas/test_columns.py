@@ -148,7 +148,7 @@ def test_trained_tokens_are_counted_in_each_span() -> None:
     assert decode_samples(encode_samples(rows)).trained_in_spans.tolist() == [0, 1, 1, 0, 2]
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5, -1e30])
 @pytest.mark.parametrize("position", [0, 2, 3])
 def test_one_bad_log_prob_is_found_wherever_it_is(value: float, position: int) -> None:
     logprobs = np.full(4, -0.5, np.float32)

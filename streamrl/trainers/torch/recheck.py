@@ -95,7 +95,7 @@ class Recheck:
             with self._in_place(self._kept[number - int(age)]):
                 found[of_age] = score(batch, of_age, samples)[of_age]
         distance_T = np.where(wanted, np.abs(found - batch.sampler_logprobs), -1.0)
-        metrics = distances(distance_T[wanted], batch.sampler_logprobs[wanted])
+        metrics = distances(batch, distance_T, wanted)
         if self._widen and self._has_room():
             furthest = sample_T[[distance_T.argmax()]]
             metrics |= self._against_float32(batch, furthest, found, score, number - int(ages_N[furthest[0]]))
