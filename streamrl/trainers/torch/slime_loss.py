@@ -134,7 +134,7 @@ class SlimeLoss:
 
     def _wrong(self, expected: str, got: str, **values: Any) -> ConfigError:
         return ConfigError(
-            f"expected {expected} of {self._name}, got {got}",
+            f"expected {self._name} to return {expected}, got {got}",
             hint="see docs/algorithms.md for what such a loss returns; it would return the same again",
             key=_KEY,
             function=self._name,

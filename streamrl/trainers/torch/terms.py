@@ -258,7 +258,7 @@ class UserLoss:
 
     def _wrong(self, expected: str, got: str) -> ConfigError:
         return ConfigError(
-            f"expected {expected} of {self.reference}, got {got}",
+            f"expected {self.reference} to return {expected}, got {got}",
             hint="see docs/algorithms.md for what a policy loss returns; it would return the same again",
             key=_POLICY,
             function=self.reference,
