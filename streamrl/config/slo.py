@@ -29,7 +29,7 @@ class SloConfig(Section, frozen=True, kw_only=True):
     logprob_bfloat16: NonNegativeFloat = 0.1
     """The same in bfloat16, whatever the engine's first batches were."""
     logprob_growth: NonNegativeFloat = 3.0
-    """In bfloat16: that distance over the median of the engine's first 8 batches."""
+    """In bfloat16: that distance over the median of the engine's first 5 batches that have one."""
     warn: Fraction = 0.75
     """So much of a bound is a warning."""
     hold_s: NonNegativeFloat = 30.0

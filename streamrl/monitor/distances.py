@@ -10,7 +10,7 @@ import msgspec
 
 from streamrl.telemetry.names import BY_ENGINE, MOST_ENGINES
 
-FIRST = 8
+FIRST = 5
 """Batches of an engine that are what is usual for it."""
 NEWEST = 3
 """Batches whose median is what holds now: of one batch few tokens may be measured."""
