@@ -33,7 +33,7 @@ class Status(StrEnum):
 LEAST_LOGPROB = -745.0
 """No sampler draws what is less likely: the probability is 0 in float64."""
 MOST_LOGPROB = 1e-4
-"""What rounding may leave above 0."""
+"""The log of a probability is at most 0; rounding may leave this above."""
 
 
 class LogprobMode(StrEnum):

@@ -23,7 +23,7 @@ from streamrl.telemetry.names import MOST_ENGINES, of_engine
 
 Array = npt.NDArray[np.floating]
 Gradient = Literal["some", "zero", "none"]
-"""What a batch gave the policy: `zero` where it has advantages and the loss of no token a gradient, for all are clipped or rejected;
+"""The gradient that a batch gave the policy: `zero` where it has advantages and no token's loss a gradient, as all are clipped or rejected;
 `none` where that is not why; else `some`, also where none is due, as the policy does not learn or all advantages are 0."""
 SOME: Gradient = "some"
 
@@ -127,7 +127,7 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
 def judge_gradient(
     batch: TrainBatch, objective: Objective, loss: LossConfig, norms: Sequence[float], *, spoken: bool = True
 ) -> tuple[Gradient, str]:
-    """What the optimizer steps of a batch got, and what a function of the user's has to do with a gradient that is `none`.
+    """Tell what the optimizer steps of a batch got, and what a function of the user's has to do with a gradient that is `none`.
 
     Args:
         batch: of sampled tokens, that the policy learns from.

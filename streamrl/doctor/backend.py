@@ -63,7 +63,7 @@ def check_backend(config: Config) -> Check | None:
 
 
 def check_served(config: Config) -> Check | None:
-    """Whether the engines can serve every version of the model as it is trained; None where that is not known, or nothing is to be said."""
+    """Tell whether engines can serve every version of the model as it is trained; None where that is not known, or they can."""
     described, swap = read_description(config.model.path), config.engine.sglang.swap
     kind = described.get("model_type")
     if not config.engine.traits.server:

@@ -25,7 +25,7 @@ _PLUS_ONE = ("gemma", "gemma2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5
 
 
 def read_description(model_dir: str) -> Mapping[str, Any]:
-    """What the `config.json` of a model directory says of the language model; empty where it is not here or cannot be read."""
+    """Read what the `config.json` of a model directory says of the language model; empty where it is not here or cannot be read."""
     try:
         found: Any = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8")) if model_dir else {}
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How far each engine's log-probs are from the trainer's under the same weights, over a run: its first batches, and its newest."""
+"""The distance of each engine's log-probs from the trainer's under the same weights, over a run: in its first batches, and the newest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEWEST = 3
 
 
 class Distance(msgspec.Struct, frozen=True):
-    """Of one engine, in nats."""
+    """The distance of one engine, in nats."""
 
     now: float
     usual: float | None
@@ -48,7 +48,7 @@ class Distances:
             self._newest.setdefault(worker, deque(maxlen=NEWEST)).append(value)
 
     def of_engines(self) -> dict[str, Distance]:
-        """By worker."""
+        """The distance of each, by worker."""
         return {worker: Distance(statistics.median(newest), self._usual(worker)) for worker, newest in self._newest.items()}
 
     def _usual(self, worker: str) -> float | None:

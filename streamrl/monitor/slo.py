@@ -50,7 +50,7 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     given_up: Mapping[str, int] = {}
     """Rollouts that have ended since the newest batch with neither sample nor failure, by reason."""
     distances: Mapping[str, Distance] = {}
-    """Of the engines' log-probs from the trainer's, by worker."""
+    """The distance of each engine's log-probs from the trainer's, by worker."""
     float32: bool = True
     """The weights are."""
     still_s: float = 0.0
@@ -123,7 +123,7 @@ def values(signs: Signs) -> dict[str, float]:
 
 
 def _furthest(signs: Signs) -> dict[str, tuple[str, Distance, Literal["now", "growth"]]]:
-    """By objective the worker whose log-probs are the furthest from the trainer's, as far as that is known."""
+    """Find for each objective the worker whose log-probs are the furthest from the trainer's, as far as that is known."""
     found: dict[str, tuple[str, Distance, Literal["now", "growth"]]] = {}
     if signs.distances:
         worker, distance = max(signs.distances.items(), key=lambda one: one[1].now)

@@ -61,9 +61,9 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     finite: bool = True
     """False when a gradient was not finite and the update was skipped, or when no trained token had finite log-probs and advantage."""
     gradient: Gradient = SOME
-    """What the policy got."""
+    """Says what the policy got."""
     fault: str = ""
-    """What a function of the user's has to do with a gradient that is `none` or not finite; empty: nothing."""
+    """Says what a function of the user's has to do with a gradient that is `none` or not finite; empty: nothing."""
     score: float | None = None
     """For a batch of the warm-up, which ends by it: mean probability of whole answers under the policy that the batch was trained from."""
     reference: str = ""

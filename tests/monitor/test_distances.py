@@ -20,7 +20,7 @@ NOTHING: RunNumbers = RunView("demo").numbers(elapsed_s=1.0)
 
 
 def told(batches: Sequence[dict[str, float]]) -> dict[str, Distance]:
-    """What batches with these distances by engine come to."""
+    """The distances that batches with these come to."""
     distances = Distances()
     for batch in batches:
         distances.take({"train/loss": 1.0, NAME: 9.0, **{of_engine(NAME, engine): value for engine, value in batch.items()}})

@@ -94,7 +94,7 @@ def test_it_changes_no_bit(model_dir: Path, rollouts: Rollouts) -> None:
 
 
 def test_a_run_whose_samples_are_always_old_is_measured_now_and_then(model_dir: Path, rollouts: Rollouts) -> None:
-    """Of versions 0, 16 and 32, once each; nobody has asked for it."""
+    """Versions 0, 16 and 32 are, once each; nobody has asked for it."""
     trainer = make(model_dir, check_logprobs=0, optimizer=OptimizerConfig(learning_rate=1e-3))
     before = [sampled(rollouts(0), trainer)]
     measured: dict[int, float] = {}

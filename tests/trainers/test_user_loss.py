@@ -129,7 +129,7 @@ class Trains:
         return f"{self._folder}/mine.py:{function}"
 
     def step(self, key: str, function: str, batch: TrainBatch | None = None, **trainer: Any) -> tuple[StepResult, bool]:
-        """What a step gives, and whether it has changed the policy."""
+        """Train one batch; returns what the step gives, and whether it has changed the policy."""
         loss = msgspec.structs.replace(LossConfig(), **{key: self.name(function)})
         options: dict[str, Any] = {"optimizer": OptimizerConfig(learning_rate=1e-2), **trainer}
         made = make_trainer(Config(trainer=TrainerConfig(**options), loss=loss), self._model_dir)

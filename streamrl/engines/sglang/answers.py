@@ -240,7 +240,7 @@ class Row:
         return kind
 
     def _logprobs(self, meta: MetaInfo, ids: Sequence[int]) -> list[float]:
-        """Those of the newest tokens, `ids`. SGLang says of which token each is before anything was cut off, and not after."""
+        """Read those of the newest tokens, `ids`. SGLang says of which token each is before anything was cut off, and not after."""
         said: Sequence[tuple[float | None, int, Any]] = meta.output_token_logprobs or ()
         newest = said[len(said) - len(ids) :] if ids else ()
         if self._restricted and ids:

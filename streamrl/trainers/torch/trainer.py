@@ -373,7 +373,7 @@ class TorchTrainer:
         }
 
     def _distances(self, batch: TrainBatch, before: npt.NDArray[np.floating]) -> dict[str, float]:
-        """How far the sampler was away, with the same weights: in samples of the newest ones, in those that are asked for, or in a few."""
+        """Measure how far the sampler was away with the same weights: in samples of the newest, in those that are asked for, or a few."""
         found = logprob_differences(batch, before) | self._recheck.measure(batch, self._logprobs)
         return found if DISTANCE in found else found | self._recheck.glance(batch, self._logprobs)
 

@@ -245,7 +245,7 @@ class Update:
         return Updated(metrics, finite, self._everyones(all_logprobs), self._everyones(all_weights), factor, gradient, fault)
 
     def _judge(self, batch: TrainBatch, objective: Objective, rows: Sequence[Mapping[str, float]], *, finite: bool) -> tuple[Gradient, str]:
-        """What became of the gradient of a batch's optimizer steps, and what a function of the user's has to do with it."""
+        """Tell what became of the gradient of a batch's optimizer steps, and what a function of the user's has to do with it."""
         users = self._users
         spoken, broken = (1.0, 0.0) if users is None else self._parallel.sum(users.take()).tolist()
         if users is not None and not finite:

@@ -1,4 +1,4 @@
-"""How a rank swaps: what its model has that no version reaches, and whether a second set fits by what SGLang sizes its KV cache by."""
+"""The way in which a rank swaps: by what of its model no version reaches, and by what SGLang sizes its KV cache by."""
 
 from __future__ import annotations
 
