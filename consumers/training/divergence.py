@@ -9,18 +9,14 @@ from streamrl.errors import ConfigError, StreamRLError, WeightsDiverged
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import MEND, StepResult
 
-_SAID = {
-    "infinite": "a gradient that is not finite, and its update is left out",
-    "none": "advantages and no gradient",
-    "zero": "advantages and no gradient, for the loss of every token is clipped or rejected",
-}
+_SAID = {"infinite": "a gradient that is not finite, and its update is left out", "none": "no gradient", "zero": "no gradient"}
 
 
 class Divergence:
     """Counts batches that gave no gradient though one was due, or one that is not finite, and says so.
 
     One may be a bad sample's fault. Each that gave a gradient makes up for one that did not, so seven in eight are too many, too. A batch
-    of which all is clipped is no fault, and only said.
+    of which all is clipped, or whose advantages are all 0, is no fault, and only said.
 
     Args:
         most: so many more of them than of the others end the run (`trainer.max_unlearned`); 0: none do.

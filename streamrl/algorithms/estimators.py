@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -331,6 +331,7 @@ def _token_rewards(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> 
     return token_rewards(rewards, batch.offsets, arrays.mask, kl=arrays.kl, kl_coef=loss.kl.reward_coef), metrics
 
 
+Given = TypeVar("Given", TrainBatch, TokenArrays)
 Found = tuple[Floats, Floats | None, dict[str, float]]
 """[T] advantages and, where there are any, [T] returns, both 0 outside the mask; and the metrics of the rewards."""
 
@@ -354,6 +355,18 @@ ESTIMATORS: Mapping[str, Callable[[TrainBatch, LossConfig, TokenArrays], Found]]
 """The code of what `streamrl.config.registry.ESTIMATORS` describes."""
 
 
+def _unwritable(struct: Given) -> Given:
+    """The same arrays, which the user's function can read: what it wrote to them would change what is trained."""
+
+    def view(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        found = values.view()
+        found.flags.writeable = False
+        return found
+
+    named = {name: getattr(struct, name) for name in struct.__struct_fields__}
+    return replace(struct, **{name: view(value) for name, value in named.items() if isinstance(value, np.ndarray)})
+
+
 def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path | None) -> Floats:
     function: Custom = resolve(loss.advantage, what="advantage function", key="loss.advantage", base=base)
     if not callable(function):
@@ -365,7 +378,7 @@ def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path
     if told := getattr(function, "with_loss", None):  # of a foreign form, and to be told the section
         function = told(loss)
     with named_failures(loss.advantage, "loss.advantage"):
-        found = np.asarray(function(batch, arrays), np.float64)
+        found = np.asarray(function(_unwritable(batch), _unwritable(arrays)), np.float64)
     wrong = {"key": "loss.advantage", "function": loss.advantage}
     if found.shape != (batch.num_tokens,):
         raise ConfigError(

@@ -23,8 +23,8 @@ from streamrl.telemetry.names import MOST_ENGINES, of_engine
 
 Array = npt.NDArray[np.floating]
 Gradient = Literal["some", "zero", "none"]
-"""The gradient that a batch gave the policy: `zero` where it has advantages and no token's loss a gradient, as all are clipped or rejected;
-`none` where that is not why; else `some`, also where none is due, as the policy does not learn or all advantages are 0."""
+"""The gradient that a batch gave the policy: `zero` where it has none and that may be right, as all tokens are clipped or rejected or all
+advantages are 0; `none` where that is not why; else `some`, also where the policy is not to learn."""
 SOME: Gradient = "some"
 
 DISTANCE = "train/same_weights_logprob_abs_diff"
@@ -127,7 +127,7 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
 def judge_gradient(
     batch: TrainBatch, objective: Objective, loss: LossConfig, norms: Sequence[float], *, spoken: bool = True
 ) -> tuple[Gradient, str]:
-    """Tell what the optimizer steps of a batch got, and what a function of the user's has to do with a gradient that is `none`.
+    """Tell what the optimizer steps of a batch got, and why they got none.
 
     Args:
         batch: of sampled tokens, that the policy learns from.
@@ -143,9 +143,11 @@ def judge_gradient(
         rewards = batch.rewards[np.unique(sample_of_token(batch)[trained_T])]
         if is_function(loss.advantage) and len(np.unique(rewards[np.isfinite(rewards)])) > 1:
             return "none", f"{loss.advantage} has given advantages of 0 everywhere"
-        return SOME, ""
+        return "zero", "all its advantages are 0, as where the rewards of each group are equal"
     named = loss.slime_loss or (loss.policy if is_function(loss.policy) else "")
-    return ("none", f"{named} has given a loss of 0 everywhere") if named and not spoken else ("zero", "")
+    if named and not spoken:
+        return "none", f"{named} has given a loss of 0 everywhere"
+    return "zero", "the loss of every token is clipped or rejected"
 
 
 def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:

@@ -40,8 +40,11 @@ class Distances:
         """The metrics of the next batch."""
         for name, value in metrics.items():
             stem, _, worker = name.rpartition("/")
-            if stem not in BY_ENGINE or (worker not in self._first and len(self._first) >= MOST_ENGINES):
+            if stem not in BY_ENGINE:
                 continue
+            if worker not in self._first and len(self._first) >= MOST_ENGINES:  # the one that is known for longest
+                self._newest.pop(oldest := next(iter(self._first)))
+                del self._first[oldest]
             first = self._first.setdefault(worker, [])
             if len(first) < FIRST:
                 first.append(value)

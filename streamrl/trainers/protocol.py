@@ -63,7 +63,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     gradient: Gradient = SOME
     """Says what the policy got."""
     fault: str = ""
-    """Says what a function of the user's has to do with a gradient that is `none` or not finite; empty: nothing."""
+    """Says why the policy got no gradient; of one that is not finite, what a function of the user's has to do with it; empty: nothing."""
     score: float | None = None
     """For a batch of the warm-up, which ends by it: mean probability of whole answers under the policy that the batch was trained from."""
     reference: str = ""

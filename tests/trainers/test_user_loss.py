@@ -69,6 +69,10 @@ def turns_it_off(tokens, loss):
 def anew(tokens, loss):
     return torch.zeros_like(tokens.logprobs, requires_grad=True) + 1, {}
 
+def writes(tokens, loss):
+    tokens.sampler.copy_(tokens.proximal)
+    return plain(tokens), {}
+
 def number(tokens, loss):
     return 1.0, {}
 
@@ -93,10 +97,23 @@ def advantages_of_zero(batch, arrays):
 def advantages_raise(batch, arrays):
     return batch.rewards[len(batch.rewards)]
 
+def advantages_written(batch, arrays):
+    batch.sampler_logprobs[:] = 0
+    return batch.rewards[0] * arrays.mask
+
+def advantages_of_less(batch, arrays):
+    arrays.mask[::2] = False
+    return np.ones(batch.num_tokens)
+
 def short(batch, arrays):
     return batch.rewards
 
 def theirs(args, batch, logits, sum_of_sample_mean):
+    return logits.float().logsumexp(-1).sum(), {}
+
+def theirs_writes(args, batch, logits, sum_of_sample_mean):
+    for values in (*batch["rollout_log_probs"], *batch["advantages"], *batch["loss_masks"]):
+        values.zero_()
     return logits.float().logsumexp(-1).sum(), {}
 
 def theirs_zero(args, batch, logits, sum_of_sample_mean):
@@ -169,10 +186,11 @@ def test_a_batch_says_what_the_loss_gave_it(trains: Trains, key: str, function: 
 @pytest.mark.parametrize(
     ("key", "function", "kind"),
     [
-        *(("policy", name, ConfigError) for name in ("detached", "no_grad", "turns_it_off", "anew", "number", "alone", "metric")),
+        *(("policy", name, ConfigError) for name in ("detached", "no_grad", "turns_it_off", "anew", "number", "alone")),
+        *(("policy", name, ConfigError) for name in ("metric", "writes")),
         *(("policy", name, ConfigError) for name in ("raises", "leaves")),
         ("policy", "disk", TrainingError),
-        *(("advantage", name, ConfigError) for name in ("advantages_raise", "short")),
+        *(("advantage", name, ConfigError) for name in ("advantages_raise", "short", "advantages_written", "advantages_of_less")),
         *(("slime_loss", f"theirs_{name}", ConfigError) for name in ("detached", "anew", "turns_it_off", "raises")),
     ],
 )
@@ -191,4 +209,11 @@ def test_nothing_is_due_where_advantages_are_all_zero(trains: Trains, rollouts: 
     batch = rollouts(0)
     equal = msgspec.structs.replace(batch, rewards=np.ones_like(batch.rewards))
     for key, function in (("policy", "zero"), ("advantage", "advantages_of_zero"), ("slime_loss", "theirs_zero")):
-        assert trains.step(key, function, equal)[0].gradient == "some"
+        result, _ = trains.step(key, function, equal)
+        assert (result.gradient, result.fault.partition(",")[0]) == ("zero", "all its advantages are 0")
+
+
+def test_what_a_loss_writes_to_stays_out_of_the_batch(trains: Trains, rollouts: Rollouts) -> None:
+    batch, same = rollouts(0), rollouts(0)
+    trains.step("slime_loss", "theirs_writes", batch, minibatches=2)
+    assert all(np.array_equal(getattr(batch, name), getattr(same, name)) for name in ("sampler_logprobs", "loss_mask", "rewards"))

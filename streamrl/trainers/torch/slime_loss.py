@@ -170,7 +170,8 @@ class _Layout:
         scores, device = objective.scores, like.device
 
         def spread(values_T: npt.NDArray[np.floating]) -> list[Tensor]:
-            return [torch.as_tensor(values_T[span], dtype=like.dtype, device=device) for span in self.spans]
+            # Copies: what a function writes to them stays out of the batch.
+            return [torch.tensor(values_T[span], dtype=like.dtype, device=device) for span in self.spans]
 
         ids = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
         found: dict[str, Any] = {

@@ -223,8 +223,12 @@ class UserLoss:
 
     def __call__(self, tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
         learns = torch.is_grad_enabled()
+        inputs = {name: value for name, value in tokens._asdict().items() if isinstance(value, Tensor)}
+        versions = {name: value._version for name, value in inputs.items()}
         with named_failures(self.reference, _POLICY, passed=PASSED), torch.set_grad_enabled(learns):
             given = self._function(tokens, config)
+        if written := next((name for name, value in inputs.items() if value._version != versions[name]), ""):
+            raise self._wrong("a loss without writing to what it is given", f"another tokens.{written}")
         shape = tokens.logprobs.shape
         if not (isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[1], Mapping)):
             raise self._wrong("a loss and a table of metrics", _type(given))
