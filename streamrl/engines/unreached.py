@@ -20,7 +20,7 @@ ROUTER_BIASES: Mapping[str, str] = {
     **dict.fromkeys(("afmoe", "lfm2_moe"), "expert_bias"),
 }
 """The bias that a mixture's routers choose by, which is not trained, by `model_type`."""
-_PLUS_ONE = ("gemma", "gemma2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5", "minimax_m3")
+_PLUS_ONE = ("gemma2", "qwen3_next", "qwen3_5", "qwen3_5_moe", "step3p5", "minimax_m3")
 """Norms whose weight SGLang keeps a second time, plus 1."""
 
 

@@ -57,7 +57,7 @@ def runner(inner: nn.Module) -> Any:
         pytest.param(
             Module(parameters=["weight"], w_kc=torch.randn(2, 3, 4), w_vc=torch.randn(2, 4, 3)), "layer.w_kc and 1 more", id="MLA"
         ),
-        pytest.param(Module(parameters=["weight"], buffers=["gemma_weight"]), "layer.gemma_weight", id="Gemma, Qwen3-Next: weight + 1"),
+        pytest.param(Module(parameters=["weight"], buffers=["gemma_weight"]), "layer.gemma_weight", id="Gemma 2, Qwen3-Next: weight + 1"),
         pytest.param(Module(parameters=["weight"], parts=[torch.randn(2, 4)]), "layer.parts", id="in a list"),
         pytest.param(
             Module(parameters=["w13_weight"], quant_method=SimpleNamespace(use_flashinfer_trtllm_moe=True)),
