@@ -22,7 +22,18 @@ import numpy.typing as npt
 from streamrl.errors import SchemaError
 from streamrl.schemas.candidates import Candidates
 from streamrl.schemas.experts import RoutedExperts
-from streamrl.schemas.samples import Branch, LogprobMode, Sample, Status, TurnSpan, VersionSpan, is_agent, is_turn_temperature
+from streamrl.schemas.samples import (
+    LEAST_LOGPROB,
+    MOST_LOGPROB,
+    Branch,
+    LogprobMode,
+    Sample,
+    Status,
+    TurnSpan,
+    VersionSpan,
+    is_agent,
+    is_turn_temperature,
+)
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
@@ -181,9 +192,8 @@ def _segment_problem(segment: Segment) -> str:
             return "every version span of model tokens needs a version and at least one token"
     if covered != length:
         return f"expected version spans over {length} model tokens, they cover {covered}"
-    # A NaN or an infinity anywhere shows in the sum.
-    if length and not (math.isfinite(sum(segment.logprobs)) and max(segment.logprobs) <= 1e-4):
-        return "log-probs must be finite and at most 0"
+    if not all(LEAST_LOGPROB <= value <= MOST_LOGPROB for value in segment.logprobs):
+        return f"log-probs must be {LEAST_LOGPROB:g} to 0"
     return ""
 
 

@@ -18,7 +18,7 @@ from streamrl.errors import SchemaError
 from streamrl.schemas.columns import BLOBS, IMAGES, SCALARS, TURNS
 from streamrl.schemas.images import MEDIA_TYPES
 from streamrl.schemas.sample_batch import SampleBatch
-from streamrl.schemas.samples import LogprobMode, Status, is_agent
+from streamrl.schemas.samples import LEAST_LOGPROB, MOST_LOGPROB, LogprobMode, Status, is_agent
 from streamrl.schemas.tasks import FORMER_FIELDS, Sampling, turn_sampling
 
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -90,8 +90,8 @@ def value_problem(b: SampleBatch) -> str:
 
     Each column of tokens is gone through once or twice and never copied: a NaN shows in the least and in the greatest value.
     """
-    if not (b.logprobs.min() > -np.inf and b.logprobs.max() <= 1e-4):
-        return "expected finite log-probs of at most 0"
+    if not (b.logprobs.min() >= LEAST_LOGPROB and b.logprobs.max() <= MOST_LOGPROB):
+        return f"expected finite log-probs of at most 0, and at least {LEAST_LOGPROB:g}"
     if b.loss_mask.max() > 1 or b.loss_mask[b.offsets[:-1]].any():
         return "expected a loss mask of 0 and 1 that is 0 at each first token"
     if b.tokens.min() < 0:

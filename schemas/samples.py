@@ -30,6 +30,12 @@ class Status(StrEnum):
     """A tool or environment failed; the tokens up to there are valid."""
 
 
+LEAST_LOGPROB = -745.0
+"""No sampler draws what is less likely: the probability is 0 in float64."""
+MOST_LOGPROB = 1e-4
+"""The log of a probability is at most 0; rounding may leave this above."""
+
+
 class LogprobMode(StrEnum):
     """Which distribution the stored log-probs belong to."""
 

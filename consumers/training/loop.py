@@ -139,6 +139,7 @@ class LiveTrainer:
             Fenced: another trainer has taken over.
             CannotResume: there is no checkpoint to go on from (`streamrl.consumers.training.resuming`), or more of the ledger is lost than
                 its end (`streamrl.consumers.training.gaps`).
+            WeightsDiverged, ConfigError: too many batches gave no gradient (`streamrl.consumers.training.divergence`).
             Diverged: with run.numerics = "bitwise", a step gave other digits than the ledger.
             LogTruncated: the stream no longer holds what is needed.
         """
@@ -225,7 +226,7 @@ class LiveTrainer:
             diverged='compare fingerprints with `streamrl replay RUN --verify`, or set run.numerics = "fast" to fork the epoch',
             appended=lambda stepped: self._appended(ledger, stepped),
         )
-        divergence = Divergence()
+        divergence = Divergence(self.config.trainer.max_unlearned, self.say)
         self.call.clock.enter("compute")
         while True:
             if limit := self._limit_at(fold.own, ledger):
@@ -252,7 +253,7 @@ class LiveTrainer:
                 continue
             if 0 < stepped.result.micro_tokens < (stepped.arrays.micro_tokens or self.config.trainer.micro_tokens):
                 self._lower_budget(stepped.result.micro_tokens, number)
-            divergence.check(stepped.state.version, finite=stepped.result.finite)
+            divergence.check(stepped.state.version, stepped.result)
             state = stepped.state
             if stepped.result.tokens is not None:
                 self._token_weights.put(state.version, stepped.arrays, stepped.result.tokens)

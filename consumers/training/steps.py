@@ -23,6 +23,7 @@ from msgspec import UnsetType
 from msgspec.structs import replace
 
 from streamrl.algorithms.batch_metrics import staleness_metrics
+from streamrl.consumers.training.divergence import unlearned
 from streamrl.core.assembly import PARTS, ages, parts_of_ages, used
 from streamrl.core.batches import STATUS_CODES, TrainBatch
 from streamrl.core.fold import Batch
@@ -198,6 +199,7 @@ def train_version(
     for notice in result.notices:
         say(notice)
     metrics = result.metrics | measure(batch, arrays, before) | speed(arrays, result, waited, time.perf_counter() - start_s - waited)
+    metrics["train/unlearned_total"] = float(bool(unlearned(result)))
     fold.train(batch, past, 0.0 if result.score is None else result.score)
     stepped = Stepped(
         before=before,

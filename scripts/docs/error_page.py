@@ -168,8 +168,8 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         (provoked_runs.other_batches,),
     ),
     errors.WeightsDiverged: Entry(
-        "An update made a parameter that is not finite, or eight batches in a row had no finite gradient. The run ends: a restart would "
-        "train to the same end. What diverged is no version; engines never see it.",
+        "An update made a parameter that is not finite, or `trainer.max_unlearned` more batches had no finite gradient than had one. "
+        "The run ends: a restart would train to the same end. What diverged is no version; engines never see it.",
         "Lower `trainer.optimizer.learning_rate` or `clip_norm`, or bound the rewards, in a new run or a branch from an earlier version.",
         (provoked.endless_rate,),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.optimal_baselines import opob, optimal_token_baseline
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
 from streamrl.config.loss import LossConfig, estimator_of, is_function
-from streamrl.config.plugins import resolve
+from streamrl.config.plugins import named_failures, resolve
 from streamrl.config.registry import FORMER_ADVANTAGES, Role, reading
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
@@ -109,9 +109,9 @@ def token_advantages(
         base: directory that a relative path in `loss.advantage` starts from.
 
     Raises:
-        TrainingError: rewards that cannot be used, an array that is missing or has another shape, a value or a user's advantage that is not
-            finite, or whitening where no token is trained.
-        ConfigError: a combination that would be ignored silently, or a function that cannot be found.
+        TrainingError: rewards that cannot be used, an array that is missing or has another shape, a value that is not finite, or whitening
+            where no token is trained.
+        ConfigError: a combination that would be ignored silently, or a function that is not there, raises, or gives no finite advantages.
     """
     _check(loss)
     arrays = replace(_arrays(batch, loss, logprobs, reference, teacher, values, energy), ends=_ends(batch, ends))
@@ -331,6 +331,7 @@ def _token_rewards(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays) -> 
     return token_rewards(rewards, batch.offsets, arrays.mask, kl=arrays.kl, kl_coef=loss.kl.reward_coef), metrics
 
 
+Given = TypeVar("Given", TrainBatch, TokenArrays)
 Found = tuple[Floats, Floats | None, dict[str, float]]
 """[T] advantages and, where there are any, [T] returns, both 0 outside the mask; and the metrics of the rewards."""
 
@@ -354,6 +355,18 @@ ESTIMATORS: Mapping[str, Callable[[TrainBatch, LossConfig, TokenArrays], Found]]
 """The code of what `streamrl.config.registry.ESTIMATORS` describes."""
 
 
+def _unwritable(struct: Given) -> Given:
+    """The same arrays, which the user's function can read: what it wrote to them would change what is trained."""
+
+    def view(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        found = values.view()
+        found.flags.writeable = False
+        return found
+
+    named = {name: getattr(struct, name) for name in struct.__struct_fields__}
+    return replace(struct, **{name: view(value) for name, value in named.items() if isinstance(value, np.ndarray)})
+
+
 def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path | None) -> Floats:
     function: Custom = resolve(loss.advantage, what="advantage function", key="loss.advantage", base=base)
     if not callable(function):
@@ -364,14 +377,17 @@ def _custom(batch: TrainBatch, loss: LossConfig, arrays: TokenArrays, base: Path
         )
     if told := getattr(function, "with_loss", None):  # of a foreign form, and to be told the section
         function = told(loss)
-    found = np.asarray(function(batch, arrays), np.float64)
+    with named_failures(loss.advantage, "loss.advantage"):
+        found = np.asarray(function(_unwritable(batch), _unwritable(arrays)), np.float64)
+    wrong = {"key": "loss.advantage", "function": loss.advantage}
     if found.shape != (batch.num_tokens,):
-        raise TrainingError(
+        raise ConfigError(
             f"expected {loss.advantage} to return {batch.num_tokens} advantages, one a token, got shape {found.shape}",
             expected=(batch.num_tokens,),
             got=found.shape,
+            **wrong,
         )
     if not np.isfinite(found[arrays.mask]).all():
         bad = int(np.flatnonzero(arrays.mask & ~np.isfinite(found))[0])
-        raise TrainingError(f"expected finite advantages of {loss.advantage}, got {found[bad]} at token {bad}", token=bad)
+        raise ConfigError(f"expected finite advantages of {loss.advantage}, got {found[bad]} at token {bad}", token=bad, **wrong)
     return np.where(arrays.mask, found, 0.0)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +19,13 @@ from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices, split_groups
 from streamrl.errors import TrainingError
+from streamrl.telemetry.names import MOST_ENGINES, of_engine
 
 Array = npt.NDArray[np.floating]
+Gradient = Literal["some", "zero", "none"]
+"""The gradient that a batch gave the policy: `zero` where it has none and that may be right, as all tokens are clipped or rejected or all
+advantages are 0; `none` where that is not why; else `some`, also where the policy is not to learn."""
+SOME: Gradient = "some"
 
 DISTANCE = "train/same_weights_logprob_abs_diff"
 DISTANCE_P99 = "train/same_weights_logprob_abs_diff_p99"
@@ -116,6 +124,32 @@ def make_objective(batch: TrainBatch, loss: LossConfig, minibatches: int, scores
     )
 
 
+def judge_gradient(
+    batch: TrainBatch, objective: Objective, loss: LossConfig, norms: Sequence[float], *, spoken: bool = True
+) -> tuple[Gradient, str]:
+    """Tell what the optimizer steps of a batch got, and why they got none.
+
+    Args:
+        batch: of sampled tokens, that the policy learns from.
+        objective: of that batch.
+        loss: the section.
+        norms: of the gradients of all steps, which are finite.
+        spoken: the user's loss, where it is one, was not 0 everywhere: what is clipped has a loss and no gradient.
+    """
+    trained_T = objective.finite & (np.sum(objective.weights, 0) > 0)
+    if any(norms) or not trained_T.any():
+        return SOME, ""
+    if not (objective.advantages[trained_T] != 0).any():
+        rewards = batch.rewards[np.unique(sample_of_token(batch)[trained_T])]
+        if is_function(loss.advantage) and len(np.unique(rewards[np.isfinite(rewards)])) > 1:
+            return "none", f"{loss.advantage} has given advantages of 0 everywhere"
+        return "zero", "all its advantages are 0, as where the rewards of each group are equal"
+    named = loss.slime_loss or (loss.policy if is_function(loss.policy) else "")
+    if named and not spoken:
+        return "none", f"{named} has given a loss of 0 everywhere"
+    return "zero", "the loss of every token is clipped or rejected"
+
+
 def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[Role]:
     """Whose scores a batch needs before the first of its `steps` optimizer steps. With one step the policy itself is pi_proximal."""
     if batch.kind == "sft":
@@ -160,15 +194,23 @@ def logprob_differences(batch: TrainBatch, logprobs: npt.NDArray[np.floating]) -
     fresh_N = np.maximum.reduceat(batch.staleness, batch.offsets[:-1]) == 0
     fresh_T = mask_T & fresh_N[sample_of_token(batch)]
     if fresh_T.any():
-        found |= distances(distance_T[fresh_T], batch.sampler_logprobs[fresh_T])
+        found |= distances(batch, distance_T, fresh_T)
     return found
 
 
-def distances(distance_M: npt.NDArray[np.floating], sampler_logprobs_M: npt.NDArray[np.floating]) -> dict[str, float]:
-    """What is said of the distances [M] between trainer and sampler on tokens that the same weights sampled; M > 0."""
-    return {
+def distances(batch: TrainBatch, distance_T: npt.NDArray[np.floating], same_T: npt.NDArray[np.bool_]) -> dict[str, float]:
+    """What is said of the distances [T] between trainer and sampler on tokens that the same weights sampled, of which there are some.
+
+    The mean is also said for each worker that runs an engine: one of many may be wrong.
+    """
+    distance_M = distance_T[same_T]
+    found = {
         DISTANCE: float(distance_M.mean()),
         DISTANCE_P99: float(np.percentile(distance_M, 99)),
         DISTANCE_MAX: float(distance_M.max()),
-        LOGPROB_AT_MAX: float(sampler_logprobs_M[distance_M.argmax()]),
+        LOGPROB_AT_MAX: float(batch.sampler_logprobs[same_T][distance_M.argmax()]),
     }
+    if batch.engines:
+        names = np.array([of_engine(DISTANCE, engine) for engine in batch.engines])[sample_of_token(batch)[same_T]]
+        found |= {name: float(distance_M[names == name].mean()) for name in np.unique(names).tolist()[:MOST_ENGINES]}
+    return found

@@ -8,7 +8,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +18,9 @@ from typing import Any
 import msgspec
 
 from streamrl.config.slime import is_hook
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamRLError, TrainingError
 
+_OURS = str(Path(__file__).resolve().parents[1])
 _FORMS = "write it as file.py:name, pkg.mod:name or pkg.mod.name"
 
 
@@ -52,6 +55,36 @@ def resolve(reference: str, *, what: str, key: str, base: Path | None = None) ->
             raise _no_name(found, part, reference, what, key)
         found = getattr(found, part)
     return found
+
+
+@contextmanager
+def named_failures(reference: str, key: str, *, passed: tuple[type[BaseException], ...] = ()) -> Generator[None]:
+    """Run a call of what `reference` names, and give its failure the function's name and place.
+
+    Args:
+        reference: the function.
+        key: the configuration key that names it.
+        passed: errors that are not the function's own, and are left as they are.
+
+    Raises:
+        ConfigError: the function raised: the same batch would have it raise again.
+        TrainingError: it raised what may pass, an `OSError` or `MemoryError`.
+    """
+    try:
+        yield
+    except (StreamRLError, *passed):
+        raise
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [one for one in frames if not one.filename.startswith((_OURS, sys.prefix, sys.base_prefix, "<"))]
+        place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+        kind = TrainingError if isinstance(error, (OSError, MemoryError)) else ConfigError
+        raise kind(
+            f"{key} = {reference}: the function failed: {type(error).__name__}: {error}{place}",
+            hint="mend the function; the log of the trainer has the traceback",
+            key=key,
+            function=reference,
+        ) from error
 
 
 class Form(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,12 @@ class SloConfig(Section, frozen=True, kw_only=True):
     """Rollouts dropped, of those that were trained or dropped within a window."""
     no_progress_s: NonNegativeFloat = 1800.0
     """Seconds since the newest batch."""
+    logprob_float32: NonNegativeFloat = 1e-4
+    """Nats: mean distance of an engine's log-probs from the trainer's under the same weights, in a run whose weights are float32."""
+    logprob_bfloat16: NonNegativeFloat = 0.1
+    """The same in bfloat16, whatever the engine's first batches were."""
+    logprob_growth: NonNegativeFloat = 3.0
+    """In bfloat16: that distance over the median of the engine's first 5 batches that have one."""
     warn: Fraction = 0.75
     """So much of a bound is a warning."""
     hold_s: NonNegativeFloat = 30.0

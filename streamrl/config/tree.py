@@ -240,7 +240,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     model's own distribution (docs/sampling.md)."""
     check_logprobs: NonNegativeInt = 0
     """Rollouts of each batch whose log-probs are computed once more with the very weights that sampled them, to tell rounding from drift;
-    keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment. 0: only where those are newest (torch only)."""
+    keeps tasks.max_staleness + 1 copies of the parameters, and one in float32 for a moment. 0: where those are the newest, and a few of one
+    version in 16, on a GPU in 64, a copy of which waits in the host's memory (torch only)."""
+    max_unlearned: NonNegativeInt = 8
+    """The run ends as failed once this many more batches had advantages and no gradient, or one that is not finite, than gave the policy
+    something to learn; 0: never. Batches whose tokens are all clipped are not counted."""
     gradient_cosine: bool = False
     """Measure the cosine between the gradients of consecutive optimizer steps (`train/grad_cosine`), which keeps a copy of the gradient:
     4 bytes a parameter."""

@@ -158,6 +158,7 @@ def assemble(
         rollouts=packed.rollouts,
         agents=packed.agents,
         status=status,
+        engines=tuple(packed.samplewise(lambda message: np.array(message.texts("engine"))).tolist()),
         sources=by_source(batch, messages),
     )
 

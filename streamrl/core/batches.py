@@ -102,6 +102,8 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     probabilities are normalised, whatever its own would leave; elsewhere the sampler's likeliest. None: nothing is known."""
     agents: tuple[str, ...] = ()
     """[N]; the agent whose own reward a sample is trained on, empty where it is the rollout's; none at all where no sample has an agent."""
+    engines: tuple[str, ...] = ()
+    """[N]; the engine that sampled each, the last one of several; none at all where that is not known."""
     sources: dict[str, SourceTally] = {}
     """Groups and rewards by `metadata.data_source`, where tasks have one."""
     micro_tokens: int = 0
@@ -121,10 +123,11 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
             raise TrainingError(
                 f"expected candidates of each of {len(self.tokens)} tokens, got those of {self.candidates.num_tokens}", field="candidates"
             )
-        if len(self.agents) not in (0, self.num_samples):
-            raise TrainingError(
-                f"expected the agent of each of {self.num_samples} samples, or none, got {len(self.agents)}", field="agents"
-            )
+        for name in ("agents", "engines"):
+            if len(getattr(self, name)) not in (0, self.num_samples):
+                raise TrainingError(
+                    f"expected {name} of each of {self.num_samples} samples, or none, got {len(getattr(self, name))}", field=name
+                )
 
     @classmethod
     def from_lists(

@@ -7,6 +7,7 @@ from typing import Any
 
 from streamrl.config.tree import Config
 from streamrl.doctor.findings import Check
+from streamrl.engines.unreached import read_description, router_bias, unreached
 from streamrl.errors import ConfigError
 from streamrl.trainers.megatron.buildable import buildable, check_installed, read_architecture
 from streamrl.trainers.megatron.names import Place, check_mesh
@@ -59,6 +60,23 @@ def check_backend(config: Config) -> Check | None:
     except ConfigError as error:
         return Check("backend", "fail", error.message, error.hint)
     return Check("backend", "ok", found) if found else None
+
+
+def check_served(config: Config) -> Check | None:
+    """Tell whether engines can serve every version of the model as it is trained; None where that is not known, or they can."""
+    described, swap = read_description(config.model.path), config.engine.sglang.swap
+    kind = described.get("model_type")
+    if not config.engine.traits.server:
+        bias = router_bias(described)
+        found = f"the local engine does not carry {bias} of {kind}: it refuses the model"
+        return Check("model", "fail", found, "choose another model") if bias else None
+    if not (tensor := unreached(described)):
+        return None
+    found = f"SGLang has {tensor} of {kind} outside of what a version carries"
+    if swap == "pause":
+        return Check("model", "warn", f"{found}, and loads it anew at each update; not tried", "choose another model")
+    hint = 'choose another model; engine.sglang.swap = "pause" takes SGLang\'s own updates, which stop its requests: not tried'
+    return Check("model", "fail", f"{found}: the run cannot go on with engine.sglang.swap = {swap}", hint)
 
 
 def divides(config: Config) -> bool:

@@ -19,7 +19,7 @@ from streamrl.config.loss import estimator_of
 from streamrl.config.recording import recording_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config
-from streamrl.doctor.backend import check_backend
+from streamrl.doctor.backend import check_backend, check_served
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import check_gpu_memory, read_shape
 from streamrl.doctor.limits import GIBIBYTE
@@ -58,8 +58,9 @@ def check_config(config: Config, *, num_gpus: int, gpu_bytes: int = 0, up: bool 
 
 
 def check_plan(config: Config) -> list[Check]:
-    """Those checks that need nothing but the configuration: no path, device, port or package of this machine."""
+    """Those checks that need nothing but the configuration, and the model's description where it is here: no device, port or package."""
     checks = [check_logins(config)] if config.bus.url else []
+    checks += [check for check in (check_served(config),) if check is not None]
     return [*checks, check_credits(config)] if rollout_code(config) else checks
 
 

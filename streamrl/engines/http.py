@@ -13,7 +13,7 @@ import msgspec
 from streamrl.engines.events import event_data
 from streamrl.engines.extras import read_extras
 from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
-from streamrl.engines.wire import ErrorBody, GenerateBody, MetaInfo, Result, ServerInfo, params_of, spans_in
+from streamrl.engines.wire import ErrorBody, GenerateBody, MetaInfo, Result, ServerInfo, logprob_problem, params_of, spans_in
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError
 from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.versions import Version
@@ -185,13 +185,15 @@ class HttpEngine:
         total = meta.completion_tokens
         start = seen if len(row.output_ids) == total else 0
         ids = row.output_ids[start:]
-        fresh = meta.output_token_logprobs or []
-        logprobs = [entry[0] for entry in fresh[len(fresh) - len(ids) :]]
-        if len(logprobs) != len(ids) or None in logprobs or seen + len(ids) != total:
+        said = meta.output_token_logprobs or []
+        fresh = said[len(said) - len(ids) :] if ids else []
+        problem = logprob_problem(ids, fresh) or ("" if seen + len(ids) == total else f"{len(ids)} tokens")
+        if problem:
             raise EngineError(
-                f"expected {total - seen} tokens with log-probs from {self.address}, got {len(ids)} with {len(fresh)}",
+                f"expected {total - seen} tokens with their log-probs from {self.address}, got {problem}",
                 hint="does the server support return_logprob?",
                 address=self.address,
+                got=problem,
             )
         try:
             spans = spans_in(meta, seen, total)
@@ -203,7 +205,7 @@ class HttpEngine:
         return total, Chunk(
             completion=index,
             token_ids=tuple(ids),
-            logprobs=tuple(logprobs),  # pyright: ignore[reportArgumentType]  # None was looked for above
+            logprobs=tuple(value for value, _, _ in fresh if value is not None),  # `logprob_problem` has looked
             spans=spans,
             finish_reason=self._finish_reason(meta),
             logprob_mode=LogprobMode(meta.logprob_mode) if meta.logprob_mode else LogprobMode.TEMPERATURE,

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from streamrl.errors import SchemaError
-from streamrl.schemas.samples import VersionSpan
+from streamrl.schemas.samples import LEAST_LOGPROB, MOST_LOGPROB, VersionSpan
 from streamrl.schemas.tasks import FORMER_FIELDS, Sampling
 from streamrl.schemas.versions import Version
 
@@ -180,6 +180,18 @@ class ErrorBody(msgspec.Struct):
     """Body of every answer of status 400 and above."""
 
     error: ErrorDetail
+
+
+def logprob_problem(ids: Sequence[int], rows: Sequence[tuple[float | None, int, Any]]) -> str:
+    """Why these are not the log-probs of the tokens `ids`, one each, with which they were drawn; empty if they may be."""
+    if len(rows) != len(ids):
+        return f"{len(ids)} tokens and {len(rows)} log-probs"
+    for place, (token, (value, of, _)) in enumerate(zip(ids, rows, strict=True)):
+        if of != token:
+            return f"the log-prob of token {of} for token {token}, which is number {place} of {len(ids)}"
+        if value is None or not LEAST_LOGPROB <= value <= MOST_LOGPROB:
+            return f"{value} for the log-prob of token {token}, which was drawn"
+    return ""
 
 
 def extend_spans(spans: list[SpanOut], more: Sequence[VersionSpan]) -> None:

@@ -19,6 +19,7 @@ from streamrl.config.loss import estimator_of
 from streamrl.config.tree import Config
 from streamrl.consumers.training.books import entry_of
 from streamrl.consumers.training.calls import Caller
+from streamrl.consumers.training.divergence import Divergence
 from streamrl.consumers.training.reader import RecordReader
 from streamrl.consumers.training.sample_blobs import NOTHING_REPLAYED, Replayed, sample_blobs
 from streamrl.consumers.training.steps import Books, Stepped, log_notice, train_version
@@ -197,8 +198,9 @@ def branch(
             # A record that is awaited comes: the parent's ledger says so. Without a further entry there is nothing left.
             end = stretch[-1].version.number
             cut = parents_cut(fold, config, parent)
-            while train_version(fold, trainer, books, lambda: fold.state.parent.version.number >= end, cut=cut, say=say):
-                pass
+            divergence = Divergence(config.trainer.max_unlearned, say)
+            while stepped := train_version(fold, trainer, books, lambda: fold.state.parent.version.number >= end, cut=cut, say=say):
+                divergence.check(stepped.state.version, stepped.result)
     finally:
         reader.close()
     return entries

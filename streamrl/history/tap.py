@@ -21,6 +21,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position, read_latest
+from streamrl.consumers.training.divergence import Divergence
 from streamrl.consumers.training.ledger import open_ledger, take_fence
 from streamrl.consumers.training.loop import in_own_warmup, trained_steps
 from streamrl.consumers.training.reader import RecordReader
@@ -200,7 +201,9 @@ class Tap:
         logger.info("event=tapping version=%s parent=%s cursor=%d fence=%d", state.version, state.parent.version, state.cursor, fence)
         try:
             cut = parents_cut(fold, self.config, self.parent)
-            while train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop), cut=cut, say=self.say):
+            divergence = Divergence(self.config.trainer.max_unlearned, self.say)
+            while stepped := train_version(fold, self.trainer, books, lambda: self._stops(fold.state, stop), cut=cut, say=self.say):
+                divergence.check(stepped.state.version, stepped.result)
                 saver.after_step(fold.state)
                 if stop():  # a tap that is behind never waits
                     break

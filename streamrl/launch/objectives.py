@@ -58,6 +58,8 @@ class Objectives:
                 decided=view.series.decided if view.series else {},
                 given_up=view.failures.given_up.reasons,
                 still_s=now_s - self._moved_s,
+                distances=view.trained.distances.of_engines() if self._config.tasks.inexact != "allow" else {},
+                float32=(self._config.trainer.dtype or self._config.model.dtype) == "float32",
                 batch_tasks=self._config.tasks.batch_tasks,
                 num_rollouts=self._config.group_size,
             )

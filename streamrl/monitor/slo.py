@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from streamrl.config.slo import SloConfig
 from streamrl.errors import SchemaError
+from streamrl.monitor.distances import Distance
 from streamrl.monitor.engine_lines import worker_of
 from streamrl.monitor.failures import GIVEN_UP, LOST, given_up_kind, left_out
 from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers
@@ -31,6 +32,8 @@ _SICK = 0.4
 _MOST_CAUSES = 2
 
 
+_LOGPROBS = ("logprob_float32", "logprob_bfloat16", "logprob_growth")
+
 _SEVERITY = {Level.OK: 0, Level.WARN: 1, Level.BREACH: 2}
 
 
@@ -46,6 +49,10 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     """Of the newest window: see `Series.decided`."""
     given_up: Mapping[str, int] = {}
     """Rollouts that have ended since the newest batch with neither sample nor failure, by reason."""
+    distances: Mapping[str, Distance] = {}
+    """The distance of each engine's log-probs from the trainer's, by worker."""
+    float32: bool = True
+    """The weights are."""
     still_s: float = 0.0
     """Seconds since the newest batch."""
     num_rollouts: int = 1
@@ -112,6 +119,19 @@ def values(signs: Signs) -> dict[str, float]:
         found["starvation"] = starved
     if (rate := signs.drop_rate) is not None:
         found["drop_rate"] = rate
+    return found | {objective: getattr(distance, what) for objective, (_, distance, what) in _furthest(signs).items()}
+
+
+def _furthest(signs: Signs) -> dict[str, tuple[str, Distance, Literal["now", "growth"]]]:
+    """Find for each objective the worker whose log-probs are the furthest from the trainer's, as far as that is known."""
+    found: dict[str, tuple[str, Distance, Literal["now", "growth"]]] = {}
+    if signs.distances:
+        worker, distance = max(signs.distances.items(), key=lambda one: one[1].now)
+        found["logprob_float32" if signs.float32 else "logprob_bfloat16"] = worker, distance, "now"
+    grown = {worker: one for worker, one in signs.distances.items() if one.growth is not None}
+    if grown and not signs.float32:
+        worker, distance = max(grown.items(), key=lambda one: one[1].growth or 0.0)
+        found["logprob_growth"] = worker, distance, "growth"
     return found
 
 
@@ -143,7 +163,9 @@ class Judge:
             held = self._held.setdefault(objective, _Held(now_s))
             if objective in known:
                 held.value = known[objective]
-                held.see(_level(held.value, bound, self._config.warn, held.level), now_s, time_s, self._config.hold_s)
+                # Medians of batches need not hold for a time; a run of seconds is to be judged, too.
+                hold_s = 0.0 if objective in _LOGPROBS else self._config.hold_s
+                held.see(_level(held.value, bound, self._config.warn, held.level), now_s, time_s, hold_s)
             if held.level != Level.OK:
                 named = causes(objective, signs)[:_MOST_CAUSES]
                 one = Finding(objective=objective, level=held.level, value=held.value, bound=bound, causes=named, since_s=held.since_s)
@@ -357,6 +379,26 @@ def _publishing(signs: Signs) -> Cause | None:
     )
 
 
+def _foreign(signs: Signs) -> Cause | None:
+    """The worst engine's log-probs, and whether the others' are as bad."""
+    furthest = _furthest(signs)
+    if not furthest:
+        return None
+    worker, distance, _ = next(reversed(furthest.values()))
+    others = [one.now for name, one in signs.distances.items() if name != worker]
+    said = f"log-probs of {worker} are {distance.now:.2g} nats from the trainer's of the same weights"
+    if distance.usual is not None:
+        said += f", in its first batches {distance.usual:.2g}"
+    if others:
+        said += f"; those of the other engines {statistics.median(others):.2g}"
+    return Cause(
+        "foreign_logprobs",
+        said,
+        "does it sample by other weights, temperature or types than are trained? docs/training.md has what each fault looks like; "
+        f"see logs/{worker}.log",
+    )
+
+
 _Search = Callable[[Signs], Cause | None]
 _SUPPLY: Sequence[_Search] = (_standing, _full, _hung, _vain, _sick, _rewards, _tools, _sampling)
 _SEARCHES: Mapping[str, Sequence[_Search]] = {
@@ -366,6 +408,7 @@ _SEARCHES: Mapping[str, Sequence[_Search]] = {
     "starvation": _SUPPLY,
     "drop_rate": (_vain, _hung, _standing),
     "no_progress_s": (_standing, _full, _slow_trainer, *_SUPPLY),
+    **dict.fromkeys(_LOGPROBS, (_foreign,)),
 }
 OBJECTIVES = tuple(_SEARCHES)
 

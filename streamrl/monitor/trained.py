@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.distances import Distances
 from streamrl.monitor.numbers import Point
 from streamrl.schemas.ledger import decided_by
 from streamrl.telemetry.names import OTHER_REASON
@@ -47,6 +48,7 @@ class Trained:
         self.ages: Counter[int] = Counter()
         """Groups by age in versions, reinforcement learning only."""
         self.drops: Counter[str] = Counter()
+        self.distances = Distances()
         self.num_tokens = 0
         self.num_batches = 0
         self.num_reinforced = 0
@@ -69,6 +71,7 @@ class Trained:
         if entry.gap is not None:
             return True
         self.newest = entry
+        self.distances.take(entry.metrics)
         self.retired = max(self.retired, entry.retired)
         batch = self._batch(entry)
         self._tail.append(batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
@@ -195,6 +196,12 @@ _DECLARED = (
     Metric("train/tis_clipfrac", _MEAN, "fraction", "trained tokens whose importance weight met a bound"),
     Metric("train/train_rollout_logprob_abs_diff", _MEAN, "nats", "distance of the trainer's and the sampler's log-probabilities"),
     Metric("train/train_rollout_logprob_abs_diff_max", _MAX, "nats", "the greatest of these distances among the trained tokens"),
+    Metric(
+        "train/unlearned_total",
+        _SUM,
+        "batches",
+        "batches that gave no gradient though one was due, or none that is finite",
+    ),
     Metric("train/same_weights_logprob_abs_diff", _MEAN, "nats", "the distance where both had the same weights: rounding only, no drift"),
     Metric("train/same_weights_logprob_abs_diff_max", _MAX, "nats", "the greatest distance where both had the same weights"),
     Metric("train/same_weights_logprob_abs_diff_p99", _MAX, "nats", "99 % of the tokens are not further apart there"),
@@ -373,9 +380,27 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 """The declared metrics by name."""
 
 
+BY_ENGINE = ("train/same_weights_logprob_abs_diff",)
+"""Metrics that also exist for each worker that runs an engine, as `NAME/WORKER`."""
+MOST_ENGINES = 256
+"""Workers of which they exist in one batch."""
+_WORKER = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+def of_engine(name: str, engine: str) -> str:
+    """A metric of `BY_ENGINE` for the worker that runs an engine: `engine-0` of `engine-0-1f2e3d`, or the address of a foreign one."""
+    worker = "-".join(engine.split("-")[:2])[:64]
+    return f"{name}/{re.sub(r'[^A-Za-z0-9_.:-]', '_', worker) or 'unknown'}"
+
+
 def declared(name: str) -> Metric | None:
-    """The declaration of `name`, also of a set of problems, or None."""
-    return METRICS.get(name) or set_metric(name)
+    """The declaration of `name`, also of a set of problems or an engine, or None."""
+    if (found := METRICS.get(name) or set_metric(name)) is not None:
+        return found
+    stem, _, worker = name.rpartition("/")
+    if stem not in BY_ENGINE or not _WORKER.fullmatch(worker):
+        return None
+    return replace(METRICS[stem], name=name, meaning=f"{METRICS[stem].meaning}; of what {worker} sampled")
 
 
 def metric(name: str) -> Metric:

@@ -61,8 +61,9 @@ ARCHITECTURES: Mapping[str, Experts] = {
     "qwen3_next": _PLAIN,
 }
 """By `model_type` of the configuration. Another architecture's tensors have the names that its module gives them."""
-KEPT = (".e_score_correction_bias",)
-"""Ends the names of tensors that checkpoints have and no trainer trains: they stay as the initial policy has them."""
+KEPT = (".e_score_correction_bias", ".expert_bias")
+"""Ends the names of tensors that checkpoints have and no trainer trains, biases of a mixture's routers: they stay as the initial policy
+has them, and no version carries them."""
 _FUSED = re.compile(r"^(?P<before>.*\.experts\.)(?P<what>gate_up_proj|down_proj)$")
 
 

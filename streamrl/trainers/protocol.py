@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.algorithms.objective import SOME, Gradient
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import OutOfMemory, WeightsDiverged
 from streamrl.schemas.ledger import Choices
@@ -59,6 +60,10 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Seconds of the step's parts by metric, as this rank has measured them; of a backend that has none apart, none."""
     finite: bool = True
     """False when a gradient was not finite and the update was skipped, or when no trained token had finite log-probs and advantage."""
+    gradient: Gradient = SOME
+    """Says what the policy got."""
+    fault: str = ""
+    """Says why the policy got no gradient; of one that is not finite, what a function of the user's has to do with it; empty: nothing."""
     score: float | None = None
     """For a batch of the warm-up, which ends by it: mean probability of whole answers under the policy that the batch was trained from."""
     reference: str = ""

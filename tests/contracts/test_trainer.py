@@ -107,13 +107,16 @@ def test_it_says_how_far_the_sampler_was_away(make: MakeTrainer, minibatches: in
     trainer = make(minibatches=minibatches)
     ages = np.zeros((8 * GROUP, 4), np.int32)
     ages[::2, 2] = 1  # a swap in the middle of every second sample: its last token is of age 0, but not from one version's weights
-    batch = rollouts(staleness=ages.reshape(-1))
+    names = ("engine-0-1f", "engine-1-2e", "engine-0-3d", "engine-1-4c")
+    batch = rollouts(staleness=ages.reshape(-1), engines=tuple(names[n % 4] for n in range(8 * GROUP)))
     distance = np.abs(score(trainer, batch, Role.POLICY) - batch.sampler_logprobs)
     fresh = distance.reshape(-1, 4)[1::2, 2:]
     found = trainer.step(batch).metrics
     assert found["train/train_rollout_logprob_abs_diff_max"] == pytest.approx(distance[batch.loss_mask].max(), abs=1e-5)
     assert found["train/same_weights_logprob_abs_diff"] == pytest.approx(fresh.mean(), abs=1e-5)
     assert found["train/same_weights_logprob_abs_diff_max"] == pytest.approx(fresh.max(), abs=1e-5)
+    by_engine = {name: value for name, value in found.items() if "abs_diff/" in name}
+    assert by_engine == {"train/same_weights_logprob_abs_diff/engine-1": pytest.approx(fresh.mean(), abs=1e-5)}
     old = trainer.step(rollouts(1, staleness=np.ones(16 * 8, np.int32))).metrics
     assert "train/train_rollout_logprob_abs_diff_max" in old
     assert "train/same_weights_logprob_abs_diff" not in old

@@ -131,6 +131,18 @@ async def test_an_answer_of_another_form_is_an_engine_error():
             assert not isinstance(caught.value, EngineUnavailable)
 
 
+@pytest.mark.parametrize("rows", [[[-0.5, 5, None]], [[-1e30, 4, None]], [[0.5, 4, None]], [[None, 4, None]], []])
+async def test_log_probs_that_are_not_the_tokens_own_are_an_engine_error(rows: list[Any]):
+    async def other(request: web.Request) -> web.Response:
+        return web.json_response([sglang_result([4], {"type": "length"}, output_token_logprobs=rows)] * 2)
+
+    async with answering(other) as address:
+        engine = HttpEngine(address)
+        with raises(EngineError, address=engine.address, got=ANY):
+            await ask(engine, REQUEST)
+        await engine.close()
+
+
 async def test_sglangs_answers_are_understood():
     seen: list[dict[str, Any]] = []
 

@@ -192,6 +192,13 @@ def test_what_is_no_model_for_this_engine_is_refused(tmp_path: Path):
             LocalEngine(tmp_path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
 
 
+def test_a_router_bias_that_no_version_carries_is_refused(tmp_path: Path):
+    """It would be 0 here, and what was trained with it sampled without."""
+    path = models.save_config("glm4-moe", tmp_path)
+    with raises(ConfigError, key="model.path", tensor="model.layers.1.mlp.gate.e_score_correction_bias"):
+        LocalEngine(path, EngineConfig(slots=1), engine_id="e", policy="policy", max_len=32)
+
+
 async def test_a_prompt_longer_than_one_prefill_pass_is_taken(running: Made, monkeypatch: pytest.MonkeyPatch):
     """More joiners than one pass holds are prefilled in several."""
     monkeypatch.setattr("streamrl.engines.local.model.PREFILL_TOKENS", 200)

@@ -88,6 +88,18 @@ def test_a_stream_gives_each_token_once():
     assert whole.spans == (VersionSpan(3, OLD),)
 
 
+def test_what_truncated_sampling_drew_from_has_its_own_log_probs():
+    row = Row(request_of(top_k=2), 0, STYLE, OLD)
+    chunk = row.take(result([4, 5], 2, "length", output_token_sampling_logprobs=[-0.1, -0.2]))
+    assert chunk is not None and chunk.logprobs == (-0.1, -0.2)
+    with raises(EngineError, expected=ANY, got="2 tokens and 0 log-probs"):
+        Row(request_of(top_k=2), 0, STYLE, OLD).take(result([4, 5], 2, "length"))
+    shifted = [[-0.5, 5, None], [-0.5, 4, None]]
+    with raises(EngineError, expected=ANY, got="the log-prob of token 5 for token 4, which is number 0 of 2"):
+        cut = result([4, 5], 2, "length", output_token_logprobs=shifted, output_token_sampling_logprobs=[-0.1, -0.2])
+        Row(request_of(top_k=2), 0, STYLE, OLD).take(cut)
+
+
 @pytest.mark.parametrize(
     ("sampling", "drafts", "asks", "mode"),
     [
@@ -164,7 +176,14 @@ def test_what_a_server_cannot_do_is_refused_by_name(sampling: dict[str, Any], st
         ({"streamrl_versions": [3]}, {"expected": "the version that sampled each token"}),
         ({"streamrl_versions": None}, {"expected": "the version that sampled each token"}),
         ({"streamrl_versions": [-1, -1]}, {"expected": "the version that sampled each token"}),
-        ({"output_token_logprobs": [[None, 4, None], [-0.5, 5, None]]}, {"got": "2 tokens and 1 log-probs"}),
+        ({"output_token_logprobs": [[-0.5, 5, None]]}, {"got": "2 tokens and 1 log-probs"}),
+        ({"output_token_logprobs": [[None, 4, None], [-0.5, 5, None]]}, {"got": "None for the log-prob of token 4, which was drawn"}),
+        ({"output_token_logprobs": [[-0.5, 4, None], [-1e30, 5, None]]}, {"got": "-1e+30 for the log-prob of token 5, which was drawn"}),
+        ({"output_token_logprobs": [[0.7, 4, None], [-0.5, 5, None]]}, {"got": "0.7 for the log-prob of token 4, which was drawn"}),
+        (
+            {"output_token_logprobs": [[-0.5, 5, None], [-0.5, 6, None]]},
+            {"got": "the log-prob of token 5 for token 4, which is number 0 of 2"},
+        ),
         ({"finish_reason": {"type": "magic"}}, {"got": "{'type': 'magic'}"}),
         ({"finish_reason": {"type": "abort", "status_code": 503, "message": "queue is full"}}, {"gave_up": "queue is full"}),
     ],

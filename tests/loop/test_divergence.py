@@ -10,12 +10,12 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import Config, RunConfig, TrainerConfig
 from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.divergence import MOST, Divergence
+from streamrl.consumers.training.divergence import Divergence
 from streamrl.consumers.training.ledger import Ledger, open_ledger
 from streamrl.consumers.training.steps import Stepped
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldState
-from streamrl.errors import Diverged, WeightsDiverged
+from streamrl.errors import ConfigError, Diverged, StreamRLError, WeightsDiverged
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
@@ -23,16 +23,44 @@ from streamrl.trainers.protocol import StepResult
 from tests.support.batches import train_batch
 from tests.support.errors import raises
 
+SOME = StepResult(digest="", metrics={})
+INFINITE, CLIPPED = replace(SOME, finite=False), replace(SOME, gradient="zero")
+NONE = replace(SOME, gradient="none", fault="mine.py:policy")
 
-def test_many_batches_in_a_row_are_a_divergence_and_single_ones_are_not() -> None:
-    divergence = Divergence()
-    for number in range(1, 4 * MOST):
-        divergence.check(Version(0, number), finite=number % MOST == 0)
-    divergence.check(Version(0, 100), finite=True)
-    for number in range(101, 100 + MOST):
-        divergence.check(Version(0, number), finite=False)
-    with raises(WeightsDiverged, version=f"0.{100 + MOST}"):
-        divergence.check(Version(0, 100 + MOST), finite=False)
+
+@pytest.mark.parametrize(
+    ("results", "ends"),
+    [
+        pytest.param([INFINITE] * 9, (8, WeightsDiverged), id="in a row"),
+        pytest.param([*[SOME] * 20, *[INFINITE] * 9], (28, WeightsDiverged), id="what was learnt before saves nothing"),
+        pytest.param([*[INFINITE] * 7, SOME] * 2, (10, WeightsDiverged), id="seven of eight"),
+        pytest.param([NONE] * 9, (8, ConfigError), id="a user's loss of zero"),
+        pytest.param([replace(INFINITE, fault="mine.py:policy")] * 9, (8, ConfigError), id="a user's NaN"),
+        pytest.param([INFINITE, NONE] * 5, (8, ConfigError), id="both"),
+        pytest.param([INFINITE] * 7, None, id="few"),
+        pytest.param([INFINITE, SOME] * 40, None, id="every second"),
+        pytest.param([CLIPPED] * 40, None, id="clipping is no fault"),
+    ],
+)
+def test_batches_that_give_no_gradient_end_the_run_once_they_are_too_many(
+    results: list[StepResult], ends: tuple[int, type[StreamRLError]] | None
+) -> None:
+    def ended(most: int) -> tuple[int, type[StreamRLError]] | None:
+        said: list[str] = []
+        divergence = Divergence(most, said.append)
+        for number, result in enumerate(results, 1):
+            try:
+                divergence.check(Version(0, number), result)
+            except StreamRLError as error:
+                assert error.values["version"] == str(Version(0, number))
+                return number, type(error)
+            # At the first and at each doubling.
+            assert bool(said) == any(one is not SOME for one in results[:number])
+        assert len(said) < 8
+        return None
+
+    assert ended(8) == ends
+    assert ended(0) is None
 
 
 @pytest.mark.parametrize(

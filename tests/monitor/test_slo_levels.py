@@ -92,7 +92,8 @@ def test_values_by_objective() -> None:
         "starvation": 0.5,
         "drop_rate": 0.25,
     }
-    assert OBJECTIVES == ("p95_age", "stream_lag_s", "versions_behind", "starvation", "drop_rate", "no_progress_s")
+    others = ("p95_age", "stream_lag_s", "versions_behind", "starvation", "drop_rate", "no_progress_s")
+    assert (*others, "logprob_float32", "logprob_bfloat16", "logprob_growth") == OBJECTIVES
 
 
 NAMES: list[tuple[str, dict[str, Any], str]] = [

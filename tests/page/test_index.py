@@ -355,7 +355,8 @@ def test_where_nothing_is_known_nothing_is_drawn(lengths: dict[str, tuple[int, .
     assert lengths_of(state) == {"bounds": [], "lines": [], "said": ""}
 
 
-BOUNDS = SloConfig(p95_age=4, stream_lag_s=0, starvation=0.5, drop_rate=0, no_progress_s=60)
+OFF = dict.fromkeys(("stream_lag_s", "drop_rate", "logprob_float32", "logprob_bfloat16", "logprob_growth"), 0.0)
+BOUNDS = SloConfig(p95_age=4, starvation=0.5, no_progress_s=60, **OFF)
 
 
 def test_objectives_have_lines_once_judged_and_the_worst_of_a_run_that_is_over(run: RunDir) -> None:

@@ -144,7 +144,7 @@ def test_columns_of_one_value_and_trained_tokens_in_each_span() -> None:
 
 
 def test_one_bad_log_prob_is_found_wherever_it_is() -> None:
-    for value, position in itertools.product((np.nan, np.inf, -np.inf, 0.5), (0, 2, 3)):
+    for value, position in itertools.product((np.nan, np.inf, -np.inf, 0.5, -1e30), (0, 2, 3)):
         logprobs = np.full(4, -0.5, np.float32)
         logprobs[position] = value
         with pytest.raises(SchemaError, match="finite log-probs"):

@@ -55,6 +55,15 @@ def config(kind: str) -> PretrainedConfig:
         return transformers.Gemma2Config(**_SHAPE, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=2.0)
     if kind == "qwen3-moe":
         return transformers.Qwen3MoeConfig(**_SHAPE, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+    if kind == "glm4-moe":
+        routed: dict[str, Any] = {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        }
+        return transformers.Glm4MoeConfig(**_SHAPE, moe_intermediate_size=24, **routed)
     if kind == "mamba":
         return transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
     raise ValueError(kind)

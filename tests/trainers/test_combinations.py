@@ -12,7 +12,7 @@ from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig, Rejecti
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Role
 from streamrl.config.tree import Config, OptimizerConfig, TasksConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
 from streamrl.trainers.factory import make_trainer
@@ -261,7 +261,7 @@ def test_users_functions_and_given_proximal_policies_count(tiny: Path, tmp_path:
     before = lead(trainer, make_batch())
     assert trainer.step(make_batch()).metrics["train/mine"] == pytest.approx(1.0, abs=0.1)
     assert lead(trainer, make_batch()) > before
-    with raises(TrainingError, function=named["short"]):
+    with raises(ConfigError, key="loss.policy", function=named["short"]):
         make(tiny, LossConfig(policy=named["short"])).step(make_batch())
     with raises(ConfigError, key="loss.policy", got="int"):
         make(tiny, LossConfig(policy=named["number"]))

@@ -18,9 +18,10 @@ from streamrl.bridges.slime.sample import Sample, SampleStatus
 from streamrl.config.loss import LossConfig
 from streamrl.config.slime_flags import loss_flags
 from streamrl.core.batches import STATUS_CODES, TrainBatch, sample_of_token
-from streamrl.errors import TrainingError
+from streamrl.errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
+_AGAIN = "mend the function; with the same batch it would return the same again"
 _STATUS = {code: SampleStatus(status) for status, code in STATUS_CODES.items()}
 
 
@@ -62,9 +63,10 @@ class _Rewards:
         """[T] of the whole batch."""
         given = self._function(self._args, _samples(batch))
         if not isinstance(given, tuple | list) or len(given) != 2 or any(np.shape(one) != (batch.num_samples,) for one in given):
-            raise TrainingError(
+            raise ConfigError(
                 f"expected {self._reference} to return (raw_rewards, rewards), a number for each of {batch.num_samples} samples, "
                 f"got {given!r:.80}",
+                hint=_AGAIN,
                 function=self._reference,
             )
         rewards_N = np.array([float(value) for value in given[1]], np.float64)
@@ -137,9 +139,10 @@ class _Advantages:
         lengths = [span.stop - span.start for span in spans]
         if given is None or [len(one) for one in given] != lengths:
             got = "none" if given is None else [len(one) for one in given][:8]
-            raise TrainingError(
+            raise ConfigError(
                 f"expected {self._reference} to set rollout_data['advantages'] to a tensor for each response, of lengths {lengths[:8]}, "
                 f"got {got}",
+                hint=_AGAIN,
                 function=self._reference,
             )
         found = np.zeros(batch.num_tokens)
@@ -187,8 +190,10 @@ def _correction(function: Callable[..., Any], reference: str) -> Callable[..., A
             response_lengths=lengths,
         )
         if not isinstance(returned, tuple | list) or len(returned) != 3 or not isinstance(returned[2], Mapping):
-            raise TrainingError(
-                f"expected {reference} to return (pg_loss, masks, metrics), the last one a table, got {returned!r:.80}", function=reference
+            raise ConfigError(
+                f"expected {reference} to return (pg_loss, masks, metrics), the last one a table, got {returned!r:.80}",
+                hint=_AGAIN,
+                function=reference,
             )
         given, new_masks, metrics = returned
         keep = _flat([torch.as_tensor(one, device=kept.device) for one in new_masks], reference, len(order), "masks")
@@ -204,13 +209,14 @@ def _correction(function: Callable[..., Any], reference: str) -> Callable[..., A
 
 
 def _flat(given: Any, reference: str, count: int, what: str) -> Any:
-    """[M] of a tensor or a list of them, one for each response; raises TrainingError for another number of values."""
+    """[M] of a tensor or a list of them, one for each response; raises ConfigError for another number of values."""
     import torch
 
     values = torch.cat(list(given)) if isinstance(given, list | tuple) else given
     if not isinstance(values, torch.Tensor) or values.shape != (count,):
-        raise TrainingError(
+        raise ConfigError(
             f"expected {reference} to return {what} of {count} tokens, got {getattr(values, 'shape', type(values).__name__)}",
+            hint=_AGAIN,
             function=reference,
         )
     return values

@@ -210,9 +210,9 @@ class Trial:
             staleness=torch.zeros(count, dtype=torch.int64),
             sequences=packed_sequences(batch, at),
         )
-        from streamrl.trainers.torch.terms import user_loss
+        from streamrl.trainers.torch.terms import UserLoss
 
-        loss, metrics = user_loss(SLIME + self._reference)(tokens, _LOSS)
+        loss, metrics = UserLoss(SLIME + self._reference)(tokens, _LOSS)
         shown = [round(value, 4) for value in loss.tolist()]
         if not all(map(math.isfinite, shown)):
             raise ConfigError(f"expected a finite loss of each token, got {shown}", key=self._key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from streamrl.engines.live_swap.memory import memory_key
+from streamrl.tensors.names import KEPT
 
 Make = Callable[[nn.Parameter], Tensor]
+_POSITIONS = re.compile(r"(^|_)(cos|sin|freqs?|slopes?|position)(_|$)")
+"""Names of tensors that come from the configuration alone."""
 
 
 def twin(model: nn.Module, make: Make) -> nn.Module:
@@ -72,6 +76,24 @@ def aliases(model: nn.Module) -> list[str]:
     """Tensors kept outside the parameters that share their memory: a flip of parameters would leave them behind."""
     storages = {memory_key(parameter) for parameter in model.parameters()}
     return [f"{path}.{key}" for path, module in model.named_modules() for key, tensor in _loose(module) if memory_key(tensor) in storages]
+
+
+def left_out(model: nn.Module) -> list[str]:
+    """Weights of the model that a version would not reach.
+
+    They are parameters that no version carries, and tensors that were computed from parameters when these were loaded, such as `w_kc` of
+    latent attention and `weight + 1` of a norm. Tables of positions are none.
+    """
+    storages = {memory_key(parameter) for parameter in model.parameters()}
+    found = [name for name, _ in model.named_parameters() if name.endswith(KEPT)]
+    for path, module in model.named_modules():
+        for key, tensor in (*_loose(module), *module.named_buffers(recurse=False)):
+            if _POSITIONS.search(key) or not tensor.is_floating_point() or not tensor.dim() or memory_key(tensor) in storages:
+                continue
+            if key == "weight" and bool((tensor == 1).all()):  # of a norm without one
+                continue
+            found.append(f"{path}.{key}".lstrip("."))
+    return list(dict.fromkeys(found))
 
 
 def _loose(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -66,7 +66,8 @@ class LocalModel:
         recording: what `step` says beside tokens.
 
     Raises:
-        ConfigError: no usable configuration in `model_dir`; `routed`, and it is no mixture of experts whose routers are known.
+        ConfigError: no usable configuration in `model_dir`; a model with weights that no version carries; `routed`, and it is no mixture
+            of experts whose routers are known.
         EngineError: an architecture that the cache cannot hold.
     """
 
@@ -94,6 +95,7 @@ class LocalModel:
         self._deterministic = deterministic
         dtype = dtype or (config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32)
         model = _empty_model(config, dtype, device)
+        _check_buffers(model, config)
         parameters = dict(model.named_parameters())
         known = supports(config, list(parameters))
         if forward == "functional" and not known:
@@ -250,6 +252,18 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
         model.tie_weights()
     cast(nn.Module, model).to(device).eval().requires_grad_(False)
     return model
+
+
+def _check_buffers(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """Refuse a model whose checkpoint has more than its parameters: a version is those, and the rest would be as the class makes it."""
+    saved = model.state_dict().keys()
+    if left := [name for name, one in model.named_buffers() if name in saved and one.is_floating_point() and one.dim()]:
+        raise ConfigError(
+            f"expected a model whose weights are its parameters, got a {config.model_type} with {left[0]}, which no version carries",
+            hint="the local engine would sample by another policy than the one that is trained; choose another model",
+            key="model.path",
+            tensor=left[0],
+        )
 
 
 def _bound(config: PretrainedConfig, parameters: Mapping[str, Tensor], *, fused: bool) -> list[Bound]:

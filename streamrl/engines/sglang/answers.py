@@ -12,7 +12,6 @@ Stop strings are looked for here, in the text of the tokens as they come: a serv
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.sglang.candidates import Likeliest, Masks
 from streamrl.engines.sglang.prefixes import prefix_key
 from streamrl.engines.texts import Decode, StopText
-from streamrl.engines.wire import MetaInfo, Result, spans_in
+from streamrl.engines.wire import MetaInfo, Result, logprob_problem, spans_in
 from streamrl.errors import EngineError, SchemaError
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import Sampling
@@ -189,9 +188,9 @@ class Row:
             # Aborted while it waited to be computed again: SGLang gives back its tokens, but not what it knows about them.
             fresh = 0
         ids = result.output_ids[len(result.output_ids) - fresh :] if fresh > 0 else []
-        logprobs = self._logprobs(meta, len(ids))
-        if len(ids) != max(0, fresh) or len(logprobs) != len(ids):
-            raise self._wrong(f"{max(0, fresh)} new tokens with log-probs", f"{len(ids)} tokens and {len(logprobs)} log-probs")
+        if len(ids) != max(0, fresh):
+            raise self._wrong(f"{max(0, fresh)} new tokens", f"{len(ids)} tokens")
+        logprobs = self._logprobs(meta, ids)
         spans = self._spans(meta, len(ids))
         stop = next((at for at, token in enumerate(ids) if self._ends(token)), None)
         if stop is not None:
@@ -240,12 +239,19 @@ class Row:
             )
         return kind
 
-    def _logprobs(self, meta: MetaInfo, count: int) -> list[float]:
-        drawn_from = [row[0] for row in meta.output_token_logprobs or ()]
-        if self._restricted:
-            drawn_from = list(meta.output_token_sampling_logprobs or ())
-        newest = drawn_from[max(0, len(drawn_from) - count) :] if count else []
-        return [value for value in newest if value is not None and math.isfinite(value)]
+    def _logprobs(self, meta: MetaInfo, ids: Sequence[int]) -> list[float]:
+        """Read those of the newest tokens, `ids`. SGLang says of which token each is before anything was cut off, and not after."""
+        said: Sequence[tuple[float | None, int, Any]] = meta.output_token_logprobs or ()
+        newest = said[len(said) - len(ids) :] if ids else ()
+        if self._restricted and ids:
+            values = meta.output_token_sampling_logprobs or ()
+            if len(newest) == len(ids) <= len(values):
+                newest = [(value, row[1], None) for value, row in zip(values[len(values) - len(ids) :], newest, strict=True)]
+            else:
+                newest = ()
+        if problem := logprob_problem(ids, newest):
+            raise self._wrong(f"{len(ids)} new tokens with their log-probs", problem)
+        return [value for value, _, _ in newest if value is not None]
 
     def _spans(self, meta: MetaInfo, count: int) -> tuple[VersionSpan, ...]:
         if not count:

@@ -61,7 +61,7 @@ async def connect_host(server: SglangServer, config: EngineConfig, model_dir: Pa
     )
     try:
         ranks = await host.hello()
-        problem = _problem(ranks, wanted) or await _unstamped(server.client)
+        problem = problem_of(ranks, wanted) or await _unstamped(server.client)
         if not problem:
             detail = {"swap": ranks[0].swap, "why": ranks[0].why, "buffer_bytes": ranks[0].buffer_nbytes, "graphs_s": ranks[0].graphs_s}
             logger.info("event=sglang_swap engine=%s swap=%s why=%s ranks=%d", engine, ranks[0].swap, ranks[0].why, len(ranks))
@@ -80,7 +80,7 @@ async def connect_host(server: SglangServer, config: EngineConfig, model_dir: Pa
     return stock
 
 
-def _problem(ranks: tuple[Rank, ...], wanted: str) -> str:
+def problem_of(ranks: tuple[Rank, ...], wanted: str) -> str:
     """Why the ranks cannot swap as wanted; empty if they can."""
     ways = {rank.swap for rank in ranks}
     if len(ways) > 1:

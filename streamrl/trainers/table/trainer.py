@@ -19,7 +19,16 @@ import numpy.typing as npt
 
 from streamrl.algorithms.batch_metrics import ratio_metrics, step_means, weight_metrics
 from streamrl.algorithms.estimators import needed_scores
-from streamrl.algorithms.objective import Objective, Scores, answer_probability, check_batch, logprob_differences, make_objective
+from streamrl.algorithms.objective import (
+    SOME,
+    Objective,
+    Scores,
+    answer_probability,
+    check_batch,
+    judge_gradient,
+    logprob_differences,
+    make_objective,
+)
 from streamrl.algorithms.step_size import rollout_ess, scaled_rate
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, OptimizerConfig, TrainerConfig
@@ -126,7 +135,17 @@ class TableTrainer:
             metrics |= candidate_metrics(batch, support=self._replays, likeliest=False)
             metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
         tokens = None if batch.kind == "sft" else TokenValues(logprobs, used)
-        return StepResult(digest=self.digest(), metrics={**objective.metrics, **metrics}, finite=finite, score=score, tokens=tokens)
+        learns = finite and batch.kind == "rl"
+        gradient, fault = judge_gradient(batch, objective, self._loss, [row["train/grad_norm"] for row in rows]) if learns else (SOME, "")
+        return StepResult(
+            digest=self.digest(),
+            metrics={**objective.metrics, **metrics},
+            finite=finite,
+            gradient=gradient,
+            fault=fault,
+            score=score,
+            tokens=tokens,
+        )
 
     def digest(self) -> str:
         """See `Trainer.digest`."""

@@ -26,6 +26,8 @@ from streamrl.trainers.activations import GIB
 SAMPLER_ERROR = "train/float32_sampler_abs_diff_max"
 TRAINER_ERROR = "train/float32_trainer_abs_diff_max"
 """Greatest distance of either's log-probs from those in float32, in the rollout where the two are furthest apart."""
+GLANCE = 8
+"""Rollouts that are scored again where nobody asked for any."""
 FORWARD_BYTES = 2 << 30
 """What a forward pass over one rollout takes besides, about."""
 
@@ -38,8 +40,10 @@ class Recheck:
 
     Args:
         parameters: of the model.
-        samples: of each batch that are scored again; 0: nothing is kept and nothing done.
+        samples: of each batch that are scored again; 0: see `every`.
         versions: how many are kept, that being trained from included: one more than the oldest age to be scored.
+        every: with `samples` 0, one version in so many is kept in the host's memory, until a batch has samples of it, of which `GLANCE` are
+            scored again: else nothing would be known in a run in which samples are always older than the newest weights. 0: none is.
         widen: the model also runs in float32; one rollout of each batch is scored so, which takes a float32 copy for a moment. One that is
             cut into parts, which are float32, runs in one type alone.
         written: called when what is in the parameters' place has changed.
@@ -53,6 +57,7 @@ class Recheck:
         *,
         samples: int,
         versions: int,
+        every: int = 0,
         widen: bool = True,
         written: Callable[[], None] = lambda: None,
         free_bytes: Callable[[], int] | None = None,
@@ -60,6 +65,8 @@ class Recheck:
         self._parameters = [parameter for _, parameter in parameters]
         self._samples = samples
         self._versions = versions
+        self._every = every
+        self._bytes = sum(parameter.numel() * parameter.itemsize for parameter in self._parameters) + FORWARD_BYTES
         self._widen = widen and any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in self._parameters)
         self._written = written
         self._free_bytes = free_bytes
@@ -71,19 +78,37 @@ class Recheck:
     def keep(self, number: int) -> None:
         """Copy the parameters, which are those of version `number`, and forget what is too old, or newer and from before a restart."""
         if self._samples == 0:
+            if any(not 0 <= number - n < self._versions for n in self._kept):
+                self._kept = {}
+            if self._every and self._versions > 1 and number % self._every == 0:
+                self._kept = {number: [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]}
             return
         self._kept = {n: copies for n, copies in self._kept.items() if number - self._versions < n < number}
         self._kept[number] = [parameter.detach().clone() for parameter in self._parameters]
 
+    def glance(self, batch: TrainBatch, score: Score) -> dict[str, float]:
+        """See `measure`, of the version that is kept where nobody asked for any; then it is let go."""
+        if self._samples or not self._kept:
+            return {}
+        if self._free_bytes is not None and self._free_bytes() < self._bytes:
+            return {}
+        found = self._measure(batch, score, GLANCE)
+        if found:
+            self._kept = {}
+        return found
+
     def measure(self, batch: TrainBatch, score: Score) -> dict[str, float]:
         """Distances over the trained tokens of the chosen samples (see `distances`); nothing where no sample can be scored."""
+        return self._measure(batch, score, self._samples) if self._samples else {}
+
+    def _measure(self, batch: TrainBatch, score: Score, count: int) -> dict[str, float]:
         number = batch.version.number
         ages_N = single_age(batch)
         known = [age for age in np.unique(ages_N) if number - int(age) in self._kept]
         eligible = np.flatnonzero(np.isin(ages_N, known))
-        if self._samples == 0 or len(eligible) == 0:
+        if len(eligible) == 0:
             return {}
-        chosen = eligible[np.unique(np.linspace(0, len(eligible) - 1, self._samples).astype(np.int64))]
+        chosen = eligible[np.unique(np.linspace(0, len(eligible) - 1, count).astype(np.int64))]
         sample_T = sample_of_token(batch)
         wanted = batch.loss_mask & np.isfinite(batch.sampler_logprobs) & np.isin(sample_T, chosen)
         if not wanted.any():
@@ -92,11 +117,12 @@ class Recheck:
         for age in np.unique(ages_N[chosen]):
             samples = chosen[ages_N[chosen] == age]
             of_age = wanted & np.isin(sample_T, samples)
-            with self._in_place(self._kept[number - int(age)]):
+            kept = self._kept[number - int(age)]
+            with self._in_place([one.to(parameter.device) for one, parameter in zip(kept, self._parameters, strict=True)]):
                 found[of_age] = score(batch, of_age, samples)[of_age]
         distance_T = np.where(wanted, np.abs(found - batch.sampler_logprobs), -1.0)
-        metrics = distances(distance_T[wanted], batch.sampler_logprobs[wanted])
-        if self._widen and self._has_room():
+        metrics = distances(batch, distance_T, wanted)
+        if self._samples and self._widen and self._has_room():
             furthest = sample_T[[distance_T.argmax()]]
             metrics |= self._against_float32(batch, furthest, found, score, number - int(ages_N[furthest[0]]))
         return metrics

@@ -31,26 +31,35 @@ from torch import Tensor
 
 from streamrl.algorithms.groups import rollout_of_sample
 from streamrl.algorithms.objective import Objective
-from streamrl.config.plugins import resolve
+from streamrl.config.plugins import named_failures, resolve
 from streamrl.config.slime_flags import loss_flags
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token, samples_at
 from streamrl.core.packing import Indices, MicroBatch
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import ConfigError
 from streamrl.trainers.torch.language_model import LanguageModel
+from streamrl.trainers.torch.terms import PASSED
+
+_KEY = "loss.slime_loss"
 
 
 class SlimeLoss:
     """Calls the function that `loss.slime_loss` names, micro-batch by micro-batch; raises ConfigError when there is none."""
 
     def __init__(self, loss: LossConfig) -> None:
-        self._name = loss.slime_loss
+        self.reference = self._name = loss.slime_loss
         self._function: Any = resolve(loss.slime_loss, what="loss", key="loss.slime_loss")
         if not callable(self._function):
             raise ConfigError(
                 f"loss.slime_loss = {self._name!r} must name a function, got a {type(self._function).__name__}", key="loss.slime_loss"
             )
         self._args = slime_args(loss)
+        self._counts = torch.zeros(2, dtype=torch.float64)
+
+    def take(self) -> Tensor:
+        """[2] of the calls since this was asked last: losses that are not 0, and gradients that are not finite."""
+        found, self._counts = self._counts, torch.zeros(2, dtype=torch.float64)
+        return found
 
     def wanted(self, batch: TrainBatch, trained: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """[T] all tokens, but each sample's first one, up to the last trained one of each sample that has any."""
@@ -70,7 +79,7 @@ class SlimeLoss:
             The metrics' sums, and the log-probs of its trained tokens with their indices in the batch.
 
         Raises:
-            TrainingError: the function gives no scalar loss, or a metric that is no number.
+            ConfigError: the function gives no scalar loss, one without a gradient, or a metric that is no number.
         """
         order = np.argsort(micro.target)
         target = micro.target[order]
@@ -86,15 +95,15 @@ class SlimeLoss:
 
         packed = logits.new_zeros(len(layout.tokens), logits.shape[1])
         packed = packed.index_copy(0, torch.from_numpy(layout.positions - 1).to(logits.device), logits)[None]
-        loss, metrics = self._function(self._args, data, packed, sum_of_sample_mean)
+        learns = torch.is_grad_enabled()
+        with named_failures(self._name, _KEY, passed=PASSED), torch.set_grad_enabled(learns):
+            loss, metrics = self._function(self._args, data, packed, sum_of_sample_mean)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise TrainingError(
-                f"expected {self._name} to return a scalar loss and metrics, got {loss!r} for the loss",
-                function=self._name,
-                got=type(loss).__name__,
+            raise self._wrong(
+                "a scalar loss and metrics", f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             )
-        if torch.is_grad_enabled():
-            (loss.sum() / rollouts).backward()
+        if learns:
+            self._learn(loss.sum() / rollouts, logits)
         sums = {self._metric(name): self._number(name, value) / rollouts for name, value in metrics.items()}
         sums |= {"train/loss": float(loss.detach()) / rollouts, "train/nonfinite_tokens": float(layout.dropped)}
         trained = layout.trained
@@ -110,9 +119,28 @@ class SlimeLoss:
         try:
             return float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TrainingError(
-                f"expected {self._name} to return numbers as metrics, got {value!r} for {name}", function=self._name, metric=name
-            ) from error
+            raise self._wrong("numbers as metrics", f"{value!r} for {name}", metric=name) from error
+
+    def _learn(self, loss: Tensor, logits: Tensor) -> None:
+        """Take the loss's gradient, which must reach the logits."""
+        reached: list[Tensor] = []
+        handle = logits.register_hook(lambda gradient: reached.append(torch.isfinite(gradient).all()))
+        if loss.requires_grad:
+            loss.backward()
+        handle.remove()
+        if not reached:
+            raise self._wrong("a loss with a gradient, made of the logits", "one that does not depend on them")
+        self._counts += torch.tensor([float(loss.detach() != 0), float(not all(reached))], dtype=torch.float64)
+
+    def _wrong(self, expected: str, got: str, **values: Any) -> ConfigError:
+        return ConfigError(
+            f"expected {self._name} to return {expected}, got {got}",
+            hint="see docs/algorithms.md for what such a loss returns; it would return the same again",
+            key=_KEY,
+            function=self._name,
+            got=got,
+            **values,
+        )
 
 
 class _Layout:
@@ -142,7 +170,8 @@ class _Layout:
         scores, device = objective.scores, like.device
 
         def spread(values_T: npt.NDArray[np.floating]) -> list[Tensor]:
-            return [torch.as_tensor(values_T[span], dtype=like.dtype, device=device) for span in self.spans]
+            # Copies: what a function writes to them stays out of the batch.
+            return [torch.tensor(values_T[span], dtype=like.dtype, device=device) for span in self.spans]
 
         ids = torch.from_numpy(self.tokens.astype(np.int64)).to(device)
         found: dict[str, Any] = {

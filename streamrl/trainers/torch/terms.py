@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,19 +14,22 @@ from streamrl.algorithms.choices import Decision
 from streamrl.algorithms.corrections import correct, drop_nonfinite, log_linear_proximal
 from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.kl import kl_loss
-from streamrl.algorithms.objective import Objective
-from streamrl.algorithms.policy import PolicyLoss, PolicyTokens
+from streamrl.algorithms.objective import SOME, Gradient, Objective
+from streamrl.algorithms.policy import PolicyTokens
 from streamrl.algorithms.policy_losses import sft
 from streamrl.algorithms.sequences import Selected, packed_sequences
 from streamrl.config.loss import CorrectionConfig
-from streamrl.config.plugins import resolve
+from streamrl.config.plugins import named_failures, resolve
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import Indices
-from streamrl.errors import ConfigError, TrainingError
+from streamrl.errors import ConfigError
 from streamrl.tensors.transfer import on_device
 
 DROPPED = "train/nonfinite_tokens"
+PASSED = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors of the device that a user's function may be in when they are raised."""
+_POLICY = "loss.policy"
 
 
 class Sums(NamedTuple):
@@ -87,6 +91,10 @@ class Updated(NamedTuple):
     """[T] what the policy loss of the trained tokens was multiplied by."""
     factor: float
     """What normalisation multiplied these weights by."""
+    gradient: Gradient = SOME
+    """See `StepResult`."""
+    fault: str = ""
+    """See `StepResult`."""
 
 
 def demonstration_terms(logprobs: Tensor, entropy: Tensor) -> Terms:
@@ -191,27 +199,79 @@ def policy_terms(
     return Terms(loss, {"train/loss": loss.detach(), **named, "train/entropy_loss": entropy.detach()}, correction.weights, dropped)
 
 
-def user_loss(reference: str) -> PolicyLoss:
-    """The function that `loss.policy` names, checked for [M] results; raises ConfigError where it names none."""
-    found: Any = resolve(reference, what="policy loss", key="loss.policy")
-    function: PolicyLoss = found
-    if not callable(found):
-        raise ConfigError(
-            f"loss.policy = {reference!r} must name a function, got a {type(found).__name__}", key="loss.policy", got=type(found).__name__
+class UserLoss:
+    """Calls the function that `loss.policy` names, and counts what it gives: a `PolicyLoss` that checks another.
+
+    The function cannot leave autograd off behind it.
+
+    Args:
+        reference: the function.
+
+    Raises:
+        ConfigError: there is none. So do calls whose results are of no use, with the function's name.
+    """
+
+    def __init__(self, reference: str) -> None:
+        self.reference = reference
+        found: Any = resolve(reference, what="policy loss", key=_POLICY)
+        if not callable(found):
+            raise ConfigError(
+                f"loss.policy = {reference!r} must name a function, got a {type(found).__name__}", key=_POLICY, got=_type(found)
+            )
+        self._function = found
+        self._counts: list[Tensor] = []
+
+    def __call__(self, tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
+        learns = torch.is_grad_enabled()
+        inputs = {name: value for name, value in tokens._asdict().items() if isinstance(value, Tensor)}
+        versions = {name: value._version for name, value in inputs.items()}
+        with named_failures(self.reference, _POLICY, passed=PASSED), torch.set_grad_enabled(learns):
+            given = self._function(tokens, config)
+        if written := next((name for name, value in inputs.items() if value._version != versions[name]), ""):
+            raise self._wrong("a loss without writing to what it is given", f"another tokens.{written}")
+        shape = tokens.logprobs.shape
+        if not (isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[1], Mapping)):
+            raise self._wrong("a loss and a table of metrics", _type(given))
+        loss, metrics = cast("tuple[Any, Mapping[str, Any]]", given)
+        for name, value in {"the loss": loss, **metrics}.items():
+            if not isinstance(value, Tensor) or value.shape != shape:
+                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else _type(value)
+                raise self._wrong(f"tensors of shape {tuple(shape)}", f"{got} for {name}")
+        if learns:
+            self._count(loss, tokens)
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def take(self) -> Tensor:
+        """[2] float64, of the calls since this was asked last: tokens with a loss, and tokens whose gradient is not finite."""
+        found = torch.stack(self._counts).sum(0).cpu() if self._counts else torch.zeros(2, dtype=torch.float64)
+        self._counts = []
+        return found
+
+    def _count(self, loss: Tensor, tokens: PolicyTokens) -> None:
+        inputs = [one for one in (tokens.logprobs, tokens.entropy) if one is not None and one.requires_grad]
+        slopes: Sequence[Tensor | None] = ()
+        if loss.requires_grad:
+            slopes = cast("Sequence[Tensor | None]", torch.autograd.grad(loss.sum(), inputs, retain_graph=True, allow_unused=True))
+        found = [slope for slope in slopes if slope is not None]
+        if not found:
+            raise self._wrong("a loss with a gradient, made of tokens.logprobs", "one that does not depend on them")
+        mask = tokens.sequences.mask
+        broken = torch.stack([~torch.isfinite(slope) for slope in found]).any(0) & mask
+        spoken = (loss.detach() != 0) & mask
+        self._counts.append(torch.stack([spoken.sum(), broken.sum()]).double())
+
+    def _wrong(self, expected: str, got: str) -> ConfigError:
+        return ConfigError(
+            f"expected {self.reference} to return {expected}, got {got}",
+            hint="see docs/algorithms.md for what a policy loss returns; it would return the same again",
+            key=_POLICY,
+            function=self.reference,
+            got=got,
         )
 
-    def checked(tokens: PolicyTokens, config: LossConfig) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = function(tokens, config)
-        if loss.shape != tokens.logprobs.shape or any(value.shape != loss.shape for value in metrics.values()):
-            shapes = [tuple(value.shape) for value in (loss, *metrics.values())]
-            raise TrainingError(
-                f"expected {reference} to return a loss and metrics of shape {tuple(tokens.logprobs.shape)}, got {shapes}",
-                function=reference,
-                got=shapes,
-            )
-        return loss, metrics
 
-    return checked
+def _type(value: object) -> str:
+    return type(value).__name__
 
 
 def weight_factor(batch: TrainBatch, objective: Objective, correction: CorrectionConfig) -> float:

@@ -15,7 +15,7 @@ import torch
 
 from streamrl.algorithms.batch_metrics import ratio_metrics, weight_metrics
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
-from streamrl.algorithms.objective import Objective, answer_probability, check_batch, logprob_differences
+from streamrl.algorithms.objective import DISTANCE, Objective, answer_probability, check_batch, logprob_differences
 from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
@@ -52,6 +52,8 @@ from streamrl.trainers.torch.terms import DROPPED, Updated
 from streamrl.trainers.torch.update import Update
 from streamrl.weights.protocol import Shard
 
+GLANCE_EVERY, GLANCE_EVERY_GPU = 16, 64
+"""Versions of which one is kept to be scored again (`Recheck`): on a GPU it is copied to the host and back."""
 COPY_WAIT = "perf/checkpoint_wait_s"
 """Metric of the time that the optimizer waited for a checkpoint's copies."""
 
@@ -158,6 +160,7 @@ class TorchTrainer:
             self.parameters,
             samples=trainer.check_logprobs,
             versions=recheck_versions,
+            every=(GLANCE_EVERY_GPU if cuda else GLANCE_EVERY) if policy is None and not self._parallel.sharded else 0,
             widen=widen,
             written=self.policy.forget,
             free_bytes=self._parallel.free_bytes if cuda else None,
@@ -246,6 +249,8 @@ class TorchTrainer:
             metrics=metrics,
             times=times,
             finite=bool(finite),
+            gradient=done.gradient,
+            fault=done.fault,
             score=score,
             reference=reference,
             micro_tokens=self.update.budget,
@@ -364,9 +369,13 @@ class TorchTrainer:
             **{name: rollout_mean(values.astype(np.float64), mask, owner) for name, values in arrays.items()},
             **ratio_metrics(batch, before),
             **({} if self._loss.slime_loss else weight_metrics(batch, done.weights, factor=done.factor)),
-            **logprob_differences(batch, before),
-            **self._recheck.measure(batch, self._logprobs),
+            **self._distances(batch, before),
         }
+
+    def _distances(self, batch: TrainBatch, before: npt.NDArray[np.floating]) -> dict[str, float]:
+        """Measure how far the sampler was away with the same weights: in samples of the newest, in those that are asked for, or a few."""
+        found = logprob_differences(batch, before) | self._recheck.measure(batch, self._logprobs)
+        return found if DISTANCE in found else found | self._recheck.glance(batch, self._logprobs)
 
     def _settle(self) -> None:
         """Before parameters and moments are written: let copies of them be complete."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from streamrl.algorithms.batch_metrics import step_means
 from streamrl.algorithms.choices import Decision, decide, decides
 from streamrl.algorithms.kl_coefficient import adapted, coefficient, decayed, measured_kl, with_factor
-from streamrl.algorithms.objective import Objective, Scores, make_objective, needed_roles
+from streamrl.algorithms.objective import SOME, Gradient, Objective, Scores, judge_gradient, make_objective, needed_roles
 from streamrl.algorithms.optimal_baselines import token_energies
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.step_size import rollout_ess, scaled_rate
@@ -44,10 +44,10 @@ from streamrl.trainers.torch.terms import (
     Sums,
     Told,
     Updated,
+    UserLoss,
     demonstration_terms,
     policy_terms,
     policy_tokens,
-    user_loss,
     weight_factor,
 )
 
@@ -121,8 +121,10 @@ class Update:
                 key="trainer.routing_replay",
             )
         policy.routers.replays = trainer.routing_replay
-        self._policy_loss = user_loss(loss.policy) if is_function(loss.policy) else policy_loss
+        mine = UserLoss(loss.policy) if is_function(loss.policy) else None
+        self._policy_loss = mine or policy_loss
         self._slime = SlimeLoss(loss) if loss.slime_loss else None
+        self._users = self._slime or mine
 
     def prepare(self, batch: TrainBatch) -> Objective:
         """Score what the loss needs of each model at the trained tokens, and make the batch's objective of it; raises TrainingError."""
@@ -239,7 +241,17 @@ class Update:
         if policy.device.type == "cuda":
             torch.cuda.current_stream(policy.device).synchronize()  # the last optimizer step may be on its way
         self.times["perf/actor_train_time"] = time.perf_counter() - start_s
-        return Updated(metrics, finite, self._everyones(all_logprobs), self._everyones(all_weights), factor)
+        gradient, fault = self._judge(batch, objective, rows, finite=finite) if learns and batch.kind == "rl" else (SOME, "")
+        return Updated(metrics, finite, self._everyones(all_logprobs), self._everyones(all_weights), factor, gradient, fault)
+
+    def _judge(self, batch: TrainBatch, objective: Objective, rows: Sequence[Mapping[str, float]], *, finite: bool) -> tuple[Gradient, str]:
+        """Tell what became of the gradient of a batch's optimizer steps, and what a function of the user's has to do with it."""
+        users = self._users
+        spoken, broken = (1.0, 0.0) if users is None else self._parallel.sum(users.take()).tolist()
+        if users is not None and not finite:
+            return SOME, f"{users.reference} has given a gradient that is not finite" if broken else ""
+        norms = [row["train/grad_norm"] for row in rows]
+        return judge_gradient(batch, objective, self._loss, norms, spoken=spoken > 0) if finite else (SOME, "")
 
     def discard(self) -> None:
         """Forget what has been summed of a batch that is begun again."""

@@ -58,6 +58,9 @@ def saved(name: str) -> Arguments:
 
 QWEN3_4B: Arguments = {**FORM, **saved("Qwen3-4B"), **ROLLOUT, **EVAL, **PERF, **GRPO, **ADAM, **SGLANG, **MISC, **ONE_NODE}
 MIXTURE = flags("--tensor-model-parallel-size 4 --expert-model-parallel-size 8 --max-tokens-per-gpu 20480")
+ROUTER_BIAS = flags("--moe-router-score-function sigmoid --moe-router-enable-expert-bias")
+LATENT = flags("--multi-latent-attention --kv-lora-rank 512 --qk-pos-emb-head-dim 64 --v-head-dim 128")
+UNREACHED = ("--moe-router-enable-expert-bias", "--multi-latent-attention")
 FILTERED = flags(
     """--rollout-batch-size 128 --over-sampling-batch-size 256
     --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std --num-steps-per-rollout 4"""
@@ -152,17 +155,22 @@ RECIPES: dict[str, Recipe] = {
         without(QWEN3_4B, "global-batch-size", "attention-backend")
         | OFFLOADED
         | MIXTURE
+        | ROUTER_BIAS
+        | LATENT
         | FILTERED
         | flags(
             """--rm-type math --rollout-max-response-len 4096 --eval-max-response-len 4096 --max-tokens-per-gpu 8192
             --rollout-num-gpus-per-engine 8 --moe-enable-deepep --moe-token-dispatcher-type flex"""
         ),
         (128, 8, 4, 3000),
+        refused=UNREACHED,
         keys=(("tasks.drop_zero_variance", True), ("producer.concurrency", 256), ("trainer.minibatches", 4)),
     ),
     "deepseek-r1": Recipe(
         without(QWEN3_4B, "global-batch-size")
         | OFFLOADED
+        | ROUTER_BIAS
+        | LATENT
         | FILTERED
         | flags(
             """--rollout-max-response-len 32768 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 4
@@ -172,7 +180,7 @@ RECIPES: dict[str, Recipe] = {
             --actor-num-nodes 16"""
         ),
         (128, 8, 4, 3000),
-        refused=("--rollout-num-gpus-per-engine", "--decoder-last-pipeline-num-layers"),
+        refused=("--rollout-num-gpus-per-engine", "--decoder-last-pipeline-num-layers", *UNREACHED),
         keys=(("ray.address", "auto"), ("trainer.ranks", 128), ("trainer.experts", 32)),
     ),
     "qwen3-235b-a22b": Recipe(
@@ -192,6 +200,8 @@ RECIPES: dict[str, Recipe] = {
     "glm4.7-30b-a3b": Recipe(
         QWEN3_4B
         | OFFLOADED
+        | ROUTER_BIAS
+        | LATENT
         | flags(
             """--rollout-batch-size 128 --global-batch-size 1024 --rollout-max-response-len 32768 --kl-coef 0.00
             --pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 4
@@ -200,7 +210,7 @@ RECIPES: dict[str, Recipe] = {
             --sglang-max-running-requests 512 --eval-temperature 1.0"""
         ),
         (128, 8, 1, 3000),
-        refused=("--decoder-last-pipeline-num-layers", "--enable-mtp-training", "--mtp-loss-scaling-factor"),
+        refused=("--decoder-last-pipeline-num-layers", "--enable-mtp-training", "--mtp-loss-scaling-factor", *UNREACHED),
         keys=(("engine.slots", 512), ("engine.sglang.flags.speculative_algorithm", "EAGLE")),
     ),
     "qwen3-30b-a3b-fsdp": Recipe(

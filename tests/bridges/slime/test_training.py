@@ -13,7 +13,7 @@ from streamrl.algorithms.policy import PolicyTokens
 from streamrl.algorithms.sequences import packed_sequences
 from streamrl.config.loss import CorrectionConfig, LossConfig
 from streamrl.core.batches import TrainBatch
-from streamrl.trainers.torch.terms import user_loss
+from streamrl.trainers.torch.terms import UserLoss
 
 NONE = CorrectionConfig(kind="none")
 
@@ -64,7 +64,7 @@ def test_truncated_weights_are_those_of_the_closed_form(hooks: Path) -> None:
         staleness=torch.zeros(7, dtype=torch.int64),
         sequences=packed_sequences(given, at),
     )
-    loss, metrics = user_loss(f"slime:{hooks}:truncated")(tokens, LossConfig(correction=CorrectionConfig(kind="none", high=2.0)))
+    loss, metrics = UserLoss(f"slime:{hooks}:truncated")(tokens, LossConfig(correction=CorrectionConfig(kind="none", high=2.0)))
     # -A min(exp d, 2): exp 1.5 is beyond it, exp 0.1 = 1.1052, exp -2.5 = 0.0821
     weights = np.minimum(np.exp(difference.numpy()), 2.0)
     np.testing.assert_allclose(loss.detach().numpy(), -np.arange(1.0, 8.0) * weights, rtol=1e-12)
@@ -81,7 +81,7 @@ def test_tokens_that_are_masked_have_no_loss_and_no_gradient(hooks: Path) -> Non
     same = {"proximal": logprobs.detach(), "sampler": logprobs.detach(), "advantages": torch.ones(7)}
     ages = torch.zeros(7, dtype=torch.int64)
     tokens = PolicyTokens(logprobs=logprobs, staleness=ages, sequences=packed_sequences(given, at), **same)
-    loss, _ = user_loss(f"slime:{hooks}:masks_first")(tokens, LossConfig(correction=NONE))
+    loss, _ = UserLoss(f"slime:{hooks}:masks_first")(tokens, LossConfig(correction=NONE))
     loss.sum().backward()
     # The first trained token of each of the samples of 2, 2, 1 and 2.
     assert loss.tolist() == [0.0, -1.0, 0.0, -1.0, 0.0, 0.0, -1.0]

@@ -10,11 +10,11 @@ _FORM = """
     rotary-interleaved rotary-scaling-factor use-rope-scaling rope-scaling-factor rope-type rotary-seq-len-interpolation-factor
     vocab-size padded-vocab-size make-vocab-size-divisible-by disable-bias-linear add-bias-linear add-qkv-bias swiglu squared-relu
     openai-gelu seq-length decoder-seq-length max-position-embeddings untie-embeddings-and-output-weights no-position-embedding
-    tokenizer-type tokenizer-model apply-layernorm-1p init-method-std window-size softmax-type glu-linear-offset activation-func-clamp-value
+    tokenizer-type tokenizer-model  init-method-std window-size softmax-type glu-linear-offset activation-func-clamp-value
     num-experts moe-layer-freq moe-ffn-hidden-size moe-router-topk moe-router-pre-softmax moe-router-score-function
-    moe-router-enable-expert-bias moe-router-num-groups moe-router-group-topk moe-router-topk-scaling-factor moe-router-topk-limited-devices
+    moe-router-num-groups moe-router-group-topk moe-router-topk-scaling-factor moe-router-topk-limited-devices
     moe-shared-expert-intermediate-size moe-shared-expert-gate first-k-dense-replace post-self-attn-layernorm post-mlp-layernorm
-    multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim beta-fast beta-slow
+    q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale mscale-all-dim beta-fast beta-slow
     attention-output-gate use-gated-attention linear-attention-freq linear-conv-kernel-dim linear-key-head-dim linear-value-head-dim
     linear-num-key-heads linear-num-value-heads mtp-num-layers megatron-to-hf-mode
 """
@@ -32,6 +32,9 @@ _EXACT = """
     no-query-key-layer-scaling
 """
 
+_UNREACHED = "cannot run: SGLang has {} of such a model outside of what a version carries"
+_ANOTHER = 'another model; if it is left out, set engine.sglang.swap = "pause", which has not been tried'
+
 
 def _flags(names: str) -> tuple[str, ...]:
     return tuple(f"--{name}" for name in names.split())
@@ -48,6 +51,9 @@ MODEL: tuple[Flag, ...] = (
     *refused("float16 is not trained", "--bf16", "--fp16"),
     *refused("numbers of 8 and 4 bits are not trained", "--bf16", "--fp8-format", "--fp8-recipe", "--fp8-param-gather", "--fp4-format"),
     *refused("low-rank adapters are not trained", "all parameters are", "--lora-rank", "--lora-alpha", "--lora-path"),
+    *refused(_UNREACHED.format("e_score_correction_bias"), _ANOTHER, "--moe-router-enable-expert-bias"),
+    *refused(_UNREACHED.format("w_kc and w_vc"), _ANOTHER, "--multi-latent-attention"),
+    *refused(_UNREACHED.format("weight + 1 of each norm"), _ANOTHER, "--apply-layernorm-1p"),
     *refused("routers are trained", "leave it out", "--moe-router-freeze-gate", "--freeze-moe-router"),
     *refused("tokens are not dropped by capacity", "leave it out", "--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity"),
 )

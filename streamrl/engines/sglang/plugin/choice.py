@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from streamrl.engines.live_swap.messages import Settings
-from streamrl.engines.live_swap.model import aliases
+from streamrl.engines.live_swap.model import aliases, left_out
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -51,6 +52,17 @@ def _obstacle(model_runner: Any) -> str:
     packed = [name for name, module in model_runner.model.named_modules() if getattr(module, "use_intel_amx_backend", False)]
     if packed:
         return f"weights packed for the processor's matrix unit ({packed[0]} ...)"
+    return _untrue(model_runner.model)
+
+
+def _untrue(model: nn.Module) -> str:
+    """Why what is copied to the parameters would not be all that is served, though its digest agreed; empty if it would."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "quant_method", None), "use_flashinfer_trtllm_moe", False):
+            return f"{name} has its experts in the order of flashinfer_trtllm: set another moe_runner_backend"
+    if found := left_out(model):
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        return f"a version does not reach {found[0]}{more}: loaded once or computed from weights when they are loaded"
     return ""
 
 
