@@ -137,17 +137,17 @@ def test_status_says_what_there_is(stopped_run: RunDir, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "run demo was not running\n"
 
 
-def test_status_of_no_runs_says_how_to_start_one(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_and_how_to_start_a_run_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0
     assert "streamrl up" in capsys.readouterr().out
     assert main(["status", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
-
-
-def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"streamrl {__version__}\n")
+    assert main(["up", "a\x1b[2Jb.toml"]) == 1
+    err = capsys.readouterr().err
+    assert "a\N{MIDDLE DOT}[2Jb.toml\nhint: " in err and "\x1b" not in err
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,3 @@ def test_a_run_whose_start_was_killed_is_no_run_and_can_be_stopped(place: Path, 
     assert "`streamrl down half`" in said
     assert main(["down", "half"]) == 0
     assert capsys.readouterr().out == "run half was not running\n"
-
-
-def test_an_error_holds_no_command_for_the_terminal(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["up", "a\x1b[2Jb.toml"]) == 1
-    err = capsys.readouterr().err
-    assert "a\N{MIDDLE DOT}[2Jb.toml\nhint: " in err and "\x1b" not in err

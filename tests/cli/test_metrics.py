@@ -55,13 +55,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def test_the_newest_values_are_printed_with_units_and_workers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_values_have_units_and_workers_and_a_run_that_is_down_is_not_followed(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["metrics", "demo"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"train/loss\s+2\.25\s+nats", out)
     assert re.search(r"train/lr\s+0\.5\s+1", out), "its newest value is in an older file"
     assert re.search(r"lag/versions_behind\s+3\s+versions\s+engine-0 1, engine-1 3", out)
     assert out.splitlines()[-1].endswith("version 0.9")
+    assert main(["metrics", "demo", "--follow"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 def test_names_are_chosen_by_pattern_and_json_is_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,11 +223,6 @@ def test_rows_are_followed_whatever_a_listing_has(run: RunDir, monkeypatch: pyte
         return not looks
 
     assert [row.step for row in metrics.follow(over)] == list(range(10, files.number + 1))
-
-
-def test_a_run_that_is_down_is_not_followed(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "demo", "--follow"]) == 0
-    assert capsys.readouterr().out == ""
 
 
 def test_runs_with_strange_files_or_without_metrics_say_so(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -130,13 +130,10 @@ def test_what_cannot_be_served_is_refused(sections: dict[str, object], key: str)
         check(config)
 
 
-def test_a_gateway_is_off_unless_it_is_asked_for() -> None:
+def test_a_gateway_is_off_and_changes_take_one_more_than_the_ring() -> None:
     config = convert({"data": {"train": "x.jsonl"}}, where="a test")
     check(config)
     assert (config.gateway.workers, config.gateway.host, config.gateway.prompts) == (0, "127.0.0.1", "task")
-
-
-def test_changes_take_one_more_than_the_ring() -> None:
     assert WeightsConfig().buffers == 1
     assert WeightsConfig(transport="ipc").buffers == 2
     assert WeightsConfig(transport="ipc", ring=3).buffers == 3

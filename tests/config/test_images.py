@@ -132,13 +132,10 @@ def test_wrong_keys_and_types_are_refused(place: Path, source: str, data: str) -
         load(write(place, source, data=data))
 
 
-def test_a_weight_is_that_of_the_last_version_before() -> None:
+def test_a_weight_is_that_of_the_last_version_and_one_of_train_and_sources_is_needed() -> None:
     source = SourceConfig(name="a", train="x", weight=((0, 1.0), (10, 3.0), (20, 0.0)))
     assert [weight_at(source, version) for version in (0, 9, 10, 19, 20, 99)] == [1, 1, 3, 3, 0, 0]
     assert weight_at(SourceConfig(weight=2.0), 7) == 2.0
-
-
-def test_one_of_train_and_sources_is_needed() -> None:
     with raises(ConfigError, key="data.train"):
         check(convert({"data": {}}, where="test"))
 

@@ -176,11 +176,17 @@ def test_named_files_must_exist(write, override, key):
     assert "no such" in caught.value.message
 
 
-def test_a_folder_in_place_of_a_file_is_called_one(write, tmp_path):
+def test_what_is_named_must_be_there_and_of_its_kind(write, tmp_path) -> None:
     (tmp_path / "code.py").mkdir()  # rows may lie in a folder, of Arrow files
     with raises(ConfigError, key="producer.function") as caught:
         load(write(""), [f"producer.function={tmp_path / 'code.py'}:ask"])
     assert "got a directory" in caught.value.message
+    with raises(ConfigError, key="bus.password_file", path=ANY):
+        load(write("[bus]\nurl = 'tls://x:4222'\nuser = 'me'\npassword_file = 'secret.txt'\n"))
+    with raises(ConfigError, got="rows.jsonl@[1:2:3]"):
+        load(write("", data="[data]\ntrain = 'rows.jsonl@[1:2:3]'\n"))
+    with raises(ConfigError, key="data.train"):
+        load(write("[run]\nname = 'x'\n", data=""))
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 129])
@@ -199,15 +205,6 @@ def test_a_run_that_an_earlier_version_gave_a_longer_name_goes_on(write, tmp_pat
     assert load(write(""), set_keys).run.name == name
     with raises(ConfigError, key="run.name"):
         load(write(""), [f"run.name={'x' * 300}", f"run.dir={tmp_path}"])
-
-
-def test_rows_and_passwords_are_required_where_they_are_named(write) -> None:
-    with raises(ConfigError, key="bus.password_file", path=ANY):
-        load(write("[bus]\nurl = 'tls://x:4222'\nuser = 'me'\npassword_file = 'secret.txt'\n"))
-    with raises(ConfigError, got="rows.jsonl@[1:2:3]"):
-        load(write("", data="[data]\ntrain = 'rows.jsonl@[1:2:3]'\n"))
-    with raises(ConfigError, key="data.train"):
-        load(write("[run]\nname = 'x'\n", data=""))
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,12 @@ def sglang(text: str, engine: str = "") -> str:
     return f"[engine]\nkind = 'sglang'\n{engine}[engine.sglang]\n{text}"
 
 
-def test_any_flag_of_sglang_passes_through(tmp_path: Path):
+def test_flags_pass_through_and_an_interpreter_is_found_from_the_file(tmp_path: Path) -> None:
     flags = "flags = {mem-fraction-static = 0.8, attention_backend = 'fa3', speculative_algorithm = 'NGRAM'}\n"
     text = sglang(f"tensor_parallel = 2\ngpus = [0, 1]\n{flags}")
     config = load(write(tmp_path, text), ["engine.sglang.flags.log_level=info"]).engine.sglang
     assert config.flags == {"mem-fraction-static": 0.8, "attention_backend": "fa3", "speculative_algorithm": "NGRAM", "log_level": "info"}
     assert config.gpus == (0, 1)
-
-
-def test_an_interpreter_is_found_from_the_file_and_its_links_are_kept(tmp_path: Path):
     (tmp_path / "python").symlink_to(sys.executable)
     assert load(write(tmp_path, sglang("python = './python'\n"))).engine.sglang.python == str(tmp_path / "python")
     assert load(write(tmp_path, sglang("python = 'python3'\n"))).engine.sglang.python == "python3"

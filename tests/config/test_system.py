@@ -25,8 +25,10 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
-def test_there_are_cores(calls: str) -> None:
+def test_there_are_cores_and_a_full_device_is_an_error(calls: str) -> None:
     assert 1 <= system.cores() <= (os.cpu_count() or 1)
+    with open("/dev/full", "wb") as full, pytest.raises(OSError):
+        system.reserve(full.fileno(), 1 << 20)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, (1 << 20) + 1, 5 << 20])
@@ -39,11 +41,6 @@ def test_a_file_gets_its_length(calls: str, tmp_path: Path, nbytes: int) -> None
             return
         system.reserve(file.fileno(), nbytes)
     assert (tmp_path / "file").read_bytes() == bytes(nbytes)
-
-
-def test_a_full_device_is_an_error(calls: str) -> None:
-    with open("/dev/full", "wb") as full, pytest.raises(OSError):
-        system.reserve(full.fileno(), 1 << 20)
 
 
 def test_a_file_in_memory_is_opened_by_others_and_goes(calls: str) -> None:

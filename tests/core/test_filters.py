@@ -264,7 +264,7 @@ def enumerated(answers: list[str | None], rewards: list[float], k: int) -> Fract
     return total / comb(len(answers), k)
 
 
-def test_the_majority_is_that_of_every_choice() -> None:
+def test_the_majority_is_that_of_every_choice_and_a_tie_is_worth_its_mean() -> None:
     generator = random.Random(7)
     for _ in range(60):
         n = generator.randint(1, 8)
@@ -272,9 +272,6 @@ def test_the_majority_is_that_of_every_choice() -> None:
         rewards = [generator.choice([0.0, 1.0, 0.5]) for _ in range(n)]
         for k in range(1, n + 1):
             assert majority_at(answers, rewards, [k]) == pytest.approx([float(enumerated(answers, rewards, k))], abs=1e-12)
-
-
-def test_a_tie_is_worth_its_mean_and_there_is_a_majority_for_some_k() -> None:
     assert majority_at(["7", "8"], [1.0, 0.0], [2, 1]) == [0.5, 0.5]
     assert majority_at(["7", "7", "8"], [1.0, 1.0, 0.0], [3]) == [1.0]
     assert majority_at([None, None], [0.0, 0.0], [2]) == [0.0]
@@ -282,14 +279,11 @@ def test_a_tie_is_worth_its_mean_and_there_is_a_majority_for_some_k() -> None:
     assert [majority_ks(n) for n in (1, 2, 6, 16, 64)] == [(), (2,), (2, 4, 6), (2, 4, 8, 16), (64,)]
 
 
-def test_the_interval_covers_as_often_as_it_says() -> None:
+def test_an_interval_covers_as_often_as_it_says_is_seeded_and_leaves_out_who_has_no_value() -> None:
     """Of 400 sets of 200 problems, each right with probability 0.3: 95 % +- 3.3 % (three standard errors of a share of 400)."""
     found = estimates((np.random.default_rng(3).random((200, 400)) < 0.3).astype(np.float64))
     inside = sum(one is not None and one.low <= 0.3 <= one.high for one in found)
     assert 0.917 <= inside / 400 <= 0.983
-
-
-def test_an_interval_is_seeded_and_leaves_out_who_has_no_value() -> None:
     values = np.array([[1.0, np.nan], [0.0, np.nan], [np.nan, np.nan]])
     assert estimates(values, seed=5) == estimates(values, seed=5)
     first, second = estimates(values)

@@ -134,14 +134,11 @@ def rows(task: int) -> list[Any]:
     ]
 
 
-def test_a_message_says_who_has_which_reward() -> None:
+def test_a_message_says_who_has_which_reward_and_a_batch_has_what_each_sample_is_trained_on() -> None:
     record, _ = judge("run.samples.main", 1, encode_samples(rows(0)), None)
     assert isinstance(record, Rollouts)
     assert [one.agents for one in record.rollouts] == [(AgentView("solver/0", (1, 2), 0.25),), (AgentView("solver/1", (0,), 0.5),)]
     assert [one.reward for one in record.rollouts] == [1.0, 0.5]
-
-
-def test_a_batch_has_the_reward_that_each_sample_is_trained_on() -> None:
     batch, messages, state = closed([rows(0), rows(1)])
     found = assemble(batch, messages, state, CONFIG)
     assert found.agents == ("", "solver/0", "solver/0", "solver/1") * 2
@@ -150,11 +147,14 @@ def test_a_batch_has_the_reward_that_each_sample_is_trained_on() -> None:
     assert assemble(plain, messages, state, CONFIG).agents == ()
 
 
-def test_an_agents_late_reward_is_read_and_a_wrong_name_is_not() -> None:
+def test_an_agents_late_reward_is_read_and_a_wrong_name_or_two_of_one_are_not() -> None:
     update = RewardUpdate(task=3, rollout=1, reward=0.5, agent="solver/0")
     assert judge("run.rewards", 7, encode(update), None)[0] == Rewarded(7, 3, 1, 0.5, 1, None, "solver/0")
     assert isinstance(judge("run.rewards", 7, encode(replace(update, agent="a/b/c")), None)[0], Poison)
     assert isinstance(judge("run.rewards", 7, encode(replace(update, reward=np.inf)), None)[0], Poison)
+    first, second, third, other = rows(0)
+    record, _ = judge("run.samples.main", 1, encode_samples([first, second, replace(third, agent_reward=0.5), other]), "0")
+    assert isinstance(record, Poison) and "agent solver/0" in record.reason
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,6 @@ def test_an_agents_late_reward_is_read_and_a_wrong_name_is_not() -> None:
 def test_what_no_agent_is_becomes_a_dead_letter(values: dict[str, Any], told: str) -> None:
     record, _ = judge("run.samples.main", 1, encode_samples([row(0, 0, **values)]), "0")
     assert isinstance(record, Poison) and told in record.reason and record.task == 0
-
-
-def test_two_rewards_of_one_agent_become_a_dead_letter() -> None:
-    first, second, third, other = rows(0)
-    record, _ = judge("run.samples.main", 1, encode_samples([first, second, replace(third, agent_reward=0.5), other]), "0")
-    assert isinstance(record, Poison) and "agent solver/0" in record.reason
 
 
 @pytest.mark.parametrize("rewarded", ["a", "b", "the rollout"])

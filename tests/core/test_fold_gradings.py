@@ -57,7 +57,7 @@ def test_of_early_rewards_of_one_revision_the_first_counts_as_it_does_behind_the
         assert s.train().groups[0].rollouts[0].reward == (1.0 if answer_first else 4.0)
 
 
-def test_an_early_reward_of_a_higher_revision_stands_behind_those_before_it() -> None:
+def test_early_answers_are_bounded_and_one_of_a_higher_revision_stands_behind() -> None:
     s = Stream(config(1))
     s.reward(0, 0, 1.0)
     s.reward(0, 0, 2.0, revision=2, grading=7)
@@ -65,6 +65,11 @@ def test_an_early_reward_of_a_higher_revision_stands_behind_those_before_it() ->
     s.state = FoldState.decode(s.state.encode())
     s.rollouts(0, view(0, grading=7), view(1, reward=0.0))
     assert s.train().groups[0].rollouts[0].reward == 2.0
+    s = Stream(config(1))
+    for number in range(1, MOST_EARLY + 3):
+        s.reward(0, 0, 1.0, grading=number)
+    assert len(s.state.early_rewards) == MOST_EARLY
+    assert [reason for *_, reason, _ in s.dropped] == ["superseded_reward"] * 2
 
 
 def test_a_failed_grading_ends_the_rollout_of_its_attempt_alone() -> None:
@@ -107,11 +112,3 @@ def test_a_failed_grading_ends_the_rollout_of_its_attempt_alone() -> None:
     assert s.dropped == [(1, 0, (0,), "failed", False), (2, 0, (0,), "duplicate", False)]
     s.reward(0, 1, 1.0, grading=7)
     assert sorted(s.train().groups[0].rollouts) == [1]
-
-
-def test_early_answers_of_one_rollout_are_bounded() -> None:
-    s = Stream(config(1))
-    for number in range(1, MOST_EARLY + 3):
-        s.reward(0, 0, 1.0, grading=number)
-    assert len(s.state.early_rewards) == MOST_EARLY
-    assert [reason for *_, reason, _ in s.dropped] == ["superseded_reward"] * 2

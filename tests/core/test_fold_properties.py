@@ -193,15 +193,13 @@ def test_no_staleness_is_lockstep(world: World) -> None:
         assert set(entry.ages) == {0} and entry.drops == ()
 
 
-def test_kills_happen_and_leave_no_trace() -> None:
+def test_kills_leave_no_trace_and_a_dead_end_is_noticed() -> None:
     calm = World(staleness=2, steps=10, messages="whole", tail="fixed", eager=0.0, slots=40)
     results = [Simulation(World(**vars(calm) | {"kill": 0.05, "seed": seed})).run() for seed in range(20)]
     assert sum(result.kills for result in results) > 20
     trained_tasks = {tuple(sorted(group.task for entry in result.ledger for group in entry.used)) for result in results}
     assert trained_tasks == {tuple(range(30))}
 
-
-def test_a_dead_end_is_noticed() -> None:
     class Silent(Simulation):
         def publish(self, record: object) -> None:
             if len(self.log) < 9:

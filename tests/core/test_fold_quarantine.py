@@ -33,13 +33,19 @@ def test_a_dead_letter_says_which_message_why_and_of_which_task() -> None:
     )
 
 
-def test_poison_ends_its_task_and_one_demonstration_among_others_is_some() -> None:
+def test_poison_ends_its_task_and_what_is_some_or_dropped_is_said_in_order() -> None:
     s = Stream(config())
     s.poison(1)
     assert s.state.drops == (Drop(1, 1, (), "poison", "unreadable", retires=True),)
     s = Stream(config())
     (letter,) = s.rollouts(0, view(0, reward=1.0), view(1, oldest=-1, reward=0.0)).dead
     assert "a demonstration for task 0" in letter.reason
+    s = Stream(config())
+    s.rollouts(0, view(1, reward=1.0), view(0, reward=1.0))
+    assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
+    s = Stream(config(1))
+    s.rollouts(0, view(0, oldest=-1, highest=0, tokens=0, reward=0.0), view(1, reward=1.0))
+    assert s.state.drops == () and s.train().groups[0].task == 0
 
 
 def test_an_end_keeps_what_was_said_and_counts_once() -> None:
@@ -90,15 +96,6 @@ def test_a_mark_of_a_known_epoch_is_no_news(epoch: int) -> None:
     before = s.state
     s.put(Forked(s.next(), epoch, 1, 1))
     assert s.effects.dead == () and s.state == replace(before, cursor=2)
-
-
-def test_a_dropped_group_is_in_order_and_one_trained_token_keeps_it() -> None:
-    s = Stream(config())
-    s.rollouts(0, view(1, reward=1.0), view(0, reward=1.0))
-    assert s.dropped == [(1, 0, (0, 1), "zero_variance", True)]
-    s = Stream(config(1))
-    s.rollouts(0, view(0, oldest=-1, highest=0, tokens=0, reward=0.0), view(1, reward=1.0))
-    assert s.state.drops == () and s.train().groups[0].task == 0
 
 
 def test_a_group_closes_without_what_is_lost_and_retires_when_nothing_is_left() -> None:

@@ -99,16 +99,13 @@ def test_the_oldest_groups_go_first() -> None:
     assert tasks_of(s.close()) == (2, 3), "by oldest token first, then by task"
 
 
-def test_drop_goes_by_the_oldest_token_and_mask_by_the_newest_of_all_rollouts() -> None:
+def test_age_is_that_of_the_oldest_or_newest_token_and_of_complete_groups() -> None:
     for stale, kept in (("drop", False), ("mask", True)):
         s = Stream(config(1, 1, stale=stale))
         advance(s, 2, 1)
         s.rollouts(0, view(0, oldest=0, reward=0.0), view(1, oldest=2, reward=1.0))
         assert (0 in s.state.pending) == kept, stale
         assert [drop[3] for drop in s.dropped] == ([] if kept else ["stale"])
-
-
-def test_what_is_still_to_be_completed_is_not_dropped_for_age() -> None:
     s = Stream(config(1, 1))
     s.rollouts(0, view(0, oldest=0, reward=0.0))
     advance(s, 3, 1)

@@ -84,19 +84,19 @@ def given_to_trainer(config: FoldConfig, **values: Any) -> TrainBatch:
     return assemble(batch, messages, state, config)
 
 
-def test_it_is_taken_from_the_samples_own_limit_or_the_runs() -> None:
+def test_it_is_taken_from_the_samples_own_limit_or_the_runs_and_is_a_metric() -> None:
     assert given_to_trainer(CONFIG).rewards.tolist() == [1.0 - 0.5 / 4, 0.0]
     at = given_to_trainer(replace(CONFIG, overlong_length=8))
     assert at.rewards.tolist() == [1.0 - 0.5 * 3 / 4, 0.0 - 0.5 * 2 / 4] and at.penalties is not None
     off = given_to_trainer(replace(CONFIG, overlong_buffer=0, overlong_length=8))
     assert off.rewards.tolist() == [1.0, 0.0] and off.penalties is None
-
-
-def test_masked_answers_are_as_long_as_others() -> None:
     cut = given_to_trainer(replace(CONFIG, overlong="train"), status=Status.COMPLETED)
     masked = np.array([0, 0] + [0] * 6, np.uint8)
     batch, messages, state = closed([[long(0, 7, reward=1.0), long(1, 6, reward=0.0, loss_mask=masked)]], CONFIG)
     assert assemble(batch, messages, state, CONFIG).rewards.tolist() == cut.rewards.tolist()
+    batch = given_to_trainer(CONFIG)
+    assert make_objective(batch, LossConfig(), 1).metrics["rollout/overlong_penalty"] == pytest.approx(-0.0625)
+    assert "rollout/overlong_penalty" not in make_objective(replace(batch, penalties=None), LossConfig(), 1).metrics
 
 
 def test_rewards_are_punished_once_and_filtered_without_it() -> None:
@@ -112,12 +112,6 @@ def test_rewards_are_punished_once_and_filtered_without_it() -> None:
     flat = replace(CONFIG, drop_zero_variance=False)
     batch, messages, state = closed([[long(0, 10, reward=1.0), long(1, 3, reward=1.0)]], flat)
     assert assemble(batch, messages, state, flat).rewards.tolist() == [0.5, 1.0], "length alone teaches"
-
-
-def test_what_was_taken_is_a_metric() -> None:
-    batch = given_to_trainer(CONFIG)
-    assert make_objective(batch, LossConfig(), 1).metrics["rollout/overlong_penalty"] == pytest.approx(-0.0625)
-    assert "rollout/overlong_penalty" not in make_objective(replace(batch, penalties=None), LossConfig(), 1).metrics
 
 
 KIMI, ALP, COSINE = (LengthConfig(kind=kind, longest=20 * (kind != "kimi")) for kind in ("kimi", "alp", "cosine"))  # type: ignore[arg-type]

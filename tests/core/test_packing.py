@@ -260,8 +260,11 @@ def batch() -> TrainBatch:
     )
 
 
-def test_only_trained_ones_are_cut() -> None:
+def test_only_trained_samples_are_cut_and_nothing_cut_is_the_same_batch() -> None:
     assert cut_samples(batch()).tolist() == [True, False, True, False]
+    own = replace(batch(), status=np.zeros(4, np.int8))
+    longer, ends = with_ends(own, cut_samples(own))
+    assert not len(ends) and np.array_equal(longer.tokens, own.tokens) and np.array_equal(longer.offsets, own.offsets)
 
 
 @pytest.mark.parametrize("layout", [{}, {"share_prefixes": False}, {"share_prefixes": False, "several_per_row": False}, {"row_length": 16}])
@@ -283,9 +286,3 @@ def test_the_state_behind_the_last_token_is_there_and_of_that_token(layout: dict
     for sample, end in zip((0, 2), ends.tolist(), strict=True):
         last = int(own.offsets[sample + 1]) - 1
         assert read[end] == (int(own.tokens[last]), int(own.lengths[sample]) - 1)
-
-
-def test_nothing_cut_is_the_same_batch() -> None:
-    own = replace(batch(), status=np.zeros(4, np.int8))
-    longer, ends = with_ends(own, cut_samples(own))
-    assert not len(ends) and np.array_equal(longer.tokens, own.tokens) and np.array_equal(longer.offsets, own.offsets)

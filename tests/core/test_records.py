@@ -93,11 +93,15 @@ def test_no_version_is_no_demonstration_unless_it_is_trained() -> None:
     assert not record.rollouts[0].demonstration
 
 
-def test_the_other_kinds() -> None:
+def test_the_other_kinds_and_what_a_record_does_not_say() -> None:
     stone = Tombstone(task=4, reason="failed", rollout=1, group_size=2, detail="x", source="main")
     assert judge(TOMBSTONES, 1, encode(stone), None) == (Ended(1, "main", 4, 1, 2, "failed", "x"), None)
     assert judge(SUBJECTS.rewards, 2, encode(RewardUpdate(task=4, rollout=1, reward=0.5)), None) == (Rewarded(2, 4, 1, 0.5, 1), None)
     assert judge(SUBJECTS.marks, 3, encode(Mark(name="drain")), None) == (Marked(3, "drain"), None)
+    assert RolloutView(0, 1, 2, 3, 4, None) == RolloutView(0, 1, 2, 3, 4, None, highest=-1, epochs=())
+    assert RolloutView(0, 1, 2, 3, 4, None).grading == Rollouts(1, "main", 0, 2, ()).longest == Rollouts(1, "main", 0, 2, ()).top_token == 0
+    assert Ended(1, "main", 0, None, 2, "failed").detail == ""
+    assert Rewarded(1, 0, 0, 0.5, 1).sample is None
 
 
 @pytest.mark.parametrize(
@@ -149,13 +153,6 @@ def test_version_zero_is_a_version() -> None:
     record, _ = judge(SAMPLES, 1, encode_samples(rows), None)
     assert isinstance(record, Rollouts)
     assert record.rollouts == (RolloutView(0, 2, 4, 0, 5, 0.0, 5, ((0, 0, 5),)), RolloutView(1, 1, 2, 0, 0, 1.0, 0, ((0, 0, 0),)))
-
-
-def test_what_a_record_does_not_say() -> None:
-    assert RolloutView(0, 1, 2, 3, 4, None) == RolloutView(0, 1, 2, 3, 4, None, highest=-1, epochs=())
-    assert RolloutView(0, 1, 2, 3, 4, None).grading == Rollouts(1, "main", 0, 2, ()).longest == Rollouts(1, "main", 0, 2, ()).top_token == 0
-    assert Ended(1, "main", 0, None, 2, "failed").detail == ""
-    assert Rewarded(1, 0, 0, 0.5, 1).sample is None
 
 
 @pytest.mark.parametrize(

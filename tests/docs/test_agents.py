@@ -101,11 +101,14 @@ async def ran(place: Path, **sections: Any) -> tuple[list[Sample], list[LedgerEn
         await bus.close()
 
 
-def test_the_page_has_no_other_blocks() -> None:
+def test_the_page_has_no_other_blocks_and_its_states_and_fields() -> None:
     assert [block.language for block in blocks(PAGE) if block not in CODE] == ["toml", "bash", "bash"]
     names = re.findall(r"^(?:async def|def|class) (\w+)", "\n".join(block.text for block in CODE), flags=re.MULTILINE)
     agents = ["agent", "plain", "two_chats", "team", "search", "clock", "tool_user", "explorer", "patient"]
     assert names == [*agents, "score", "graded", "Shortest"], "each has a test below"
+    page = PAGE.read_text()
+    assert all(f"`{status.name}`" in page for status in Status)
+    assert all(f"`{field}`" in page for field in Turn.__struct_fields__)
 
 
 async def test_the_file_of_the_page_loads(tmp_path: Path) -> None:
@@ -206,9 +209,3 @@ def test_what_the_page_names_is_there_and_what_is_there_is_named(name: str, kind
 def inspect_assigned(kind: type) -> set[str]:
     """Public attributes that `__init__` sets."""
     return {word for word in re.findall(r"self\.(\w+)(?:: [^=\n]+)? =", inspect.getsource(kind)) if not word.startswith("_")}
-
-
-def test_states_and_fields_of_turns_are_those_of_the_page() -> None:
-    page = PAGE.read_text()
-    assert all(f"`{status.name}`" in page for status in Status)
-    assert all(f"`{field}`" in page for field in Turn.__struct_fields__)

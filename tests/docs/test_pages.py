@@ -76,16 +76,13 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
     assert others == own_tests, "README.md: that of the root, and that of examples/calculator_tool"
 
 
-def test_the_command_line_takes_every_command() -> None:
+def test_verbs_commands_and_pages_are_known() -> None:
     for command in COMMANDS:
         words = shlex.split(re.split(r"\s+#", command.replace("\\\n", " "))[0].rstrip("\\"))
         given = parser().parse_args(words[1:])
         assert callable(given.run_verb), command
         if words[1] == "bench":  # hands its arguments on, `--help` too
             assert callable(bench_parser().parse_args(given.arguments).run_bench), command
-
-
-def test_verbs_in_the_text_are_verbs() -> None:
     said = {verb for page in PAGES for verb in re.findall(r"`streamrl ([a-z-]+)", page.read_text())}
     for verb in said:
         with pytest.raises(SystemExit) as ended:
@@ -93,6 +90,8 @@ def test_verbs_in_the_text_are_verbs() -> None:
             bench_parser().parse_args(given.arguments)
         assert ended.value.code == 0, f"streamrl {verb} is in a page"
     assert {"up", "down", "replay", "doctor"} <= said
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"](docs/{page.name})" not in readme] == []
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "toml"], ids=lambda block: f"{block.page}:{block.line}")
@@ -190,11 +189,6 @@ def test_what_a_page_links_to_or_names_is_there(page: Path) -> None:
             continue  # what a producer is given, not the section; tests/docs/test_agents.py looks at it
         struct = trees.get(section.rstrip("."))
         assert struct is None or hasattr(struct, key) or key in ENDINGS, f"{page.name}: {section}{key}"
-
-
-def test_every_page_is_in_the_readmes_table() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"](docs/{page.name})" not in readme] == []
 
 
 def anchors(page: Path) -> set[str]:

@@ -83,11 +83,13 @@ def test_a_model_that_is_not_built_is_refused_by_each_verb(
         assert expected in said and "hint: " in said and str(tmp_path / "config.json") in said
 
 
-def test_a_description_that_is_none_is_refused_by_every_verb(refused: Refused, tmp_path: Path) -> None:
+def test_descriptions_and_meshes_that_do_not_fit_are_refused_by_every_verb(refused: Refused, tmp_path: Path) -> None:
     for text in ("[]", "{", "null"):
         (tmp_path / "config.json").write_text(text)
         for said in refused(f"model.path={tmp_path}"):
             assert "model.path" in said
+    for said in refused("trainer.ranks=4", "trainer.tensor=4"):
+        assert "num_key_value_heads = 2, got 2 / 4" in said
 
 
 def test_a_megatron_out_of_range_or_not_there_is_refused_by_each(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +128,6 @@ def test_a_mesh_that_does_not_divide_the_model_is_told_arithmetic(tmp_path: Path
     config = Config(trainer=TrainerConfig(backend="megatron", ranks=ranks, tensor=ranks))
     check = check_backend(replace(config, model=replace(config.model, path=str(tmp_path))))
     assert check is not None and check.state == "fail" and expected in check.found and check.hint
-
-
-def test_a_mesh_that_does_not_divide_the_model_is_refused_by_every_verb(refused: Refused) -> None:
-    for said in refused("trainer.ranks=4", "trainer.tensor=4"):
-        assert "num_key_value_heads = 2, got 2 / 4" in said
 
 
 def test_the_share_of_a_rank_a_stage_or_experts_is_told(tmp_path: Path) -> None:

@@ -98,12 +98,22 @@ def test_a_host_that_allows_no_namespaces_is_warned_of_what_does_not_hold(monkey
     assert check.state == "warn" and "by landlock; number and size" in check.found
 
 
-def test_a_container_that_may_use_half_a_processor_is_warned(tmp_path: Path) -> None:
+def test_containers_budgets_and_ports_that_are_too_small_or_taken(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("50000 100000\n")
     check = check_cores(tmp_path)
     assert (check.state, check.found.split(" of ")[0]) == ("warn", "0.5")
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert not check_cores(tmp_path).found.startswith("0.5")
+    config = Config(run=replace(Config().run, dir=str(tmp_path / "runs")), bus=BusConfig(samples_bytes=1 << 60))
+    check = run_checks.check_budgets(config)
+    assert check.state == "warn" and "bus.samples_bytes" in check.hint
+    assert run_checks.check_budgets(replace(config, bus=BusConfig(samples_bytes=1 << 60, url="nats://elsewhere:4222"))).state == "ok"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        check = run_checks.check_ports_wanted(Config(bus=BusConfig(port=port)))
+        assert check.state == "fail" and str(port) in check.found
+        assert run_checks.check_ports_wanted(Config(engine=EngineConfig(port=port))).state == "fail"
+    assert run_checks.check_ports_wanted(Config()).state == "ok"
 
 
 @pytest.mark.parametrize(
@@ -138,13 +148,6 @@ def test_checks_are_printed_as_json_and_as_text_with_brackets(capsys: pytest.Cap
     assert "tables are [name]" in out
     fine, wrong = Check(name="a", state="ok", found=""), Check(name="b", state="fail", found="", hint="mend it")
     assert (summary([fine]), summary([fine, wrong])) == ("ready", "not ready: b")
-
-
-def test_a_budget_beyond_the_disk_is_warned(tmp_path: Path) -> None:
-    config = Config(run=replace(Config().run, dir=str(tmp_path / "runs")), bus=BusConfig(samples_bytes=1 << 60))
-    check = run_checks.check_budgets(config)
-    assert check.state == "warn" and "bus.samples_bytes" in check.hint
-    assert run_checks.check_budgets(replace(config, bus=BusConfig(samples_bytes=1 << 60, url="nats://elsewhere:4222"))).state == "ok"
 
 
 def of_size(tmp_path: Path, nbytes: float) -> Config:
@@ -199,15 +202,6 @@ def test_checkpoints_need_room_and_those_that_are_there_count(tmp_path: Path) ->
 )
 def test_gpus_that_are_asked_for_must_be_there(sections: dict[str, Any], num_gpus: int, state: str) -> None:
     assert run_checks.check_gpus_wanted(Config(**sections), num_gpus).state == state
-
-
-def test_a_port_that_somebody_has_fails() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        check = run_checks.check_ports_wanted(Config(bus=BusConfig(port=port)))
-        assert check.state == "fail" and str(port) in check.found
-        assert run_checks.check_ports_wanted(Config(engine=EngineConfig(port=port))).state == "fail"
-    assert run_checks.check_ports_wanted(Config()).state == "ok"
 
 
 @pytest.mark.process

@@ -69,11 +69,18 @@ def test_where_runs_part_is_found_by_their_newest_entries(recorded: Recorded) ->
     assert report.same_digests_to == 8 and report.b.batches == report.a.batches
 
 
-def test_a_schedule_of_the_same_length_is_the_same_whether_that_is_said_or_not() -> None:
+def test_schedules_of_the_same_length_and_choices_of_a_parent() -> None:
     config = Config(run=RunConfig(steps=40), data=DataConfig(train="x"))
     assert config_differences(config, override(config, ["trainer.optimizer.decay_steps=40"])) == ()
     [other] = config_differences(config, override(config, ["trainer.optimizer.decay_steps=50"]))
     assert (other.key, other.a, other.b) == ("trainer.optimizer.decay_steps", 40, 50)
+    beside = entry(PACKED, micro_tokens=8192)
+    fold: Any = SimpleNamespace(beside=beside)
+    parent, other = (Config(trainer=TrainerConfig(micro_tokens=n)) for n in (16_384, 4096))
+    assert parents_cut(fold, parent, parent)(None) == Cut(8192, PACKED)
+    assert parents_cut(fold, other, parent)(None) == Cut(0, None)
+    own = entry(None, micro_tokens=4096)
+    assert parents_cut(fold, other, parent)(own) == recorded_cut(own) == Cut(4096, Choices())
 
 
 async def test_sets_of_problems_stand_side_by_side() -> None:
@@ -119,16 +126,6 @@ def entry(choices: Choices | None, **more: Any) -> LedgerEntry:
 def test_a_version_that_was_computed_otherwise_is_told_so(past: Choices | None, ours: Choices | None, said: str) -> None:
     found = differing_choices(ours, entry(past))
     assert (said in found) if said else found == ""
-
-
-def test_a_branch_takes_its_parents_choices_only_with_its_budget() -> None:
-    beside = entry(PACKED, micro_tokens=8192)
-    fold: Any = SimpleNamespace(beside=beside)
-    parent, other = (Config(trainer=TrainerConfig(micro_tokens=n)) for n in (16_384, 4096))
-    assert parents_cut(fold, parent, parent)(None) == Cut(8192, PACKED)
-    assert parents_cut(fold, other, parent)(None) == Cut(0, None)
-    own = entry(None, micro_tokens=4096)
-    assert parents_cut(fold, other, parent)(own) == recorded_cut(own) == Cut(4096, Choices())
 
 
 CODE = """

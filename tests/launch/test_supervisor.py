@@ -280,8 +280,16 @@ async def test_no_worker_outlives_a_supervisor_that_is_killed(run: RunDir) -> No
     await until(lambda: not any(alive(pid) for pid in read_pids(pids)))
 
 
-def test_exits_are_described() -> None:
+def test_exits_are_described_and_the_end_of_a_log_is_read(beside: RunDir) -> None:
     assert [describe_exit(code) for code in (0, 3, -9, -99)] == ["exit code 0", "exit code 3", "signal SIGKILL", "signal 99"]
+    beside.log_path("page-0").write_bytes("ä".encode() * 1_000_000 + b"\nerror: \xff no room\n\n")
+    said = LocalLauncher(beside, Config()).tail("page-0")
+    assert said.endswith("\nerror: \N{REPLACEMENT CHARACTER} no room") and len(said) <= 4096
+    beside.log_path("page-1").write_text("\n".join(map(str, range(100))))
+    assert LocalLauncher(beside, Config()).tail("page-1").splitlines() == [str(number) for number in range(85, 100)]
+    beside.log_path("page-2").mkdir()
+    beside.log_path("page-3").touch()
+    assert [LocalLauncher(beside, Config()).tail(f"page-{number}") for number in (2, 3, 4)] == ["", "", ""]
 
 
 async def test_a_rank_that_dies_takes_the_others_along_and_all_start_again(team: Team) -> None:
@@ -378,17 +386,6 @@ def beside(tmp_path: Path) -> RunDir:
     beside = RunDir(tmp_path / "demo")
     beside.logs.mkdir(parents=True)
     return beside
-
-
-def test_the_end_of_a_log_is_read_where_it_can_be(beside: RunDir) -> None:
-    beside.log_path("page-0").write_bytes("ä".encode() * 1_000_000 + b"\nerror: \xff no room\n\n")
-    said = LocalLauncher(beside, Config()).tail("page-0")
-    assert said.endswith("\nerror: \N{REPLACEMENT CHARACTER} no room") and len(said) <= 4096
-    beside.log_path("page-1").write_text("\n".join(map(str, range(100))))
-    assert LocalLauncher(beside, Config()).tail("page-1").splitlines() == [str(number) for number in range(85, 100)]
-    beside.log_path("page-2").mkdir()
-    beside.log_path("page-3").touch()
-    assert [LocalLauncher(beside, Config()).tail(f"page-{number}") for number in (2, 3, 4)] == ["", "", ""]
 
 
 async def test_what_one_meets_leaves_the_others_kept(beside: RunDir, caplog: pytest.LogCaptureFixture) -> None:

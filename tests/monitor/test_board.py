@@ -110,7 +110,7 @@ def test_a_reason_of_user_code_is_shown_as_it_is_but_for_commands(entry: MakeEnt
     assert any("[red]·[31m" in line for line in plain(Board(look_at(view), 80, INK).text()))
 
 
-def test_a_run_that_is_unknown_away_or_over_can_be_shown(look: Look, learned_run: RunView) -> None:
+def test_a_run_that_is_unknown_away_or_over_can_be_shown_in_the_wanted_colours(look: Look, learned_run: RunView) -> None:
     empty = Look(run="demo", state="stopped")
     assert plain(Board(empty, 80, INK).frame(Place(), 4))[:2] == ["streamrl demo  stopped", "nothing is known of it yet"]
     away = Look(run="demo", state="running", away="its bus does not answer", numbers=look.numbers)
@@ -118,9 +118,6 @@ def test_a_run_that_is_unknown_away_or_over_can_be_shown(look: Look, learned_run
     summary = summarize(learned_run, wall_s=65.0)
     text = "".join(Board(Look(run="demo", state="stopped", summary=summary), 40, Ink.NONE).text())
     assert bare(summary_line(summary)) in bare(text)
-
-
-def test_colours_are_those_that_are_wanted(look: Look) -> None:
     text = {ink: "".join(Board(look, 80, ink).text()) for ink in Ink}
     assert "\x1b[32m" in text[Ink.COLOURS] and "\x1b[1;36m" in text[Ink.COLOURS]
     assert "\x1b[32m" not in text[Ink.GREY] and "\x1b[1mstep" in text[Ink.GREY]
@@ -160,9 +157,12 @@ def test_keys_move_and_never_beyond_the_ends(look: Look) -> None:
     assert moved(Place(), "tab", small, 24) == Place(0)
 
 
-def test_codes_of_keys_have_names() -> None:
+def test_codes_of_keys_have_names_and_what_a_terminal_takes_for_a_command_is_a_point() -> None:
     assert keys_of("q\x1b[A\x1bOB\x1b[5~p\t\x1b[Z\x1b[99~") == ["q", "up", "down", "page up", "p", "tab", "back tab"]
     assert keys_of("") == []
+    assert visible("plain é 日本 ü") == "plain é 日本 ü"
+    assert visible("a\nb\x1b[2J\u202e\u200d") == "a·b·[2J··"
+    assert visible("\u00a0") == "\u00a0", "a blank that does not break is a shape"
 
 
 def texts(rows: list[tuple[str, ...]], width: int, *right: int) -> list[str]:
@@ -196,12 +196,6 @@ def test_a_note_goes_on_in_the_next_line() -> None:
     assert folded("a    b", 3) == ["a", "b"] and folded("abc  ", 4) == ["abc", ""]
     assert folded("日", 1) == ["日"]
     assert folded("", 5) == [""] and folded("a\x1b", 5) == ["a·"]
-
-
-def test_what_a_terminal_takes_for_a_command_is_a_point() -> None:
-    assert visible("plain é 日本 ü") == "plain é 日本 ü"
-    assert visible("a\nb\x1b[2J\u202e\u200d") == "a·b·[2J··"
-    assert visible("\u00a0") == "\u00a0", "a blank that does not break is a shape"
 
 
 def test_ink_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:

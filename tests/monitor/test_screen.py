@@ -40,10 +40,12 @@ def shown(numbers: RunNumbers) -> str:
     return "\n".join(Board(Look(run="demo", state="running", numbers=numbers), 120, Ink.NONE).text())
 
 
-def test_an_empty_run_can_be_shown() -> None:
+def test_an_empty_run_can_be_shown_and_numbers_are_short() -> None:
     numbers = RunView("demo").numbers(elapsed_s=0.0)
     assert "starting" in shown(numbers)
     assert plain_line(numbers).startswith("[0:00] starting step=0 version=-")
+    assert [short(count) for count in (0, 999, 1000, 12_345, 4_560_000, 7.8e9)] == ["0", "999", "1.0k", "12.3k", "4.6M", "7.8G"]
+    assert [clock(seconds) for seconds in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]
 
 
 def test_a_plain_line_holds_the_numbers_and_who_is_in_trouble(learned_run: RunView) -> None:
@@ -73,15 +75,12 @@ def test_the_time_left_is_said_once_it_is_known(entry: MakeEntry) -> None:
     assert "left" not in plain_line(RunView("demo").numbers(elapsed_s=1.0)), "a run without an end"
 
 
-def test_a_night_in_which_the_run_was_down_does_not_count_for_the_time_left() -> None:
+def test_nights_do_not_count_and_an_engine_that_does_otherwise_than_asked_says_so(learned_run: RunView) -> None:
     times = [1000.0 + 2 * number for number in range(8)]
     assert left_s([*times, *(40_000 + one for one in times)], 10) == pytest.approx(20.0)
     assert left_s(times, 0) == left_s(times, -3) == 0.0
     assert left_s([0.0] * 30, 5) is None, "entries that do not say when"
     assert left_s([], 5) is left_s(times[:3], 5) is None
-
-
-def test_an_engine_that_does_otherwise_than_asked_says_so(learned_run: RunView) -> None:
     serving = EnginePresence(engine="engine-0-cd", address="http://127.0.0.1:2", serving=Version(0, 99), degraded="every update pauses it")
     learned_run.engine("engine-0-cd", serving)
     numbers = learned_run.numbers(elapsed_s=65.0, supervised=STATES)
@@ -121,11 +120,6 @@ def test_plain_lines_hold_no_command_for_a_terminal_and_no_letter_that_it_has_no
 )
 def test_a_sparkline_spans_0_to_1_and_what_lies_beyond(values: tuple[float, ...], bars: str) -> None:
     assert sparkline(values) == bars
-
-
-def test_counts_times_and_large_numbers_are_short() -> None:
-    assert [short(count) for count in (0, 999, 1000, 12_345, 4_560_000, 7.8e9)] == ["0", "999", "1.0k", "12.3k", "4.6M", "7.8G"]
-    assert [clock(seconds) for seconds in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]
 
 
 @pytest.mark.parametrize(("value", "text"), [(0.6718, "0.672"), (-3.0, "-3.000"), (123456.0, "123456.000"), (1e38, "1.000e+38")])

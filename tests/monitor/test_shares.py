@@ -154,13 +154,19 @@ def test_a_clock_that_is_set_makes_no_time(step_s: float) -> None:
         assert row["trainer-0"]["trainer/share/compute"] > 0.5
 
 
-def test_shares_are_of_all_states_of_a_kind() -> None:
+def test_shares_are_of_all_states_and_a_ledger_that_is_read_anew_counts_once(entry: MakeEntry) -> None:
     reader = Reader()
     reader.hear("producer-0", {"producer/slot_wait_credit_s": 4.0, "producer/slots": 2.0})
     reader.go(START_S + 10)
     found = {name.rpartition("/")[2] for name in reader.rows[0][""] if name.startswith("producer/share/")}
     assert found == {*STATES["producer"], "down"}
     assert reader.rows[0][""]["starvation/producers"] == 1.0
+    view = RunView("demo")
+    view.metric(MetricReport(worker="p", histograms={"lengths/cut": LONG}))
+    for _ in range(2):
+        view.ledger(as_line(replace(entry(1), histograms={"lengths/trained": SHORT})))
+        view.forget_ledger()
+    assert view.lengths.counts == {"lengths/cut": LONG}
 
 
 def engine(name: str, tokens: int, role: str = ROLLOUT_ROLE) -> EnginePresence:
@@ -289,15 +295,6 @@ def test_rows_have_quantiles_of_the_batch_and_of_the_window(entry: MakeEntry) ->
     (of_run,) = [row for row in rows if row.of == ""]
     assert of_run.values["lengths/distance"] == pytest.approx(2 / 3) and of_run.values["lengths/cut_p50"] > 150
     assert view.numbers(elapsed_s=1.0).length_distance == pytest.approx(2 / 3)
-
-
-def test_a_ledger_that_is_read_anew_counts_once(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    view.metric(MetricReport(worker="p", histograms={"lengths/cut": LONG}))
-    for _ in range(2):
-        view.ledger(as_line(replace(entry(1), histograms={"lengths/trained": SHORT})))
-        view.forget_ledger()
-    assert view.lengths.counts == {"lengths/cut": LONG}
 
 
 def test_stretches_side_by_side_are_of_the_same_lengths() -> None:

@@ -186,16 +186,13 @@ def test_without_shares_the_newest_batch_and_the_engines_of_now_say_it() -> None
     assert [one.name for one in causes("versions_behind", signs())] == ["unknown"]
 
 
-def test_what_is_off_or_not_known_is_not_judged() -> None:
+def test_what_is_off_not_known_or_healthy_is_not_judged() -> None:
     assert Judge(SloConfig(hold_s=0.0)).look(signs(shares=starved(1.0)), now_s=0.0, time_s=0.0) == ()
     judge = Judge(SloConfig(p95_age=1.0, drop_rate=0.5, versions_behind=1.0, starvation=0.5, hold_s=0.0))
     nothing = Signs(numbers=numbers())
     assert judge.look(nothing, now_s=0.0, time_s=0.0) == ()
     assert [one.objective for one in judge.look(signs(drops={"stale": 99}), now_s=1.0, time_s=0.0)] == ["drop_rate"]
     assert [one.objective for one in judge.look(nothing, now_s=2.0, time_s=0.0)] == ["drop_rate"], "a window without a batch says nothing"
-
-
-def test_a_healthy_run_is_ok_at_the_defaults_and_at_all_bounds() -> None:
     bounds = SloConfig(p95_age=4.0, versions_behind=4.0, starvation=0.6, hold_s=0.0)
     healthy = signs(
         shares=starved(0.3, **{"trainer/compute": 0.65}), drops={"zero_variance": 8}, batch={"staleness/p95": 2.0}, stream_s=2.0

@@ -281,13 +281,15 @@ def test_a_finding_has_what_it_was_held_against() -> None:
     assert len(named) == 2
 
 
-def test_what_people_and_events_are_told() -> None:
+def test_what_people_are_told_is_what_it_is_and_what_to_do() -> None:
     one = Finding(objective="drop_rate", level=Level.WARN, value=0.81234, bound=0.5, causes=(Cause("a", "b", "c"), Cause("d", "e", "f")))
     assert line_of(one) == "warn: slo.drop_rate is 0.812, bound 0.5: b. hint: c; e. hint: f"
     assert worst_of() == Level.OK and worst_of(Level.WARN, Level.BREACH, Level.OK) == Level.BREACH
     told = detail_of([one])
     assert told["level"] == "warn" and findings_of(Event(kind="slo", worker="w", detail=told)) == (one,)
     assert findings_of(Event(kind="slo", worker="w", detail={"level": "ok"})) == ()
+    found = [f"{cause.name}: {cause.what} | {cause.hint}" for objective, given in TOLD for cause in causes(objective, signs(**given))]
+    assert found == Path(__file__).with_name("slo_causes.txt").read_text().splitlines()
 
 
 TOLD: list[tuple[str, dict[str, Any]]] = [
@@ -310,8 +312,3 @@ TOLD: list[tuple[str, dict[str, Any]]] = [
     ("stream_lag_s", {"shares": {"producer/wait_room": 0.25}}),
     ("p95_age", {"shares": {"trainer/wait_samples": 0.5}, "numbers": two()}),
 ]
-
-
-def test_people_are_told_what_it_is_and_what_to_do() -> None:
-    found = [f"{cause.name}: {cause.what} | {cause.hint}" for objective, given in TOLD for cause in causes(objective, signs(**given))]
-    assert found == Path(__file__).with_name("slo_causes.txt").read_text().splitlines()

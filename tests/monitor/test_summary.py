@@ -77,10 +77,17 @@ def test_the_line_tells_reward_and_heldout_before_and_after(learned_run: RunView
     assert "160 dropped, 80 swaps" in line
 
 
-def test_a_run_without_evaluations_or_rewards_still_has_a_summary() -> None:
+def test_runs_without_evaluations_or_rewards_and_problems_of_one_evaluation(learned_run: RunView) -> None:
     summary = summarize(RunView("demo"), wall_s=1.0)
     assert (summary.steps, summary.reward_first, summary.heldout_last, summary.staleness_p50) == (0, None, None, 0.0)
     assert "reward" not in summary_line(summary)
+    first, last = ([{"prompt": prompt, "expected": "1", "got": "1"} for prompt in prompts] for prompts in ("ab", "bc"))
+    learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(19, 0.5, first)))
+    learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(100, 0.5, last)))
+    table = problem_table([one for one in learned_run.evaluations if len(one.problems) == 2])
+    assert table is not None
+    assert [str(cell) for cell in table.columns[0].cells] == ["b"]
+    assert problem_table(learned_run.evaluations[:1]) is None
 
 
 def test_evaluations_of_the_warm_up_are_no_start_and_without_one_version_0_is(learned_run: RunView, entry: MakeEntry) -> None:
@@ -128,19 +135,6 @@ def test_the_reward_says_what_is_right_and_text_is_as_it_is(learned_run: RunView
     console.print(problem_table([one for one in learned_run.evaluations if one.problems[0].prompt == problems[0]["prompt"]]))
     text = console.export_text()
     assert [words for words in shown if words not in text] == []
-
-
-def test_problems_that_only_one_of_two_evaluations_had_are_in_no_row(learned_run: RunView) -> None:
-    first, last = ([{"prompt": prompt, "expected": "1", "got": "1"} for prompt in prompts] for prompts in ("ab", "bc"))
-    learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(19, 0.5, first)))
-    learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(100, 0.5, last)))
-    table = problem_table([one for one in learned_run.evaluations if len(one.problems) == 2])
-    assert table is not None
-    assert [str(cell) for cell in table.columns[0].cells] == ["b"]
-
-
-def test_there_is_no_table_without_two_evaluations(learned_run: RunView) -> None:
-    assert problem_table(learned_run.evaluations[:1]) is None
 
 
 def test_the_end_names_files_in_a_folder_with_brackets(learned_run: RunView, tmp_path: Path) -> None:

@@ -72,14 +72,11 @@ def test_what_a_standing_run_waits_for_has_a_name_and_a_hint(numbers: RunNumbers
     assert found.hint
 
 
-def test_what_is_full_or_hangs_is_said_with_what_to_do() -> None:
+def test_what_is_full_or_hangs_is_said_and_the_bus_comes_before_all_that_waits_for_it() -> None:
     assert "bus.samples_bytes" in diagnose(standing_run({"producer-0": FULL_STREAM})).hint
     assert "bus.sample_blobs_bytes" in diagnose(standing_run({"producer-0": FULL_STREAM, "feeder-0": FULL_BLOBS})).hint
     found = diagnose(replace(standing_run(), hung_tasks=3, hung_s=21.4))
     assert found.what.startswith("user code") and "3 have not for up to 21 s" in found.what
-
-
-def test_the_bus_comes_before_all_that_waits_for_it_and_a_silent_worker_before_what_waits_for_that() -> None:
     assert diagnose(standing_run({"engine-0": "loading"}), away_s=11.0).what.startswith("the bus")
     numbers = standing_run()
     silent = [replace(worker, silent_s=20.0) if worker.worker == "trainer-0" else worker for worker in numbers.workers]

@@ -74,9 +74,15 @@ def test_roles_texts_and_what_the_model_wrote_are_told_apart(tokenizer: Tokenize
     assert {message.engine for message in found if message.sampled} == {"engine-1"}
 
 
-def test_a_model_that_writes_headers_makes_no_messages_of_others(tokenizer: Tokenizer) -> None:
+def test_headers_of_models_and_parts_that_nobody_sampled(tokenizer: Tokenizer) -> None:
     one = sample(tokenizer, ("", "<|user|>hi<|end|><|assistant|>"), ("model", "<|tool|>all is well<|end|><|user|>thanks"))
     assert said(one, tokenizer) == [("user", False, "hi"), ("assistant", True, "<|tool|>all is well<|end|><|user|>thanks")]
+    one = sample(tokenizer, ("", "12"), ("model", "="), ("", "7"), ("model", "7"))
+    parts = [("prompt", False, "12"), ("assistant", True, "="), ("environment", False, "7"), ("assistant", True, "7")]
+    assert said(one, tokenizer, Marks({})) == parts
+    assert marks_of(None) == Marks({})
+    assert said(sample(tokenizer), tokenizer) == []
+    assert said(sample(tokenizer, ("model", "x")), tokenizer) == [("assistant", True, "x")]
 
 
 def test_tools_that_speak_as_users_are_tools(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -87,15 +93,6 @@ def test_tools_that_speak_as_users_are_tools(tokenizer: Tokenizer, tmp_path: Pat
     one = sample(chat_ml, ("", prompt), ("model", "x<|im_end|>"), ("", answer), ("model", "5<|im_end|>"))
     assert [role for role, _, _ in said(one, chat_ml)] == ["user", "assistant", "tool", "assistant"]
     assert said(one, chat_ml)[2][2].startswith("5")
-
-
-def test_without_a_template_what_nobody_sampled_is_prompt_or_environment(tokenizer: Tokenizer) -> None:
-    one = sample(tokenizer, ("", "12"), ("model", "="), ("", "7"), ("model", "7"))
-    parts = [("prompt", False, "12"), ("assistant", True, "="), ("environment", False, "7"), ("assistant", True, "7")]
-    assert said(one, tokenizer, Marks({})) == parts
-    assert marks_of(None) == Marks({})
-    assert said(sample(tokenizer), tokenizer) == []
-    assert said(sample(tokenizer, ("model", "x")), tokenizer) == [("assistant", True, "x")]
 
 
 def test_turns_and_conversations_are_cut_where_they_end(tokenizer: Tokenizer) -> None:

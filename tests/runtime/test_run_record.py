@@ -188,13 +188,19 @@ def test_files_of_a_model_are_read_as_a_whole_and_again_only_after_a_change(tmp_
     assert digests() != third
 
 
-def test_a_folder_of_a_model_that_cannot_be_looked_at_is_named(tmp_path: Path) -> None:
+def test_folders_that_cannot_be_looked_at_or_were_renamed(tmp_path: Path) -> None:
     """By a name that no file may have; so a folder of another user's fails, too."""
     folder = str(tmp_path / ("x" * 300))
     config = sections.Config(loss=LossConfig(kl=KLConfig(reference=folder)))
     with raises(ConfigError, path=folder) as caught:
         model_digests(config, tmp_path / "none", tmp_path / "cache")
     assert "can be read" in caught.value.message
+    run = RunDir(tmp_path / "renamed")
+    run.create()
+    run.write_config(sections.Config(run=sections.RunConfig(name="first")))
+    with raises(ConfigError, key="run.name", expected="first", got="renamed") as caught:
+        continued(sections.Config(run=sections.RunConfig(name="renamed")), run)
+    assert "first" in caught.value.hint
 
 
 def test_keys_that_came_later_are_off_and_free_ones_exist() -> None:
@@ -253,15 +259,6 @@ def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Pa
     assert continued(sections.Config(data=sections.DataConfig(train="x")), run)[1] == []
     run.config_path.write_text("{")
     assert continued(sections.Config(), run) == (sections.Config(), [])
-
-
-def test_a_run_whose_folder_was_renamed_is_not_begun_anew_in_its_store(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "renamed")
-    run.create()
-    run.write_config(sections.Config(run=sections.RunConfig(name="first")))
-    with raises(ConfigError, key="run.name", expected="first", got="renamed") as caught:
-        continued(sections.Config(run=sections.RunConfig(name="renamed")), run)
-    assert "first" in caught.value.hint
 
 
 def test_the_schedule_keeps_the_length_of_the_first_start(tmp_path: Path) -> None:

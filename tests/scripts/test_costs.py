@@ -63,10 +63,16 @@ def test_a_folder_over_its_limit_is_named_and_one_without_limits_may_start_nothi
     ]
 
 
-def test_limits_fall_and_never_rise() -> None:
+def test_limits_fall_and_a_row_takes_the_place_of_its_step() -> None:
     limits, starts = {"kill": {"up": 3, "torch import": 2}}, {"kill": {"up": 5, "torch import": 1}, "loop": {"up": 1}}
     assert lowered(limits, starts, fresh=False) == {"kill": {"up": 3, "torch import": 1}}
     assert lowered({}, starts, fresh=True) == starts
+    tests, chaos = "| tests | 3 passed, 0 failed |", "| chaos | right |"
+    once = updated(PAGE, {"tests": tests, "chaos": chaos})
+    assert once.splitlines() == ["# Page", "", BEGIN, "", *HEAD, chaos, tests, "", END, "", "after"] and once.endswith("after\n")
+    assert updated(once, {"tests": "| tests | 2 passed, 1 failed |"}) == once.replace("3 passed, 0", "2 passed, 1")
+    with pytest.raises(ValueError, match="soak: begin"):
+        updated("# Page\n", {})
 
 
 def test_the_last_figures_are_kept_by_tier_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,15 +98,6 @@ def test_the_table_has_a_row_for_each_folder_and_what_no_test_waited_for() -> No
 
 
 PAGE = f"# Page\n\n{BEGIN}\n\n{END}\n\nafter\n"
-
-
-def test_a_row_takes_the_place_of_the_one_of_its_step() -> None:
-    tests, chaos = "| tests | 3 passed, 0 failed |", "| chaos | right |"
-    once = updated(PAGE, {"tests": tests, "chaos": chaos})
-    assert once.splitlines() == ["# Page", "", BEGIN, "", *HEAD, chaos, tests, "", END, "", "after"] and once.endswith("after\n")
-    assert updated(once, {"tests": "| tests | 2 passed, 1 failed |"}) == once.replace("3 passed, 0", "2 passed, 1")
-    with pytest.raises(ValueError, match="soak: begin"):
-        updated("# Page\n", {})
 
 
 @pytest.mark.process

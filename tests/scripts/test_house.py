@@ -25,12 +25,14 @@ def counted(root: Path, measure: str) -> dict[str, int]:
     return {name.partition(".")[2]: number for name, number in found.items() if name.partition(".")[0] == measure}
 
 
-def test_a_room_is_counted_once_though_a_link_leads_to_it(tmp_path: Path) -> None:
+def test_rooms_and_tables_are_counted_once(tmp_path: Path) -> None:
     build(tmp_path, {"producers/a.py": "a = 1\nif a:\n    b = 2\n", "streamrl/core/b.py": "", "streamrl/__init__.py": "c = 3\n"})
     (tmp_path / "streamrl" / "producers").symlink_to("../producers")
     assert counted(tmp_path, "lines") == {"config": 2, "core": 0, "producers": 3, "streamrl": 1}
     assert counted(tmp_path, "statements") == {"config": 2, "core": 0, "producers": 3, "streamrl": 1}
     assert counted(tmp_path, "files") == {"config": 1, "core": 1, "producers": 1, "streamrl": 1}
+    build(tmp_path, {"streamrl/bridges/a.py": "slime = 1\n", "streamrl/trainers/factory.py": 'a == "torch"\n'})
+    assert counted(tmp_path, "guests") == counted(tmp_path, "questions") == {}
 
 
 @pytest.mark.parametrize(
@@ -63,11 +65,6 @@ def test_lines_of_a_module_count(measure: str, line: str, number: int, tmp_path:
     for name in ("high", "right"):
         (tmp_path / f"streamrl/{name}/__init__.py").touch()
     assert counted(tmp_path, measure) == ({"left": number} if number else {})
-
-
-def test_tables_and_bridges_may_name_what_others_may_not(tmp_path: Path) -> None:
-    build(tmp_path, {"streamrl/bridges/a.py": "slime = 1\n", "streamrl/trainers/factory.py": 'a == "torch"\n'})
-    assert counted(tmp_path, "guests") == counted(tmp_path, "questions") == {}
 
 
 def test_small_files_have_one_importer_in_their_own_room(tmp_path: Path) -> None:
