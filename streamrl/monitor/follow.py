@@ -216,7 +216,7 @@ class Follower:
         if self._carry_totals and live and event.kind == SLO_EVENT:
             return
         if live or event.kind not in ("finished", NOTICE_EVENT):
-            self.view.event(event, live=live)
+            self.view.event(event, live=live, sequence=message.sequence)
 
     def _tombstone(self, message: Message) -> None:
         self.view.tombstone(message.sequence, decode(message.body, Tombstone, where=f"{message.subject} {message.sequence}"))

@@ -124,8 +124,8 @@ class RunView:
         self._backlog = Backlog()
         self.lengths.forget_ledger()
 
-    def event(self, event: Event, *, live: bool = True) -> None:
-        """A lifecycle event, of this session or (not `live`) an earlier one. Raises SchemaError when it cannot be read."""
+    def event(self, event: Event, *, live: bool = True, sequence: int = 0) -> None:
+        """A lifecycle event, of this session or (not `live`) from before. Raises SchemaError when it cannot be read."""
         match event.kind:
             case "finished":
                 self.finished = True
@@ -146,7 +146,7 @@ class RunView:
             case "evaluation":
                 found = evaluation_of(event)
                 if self.evaluated.add(found, last_cold=self.trained.last_cold) and self.series is not None:
-                    self.series.evaluation(found, step=self.trained.step_of(found.version.number), live=live)
+                    self.series.evaluation(found, step=self.trained.step_of(found.version.number), live=live, sequence=sequence)
             case "weights" if live and self.series is not None:
                 if isinstance(lag_s := event.detail.get("lag_s"), float):
                     mean, most = {"lag/publish_to_commit_s": lag_s}, {"lag/publish_to_commit_max_s": lag_s}

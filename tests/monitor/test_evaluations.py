@@ -12,6 +12,7 @@ from streamrl.monitor.evaluations import MOST_SETS, Evaluations
 from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.screen import plain_line, reward_line
 from streamrl.monitor.series import Series
+from streamrl.monitor.sinks.position import Position
 from streamrl.monitor.summary import summarize
 from streamrl.monitor.view import RunView
 from streamrl.schemas.events import Event
@@ -36,7 +37,7 @@ SUMS = {
 
 def view_of(*events: Event) -> RunView:
     view = RunView("run", steps=10)
-    view.series = Series(evaluated_s=-1.0)
+    view.series = Series(evaluated=Position().has)
     for event in events:
         view.event(event)
     return view
