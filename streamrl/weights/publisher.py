@@ -103,8 +103,7 @@ class Publisher:
         with self._changed:
             if self._keep == 0:
                 self._changed.wait_for(lambda: len(self._waiting) < MAX_WAITING or self._closing or self._done.done())
-            if self._done.done():
-                self._done.result()
+            self.check()
             if self._closing:
                 raise WeightSyncError(
                     f"{self._policy} {version}: expected an open publisher, got a closed one", version=str(version), closed=True
@@ -123,6 +122,16 @@ class Publisher:
                 self._drawing = False
                 self._waiting.extend([offer] if offer is not None else [])
             self._loop.call_soon_threadsafe(self._wake.set)
+
+    @property
+    def publishing(self) -> Version | None:
+        """The version that is being published; None: none is."""
+        return self._publishing
+
+    def check(self) -> None:
+        """Raise what has ended publishing, as `offer` and `close` do: a trainer that waits for samples may not come to either for long."""
+        if self._done.done():
+            self._done.result()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Publish what waits, then stop; safe to call twice.
