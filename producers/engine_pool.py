@@ -14,6 +14,7 @@ import msgspec
 from streamrl.bus.protocol import KeyEntry, KeyValue
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError
+from streamrl.runtime.worker import ENGINES_FAIL
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 PREFIX = f"{PREFIX_PRESENCE}engines/"
 _MAX_SESSIONS = 65536
 _WARN_EVERY_S = 10.0
+_WHY_CHARS = 300
+"""Of an engine's error, which may be a whole traceback."""
 
 
 class _Member:
@@ -37,6 +40,10 @@ class _Member:
         """Completions of everybody else there, as of the last presence."""
         self.suspect = False
         """A request failed there since the last presence."""
+        self.failures = 0
+        """Requests that have failed there since one was answered."""
+        self.why = ""
+        """The newest of them failed for this reason."""
 
     def update(self, presence: EnginePresence) -> None:
         self.presence = presence
@@ -79,7 +86,11 @@ class EnginePool:
 
     @property
     def wait(self) -> str:
-        """What requests wait for before any engine has them; empty: nothing."""
+        """What requests wait for: an engine that is there, or one that answers; empty: neither."""
+        members = self._members.values()
+        if members and all(member.failures for member in members):
+            worst = max(members, key=lambda member: member.failures)
+            return f"{ENGINES_FAIL}: {worst.presence.engine}, {worst.failures} requests in a row, the newest: {worst.why}"
         return f"waits for an engine: {self._num_waiting} requests" if self._num_waiting else ""
 
     @property
@@ -140,8 +151,11 @@ class EnginePool:
         try:
             async with aclosing(member.engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
+                    member.failures = 0
                     yield chunk
         except EngineError as error:
+            member.failures += 1
+            member.why = " ".join(error.message.split())[:_WHY_CHARS]
             # A refused request says nothing against the engine; a broken connection does.
             member.suspect = isinstance(error, EngineUnavailable)
             raise

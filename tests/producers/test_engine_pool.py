@@ -12,11 +12,12 @@ from streamrl.config.tree import BusConfig
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.channel import ChannelEngine
-from streamrl.engines.protocol import GenerateRequest
+from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.producers.completions import Completion, complete
 from streamrl.producers.engine_pool import EnginePool
+from streamrl.runtime.worker import ENGINES_FAIL
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.tasks import Sampling
@@ -159,6 +160,30 @@ async def test_a_refused_request_says_nothing_against_the_engine(tmp_path: Path)
         with pytest.raises(EngineError, match="token ids"):
             await complete(fleet.pool, bad)
         assert await fleet.ask() == "a"
+
+
+async def test_engines_of_which_each_fails_whatever_it_is_asked_are_what_requests_wait_for(tmp_path: Path) -> None:
+    """With the reason that an engine gives, from the first failure on until one answers."""
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a")
+        broken = fleet.engines["a"].generate
+
+        def fails(request: GenerateRequest) -> AsyncIterator[Chunk]:
+            raise EngineError("status 500:\n out of memory")
+
+        fleet.engines["a"].generate = fails  # type: ignore[method-assign]
+        assert fleet.pool.wait == ""
+        for count in (1, 2):
+            with pytest.raises(EngineError):
+                await fleet.ask()
+            assert fleet.pool.wait == f"{ENGINES_FAIL}: a, {count} requests in a row, the newest: status 500: out of memory"
+            await fleet.announce("a", serving=Version(0, count))  # which says nothing of the next request
+        await fleet.add("b", running=4)
+        assert fleet.pool.wait == "", "one has not failed"
+        fleet.engines["a"].generate = broken  # type: ignore[method-assign]
+        await fleet.ask()
+        await fleet.announce("b", running=0)
+        assert fleet.pool.wait == ""
 
 
 async def test_an_engine_that_cannot_be_reached_is_left_out_until_it_is_announced_again(tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ import pytest
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import EngineConfig
+from streamrl.consumers.serving.engine_worker import state_of
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.batching.engine import BatchingEngine
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import BusUnavailable
+from streamrl.runtime.worker import WEIGHTS_FAIL
 from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.tasks import Sampling
@@ -224,15 +226,21 @@ async def test_an_older_version_does_not_take_the_place_of_the_newest_that_is_tr
 
 async def test_wrong_bytes_are_said_and_not_served(run):
     await run.publish(1)
-    async with watched(run.watcher()):
+    watcher = run.watcher()
+    async with watched(watcher):
         assert await run.committed.get() == Version(0, 1)
         other = await run.shm.publish(Version(0, 2), iter(table(2)))
         await run.announce(msgspec.structs.replace(other, digest="0123456789abcdef"))
-        assert "0123456789abcdef" in (await run.failed.get())["error"]
+        error = (await run.failed.get())["error"]
+        assert "0123456789abcdef" in error and error in watcher.failure
+        info = await run.engine.info()
+        assert state_of(info, watcher.failure) == f"{WEIGHTS_FAIL} than 0.1: {watcher.failure}"
+        assert error in state_of(msgspec.structs.replace(info, serving=None), watcher.failure)
         assert await run.first_token() == 1
         assert (await run.engine.info()).serving == Version(0, 1)
         await run.publish(3)
         assert await run.committed.get() == Version(0, 3)
+        assert watcher.failure == ""
 
 
 async def test_another_model_is_said_and_not_served(run):
