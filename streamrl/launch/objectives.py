@@ -56,7 +56,7 @@ class Objectives:
                 batch=newest.metrics if newest else {},
                 window=view.series.window if view.series else {},
                 decided=view.series.decided if view.series else {},
-                given_up=view.failures.given_up.reasons,
+                stones=view.failures.all_reasons,
                 still_s=now_s - self._moved_s,
                 batch_tasks=self._config.tasks.batch_tasks,
                 num_rollouts=self._config.group_size,

@@ -64,7 +64,7 @@ class Series:
     Args:
         window_s: length of a window.
         after: newest version that has its row already, written by an earlier session; its row and those before are not made again.
-        evaluated: whether an evaluation of history has its row already, by the sequence and the time (Unix seconds) of its event; None: all.
+        evaluated: whether an evaluation of history has its row already, by sequence and time (Unix seconds) of its event; None: all.
     """
 
     def __init__(self, *, window_s: float = WINDOW_S, after: Version | None = None, evaluated: Evaluated | None = None) -> None:

@@ -24,7 +24,7 @@ from streamrl.monitor.trained import Trained, known_reason, stretched_rewards
 from streamrl.monitor.waits import standing_of
 from streamrl.monitor.worker_lines import worker_lines
 from streamrl.runtime.worker import LOADING
-from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence, Grant, Untrained, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.samples import Tombstone
 
@@ -34,6 +34,8 @@ SPARK_POINTS = 40
 _MOST_NOTICES = 100
 """That wait to be shown."""
 _MOST_SWAPS = 1024
+_TRAINER = "trainer-0"
+"""Of the trainer's ranks the one that folds the stream."""
 _MOST_NAMES = 1024
 """Workers, and attempts at them, of which something is remembered that their presence does not clear away."""
 
@@ -86,6 +88,7 @@ class RunView:
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._engines: dict[str, EnginePresence] = {}
         self._workers: dict[str, WorkerLine] = {}
+        self._untrained = Untrained()
         self._made = Growing(late=joined, seen=self.before.tokens_by_engine)
         self._swapped = Growing(late=joined, seen=self.before.swaps_by_engine)
         self._made_rate, self._trained_rate = Rate(), Rate()
@@ -186,6 +189,8 @@ class RunView:
 
     def worker(self, worker: str, presence: WorkerPresence | None) -> None:
         """A worker announced itself, or (None) has not for too long."""
+        if worker == _TRAINER:
+            self._untrained = Untrained() if presence is None else _untrained_of(presence)
         if presence is None:
             self._workers.pop(worker, None)
             self._in_hand.forget(worker)
@@ -389,6 +394,7 @@ class RunView:
             length_cut=self.lengths.knows_cut,
             failed_tasks=self.failures.num_tasks,
             given_up_tasks=self.failures.given_up.num_tasks,
+            untrained=self._untrained,
             newest_error=self.failures.newest,
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
@@ -398,3 +404,11 @@ class RunView:
             workers=worker_lines(self._workers, supervised or {}, held, self.failures.lately(self._stream_last)),
             elapsed_s=elapsed_s,
         )
+
+
+def _untrained_of(presence: WorkerPresence) -> Untrained:
+    """What a trainer says of itself; nothing where it is of an earlier version, or says something else."""
+    try:
+        return msgspec.convert(presence.detail, Untrained)
+    except msgspec.ValidationError:
+        return Untrained()

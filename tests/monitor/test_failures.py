@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame, barren_line
+from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame
 from streamrl.monitor.screen import failed_line, plain_line
 from streamrl.monitor.trained import MOST_REASONS
+from streamrl.monitor.untrained import barren_line
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import Grant, WorkerPresence
 from streamrl.schemas.events import MetricReport
@@ -127,7 +128,7 @@ def test_what_producers_give_up_is_counted_before_any_batch_and_called_so(entry:
     view.grant(Grant(granted=24, version=0, retired=12))
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.dropped, numbers.drops, numbers.failed_tasks, numbers.given_up_tasks) == (18, {"filtered": 18}, 0, 9)
-    said = barren_line(numbers, view.failures.given_up.reasons)
+    said = barren_line(numbers, view.failures.all_reasons)
     assert said.startswith("12 tasks") and "filtered 18" in said and "None" in said
     view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "filtered")])))
     assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
@@ -180,15 +181,8 @@ def test_what_is_not_filtered_is_not_blamed_on_a_return_of_none(reasons: tuple[s
     for task in range(12):
         view.tombstone(1 + task, stone(task, reasons[task % len(reasons)]))
     view.grant(Grant(granted=24, version=0, retired=12))
-    line = barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
+    line = barren_line(view.numbers(elapsed_s=1.0), view.failures.all_reasons)
     assert said in line and hint in line and "None" not in line
-
-
-def test_tasks_with_samples_that_give_no_batch_are_asked_for_their_rewards() -> None:
-    view = RunView("demo")
-    view.tombstone(1, stone(1, "filtered"))
-    view.grant(Grant(granted=24, version=0, retired=12))
-    assert "rewards" in barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
 
 
 def test_that_tasks_give_no_batch_is_said_once_failures_are_not_most_of_them_any_more() -> None:

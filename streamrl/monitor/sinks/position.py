@@ -45,7 +45,7 @@ class Position(msgspec.Struct, kw_only=True):
     def has(self, sequence: int, time_s: float) -> bool:
         """Whether the evaluation is written whose event has this sequence and time (Unix seconds).
 
-        Times alone would not do, for evaluators' clocks differ and go back; nor would sequences, which a stream that lost its end gives anew.
+        Times alone would not do, for evaluators' clocks differ and go back; nor would sequences, which a stream without its end gives anew.
         """
         return time_s <= self.evaluated_s and (self.evaluated is None or sequence <= self.evaluated)
 
