@@ -18,7 +18,7 @@ from streamrl.monitor.engine_lines import worker_of
 from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers
 from streamrl.monitor.series import RUN, TRAINED
 from streamrl.monitor.untrained import cause_of, since_newest_batch
-from streamrl.runtime.worker import ENGINES_FAIL, WEIGHTS_FAIL
+from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT, WEIGHTS_FAIL
 from streamrl.schemas.events import SLO_EVENT, Event
 
 _FALLS_BELOW = 0.9
@@ -238,7 +238,9 @@ def _vain(signs: Signs) -> Cause | None:
 
 
 def _sick(signs: Signs) -> Cause | None:
-    """One engine of several that does far less than the others, or serves far older weights."""
+    """One engine of several that fails, does far less than the others, or serves far older weights."""
+    if worker := next((one for one in signs.numbers.workers if one.state.startswith(ENGINES_LEFT_OUT)), None):
+        return Cause("sick_engine", f"{worker.worker} {worker.state}", "see its log, and its device; end it, and it is started anew")
     engines = [engine for engine in signs.numbers.engines if not engine.pinned]
     if len(engines) < 2:
         return None

@@ -16,7 +16,7 @@ from streamrl.monitor.slo import Signs, causes, values
 from streamrl.monitor.untrained import CAUSES, barren_line, cause_of, since_newest_batch
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import diagnose
-from streamrl.runtime.worker import AGENTS_WAIT, ENGINES_FAIL, WEIGHTS_FAIL
+from streamrl.runtime.worker import AGENTS_WAIT, ENGINES_FAIL, ENGINES_LEFT_OUT, WEIGHTS_FAIL
 from streamrl.schemas.control import Grant, Untrained, WorkerPresence
 from streamrl.schemas.events import FULL_STREAM, MetricReport
 from streamrl.schemas.samples import Tombstone
@@ -196,7 +196,11 @@ def test_a_reward_that_fails_most_rollouts_is_blamed_where_what_is_left_of_group
 
 @pytest.mark.parametrize(
     ("states", "cause"),
-    [({"producer-0": FAILS}, "failing_engine"), ({"engine-0": f"{WEIGHTS_FAIL} than 0.3: 0.4 could not be taken: x"}, "weights_fail")],
+    [
+        ({"producer-0": FAILS}, "failing_engine"),
+        ({"producer-0": f"{ENGINES_LEFT_OUT}: engine-0-abc, 9 requests in a row, the newest: status 500"}, "sick_engine"),
+        ({"engine-0": f"{WEIGHTS_FAIL} than 0.3: 0.4 could not be taken: x"}, "weights_fail"),
+    ],
 )
 def test_what_a_worker_says_of_engines_is_named_in_a_run_that_goes_on(states: dict[str, str], cause: str) -> None:
     late = replace(ENGINE, behind=9, running=1)

@@ -17,7 +17,7 @@ from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.producers.completions import Completion, complete
 from streamrl.producers.engine_pool import EnginePool
-from streamrl.runtime.worker import ENGINES_FAIL
+from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.tasks import Sampling
@@ -184,6 +184,25 @@ async def test_engines_of_which_each_fails_whatever_it_is_asked_are_what_request
         await fleet.ask()
         await fleet.announce("b", running=0)
         assert fleet.pool.wait == ""
+
+
+async def test_an_engine_that_fails_at_once_does_not_get_every_request_for_its_load(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a")
+        await fleet.add("b", running=4)
+
+        def fails(request: GenerateRequest) -> AsyncIterator[Chunk]:
+            raise EngineError("status 500")
+
+        fleet.engines["a"].generate = fails  # type: ignore[method-assign]
+        found: list[str] = []
+        for _ in range(20):
+            try:
+                found.append(await fleet.ask())
+            except EngineError:
+                found.append("failed")
+        assert found[:3] == ["failed"] * 3 and found.count("b") >= 15
+        assert fleet.pool.wait == f"{ENGINES_LEFT_OUT}: a, {found.count('failed')} requests in a row, the newest: status 500"
 
 
 async def test_an_engine_that_cannot_be_reached_is_left_out_until_it_is_announced_again(tmp_path: Path) -> None:
