@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -33,6 +34,8 @@ REWARD_WINDOW = 20
 SPARK_POINTS = 40
 _MOST_NOTICES = 100
 """That wait to be shown."""
+_STATE_CHARS = 1000
+"""Of what a worker says that it does, which is shown and repeated."""
 _MOST_SWAPS = 1024
 _TRAINER = "trainer-0"
 """Of the trainer's ranks the one that folds the stream."""
@@ -195,8 +198,9 @@ class RunView:
             self._workers.pop(worker, None)
             self._in_hand.forget(worker)
         else:
-            since_s = 0.0 if isinstance(presence.since_s, msgspec.UnsetType) else presence.since_s
-            self._workers[worker] = WorkerLine(worker=worker, state=presence.state, pid=presence.pid, host=presence.host, since_s=since_s)
+            since_s = 0.0 if isinstance(presence.since_s, msgspec.UnsetType) or not math.isfinite(presence.since_s) else presence.since_s
+            state = presence.state[:_STATE_CHARS]
+            self._workers[worker] = WorkerLine(worker=worker, state=state, pid=presence.pid, host=presence.host, since_s=since_s)
 
     def stream(self, *, last: int, num_bytes: int) -> None:
         """State of the sample stream."""

@@ -22,7 +22,7 @@ from streamrl.monitor.summary import summarize
 from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence, Grant, WorkerPresence
-from streamrl.schemas.events import Event
+from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.subjects import KEY_GRANTED, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
@@ -87,6 +87,28 @@ async def test_evaluations_get_their_rows_once_over_sessions_whatever_their_cloc
             position.add(rows)
             written += [row.version for row in rows]
     assert written == [f"0.{number}" for number in range(1, 9)]
+
+
+async def test_what_cannot_be_folded_costs_a_message_and_the_bus_is_not_blamed(bus: Bus, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[str]()
+    await bus.kv.put(KEY_GRANTED, b"no grant")
+    view = RunView(run_id)
+
+    def metric(one: MetricReport) -> None:
+        seen.append(one.worker)
+        _ = round(one.mean["x"])
+
+    monkeypatch.setattr(view, "metric", metric)
+    async with Follower(bus, view) as follower:
+        began_s = follower.answered_s
+        for name, value in (("a", float("inf")), ("b", 1.0)):
+            await bus.publish(Subjects(run_id).metrics(name), encode(MetricReport(worker=name, mean={"x": value})))
+        await bus.kv.put("presence/workers/a", b"no presence")
+        await follower.catch_up()
+        await until(lambda: follower.answered_s > began_s)
+        first_s = follower.answered_s
+        await until(lambda: follower.answered_s > first_s)
+    assert seen == ["a", "b"]
 
 
 async def test_the_end_of_an_earlier_session_is_not_the_end_of_this_one(bus: Bus, run_id: str) -> None:
