@@ -99,6 +99,8 @@ class EnginePool:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._found = asyncio.Event()
         self._num_waiting = 0
+        self._cramped = (0, 0)
+        """Requests in a row whose prompts no engine had room for, and the tokens of the last."""
 
     @property
     def wait(self) -> str:
@@ -106,6 +108,9 @@ class EnginePool:
         members = self._members.values()
         if members and all(member.failures for member in members):
             return f"{ENGINES_FAIL}: {max(members, key=lambda member: member.failures).said()}"
+        count, tokens = self._cramped
+        if count >= _MANY_FAILURES:
+            return f"{ENGINES_FAIL}: none has room for {count} prompts in a row, the newest of {tokens} tokens"
         if self._num_waiting:
             return f"waits for an engine: {self._num_waiting} requests"
         failing = [member for member in members if member.failures >= _MANY_FAILURES]
@@ -159,7 +164,9 @@ class EnginePool:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `Engine.generate`; raises EngineError when the chosen engine fails or goes away."""
         member = await self._choose(request)
-        if member.room(request) < 1:  # nor has any other: each completion is as long as it can be
+        cramped = member.room(request) < 1
+        self._cramped = (self._cramped[0] + 1, len(request.prompt_ids)) if cramped else (0, 0)
+        if cramped:  # nor has any other: each completion is as long as it can be
             for index in range(len(request.seeds)):
                 name = member.presence.engine
                 yield Chunk(completion=index, token_ids=(), logprobs=(), spans=(), finish_reason="length", engine=name)

@@ -19,7 +19,7 @@ from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers
 from streamrl.monitor.series import RUN, TRAINED
 from streamrl.monitor.untrained import cause_of, since_newest_batch
 from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT, WEIGHTS_FAIL
-from streamrl.schemas.events import SLO_EVENT, Event
+from streamrl.schemas.events import FULL_SERVER, SLO_EVENT, Event
 
 _FALLS_BELOW = 0.9
 """A level is left below this part of its bound, lest it flap."""
@@ -201,6 +201,8 @@ def _standing(signs: Signs) -> Cause | None:
 
 def _full(signs: Signs) -> Cause | None:
     room = signs.share("producer", "wait_room")
+    if any(one.state == FULL_SERVER for one in signs.numbers.workers):
+        return Cause("full_server", "the bus's disk is full, and others wait for it", "free room on the disk of the server's store")
     if not signs.numbers.stalled and room < _SOME:
         return None
     return Cause(

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from streamrl.errors import SchemaError
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
 from streamrl.runtime.worker import AGENTS_WAIT, ENGINES_FAIL, LOADING
-from streamrl.schemas.events import FULL_BLOBS, STANDING_EVENT, Event
+from streamrl.schemas.events import FULL_BLOBS, FULL_SERVER, STANDING_EVENT, Event
 
 STILL_S = 25.0
 """A run in which nothing has moved for this long has its wait named: with the delay of what it is seen by, within 30 s."""
@@ -118,6 +118,12 @@ def _room(numbers: RunNumbers) -> Standing | None:
     full = [worker.worker for worker in numbers.workers if worker.state.startswith("stalled")]
     if not full and not numbers.stalled:
         return None
+    if any(worker.state == FULL_SERVER for worker in numbers.workers):
+        return Standing(
+            cause="full_server",
+            what=f"room on the bus's disk, for which {', '.join(full)} wait",
+            hint="free room on the disk of the server's store, or raise its limit; budgets in [bus] that are larger than it do not help",
+        )
     key = "bus.sample_blobs_bytes" if any(worker.state == FULL_BLOBS for worker in numbers.workers) else "bus.samples_bytes"
     return Standing(
         cause="full_stream",

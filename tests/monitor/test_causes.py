@@ -18,7 +18,7 @@ from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import diagnose
 from streamrl.runtime.worker import AGENTS_WAIT, ENGINES_FAIL, ENGINES_LEFT_OUT, WEIGHTS_FAIL
 from streamrl.schemas.control import Grant, Untrained, WorkerPresence
-from streamrl.schemas.events import FULL_STREAM, MetricReport
+from streamrl.schemas.events import FULL_SERVER, FULL_STREAM, MetricReport
 from streamrl.schemas.samples import Tombstone
 from streamrl.telemetry.names import DROP_REASONS
 
@@ -87,6 +87,11 @@ STANDING: dict[str, tuple[dict[str, Any], str, str]] = {
     "a silent worker": ({"workers": {"feeder-0": {"silent_s": 11.0}}}, "silent", "feeder-0"),
     "a model that loads": ({"states": {"engine-0": "loading"}, "engines": ()}, "loading", "engine-0"),
     "a full stream": ({"states": {"producer-0": FULL_STREAM}, "in_flight": 4}, "full_stream", "producer-0"),
+    "a full disk of the bus": (
+        {"states": {"producer-0": FULL_STREAM, "feeder-0": FULL_SERVER}, "in_flight": 4},
+        "full_server",
+        "feeder-0, producer-0",
+    ),
     "no trainer": ({"states": {"trainer-0": ""}}, "no_trainer", ""),
     "a long step": ({"states": {"trainer-0": "trains version 1"}}, "step", "trains version 1"),
     "no engine": ({"states": {"engine-0": ""}, "engines": ()}, "no_engine", ""),

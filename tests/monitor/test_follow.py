@@ -89,7 +89,9 @@ async def test_evaluations_get_their_rows_once_over_sessions_whatever_their_cloc
     assert written == [f"0.{number}" for number in range(1, 9)]
 
 
-async def test_what_cannot_be_folded_costs_a_message_and_the_bus_is_not_blamed(bus: Bus, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_cannot_be_folded_costs_a_message_and_the_bus_is_not_blamed(
+    bus: Bus, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = list[str]()
     await bus.kv.put(KEY_GRANTED, b"no grant")
     view = RunView(run_id)

@@ -186,6 +186,19 @@ async def test_engines_of_which_each_fails_whatever_it_is_asked_are_what_request
         assert fleet.pool.wait == ""
 
 
+async def test_prompts_that_no_engine_has_room_for_are_said_after_some(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("short", max_len=4)
+        for count in range(1, 5):
+            await complete(fleet.pool, fleet.request())
+            said = f"{ENGINES_FAIL}: none has room for {count} prompts in a row, the newest of 4 tokens"
+            assert fleet.pool.wait == (said if count >= 3 else "")
+        await fleet.announce("short", max_len=5)
+        await fleet.until(lambda: fleet.pool.engines["short"].max_len == 5)
+        await fleet.ask()
+        assert fleet.pool.wait == ""
+
+
 async def test_an_engine_that_fails_at_once_does_not_get_every_request_for_its_load(tmp_path: Path) -> None:
     async with running(tmp_path / "model") as fleet:
         await fleet.add("a")
