@@ -121,7 +121,8 @@ class Shown:
         found = None if self.draining else found
         if found != numbers.standing:
             view.standing = found
-            self.note(standing_line(found) if found else "the run goes on")
+            if not self.draining:
+                self.note(standing_line(found) if found else "the run goes on")
             self._report(bus, STANDING_EVENT if found else MOVING_EVENT, to_builtins(found) if found else {})
         if numbers.failed_tasks and self._failures.due(now_s):
             counts = dict(view.failures.reasons)

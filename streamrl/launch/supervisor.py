@@ -29,6 +29,8 @@ _POLL_S = 0.05
 _ENDLESS = ("producer", "gateway", "rewarder", "engine")
 """Kinds whose work is never over: when one ends by itself it is started again."""
 _LINE_CHARS = 300
+_LATELY_S = MAX_BACKOFF_S
+"""One that has run for so long since it was started again is well: why it had ended explains nothing any more."""
 _FINAL: Mapping[int | None, str] = {Exit.CONFIG: "cannot run with this configuration", Exit.DIVERGED: "stopped: the weights diverged"}
 """Exit codes after which a restart would end in the same way."""
 KILLED_S = 10.0
@@ -145,7 +147,7 @@ class Supervisor:
                 pid=child.process.pid,
                 restarts=child.restarts,
                 silent_s=child.silence.seconds,
-                said=child.said,
+                said=child.said if child.state != "running" or self._clock() < child.resume_s + _LATELY_S else "",
             )
             for child in self.children.values()
         }

@@ -89,7 +89,7 @@ class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
     silent_s: float = 0.0
     """Seconds since its event loop was heard; of workers that this process has started."""
     said: str = ""
-    """Why it ended before it was started again, in its own last words; of workers that this process has started."""
+    """Why it has ended, or had before it was started again lately, in its own last words; of workers that this process has started."""
     failed_rollouts: int = 0
     """Of a producer, those that have failed lately (`streamrl.monitor.failures.LATELY`)."""
 

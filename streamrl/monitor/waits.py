@@ -106,8 +106,9 @@ def _worker(numbers: RunNumbers) -> Standing | None:
                 what=f"{worker.worker}, which is silent: it has been stopped, or its event loop is blocked",
                 hint=f"after supervise.silent_s its stacks go to its log and it is restarted; {_log(worker.worker)}",
             )
-        if worker.state == LOADING and said:
-            return Standing(cause="ended", what=f"{worker.worker}, which is loading again and had ended{said}", hint=_log(worker.worker))
+        if said:
+            what = f"{worker.worker}, which has just been started again and had ended{said}"
+            return Standing(cause="ended", what=what, hint=_log(worker.worker))
     for worker in numbers.workers:
         if worker.state == LOADING and not worker.worker.startswith("evaluator-"):
             return Standing(cause="loading", what=f"{worker.worker}, which is loading", hint=_log(worker.worker), normal=True)

@@ -179,7 +179,11 @@ async def test_a_restart_says_what_the_worker_said_last(team: Team) -> None:
     team.start("engine", "echo full >&2; echo >&2; exit 1")
     await team.tick_until("engine", "waiting")
     assert team.notes == [restarted("engine-0", "exit code 1", 1, 0.5) + "; its log ends: full"]
-    assert team.supervisor.lines()["engine-0"].said == "exit code 1; full"
+    team.scripts["engine-0"] = "exec sleep 600"
+    for now_s, said in ((1.0, "exit code 1; full"), (20.0, "exit code 1; full"), (60.0, "")):
+        team.now_s = now_s
+        team.supervisor.tick()
+        assert team.supervisor.lines()["engine-0"].said == said, "one that runs for long is well"
 
 
 @pytest.mark.process

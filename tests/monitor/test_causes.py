@@ -83,6 +83,11 @@ STANDING: dict[str, tuple[dict[str, Any], str, str]] = {
         "ended",
         "No space left on device",
     ),
+    "a trainer that has loaded again, and will end as before": (
+        {"workers": {"trainer-0": {"said": DIED}}, "engines": ()},
+        "ended",
+        "No space left on device",
+    ),
     "a loss of the user's": ({"workers": {"trainer-0": {"state": "ended", "said": LOSS}}}, "ended", "my_loss() takes 1 positional"),
     "a silent worker": ({"workers": {"feeder-0": {"silent_s": 11.0}}}, "silent", "feeder-0"),
     "a model that loads": ({"states": {"engine-0": "loading"}, "engines": ()}, "loading", "engine-0"),
