@@ -21,7 +21,7 @@ from streamrl.monitor.numbers import WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, StateFile
 from streamrl.monitor.screen import Display, failed_line, one_line
 from streamrl.monitor.slo import detail_of
-from streamrl.monitor.untrained import barren_line
+from streamrl.monitor.untrained import barren_line, since_newest_batch
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import Watch, standing_line
 from streamrl.runtime.retries import FailureWindow
@@ -131,8 +131,10 @@ class Shown:
         if self._objectives is not None:
             self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")
         self.write_state(RUNNING, view)
-        if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks):
-            self.note(barren_line(numbers, view.failures.all_reasons))
+        stones = view.failures.all_reasons
+        known = bool(since_newest_batch(numbers, stones))
+        if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks, known=known, now_s=now_s):
+            self.note(barren_line(numbers, stones))
         self._tell(partial(self._display.show, numbers, view))
 
     def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:

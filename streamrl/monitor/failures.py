@@ -22,6 +22,7 @@ MOST_STONES = 10_000
 """Tombstones of a kind that are kept one by one until a batch is trained; those before are in the counts until then."""
 LATELY = 1000
 """Messages of the sample stream; who failed in them is named though batches have been trained since."""
+_HEARTBEATS_S = 10.0
 FIRST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
 
@@ -142,15 +143,20 @@ class Barren:
 
     def __init__(self) -> None:
         self._said = False
+        self._began_s: float | None = None
 
-    def due(self, numbers: RunNumbers, *, least: int) -> bool:
-        """Whether it is to be said now, of at least so many tasks; then it has been. Where most fail, that is what is said instead."""
+    def due(self, numbers: RunNumbers, *, least: int, known: bool, now_s: float) -> bool:
+        """Whether it is to be said now, of at least so many tasks; then it has been. Where most fail, that is what is said instead.
+
+        Why they do is waited for some seconds while it is not `known`, for it comes with the trainer's next heartbeat.
+        """
         if numbers.barren_tasks < least:
-            self._said = False
+            self._said, self._began_s = False, None
         if self._said or numbers.barren_tasks < least or 2 * numbers.failed_tasks > numbers.barren_tasks:
             return False
-        self._said = True
-        return True
+        self._began_s = now_s if self._began_s is None else self._began_s
+        self._said = known or now_s - self._began_s >= _HEARTBEATS_S
+        return self._said
 
 
 class Pace:

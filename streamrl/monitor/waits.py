@@ -160,7 +160,8 @@ def _engine(numbers: RunNumbers) -> Standing | None:
             hint=_log("engine-0") if found else "engine.workers is 0: start one with `streamrl worker engine --run RUN`",
         )
     if failing := next((worker for worker in numbers.workers if worker.state.startswith(ENGINES_FAIL)), None):
-        return Standing(cause="failing_engine", what=f"engines: {failing.worker} {failing.state}", hint=_log("engine-0"))
+        what = f"engines that answer {failing.worker}: {failing.state.removeprefix(ENGINES_FAIL).lstrip(': ')}"
+        return Standing(cause="failing_engine", what=what, hint=_log("engine-0"))
     waiting, running = sum(engine.waiting for engine in engines), sum(engine.running for engine in engines)
     if waiting and not running:
         serving = ", ".join(sorted({engine.serving for engine in engines}))
@@ -199,7 +200,7 @@ def _agents(numbers: RunNumbers) -> Standing | None:
         return None
     return Standing(
         cause="agents",
-        what="; ".join(f"{worker.worker} {worker.state}" for worker in idle[:3]),
+        what=f"agents: {'; '.join(f'{one.worker}{one.state.removeprefix(AGENTS_WAIT)}' for one in idle[:3])}",
         hint="start agents that ask it, see docs/gateway.md: its address and its key are in the run's notes",
     )
 

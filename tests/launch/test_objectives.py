@@ -214,6 +214,9 @@ HANG = ("producer.function=mine.py:some_hang", "producer.idle_timeout_s=9")
             marks=AGAIN,
         ),
         pytest.param(("slo.drop_rate=0.5", "reward.kind=mine.py:equal", *VAIN), "drop_rate", "zero_variance", marks=AGAIN),
+        pytest.param(
+            (STARVED, "reward.kind=mine.py:equal", *VAIN, *ONE_SLOT, "debug.token_delay_s=0.02"), "starvation", "zero_variance", marks=AGAIN
+        ),
     ],
     ids=[
         "slow engine",
@@ -226,6 +229,7 @@ HANG = ("producer.function=mine.py:some_hang", "producer.idle_timeout_s=9")
         "slower reward",
         "mostly equal",
         "all equal",
+        "all equal with one slot",
     ],
 )
 async def test_the_cause_of_a_staged_trouble_is_named(start: Start, run: RunDir, keys: tuple[str, ...], objective: str, cause: str) -> None:
@@ -273,7 +277,6 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> N
         (("reward.kind=mine.py:mostly_equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
         (("reward.kind=mine.py:equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
         (("reward.kind=mine.py:slow_and_equal", *VAIN), {"zero_variance", "slow_reward"}),
-        (("reward.kind=mine.py:equal", *VAIN, *ONE_SLOT, "debug.token_delay_s=0.02"), {"zero_variance", "few_producers"}),
         ((*HANG, *SATURATED, "debug.token_delay_s=0.05"), {"hung_tool", "slow_engine"}),
         ((*HANG, "reward.kind=mine.py:equal", *VAIN), {"hung_tool", "zero_variance"}),
     ],
@@ -281,7 +284,6 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir, left: int) -> N
         "mostly equal at a slow engine",
         "all equal at a slow engine",
         "all equal and slow",
-        "all equal with one slot",
         "some hang at a slow engine",
         "some hang and all equal",
     ],

@@ -189,11 +189,19 @@ def test_that_tasks_give_no_batch_is_said_once_failures_are_not_most_of_them_any
     barren, numbers = Barren(), RunView("demo").numbers(elapsed_s=1.0)
 
     def due(tasks: int, failed: int) -> bool:
-        return barren.due(replace(numbers, barren_tasks=tasks, failed_tasks=failed), least=8)
+        return barren.due(replace(numbers, barren_tasks=tasks, failed_tasks=failed), least=8, known=True, now_s=0.0)
 
     assert not due(7, 0) and not due(8, 5), "too few, then most have failed"
     assert due(10, 5) and not due(12, 5) and not due(12, 7) and not due(20, 7)
     assert not due(0, 0) and due(8, 0)
+
+
+def test_why_tasks_give_no_batch_is_waited_for_some_heartbeats() -> None:
+    barren, numbers = Barren(), replace(RunView("demo").numbers(elapsed_s=1.0), barren_tasks=9)
+    told = [(0.0, False, False), (9.9, False, False), (10.0, False, True), (11.0, True, False)]
+    assert [barren.due(numbers, least=8, known=known, now_s=now_s) for now_s, known, _ in told] == [due for _, _, due in told]
+    barren = Barren()
+    assert not barren.due(numbers, least=8, known=False, now_s=0.0) and barren.due(numbers, least=8, known=True, now_s=2.0)
 
 
 def test_what_goes_on_is_said_at_once_and_then_ever_more_rarely() -> None:
