@@ -7,6 +7,7 @@ connections and engines that failed. Removed when the task has ended.
 from __future__ import annotations
 
 import logging
+import re
 
 from streamrl.bus.protocol import Bus, KeyEntry
 from streamrl.errors import BusError, Conflict
@@ -14,6 +15,7 @@ from streamrl.runtime.task_keys import attempts_key, vanish
 
 logger = logging.getLogger(__name__)
 
+_COUNT = re.compile(rb"[0-9]{1,9}")
 _TRIES = 8
 """To count one more while others do."""
 KEPT_S = 7 * 86400.0
@@ -80,4 +82,4 @@ class Attempts:
 
 
 def _count(entry: KeyEntry | None) -> int:
-    return int(entry.value) if entry is not None and entry.value and entry.value.isdigit() else 0
+    return int(entry.value) if entry is not None and entry.value and _COUNT.fullmatch(entry.value) else 0

@@ -14,6 +14,7 @@ import msgspec
 from streamrl.bus.protocol import KeyEntry, KeyValue
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError
+from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
@@ -24,6 +25,11 @@ logger = logging.getLogger(__name__)
 PREFIX = f"{PREFIX_PRESENCE}engines/"
 _MAX_SESSIONS = 65536
 _WARN_EVERY_S = 10.0
+_MANY_FAILURES = 3
+"""Requests that an engine fails in a row, and is left out for a while where there are others: one that is refused says nothing."""
+_LONGEST_S = 30.0
+_WHY_CHARS = 300
+"""Of an engine's error, which may be a whole traceback."""
 
 
 class _Member:
@@ -38,6 +44,12 @@ class _Member:
         """Completions of everybody else there, as of the last presence."""
         self.suspect = False
         """A request failed there since the last presence."""
+        self.failures = 0
+        """Requests that have failed there since one was answered."""
+        self.why = ""
+        """The newest of them failed for this reason."""
+        self.left_out_until_s = 0.0
+        """On the loop's clock: one that fails at once has the least load, and would get every request."""
 
     def update(self, presence: EnginePresence) -> None:
         self.presence = presence
@@ -50,6 +62,16 @@ class _Member:
         longest = self.presence.max_len
         return math.inf if isinstance(longest, msgspec.UnsetType) else longest - len(request.prompt_ids)
 
+    def failed(self, why: str, now_s: float) -> None:
+        """One request more."""
+        self.failures += 1
+        self.why = " ".join(why.split())[:_WHY_CHARS]
+        if self.failures >= _MANY_FAILURES:
+            self.left_out_until_s = now_s + min(_LONGEST_S, 2.0 ** (self.failures - _MANY_FAILURES))
+
+    def said(self) -> str:
+        return f"{self.presence.engine}, {self.failures} requests in a row, the newest: {self.why}"
+
     def load(self) -> float:
         return (self.own + self.others) / max(1, self.presence.slots)
 
@@ -59,7 +81,8 @@ class EnginePool:
 
     `run` must be running: it follows `presence/engines/`. A request goes to the least loaded engine that serves its `least` version
     already, if there is one, else to the least loaded (which holds it back until it does). Waits while there is none. An engine that
-    could not be reached gets no new requests until its presence is renewed; what runs there goes on.
+    could not be reached gets no new requests until its presence is renewed; what runs there goes on. One that fails three in a row gets
+    none for a second, then for twice as long each time (30 s at most), while there are others.
 
     Args:
         kv: keys of the run.
@@ -77,11 +100,22 @@ class EnginePool:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._found = asyncio.Event()
         self._num_waiting = 0
+        self._cramped = (0, 0)
+        """Requests in a row whose prompts no engine had room for, and the tokens of the last."""
 
     @property
     def wait(self) -> str:
-        """What requests wait for before any engine has them; empty: nothing."""
-        return f"waits for an engine: {self._num_waiting} requests" if self._num_waiting else ""
+        """What requests wait for: an engine that is there, or one that answers; else which are left out; empty: none of it."""
+        members = self._members.values()
+        if members and all(member.failures for member in members):
+            return f"{ENGINES_FAIL}: {max(members, key=lambda member: member.failures).said()}"
+        count, tokens = self._cramped
+        if count >= _MANY_FAILURES:
+            return f"{ENGINES_FAIL}: none has room for {count} prompts in a row, the newest of {tokens} tokens"
+        if self._num_waiting:
+            return f"waits for an engine: {self._num_waiting} requests"
+        failing = [member for member in members if member.failures >= _MANY_FAILURES]
+        return f"{ENGINES_LEFT_OUT}: {'; '.join(member.said() for member in failing[:3])}" if failing else ""
 
     @property
     def engines(self) -> dict[str, EnginePresence]:
@@ -131,7 +165,9 @@ class EnginePool:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
         """As `Engine.generate`; raises EngineError when the chosen engine fails or goes away."""
         member = await self._choose(request)
-        if member.room(request) < 1:  # nor has any other: each completion is as long as it can be
+        cramped = member.room(request) < 1
+        self._cramped = (self._cramped[0] + 1, len(request.prompt_ids)) if cramped else (0, 0)
+        if cramped:  # nor has any other: each completion is as long as it can be
             for index in range(len(request.seeds)):
                 name = member.presence.engine
                 yield Chunk(completion=index, token_ids=(), logprobs=(), spans=(), finish_reason="length", engine=name)
@@ -141,8 +177,10 @@ class EnginePool:
         try:
             async with aclosing(member.engine.generate(request)) as chunks:  # type: ignore[type-var]
                 async for chunk in chunks:
+                    member.failures = 0
                     yield chunk
         except EngineError as error:
+            member.failed(error.message, asyncio.get_running_loop().time())
             # A refused request says nothing against the engine; a broken connection does.
             member.suspect = isinstance(error, EngineUnavailable)
             raise
@@ -167,6 +205,8 @@ class EnginePool:
     async def _choose(self, request: GenerateRequest) -> _Member:
         while not (usable := [name for name, member in self._members.items() if not member.suspect]):
             await self._wait_for_engine()
+        now_s = asyncio.get_running_loop().time()
+        usable = [name for name in usable if self._members[name].left_out_until_s <= now_s] or usable
         usable = [name for name in usable if self._members[name].room(request) >= 1] or usable
         name = self._sessions.get(request.session, "") if request.session else ""
         if name not in usable:

@@ -34,6 +34,7 @@ from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import BusError, ConfigError, Conflict, StreamFull
 from streamrl.producers.curriculum import Curriculum
 from streamrl.producers.mixture import first_segments, settled
+from streamrl.producers.publishing import full_place
 from streamrl.runtime.retries import pause_s
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import DataRecord, Grant, RunRecord
@@ -210,7 +211,7 @@ class Feeder:
                 failure = unstored or await self._publish(planned.tasks)
                 before, issued = issued, (await self._bus.state(TASKS)).last if failure else planned.tasks[-1].index + 1
                 if isinstance(failure, StreamFull):
-                    self._stall(failure, FULL_BLOBS if unstored else FULL_STREAM)
+                    self._stall(failure, full_place(failure, FULL_BLOBS if unstored else FULL_STREAM))
                     refusals += 1
                     await asyncio.sleep(pause_s(refusals, first_s=_FULL_FIRST_S, most_s=_FULL_MAX_S))
                     continue

@@ -28,7 +28,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import SCHEMA_NAME, TOKEN_BYTES
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.events import FULL_BLOBS, FULL_STREAM
+from streamrl.schemas.events import FULL_BLOBS, FULL_SERVER, FULL_STREAM
 from streamrl.schemas.samples import BlobRef, LogprobMode, RewardUpdate, Sample, Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, Subjects
 from streamrl.schemas.tasks import RolloutTask
@@ -122,8 +122,8 @@ class Publisher:
 
     @property
     def full(self) -> str:
-        """FULL_BLOBS or FULL_STREAM, by what there is no room in; empty: nothing waits."""
-        return next((place for place in (FULL_BLOBS, FULL_STREAM) if self._waiting_for[place] > 0), "")
+        """FULL_SERVER, FULL_BLOBS or FULL_STREAM, by what there is no room in; empty: nothing waits."""
+        return next((place for place in (FULL_SERVER, FULL_BLOBS, FULL_STREAM) if self._waiting_for[place] > 0), "")
 
     def take_counts(self) -> Published:
         """What has happened since the last call."""
@@ -240,7 +240,7 @@ class Publisher:
         try:
             return await store()
         except StreamFull as error:
-            return await self._wait_for_room(store, place, error)
+            return await self._wait_for_room(store, full_place(error, place), error)
 
     async def _wait_for_room(self, store: Callable[[], Awaitable[T]], place: str, error: StreamFull) -> T:
         self._counts.num_full += 1
@@ -263,3 +263,8 @@ class Publisher:
             logger.warning("event=stalled reason=stream_full error=%s", error.message)
         elif was_stalled and not self.stalled:
             logger.info("event=resumed reason=room_on_the_stream")
+
+
+def full_place(error: StreamFull, place: str) -> str:
+    """What there is no room in: the stream or the bucket (`place`), or the server for any of them."""
+    return FULL_SERVER if error.values.get("server") else place

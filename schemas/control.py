@@ -150,6 +150,21 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds since when it has been in this state; not on the wire when unset."""
 
 
+class Untrained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a trainer says in `WorkerPresence.detail` of the time since its newest batch, or since the run began."""
+
+    ended: dict[str, int] = {}
+    """Rollouts that have ended without being trained, by reason (`streamrl.schemas.ledger.Drop`); producers' own words are `other`."""
+    dead: int = 0
+    """Messages that could not be used."""
+    newest_dead: str = ""
+    """Why the last of them could not."""
+    unrewarded: int = 0
+    """Groups that are complete but for their rewards."""
+    publishing: str = ""
+    """The version that is being published; empty: none is."""
+
+
 class DataRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Key `data`: what the feeder found in the training rows when it had gone through them; written once, and compared at each start."""
 

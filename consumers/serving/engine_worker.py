@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
 from streamrl.engines.server import serve
 from streamrl.errors import BusError, EngineDied, EngineError
 from streamrl.runtime.collection import keep_all
-from streamrl.runtime.worker import LOADING, Worker, farewell
+from streamrl.runtime.worker import LOADING, WEIGHTS_FAIL, Worker, farewell
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
@@ -128,6 +128,7 @@ async def _serve(worker: Worker, engine: HostedEngine) -> None:
             pins=Pins(worker.bus.kv, engine.policy) if presence.role == EVALUATION_ROLE else None,
             role=presence.role,
         )
+        presence.failure = lambda: watcher.failure
         keep_all()
         try:
             await until_drained(worker.draining, watcher.run(), presence.keep())
@@ -182,6 +183,8 @@ class Presence:
         """Totals as of the last report, by metric."""
         self._told = 0
         """Tokens sampled, as of the last presence."""
+        self.failure: Callable[[], str] = str
+        """Asked why the newest version could not be taken; empty: it was."""
 
     async def keep(self) -> None:
         """Beat until cancelled; raises EngineError once decoding has failed."""
@@ -209,7 +212,7 @@ class Presence:
                 await self._worker.metrics({"tokens/sampled_total": float(info.tokens_total - self._told)})
 
     async def _put(self, info: EngineInfo) -> None:
-        self._worker.state = state_of(info)
+        self._worker.state = state_of(info, self.failure())
         if info.serving is None:
             return
         presence = EnginePresence(
@@ -252,13 +255,14 @@ class Presence:
         await self._worker.metrics(values | made, lengths)
 
 
-def state_of(info: EngineInfo) -> str:
-    """What an engine does or waits for, in words."""
+def state_of(info: EngineInfo, failure: str = "") -> str:
+    """What an engine does or waits for, in words; `failure`: why the newest version could not be taken."""
+    why = f": {failure}" if failure else ""
     if info.serving is None:
-        return "waits for its first weights"
+        return f"waits for its first weights{why}"
     if info.waiting and not info.running:
-        return f"waits for a version newer than {info.serving}, which {info.waiting} requests ask for"
-    return "running"
+        return f"waits for a version newer than {info.serving}, which {info.waiting} requests ask for{why}"
+    return f"{WEIGHTS_FAIL} than {info.serving}{why}" if failure else "running"
 
 
 def role_of(config: Config, index: int) -> str:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 10.0
 _LATE = 16
 """Manifests before the last one that are looked at: one of a trainer that was replaced may have come after those of its successor."""
+_FAILURE_CHARS = 300
 
 
 class Unreachable(WeightSyncError):
@@ -105,6 +106,8 @@ class WeightWatcher:
         self._changed = asyncio.Event()
         self.serving: Version | None = None
         """The version committed last; None before the first."""
+        self.failure = ""
+        """Why the newest version that was to be taken could not be; empty: it was, or none has come."""
 
     async def run(self) -> None:
         """Watch until cancelled; raises only what no other version can cure (the bus refuses to be read, a bug in the host)."""
@@ -241,7 +244,7 @@ class WeightWatcher:
                 version=str(manifest.version),
             )
         commit = await self._host.commit(manifest.version)
-        self.serving = manifest.version
+        self.serving, self.failure = manifest.version, ""
         await self._report(manifest, commit, stage_s)
 
     async def _stage(self, manifest: Manifest) -> str:
@@ -315,6 +318,7 @@ class WeightWatcher:
         logger.warning(
             "event=weights_not_taken engine=%s version=%s serving=%s reason=%s", self._engine, version, self.serving, error.message
         )
+        self.failure = f"{version or 'a manifest'} could not be taken: {' '.join(error.message.split())[:_FAILURE_CHARS]}"
         if self._event is not None:
             detail = {"engine": self._engine, "version": str(version or ""), "error": error.message, "serving": str(self.serving or "")}
             await self._event("weights", detail)

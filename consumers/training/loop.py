@@ -43,6 +43,7 @@ from streamrl.consumers.training.resuming import Resuming
 from streamrl.consumers.training.sample_blobs import NOTHING_REPLAYED, Replayed, sample_blobs
 from streamrl.consumers.training.steps import Cut, Stepped, recorded_cut, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
+from streamrl.consumers.training.untrained import UntrainedCounts
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
 from streamrl.core.gaps import bridged
@@ -50,7 +51,7 @@ from streamrl.core.state import FoldState, initial_state
 from streamrl.errors import Conflict, OutOfMemory, TrainingError
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Grant, MicroBudget, RunEnd
+from streamrl.schemas.control import Grant, MicroBudget, RunEnd, Untrained
 from streamrl.schemas.ledger import LedgerEntry, decided_by
 from streamrl.schemas.subjects import KEY_GRANTED, SAMPLES, WARMUP_SOURCE, Subjects
 from streamrl.schemas.versions import Version
@@ -68,7 +69,10 @@ REWARD_WINDOW = 20
 class Offers(Protocol):
     """What the loop needs of a publisher."""
 
+    @property
+    def publishing(self) -> Version | None: ...
     def offer(self, version: Version, digest: str, shards: Iterable[Shard]) -> None: ...
+    def check(self) -> None: ...
 
 
 class LiveTrainer:
@@ -131,6 +135,14 @@ class LiveTrainer:
         """Epoch and tasks of the newest grant."""
         self._grant_revision: int | None = None
         self._marked: set[int] = set()
+        self._untrained = UntrainedCounts(config.group_size)
+        self._fold: StreamFold | None = None
+
+    def untrained(self) -> Untrained:
+        """What has become of the stream since the newest batch; asked by the bus's thread."""
+        publishing = self.publisher.publishing
+        state = initial_state(self.fold_config) if self._fold is None else self._fold.own
+        return self._untrained.told(state, "" if publishing is None else str(publishing))
 
     def run(self, stop: Callable[[], bool]) -> tuple[FoldState, RunEnd | None]:
         """Train until the run's end, which is returned, or until `stop` is true (None); the state returned is checkpointed.
@@ -197,6 +209,7 @@ class LiveTrainer:
             blobs=sample_blobs(self.bus, call.loop, self._replayed, self.config, images=has_images(self.config.data)),
             lost=lambda group, rollout, why: call(publish_blob_missing(self.bus, self.subjects, group, rollout, why)),
         )
+        self._fold = fold
         logger.info("event=training version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
         reaper = Reaper(self.bus, self.subjects, name, fence, lambda: fold.own, self.fold_config)
         reaping = reaper.start(call.loop)
@@ -237,7 +250,7 @@ class LiveTrainer:
                     fold,
                     self.trainer,
                     books,
-                    lambda: stop() or bool(self._limit_at(fold.own, ledger)),
+                    lambda: self._ends(stop, fold.own, ledger),
                     began=lambda batch, number=number: self._doing(f"trains version {number}"),
                     cut=self._cut,
                     say=self.say,
@@ -300,6 +313,11 @@ class LiveTrainer:
         if stepped.arrays.kind == "rl":
             self.rewards.append(stepped.reward or 0.0)
 
+    def _ends(self, stop: Callable[[], bool], state: FoldState, ledger: Ledger) -> bool:
+        """Whether to wait for no further batch; raises what has ended the publisher, for no engine has samples to give any more."""
+        self.publisher.check()
+        return stop() or bool(self._limit_at(state, ledger))
+
     def _limit_at(self, state: FoldState, ledger: Ledger) -> str:
         """The limit of the section `run` that is reached; empty: none is, or the ledger has versions that are still to be trained again."""
         if state.version.number < ledger.last_number or in_own_warmup(self.config, state):
@@ -325,6 +343,8 @@ class LiveTrainer:
 
     def _take_effects(self, effects: Effects, incoming: Incoming) -> None:
         for letter in effects.dead:
+            if self._fold is not None:
+                self._untrained.dead(self._fold.own.version, letter.reason)
             message = incoming.message
             if message is None:  # readable, but judged impossible in the fold
                 message = self.call(self.bus.fetch(SAMPLES, letter.sequence))

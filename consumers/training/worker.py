@@ -6,6 +6,8 @@ import asyncio
 import logging
 from functools import partial
 
+from msgspec import to_builtins
+
 from streamrl.config.data import has_images
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.loop import LiveTrainer
@@ -103,6 +105,7 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, RunEnd | None] | Non
         replayed=replayed(config, model_dir),
         doing=partial(setattr, worker, "state"),
     )
+    worker.detail = lambda: to_builtins(live.untrained())
     keep_all()
     result = live.run(worker.draining.is_set)
     publisher.close()

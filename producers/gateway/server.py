@@ -182,7 +182,7 @@ class GatewayServer:
         except Exception as error:  # the one place of a request that catches everything
             logger.error("event=gateway_failed path=%s error=%r", _path(request), error, exc_info=error)
             refusal = ApiError(500, f"the gateway has failed: {type(error).__name__}", code="internal_error")
-        self._sessions.calls.num_refused += 1
+        self._sessions.calls.refused(f"{refusal.status} {refusal.message}")
         headers = {"Retry-After": f"{max(1, round(refusal.retry_after_s))}"} if refusal.retry_after_s else {}
         logger.debug("event=call_refused path=%s status=%d code=%s", _path(request), refusal.status, refusal.code)
         told = refusal.anthropic_body() if request.path.endswith("/messages") else refusal.body()
@@ -205,7 +205,7 @@ class GatewayServer:
             response = await api(
                 Call(session=session, body=body, key=_idempotency(request), model=model, size=request.content_length or 0), request
             )
-            self._sessions.calls.num_answered += 1
+            self._sessions.calls.answered()
             return response
 
         return handle

@@ -31,6 +31,7 @@ from streamrl.producers.gateway.placing import Rules, prompt_messages
 from streamrl.producers.gateway.rendering import Rendering
 from streamrl.producers.gateway.session import AGAIN_S, Bounds, Session
 from streamrl.producers.protocol import Context, Failure
+from streamrl.runtime.worker import AGENTS_WAIT
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 TIMEOUT = "timeout"
 LOOK_EVERY_S = 0.25
 _LOOKS_A_SWEEP = 240
+_QUIET_S = 10.0
+"""Agents that have made no call for so long are waited for."""
+_WHY_CHARS = 300
 _LOST_S = 10.0
 """So long after a call for a session that is not here there is use for its task."""
 _UNASKED_S = 2.0
@@ -62,8 +66,22 @@ class Calls:
     def __init__(self) -> None:
         self.num_answered = self.num_refused = 0
         self.per_s = 0.0
+        self.heard_s = time.monotonic()
+        """When the newest call was made, on the monotonic clock."""
+        self.newest_refusal = ""
+        """Why the newest call was refused; empty: it was answered, or there was none."""
         self._taken = (0, 0)
         self._since_s = time.monotonic()
+
+    def answered(self) -> None:
+        """One more was."""
+        self.num_answered += 1
+        self.heard_s, self.newest_refusal = time.monotonic(), ""
+
+    def refused(self, why: str) -> None:
+        """One more was."""
+        self.num_refused += 1
+        self.heard_s, self.newest_refusal = time.monotonic(), " ".join(why.split())[:_WHY_CHARS]
 
     def take(self) -> tuple[int, int]:
         """Answered and refused since the last call."""
@@ -125,7 +143,13 @@ class Sessions:
         """Told by the server."""
 
     def doing(self) -> str:
-        """What people see of it."""
+        """What people see of it: whether it waits for agents, and why those are refused that do call."""
+        refused = f"; the newest call was refused: {self.calls.newest_refusal}" if self.calls.newest_refusal else ""
+        quiet_s = time.monotonic() - self.calls.heard_s
+        if not self.num_open and not self.num_waiting:
+            return f"{AGENTS_WAIT}: none has a session open{refused}"
+        if not self._is_asked and (refused or quiet_s >= _QUIET_S):
+            return f"{AGENTS_WAIT}: {self.num_open} sessions are open, no call was answered for {quiet_s:.0f} s{refused}"
         return f"serves sessions: {self.num_open} open, {self.num_waiting} agents wait, {self.calls.per_s:.1f} calls/s"
 
     def take_metrics(self) -> dict[str, float]:
@@ -141,6 +165,11 @@ class Sessions:
             "gateway/calls_total": calls,
             "gateway/refused_total": refused,
         }
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether an agent waits for the answer to a call, or for a session."""
+        return bool(self._waiting) or any(session.busy for granted in self._tasks.values() for session in granted.sessions)
 
     @property
     def num_open(self) -> int:

@@ -25,7 +25,7 @@ import msgspec
 from streamrl.config.tree import BusConfig
 from streamrl.errors import BusError, LogTruncated, SchemaError
 from streamrl.schemas import subjects
-from streamrl.schemas.subjects import check_name, kind_of
+from streamrl.schemas.subjects import RUN_ID, check_name, kind_of
 
 CONTROL = re.compile(r"[\x00-\x1f]")
 HEADER_NAME = re.compile(r"^[A-Za-z0-9-]+$")
@@ -157,6 +157,11 @@ def check_key(key: str) -> str:
     for part in key.split("/"):
         check_name("key", part)
     return key
+
+
+def is_key(key: str) -> bool:
+    """Tell whether `check_key` takes it; a role may have stored other subjects below those that it may publish to."""
+    return all(RUN_ID.fullmatch(part) for part in key.split("/"))
 
 
 def truncated(stream: str, needed: int, first: int) -> LogTruncated:

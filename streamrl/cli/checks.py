@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from typing import Any
 
 from streamrl.errors import ConfigError
@@ -35,8 +36,10 @@ def add_verbs(verbs: Any) -> None:
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Print the checks; 1 if one of them failed."""
+    from streamrl.config.load import load
     from streamrl.doctor.findings import print_checks
     from streamrl.doctor.machine import examine, examine_config, examine_plan, examine_run
+    from streamrl.launch.prepare import rehearse
     from streamrl.runtime.rundir import RunDir
 
     if arguments.config and arguments.run:
@@ -54,7 +57,10 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         checks += examine_plan(arguments.config, arguments.overrides)
     elif arguments.config:
-        checks += examine_config(arguments.config, arguments.overrides)
+        found = examine_config(arguments.config, arguments.overrides)
+        checks += found
+        if found[0].state == "ok":
+            checks.append(asyncio.run(rehearse(load(arguments.config, arguments.overrides))))
     if run is not None:
         checks += examine_run(run)
     print_checks(checks, as_json=arguments.json)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from streamrl.config.files import new_directory
 from streamrl.config.loss import SOFTMAX_ROUTERS
 from streamrl.config.tree import Config, ModelConfig
@@ -46,9 +48,7 @@ def ensure_model(config: Config, directory: Path) -> Path:
 
 def check_positions(config: Config, directory: Path) -> None:
     """Raise ConfigError when `model.max_len` is beyond the positions of the model in `directory`; one that does not say passes."""
-    path = directory / "config.json"
-    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    described = described.get("text_config", described)
+    described = _description(directory)
     positions = described.get("max_position_embeddings")
     scaling = described.get("rope_parameters") or described.get("rope_scaling") or {}
     if not isinstance(positions, int):
@@ -67,9 +67,7 @@ def check_positions(config: Config, directory: Path) -> None:
 
 def check_experts(config: Config, directory: Path) -> None:
     """Raise ConfigError when the configuration asks something of routers that the model in `directory` has not."""
-    path = directory / "config.json"
-    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    kind = described.get("text_config", described).get("model_type", "no model_type")
+    kind = _description(directory).get("model_type", "no model_type")
     asked = {f"loss.experts.{key}": getattr(config.loss.experts, key) for key in ("balance_coef", "z_coef")}
     for key, value in (asked | {"trainer.routing_replay": config.trainer.routing_replay}).items():
         if value and kind not in SOFTMAX_ROUTERS:
@@ -83,9 +81,7 @@ def check_experts(config: Config, directory: Path) -> None:
 
 def check_context(config: Config, directory: Path) -> None:
     """Raise ConfigError when ranks are to share rows of a model that `directory` describes as one with windows or caps in its attention."""
-    path = directory / "config.json"
-    described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    text: dict[str, Any] = described.get("text_config") or described
+    text = _description(directory)
     odd = sorted({kind for kind in text.get("layer_types") or () if kind != "full_attention"})
     if not text.get("layer_types") and text.get("sliding_window") is not None and text.get("use_sliding_window", True):
         odd.append(f"sliding_window = {text['sliding_window']}")
@@ -99,6 +95,23 @@ def check_context(config: Config, directory: Path) -> None:
             key="trainer.context",
             got=config.trainer.context,
         )
+
+
+def _description(directory: Path) -> dict[str, Any]:
+    """The language model's part of a directory's config.json; nothing where there is none. Raises ConfigError for what is none."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        described = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.convert(described.get("text_config") or described, dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"expected the description of a model in {path}, got none: {error}",
+            hint="download the model again, or correct model.path",
+            key="model.path",
+            path=str(path),
+        ) from error
 
 
 def write_table(directory: Path, *, max_position: int) -> None:

@@ -56,7 +56,7 @@ class Objectives:
                 batch=newest.metrics if newest else {},
                 window=view.series.window if view.series else {},
                 decided=view.series.decided if view.series else {},
-                given_up=view.failures.given_up.reasons,
+                stones=view.failures.all_reasons,
                 still_s=now_s - self._moved_s,
                 distances=view.trained.distances.of_engines() if self._config.tasks.inexact != "allow" else {},
                 float32=(self._config.trainer.dtype or self._config.model.dtype) == "float32",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
+import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from streamrl import __version__
 from streamrl.bus.protocol import Bus
@@ -33,11 +37,11 @@ from streamrl.doctor.backend import refuse_backend
 from streamrl.doctor.findings import Check
 from streamrl.doctor.gpu_memory import check_shared_gpus, check_trainer_memory, gpu_memories, least_memory
 from streamrl.doctor.run_checks import check_checkpoints, check_gpus_wanted, check_ports_wanted, check_start_room, check_weights_room
-from streamrl.errors import ConfigError, LaunchError, StreamFull
+from streamrl.errors import ConfigError, LaunchError, StreamFull, StreamRLError
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
 from streamrl.launch.code_check import check_code
-from streamrl.producers.verifiers.rows import write_rows
+from streamrl.producers.verifiers.rows import rows_are_due, write_rows
 from streamrl.runtime.run_record import renew_digests, write_or_check
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.control import RunRecord
@@ -48,18 +52,30 @@ _PORTS_S = 5.0
 """What a supervisor that was killed has left behind gives its ports back within this time."""
 
 
-async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
-    """Build the model, look at both datasets, and return the record that this configuration gives.
+class Inputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a configuration names, read before anything starts."""
+
+    model: Path
+    """Directory of the initial model."""
+    digest: str
+    """Of the training rows."""
+    num_rows: int
+    """Of these; 0 where they are counted while the run is up."""
+
+
+async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> Inputs:
+    """Import the code that is named, build or find the model, and look at all rows: for `up`, which then starts, and for `doctor`.
 
     Of the training rows the first ones are tried, or all of them with `data.reading = "whole"`, and all held-out ones, so that what cannot
     be used is reported before anything runs; rows that are left out are noted. Those of a taskset of verifiers are written first.
 
     Raises:
         DataError: a row that was read whole, or none of the first training rows, can be used; names the file and the line.
-        ConfigError: `model.path` names no model, one with fewer positions than `model.max_len`, a dense one with `loss.experts`, or
-            one with sliding windows with `trainer.context`.
+        ConfigError: a function cannot be used, `model.path` names no model, one with fewer positions than `model.max_len`, a dense one
+            with `loss.experts`, or one with sliding windows with `trainer.context`.
         LaunchError: the model cannot be built, or shared memory does not hold its versions.
     """
+    await check_code(run.with_secret_options(config))
     model = await build_model(config, run)
     check_positions(config, model)
     check_experts(config, model)
@@ -77,16 +93,37 @@ async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lam
         check_rows(found, one.config, one.sampling, size, trained=False)
         for text in left_out(one, found):
             note(text)
+    return Inputs(model=model, digest=digest, num_rows=num_rows)
+
+
+async def rehearse(config: Config) -> Check:
+    """Ask for `doctor` what `up` asks of code, model and rows (`check_inputs`), in a directory that is gone afterwards."""
+    notes: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="streamrl-doctor-") as scratch:
+        if rows_are_due(config):
+            config = replace(config, data=replace(config.data, train=str(Path(scratch) / Path(config.data.train).name)))
+        run = RunDir(Path(scratch) / config.run.name)
+        run.create()
+        try:
+            await check_inputs(config, run, notes.append)
+        except StreamRLError as error:
+            return Check("inputs", "fail", error.message, error.hint)
+    return Check("inputs", "ok", "; ".join(("code, model and rows can be used", *notes)))
+
+
+async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
+    """Read what the configuration names, and return the record that it gives; raises as `check_inputs`."""
+    inputs = await check_inputs(config, run, note)
     return RunRecord(
         run=run.name,
         config=dump(config),
-        dataset_digest=digest,
-        num_rows=num_rows,
+        dataset_digest=inputs.digest,
+        num_rows=inputs.num_rows,
         code_version=__version__,
         fingerprint=machine(),
         created_s=time.time(),
         code=code_digests({**rollout_code(config), **loss_code(config)}) or UNSET,
-        models=await asyncio.to_thread(model_digests, config, model, run.model_files_path, note),
+        models=await asyncio.to_thread(model_digests, config, inputs.model, run.model_files_path, note),
     )
 
 
@@ -160,12 +197,12 @@ def _look_at_rows(config: Config, run: RunDir, tokenizer: Tokenizer, size: int, 
 
 
 async def check_start(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> None:
-    """Look at the disk, at GPUs and ports, and at the user's code in a process of its own; before the bus is started, which takes a port.
+    """Look at the disk, at GPUs and ports; before the bus is started, which takes a port.
 
     Raises:
         LaunchError: a port that is named is taken, there is no room for a start or for two checkpoints, or the trainer does not fit its
             GPUs.
-        ConfigError: a function cannot be used, the run's directory is a branch's, or the trainer's backend cannot train the model.
+        ConfigError: the run's directory is a branch's, or the trainer's backend cannot train the model.
     """
     if (run.path / BRANCH_FILE).exists():
         raise ConfigError(
@@ -185,7 +222,6 @@ async def check_start(config: Config, run: RunDir, note: Callable[[str], None] =
         if time.monotonic() > deadline:
             raise LaunchError(f"expected the ports that the configuration names to be free: {found.found}", hint=found.hint)
         await asyncio.sleep(0.1)
-    await check_code(run.with_secret_options(config))
 
 
 async def check_gpus(config: Config, note: Callable[[str], None]) -> None:

@@ -15,12 +15,13 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BusError
 from streamrl.launch.objectives import Objectives
-from streamrl.monitor.failures import Barren, Pace, barren_line
+from streamrl.monitor.failures import Barren, Pace
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.numbers import WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, StateFile
 from streamrl.monitor.screen import Display, failed_line, one_line
 from streamrl.monitor.slo import detail_of
+from streamrl.monitor.untrained import barren_line, since_newest_batch
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import Watch, standing_line
 from streamrl.runtime.retries import FailureWindow
@@ -120,7 +121,8 @@ class Shown:
         found = None if self.draining else found
         if found != numbers.standing:
             view.standing = found
-            self.note(standing_line(found) if found else "the run goes on")
+            if not self.draining:
+                self.note(standing_line(found) if found else "the run goes on")
             self._report(bus, STANDING_EVENT if found else MOVING_EVENT, to_builtins(found) if found else {})
         if numbers.failed_tasks and self._failures.due(now_s):
             counts = dict(view.failures.reasons)
@@ -129,8 +131,10 @@ class Shown:
         if self._objectives is not None:
             self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")
         self.write_state(RUNNING, view)
-        if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks):
-            self.note(barren_line(numbers, view.failures.given_up.reasons))
+        stones = view.failures.all_reasons
+        known = bool(since_newest_batch(numbers, stones))
+        if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks, known=known, now_s=now_s):
+            self.note(barren_line(numbers, stones))
         self._tell(partial(self._display.show, numbers, view))
 
     def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:

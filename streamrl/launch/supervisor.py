@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 30.0
 _POLL_S = 0.05
 _LINE_CHARS = 300
+_LATELY_S = MAX_BACKOFF_S
+"""One that has run for so long since it was started again is well: why it had ended explains nothing any more."""
 _FINAL: Mapping[int | None, str] = {Exit.CONFIG: "cannot run with this configuration", Exit.DIVERGED: "stopped: the weights diverged"}
 """Exit codes after which a restart would end in the same way."""
 _EARLY: Mapping[int | None, str] = {
@@ -60,6 +62,8 @@ class Child:
         self.ended_s = 0.0
         self.failures = failures
         self.restarts = 0
+        self.said = ""
+        """How and why it ended last, in its own words; empty: it has not, or said nothing."""
         self.silence = silence
         self.kill_s: float | None = None
         """When it is killed for its silence; None: it is heard."""
@@ -148,6 +152,7 @@ class Supervisor:
                 pid=child.process.pid,
                 restarts=child.restarts,
                 silent_s=child.silence.seconds,
+                said=child.said if child.state != "running" or self._clock() < child.resume_s + _LATELY_S else "",
             )
             for child in self.children.values()
         }
@@ -274,7 +279,10 @@ class Supervisor:
             child.state = "waiting"
             child.resume_s = now_s + seconds
         all_of_them = f" of all {len(group)} {group[0].kind}s" if len(group) > 1 else ""
-        self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s{self._last_line(failed)}")
+        said = self._last_line(failed)
+        failed.said = f"{ended_with}; {said}" if said else ended_with
+        ended_so = f"; its log ends: {said}" if said else ""
+        self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s{ended_so}")
 
     def _ending(self, child: Child) -> str:
         ended = describe_exit(child.code or 0) + _EARLY.get(child.code, "")
@@ -285,7 +293,7 @@ class Supervisor:
         lines = [] if child.why else [line.strip() for line in self._launcher.tail(child.name).splitlines() if line.strip()]
         # What an error says stands before its hint.
         said = "; ".join(lines[-2:] if lines[-1:] and lines[-1].startswith("hint: ") else lines[-1:])
-        return f"; its log ends: {said[:_LINE_CHARS]}" if said else ""
+        return said[:_LINE_CHARS]
 
     def _gave_up(self, child: Child, message: str) -> LaunchError:
         tail = self._launcher.tail(child.name)

@@ -8,31 +8,21 @@ from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
-from streamrl.monitor.drawing import visible
-from streamrl.monitor.numbers import Cause, RunNumbers
+from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.trained import known_reason
 from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.samples import Tombstone
-from streamrl.telemetry.names import DROP_REASONS, OTHER_REASON
 
 REASONS = ("failed", "timeout", "deliveries", "poison")
 """Reasons of tombstones that mean that something went wrong; a producer's own words, `filtered` and `lost` do not."""
 
-GIVEN_UP = Cause("given_up", "producers give most rollouts up", "a producer that returns None gives up; return chat.episode()")
-LOST = Cause(
-    "lost_tasks",
-    "most tasks are held by nobody any more, and end as lost",
-    "does a producer acknowledge tasks and store no samples? see its log, and `streamrl trace RUN TASK`",
-)
-_LEFT_OUT_HINT = "the producer, or filters.function, says so itself: is its rule too strict for these problems?"
-_SAID_CHARS = 60
-"""Of a producer's own word within a line."""
 MOST_CHARS = 2000
 """Of an error's text, which may be whatever user code said."""
 MOST_STONES = 10_000
 """Tombstones of a kind that are kept one by one until a batch is trained; those before are in the counts until then."""
 LATELY = 1000
 """Messages of the sample stream; who failed in them is named though batches have been trained since."""
+_HEARTBEATS_S = 10.0
 FIRST_PAUSE_S = 10.0
 MOST_PAUSE_S = 600.0
 
@@ -110,6 +100,11 @@ class Failures:
         return counts
 
     @property
+    def all_reasons(self) -> Counter[str]:
+        """Rollouts that have ended without a sample since the newest batch, by reason."""
+        return self._failed.reasons + self._given_up.reasons
+
+    @property
     def given_up(self) -> Count:
         """What has ended without a sample for another reason: a producer's own, `filtered`, `lost`."""
         return self._given_up
@@ -143,56 +138,25 @@ def alone_to_blame(failed: Mapping[str, int], working: Collection[str], *, most:
     return all(failed.get(name, 0) * len(working) >= most for name in working)
 
 
-def given_up_kind(reasons: Mapping[str, int]) -> str:
-    """What most of the rollouts have ended as that did not fail: `filtered`, `lost`, or `other` for producers' own words together."""
-    counts = Counter({"filtered": 0})
-    for reason, count in reasons.items():
-        counts[reason if reason in ("filtered", "lost") else OTHER_REASON] += count
-    return counts.most_common(1)[0][0]
-
-
-def given_up_cause(reasons: Mapping[str, int]) -> Cause:
-    """Why they did (`given_up_kind`)."""
-    kind = given_up_kind(reasons)
-    return left_out(reasons) if kind == OTHER_REASON else LOST if kind == "lost" else GIVEN_UP
-
-
-def left_out(reasons: Mapping[str, int]) -> Cause:
-    """That producers, and filters of the user's, end rollouts for reasons of their own, with those among `reasons`."""
-    own = Counter({reason: count for reason, count in reasons.items() if reason not in DROP_REASONS})
-    said = f": {_words(own)}" if own else ""
-    return Cause("left_out", f"producers end most rollouts for reasons of their own{said}", _LEFT_OUT_HINT)
-
-
-def _words(reasons: Counter[str]) -> str:
-    return ", ".join(f"{visible(reason)[:_SAID_CHARS]} {count}" for reason, count in reasons.most_common(3))
-
-
-def barren_line(numbers: RunNumbers, given_up: Counter[str]) -> str:
-    """What to look at when tasks end and give no batch: rollouts without a sample (`given_up` by reason), or else equal rewards."""
-    said = f"{numbers.barren_tasks} tasks have ended without giving a batch"
-    if 2 * numbers.given_up_tasks > numbers.barren_tasks:
-        return f"{said}: their rollouts ended without a sample ({_words(given_up)}). hint: {given_up_cause(given_up).hint}"
-    return (
-        f"{said}: are the rewards within each group all equal, or beyond the bounds of the section filters? "
-        "hint: easier problems, a longer warm-up, more rollouts a task, wider bounds, or tasks.drop_zero_variance = false"
-    )
-
-
 class Barren:
     """When to say that tasks end and give no batch: once, until one is trained."""
 
     def __init__(self) -> None:
         self._said = False
+        self._began_s: float | None = None
 
-    def due(self, numbers: RunNumbers, *, least: int) -> bool:
-        """Whether it is to be said now, of at least so many tasks; then it has been. Where most fail, that is what is said instead."""
+    def due(self, numbers: RunNumbers, *, least: int, known: bool, now_s: float) -> bool:
+        """Whether it is to be said now, of at least so many tasks; then it has been. Where most fail, that is what is said instead.
+
+        Why they do is waited for some seconds while it is not `known`, for it comes with the trainer's next heartbeat.
+        """
         if numbers.barren_tasks < least:
-            self._said = False
+            self._said, self._began_s = False, None
         if self._said or numbers.barren_tasks < least or 2 * numbers.failed_tasks > numbers.barren_tasks:
             return False
-        self._said = True
-        return True
+        self._began_s = now_s if self._began_s is None else self._began_s
+        self._said = known or now_s - self._began_s >= _HEARTBEATS_S
+        return self._said
 
 
 class Pace:

@@ -174,6 +174,8 @@ class Follower:
                         fold(message)
                     except SchemaError as error:
                         logger.warning("event=unreadable stream=%s seq=%d error=%s", stream, message.sequence, error.message)
+                    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # one message costs no view
+                        logger.error("event=not_folded stream=%s seq=%d", stream, message.sequence, exc_info=error)
                     self._after[key] = message.sequence
                     self._look_at_history()
                     self._folded.set()
@@ -223,7 +225,7 @@ class Follower:
         if self._carry_totals and live and event.kind == SLO_EVENT:
             return
         if live or event.kind != NOTICE_EVENT:
-            self.view.event(event, live=live)
+            self.view.event(event, live=live, sequence=message.sequence)
 
     def _tombstone(self, message: Message) -> None:
         self.view.tombstone(message.sequence, decode(message.body, Tombstone, where=f"{message.subject} {message.sequence}"))
@@ -257,6 +259,8 @@ class Follower:
                 self.view.worker(key.removeprefix(_WORKERS), decode(value, WorkerPresence, where=key) if value else None)
         except SchemaError as error:
             logger.warning("event=unreadable key=%s error=%s", key, error.message)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # as above
+            logger.error("event=not_folded key=%s", key, exc_info=error)
 
     async def _ungraded(self) -> int:
         """Requests for rewards in their queue; 0 where there is no such queue, or nobody may look: a run from before there was one."""
@@ -269,6 +273,13 @@ class Follower:
             self._has_grading = False
             return 0
 
+    async def _look_at_grant(self) -> None:
+        try:
+            if (grant := await read_key(self._bus.kv, KEY_GRANTED, Grant)) is not None:
+                self.view.grant(grant)
+        except SchemaError as error:  # who needs it ends with this error, and says so
+            logger.warning("event=unreadable key=%s error=%s", KEY_GRANTED, error.message)
+
     async def _poll(self) -> None:
         count = 0
         while True:
@@ -276,9 +287,8 @@ class Follower:
                 state = await self._bus.state(SAMPLES)
                 self.view.stream(last=state.last, num_bytes=state.bytes)
                 self.view.issued((await self._bus.state(TASKS)).last, ungraded=await self._ungraded())
-                if (grant := await read_key(self._bus.kv, KEY_GRANTED, Grant)) is not None:
-                    self.view.grant(grant)
                 self.answered_s = time.monotonic()
+                await self._look_at_grant()
                 count += 1
                 if self._carry_totals and count % 5 == 0:
                     await self._try_to_store()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import msgspec
@@ -12,6 +13,12 @@ _IN_FLIGHT = "producer/in_flight_tasks"
 _HUNG, _HUNG_S = "producer/hung_tasks", "producer/hung_s"
 _GRADERS, _GRADERS_S, _ENDED_EARLY = "reward/hung", "reward/hung_s", "reward/ended_early_total"
 _ROLLOUTS = "producer/rollouts_total"
+_MOST = 1e9
+
+
+def _sound(value: float) -> float:
+    """A count or seconds as they can be; any login may report anything."""
+    return min(max(0.0, value), _MOST) if math.isfinite(value) else 0.0
 
 
 class _Held(msgspec.Struct, frozen=True):
@@ -42,17 +49,17 @@ class InHand:
         if _GRADERS in one.mean:
             if len(self._graders) > self._most:
                 self._graders = {name: hung for name, hung in self._graders.items() if name in there}
-            self.graders_ended += round(one.sum.get(_ENDED_EARLY, 0.0))
-            self._graders[one.worker] = one.mean[_GRADERS], one.max.get(_GRADERS_S, 0.0)
+            self.graders_ended += round(_sound(one.sum.get(_ENDED_EARLY, 0.0)))
+            self._graders[one.worker] = _sound(one.mean[_GRADERS]), _sound(one.max.get(_GRADERS_S, 0.0))
         if _IN_FLIGHT not in one.mean:
             return
         if len(self._held) > self._most:
             self._held = {name: held for name, held in self._held.items() if name in there}
         self._held[one.worker] = _Held(
-            one.mean[_IN_FLIGHT],
-            one.mean.get(_HUNG, 0.0),
-            one.max.get(_HUNG_S, 0.0),
-            one.sum.get(_ROLLOUTS, 0.0),
+            _sound(one.mean[_IN_FLIGHT]),
+            _sound(one.mean.get(_HUNG, 0.0)),
+            _sound(one.max.get(_HUNG_S, 0.0)),
+            _sound(one.sum.get(_ROLLOUTS, 0.0)),
         )
 
     def forget(self, worker: str) -> None:

@@ -7,6 +7,7 @@ from enum import StrEnum
 import msgspec
 
 from streamrl.config.evaluation_sets import HELDOUT
+from streamrl.schemas.control import Untrained
 from streamrl.schemas.versions import Version
 
 
@@ -34,6 +35,8 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """What a run waits for."""
 
+    cause: str = ""
+    """For programs: `bus`, `engine`, `user_code`, ...; empty in events of an earlier version."""
     what: str
     hint: str
     since_s: float = 0.0
@@ -85,6 +88,8 @@ class WorkerLine(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds since when it has been in this state; 0: not known."""
     silent_s: float = 0.0
     """Seconds since its event loop was heard; of workers that this process has started."""
+    said: str = ""
+    """Why it has ended, or had before it was started again lately, in its own last words; of workers that this process has started."""
     failed_rollouts: int = 0
     """Of a producer, those that have failed lately (`streamrl.monitor.failures.LATELY`)."""
 
@@ -233,6 +238,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Tasks of which every rollout has failed since the newest batch."""
     given_up_tasks: int = 0
     """Tasks of which every rollout has ended since then with neither sample nor failure: a producer gave `None`, or they were lost."""
+    untrained: Untrained = Untrained()
+    """What the trainer says of the time since the newest batch."""
     newest_error: str
     """Why a rollout failed last; empty: none was seen to."""
     swaps: int

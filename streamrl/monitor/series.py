@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -36,6 +36,7 @@ EVALUATION = "evaluation"
 TRAINED = "trained"
 RUN = ""
 """Whose values are those of the run as a whole."""
+Evaluated = Callable[[int, float], bool]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Batches of reinforcement learning up to then."""
     values: dict[str, float] = {}
     """By metric: declared names only, finite numbers only. Of metrics whose reduction is `sum`, the amount of this batch or window."""
+    sequence: int = 0
+    """Of an evaluation, that of its event; no file has it."""
 
 
 class Series:
@@ -61,10 +64,10 @@ class Series:
     Args:
         window_s: length of a window.
         after: newest version that has its row already, written by an earlier session; its row and those before are not made again.
-        evaluated_s: evaluations of history that are newer than this (Unix seconds) get rows too; None: no such ones.
+        evaluated: whether an evaluation of history has its row already, by sequence and time (Unix seconds) of its event; None: all.
     """
 
-    def __init__(self, *, window_s: float = WINDOW_S, after: Version | None = None, evaluated_s: float | None = None) -> None:
+    def __init__(self, *, window_s: float = WINDOW_S, after: Version | None = None, evaluated: Evaluated | None = None) -> None:
         self.num_lost = 0
         """Rows that nobody took in time."""
         self.window: dict[str, dict[str, float]] = {}
@@ -74,7 +77,7 @@ class Series:
         self._deciding: Counter[str] = Counter()
         self._window_s = window_s
         self._after = after
-        self._evaluated_s = math.inf if evaluated_s is None else evaluated_s
+        self._evaluated: Evaluated = evaluated or (lambda sequence, time_s: True)
         self._rows: deque[Row] = deque(maxlen=MOST_ROWS)
         self._folds: dict[str, Fold] = {RUN: Fold()}
         self._attendance = Attendance()
@@ -99,12 +102,13 @@ class Series:
             if entry.source != "warmup":
                 self._deciding[TRAINED] += len(entry.staleness)
 
-    def evaluation(self, one: Evaluation, *, step: int, live: bool = True) -> None:
-        """Held-out problems were asked; not `live`: in an earlier session."""
-        if not live and one.time_s <= self._evaluated_s:
+    def evaluation(self, one: Evaluation, *, step: int, live: bool = True, sequence: int = 0) -> None:
+        """Held-out problems were asked; not `live`: before this session. `sequence` is that of the event."""
+        if not live and self._evaluated(sequence, _finite(one.time_s)):
             return
         if values := known(values_of(one)):
-            self._append(Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values))
+            row = Row(time_s=one.time_s, kind=EVALUATION, version=str(one.version), step=step, values=values, sequence=sequence)
+            self._append(row)
 
     def report(self, one: MetricReport) -> None:
         """A worker's report."""
@@ -155,7 +159,11 @@ class Series:
 
     def _append(self, row: Row) -> None:
         self.num_lost += len(self._rows) == MOST_ROWS
-        self._rows.append(row if math.isfinite(row.time_s) else msgspec.structs.replace(row, time_s=0.0))
+        self._rows.append(msgspec.structs.replace(row, time_s=_finite(row.time_s)))
+
+
+def _finite(time_s: float) -> float:
+    return time_s if math.isfinite(time_s) else 0.0
 
 
 def values_of(one: Evaluation) -> dict[str, float]:

@@ -16,11 +16,11 @@ from streamrl.config.slo import SloConfig
 from streamrl.errors import SchemaError
 from streamrl.monitor.distances import Distance
 from streamrl.monitor.engine_lines import worker_of
-from streamrl.monitor.failures import GIVEN_UP, LOST, given_up_kind, left_out
 from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers
 from streamrl.monitor.series import RUN, TRAINED
-from streamrl.schemas.events import SLO_EVENT, Event
-from streamrl.telemetry.names import OTHER_REASON
+from streamrl.monitor.untrained import cause_of, since_newest_batch
+from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT, WEIGHTS_FAIL
+from streamrl.schemas.events import FULL_SERVER, SLO_EVENT, Event
 
 _FALLS_BELOW = 0.9
 """A level is left below this part of its bound, lest it flap."""
@@ -47,8 +47,8 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
     """Values of the newest window, by whose they are; empty before the first."""
     decided: Mapping[str, int] = {}
     """Of the newest window: see `Series.decided`."""
-    given_up: Mapping[str, int] = {}
-    """Rollouts that have ended since the newest batch with neither sample nor failure, by reason."""
+    stones: Mapping[str, int] = {}
+    """Rollouts that have ended since the newest batch without a sample, by reason."""
     distances: Mapping[str, Distance] = {}
     """The distance of each engine's log-probs from the trainer's, by worker."""
     float32: bool = True
@@ -200,8 +200,17 @@ def _level(value: float, bound: float, warn: float, before: Level) -> Level:
 
 
 def causes(objective: str, signs: Signs) -> tuple[Cause, ...]:
-    """Why an objective is not met, the likeliest first; never none."""
-    found = [cause for find in _SEARCHES[objective] if (cause := find(signs)) is not None]
+    """Why an objective is not met, the likeliest first; never none.
+
+    What a standing run waits for is its one cause, and who has no room for more is asked only where nothing else is the matter: that
+    there are too few samples follows from either.
+    """
+    found = list[Cause]()
+    for find in _SEARCHES[objective]:
+        if (cause := None if find is _sampling and found else find(signs)) is not None:
+            found.append(cause)
+            if find is _standing:
+                break
     return tuple({cause.name: cause for cause in found}.values()) or (
         Cause("unknown", "nothing that is known", "`streamrl top` shows where time goes; the logs are in logs/"),
     )
@@ -214,6 +223,8 @@ def _standing(signs: Signs) -> Cause | None:
 
 def _full(signs: Signs) -> Cause | None:
     room = signs.share("producer", "wait_room")
+    if any(one.state == FULL_SERVER for one in signs.numbers.workers):
+        return Cause("full_server", "the bus's disk is full, and others wait for it", "free room on the disk of the server's store")
     if not signs.numbers.stalled and room < _SOME:
         return None
     return Cause(
@@ -235,77 +246,25 @@ def _hung(signs: Signs) -> Cause | None:
     return Cause("hung_tool", said, "does a tool hang? lower producer.idle_timeout_s, or mend the tool")
 
 
+def _engines(signs: Signs) -> Cause | None:
+    """Engines that fail whatever a producer asks them, as that says."""
+    worker = next((one for one in signs.numbers.workers if one.state.startswith(ENGINES_FAIL)), None)
+    return None if worker is None else Cause("failing_engine", f"{worker.worker} {worker.state}", "see logs/engine-0.log")
+
+
 def _vain(signs: Signs) -> Cause | None:
-    dropped, rate = signs.dropped, signs.drop_rate
-    total = sum(dropped.values())
+    rate = signs.drop_rate
     if rate is None or rate < _MANY:
         return None
-    if not total:  # no batch has said why
-        dropped, total = {_without_batch(signs): 1.0}, 1.0
-    if dropped.get(OTHER_REASON, 0.0) > _MANY * total:
-        return left_out(signs.numbers.drops)
-    for reasons, cause in _VAIN:
-        if sum(dropped.get(reason, 0.0) for reason in reasons) > _MANY * total:
-            return (_rewards(signs) or cause) if "timeout" in reasons else cause
-    return None
-
-
-def _without_batch(signs: Signs) -> str:
-    """Why most of the tasks give no batch that have ended since the newest one, as far as tombstones say."""
-    numbers = signs.numbers
-    for count, reason in ((numbers.failed_tasks, "failed"), (numbers.given_up_tasks, given_up_kind(signs.given_up))):
-        if 2 * count > numbers.barren_tasks:
-            return reason
-    return "zero_variance"
-
-
-_VAIN = (
-    (
-        ("zero_variance",),
-        Cause(
-            "zero_variance",
-            "most groups have rewards that are all equal, and are dropped",
-            "other problems, a longer warm-up, a larger tasks.num_rollouts, or tasks.drop_zero_variance = false",
-        ),
-    ),
-    (
-        ("stale", "expired"),
-        Cause("stale", "most rollouts are too old when their turn comes", "raise tasks.max_staleness, or lower producer.concurrency"),
-    ),
-    (
-        ("timeout",),
-        Cause("hung_tool", "user code runs into its time limits", "does a tool hang? raise producer.idle_timeout_s, or mend it"),
-    ),
-    (
-        ("failed", "poison", "deliveries"),
-        Cause("failing_code", "most rollouts fail", "`streamrl status` has the newest failure; mend the code"),
-    ),
-    (
-        ("no_baseline",),
-        Cause(
-            "no_baseline",
-            "most groups have no greedy answer to be compared with",
-            "greedy rollouts end without a sample: `streamrl status` has the newest failure",
-        ),
-    ),
-    (("filtered",), GIVEN_UP),
-    (("lost",), LOST),
-    (("unrewarded", "late"), Cause("late_rewards", "most rewards come too late", "raise reward.late_versions, or make rewards faster")),
-    (
-        ("too_short", "too_long", "repetitive", "too_hard", "too_easy", "filter"),
-        Cause(
-            "filters",
-            "most rollouts are refused by the section filters",
-            "`streamrl status` has the reasons; widen its bounds, mend filters.function, or choose other problems",
-        ),
-    ),
-    (("truncated",), Cause("truncated", "most answers are cut by a length limit", "raise sampling.max_new_tokens and model.max_len")),
-)
-"""What is made in vain, by the reasons of drops."""
+    reasons = signs.dropped or since_newest_batch(signs.numbers, signs.stones)
+    cause = cause_of(reasons, signs.numbers.drops) if reasons else None
+    return (_rewards(signs) or cause) if cause is not None and cause.name == "hung_tool" else cause
 
 
 def _sick(signs: Signs) -> Cause | None:
-    """One engine of several that does far less than the others, or serves far older weights."""
+    """One engine of several that fails, does far less than the others, or serves far older weights."""
+    if worker := next((one for one in signs.numbers.workers if one.state.startswith(ENGINES_LEFT_OUT)), None):
+        return Cause("sick_engine", f"{worker.worker} {worker.state}", "see its log, and its device; end it, and it is started anew")
     engines = [engine for engine in signs.numbers.engines if not engine.pinned]
     if len(engines) < 2:
         return None
@@ -319,6 +278,14 @@ def _sick(signs: Signs) -> Cause | None:
             )
             return Cause("sick_engine", what, f"see logs/{worker_of(engine.engine)}.log, and its device; end it, and it is started anew")
     return None
+
+
+def _weights(signs: Signs) -> Cause | None:
+    """Engines that say that they could not take a version."""
+    worker = next((one for one in signs.numbers.workers if one.state.startswith(WEIGHTS_FAIL)), None)
+    if worker is None:
+        return None
+    return Cause("weights_fail", f"{worker.worker} {worker.state}", f"see logs/{worker.worker}.log; does weights.transport reach it?")
 
 
 def _rewards(signs: Signs) -> Cause | None:
@@ -337,25 +304,37 @@ def _mostly(state: str, cause: Cause, signs: Signs) -> Cause | None:
     return Cause(cause.name, cause.what.format(share), cause.hint) if share > _MANY * signs.in_use > 0 else None
 
 
+def _saturated(signs: Signs) -> Cause | None:
+    """Engines that have no room for more."""
+    if signs.saturated <= _SOME:
+        return None
+    return _slow_engine(signs, f"engines are saturated {signs.saturated:.0%} of the time")
+
+
 def _sampling(signs: Signs) -> Cause | None:
-    """Engines or producers: whoever has no room for more."""
-    engines = [engine for engine in signs.numbers.engines if not engine.pinned]
-    said = "" if signs.starved is None else f"the trainer waits for samples {signs.starved:.0%} of its time; "
-    saturated, idle = signs.saturated, signs.share("engine", "idle")
-    if saturated > _SOME or signs.share("producer", "wait_credit") > _MANY:
-        at = f"engines are saturated {saturated:.0%} of the time" if saturated > _SOME else "slots are free, and answers take long"
-        return Cause(
-            "slow_engine",
-            f"{said}{at}",
-            f"add engines (engine.workers: {len(engines)}), or make them faster: engine.slots, shorter answers",
-        )
-    if not engines:
-        return Cause("slow_engine", f"{said}no engine serves a version", "see logs/engine-0.log")
+    """Engines or producers, whoever has room and gives too little; not where most of what they give is dropped."""
+    if (signs.drop_rate or 0.0) >= _MANY:
+        return None
+    if signs.share("producer", "wait_credit") > _MANY:
+        return _slow_engine(signs, "slots are free, and answers take long")
+    idle = signs.share("engine", "idle")
+    if all(engine.pinned for engine in signs.numbers.engines):
+        return Cause("slow_engine", f"{_starved_words(signs)}no engine serves a version", "see logs/engine-0.log")
     return Cause(
         "few_producers",
-        f"{said}engines have free slots" + (f", and are idle {idle:.0%} of the time" if idle else ""),
+        f"{_starved_words(signs)}engines have free slots" + (f", and are idle {idle:.0%} of the time" if idle else ""),
         "raise producer.concurrency or producer.workers",
     )
+
+
+def _slow_engine(signs: Signs, at: str) -> Cause:
+    count = sum(not engine.pinned for engine in signs.numbers.engines)
+    hint = f"add engines (engine.workers: {count}), or make them faster: engine.slots, shorter answers"
+    return Cause("slow_engine", f"{_starved_words(signs)}{at}", hint)
+
+
+def _starved_words(signs: Signs) -> str:
+    return "" if signs.starved is None else f"the trainer waits for samples {signs.starved:.0%} of its time; "
 
 
 def _slow_trainer(signs: Signs) -> Cause | None:
@@ -400,11 +379,11 @@ def _foreign(signs: Signs) -> Cause | None:
 
 
 _Search = Callable[[Signs], Cause | None]
-_SUPPLY: Sequence[_Search] = (_standing, _full, _hung, _vain, _sick, _rewards, _tools, _sampling)
+_SUPPLY: Sequence[_Search] = (_standing, _full, _engines, _hung, _vain, _sick, _rewards, _tools, _saturated, _sampling)
 _SEARCHES: Mapping[str, Sequence[_Search]] = {
-    "p95_age": (_standing, _sick, _publishing, _hung, _slow_trainer, _rewards, _tools, _sampling),
+    "p95_age": (_standing, _weights, _sick, _publishing, _hung, _slow_trainer, _rewards, _tools, _saturated, _sampling),
     "stream_lag_s": (_standing, _full, _slow_trainer, *_SUPPLY),
-    "versions_behind": (_standing, _sick, _publishing),
+    "versions_behind": (_standing, _weights, _sick, _publishing),
     "starvation": _SUPPLY,
     "drop_rate": (_vain, _hung, _standing),
     "no_progress_s": (_standing, _full, _slow_trainer, *_SUPPLY),

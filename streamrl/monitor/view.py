@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ from streamrl.monitor.trained import Trained, known_reason, stretched_rewards
 from streamrl.monitor.waits import standing_of
 from streamrl.monitor.worker_lines import worker_lines
 from streamrl.runtime.worker import LOADING
-from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence, Grant, WorkerPresence
+from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence, Grant, Untrained, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.samples import Tombstone
 
@@ -33,7 +34,11 @@ REWARD_WINDOW = 20
 SPARK_POINTS = 40
 _MOST_NOTICES = 100
 """That wait to be shown."""
+_STATE_CHARS = 1000
+"""Of what a worker says that it does, which is shown and repeated."""
 _MOST_SWAPS = 1024
+_TRAINER = "trainer-0"
+"""Of the trainer's ranks the one that folds the stream."""
 _MOST_NAMES = 1024
 """Workers, and attempts at them, of which something is remembered that their presence does not clear away."""
 
@@ -87,6 +92,7 @@ class RunView:
         self._notices: deque[str] = deque(maxlen=_MOST_NOTICES)
         self._engines: dict[str, EnginePresence] = {}
         self._workers: dict[str, WorkerLine] = {}
+        self._untrained = Untrained()
         self._made = Growing(late=joined, seen=self.before.tokens_by_engine)
         self._swapped = Growing(late=joined, seen=self.before.swaps_by_engine)
         self._made_rate, self._trained_rate = Rate(), Rate()
@@ -125,8 +131,8 @@ class RunView:
         self._backlog = Backlog()
         self.lengths.forget_ledger()
 
-    def event(self, event: Event, *, live: bool = True) -> None:
-        """A lifecycle event, of this session or (not `live`) an earlier one. Raises SchemaError when it cannot be read."""
+    def event(self, event: Event, *, live: bool = True, sequence: int = 0) -> None:
+        """A lifecycle event, of this session or (not `live`) from before. Raises SchemaError when it cannot be read."""
         match event.kind:
             case "stalled":
                 self.stalled.add(event.worker)
@@ -145,7 +151,7 @@ class RunView:
             case "evaluation":
                 found = evaluation_of(event)
                 if self.evaluated.add(found, last_cold=self.trained.last_cold) and self.series is not None:
-                    self.series.evaluation(found, step=self.trained.step_of(found.version.number), live=live)
+                    self.series.evaluation(found, step=self.trained.step_of(found.version.number), live=live, sequence=sequence)
             case "weights" if live and self.series is not None:
                 if isinstance(lag_s := event.detail.get("lag_s"), float):
                     mean, most = {"lag/publish_to_commit_s": lag_s}, {"lag/publish_to_commit_max_s": lag_s}
@@ -185,12 +191,15 @@ class RunView:
 
     def worker(self, worker: str, presence: WorkerPresence | None) -> None:
         """A worker announced itself, or (None) has not for too long."""
+        if worker == _TRAINER:
+            self._untrained = Untrained() if presence is None else _untrained_of(presence)
         if presence is None:
             self._workers.pop(worker, None)
             self._in_hand.forget(worker)
         else:
-            since_s = 0.0 if isinstance(presence.since_s, msgspec.UnsetType) else presence.since_s
-            self._workers[worker] = WorkerLine(worker=worker, state=presence.state, pid=presence.pid, host=presence.host, since_s=since_s)
+            since_s = 0.0 if isinstance(presence.since_s, msgspec.UnsetType) or not math.isfinite(presence.since_s) else presence.since_s
+            state = presence.state[:_STATE_CHARS]
+            self._workers[worker] = WorkerLine(worker=worker, state=state, pid=presence.pid, host=presence.host, since_s=since_s)
 
     def stream(self, *, last: int, num_bytes: int) -> None:
         """State of the sample stream."""
@@ -388,6 +397,7 @@ class RunView:
             length_cut=self.lengths.knows_cut,
             failed_tasks=self.failures.num_tasks,
             given_up_tasks=self.failures.given_up.num_tasks,
+            untrained=self._untrained,
             newest_error=self.failures.newest,
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
@@ -397,3 +407,11 @@ class RunView:
             workers=worker_lines(self._workers, supervised or {}, held, self.failures.lately(self._stream_last)),
             elapsed_s=elapsed_s,
         )
+
+
+def _untrained_of(presence: WorkerPresence) -> Untrained:
+    """What a trainer says of itself; nothing where it is of an earlier version, or says something else."""
+    try:
+        return msgspec.convert(presence.detail, Untrained)
+    except msgspec.ValidationError:
+        return Untrained()

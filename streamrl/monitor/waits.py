@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
-from streamrl.runtime.worker import LOADING
-from streamrl.schemas.events import FULL_BLOBS, STANDING_EVENT, Event
+from streamrl.runtime.worker import AGENTS_WAIT, ENGINES_FAIL, LOADING
+from streamrl.schemas.events import FULL_BLOBS, FULL_SERVER, STANDING_EVENT, Event
 
 STILL_S = 25.0
 """A run in which nothing has moved for this long has its wait named: with the delay of what it is seen by, within 30 s."""
@@ -75,30 +75,43 @@ def progress_of(numbers: RunNumbers) -> tuple[object, ...]:
 
 
 def diagnose(numbers: RunNumbers, *, away_s: float = 0.0) -> Standing:
-    """What a run in which nothing moves waits for: the first that holds of what keeps others waiting, from the bus upwards."""
+    """What a run in which nothing moves waits for: the first that holds of what keeps others waiting, from the bus upwards.
+
+    Whoever waits or fails has said why in its own state (`WorkerPresence.state`), which is repeated here; what nobody can say of itself is
+    told from numbers.
+    """
     if away_s > _AWAY_S:
         return Standing(
+            cause="bus",
             what="the bus, which does not answer",
             hint="is nats-server up, is its disk full? bus/nats-server.log; workers wait bus.patience_s and are then restarted",
         )
-    for find in (_worker, _room, _training, _engine, _rewards, _credit, _user_code):
+    for find in (_worker, _room, _training, _engine, _rewards, _agents, _credit, _user_code):
         if (found := find(numbers)) is not None:
             return found
-    return Standing(what="nothing that is known", hint="`streamrl status` shows what each worker does; their logs are in logs/")
+    return Standing(
+        cause="unknown", what="nothing that is known", hint="`streamrl status` shows what each worker does; their logs are in logs/"
+    )
 
 
 def _worker(numbers: RunNumbers) -> Standing | None:
     for worker in numbers.workers:
+        said = f": {worker.said}" if worker.said else ""
         if worker.state in ("waiting", "ended", "fenced"):
-            return Standing(what=f"{worker.worker}, which has ended ({worker.state}: restarts are paused)", hint=_log(worker.worker))
+            paused = "another has taken over" if worker.state == "fenced" else "it is started again"
+            return Standing(cause="ended", what=f"{worker.worker}, which has ended ({paused}){said}", hint=_log(worker.worker))
         if worker.silent_s > _SILENT_S and worker.state != LOADING:
             return Standing(
+                cause="silent",
                 what=f"{worker.worker}, which is silent: it has been stopped, or its event loop is blocked",
                 hint=f"after supervise.silent_s its stacks go to its log and it is restarted; {_log(worker.worker)}",
             )
+        if said:
+            what = f"{worker.worker}, which has just been started again and had ended{said}"
+            return Standing(cause="ended", what=what, hint=_log(worker.worker))
     for worker in numbers.workers:
         if worker.state == LOADING and not worker.worker.startswith("evaluator-"):
-            return Standing(what=f"{worker.worker}, which is loading", hint=_log(worker.worker), normal=True)
+            return Standing(cause="loading", what=f"{worker.worker}, which is loading", hint=_log(worker.worker), normal=True)
     return None
 
 
@@ -106,8 +119,15 @@ def _room(numbers: RunNumbers) -> Standing | None:
     full = [worker.worker for worker in numbers.workers if worker.state.startswith("stalled")]
     if not full and not numbers.stalled:
         return None
+    if any(worker.state == FULL_SERVER for worker in numbers.workers):
+        return Standing(
+            cause="full_server",
+            what=f"room on the bus's disk, for which {', '.join(full)} wait",
+            hint="free room on the disk of the server's store, or raise its limit; budgets in [bus] that are larger than it do not help",
+        )
     key = "bus.sample_blobs_bytes" if any(worker.state == FULL_BLOBS for worker in numbers.workers) else "bus.samples_bytes"
     return Standing(
+        cause="full_stream",
         what=f"room on a full stream, for which {', '.join(full or numbers.stalled)} wait",
         hint=f"the trainer, or a tap that holds the stream, has to get on; or raise {key} and resume (docs/operations.md)",
     )
@@ -116,27 +136,39 @@ def _room(numbers: RunNumbers) -> Standing | None:
 def _training(numbers: RunNumbers) -> Standing | None:
     trainers = _of_kind(numbers, "trainer")
     if not trainers:
-        return Standing(what="a trainer: none is there", hint=_log("trainer-0"))
+        return Standing(cause="no_trainer", what="a trainer: none is there", hint=_log("trainer-0"))
     for trainer in trainers:
         if trainer.state.startswith(("trains", "ends")):
-            return Standing(what=f"{trainer.worker}, which {trainer.state}", hint=_log(trainer.worker), normal=True)
+            return Standing(cause="step", what=f"{trainer.worker}, which {trainer.state}", hint=_log(trainer.worker), normal=True)
     return None
 
 
 def _engine(numbers: RunNumbers) -> Standing | None:
     engines = [engine for engine in numbers.engines if not engine.pinned]
+    found = _of_kind(numbers, "engine")
     if not engines:
-        found = _of_kind(numbers, "engine")
+        if numbers.untrained.publishing:
+            return Standing(
+                cause="publishing",
+                what=f"version {numbers.untrained.publishing}, which trainer-0 is publishing",
+                hint=f"weights.transport; does the bus take it? {_log('trainer-0')}",
+            )
         does = "".join(f"; {worker.worker} {worker.state}" for worker in found)
         return Standing(
+            cause="no_engine",
             what=f"an engine: none serves a version{does}",
             hint=_log("engine-0") if found else "engine.workers is 0: start one with `streamrl worker engine --run RUN`",
         )
+    if failing := next((worker for worker in numbers.workers if worker.state.startswith(ENGINES_FAIL)), None):
+        what = f"engines that answer {failing.worker}: {failing.state.removeprefix(ENGINES_FAIL).lstrip(': ')}"
+        return Standing(cause="failing_engine", what=what, hint=_log("engine-0"))
     waiting, running = sum(engine.waiting for engine in engines), sum(engine.running for engine in engines)
     if waiting and not running:
         serving = ", ".join(sorted({engine.serving for engine in engines}))
+        does = "".join(f"; {worker.worker} {worker.state}" for worker in found if worker.state.startswith("waits"))
         return Standing(
-            what=f"a version: {waiting} requests ask for a newer one than engines serve ({serving}); the newest is {numbers.version}",
+            cause="version",
+            what=f"a version: {waiting} requests ask for a newer one than engines serve ({serving}); the newest is {numbers.version}{does}",
             hint=f"does the engine take weights? {_log('engine-0')} and logs/trainer-0.log",
         )
     return None
@@ -148,39 +180,71 @@ def _rewards(numbers: RunNumbers) -> Standing | None:
     rewarders = _of_kind(numbers, "rewarder")
     if not rewarders:
         return Standing(
+            cause="no_rewarder",
             what=f"a rewarder: {numbers.ungraded} groups wait for rewards, and none is there",
             hint="join one with `streamrl rewarder --run RUN`, or start the run again with reward.workers of 1 or more",
         )
     does = "; ".join(f"{worker.worker} {worker.state}" for worker in rewarders[:3])
     return Standing(
+        cause="grading",
         what=f"rewards: {numbers.ungraded} groups wait for them; {does}",
         hint=f"does a grader hang? reward.timeout_s ends it; {_log(rewarders[0].worker)}",
     )
 
 
+def _agents(numbers: RunNumbers) -> Standing | None:
+    """Gateways whose agents do not come, where nobody else makes rollouts."""
+    gateways = _of_kind(numbers, "gateway")
+    idle = [worker for worker in gateways if worker.state.startswith(AGENTS_WAIT)]
+    if not idle or len(idle) < len(gateways) or _of_kind(numbers, "producer"):
+        return None
+    return Standing(
+        cause="agents",
+        what=f"agents: {'; '.join(f'{one.worker}{one.state.removeprefix(AGENTS_WAIT)}' for one in idle[:3])}",
+        hint="start agents that ask it, see docs/gateway.md: its address and its key are in the run's notes",
+    )
+
+
 def _credit(numbers: RunNumbers) -> Standing | None:
-    if not _of_kind(numbers, "producer"):
-        return Standing(what="a producer: none is there", hint="set producer.workers, or join one with `streamrl attach`")
-    if numbers.tasks_issued < numbers.tasks_granted:
+    if not (_of_kind(numbers, "producer") or _of_kind(numbers, "gateway")):
         return Standing(
-            what=f"the feeder: {numbers.tasks_issued} of {numbers.tasks_granted} granted tasks are issued", hint=_log("feeder-0")
+            cause="no_producer", what="a producer: none is there", hint="set producer.workers, or join one with `streamrl attach`"
+        )
+    if numbers.tasks_issued < numbers.tasks_granted:
+        does = "".join(f"; {worker.worker} {worker.state}" for worker in _of_kind(numbers, "feeder"))
+        return Standing(
+            cause="feeder",
+            what=f"the feeder: {numbers.tasks_issued} of {numbers.tasks_granted} granted tasks are issued{does}",
+            hint=_log("feeder-0"),
         )
     if numbers.tasks_in_flight:
         return None
-    unended = numbers.tasks_issued - numbers.tasks_ended
-    return Standing(
-        what=f"credit: all {numbers.tasks_granted} granted tasks are issued, producers hold none, and {unended} of them have no end",
-        hint="do rewards come late, or never (reward.late_versions)? Are records lost? See logs/trainer-0.log in the run directory",
-    )
+    unended, told = numbers.tasks_issued - numbers.tasks_ended, numbers.untrained
+    said = f"all {numbers.tasks_granted} granted tasks are issued, producers hold none, and {unended} of them have no end"
+    if told.unrewarded:
+        return Standing(
+            cause="late_rewards",
+            what=f"rewards: {told.unrewarded} groups are complete but for them; {said}",
+            hint="do rewards come late, or never? reward.late_versions ends the wait",
+        )
+    if told.dead:
+        return Standing(
+            cause="dead_letters",
+            what=f"samples that can be used: {told.dead} messages cannot ({told.newest_dead}); {said}",
+            hint="`streamrl dead list RUN` has them: is a producer of another version, or with another tokenizer, attached?",
+        )
+    return Standing(cause="credit", what=f"credit: {said}", hint=f"are records lost? {_log('trainer-0')}")
 
 
 def _user_code(numbers: RunNumbers) -> Standing | None:
     if any(engine.running for engine in numbers.engines):
-        return Standing(what="engines, which have requests and make no tokens", hint=_log("engine-0"))
+        return Standing(cause="stuck_engine", what="engines, which have requests and make no tokens", hint=_log("engine-0"))
     hung = f"; {numbers.hung_tasks} have not for up to {numbers.hung_s:.0f} s" if numbers.hung_tasks else ""
+    holder = "producer-0" if _of_kind(numbers, "producer") else "gateway-0"
     return Standing(
+        cause="user_code",
         what=f"user code: producers hold {numbers.tasks_in_flight} tasks and ask no engine{hung}",
-        hint=f"a tool or reward that hangs? {_log('producer-0')}",
+        hint=f"a tool or reward that hangs? {_log(holder)}",
     )
 
 

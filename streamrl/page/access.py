@@ -39,10 +39,18 @@ def page_token(run: RunDir) -> str:
     return token
 
 
+def place_of(token: str) -> str:
+    """The folder that a page has its addresses in, and the name of its cookie.
+
+    Cookies know no ports: a browser would bring one for all paths to whatever else listens on this machine, which could then look at the
+    page itself. It brings this one to addresses within the folder only.
+    """
+    return f"streamrl-{hashlib.sha256(token.encode()).hexdigest()[:24]}"
+
+
 def guard(token: str) -> Middleware:
     """The middleware that lets requests through to their handlers."""
-    # Cookies know no ports: one name for all runs would log out of the other runs' pages.
-    cookie = f"streamrl-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
+    place = place_of(token)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -53,10 +61,10 @@ def guard(token: str) -> Middleware:
         given = request.query.get("token")
         if given is not None and _same(given, token):
             # The token leaves the address, so that it is in no history and no picture of the screen.
-            answer = web.Response(status=303, headers={"Location": "/"})
-            answer.set_cookie(cookie, token, httponly=True, samesite="Lax", path="/")
+            answer = web.Response(status=303, headers={"Location": f"/{place}/"})
+            answer.set_cookie(place, token, httponly=True, samesite="Lax", path=f"/{place}/")
             return answer
-        if given is not None or not _same(request.cookies.get(cookie, ""), token):
+        if given is not None or not _same(request.cookies.get(place, ""), token):
             return web.Response(status=403, text="expected the token of this run's page: open the address that `streamrl` has printed\n")
         return await handler(request)
 

@@ -19,7 +19,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError, NotFound, StreamRLError
 from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
 from streamrl.monitor.series import WINDOW
-from streamrl.page.access import add_headers, guard
+from streamrl.page.access import add_headers, guard, place_of
 from streamrl.page.attention import Attention
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
 from streamrl.page.lengths import lengths_of
@@ -101,8 +101,7 @@ class Page:
 
     def app(self, token: str) -> web.Application:
         """The routes, for those who bring the token."""
-        app = web.Application(middlewares=[guard(token), self._looked, _errors])
-        app.on_response_prepare.append(add_headers)
+        app = web.Application(middlewares=[self._looked, _errors])
         for name, file in _files().items():
             app.router.add_get(f"/static/{name}" if name != "index.html" else "/", _sender(*file))
         app.router.add_get("/api/run", self._get_run)
@@ -118,7 +117,10 @@ class Page:
         app.router.add_get(r"/api/compare/{name:[A-Za-z0-9_-]{1,255}}", self._get_comparison)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}", self._get_batch)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}/tasks/{task:\d{1,18}}", self._get_group)
-        return app
+        whole = web.Application(middlewares=[guard(token)])
+        whole.on_response_prepare.append(add_headers)
+        whole.add_subapp(f"/{place_of(token)}", app)
+        return whole
 
     @web.middleware
     async def _looked(self, request: web.Request, handler: Handler) -> web.StreamResponse:

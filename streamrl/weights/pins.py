@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import msgspec
 
 from streamrl.bus.protocol import KeyValue
-from streamrl.errors import BusError, SchemaError
+from streamrl.errors import BusError
 from streamrl.schemas.subjects import PREFIX_PINS, check_name
 from streamrl.schemas.versions import Version
 
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 TTL_S = 60.0
 """How long a pin outlives its holder."""
+_KEY = re.compile(r"(\d{1,18})-(\d{1,18})/([A-Za-z0-9_-]+)", re.ASCII)
 
 
 class Pin(msgspec.Struct, frozen=True):
@@ -70,18 +72,13 @@ class Pins:
 
     async def versions(self) -> frozenset[Version]:
         """All versions pinned by anybody."""
-        keys = await self._kv.keys(self._prefix)
-        return frozenset(self._read(key).version for key in keys)
+        return frozenset(pin.version for key in await self._kv.keys(self._prefix) if (pin := self._read(key)) is not None)
 
     async def watch(self) -> AsyncIterator[Pin]:
         """The present pins, then every change, for ever."""
         async for entry in self._kv.watch(self._prefix):
-            try:
-                pin = self._read(entry.key)
-            except SchemaError as error:
-                logger.warning("event=pin_unreadable key=%s error=%s", entry.key, error.message)
-                continue
-            yield msgspec.structs.replace(pin, live=entry.value is not None, role=(entry.value or b"").decode(errors="replace"))
+            if (pin := self._read(entry.key)) is not None:
+                yield msgspec.structs.replace(pin, live=entry.value is not None, role=(entry.value or b"").decode(errors="replace"))
 
     async def _renew(self, version: Version, holder: str, ttl_s: float, role: str) -> None:
         while True:
@@ -95,9 +92,10 @@ class Pins:
     def _key(self, version: Version, holder: str) -> str:
         return f"{self._prefix}{version.epoch}-{version.number}/{check_name('holder of a pin', holder)}"
 
-    def _read(self, key: str) -> Pin:
-        text, _, holder = key.removeprefix(self._prefix).partition("/")
-        epoch, _, number = text.partition("-")
-        if not (epoch.isdigit() and number.isdigit()):
-            raise SchemaError(f"expected the key of a pin such as 0-17/evaluator-0, got {key.removeprefix(self._prefix)!r}")
-        return Pin(Version(int(epoch), int(number)), holder)
+    def _read(self, key: str) -> Pin | None:
+        """The pin of a key; None for a key that is no pin's: engines and evaluators may store any, and nobody else stops for it."""
+        found = _KEY.fullmatch(key.removeprefix(self._prefix))
+        if found is None:
+            logger.warning("event=pin_unreadable key=%s expected=a key such as 0-17/evaluator-0 action=passed_over", key)
+            return None
+        return Pin(Version(int(found[1]), int(found[2])), found[3])

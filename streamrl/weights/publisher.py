@@ -76,6 +76,8 @@ class Publisher:
         self._waiting: deque[_Offer] = deque()
         self._changed = threading.Condition()
         self._closing = False
+        self._drawing = False
+        """Whether an offer has been taken that is not among those that wait yet."""
         self._wake = asyncio.Event()
         self._announced: dict[Version, Manifest] = {}
         self._counts: dict[Version, int] = {}
@@ -101,21 +103,35 @@ class Publisher:
         with self._changed:
             if self._keep == 0:
                 self._changed.wait_for(lambda: len(self._waiting) < MAX_WAITING or self._closing or self._done.done())
-            elif self._waiting:
-                logger.info("event=weights_replaced policy=%s version=%s by=%s", self._policy, self._waiting.pop().version, version)
-            if self._done.done():
-                self._done.result()
+            self.check()
             if self._closing:
                 raise WeightSyncError(
                     f"{self._policy} {version}: expected an open publisher, got a closed one", version=str(version), closed=True
                 )
+            if self._keep and self._waiting:
+                logger.info("event=weights_replaced policy=%s version=%s by=%s", self._policy, self._waiting.pop().version, version)
             kept = [*([self._publishing] if self._publishing else []), *(waiting.version for waiting in self._waiting)]
-        if self._offered is not None:
-            self._offered(version, kept)
-        offer = _Offer(version, digest, tuple(shards))
-        with self._changed:
-            self._waiting.append(offer)
-        self._loop.call_soon_threadsafe(self._wake.set)
+            self._drawing = True
+        offer = None
+        try:
+            if self._offered is not None:
+                self._offered(version, kept)
+            offer = _Offer(version, digest, tuple(shards))
+        finally:
+            with self._changed:
+                self._drawing = False
+                self._waiting.extend([offer] if offer is not None else [])
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    @property
+    def publishing(self) -> Version | None:
+        """The version that is being published; None: none is."""
+        return self._publishing
+
+    def check(self) -> None:
+        """Raise what has ended publishing, as `offer` and `close` do: a trainer that waits for samples may not come to either for long."""
+        if self._done.done():
+            self._done.result()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Publish what waits, then stop; safe to call twice.
@@ -138,8 +154,9 @@ class Publisher:
             self._wake.clear()
             while (offer := self._next()) is not None:
                 await self._publish(offer)
-            if self._closing and not self._waiting:
-                return
+            with self._changed:
+                if self._closing and not self._waiting and not self._drawing:
+                    return
 
     def _notify(self, _: Future[None]) -> None:
         """Wake a caller that waits for room: with the task ended there will be none."""

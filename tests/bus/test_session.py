@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import cast
 
 import pytest
 import pytest_asyncio
@@ -14,6 +15,7 @@ from streamrl.bus.jetstream import admin, session
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.jetstream.session import BATCH, WAITING, Session, opened
 from streamrl.bus.jetstream.wire import Stored
+from streamrl.bus.protocol import KeyEntry
 from streamrl.bus.reading import first_gone, stretch
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
@@ -207,3 +209,16 @@ async def test_news_that_overtakes_a_batch_already_asked_for_is_not_read_twice(b
             await store(bus, 1)
             assert await sequences(one, 1) == [last + 1 + number]
         assert one.position == last + 3
+
+
+async def test_what_is_stored_below_the_keys_and_is_no_key_is_nobodys(bus: JetStreamBus) -> None:
+    """A role may publish to any subject of three tokens below `pins`, also such that no key has."""
+    for name in ("a$b", "0-3\N{SUPERSCRIPT TWO}", "sound"):
+        await bus.connection.request(f"$KV.run.pins.policy.0-3.{name}", b"evaluation")
+    assert await bus.kv.keys("pins/policy/") == ["pins/policy/0-3/sound"]
+    assert list(await bus.kv.values("pins/policy/")) == ["pins/policy/0-3/sound"]
+    async with asyncio.timeout(30), aclosing(cast(AsyncGenerator[KeyEntry], bus.kv.watch("pins/policy/"))) as watching:
+        assert (await anext(watching)).key == "pins/policy/0-3/sound"
+        await bus.connection.request("$KV.run.pins.policy.0-3.c%d", b"evaluation")
+        await bus.kv.put("pins/policy/0-3/later", b"")
+        assert (await anext(watching)).key == "pins/policy/0-3/later"

@@ -283,13 +283,15 @@ def test_a_run_that_is_not_up_is_no_fault_and_one_that_does_not_answer_is(tmp_pa
 @pytest.mark.process
 def test_a_configuration_is_examined_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    (tmp_path / "my.toml").write_text(f'[run]\ndir = "{tmp_path}"\n[data]\ntrain = "rows.jsonl"\n')
+    table = '[engine]\nkind = "table"\n[trainer]\nbackend = "table"\n'
+    (tmp_path / "my.toml").write_text(f'[run]\ndir = "{tmp_path}"\n[data]\ntrain = "rows.jsonl"\n{table}')
     place = ["--dir", str(tmp_path)]
     assert main(["doctor", str(tmp_path / "my.toml"), *place]) == 0
     assert "gpus wanted" in capsys.readouterr().out
-    assert (
-        main(["doctor", str(tmp_path / "my.toml"), "--set", "engine.kind=sglang", "--set", "engine.sglang.python=/no/python", *place]) == 1
-    )
+    assert main(["doctor", str(tmp_path / "my.toml"), "--set", "data.prompt_key=question", "--json", *place]) == 1
+    assert [check["name"] for check in json.loads(capsys.readouterr().out) if check["state"] == "fail"] == ["inputs"]
+    other = ("trainer.backend=torch", "engine.kind=sglang", "engine.sglang.python=/no/python")
+    assert main(["doctor", str(tmp_path / "my.toml"), *(word for key in other for word in ("--set", key)), *place]) == 1
     assert "not ready" in capsys.readouterr().out
     assert main(["doctor", str(tmp_path / "my.toml"), "--set", "tasks.max_stalness=2", "--json", *place]) == 1
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}

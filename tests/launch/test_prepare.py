@@ -5,9 +5,10 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.config.engines import EngineConfig, SglangConfig
+from streamrl.config.load import load
 from streamrl.config.ray import PlaceConfig, RayConfig
 from streamrl.config.tree import BusConfig, Config, EvaluationConfig, TrainerConfig, WeightsConfig
-from streamrl.errors import ConfigError, LaunchError
+from streamrl.errors import ConfigError, LaunchError, StreamRLError
 from streamrl.launch import prepare
 from streamrl.launch.placement import Group, Node, check_fits, fitted, groups, places_of_ranks
 from streamrl.launch.prepare import check_gpus, check_start
@@ -21,6 +22,44 @@ async def test_no_run_starts_in_a_branch_or_without_room(tmp_path: Path) -> None
     (run.path / BRANCH_FILE).write_text("{}")
     with raises(ConfigError, key="run.name", path=str(run.path)):
         await check_start(Config(), run)
+
+
+def written(tmp_path: Path, **keys: object) -> Config:
+    """Load a file that names rows beside it, with a tabular policy, and `keys` over that."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    (tmp_path / "mine.py").write_text("def reward(wrong):\n    return 0.0\n")
+    (tmp_path / "short").mkdir()
+    (tmp_path / "short" / "config.json").write_text('{"max_position_embeddings": 32}')
+    (tmp_path / "short" / "table.json").write_text("{}")
+    (tmp_path / "my.toml").write_text('[data]\ntrain = "rows.jsonl"\n[engine]\nkind = "table"\n[trainer]\nbackend = "table"\n')
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in keys.items()]
+    return load(tmp_path / "my.toml", [one.replace("DIR", str(tmp_path)) for one in overrides])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"data__prompt_key": "question"},
+        {"data__max_prompt_tokens": 1, "data__reading": "whole"},
+        {"model__path": "DIR/short"},
+        {"sampling__logit_bias": "{100000=1.0}"},
+        pytest.param({"reward__kind": "DIR/mine.py:reward"}, marks=pytest.mark.process),
+        pytest.param({"producer__function": "DIR/mine.py:nobody"}, marks=pytest.mark.process),
+    ],
+)
+async def test_the_doctor_refuses_what_a_start_refuses_and_nothing_else(tmp_path: Path, keys: dict[str, object]) -> None:
+    config = written(tmp_path, **keys)
+    run = RunDir(tmp_path / "runs" / "demo")
+    run.create()
+    check = await prepare.rehearse(config)
+    if not keys:
+        assert (check.state, (await prepare.prepare(config, run)).num_rows) == ("ok", 0)
+        return
+    with pytest.raises(StreamRLError) as caught:
+        await prepare.prepare(config, run)
+    assert (check.state, check.hint) == ("fail", caught.value.hint)
+    assert check.found.split()[:6] == caught.value.message.split()[:6], "but for where the model was built"
     described = {"num_attention_heads": 1, "hidden_size": 1 << 20, "intermediate_size": 1, "num_hidden_layers": 1, "vocab_size": 1 << 40}
     (tmp_path / "config.json").write_text(json.dumps(described))
     config = Config(run=replace(Config().run, dir=str(tmp_path / "runs")))

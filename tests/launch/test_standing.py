@@ -16,7 +16,7 @@ from streamrl.data.model import ensure_model
 from streamrl.errors import StreamFull
 from streamrl.launch.prepare import prepare
 from streamrl.monitor.follow import Follower
-from streamrl.monitor.numbers import RunNumbers, WorkerLine
+from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.numbers import Standing as Wait
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import Watch
@@ -24,7 +24,7 @@ from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
-from streamrl.schemas.control import Position
+from streamrl.schemas.control import Position, WorkerPresence
 from streamrl.schemas.subjects import PREFIX_POSITIONS, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from tests.support.digits import TABLE, write_digits
@@ -129,8 +129,9 @@ class Standing:
         self._looks = 0
 
     def numbers(self) -> RunNumbers:
-        lines = {f"{kind}-0": WorkerLine(worker=f"{kind}-0", state=worker.state) for kind, worker in self._workers.items()}
-        return self._view.numbers(elapsed_s=1.0, supervised=lines)
+        for kind, worker in self._workers.items():
+            self._view.worker(worker.name, WorkerPresence(worker=worker.name, kind=kind, state=worker.state, detail=worker.detail()))
+        return self._view.numbers(elapsed_s=1.0)
 
     async def wait_of(self, what: str) -> Wait:
         found: Wait | None = None
@@ -170,7 +171,7 @@ ALL = ("engine", "producer", "feeder", "trainer")
     [
         (ALL[1:], {}, "an engine: none serves a version", "streamrl worker engine"),
         (("engine", *ALL[2:]), {}, "a producer: none is there", "streamrl attach"),
-        (ALL, {"reward": {"kind": "late"}}, "credit: all", "late"),
+        (ALL, {"reward": {"kind": "late"}}, "rewards: ", "late"),
         (ALL, {"producer": {"function": "mine.py:hangs"}}, "user code: producers hold", "hangs"),
     ],
 )

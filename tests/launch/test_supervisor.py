@@ -354,6 +354,12 @@ async def test_a_restart_says_how_and_with_which_last_words_it_ended(team: Team,
     await team.tick_until("engine", "waiting")
     [note] = team.notes
     assert note.startswith(restarted("engine-0", how, 1, 0.5)) and words[0] in note and note.endswith(words[-1])
+    team.scripts["engine-0"] = "exec sleep 600"
+    for now_s, told in ((1.0, True), (20.0, True), (60.0, False)):
+        team.now_s = now_s
+        team.supervisor.tick()
+        said = team.supervisor.lines()["engine-0"].said
+        assert said.startswith(how) and said.endswith(words[-1].removeprefix("; its log ends: ")) if told else said == "", "it runs"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from streamrl.errors import SchemaError
 from streamrl.monitor.numbers import Cause, EngineLine, Finding, Level, RunNumbers, Standing
 from streamrl.monitor.slo import Judge, Signs, causes, detail_of, findings_of, line_of, worst_of
 from streamrl.monitor.view import RunView
+from streamrl.schemas.control import Untrained
 from streamrl.schemas.events import SLO_EVENT, Event
 
 PREFIX = "rollouts/dropped_total/"
@@ -33,7 +34,7 @@ def signs(
     shares: Mapping[str, float] | None = None,
     drops: Mapping[str, int] | None = None,
     trained: int = 8,
-    given_up: Mapping[str, int] | None = None,
+    stones: Mapping[str, int] | None = None,
     batch: Mapping[str, float] | None = None,
     **more: Any,
 ) -> Signs:
@@ -46,7 +47,7 @@ def signs(
         batch=batch or {},
         window={"": named},
         decided=decided,
-        given_up=given_up or {},
+        stones=stones or {},
         num_rollouts=4,
         batch_tasks=8,
     )
@@ -89,14 +90,17 @@ TROUBLES: dict[str, tuple[str, list[Signs], str]] = {
     ),
     "zero variance": (
         "drop_rate",
-        [signs(shares=starved(), drops={"zero_variance": 80}), signs(shares=starved(), trained=0, barren_tasks=60)],
+        [
+            signs(shares=starved(), drops={"zero_variance": 80}),
+            signs(shares=starved(), trained=0, barren_tasks=60, untrained=Untrained(ended={"zero_variance": 240})),
+        ],
         "zero_variance",
     ),
     "producers that give up": (
         "drop_rate",
         [
             signs(shares=starved(), drops={"filtered": 80}),
-            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, given_up={"filtered": 120, "lost": 80}),
+            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, stones={"filtered": 120, "lost": 80}),
         ],
         "given_up",
     ),
@@ -104,7 +108,7 @@ TROUBLES: dict[str, tuple[str, list[Signs], str]] = {
         "drop_rate",
         [
             signs(shares=starved(), drops={"lost": 80}),
-            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, given_up={"filtered": 80, "lost": 120}),
+            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, stones={"filtered": 80, "lost": 120}),
         ],
         "lost_tasks",
     ),
@@ -112,7 +116,7 @@ TROUBLES: dict[str, tuple[str, list[Signs], str]] = {
         "drop_rate",
         [
             signs(shares=starved(), drops={"other": 80}),
-            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, given_up={"filtered": 60, "easy": 50, "long": 50}),
+            signs(shares=starved(), trained=0, barren_tasks=60, given_up_tasks=50, stones={"filtered": 60, "easy": 50, "long": 50}),
         ],
         "left_out",
     ),

@@ -14,6 +14,7 @@ from streamrl.monitor.outcome import Outcome, conclude, summed_up
 from streamrl.monitor.plot import smooth, write_plot
 from streamrl.monitor.screen import plain_line, reward_line
 from streamrl.monitor.series import Series
+from streamrl.monitor.sinks.position import Position
 from streamrl.monitor.summary import learning_evaluations, problem_table, summarize, summary_line, write_summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
@@ -196,7 +197,7 @@ SUMS = {
 
 def view_of(*events: Event) -> RunView:
     view = RunView("run", steps=10)
-    view.series = Series(evaluated_s=-1.0)
+    view.series = Series(evaluated=Position().has)
     for event in events:
         view.event(event)
     return view

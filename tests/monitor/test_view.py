@@ -23,11 +23,12 @@ from streamrl.monitor.metrics_file import MetricsFile, decoded, files, written_v
 from streamrl.monitor.rates import RATE_WINDOW_S, Totals, counted_quantile
 from streamrl.monitor.row_writer import RowWriter
 from streamrl.monitor.series import MOST_ROWS, Row, Series
+from streamrl.monitor.sinks.position import Position
 from streamrl.monitor.summary import summarize
 from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence, Grant, RunEnd, WorkerPresence
-from streamrl.schemas.events import Event
+from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.ledger import Drop, Gap
 from streamrl.schemas.subjects import KEY_GRANTED, Subjects
 from streamrl.schemas.versions import Version
@@ -244,6 +245,50 @@ async def test_reports_from_where_it_is_told_on_count(bus: Bus, run_id: str) -> 
         await follower.catch_up()
     (row,) = [row for row in view.take_rows(time.time(), end=True) if row.of == "producer-0"]
     assert row.values["tokens/cut_total"] == 1110.0
+
+
+async def test_evaluations_get_their_rows_once_over_sessions_whatever_their_clocks_say(bus: Bus, run_id: str) -> None:
+    """A sink is ended and started again at any moment; an evaluator's clock may stand still, go back, or give no time at all."""
+    position, written = Position(), list[str]()
+
+    async def evaluated(number: int, time_s: float) -> None:
+        event = Event(kind="evaluation", worker="e", detail=evaluation(number, 0.5), time_s=time_s)
+        await bus.publish(Subjects(run_id).events("evaluation"), encode(event))
+
+    for times in ((7.0, 7.0), (7.0, 3.0), (float("nan"), float("inf")), (8.0, 7.5)):
+        await evaluated(len(written) + 1, times[0])
+        view = RunView(run_id, series=Series(window_s=1e9, evaluated=replace(position).has))
+        async with Follower(bus, view) as follower:
+            await evaluated(len(written) + 2, times[1])
+            await follower.catch_up()
+            rows = [row for row in view.take_rows(0.0) if row.kind == "evaluation"]
+            position.add(rows)
+            written += [row.version for row in rows]
+    assert written == [f"0.{number}" for number in range(1, 9)]
+
+
+async def test_what_cannot_be_folded_costs_a_message_and_the_bus_is_not_blamed(
+    bus: Bus, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[str]()
+    await bus.kv.put(KEY_GRANTED, b"no grant")
+    view = RunView(run_id)
+
+    def metric(one: MetricReport) -> None:
+        seen.append(one.worker)
+        _ = round(one.mean["x"])
+
+    monkeypatch.setattr(view, "metric", metric)
+    async with Follower(bus, view) as follower:
+        began_s = follower.answered_s
+        for name, value in (("a", float("inf")), ("b", 1.0)):
+            await bus.publish(Subjects(run_id).metrics(name), encode(MetricReport(worker=name, mean={"x": value})))
+        await bus.kv.put("presence/workers/a", b"no presence")
+        await follower.catch_up()
+        await until(lambda: follower.answered_s > began_s)
+        first_s = follower.answered_s
+        await until(lambda: follower.answered_s > first_s)
+    assert seen == ["a", "b"]
 
 
 async def test_what_cannot_be_read_is_passed_over(bus: Bus, run_id: str, entry: MakeEntry, caplog: pytest.LogCaptureFixture) -> None:

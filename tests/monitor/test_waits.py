@@ -7,11 +7,12 @@ from msgspec.structs import replace
 
 from streamrl.monitor.board import Board
 from streamrl.monitor.drawing import Ink
-from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame, barren_line
+from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame
 from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.screen import failed_line, plain_line
 from streamrl.monitor.trained import MOST_REASONS
+from streamrl.monitor.untrained import barren_line
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import LONG_S, STILL_S, Watch, diagnose, graders_line, hung_line, standing_line
 from streamrl.schemas.codec import decode, encode
@@ -294,7 +295,7 @@ def test_what_is_left_out_on_purpose_is_no_failure_and_is_called_so(entry: MakeE
     view.grant(Grant(granted=24, version=0, retired=12))
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.dropped, numbers.drops, numbers.failed_tasks, numbers.given_up_tasks) == (18, {"filtered": 18}, 0, 9)
-    said = barren_line(numbers, view.failures.given_up.reasons)
+    said = barren_line(numbers, view.failures.all_reasons)
     assert said.startswith("12 tasks") and "filtered 18" in said and "None" in said
     view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "filtered")])))
     assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
@@ -344,7 +345,7 @@ def test_what_is_not_filtered_is_not_blamed_on_a_return_of_none(reasons: tuple[s
     for task in range(12):
         view.tombstone(1 + task, stone(task, reasons[task % len(reasons)]))
     view.grant(Grant(granted=24, version=0, retired=12))
-    line = barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
+    line = barren_line(view.numbers(elapsed_s=1.0), view.failures.all_reasons)
     assert said in line and hint in line and "None" not in line
 
 
@@ -352,7 +353,7 @@ def test_that_tasks_give_no_batch_is_said_ever_more_rarely() -> None:
     barren, numbers = Barren(), RunView("demo").numbers(elapsed_s=1.0)
 
     def due(tasks: int, failed: int) -> bool:
-        return barren.due(replace(numbers, barren_tasks=tasks, failed_tasks=failed), least=8)
+        return barren.due(replace(numbers, barren_tasks=tasks, failed_tasks=failed), least=8, known=True, now_s=0.0)
 
     assert not due(7, 0) and not due(8, 5), "too few, then most have failed"
     assert due(10, 5) and not due(12, 5) and not due(12, 7) and not due(20, 7)
@@ -360,7 +361,11 @@ def test_that_tasks_give_no_batch_is_said_ever_more_rarely() -> None:
     pace = Pace()
     said = [second for second in range(200) if pace.due(float(second))]
     assert said == [0, FIRST_PAUSE_S, 3 * FIRST_PAUSE_S, 7 * FIRST_PAUSE_S, 15 * FIRST_PAUSE_S]
-    view = RunView("demo")
-    view.tombstone(1, stone(1, "filtered"))
-    view.grant(Grant(granted=24, version=0, retired=12))
-    assert "rewards" in barren_line(view.numbers(elapsed_s=1.0), view.failures.given_up.reasons)
+
+
+def test_why_tasks_give_no_batch_is_waited_for_some_heartbeats() -> None:
+    barren, numbers = Barren(), replace(RunView("demo").numbers(elapsed_s=1.0), barren_tasks=9)
+    told = [(0.0, False, False), (9.9, False, False), (10.0, False, True), (11.0, True, False)]
+    assert [barren.due(numbers, least=8, known=known, now_s=now_s) for now_s, known, _ in told] == [due for _, _, due in told]
+    barren = Barren()
+    assert not barren.due(numbers, least=8, known=False, now_s=0.0) and barren.due(numbers, least=8, known=True, now_s=2.0)

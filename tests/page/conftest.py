@@ -11,7 +11,7 @@ from streamrl.config.metrics import MetricsConfig
 from streamrl.config.tree import Config, RunConfig
 from streamrl.monitor.metrics_file import MetricsFile
 from streamrl.monitor.series import BATCH, Row
-from streamrl.page.access import page_token
+from streamrl.page.access import page_token, place_of
 from streamrl.page.attention import Attention
 from streamrl.page.index import open_index
 from streamrl.page.log import RunLog
@@ -61,7 +61,7 @@ async def page(run: RunDir, *, works: bool = False) -> AsyncIterator[tuple[str, 
         shown = Page(run, config, index, RunLog(run, index, config.trainer.name, attention), attention)
         app = shown.app(token)
         async with served(app, 0) as port, aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
-            base = f"http://127.0.0.1:{port}"
+            base = f"http://127.0.0.1:{port}/{place_of(token)}"
             async with client.get(f"{base}/?token={token}") as answer:
                 assert answer.status == 200
             working = asyncio.create_task(shown.work()) if works else None

@@ -10,11 +10,12 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 
 from streamrl.config.tree import Config, RunConfig, TasksConfig
 from streamrl.errors import LaunchError, NotFound
 from streamrl.monitor.series import BATCH, WINDOW, Row
-from streamrl.page.access import page_token
+from streamrl.page.access import page_token, place_of
 from streamrl.page.address import page_folder
 from streamrl.page.index import open_index
 from streamrl.page.others import Others, rolling_rate
@@ -42,12 +43,32 @@ async def test_only_who_brings_the_token_to_loopback_by_get_is_let_in(run: RunDi
             async with stranger.get(base, cookies={"streamrl": wrong}) as answer:
                 assert answer.status == 403
         async with stranger.get(f"{base}//elsewhere.example/?token={token}", allow_redirects=False) as answer:
-            assert (answer.status, answer.headers["Location"]) == (303, "/")
+            assert (answer.status, answer.headers["Location"]) == (303, f"/{place_of(token)}/")
             cookie = answer.headers["Set-Cookie"]
             assert "HttpOnly" in cookie and "SameSite" in cookie
         for path in ("/nothing", "/static/../server.py", "/static/%2e%2e/server.py", "/static/vendor/"):
             async with client.get(base + path) as answer:
                 assert answer.status == 404
+
+
+async def test_the_cookie_stays_within_the_pages_own_folder_whatever_the_port(run: RunDir) -> None:
+    """Browsers bring cookies to every port of a host: nobody else on this machine may get one that opens the page."""
+    heard: list[dict[str, str]] = []
+
+    async def hear(request: web.Request) -> web.Response:
+        heard.append(dict(request.cookies))
+        return web.Response()
+
+    other = web.Application()
+    other.router.add_get("/{path:.*}", hear)
+    write(run, batches(1, 3))
+    async with page(run) as (base, _, client), served(other, 0) as port:
+        async with client.get(f"{base}/api/run") as answer:
+            assert answer.status == 200
+        for path in ("", "api/run", "static/page.js"):
+            async with client.get(f"http://127.0.0.1:{port}/{path}") as answer:
+                assert answer.status == 200
+    assert heard == [{}] * 3
 
 
 async def test_every_answer_is_for_this_page_alone_and_its_log_may_be_away(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ from streamrl.config.tree import BusConfig
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.channel import ChannelEngine
-from streamrl.engines.protocol import GenerateRequest
+from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.producers.completions import Completion, complete
 from streamrl.producers.engine_pool import EnginePool
+from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.tasks import Sampling
@@ -137,6 +138,62 @@ async def test_a_session_stays_with_its_engine_while_it_lives(tmp_path: Path) ->
         await fleet.bus.kv.delete(f"presence/engines/{home}")
         await fleet.until(lambda: home not in fleet.pool.engines)
         assert await fleet.ask(session="x") == other
+
+
+async def test_engines_of_which_each_fails_whatever_it_is_asked_are_what_requests_wait_for(tmp_path: Path) -> None:
+    """With the reason that an engine gives, from the first failure on until one answers."""
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a")
+        broken = fleet.engines["a"].generate
+
+        def fails(request: GenerateRequest) -> AsyncIterator[Chunk]:
+            raise EngineError("status 500:\n out of memory")
+
+        fleet.engines["a"].generate = fails  # type: ignore[method-assign]
+        assert fleet.pool.wait == ""
+        for count in (1, 2):
+            with pytest.raises(EngineError):
+                await fleet.ask()
+            assert fleet.pool.wait == f"{ENGINES_FAIL}: a, {count} requests in a row, the newest: status 500: out of memory"
+            await fleet.announce("a", serving=Version(0, count))  # which says nothing of the next request
+        await fleet.add("b", running=4)
+        assert fleet.pool.wait == "", "one has not failed"
+        fleet.engines["a"].generate = broken  # type: ignore[method-assign]
+        await fleet.ask()
+        await fleet.announce("b", running=0)
+        assert fleet.pool.wait == ""
+
+
+async def test_prompts_that_no_engine_has_room_for_are_said_after_some(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("short", max_len=4)
+        for count in range(1, 5):
+            await complete(fleet.pool, fleet.request())
+            said = f"{ENGINES_FAIL}: none has room for {count} prompts in a row, the newest of 4 tokens"
+            assert fleet.pool.wait == (said if count >= 3 else "")
+        await fleet.announce("short", max_len=5)
+        await fleet.until(lambda: fleet.pool.engines["short"].max_len == 5)
+        await fleet.ask()
+        assert fleet.pool.wait == ""
+
+
+async def test_an_engine_that_fails_at_once_does_not_get_every_request_for_its_load(tmp_path: Path) -> None:
+    async with running(tmp_path / "model") as fleet:
+        await fleet.add("a")
+        await fleet.add("b", running=4)
+
+        def fails(request: GenerateRequest) -> AsyncIterator[Chunk]:
+            raise EngineError("status 500")
+
+        fleet.engines["a"].generate = fails  # type: ignore[method-assign]
+        found: list[str] = []
+        for _ in range(20):
+            try:
+                found.append(await fleet.ask())
+            except EngineError:
+                found.append("failed")
+        assert found[:3] == ["failed"] * 3 and found.count("b") >= 15
+        assert fleet.pool.wait == f"{ENGINES_LEFT_OUT}: a, {found.count('failed')} requests in a row, the newest: status 500"
 
 
 async def test_an_engine_that_cannot_be_reached_is_left_out_until_it_is_announced_again(tmp_path: Path) -> None:

@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from streamrl.bus.jetstream.wire import Refusal, error_of
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Receipt
 from streamrl.errors import StreamFull
 from streamrl.producers import publishing
 from streamrl.producers.protocol import Claim, Failure
-from streamrl.producers.publishing import MAX_BYTES, PART_BYTES, Published, Publisher, split
+from streamrl.producers.publishing import MAX_BYTES, PART_BYTES, Published, Publisher, full_place, split
 from streamrl.producers.slots import FREE, Cut, taken
 from streamrl.schemas.codec import decode
 from streamrl.schemas.columns import TOKEN_BYTES
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.encoding import encode_samples
-from streamrl.schemas.events import FULL_BLOBS, FULL_STREAM
+from streamrl.schemas.events import FULL_BLOBS, FULL_SERVER, FULL_STREAM
 from streamrl.schemas.samples import LogprobMode, RewardUpdate, Sample, Tombstone, VersionSpan
 from streamrl.schemas.subjects import GRADING, SAMPLES, Subjects
 from streamrl.schemas.tasks import RolloutTask
@@ -305,6 +306,12 @@ async def test_a_full_stream_is_waited_for_with_growing_pauses(caplog: pytest.Lo
     assert (publisher.stalled, publisher.full, publisher.take_counts().num_full) == (False, "", 2)
     assert caplog.messages[1:] == ["event=resumed reason=room_on_the_stream"]
     assert clock.take() == pytest.approx({FREE: 0.0, "tools": 0.0, "wait_room": 7.1})
+
+
+@pytest.mark.parametrize(("code", "place"), [(10047, FULL_SERVER), (10023, FULL_SERVER), (10077, FULL_STREAM)])
+def test_a_server_without_room_is_not_taken_for_a_full_stream(code: int, place: str) -> None:
+    error = error_of(Refusal(code=503, err_code=code, description="insufficient storage"), doing="publish")
+    assert isinstance(error, StreamFull) and full_place(error, FULL_STREAM) == place
 
 
 @virtual

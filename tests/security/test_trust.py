@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -25,12 +26,15 @@ from streamrl.consumers.training.loop import raise_grant
 from streamrl.data.problems import Problem, Problems
 from streamrl.errors import ConfigError, SchemaError, WeightSyncError
 from streamrl.launch.down import stop_run
+from streamrl.producers.attempts import Attempts
 from streamrl.producers.checkpoints import RolloutCheckpoints
 from streamrl.producers.feeder import Feeder
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import Grant
 from streamrl.schemas.subjects import Subjects
+from streamrl.schemas.versions import Version
 from streamrl.weights.factory import weights_directory
+from streamrl.weights.pins import Pin, Pins
 from streamrl.weights.shm import check_own
 
 PLANTED = "planted-secret-of-the-user"
@@ -216,6 +220,23 @@ async def test_a_fence_that_is_no_number_is_named(memory_bus: MemoryBus, value: 
     assert "nats kv put" in caught.value.hint
     await memory_bus.kv.put("fences/main", b"41")
     assert await take_fence(memory_bus, "main") == 42
+
+
+@pytest.mark.parametrize("key", ["no-version/a", "1/a", "1-2-3/a", "1-2", "1-2/a/b", f"1-{'9' * 5000}/a", "-1/a"])
+async def test_a_pin_that_is_none_is_passed_over(memory_bus: MemoryBus, key: str) -> None:
+    pins = Pins(memory_bus.kv, "policy")
+    await memory_bus.kv.put(f"pins/policy/{key}", b"")
+    await pins.hold(Version(0, 3), "evaluator-0")
+    assert await pins.versions() == {Version(0, 3)}
+    watching = cast(AsyncGenerator[Pin], pins.watch())
+    assert await anext(watching) == Pin(Version(0, 3), "evaluator-0")
+    await watching.aclose()
+
+
+async def test_deaths_that_are_no_count_are_none(memory_bus: MemoryBus) -> None:
+    for value in (ANSWER, b"9" * 5000, b"-1"):
+        await memory_bus.kv.put("attempts/7", value)
+        assert await Attempts(memory_bus).load(7) == 0
 
 
 async def test_grants_pointers_and_checkpoints_that_are_none_are_named_or_passed_over(memory_bus: MemoryBus, run_id: str) -> None:

@@ -158,10 +158,11 @@ async def test_the_newest_takes_the_place_of_what_waits_unless_all_are_kept(
     assert caught.value.values == {"version": "0.4", "closed": True}
 
 
+@pytest.mark.parametrize("keep", [0, 4])
 @virtual
-async def test_offers_while_it_closes_are_refused_and_what_waits_is_published() -> None:
+async def test_offers_while_it_closes_are_refused_and_what_waits_is_published(keep: int) -> None:
     scene = Scene()
-    one = scene.publisher(keep=0)
+    one = scene.publisher(keep=keep)
     offer(one, 0)
     await elapse(1.0)
     offer(one, 1)
@@ -173,6 +174,28 @@ async def test_offers_while_it_closes_are_refused_and_what_waits_is_published() 
     await elapse(10.0)
     one.close(0.0)
     assert [m.version.number for m in await scene.announced()] == [0, 1]
+
+
+@virtual
+async def test_an_offer_that_draws_while_it_closes_is_published_and_one_that_fails_keeps_nobody() -> None:
+    scene = Scene()
+    one = scene.publisher()
+    await elapse(1.0)
+
+    def closing(number: int) -> Iterator[Any]:
+        with pytest.raises(TimeoutError):
+            one.close(0.0)
+        yield number
+
+    one.offer(Version(0, 1), manifest(1).digest, closing(1))
+    await elapse(10.0)
+    one.close(0.0)
+    assert [m.version.number for m in await scene.announced()] == [1]
+    one = scene.publisher()
+    await elapse(1.0)
+    with pytest.raises(ZeroDivisionError):
+        one.offer(Version(0, 2), "", (1 // 0 for _ in range(1)))  # type: ignore[misc]
+    await closed(one)
 
 
 @virtual

@@ -14,11 +14,13 @@ import pytest
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import EngineConfig
+from streamrl.consumers.serving.engine_worker import state_of
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
 from streamrl.engines.batching.engine import BatchingEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import BusUnavailable
+from streamrl.runtime.worker import WEIGHTS_FAIL
 from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.tasks import Sampling
@@ -156,7 +158,8 @@ async def test_the_greatest_version_is_taken_whichever_was_announced_last(run):
 async def test_what_is_no_version_of_this_run_is_said_and_not_served(run, bad):
     other = Shard(name="other", dtype="float32", global_shape=(1,), shape=(1,), data=np.zeros(4, np.uint8))
     await run.publish(1)
-    async with watched(run.watcher()):
+    watcher = run.watcher()
+    async with watched(watcher):
         assert await run.committed.get() == Version(0, 1)
         manifest = await run.shm.publish(Version(0, 2), iter([other] if bad == "another model" else table(2)))
         found, said = {
@@ -166,11 +169,16 @@ async def test_what_is_no_version_of_this_run_is_said_and_not_served(run, bad):
             "another run": (msgspec.structs.replace(manifest, run="another"), "one of another/policy"),
         }[bad]
         await run.bus.publish(SUBJECTS.weights("policy"), encode(found) if found else b"\xc1 no MessagePack")
-        assert said in (await run.failed.get())["error"]
+        error = (await run.failed.get())["error"]
+        assert said in error and error in watcher.failure
+        info = await run.engine.info()
+        assert state_of(info, watcher.failure) == f"{WEIGHTS_FAIL} than 0.1: {watcher.failure}"
+        assert error in state_of(msgspec.structs.replace(info, serving=None), watcher.failure)
         assert await run.first_token() == 1
         assert (await run.engine.info()).serving == Version(0, 1)
         await run.publish(3)
         assert await run.committed.get() == Version(0, 3)
+        assert watcher.failure == ""
 
 
 async def vanished(run: Run, number: int) -> None:

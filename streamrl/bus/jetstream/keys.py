@@ -25,7 +25,7 @@ from streamrl.bus.jetstream.wire import (
     error_of,
 )
 from streamrl.bus.protocol import KeyEntry
-from streamrl.bus.topology import check_key, check_ttl, keys_name
+from streamrl.bus.topology import check_key, check_ttl, is_key, keys_name
 from streamrl.errors import Conflict
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,9 @@ class JetStreamKeys:
         found: dict[str, Stored] = {}
         try:
             while (message := await session.next()) is not None:
-                found[self._key(message.subject)] = message
+                key = self._key(message.subject)
+                if is_key(key):
+                    found[key] = message
         except Interrupted:
             return await self._all(prefix)
         finally:
@@ -110,7 +112,7 @@ class JetStreamKeys:
                         continue
                     key = self._key(message.subject)
                     unseen.discard(key)
-                    if not wanted(key) or live.revisions.get(key, 0) >= message.sequence:
+                    if not wanted(key) or not is_key(key) or live.revisions.get(key, 0) >= message.sequence:
                         continue
                     if not _gone(message.headers):
                         live.note(key, message)

@@ -230,6 +230,7 @@ def error_of(refusal: Refusal, *, doing: str, expected: int | None = None) -> Bu
         return StreamFull(
             f"{doing}: the server has no room: {text}",
             hint="free disk space for the server's store, or lower bus.samples_bytes, bus.blobs_bytes and bus.sample_blobs_bytes",
+            server=True,
         )
     if refusal.err_code == 10077 or "maximum bytes exceeded" in text or "maximum messages exceeded" in text:
         return StreamFull(f"{doing}: the byte budget is used up ({text})", hint="trim the stream, or raise its budget in [bus]")

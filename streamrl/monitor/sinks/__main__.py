@@ -13,6 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from streamrl.bus.permissions import READER
 from streamrl.config.tree import Config
 from streamrl.errors import BusError
@@ -104,7 +106,7 @@ async def serve(kind: str, run: RunDir, pulse: Pulse, *, joined: bool) -> None:
         sink = Guarded(open_sink(kind, config, run, position))
         with contextlib.closing(RowWriter(sink)) as rows:
             async with connected(run, role=READER, name=f"sink-{kind}", gather=True) as bus:
-                series = Series(window_s=config.metrics.window_s, after=position.newest, evaluated_s=position.evaluated_s)
+                series = Series(window_s=config.metrics.window_s, after=position.newest, evaluated=msgspec.structs.replace(position).has)
                 view = RunView(run.name, before=before, joined=joined, series=series)
                 async with Follower(bus, view, trainer=config.trainer.name, rows=rows, after=after) as follower:
                     beat_s = 0.0

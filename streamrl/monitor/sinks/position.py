@@ -26,6 +26,8 @@ class Position(msgspec.Struct, kw_only=True):
     """Of the newest batch; empty: none."""
     evaluated_s: float = -1.0
     """Time of the newest evaluation, in Unix seconds; -1: none."""
+    evaluated: int | None = None
+    """Highest sequence of the events of evaluations; None: none is known."""
     id: str = ""
     """Under which a service knows the run."""
     sizes: dict[str, int] = {}
@@ -38,6 +40,14 @@ class Position(msgspec.Struct, kw_only=True):
                 self.version = row.version
             elif row.kind == EVALUATION:
                 self.evaluated_s = max(self.evaluated_s, row.time_s)
+                self.evaluated = max(self.evaluated or 0, row.sequence)
+
+    def has(self, sequence: int, time_s: float) -> bool:
+        """Whether the evaluation is written whose event has this sequence and time (Unix seconds).
+
+        Times alone would not do, for evaluators' clocks differ and go back; nor would sequences, which a stream without its end gives anew.
+        """
+        return time_s <= self.evaluated_s and (self.evaluated is None or sequence <= self.evaluated)
 
     @property
     def newest(self) -> Version | None:

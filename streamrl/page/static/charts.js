@@ -1,6 +1,6 @@
 // A chart of some metrics of one table, thinned on the server and drawn by uPlot.
-import uPlot from "/static/vendor/uPlot.esm.js";
-import { element, get, number } from "/static/tools.js";
+import uPlot from "./vendor/uPlot.esm.js";
+import { element, get, number } from "./tools.js";
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const HEIGHT = 190;
@@ -120,7 +120,7 @@ export async function fill(charts, run, last = 0) {
   await Promise.all(Object.entries(wanted).map(async ([key, names]) => {
     const [x, stacked, table] = JSON.parse(key);
     const query = new URLSearchParams({ table, x, names: [...names].join(","), points: stacked ? 250 : 1000, last, thin: stacked ? "mean" : "extremes", rates: [...(rates[key] || [])].join(",") });
-    (answers[[x, stacked]] ||= {})[table] = await get(`/api/series?${query}`);
+    (answers[[x, stacked]] ||= {})[table] = await get(`api/series?${query}`);
   }));
   for (const chart of charts) chart.show(answers[[chart.x, chart.stacked]] || {});
 }

@@ -1,6 +1,6 @@
 // This run beside another one of the same directory of runs: by version, and by time since the first batch.
-import { Chart } from "/static/charts.js";
-import { box, element, get, number, paced, table } from "/static/tools.js";
+import { Chart } from "./charts.js";
+import { box, element, get, number, paced, table } from "./tools.js";
 
 const CURVES = [
   ["Reward", "reward"],
@@ -33,7 +33,7 @@ export function compare(place, run, [wanted, axis]) {
   let charts = [], drawn = "", timer = 0, closed = false;
 
   async function names() {
-    const found = await get("/api/others");
+    const found = await get("api/others");
     choice.replaceChildren(element("option", { value: "" }, found.length ? "choose a run" : "no other run lies beside this one"),
       ...found.map((name) => element("option", { value: name, selected: name === wanted }, name)));
   }
@@ -59,7 +59,7 @@ export function compare(place, run, [wanted, axis]) {
 
   async function draw() {
     if (!wanted) return;
-    const found = await get(`/api/compare/${encodeURIComponent(wanted)}?x=${x}`);
+    const found = await get(`api/compare/${encodeURIComponent(wanted)}?x=${x}`);
     if (closed) return;
     const { runs, reading } = found;
     state.textContent = reading ? `reading ${wanted}: ${Math.floor((100 * reading.done) / Math.max(1, reading.total))} %` : "";

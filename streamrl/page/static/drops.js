@@ -1,6 +1,6 @@
 // What was sampled and not trained, and messages that could not be used.
-import { Chart, fill } from "/static/charts.js";
-import { box, clock, element, get, number, paced, table } from "/static/tools.js";
+import { Chart, fill } from "./charts.js";
+import { box, clock, element, get, number, paced, table } from "./tools.js";
 
 const PREFIX = "rollouts/dropped_total/";
 
@@ -21,7 +21,7 @@ export function drops(place, run) {
       charts.push(new Chart(room, "Dropped rollouts a batch, by reason", series));
     }
     await fill(charts, run);
-    const [dropped, letters] = await Promise.all([get("/api/drops"), get("/api/letters")]);
+    const [dropped, letters] = await Promise.all([get("api/drops"), get("api/letters")]);
     const counts = {};
     for (const one of dropped) counts[one.reason] = (counts[one.reason] || 0) + Math.max(1, one.rollouts.length);
     const sums = Object.entries(counts).sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${reason} ${number(count)}`).join(", ");

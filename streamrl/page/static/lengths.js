@@ -1,5 +1,5 @@
 // Whether long answers are trained as often as short ones: histograms of answer lengths by their end, below each other on one axis.
-import { box, element, number, svg, table } from "/static/tools.js";
+import { box, element, number, svg, table } from "./tools.js";
 
 const BAR = 10, HEIGHT = 44;
 const KINDS = { finished: "finished", cut: "cut, never stored", trained: "trained", dropped: "dropped" };

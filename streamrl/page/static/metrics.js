@@ -1,6 +1,6 @@
 // Every metric there is, of the run or of one worker.
-import { Chart, fill } from "/static/charts.js";
-import { element, number, paced } from "/static/tools.js";
+import { Chart, fill } from "./charts.js";
+import { element, number, paced } from "./tools.js";
 
 const MOST = 24;
 

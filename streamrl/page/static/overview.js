@@ -1,7 +1,7 @@
 // What one looks at first: is it learning, how fast, how stale, what is lost.
-import { Chart, fill } from "/static/charts.js";
-import { lengths } from "/static/lengths.js";
-import { box, clock, element, get, number, paced, table } from "/static/tools.js";
+import { Chart, fill } from "./charts.js";
+import { lengths } from "./lengths.js";
+import { box, clock, element, get, number, paced, table } from "./tools.js";
 
 const batch = (name, label) => ({ table: "batch", name, label });
 const since = (name, label, rate) => ({ table: "window", name, label, rate });
@@ -103,7 +103,7 @@ export function overview(place, run) {
       for (const [title, x, series, options] of chartsOf(run)) charts.push(new Chart(room, title, series, x, options));
     }
     await fill(charts, run);
-    const said = (await get("/api/notes")).slice(0, 20);
+    const said = (await get("api/notes")).slice(0, 20);
     notes.replaceChildren(
       ...(said.length ? [box("Said lately", table(["at", "by", "what"], said.map((one) => [clock(one.time_s), one.worker, one.text || one.kind])))] : []),
     );

@@ -1,11 +1,11 @@
 // The frame: views by address, live state over server-sent events. Text from a run becomes text nodes only, never HTML.
-import { compare } from "/static/compare.js";
-import { drops } from "/static/drops.js";
-import { metrics } from "/static/metrics.js";
-import { overview } from "/static/overview.js";
-import { samples } from "/static/samples.js";
-import { versions } from "/static/versions.js";
-import { Unanswered, element, get } from "/static/tools.js";
+import { compare } from "./compare.js";
+import { drops } from "./drops.js";
+import { metrics } from "./metrics.js";
+import { overview } from "./overview.js";
+import { samples } from "./samples.js";
+import { versions } from "./versions.js";
+import { Unanswered, element, get } from "./tools.js";
 
 const views = { overview, versions, drops, samples, compare, metrics };
 const titles = { overview: "Overview", versions: "Versions", drops: "Drops", samples: "Samples", compare: "Compare", metrics: "All metrics" };
@@ -54,7 +54,7 @@ async function take(state) {
   const known = new Set(Object.keys(run.metrics));
   if (state.num_tables !== run.num_tables || Object.keys(state.newest).some((name) => !known.has(name))) {
     try {
-      Object.assign(run, await get("/api/run"));
+      Object.assign(run, await get("api/run"));
     } catch (error) {
       if (!(error instanceof Unanswered)) throw error;
       state.num_tables = -1; // with the next state they are asked for again
@@ -73,7 +73,7 @@ function listen() {
     if (events) events.close();
     events = null;
   } else if (!events) {
-    events = new EventSource("/api/live");
+    events = new EventSource("api/live");
     events.onopen = () => tellTrouble("");
     events.onmessage = (event) => take(JSON.parse(event.data));
     events.onerror = () => tellTrouble("the page's server does not answer: has `streamrl up` ended? `streamrl page RUN` serves it again");
@@ -81,7 +81,7 @@ function listen() {
 }
 
 try {
-  run = await get("/api/run");
+  run = await get("api/run");
   tellState();
   show();
   addEventListener("hashchange", show);

@@ -1,5 +1,5 @@
 // A batch: its rollouts as lanes over time and as a list; a group of it side by side, token by token.
-import { box, cells, element, get, number, svg, table } from "/static/tools.js";
+import { box, cells, element, get, number, svg, table } from "./tools.js";
 
 const MOST_LANES = 128, LANE = 9;
 
@@ -89,7 +89,7 @@ function list(place, upto, versions, run) {
     query.set("skip", skip);
     let found;
     try {
-      found = await get(`/api/samples?${query}`);
+      found = await get(`api/samples?${query}`);
     } catch (error) {
       if (mine === turn) told.textContent = error.message;
       return;
@@ -178,7 +178,7 @@ function weights(found) {
 let shownAs = "conversation";
 
 async function group(place, number_, task) {
-  const found = await get(`/api/batches/${number_}/tasks/${task}`);
+  const found = await get(`api/batches/${number_}/tasks/${task}`);
   const { order, at } = colours(found.samples.flatMap((one) => one.versions));
   const ways = { conversation: "as a conversation", version: "tokens by version", logprob: "tokens by log-probability", weight: "tokens by importance weight", mask: "tokens by loss mask" };
   const way = element("select", { "aria-label": "Shown" }, ...Object.entries(ways).map(([value, said]) => element("option", { value, selected: value === shownAs }, said)));
@@ -207,7 +207,7 @@ async function group(place, number_, task) {
 }
 
 async function batchView(place, wanted, run) {
-  const batch = await get(`/api/batches/${wanted}`);
+  const batch = await get(`api/batches/${wanted}`);
   const missing = batch.missing ? ` ${batch.missing} of its messages are not there any more, or are too many to be read.` : "";
   place.append(
     box(`Batch of version ${batch.version}`, element("p", { class: "soft" }, `${batch.source}, ${batch.num_groups} groups, ${batch.samples.length} samples, digest ${batch.digest || "–"}.${missing}`), lanes(batch)),

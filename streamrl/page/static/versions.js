@@ -1,6 +1,6 @@
 // A line for each engine: what it serves against what was published, and whether it is what was trained.
-import { Chart, fill } from "/static/charts.js";
-import { box, clock, element, get, number, paced, table } from "/static/tools.js";
+import { Chart, fill } from "./charts.js";
+import { box, clock, element, get, number, paced, table } from "./tools.js";
 
 const MOST = 8; // engines in a chart
 const words = { same: "= ledger", other: "not the ledger's", unknown: "no digest to compare" };
@@ -19,7 +19,7 @@ export function versions(place, run) {
   }
 
   async function draw() {
-    const [{ engines, trained }, over] = await Promise.all([get("/api/versions"), get("/api/served")]);
+    const [{ engines, trained }, over] = await Promise.all([get("api/versions"), get("api/served")]);
     const rows = engines.map(({ engine, counts, commits }) => [
       engine, commits.length ? commits[0].version : "–", trained || "–",
       number(counts.same + counts.other + counts.unknown), verdict(counts),

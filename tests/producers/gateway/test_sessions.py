@@ -20,6 +20,7 @@ from streamrl.producers.gateway.placing import Place
 from streamrl.producers.gateway.session import AGAIN_S, Ask, Bounds, Session
 from streamrl.producers.gateway.sessions import Calls, Sessions
 from streamrl.producers.protocol import Context, Failure
+from streamrl.runtime.worker import AGENTS_WAIT
 from streamrl.schemas.samples import LogprobMode, VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
@@ -220,6 +221,28 @@ async def test_a_free_session_has_no_key() -> None:
     with pytest.raises(ApiError) as caught:
         scene.sessions.at_hand(SessionKey(4, 0, "n"))
     assert caught.value.status == 401
+
+
+@virtual
+async def test_agents_that_do_not_come_are_what_it_waits_for_and_why_they_are_refused() -> None:
+    scene = Scene()
+    assert scene.sessions.doing() == f"{AGENTS_WAIT}: none has a session open"
+    scene.sessions.calls.refused("401 expected\n a key")
+    assert scene.sessions.doing() == f"{AGENTS_WAIT}: none has a session open; the newest call was refused: 401 expected a key"
+    waiting = asyncio.create_task(scene.sessions.start(5.0))
+    await soon()
+    assert not scene.sessions.doing().startswith(AGENTS_WAIT), "an agent waits for a task"
+    scene.give(4)
+    await soon()
+    session = waiting.result()
+    scene.sessions.calls.answered()
+    assert scene.sessions.doing().startswith("serves sessions: 1 open")
+    await elapse(11.0)
+    assert scene.sessions.doing() == f"{AGENTS_WAIT}: 1 sessions are open, no call was answered for 11 s"
+    asked = scene.call(session)
+    await soon()
+    assert scene.sessions.doing().startswith("serves sessions: 1 open"), "an engine is asked"
+    asked.cancel()
 
 
 @virtual
