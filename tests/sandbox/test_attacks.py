@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,47 +33,62 @@ def tried(*statements: str, imports: str = "") -> str:
     return "\n".join(lines)
 
 
-# Time
-
-
-async def test_an_endless_loop(attacker: Attacker) -> None:
-    result = await attacker.run("while True: pass", **SMALL)
-    assert (result.reason, result.exit_code) == ("timeout", -9)
-
-
-async def test_processor_time_of_several_processes(attacker: Attacker) -> None:
-    result = await attacker.run("import os\nfor _ in range(3): os.fork()\nwhile True: pass", cpu_seconds=0.5)
-    assert result.reason == "timeout" and "processor" in result.detail
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import os, time; os.close(1); os.close(2); time.sleep(600)",
-        "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 13, 15, 24)]; time.sleep(600)",
-        "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
-    ],
-    ids=["closes its output", "ignores signals", "stops itself"],
-)
-async def test_sleepers(attacker: Attacker, code: str) -> None:
-    assert (await attacker.run(code, **SMALL)).reason == "timeout"
-
-
-# Processes
-
-
-async def test_a_fork_bomb(attacker: Attacker) -> None:
-    code = """
-        import os
-        while True:
-            try:
-                os.fork()
-            except OSError:
-                pass
-        """
-    result = await attacker.run(textwrap.dedent(code), processes=16, **SMALL)
+FORKS = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
+IGNORES = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 13, 15, 24)]; time.sleep(600)"
+TOGETHER = "import os, time\nfor _ in range(3): os.fork()\nx = b'1' * (50 << 20); time.sleep(60)"
+WITHOUT_END = "import sys\nwhile True: sys.{}.write('x' * (1 << 20))"
+LARGE_FILE = "with open('x', 'wb') as file:\n    while True: file.write(b'x' * 100_000)"
+ENDS: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "loops": ("while True: pass", SMALL, "timeout", {"exit_code": -9}),
+    "takes processor time in several processes": (
+        "import os\nfor _ in range(3): os.fork()\nwhile True: pass",
+        {"cpu_seconds": 0.5},
+        "timeout .*processor",
+        {},
+    ),
+    "closes its output": ("import os, time; os.close(1); os.close(2); time.sleep(600)", SMALL, "timeout", {}),
+    "ignores signals": (IGNORES, SMALL, "timeout", {}),
+    "stops itself": ("import os, signal; os.kill(os.getpid(), signal.SIGSTOP)", SMALL, "timeout", {}),
     # Refused by the kernel until the time is over, or found by looking: there are too many, or they hold too much together.
-    assert result.reason in ("timeout", "memory") or "more than 16 processes" in result.detail
+    "is a fork bomb": (FORKS, {"processes": 16, **SMALL}, "timeout|memory|.*more than 16 processes", {}),
+    "ends its own group": ("import os, signal; os.killpg(0, signal.SIGTERM)", {}, "killed", {"exit_code": -15}),
+    "gets no memory": ("x = bytearray(10 << 30)", {"memory_bytes": 256 << 20}, "error .*MemoryError", {}),
+    "holds too much in several processes": (TOGETHER, {"memory_bytes": 200 << 20}, "memory .*together", {}),
+    "writes without end": (WITHOUT_END.format("stdout"), {"output_bytes": 100_000}, "output", {"stdout": "x" * 100_000}),
+    "warns without end": (WITHOUT_END.format("stderr"), {"output_bytes": 100_000}, "output", {"stderr": "x" * 100_000}),
+    "writes no text": (r"import sys; sys.stdout.buffer.write(b'\xff\x00\xfe')", {}, "ok", {"stdout": "\ufffd\x00\ufffd"}),
+    "writes a file without end": (LARGE_FILE, {"disk_bytes": 1 << 20}, "error .*OSError|.*bytes of files", {}),
+    "makes files without end": (
+        "n = 0\nwhile True:\n    open(f'{n}', 'w').close(); n += 1",
+        {},
+        "error .*No space left|.*more than 1000 files",
+        {},
+    ),
+    "deletes its directory": (
+        "import os, shutil; shutil.rmtree(os.getcwd(), ignore_errors=True); print('on')",
+        {},
+        "ok",
+        {"stdout": "on\n"},
+    ),
+    "passes": ("pass", {}, "ok", {"exit_code": 0}),
+    "leaves at once": ("import os; os._exit(7)", {}, "error", {"exit_code": 7}),
+    "leaves": ("import sys; sys.exit(3)", {}, "error", {"exit_code": 3}),
+    "leaves with a text": ("import sys; sys.exit('text')", {}, "error", {"exit_code": 1}),
+    "raises": ("1 / 0", {}, "error", {"exit_code": 1}),
+    "kills itself": ("import os; os.kill(os.getpid(), 11)", {}, "killed", {"exit_code": -11}),
+    "aborts": ("import os; os.abort()", {}, "killed", {"exit_code": -6}),
+    "reads address 0": ("import ctypes; ctypes.string_at(0)", {}, "killed", {"exit_code": -11}),
+    "is no text": ("\udcff", {}, "error", {"exit_code": 1}),
+}
+"""Programs, their limits, a pattern of the reason with detail and errors, and other facts of the result."""
+
+
+@pytest.mark.parametrize("case", ENDS)
+async def test_how_a_program_ends_that(attacker: Attacker, case: str) -> None:
+    code, limits, reason, facts = ENDS[case]
+    result = await attacker.run(code, **limits)
+    assert re.match(reason, f"{result.reason} {result.detail} {result.stderr}", re.DOTALL), result
+    assert {name: getattr(result, name) for name in facts} == facts
 
 
 async def test_a_daemon_that_has_left_its_parent_session_and_group(attacker: Attacker) -> None:
@@ -106,51 +122,6 @@ async def test_signals_to_everybody_else(attacker: Attacker) -> None:
     assert result.reason == "ok"
 
 
-async def test_a_signal_to_its_own_group_ends_it_alone(attacker: Attacker) -> None:
-    result = await attacker.run("import os, signal; os.killpg(0, signal.SIGTERM)")
-    assert (result.reason, result.exit_code) == ("killed", -15)
-
-
-# Memory and output
-
-
-async def test_a_process_without_memory(attacker: Attacker) -> None:
-    result = await attacker.run("x = bytearray(10 << 30)", memory_bytes=256 << 20)
-    assert result.reason == "error" and "MemoryError" in result.stderr
-
-
-async def test_processes_that_hold_too_much_together(attacker: Attacker) -> None:
-    code = "import os, time\nfor _ in range(3): os.fork()\nx = b'1' * (50 << 20); time.sleep(60)"
-    result = await attacker.run(code, memory_bytes=200 << 20)
-    assert result.reason == "memory" and "together" in result.detail
-
-
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-async def test_output_without_end(attacker: Attacker, stream: str) -> None:
-    result = await attacker.run(f"import sys\nwhile True: sys.{stream}.write('x' * (1 << 20))", output_bytes=100_000)
-    assert result.reason == "output" and getattr(result, stream) == "x" * 100_000
-
-
-async def test_output_that_is_no_text(attacker: Attacker) -> None:
-    result = await attacker.run(r"import sys; sys.stdout.buffer.write(b'\xff\x00\xfe')")
-    assert (result.stdout, result.reason) == ("\ufffd\x00\ufffd", "ok")
-
-
-# Files
-
-
-async def test_a_file_without_end(attacker: Attacker) -> None:
-    code = "with open('x', 'wb') as file:\n    while True: file.write(b'x' * 100_000)"
-    result = await attacker.run(code, disk_bytes=1 << 20)
-    assert (result.reason == "error" and "OSError" in result.stderr) or "bytes of files" in result.detail
-
-
-async def test_files_without_end(attacker: Attacker) -> None:
-    code = "n = 0\nwhile True:\n    open(f'{n}', 'w').close(); n += 1"
-    result = await attacker.run(code, files=None, **{"seconds": 20.0})
-    assert (result.reason == "error" and "No space left" in result.stderr) or "more than 1000 files" in result.detail
-
-
 async def test_directories_that_no_path_reaches_are_removed(attacker: Attacker) -> None:
     code = """
         import os
@@ -164,11 +135,6 @@ async def test_directories_that_no_path_reaches_are_removed(attacker: Attacker) 
     result = await attacker.run(textwrap.dedent(code))
     home = result.stdout.strip()
     assert home.startswith("/") and not (attacker.isolation == "landlock" and os.access(home, os.F_OK))
-
-
-async def test_its_own_directory_deleted(attacker: Attacker) -> None:
-    result = await attacker.run("import os, shutil; shutil.rmtree(os.getcwd(), ignore_errors=True); print('on')")
-    assert (result.stdout, result.reason) == ("on\n", "ok")
 
 
 async def test_writing_elsewhere(attacker: Attacker, tmp_path: Path) -> None:
@@ -277,28 +243,6 @@ async def test_calls_that_lead_out(attacker: Attacker) -> None:
     if attacker.isolation == "landlock" and "-1" not in words[9:11]:
         words[9:11] = ["-1", "-1"]  # user 0 without its rights becomes itself
     assert words == ["-1"] * 12, result
-
-
-# Ends
-
-
-@pytest.mark.parametrize(
-    ("code", "exit_code", "reason"),
-    [
-        ("pass", 0, "ok"),
-        ("import os; os._exit(7)", 7, "error"),
-        ("import sys; sys.exit(3)", 3, "error"),
-        ("import sys; sys.exit('text')", 1, "error"),
-        ("1 / 0", 1, "error"),
-        ("import os; os.kill(os.getpid(), 11)", -11, "killed"),
-        ("import os; os.abort()", -6, "killed"),
-        ("import ctypes; ctypes.string_at(0)", -11, "killed"),
-        ("\udcff", 1, "error"),
-    ],
-)
-async def test_ways_to_end(attacker: Attacker, code: str, exit_code: int, reason: str) -> None:
-    result = await attacker.run(code)
-    assert (result.exit_code, result.reason) == (exit_code, reason)
 
 
 async def test_a_caller_that_is_cancelled_leaves_nothing(attacker: Attacker) -> None:

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, SetRewardConfig
-from streamrl.config.tree import Config, WarmupConfig
+from streamrl.config.tree import Config, EngineConfig, WarmupConfig, WeightsConfig
+from streamrl.consumers.serving import engine_worker
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.errors import BusUnavailable
 from streamrl.producers.evaluation.asking import Room
+from streamrl.producers.evaluation.schedule import Schedule
 from streamrl.producers.evaluation.store import open_store
 from streamrl.producers.evaluation.worker import main
+from streamrl.runtime.kinds import num_workers
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.events import Event
+from streamrl.schemas.control import EnginePresence, WorkerPresence
+from streamrl.schemas.events import NUMERICS_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.subjects import EVENTS
+from streamrl.schemas.subjects import EVENTS, PREFIX_PRESENCE
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from streamrl.weights.factory import make_publisher
+from streamrl.weights.manifest import Content
+from streamrl.weights.protocol import Shard
 from tests.support.policies import script, serve_logits
 from tests.support.processes import until
 from tests.support.producing import Loop, in_memory
@@ -57,7 +66,15 @@ def config(loop: Loop, tmp_path: Path) -> Config:
     )
 
 
-async def trained(loop: Loop, number: int) -> None:
+@pytest.fixture
+def heldout(config: Config) -> Config:
+    """Held-out problems alone: those nine rows, every second version."""
+    data = replace(config.data, heldout=config.evaluation.sets[0].path)
+    return replace(config, data=data, evaluation=replace(config.evaluation, every=2, num_problems=9, sets=()))
+
+
+async def trained(loop: Loop, number: int, *, warm: bool = True) -> None:
+    """Write a ledger entry as the trainer does."""
     entry = LedgerEntry(
         run=loop.config.run.name,
         trainer="main",
@@ -67,7 +84,7 @@ async def trained(loop: Loop, number: int) -> None:
         cursor=0,
         granted=0,
         retired=0,
-        warm=True,
+        warm=warm,
     )
     await loop.bus.publish(loop.subjects.ledger("main"), encode(entry), id=str(number))
 
@@ -85,6 +102,215 @@ async def told(loop: Loop, count: int, *, within_s: float = 30) -> list[dict[str
 
 def stored(loop: Loop, version: str, name: str) -> Path:
     return loop.run_dir.evaluation_path(version, name)
+
+
+BLOCKS = """import time
+
+
+async def blocks(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    time.sleep(0.3)
+    return chat.episode()
+"""
+
+
+def due(schedule: Schedule) -> list[tuple[int, bool]]:
+    """Everything that is due now."""
+    found = []
+    while (next_due := schedule.take()) is not None:
+        found.append(next_due)
+        if next_due[1]:
+            break
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warm_from", "expected"),
+    [
+        (Schedule(every=10, warmup=True), 7, {7, 17, 27, 37}),
+        (Schedule(every=10, warmup=True, done=17), 7, {27, 37}),  # a restart repeats nothing
+        (Schedule(every=0, warmup=False), 0, {0}),
+    ],
+)
+def test_counting_begins_where_the_warmup_ends(schedule: Schedule, warm_from: int, expected: set[int]) -> None:
+    found = due(schedule)
+    for number in range(1, 38):
+        schedule.trained(number, warm=number >= warm_from)
+        found += due(schedule)
+    schedule.finish(39)
+    assert [*found, *due(schedule)] == [*((number, False) for number in sorted(expected)), (39, True)]
+
+
+def test_of_several_that_are_due_only_the_newest_is_done() -> None:
+    schedule = Schedule(every=10, warmup=False)
+    for number in range(1, 26):
+        schedule.trained(number, warm=True)
+    assert due(schedule) == [(20, False)]
+
+
+async def test_the_held_out_problems_are_asked_when_due(loop: Loop, heldout: Config) -> None:
+    worker = loop.worker(kind="evaluator", config=heldout)
+    wrong = script(loop.tokenizer, {(0, "<|assistant|>"): "6"})
+    right = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    async with loop.engine(wrong) as engine:
+        service = asyncio.create_task(main(worker))
+        await trained(loop, 1, warm=False)
+        await serve_logits(engine, wrong, Version(0, 2))
+        await trained(loop, 2)
+        [first] = await told(loop, 1)
+        await trained(loop, 3)
+        await trained(loop, 4)
+        # Version 4 is due but not served yet: the engine holds the problems back until it serves that version or a later one.
+        await serve_logits(engine, right, Version(0, 5))
+        [_, second] = await told(loop, 2)
+        await worker.event("finished", {"version": "0.5"})
+        async with asyncio.timeout(20):
+            await service
+    [_, _, last] = await told(loop, 3)
+    assert (first["version"], first["versions"], first["accuracy"], first["final"]) == ("0.2", ["0.2", "0.2"], 0.0, False)
+    assert first["num"] == 9 and first["failed"] == 0
+    assert first["problems"][:2] == [
+        {"prompt": "3+4", "expected": "7", "got": "6", "reward": 0.0},
+        {"prompt": "3+4", "expected": "8", "got": "6", "reward": 0.0},
+    ]
+    assert len(first["problems"]) == 8
+    assert (second["version"], second["versions"], second["accuracy"]) == ("0.4", ["0.5", "0.5"], pytest.approx(7 / 9))
+    assert (last["version"], last["final"], last["accuracy"]) == ("0.5", True, pytest.approx(7 / 9))
+
+
+@pytest.mark.process
+@in_memory
+async def test_an_evaluator_says_which_line_of_user_code_blocks(loop: Loop, heldout: Config, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(BLOCKS)
+    heldout = replace(heldout, producer=replace(heldout.producer, function=f"{tmp_path / 'code.py'}:blocks"))
+    worker = loop.worker(kind="evaluator", config=heldout)
+    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    async with loop.engine(logits) as engine, loop.serving(main, worker):
+        await serve_logits(engine, logits, Version(0, 1))
+        await trained(loop, 1)
+        await until(lambda: worker.state.startswith("user code"), within_s=60)
+        await worker.present()
+        entry = await loop.bus.kv.get(f"{PREFIX_PRESENCE}workers/{worker.name}")
+        assert entry is not None and entry.value
+        presence = decode(entry.value, WorkerPresence)
+        assert "code.py:7 in blocks" in presence.state
+        assert isinstance(presence.since_s, float) and time.time() - 60 < presence.since_s <= time.time()
+
+
+async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, heldout: Config) -> None:
+    async with loop.engine(script(loop.tokenizer, {(0, "<|assistant|>"): "7"})) as engine:
+        await serve_logits(engine, script(loop.tokenizer, {(0, "<|assistant|>"): "7"}), Version(0, 3))
+        worker = loop.worker(kind="evaluator", config=heldout)
+        await trained(loop, 1)
+        async with loop.serving(main, worker):
+            await told(loop, 1)
+        # While it is away the run ends.
+        await trained(loop, 2)
+        await worker.event("finished", {"version": "0.2", "steps": heldout.run.steps})
+        async with asyncio.timeout(20):
+            await main(loop.worker(kind="evaluator", config=heldout))
+        assert [(e["version"], e["final"]) for e in await told(loop, 2)] == [("0.1", False), ("0.2", True)]
+        # The run is resumed with more steps: the former end counts no longer.
+        again = loop.worker(kind="evaluator", config=heldout)
+        async with loop.serving(main, again):
+            await trained(loop, 3)
+            assert [(e["version"], e["final"]) for e in await told(loop, 3)][2] == ("0.3", False)
+
+
+@pytest.mark.parametrize("until_reward", [0.0, 0.5])
+async def test_an_end_before_more_steps_is_none(loop: Loop, heldout: Config, until_reward: float) -> None:
+    """Whose last evaluation was never done; at the limit of the reward a trainer has begun since."""
+    heldout = replace(heldout, run=replace(heldout.run, steps=9, until_reward=until_reward))
+    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    worker = loop.worker(kind="evaluator", config=heldout)
+    async with loop.engine(logits) as engine:
+        await serve_logits(engine, logits, Version(0, 3))
+        await trained(loop, 1)
+        await trained(loop, 2)
+        await worker.event("finished", {"version": "0.2", "steps": 2})
+        if until_reward:
+            await worker.event(NUMERICS_EVENT, {})
+        async with loop.serving(main, worker):
+            await told(loop, 1)
+            await trained(loop, 3)
+            assert [(e["version"], e["final"]) for e in await told(loop, 2)] == [("0.1", False), ("0.3", False)]
+
+
+async def test_an_end_by_another_limit_is_evaluated_after_a_restart(loop: Loop, heldout: Config) -> None:
+    heldout = replace(heldout, run=replace(heldout.run, steps=9, until_reward=0.5))
+    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    worker = loop.worker(kind="evaluator", config=heldout)
+    async with loop.engine(logits) as engine:
+        await serve_logits(engine, logits, Version(0, 2))
+        await worker.event(NUMERICS_EVENT, {})
+        await trained(loop, 2)
+        await worker.event("finished", {"version": "0.2", "steps": 2})
+        async with asyncio.timeout(20):
+            await main(worker)
+        assert [(e["version"], e["final"]) for e in await told(loop, 1)] == [("0.2", True)]
+
+
+async def test_engines_of_its_own_answer_at_the_version_that_is_due_while_the_others_serve_the_newest(loop: Loop, heldout: Config) -> None:
+    """Everything but the trainer is real: both engine workers, the weights and the pins on the bus."""
+    heldout = replace(
+        heldout, evaluation=replace(heldout.evaluation, engines=1), weights=WeightsConfig(transport="bus", keep=0, anchor_every=3)
+    )
+    publisher = make_publisher(
+        heldout.weights,
+        bus=loop.bus,
+        subjects=loop.subjects,
+        policy="policy",
+        run_dir=loop.run_dir.path,
+        loop=asyncio.get_running_loop(),
+    )
+    for number in range(6):
+        logits = script(loop.tokenizer, {(0, "<|assistant|>"): str(number)})
+        data = np.ascontiguousarray(logits).view(np.uint8).reshape(-1)
+        shard = Shard(name="logits", dtype="float32", global_shape=logits.shape, shape=logits.shape, data=data)
+        await asyncio.to_thread(publisher.offer, Version(0, number), Content([shard]).digest, [shard])
+    await asyncio.to_thread(publisher.close)
+
+    worker = loop.worker(kind="evaluator", config=heldout)
+    engines = [loop.worker(index, kind="engine", config=heldout) for index in (0, 1)]
+    async with loop.serving(engine_worker.main, engines[0]), loop.serving(engine_worker.main, engines[1]):
+        service = asyncio.create_task(main(worker))
+        await serving(loop, {"rollout": Version(0, 5)})
+        await trained(loop, 1, warm=False)
+        await trained(loop, 2)
+        [first] = await told(loop, 1)
+        await serving(loop, {"rollout": Version(0, 5), "evaluation": Version(0, 2)})
+        await trained(loop, 3)
+        await trained(loop, 4)
+        [_, second] = await told(loop, 2)
+        await trained(loop, 5)
+        await worker.event("finished", {"version": "0.5"})
+        async with asyncio.timeout(20):
+            await service
+    [_, _, last] = await told(loop, 3)
+    for detail, number in ((first, 2), (second, 4), (last, 5)):
+        assert (detail["version"], detail["versions"]) == (f"0.{number}", [f"0.{number}"] * 2)
+        assert [problem["got"] for problem in detail["problems"]] == [str(number)] * 8
+    assert not await loop.bus.kv.keys("pins/")
+
+
+async def serving(loop: Loop, expected: dict[str, Version]) -> None:
+    """Wait until the engine of each role announces that it serves this version."""
+    async with asyncio.timeout(30):
+        while True:
+            entries = [await loop.bus.kv.get(key) for key in await loop.bus.kv.keys("presence/engines/")]
+            found = [decode(entry.value, EnginePresence) for entry in entries if entry and entry.value]
+            if expected.items() <= {presence.role: presence.serving for presence in found}.items():
+                return
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(("index", "role"), [(0, "rollout"), (1, "rollout"), (2, "evaluation"), (3, "evaluation"), (4, "rollout")])
+def test_the_engines_behind_the_runs_own_are_for_evaluations(index: int, role: str) -> None:
+    """One that joins by hand gets an index behind all of them, and serves rollouts."""
+    config = Config(engine=EngineConfig(workers=2), evaluation=EvaluationConfig(engines=2))
+    assert engine_worker.role_of(config, index) == role
+    assert num_workers(config, "engine") == 4
 
 
 async def test_each_set_is_asked_in_its_own_way_and_when_it_is_due(loop: Loop, config: Config) -> None:
