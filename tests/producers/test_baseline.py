@@ -15,23 +15,18 @@ from streamrl.core.records import Rollouts, judge
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
-from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode, samples_of
-from streamrl.producers.functions import FunctionProducer
-from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Context, Failure, Producer
 from streamrl.producers.publishing import split
 from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.rollouts import main
 from streamrl.producers.single_turn import SingleTurn
-from streamrl.rewards.built_in import ExactMatch
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Branch, Sample
 from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.support.policies import make_model, script, start_engine
+from tests.support.policies import script, start_engine
 from tests.support.producing import Loop, in_memory, samples_in, with_producer
-
-PROMPT = "<|user|>3+4<|end|><|assistant|>"
+from tests.support.rolling import PROMPT, engine_of, runner_of, task_of
 
 
 def undecided(tokenizer: Tokenizer) -> np.ndarray:
@@ -58,11 +53,6 @@ class Listening:
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
 async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[Any]:
     engine = await start_engine(tmp_path / "model", undecided(tokenizer))
     yield Listening(engine)
@@ -70,31 +60,12 @@ async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[Any]:
 
 
 def make_task(tokenizer: Tokenizer, num_rollouts: int = 9, seed: int = 3) -> RolloutTask:
-    return RolloutTask(
-        run="run",
-        index=0,
-        source="main",
-        prompt_ids=tuple(tokenizer.encode(PROMPT)),
-        prompt="3+4",
-        label="7",
-        num_rollouts=num_rollouts,
-        sampling=Sampling(max_new_tokens=4, temperature=1.5, top_k=50),
-        seed=seed,
-        greedy_baseline=True,
-    )
+    sampling = Sampling(max_new_tokens=4, temperature=1.5, top_k=50)
+    return task_of(tokenizer, num_rollouts=num_rollouts, seed=seed, sampling=sampling, greedy_baseline=True)
 
 
 async def group(engine: Any, tokenizer: Tokenizer, producer: Any, task: RolloutTask) -> tuple[list[Sample], dict[int, Failure]]:
-    runner = GroupRunner(
-        producer=producer if hasattr(producer, "rollout") else FunctionProducer(producer),
-        reward=ExactMatch(),
-        engine=engine,
-        tokenizer=tokenizer,
-        options={},
-        max_len=128,
-        chat_template=True,
-    )
-    found = await runner.run(task)
+    found = await runner_of(engine, tokenizer, producer).run(task)
     return samples_of(task, found.episodes, producer="p"), {failure.rollout: failure for failure in found.failures}
 
 
@@ -132,7 +103,7 @@ async def test_its_other_settings_stand(engine: Any, tokenizer: Tokenizer) -> No
     greedy = context.for_rollout(8)
     assert greedy.is_baseline and not context.is_baseline and not context.for_rollout(7).is_baseline
     assert greedy.task.sampling == replace(context.task.sampling, temperature=0.0) and greedy.task.baseline == 8
-    chat = RolloutEngine(greedy, ChatFormat(tokenizer, chat_template=True)).chat(greedy.task)
+    chat = engine_of(greedy).chat(greedy.task)
     await chat.branch().generate(max_new_tokens=1, sampling={"min_p": 0.5, "temperature": 2.0})
     [asked] = engine.requests
     assert (asked.sampling.temperature, asked.sampling.min_p, asked.sampling.max_new_tokens) == (0.0, 0.5, 1)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,68 +13,25 @@ from streamrl.engines.extras import INEXACT
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, SchemaError
-from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.functions import FunctionProducer
-from streamrl.producers.protocol import Context, Failure
+from streamrl.producers.protocol import Failure
 from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Status
-from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.support.policies import make_model, script, start_engine
+from streamrl.schemas.tasks import RolloutTask
+from tests.support.policies import script, start_engine
+from tests.support.rolling import PROMPT, context_of, engine_of, task_of
 
-PROMPT = "<|user|>3+4<|end|><|assistant|>"
-
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[TableEngine]:
-    """Answers every prompt with `?!`, and a bare digit 7 (no template) with `7`."""
-    logits = script(tokenizer, {(0, "<|assistant|>"): "?", (1, "?"): "!", (0, "7"): "7"})
-    engine = await start_engine(tmp_path / "model", logits)
-    yield engine
-    await engine.stop()
-
-
-def make_task(tokenizer: Tokenizer, *, prompt: str = PROMPT, num_rollouts: int = 1, max_new_tokens: int = 8) -> RolloutTask:
-    return RolloutTask(
-        run="run",
-        index=0,
-        source="main",
-        prompt_ids=tuple(tokenizer.encode(prompt)),
-        prompt="3+4",
-        label="7",
-        num_rollouts=num_rollouts,
-        sampling=Sampling(max_new_tokens=max_new_tokens),
-        seed=11,
-    )
-
-
-def make_context(engine: object, tokenizer: Tokenizer, task: RolloutTask, *, max_len: int = 256, chat_template: bool = True) -> Context:
-    return Context(
-        engine=engine,  # type: ignore[arg-type]
-        tokenizer=tokenizer,
-        task=task,
-        seed=rollout_seed(task.seed, 0),
-        log=logging.getLogger("test"),
-        max_len=max_len,
-        chat_template=chat_template,
-    )
-
-
-def rollout_engine(context: Context) -> RolloutEngine:
-    return RolloutEngine(context, ChatFormat(context.tokenizer, chat_template=context.chat_template))
+# Every prompt, and a bare digit 7 (no template).
+ANSWERS = {(0, "<|assistant|>"): "?", (1, "?"): "!", (0, "7"): "7"}
 
 
 async def test_two_turns_keep_the_models_tokens_and_mask_the_tools(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer)
-    chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
+    task = task_of(tokenizer)
+    chat = engine_of(context_of(engine, tokenizer, task)).chat(task)
     first = await chat.generate()
     assert (first.text, first.finish_reason) == ("?!", "stop")
     chat.tool("7")
@@ -100,8 +56,8 @@ async def test_two_turns_keep_the_models_tokens_and_mask_the_tools(engine: Table
 
 
 async def test_a_turn_cut_by_length_is_closed_before_the_tool_speaks(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer, max_new_tokens=1)
-    chat = rollout_engine(make_context(engine, tokenizer, task)).chat(task)
+    task = task_of(tokenizer, max_new_tokens=1)
+    chat = engine_of(context_of(engine, tokenizer, task)).chat(task)
     turn = await chat.generate()
     assert (turn.text, turn.finish_reason) == ("?", "length")
     chat.tool("7")
@@ -111,8 +67,8 @@ async def test_a_turn_cut_by_length_is_closed_before_the_tool_speaks(engine: Tab
 
 
 async def test_without_a_template_a_reply_is_the_text_itself(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer, prompt="3+4=", max_new_tokens=1)
-    chat = rollout_engine(make_context(engine, tokenizer, task, chat_template=False)).chat(task)
+    task = task_of(tokenizer, prompt="3+4=", max_new_tokens=1)
+    chat = engine_of(context_of(engine, tokenizer, task, chat_template=False)).chat(task)
     await chat.generate()
     chat.tool("7")
     turn = await chat.generate()
@@ -121,8 +77,8 @@ async def test_without_a_template_a_reply_is_the_text_itself(engine: TableEngine
 
 
 async def test_one_turn_of_a_chat_equals_the_built_in_producer(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer, num_rollouts=4)
-    context = make_context(engine, tokenizer, task)
+    task = task_of(tokenizer, num_rollouts=4)
+    context = context_of(engine, tokenizer, task)
     ours = await FunctionProducer(one_turn).rollout(task, context)
     built_in = await SingleTurn().rollout(task, context)
     tokens = [
@@ -136,8 +92,8 @@ async def test_turns_and_chats_of_a_rollout_have_different_seeds(tokenizer: Toke
     logits = script(tokenizer, {}) * 0.0
     engine = await start_engine(tmp_path / "model", logits)
     try:
-        task = make_task(tokenizer, max_new_tokens=8)
-        rollout = rollout_engine(make_context(engine, tokenizer, task))
+        task = task_of(tokenizer, max_new_tokens=8)
+        rollout = engine_of(context_of(engine, tokenizer, task))
         first, second = rollout.chat(task), rollout.chat(task)
         turns = [await first.generate(), await second.generate()]
         first.user("again")
@@ -149,9 +105,9 @@ async def test_turns_and_chats_of_a_rollout_have_different_seeds(tokenizer: Toke
 
 @pytest.mark.parametrize("how", ["tool", "user", "append"])
 async def test_a_message_that_does_not_fit_ends_the_chat_as_truncated(engine: TableEngine, tokenizer: Tokenizer, how: str) -> None:
-    task = make_task(tokenizer)
+    task = task_of(tokenizer)
     longest = len(task.prompt_ids) + 12
-    chat = rollout_engine(make_context(engine, tokenizer, task, max_len=longest)).chat(task)
+    chat = engine_of(context_of(engine, tokenizer, task, max_len=longest)).chat(task)
     for _ in range(5):  # a loop that knows nothing of lengths
         turn = await chat.generate()
         chat.append([7] * 30) if how == "append" else getattr(chat, how)("3+4" * 9)
@@ -164,9 +120,9 @@ async def test_a_message_that_does_not_fit_ends_the_chat_as_truncated(engine: Ta
 
 
 async def test_a_loop_of_turns_never_grows_beyond_the_longest_sequence(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer)
+    task = task_of(tokenizer)
     for longest in range(len(task.prompt_ids) + 1, len(task.prompt_ids) + 30):
-        chat = rollout_engine(make_context(engine, tokenizer, task, max_len=longest)).chat(task)
+        chat = engine_of(context_of(engine, tokenizer, task, max_len=longest)).chat(task)
         for _ in range(9):
             await chat.generate()
             chat.tool("7")
@@ -183,8 +139,8 @@ async def test_a_long_chat_is_not_counted_again_for_each_of_its_messages(engine:
                 Counted.seen += 1
                 yield segment
 
-    task = make_task(tokenizer, max_new_tokens=8)
-    chat = rollout_engine(make_context(engine, tokenizer, task, max_len=0x400)).chat(task)
+    task = task_of(tokenizer, max_new_tokens=8)
+    chat = engine_of(context_of(engine, tokenizer, task, max_len=0x400)).chat(task)
     chat._segments = Counted(chat._segments)
     for _ in range(2000):
         chat.append([5])
@@ -194,7 +150,7 @@ async def test_a_long_chat_is_not_counted_again_for_each_of_its_messages(engine:
 
 async def test_a_turn_that_the_engine_has_no_room_for_ends_the_chat_as_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """As a pool answers when all its engines have shorter sequences than the run."""
-    task = make_task(tokenizer)
+    task = task_of(tokenizer)
 
     class Short:
         def __init__(self, engine: TableEngine) -> None:
@@ -211,7 +167,7 @@ async def test_a_turn_that_the_engine_has_no_room_for_ends_the_chat_as_truncated
     engine = await start_engine(tmp_path / "model", script(tokenizer, {(0, "<|assistant|>"): "?", (1, "?"): "!"}))
     try:
         short = Short(engine)
-        chat = rollout_engine(make_context(short, tokenizer, task)).chat(task)
+        chat = engine_of(context_of(short, tokenizer, task)).chat(task)
         for _ in range(4):
             await chat.generate()
             chat.tool("7")
@@ -238,7 +194,7 @@ async def two_turns(task: RolloutTask, engine: RolloutEngine) -> Episode:
 @pytest.mark.parametrize("producer", [FunctionProducer(two_turns), SingleTurn()], ids=["chat", "single_turn"])
 async def test_what_an_engine_says_of_a_completion_reaches_the_sample(engine: TableEngine, tokenizer: Tokenizer, producer: Any) -> None:
     """Guessed versions, here of the second completion of all; cached tokens, and drafts with the passes that verified them."""
-    task, chats = make_task(tokenizer, num_rollouts=3), not isinstance(producer, SingleTurn)
+    task, chats = task_of(tokenizer, num_rollouts=3), not isinstance(producer, SingleTurn)
 
     class Telling:
         asked = 0
@@ -250,7 +206,7 @@ async def test_what_an_engine_says_of_a_completion_reaches_the_sample(engine: Ta
                 guessed = {INEXACT: True} if chunk.completion == 1 or self.asked == 2 else {}
                 yield chunk if chunk.finish_reason is None else msgspec.structs.replace(chunk, extras={**counts, **guessed})
 
-    made = await producer.rollout(task, make_context(Telling(), tokenizer, task))
+    made = await producer.rollout(task, context_of(Telling(), tokenizer, task))
     rows = decode_samples(encode_samples(samples_of(task, [e for e in made if isinstance(e, Episode)], producer="p"))).rows()
     flags = [[turn.inexact for turn in row.turns] for row in rows]
     assert sorted(map(len, flags)) == ([2, 2, 2] if chats else [0, 0, 1]) and sum(map(sum, flags)) == 1
@@ -265,8 +221,8 @@ async def test_what_an_engine_says_of_a_completion_reaches_the_sample(engine: Ta
 
 
 async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer)
-    rollout = rollout_engine(make_context(engine, tokenizer, task))
+    task = task_of(tokenizer)
+    rollout = engine_of(context_of(engine, tokenizer, task))
     chat = rollout.chat(task)
     with pytest.raises(SchemaError, match="follows a turn"):
         chat.tool("7")
@@ -281,8 +237,8 @@ async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> N
 
 
 async def test_sub_agents_take_texts_messages_and_ids(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = make_task(tokenizer)
-    rollout = rollout_engine(make_context(engine, tokenizer, task))
+    task = task_of(tokenizer)
+    rollout = engine_of(context_of(engine, tokenizer, task))
     assert rollout.chat("3+4").token_ids == tuple(tokenizer.encode(PROMPT))
     assert rollout.chat([{"role": "user", "content": "3+4"}]).token_ids == tuple(tokenizer.encode(PROMPT))
     assert rollout.chat([9, 10]).token_ids == (9, 10)
@@ -302,8 +258,8 @@ async def test_an_error_fails_its_rollout_alone(engine: TableEngine, tokenizer: 
             case _:
                 return "not an episode"
 
-    task = make_task(tokenizer, num_rollouts=4)
-    given = await FunctionProducer(fragile).rollout(task, make_context(engine, tokenizer, task))  # type: ignore[arg-type]
+    task = task_of(tokenizer, num_rollouts=4)
+    given = await FunctionProducer(fragile).rollout(task, context_of(engine, tokenizer, task))  # type: ignore[arg-type]
     assert [item.rollout for item in given] == [0, 0, 1, 2, 3]
     assert given[2] == Failure(1, "failed", "ValueError: broken tool")
     assert given[3] == Failure(2, "filtered", "the producer returned no episode")
@@ -318,6 +274,6 @@ async def test_an_engine_that_goes_away_gives_the_whole_task_back(engine: TableE
         await chat.generate()
         return chat.episode()
 
-    task = make_task(tokenizer, num_rollouts=2)
+    task = task_of(tokenizer, num_rollouts=2)
     with pytest.raises(EngineError):
-        await FunctionProducer(stubborn).rollout(task, make_context(engine, tokenizer, task))
+        await FunctionProducer(stubborn).rollout(task, context_of(engine, tokenizer, task))

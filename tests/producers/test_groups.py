@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from msgspec.structs import replace
 
 from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
-from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError
@@ -22,56 +20,18 @@ from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Context, Failure
 from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
-from streamrl.rewards.built_in import ExactMatch
 from streamrl.rewards.functions import FunctionReward
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
-from streamrl.schemas.tasks import RolloutTask, Sampling
-from tests.support.policies import make_model, script, start_engine
+from streamrl.schemas.tasks import RolloutTask
+from tests.support.rolling import runner_of, task_of
 
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[TableEngine]:
-    logits = script(tokenizer, {(0, "<|assistant|>"): "7"})
-    engine = await start_engine(tmp_path / "model", logits, delay=TokenDelay(mean_s=0.01, sigma=0.0))
-    yield engine
-    await engine.stop()
-
-
-def make_task(tokenizer: Tokenizer, num_rollouts: int = 3) -> RolloutTask:
-    prompt = tokenizer.encode("<|user|>3+4<|end|><|assistant|>")
-    return RolloutTask(
-        run="run",
-        index=0,
-        source="main",
-        prompt_ids=tuple(prompt),
-        label="7",
-        num_rollouts=num_rollouts,
-        sampling=Sampling(max_new_tokens=4),
-    )
+ANSWERS = {(0, "<|assistant|>"): "7"}
 
 
 async def one_turn(task: RolloutTask, engine: RolloutEngine) -> Episode:
     chat = engine.chat(task)
     await chat.generate()
     return chat.episode()
-
-
-def runner(engine: TableEngine, tokenizer: Tokenizer, function: Any = one_turn, reward: Any = None, **more: Any) -> GroupRunner:
-    return GroupRunner(
-        producer=function if hasattr(function, "rollout") else FunctionProducer(function),
-        reward=reward or ExactMatch(),
-        engine=engine,
-        tokenizer=tokenizer,
-        options={},
-        max_len=128,
-        chat_template=True,
-        **more,
-    )
 
 
 async def run(runner: GroupRunner, task: RolloutTask) -> tuple[list[tuple[int, float | None]], list[Failure]]:
@@ -90,7 +50,7 @@ async def test_the_runs_reward_scores_what_the_producer_did_not(engine: TableEng
             return [chat.episode(), chat.episode(reward=-2.0)]
         return [chat.episode()]
 
-    episodes, failures = await run(runner(engine, tokenizer, scores_some), make_task(tokenizer))
+    episodes, failures = await run(runner_of(engine, tokenizer, scores_some), task_of(tokenizer, num_rollouts=3))
     assert episodes == [(0, 1.0), (1, None), (1, -2.0), (2, 1.0)]
     assert failures == []
 
@@ -104,7 +64,7 @@ async def test_the_runs_reward_scores_agents_that_the_producer_did_not(engine: T
     def score(task: RolloutTask, episode: ScoredEpisode) -> float:
         return {"a": 7.0, "b": 0.25, "": 9.0}[episode.agent]
 
-    episodes, failures = await run(runner(engine, tokenizer, agents, FunctionReward(score, {})), make_task(tokenizer, 1))
+    episodes, failures = await run(runner_of(engine, tokenizer, agents, FunctionReward(score, {})), task_of(tokenizer, num_rollouts=1))
     assert episodes == [(0, 0.5), (0, 0.25), (0, -2.0)] and failures == []
 
 
@@ -119,7 +79,7 @@ async def test_an_error_in_the_reward_of_an_agent_fails_its_rollout(engine: Tabl
             raise ValueError("no verdict")
         return 0.5
 
-    episodes, failures = await run(runner(engine, tokenizer, agents, FunctionReward(score, {})), make_task(tokenizer, 2))
+    episodes, failures = await run(runner_of(engine, tokenizer, agents, FunctionReward(score, {})), task_of(tokenizer, num_rollouts=2))
     assert episodes == [(1, 0.5), (1, 1.0)]
     assert [(f.rollout, f.reason) for f in failures] == [(0, "failed")]
 
@@ -130,7 +90,7 @@ async def test_an_error_in_a_reward_fails_its_rollout(engine: TableEngine, token
             raise ValueError("no verdict")
         return float("nan") if episode.rollout == 2 else 0.5
 
-    episodes, failures = await run(runner(engine, tokenizer, reward=FunctionReward(score, {})), make_task(tokenizer))
+    episodes, failures = await run(runner_of(engine, tokenizer, one_turn, FunctionReward(score, {})), task_of(tokenizer, num_rollouts=3))
     assert episodes == [(0, 0.5)]
     assert [(f.rollout, f.reason) for f in failures] == [(1, "failed"), (2, "failed")]
     assert "no verdict" in failures[0].detail and "finite" in failures[1].detail
@@ -141,7 +101,7 @@ async def test_a_reward_that_breaks_fails_the_group(engine: TableEngine, tokeniz
         async def score(self, task: RolloutTask, episodes: Sequence[ScoredEpisode]) -> Sequence[RewardValue]:
             return [RewardValue(1.0)]
 
-    episodes, failures = await run(runner(engine, tokenizer, reward=Short()), make_task(tokenizer))
+    episodes, failures = await run(runner_of(engine, tokenizer, one_turn, Short()), task_of(tokenizer, num_rollouts=3))
     assert episodes == []
     assert [f.rollout for f in failures] == [0, 1, 2]
     assert "for each of 3" in failures[0].detail
@@ -153,14 +113,14 @@ async def test_a_producer_that_forgets_a_rollout_is_told(engine: TableEngine, to
             given = await FunctionProducer(one_turn).rollout(task, context)
             return [given[2], Failure(0, "filtered", "too easy")]
 
-    episodes, failures = await run(runner(engine, tokenizer, Forgetful()), make_task(tokenizer))
+    episodes, failures = await run(runner_of(engine, tokenizer, Forgetful()), task_of(tokenizer, num_rollouts=3))
     assert episodes == [(2, 1.0)]
     assert [(f.rollout, f.reason) for f in failures] == [(0, "filtered"), (1, "failed")]
 
 
 async def test_cancelling_reaches_the_engine(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    held = runner(engine, tokenizer)
-    task = replace(make_task(tokenizer), min_version=99)
+    held = runner_of(engine, tokenizer, one_turn)
+    task = replace(task_of(tokenizer, num_rollouts=3), min_version=99)
     rolling = asyncio.create_task(held.run(task))
     async with asyncio.timeout(10):
         while (await engine.info()).waiting < 3:
@@ -175,9 +135,9 @@ async def test_cancelling_reaches_the_engine(engine: TableEngine, tokenizer: Tok
 
 async def test_an_engine_that_is_gone_is_said(engine: TableEngine, tokenizer: Tokenizer) -> None:
     await engine.stop()
-    held = runner(engine, tokenizer)
+    held = runner_of(engine, tokenizer, one_turn)
     with pytest.raises(EngineError):
-        await held.run(make_task(tokenizer))
+        await held.run(task_of(tokenizer, num_rollouts=3))
     await held.close()
 
 
@@ -212,8 +172,8 @@ async def test_an_engines_failure_repeats_the_rollouts_it_has_ended_and_no_other
     engine: TableEngine, tokenizer: Tokenizer, error: type[EngineError]
 ) -> None:
     broken = Breaks(engine, error, times=2)
-    task = make_task(tokenizer)
-    held = runner(broken, tokenizer, SingleTurn())  # type: ignore[arg-type]
+    task = task_of(tokenizer, num_rollouts=3)
+    held = runner_of(broken, tokenizer, SingleTurn())  # type: ignore[arg-type]
     group = await held.run(task)
     await held.close()
     every = tuple(rollout_seed(task.seed, rollout) for rollout in range(3))
@@ -238,7 +198,7 @@ async def test_an_engines_failure_repeats_the_rollouts_it_has_ended_and_no_other
 )
 def test_what_is_no_demonstration_is_refused(tokenizer: Tokenizer, fields: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SchemaError, match=complaint):
-        demonstration(replace(make_task(tokenizer, 1), **fields), tokenizer, end_token=5, max_len=64, producer="p")
+        demonstration(replace(task_of(tokenizer, num_rollouts=1), **fields), tokenizer, end_token=5, max_len=64, producer="p")
 
 
 async def test_a_reward_without_an_objective_fails_its_rollout(engine: TableEngine, tokenizer: Tokenizer) -> None:
@@ -253,8 +213,8 @@ async def test_a_reward_without_an_objective_fails_its_rollout(engine: TableEngi
     def score(task: RolloutTask, episode: ScoredEpisode) -> dict[str, float]:
         return {"right": 1.0, "form": 0.5} if episode.rollout == 0 else {"right": 1.0}
 
-    made = runner(engine, tokenizer, scores_one, FunctionReward(score, {}), objectives=("right", "form"))
-    episodes, failures = await run(made, make_task(tokenizer, 4))
+    made = runner_of(engine, tokenizer, scores_one, FunctionReward(score, {}), objectives=("right", "form"))
+    episodes, failures = await run(made, task_of(tokenizer, num_rollouts=4))
     assert episodes == [(0, 1.5)]
     assert [(failure.rollout, failure.reason) for failure in failures] == [(1, "failed"), (2, "failed"), (3, "failed")]
     assert "'form', but" in failures[0].detail

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from streamrl.core.records import Poison, Rollouts, judge
-from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import SchemaError
 from streamrl.producers.blocking import BlockingChat
-from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.demonstrations import demonstration
 from streamrl.producers.episode import Episode, Segment, samples_of
-from streamrl.producers.protocol import Context
-from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
@@ -30,34 +22,15 @@ from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
-from tests.support.policies import make_model, script, start_engine
+from tests.support.rolling import context_of, engine_of, task_of
 
-
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[TableEngine]:
-    """Answers every prompt with `ab</a>cd`."""
-    answer = "ab</a>cd"
-    steps = zip(range(len(answer)), ["<|assistant|>", *answer], answer, strict=False)
-    engine = await start_engine(tmp_path / "model", script(tokenizer, {(place, before): after for place, before, after in steps}))
-    yield engine
-    await engine.stop()
-
-
-def context_of(engine: TableEngine, tokenizer: Tokenizer, **sampling: Any) -> tuple[RolloutTask, Context]:
-    prompt = tuple(tokenizer.encode("<|user|>3<|end|><|assistant|>"))
-    task = RolloutTask(run="r", index=0, source="main", prompt_ids=prompt, num_rollouts=1, sampling=Sampling(**sampling), seed=3)
-    log = logging.getLogger("test")
-    seed = rollout_seed(task.seed, 0)
-    return task, Context(engine=engine, tokenizer=tokenizer, task=task, seed=seed, log=log, max_len=256)
+ANSWER = "ab</a>cd"
+ANSWERS = {(place, before): after for place, before, after in zip(range(8), ["<|assistant|>", *ANSWER], ANSWER, strict=False)}
 
 
 async def test_a_text_ends_before_its_stop_string_and_its_tokens_with_it(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task, context = context_of(engine, tokenizer, stop=("</a>",))
+    task = task_of(tokenizer, prompt="<|user|>3<|end|><|assistant|>", sampling=Sampling(stop=("</a>",)))
+    context = context_of(engine, tokenizer, task)
     [episode] = await SingleTurn().rollout(task, context)
     assert isinstance(episode, Episode)
     assert episode.turns == ("ab",) and tokenizer.decode(episode.segments[1].token_ids) == "ab</a>"
@@ -67,8 +40,9 @@ async def test_a_text_ends_before_its_stop_string_and_its_tokens_with_it(engine:
 
 
 async def test_a_turn_is_drawn_and_recorded_with_fields_of_its_own(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task, context = context_of(engine, tokenizer, min_p=0.25)
-    rollout = RolloutEngine(context, ChatFormat(tokenizer, chat_template=True))
+    task = task_of(tokenizer, prompt="<|user|>3<|end|><|assistant|>", sampling=Sampling(min_p=0.25))
+    context = context_of(engine, tokenizer, task)
+    rollout = engine_of(context)
     chat = rollout.chat(task)
     first = await chat.generate(sampling={"stop": ["b"], "top_p": 0.9, "logit_bias": {9: -1.5}})
     chat.tool("7")
@@ -96,8 +70,9 @@ async def test_a_turn_is_drawn_and_recorded_with_fields_of_its_own(engine: Table
 
 
 async def test_plain_functions_draw_turns_so_too(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task, context = context_of(engine, tokenizer)
-    chat = RolloutEngine(context, ChatFormat(tokenizer, chat_template=True)).chat(task)
+    task = task_of(tokenizer, prompt="<|user|>3<|end|><|assistant|>", sampling=Sampling())
+    context = context_of(engine, tokenizer, task)
+    chat = engine_of(context).chat(task)
     blocking = BlockingChat(chat, asyncio.get_running_loop())
     turn = await asyncio.to_thread(blocking.generate, sampling={"stop": ["</a>"]})
     assert turn.text == "ab"
@@ -108,8 +83,9 @@ async def test_plain_functions_draw_turns_so_too(engine: TableEngine, tokenizer:
 async def test_penalties_are_marked_as_inexact_wherever_they_are_asked_for(
     engine: TableEngine, tokenizer: Tokenizer, asked: dict[str, float], by_turn: bool
 ) -> None:
-    task, context = context_of(engine, tokenizer, **({} if by_turn else asked))
-    chat = RolloutEngine(context, ChatFormat(tokenizer, chat_template=True)).chat(task)
+    task = task_of(tokenizer, prompt="<|user|>3<|end|><|assistant|>", sampling=Sampling(**({} if by_turn else asked)))
+    context = context_of(engine, tokenizer, task)
+    chat = engine_of(context).chat(task)
     await chat.generate(sampling=asked if by_turn else None)
     chat.tool("7")
     await chat.generate(sampling=None if by_turn else {name: getattr(Sampling(), name) for name in asked})

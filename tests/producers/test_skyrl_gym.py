@@ -1,27 +1,24 @@
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamrl.config.tree import ProducerConfig
-from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import ConfigError
 from streamrl.producers.episode import Episode
 from streamrl.producers.functions import make_producer
-from streamrl.producers.protocol import Context, Failure
+from streamrl.producers.protocol import Failure
 from streamrl.producers.skyrl_gym import check
 from streamrl.schemas.samples import Status
-from streamrl.schemas.tasks import RolloutTask, Sampling
 from tests.support.errors import raises
-from tests.support.policies import make_model, script, start_engine
+from tests.support.rolling import PROMPT, context_of, task_of
 
-PROMPT = "<|user|>3+4<|end|><|assistant|>"
+ANSWERS = {(0, "<|assistant|>"): "?", (1, "?"): "!"}
 ENV = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 import time
@@ -56,20 +53,6 @@ class Sum(BaseTextEnv):
 
 
 @pytest.fixture
-def tokenizer(tmp_path: Path) -> Tokenizer:
-    return make_model(tmp_path / "model")
-
-
-@pytest.fixture
-async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[TableEngine]:
-    """Answers a prompt that ends with the opening of the model's turn with `?`, then `7`."""
-    logits = script(tokenizer, {(0, "<|assistant|>"): "?", (1, "?"): "!"})
-    engine = await start_engine(tmp_path / "model", logits)
-    yield engine
-    await engine.stop()
-
-
-@pytest.fixture
 def env(tmp_path: Path) -> str:
     (tmp_path / "my_env.py").write_text(ENV)
     return f"skyrl_gym:{tmp_path / 'my_env.py'}:Sum"
@@ -78,27 +61,8 @@ def env(tmp_path: Path) -> str:
 async def roll_out(
     engine: TableEngine, tokenizer: Tokenizer, env: str, *, label: str = "?!", options: dict[str, Any] | None = None, **metadata: Any
 ) -> Sequence[Episode | Failure]:
-    task = RolloutTask(
-        run="run",
-        index=0,
-        source="main",
-        prompt_ids=tuple(tokenizer.encode(PROMPT)),
-        prompt="3+4",
-        label=label,
-        metadata=metadata,
-        sampling=Sampling(max_new_tokens=8),
-        seed=11,
-    )
-    context = Context(
-        engine=engine,
-        tokenizer=tokenizer,
-        task=task,
-        seed=rollout_seed(task.seed, 0),
-        log=logging.getLogger("test"),
-        max_len=256,
-        options=options or {},
-    )
-    return await make_producer(env).rollout(task, context)
+    task = task_of(tokenizer, label=label, metadata=metadata)
+    return await make_producer(env).rollout(task, context_of(engine, tokenizer, task, options=options or {}))
 
 
 async def test_an_environment_answers_turns_and_gives_the_reward(engine: TableEngine, tokenizer: Tokenizer, env: str) -> None:
