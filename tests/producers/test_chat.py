@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +21,6 @@ from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.encoding import encode_samples
 from streamrl.schemas.samples import Status
 from streamrl.schemas.tasks import RolloutTask
-from tests.support.policies import script, start_engine
 from tests.support.rolling import PROMPT, context_of, engine_of, task_of
 
 # Every prompt, and a bare digit 7 (no template).
@@ -88,21 +86,6 @@ async def test_one_turn_of_a_chat_equals_the_built_in_producer(engine: TableEngi
     assert [(e.rollout, e.seed) for e in ours if isinstance(e, Episode)] == [(k, rollout_seed(11, k)) for k in range(4)]
 
 
-async def test_turns_and_chats_of_a_rollout_have_different_seeds(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    logits = script(tokenizer, {}) * 0.0
-    engine = await start_engine(tmp_path / "model", logits)
-    try:
-        task = task_of(tokenizer, max_new_tokens=8)
-        rollout = engine_of(context_of(engine, tokenizer, task))
-        first, second = rollout.chat(task), rollout.chat(task)
-        turns = [await first.generate(), await second.generate()]
-        first.user("again")
-        turns.append(await first.generate())
-        assert len({turn.token_ids for turn in turns}) == 3
-    finally:
-        await engine.stop()
-
-
 @pytest.mark.parametrize("how", ["tool", "user", "append"])
 async def test_a_message_that_does_not_fit_ends_the_chat_as_truncated(engine: TableEngine, tokenizer: Tokenizer, how: str) -> None:
     task = task_of(tokenizer)
@@ -148,33 +131,27 @@ async def test_a_long_chat_is_not_counted_again_for_each_of_its_messages(engine:
     assert Counted.seen <= 0x400, "by token_ids, once"
 
 
-async def test_a_turn_that_the_engine_has_no_room_for_ends_the_chat_as_truncated(tokenizer: Tokenizer, tmp_path: Path) -> None:
+async def test_a_turn_that_the_engine_has_no_room_for_ends_the_chat_as_truncated(engine: TableEngine, tokenizer: Tokenizer) -> None:
     """As a pool answers when all its engines have shorter sequences than the run."""
-    task = task_of(tokenizer)
 
     class Short:
-        def __init__(self, engine: TableEngine) -> None:
-            self.engine, self.asked = engine, 0
+        asked = 0
 
         async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
             self.asked += 1
             if self.asked > 1:
                 yield Chunk(completion=0, token_ids=(), logprobs=(), spans=(), finish_reason="length")
                 return
-            async for chunk in self.engine.generate(request):
+            async for chunk in engine.generate(request):
                 yield chunk
 
-    engine = await start_engine(tmp_path / "model", script(tokenizer, {(0, "<|assistant|>"): "?", (1, "?"): "!"}))
-    try:
-        short = Short(engine)
-        chat = engine_of(context_of(short, tokenizer, task)).chat(task)
-        for _ in range(4):
-            await chat.generate()
-            chat.tool("7")
-        assert short.asked == 2 and chat.is_full
-        assert (chat.episode().status, len(chat.turns)) == (Status.TRUNCATED, 1)
-    finally:
-        await engine.stop()
+    task, short = task_of(tokenizer), Short()
+    chat = engine_of(context_of(short, tokenizer, task)).chat(task)
+    for _ in range(4):
+        await chat.generate()
+        chat.tool("7")
+    assert short.asked == 2 and chat.is_full
+    assert (chat.episode().status, len(chat.turns)) == (Status.TRUNCATED, 1)
 
 
 async def one_turn(task: RolloutTask, engine: RolloutEngine) -> Episode:
@@ -220,9 +197,12 @@ async def test_what_an_engine_says_of_a_completion_reaches_the_sample(engine: Ta
         assert row.counters == {"cached_tokens": sum(start // 2 for start in before), "spec_verify_ct": verified}
 
 
-async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> None:
+async def test_sub_agents_take_texts_messages_and_ids_and_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> None:
     task = task_of(tokenizer)
     rollout = engine_of(context_of(engine, tokenizer, task))
+    assert rollout.chat("3+4").token_ids == tuple(tokenizer.encode(PROMPT))
+    assert rollout.chat([{"role": "user", "content": "3+4"}]).token_ids == tuple(tokenizer.encode(PROMPT))
+    assert rollout.chat([9, 10]).token_ids == (9, 10)
     chat = rollout.chat(task)
     with pytest.raises(SchemaError, match="follows a turn"):
         chat.tool("7")
@@ -234,14 +214,6 @@ async def test_misuse_is_refused(engine: TableEngine, tokenizer: Tokenizer) -> N
     for messages in ([{"role": "user", "content": [*parts]}], ({"role": "user", "content": parts},)):
         with pytest.raises(SchemaError, match="got an image"):
             rollout.chat(messages)
-
-
-async def test_sub_agents_take_texts_messages_and_ids(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    task = task_of(tokenizer)
-    rollout = engine_of(context_of(engine, tokenizer, task))
-    assert rollout.chat("3+4").token_ids == tuple(tokenizer.encode(PROMPT))
-    assert rollout.chat([{"role": "user", "content": "3+4"}]).token_ids == tuple(tokenizer.encode(PROMPT))
-    assert rollout.chat([9, 10]).token_ids == (9, 10)
 
 
 async def test_an_error_fails_its_rollout_alone(engine: TableEngine, tokenizer: Tokenizer) -> None:

@@ -94,6 +94,7 @@ async def test_equal_tokens_that_were_drawn_apart_are_trained_apart() -> None:
         await fork.generate()
     samples = rows(engine, [root.episode(), *(fork.episode() for fork in forks)])
     assert trained(samples) == ["the same"] * 5
+    assert len({request.seeds for request in engine.context.engine.asked}) == 5  # type: ignore[attr-defined]
     assert [sample.branch for sample in samples] == [None, None, None, *[Branch(0, len(engine.context.task.prompt_ids))] * 2]
 
 

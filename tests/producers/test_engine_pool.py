@@ -84,18 +84,13 @@ async def running(directory: Path) -> AsyncIterator[Fleet]:
         await fleet.bus.close()
 
 
-async def test_requests_wait_for_the_first_engine(tmp_path: Path) -> None:
+async def test_the_least_loaded_engine_is_asked(tmp_path: Path) -> None:
     async with running(tmp_path / "model") as fleet:
         waiting = fleet.begin()
         await asyncio.sleep(0.05)
-        assert not waiting.done()
-        await fleet.add("a")
-        assert (await waiting)[0].engine == "a"
-
-
-async def test_the_least_loaded_engine_is_asked(tmp_path: Path) -> None:
-    async with running(tmp_path / "model") as fleet:
+        assert not waiting.done(), "there is none yet"
         await fleet.add("a", mean_s=0.3)
+        assert (await waiting)[0].engine == "a"
         await fleet.add("b", mean_s=0.3)
         first = fleet.begin(count=4)
         await asyncio.sleep(0.05)
@@ -108,15 +103,25 @@ async def test_the_least_loaded_engine_is_asked(tmp_path: Path) -> None:
         await fleet.announce("b", running=8)
         await fleet.until(lambda: fleet.pool.engines["b"].running == 8)
         assert await fleet.ask() == "a"
+        with pytest.raises(EngineError, match="token ids"):
+            await complete(fleet.pool, GenerateRequest(request_id="bad", prompt_ids=(10_000,), seeds=(0,)))
+        assert await fleet.ask() == "a", "a refused request says nothing against the engine"
+        await fleet.announce("c", policy="critic")
+        await fleet.bus.kv.put("presence/engines/d", b"of another version")
+        assert await fleet.ask() == "a" and list(fleet.pool.engines) == ["a", "b"]
 
 
-async def test_an_engine_that_serves_the_version_already_is_preferred(tmp_path: Path) -> None:
+async def test_an_engine_that_serves_the_version_already_or_has_room_is_preferred(tmp_path: Path) -> None:
     async with running(tmp_path / "model") as fleet:
-        await fleet.add("a")
-        await fleet.add("b", running=8, serving=Version(0, 3))
+        await fleet.add("short", max_len=4)
+        empty = await complete(fleet.pool, fleet.request(count=2, session="x"))  # a prompt of four tokens
+        assert [(c.engine, c.token_ids, c.finish_reason) for c in empty] == [("short", (), "length")] * 2
+        await fleet.add("long", running=8, max_len=5)
+        assert [await fleet.ask(), await fleet.ask(session="x")] == ["long", "long"]
+        await fleet.add("newer", running=16, serving=Version(0, 3))
         begun = fleet.begin(min_version=3)
         await asyncio.sleep(0.05)
-        assert [(await fleet.engines[name].info()).waiting for name in "ab"] == [0, 1]
+        assert [(await fleet.engines[name].info()).waiting for name in ("short", "long", "newer")] == [0, 0, 1]
         begun.cancel()
 
 
@@ -132,33 +137,6 @@ async def test_a_session_stays_with_its_engine_while_it_lives(tmp_path: Path) ->
         await fleet.bus.kv.delete(f"presence/engines/{home}")
         await fleet.until(lambda: home not in fleet.pool.engines)
         assert await fleet.ask(session="x") == other
-
-
-async def test_other_policies_and_what_cannot_be_read_are_ignored(tmp_path: Path) -> None:
-    async with running(tmp_path / "model") as fleet:
-        await fleet.add("a")
-        await fleet.announce("b", policy="critic")
-        await fleet.bus.kv.put("presence/engines/c", b"of another version")
-        assert await fleet.ask() == "a"
-        assert list(fleet.pool.engines) == ["a"]
-
-
-async def test_an_engine_with_room_is_preferred_and_without_one_the_completion_ends_at_its_length(tmp_path: Path) -> None:
-    async with running(tmp_path / "model") as fleet:
-        await fleet.add("short", max_len=4)
-        empty = await complete(fleet.pool, fleet.request(count=2, session="x"))  # a prompt of four tokens
-        assert [(c.engine, c.token_ids, c.finish_reason) for c in empty] == [("short", (), "length")] * 2
-        await fleet.add("long", running=8, max_len=5)
-        assert [await fleet.ask(), await fleet.ask(session="x")] == ["long", "long"]
-
-
-async def test_a_refused_request_says_nothing_against_the_engine(tmp_path: Path) -> None:
-    async with running(tmp_path / "model") as fleet:
-        await fleet.add("a")
-        bad = GenerateRequest(request_id="bad", prompt_ids=(10_000,), seeds=(0,))
-        with pytest.raises(EngineError, match="token ids"):
-            await complete(fleet.pool, bad)
-        assert await fleet.ask() == "a"
 
 
 async def test_an_engine_that_cannot_be_reached_is_left_out_until_it_is_announced_again(tmp_path: Path) -> None:

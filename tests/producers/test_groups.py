@@ -46,54 +46,25 @@ async def test_the_runs_reward_scores_what_the_producer_did_not(engine: TableEng
     async def scores_some(task: RolloutTask, engine: RolloutEngine) -> list[Episode]:
         chat = engine.chat(task)
         await chat.generate()
-        if engine.context.rollout_index == 1:
-            return [chat.episode(), chat.episode(reward=-2.0)]
+        match engine.context.rollout_index:
+            case 1:
+                return [chat.episode(), chat.episode(reward=-2.0)]
+            case 3:
+                return [chat.episode(agent="a", reward=0.5), chat.episode(agent="b"), chat.episode(reward=-2.0)]
+            case 4:
+                return [chat.episode(agent="a"), chat.episode(reward=1.0)]
         return [chat.episode()]
 
-    episodes, failures = await run(runner_of(engine, tokenizer, scores_some), task_of(tokenizer, num_rollouts=3))
-    assert episodes == [(0, 1.0), (1, None), (1, -2.0), (2, 1.0)]
-    assert failures == []
-
-
-async def test_the_runs_reward_scores_agents_that_the_producer_did_not(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    async def agents(task: RolloutTask, engine: RolloutEngine) -> list[Episode]:
-        chat = engine.chat(task)
-        await chat.generate()
-        return [chat.episode(agent="a", reward=0.5), chat.episode(agent="b"), chat.episode(reward=-2.0)]
-
     def score(task: RolloutTask, episode: ScoredEpisode) -> float:
-        return {"a": 7.0, "b": 0.25, "": 9.0}[episode.agent]
-
-    episodes, failures = await run(runner_of(engine, tokenizer, agents, FunctionReward(score, {})), task_of(tokenizer, num_rollouts=1))
-    assert episodes == [(0, 0.5), (0, 0.25), (0, -2.0)] and failures == []
-
-
-async def test_an_error_in_the_reward_of_an_agent_fails_its_rollout(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    async def agents(task: RolloutTask, engine: RolloutEngine) -> list[Episode]:
-        chat = engine.chat(task)
-        await chat.generate()
-        return [chat.episode(agent="a"), chat.episode(reward=1.0)]
-
-    def score(task: RolloutTask, episode: ScoredEpisode) -> float:
-        if episode.rollout == 0 or not episode.agent:
+        if (episode.rollout, episode.agent) in ((4, "a"), (5, "")):
             raise ValueError("no verdict")
-        return 0.5
+        return float("nan") if episode.rollout == 6 else {"a": 7.0, "b": 0.25, "": 9.0}[episode.agent]
 
-    episodes, failures = await run(runner_of(engine, tokenizer, agents, FunctionReward(score, {})), task_of(tokenizer, num_rollouts=2))
-    assert episodes == [(1, 0.5), (1, 1.0)]
-    assert [(f.rollout, f.reason) for f in failures] == [(0, "failed")]
-
-
-async def test_an_error_in_a_reward_fails_its_rollout(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    def score(task: RolloutTask, episode: ScoredEpisode) -> float:
-        if episode.rollout == 1:
-            raise ValueError("no verdict")
-        return float("nan") if episode.rollout == 2 else 0.5
-
-    episodes, failures = await run(runner_of(engine, tokenizer, one_turn, FunctionReward(score, {})), task_of(tokenizer, num_rollouts=3))
-    assert episodes == [(0, 0.5)]
-    assert [(f.rollout, f.reason) for f in failures] == [(1, "failed"), (2, "failed")]
-    assert "no verdict" in failures[0].detail and "finite" in failures[1].detail
+    made = runner_of(engine, tokenizer, scores_some, FunctionReward(score, {}))
+    episodes, failures = await run(made, task_of(tokenizer, num_rollouts=7))
+    assert episodes == [(0, 9.0), (1, None), (1, -2.0), (2, 9.0), (3, 0.5), (3, 0.25), (3, -2.0)]
+    assert [(f.rollout, f.reason) for f in failures] == [(4, "failed"), (5, "failed"), (6, "failed")]
+    assert "no verdict" in failures[0].detail and "no verdict" in failures[1].detail and "finite" in failures[2].detail
 
 
 async def test_a_reward_that_breaks_fails_the_group(engine: TableEngine, tokenizer: Tokenizer) -> None:
@@ -167,6 +138,7 @@ class Breaks:
             raise self._error("the engine has a bad day")
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("error", [EngineUnavailable, EngineError])
 async def test_an_engines_failure_repeats_the_rollouts_it_has_ended_and_no_other(
     engine: TableEngine, tokenizer: Tokenizer, error: type[EngineError]
