@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -138,15 +139,12 @@ async def test_an_answer_that_is_no_reward_is_final_and_said(server: Server, bod
     [error] = await scored("remote", {"url": server.url, **FAST})
     assert isinstance(error, RewardError | SchemaError) and said in error.message
     assert len(server.asked) == 1
-
-
-async def test_a_redirect_is_not_followed(server: Server) -> None:
-    server.handler = server.says("", 301, Location="http://192.0.2.1/elsewhere")
+    server.handler = server.says(body, 301, Location="http://192.0.2.1/elsewhere")
     [error] = await scored("remote", {"url": server.url, **FAST})
-    assert isinstance(error, RewardError) and "a redirect to 'http://192.0.2.1/elsewhere'" in error.message and len(server.asked) == 1
+    assert "a redirect to 'http://192.0.2.1/elsewhere'" in error.message and len(server.asked) == 2, "it is not followed"
 
 
-async def test_an_endless_answer_is_cut(server: Server) -> None:
+async def test_an_endless_answer_is_cut_and_a_small_one_does_not_unfold(server: Server) -> None:
     sent = 0
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -157,21 +155,13 @@ async def test_an_endless_answer_is_cut(server: Server) -> None:
             await response.write(b"1" * (1 << 16))
             sent += 1 << 16
 
-    server.handler = endless
-    [error] = await scored("remote", {"url": server.url, **FAST})
-    assert isinstance(error, RewardError) and f"more than {MAX_ANSWER_BYTES} bytes" in error.message
-    assert sent < 64 << 20 and len(server.asked) == 1
-
-
-async def test_a_small_answer_does_not_unfold(server: Server) -> None:
-    import gzip
-
     async def packed(request: web.Request) -> web.StreamResponse:
         return web.Response(body=gzip.compress(b" " * (100 << 20) + b"1", 1), headers={"Content-Encoding": "gzip"})
 
-    server.handler = packed
-    [error] = await scored("remote", {"url": server.url, **FAST})
-    assert isinstance(error, RewardError) and "no JSON" in error.message
+    for server.handler, said in ((endless, f"more than {MAX_ANSWER_BYTES} bytes"), (packed, "no JSON")):
+        [error] = await scored("remote", {"url": server.url, **FAST})
+        assert isinstance(error, RewardError) and said in error.message
+    assert sent < 64 << 20 and len(server.asked) == 2
 
 
 async def test_a_server_that_never_answers_costs_its_limits(server: Server) -> None:
@@ -184,11 +174,8 @@ async def test_a_server_that_never_answers_costs_its_limits(server: Server) -> N
     assert isinstance(error, RewardError) and "0.05 s, tried 2 times" in error.message
     [error] = await scored("remote", {"url": server.url, "attempts": 100, "timeout_s": 0.05, "backoff_s": 0.01, "total_s": 0.3})
     assert isinstance(error, RewardError) and "in 0.3 s (total_s)" in error.message
-
-
-async def test_nobody_there() -> None:
     [error] = await scored("remote", {"url": "http://127.0.0.1:9/score", "attempts": 2, "backoff_s": 0.01})
-    assert isinstance(error, RewardError) and "tried 2 times" in error.message and "127.0.0.1:9" in error.message
+    assert isinstance(error, RewardError) and "tried 2 times" in error.message and "127.0.0.1:9" in error.message, "nobody is there"
 
 
 @pytest.mark.parametrize("value", ["", "a\nX-Injected: b"])
@@ -245,41 +232,31 @@ async def test_a_judge(server: Server, said: str, options: dict[str, Any], value
 
 
 @pytest.mark.parametrize(
-    ("said", "why"),
+    ("said", "why", "options"),
     [
-        (completion("I like it"), "no score in 'I like it'"),
-        (completion("[[11]]"), "the score 11, not from 0 to 10"),
-        (completion(None), "no chat completion"),
-        ({"choices": []}, "no chat completion"),
-        ([], "no chat completion"),
-        ({"error": "x"}, "no chat completion"),
+        (completion("I like it"), "no score in 'I like it'", {}),
+        (completion("[[11]]"), "the score 11, not from 0 to 10", {}),
+        (completion(None), "no chat completion", {}),
+        ({"choices": []}, "no chat completion", {}),
+        ([], "no chat completion", {}),
+        ({"error": "x"}, "no chat completion", {}),
+        (completion("Verdict: maybe"), "'maybe', of yes", {"pattern": r"Verdict: (\w+)", "verdicts": {"yes": 1}}),
+        (completion("Verdict: maybe"), "no number", {"pattern": r"Verdict: (\w+)"}),
     ],
 )
-async def test_a_judge_without_a_score_fails_the_rollout(server: Server, said: Any, why: str) -> None:
+async def test_a_judge_without_a_score_fails_the_rollout(server: Server, said: Any, why: str, options: dict[str, Any]) -> None:
     server.handler = server.says(said)
-    [error] = await scored("judge", judge(server))
+    [error] = await scored("judge", judge(server, **options))
     assert isinstance(error, RewardError) and why in error.message and "row 7" in error.message
 
 
-async def test_an_unknown_verdict_is_named(server: Server) -> None:
-    server.handler = server.says(completion("Verdict: maybe"))
-    [error] = await scored("judge", judge(server, pattern=r"Verdict: (\w+)", verdicts={"yes": 1}))
-    assert isinstance(error, RewardError) and "'maybe', of yes" in error.message
-    [error] = await scored("judge", judge(server, pattern=r"Verdict: (\w+)"))
-    assert isinstance(error, RewardError) and "no number" in error.message
-
-
-async def test_places_in_what_a_model_wrote_are_text(server: Server) -> None:
+async def test_places_in_what_a_model_wrote_are_text_and_chat_messages_are_one(server: Server) -> None:
     server.handler = server.says(completion("[[1]]"))
     await scored("judge", judge(server, template="{label}: {response} {x}"), completion="{label} {prompt} {0} %s")
     assert server.asked[0]["messages"][0]["content"] == "4: {label} {prompt} {0} %s {x}"
     assert {"{prompt}", "{response}", "{label}", "{low}", "{high}"} <= {f"{{{part.split('}')[0]}}}" for part in TEMPLATE.split("{")[1:]}
-
-
-async def test_chat_messages_are_one_text(server: Server) -> None:
-    server.handler = server.says(completion("[[1]]"))
     reward = built_in("judge", judge(server, template="{prompt} / {response}"))
     prompt = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}]
     await reward.score(task("4", prompt=prompt), [Episode("4")])
     await close(reward)
-    assert server.asked[0]["messages"][0]["content"] == "system: Be short.\n\nuser: 2 + 2? / 4"
+    assert server.asked[1]["messages"][0]["content"] == "system: Be short.\n\nuser: 2 + 2? / 4"

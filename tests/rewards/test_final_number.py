@@ -9,9 +9,9 @@ from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError
 from streamrl.rewards.factory import built_in, is_user_code, make_reward
 from streamrl.rewards.numbers import Answer, final_answer, numbers
+from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import Status
-from streamrl.schemas.tasks import RolloutTask
-from tests.rewards.episodes import Episode
+from tests.rewards.episodes import Episode, task
 from tests.support.errors import raises
 
 GSM8K = built_in("gsm8k", {})
@@ -96,10 +96,8 @@ def test_no_answer(text: str) -> None:
     ],
 )
 async def test_the_value_counts_not_how_it_is_written(label: Any, completion: str, expected: float) -> None:
-    value: Any
-    [value] = await GSM8K.score(RolloutTask(run="run", index=0, source="main", label=label), [Episode(completion)])
-    assert value.value == expected
-    assert value.parts == {"answer": expected, "format": 0.0}
+    [value] = await GSM8K.score(task(label), [Episode(completion)])
+    assert value == RewardValue(expected, {"answer": expected, "format": 0.0})
 
 
 @pytest.mark.parametrize(
@@ -113,19 +111,10 @@ async def test_the_value_counts_not_how_it_is_written(label: Any, completion: st
 )
 async def test_the_format_is_rewarded_apart(episode: Episode, answer: float, shaped: float) -> None:
     reward = built_in("gsm8k", {"format_reward": 0.2, "marked_only": True})
-    value: Any
-    [value] = await reward.score(RolloutTask(run="run", index=0, source="main", label=SOLUTION), [episode])
-    assert value.parts == {"answer": answer, "format": shaped}
-    assert value.value == pytest.approx(answer + shaped)
+    assert await reward.score(task(SOLUTION), [episode]) == [RewardValue(answer + shaped, {"answer": answer, "format": shaped})]
 
 
-async def test_it_is_built_in() -> None:
-    config = RewardConfig(kind="gsm8k", options={"format_reward": 0.5})
-    assert not is_user_code(config)
-    value: Any
-    reward = make_reward(config)
-    assert reward is not None
-    [value] = await reward.score(RolloutTask(run="run", index=0, source="main", label="1"), [Episode("#### 2")])
-    assert value.value == 0.5
+def test_it_is_built_in() -> None:
+    assert not is_user_code(RewardConfig(kind="gsm8k")) and make_reward(RewardConfig(kind="gsm8k")) is not None
     with raises(ConfigError, key="reward.options", kind="gsm8k"):
         make_reward(RewardConfig(kind="gsm8k", options={"form": 1}))

@@ -24,14 +24,12 @@ from streamrl.rewards.factory import built_in, make_reward, runs_in_children
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.tasks import RewardSpec
 from tests.rewards.episodes import Episode, only, task
-from tests.rewards.instruction_cases import IFBENCH, IFEVAL, Case
+from tests.rewards.instruction_cases import IFBENCH, IFEVAL
 from tests.support.errors import raises
 from tests.support.needs import need
 from tests.support.nltk_data import make_nltk_data
 
 CASES = {"ifbench": IFBENCH, "ifeval": IFEVAL}
-EACH = [(kind, case) for kind, cases in CASES.items() for case in cases]
-NAMES = [f"{kind}-{case[0]}" for kind, case in EACH]
 RAIN = ("keywords:existence", {"keywords": ["rain"]})
 NO_COMMA = ("punctuation:no_comma", {})
 
@@ -62,20 +60,20 @@ def graded(kind: str, text: str, *asked: tuple[str, Any], **options: Any) -> Rew
 
 
 @pytest.mark.usefixtures("checkers")
-@pytest.mark.parametrize(("kind", "case"), EACH, ids=NAMES)
-def test_what_follows_an_instruction_and_what_does_not(kind: str, case: Case) -> None:
-    name, arguments, right, wrong = case
-    before = random.getstate()
-    for text, score in ((right, 1.0), (wrong, 0.0), (f"<think>{wrong}</think>\n{right}\n", 1.0), (f"<think>{right}</think>{wrong}", 0.0)):
-        values = [graded(kind, text, (name, arguments)) for _ in range(2)]
-        assert values[0] == values[1], "a reward is the same at another grading"
-        assert (values[0].value, values[0].parts["strict"], values[0].parts["raised"]) == (score, score, 0)
-    assert random.getstate() == before, "nothing is drawn"
-
-
-@pytest.mark.usefixtures("checkers")
 @pytest.mark.parametrize("kind", CASES)
-def test_the_instructions_are_those_of_the_library(kind: str) -> None:
+def test_what_follows_an_instruction_and_what_does_not(kind: str) -> None:
+    before = random.getstate()
+    for name, arguments, right, wrong in CASES[kind]:
+        for text, score in (
+            (right, 1.0),
+            (wrong, 0.0),
+            (f"<think>{wrong}</think>\n{right}\n", 1.0),
+            (f"<think>{right}</think>{wrong}", 0.0),
+        ):
+            value = graded(kind, text, (name, arguments))
+            assert (value.value, value.parts["strict"], value.parts["raised"]) == (score, score, 0), (name, text)
+            assert graded(kind, text, (name, arguments)) == value, f"{name}: a reward is the same at another grading"
+        assert random.getstate() == before, f"{name}: nothing is drawn"
     registry = import_module(f"if_verifiable.{kind}.instructions_registry").INSTRUCTION_DICT
     named = {
         name: {
@@ -85,14 +83,14 @@ def test_the_instructions_are_those_of_the_library(kind: str) -> None:
         }
         for name, checker in registry.items()
     }
-    assert {name: set(table) for name, table in INSTRUCTIONS[kind].items()} == named
+    assert {name: set(table) for name, table in INSTRUCTIONS[kind].items()} == named, "they are those of the library"
     assert {case[0] for case in CASES[kind]} == set(named), "each has a case"
 
 
 @pytest.mark.usefixtures("checkers")
 @pytest.mark.parametrize("kind", CASES)
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_several_are_scored_as_the_library_scores_them(kind: str, data: st.DataObject) -> None:
     asked = data.draw(st.lists(st.sampled_from(CASES[kind]), min_size=1, max_size=4))
     texts = [*(text for case in CASES[kind] for text in case[2:]), "**Sure:**\nno\n*bye*", "a", "1", "..."]
@@ -148,28 +146,27 @@ def test_a_checker_that_trips_over_a_text() -> None:
 
 
 @pytest.mark.usefixtures("checkers")
-def test_a_language_is_not_told_by_chance() -> None:
+def test_neither_a_language_nor_a_span_is_drawn() -> None:
     """langdetect without a seed takes this text for Italian in two of three calls."""
-    asked = ("language:response_language", {"language": "it"})
-    assert len({graded("ifeval", "I am", asked).value for _ in range(40)}) == 1
-
-
-@pytest.mark.usefixtures("checkers")
-def test_a_span_from_word_0_is_that_span() -> None:
+    asked: Any = ("language:response_language", {"language": "it"})
+    assert len({graded("ifeval", "I am", asked).value for _ in range(20)}) == 1
     asked = ("repeat:repeat_span", {"prompt_to_repeat": "a b c d e f g h", "n_start": 0, "n_end": 2.0, "keyword": None})
-    assert [graded("ifbench", text, asked).value for text in ("a b", "b c") * 20] == [1, 0] * 20
+    assert [graded("ifbench", text, asked).value for text in ("a b", "b c") * 9] == [1, 0] * 9, "from word 0 it is that span"
 
 
-@pytest.mark.parametrize(("kind", "case"), EACH, ids=NAMES)
-def test_an_argument_that_is_missing_is_no_argument_at_random(kind: str, case: Case) -> None:
-    name, arguments, _, _ = case
-    for absent in arguments:
-        for rest in ({key: value for key, value in arguments.items() if key != absent}, {**arguments, absent: None}):
-            with pytest.raises(SchemaError, match=absent):
-                instructions_of(kind, row((name, rest)))
-    with pytest.raises(SchemaError, match="flavour"):
-        instructions_of(kind, row((name, {**arguments, "flavour": 1})))
-    assert instructions_of(kind, row((name, arguments))) == [(name, arguments)]
+@pytest.mark.parametrize("kind", CASES)
+def test_an_argument_that_is_missing_is_no_argument_at_random(kind: str) -> None:
+    for name, arguments, _, _ in CASES[kind]:
+        for absent in arguments:
+            for rest in ({key: value for key, value in arguments.items() if key != absent}, {**arguments, absent: None}):
+                with pytest.raises(SchemaError, match=absent):
+                    instructions_of(kind, row((name, rest)))
+        with pytest.raises(SchemaError, match="flavour"):
+            instructions_of(kind, row((name, {**arguments, "flavour": 1})))
+        assert instructions_of(kind, row((name, arguments))) == [(name, arguments)]
+    with pytest.raises(SchemaError) as caught:
+        instructions_of(kind, row(("x", {})))
+    assert all(name in caught.value.hint for name in INSTRUCTIONS[kind])
 
 
 RANGE = "count:word_count_range"
@@ -202,24 +199,14 @@ UNUSABLE = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "metadata", "said"), UNUSABLE)
-def test_a_row_that_asks_for_nothing_that_can_be_checked(kind: str, metadata: dict[str, Any], said: str) -> None:
-    with pytest.raises(SchemaError) as caught:
-        instructions_of(kind, metadata)
-    assert said in caught.value.message and len(caught.value.message) < 300 and caught.value.hint
-
-
 @pytest.mark.usefixtures("checkers")
-@pytest.mark.parametrize(("kind", "metadata", "said"), UNUSABLE)
-def test_such_a_row_fails_its_rollout_and_is_named(kind: str, metadata: dict[str, Any], said: str) -> None:
-    [error] = only(kind, None, "rain", metadata)
-    assert isinstance(error, SchemaError) and error.message.startswith("row 7: ") and said in error.message and error.values["row"] == 7
-
-
-def test_an_instruction_that_is_not_known_is_told_which_are() -> None:
-    with pytest.raises(SchemaError) as caught:
-        instructions_of("ifbench", row(("x", {})))
-    assert all(name in caught.value.hint for name in INSTRUCTIONS["ifbench"])
+def test_a_row_that_asks_for_nothing_that_can_be_checked_fails_its_rollout_and_is_named() -> None:
+    for kind, metadata, said in UNUSABLE:
+        with pytest.raises(SchemaError) as caught:
+            instructions_of(kind, metadata)
+        assert said in caught.value.message and len(caught.value.message) < 300 and caught.value.hint, said
+        [error] = only(kind, None, "rain", metadata)
+        assert isinstance(error, SchemaError) and error.message.startswith("row 7: ") and said in error.message and error.values["row"] == 7
 
 
 @pytest.mark.usefixtures("checkers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -37,15 +38,9 @@ async def test_a_reward_is_stored_once_by_task_rollout_and_revision(bus: Bus, ru
     expected = RewardUpdate(task=4, rollout=1, reward=0.5, revision=1, reward_parts={"format": 0.25}, sample=2)
     assert decode(message.body, RewardUpdate) == expected
     assert open_message(message).record == Rewarded(1, 4, 1, 0.5, 1, 2)
-
-
-async def test_an_agents_reward_is_stored_beside_its_rollouts(bus: Bus, run_id: str) -> None:
-    rewards = LateRewards(bus, Subjects(run_id))
-    given = [await rewards.publish(4, 1, 0.5, agent=agent) for agent in ("", "solver/0", "solver/1", "solver/0")]
-    assert [(one.sequence, one.duplicate) for one in given] == [(1, False), (2, False), (3, False), (2, True)]
-    assert open_message(await bus.fetch(SAMPLES, 2)).record == Rewarded(2, 4, 1, 0.5, 1, None, "solver/0")
-    with pytest.raises(SchemaError):
-        await rewards.publish(4, 1, 0.5, agent="solver 0")
+    given = [await rewards.publish(4, 1, 0.5, agent=agent) for agent in ("solver/0", "solver/1", "solver/0")]
+    assert [(one.sequence, one.duplicate) for one in given] == [(3, False), (4, False), (3, True)], "an agent's stands beside it"
+    assert open_message(await bus.fetch(SAMPLES, 3)).record == Rewarded(3, 4, 1, 0.5, 1, None, "solver/0")
 
 
 async def test_samples_wait_for_the_reward_that_they_are_trained_on(bus: Bus, run_id: str) -> None:
@@ -65,9 +60,18 @@ async def test_samples_wait_for_the_reward_that_they_are_trained_on(bus: Bus, ru
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"task": -1}, {"rollout": -1}, {"revision": 0}, {"sample": -1}, {"reward": float("nan")}, {"parts": {"a": float("inf")}}]
+    "wrong",
+    [
+        {"task": -1},
+        {"rollout": -1},
+        {"revision": 0},
+        {"sample": -1},
+        {"reward": float("nan")},
+        {"parts": {"a": float("inf")}},
+        {"agent": "a 0"},
+    ],
 )
-async def test_what_is_out_of_range_is_refused(bus: Bus, run_id: str, wrong: dict[str, float]) -> None:
+async def test_what_is_out_of_range_is_refused(bus: Bus, run_id: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(SchemaError):
         await LateRewards(bus, Subjects(run_id)).publish(**{"task": 0, "rollout": 0, "reward": 1.0} | wrong)  # type: ignore[arg-type]
     assert (await bus.state(SAMPLES)).last == 0
@@ -96,13 +100,11 @@ async def test_a_service_that_fell_behind_a_trim_goes_on(bus: Bus, run_id: str) 
         assert [(await anext(waiting))[1].task for _ in range(4)] == [2, 2, 3, 3]
 
 
-def test_the_kind_late_is_no_reward() -> None:
+def test_the_kind_late_is_no_reward_and_leaves_nothing_to_evaluate_by() -> None:
     assert make_reward(RewardConfig(kind="late")) is None and not is_user_code(RewardConfig(kind="late"))
     with raises(ConfigError, key="reward.options", got=["x"]):
         make_reward(RewardConfig(kind="late", options={"x": 1}))
 
-
-def test_late_rewards_leave_nothing_to_evaluate_by() -> None:
     config = Config(data=DataConfig(train="a.jsonl"), reward=RewardConfig(kind="late"))
     check(config)
     with raises(ConfigError, key="data.heldout"):

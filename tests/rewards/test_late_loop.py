@@ -1,10 +1,8 @@
-"""A whole run whose rewards come by themselves, on a real server: out of order, corrected before and after training, over a kill."""
+"""A whole run whose rewards come by themselves, on a real server: out of order, corrected after training, over a kill."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.trainers.factory import make_trainer
 from tests.support.audit.audit import audit
@@ -32,46 +29,6 @@ from tests.support.harness import make_run, read_ledger, services
 from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.nats
-GROUP = 2
-
-
-def late_config(tmp_path: Path, run_id: str, **sections: dict[str, object]) -> Config:
-    given: dict[str, dict[str, object]] = {
-        "run": {"name": run_id, "steps": 8},
-        "tasks": {"batch_tasks": 2, "num_rollouts": GROUP, "max_staleness": 3},
-        "reward": {"kind": "late"},
-        "trainer": {"checkpoint_every": 3},
-    }
-    return table_config(tmp_path, **given | sections)
-
-
-def judged(sample: Sample) -> float:
-    """A spread in every group."""
-    return float(sample.rollout)
-
-
-async def started(tmp_path: Path, config: Config, bus: Bus) -> tuple[RunDir, Config]:
-    run, config = make_run(tmp_path, config)
-    await write_or_check(bus, await prepare(config, run))
-    return run, config
-
-
-@contextlib.asynccontextmanager
-async def judges(bus: Bus, run: str, judge: Any) -> AsyncIterator[None]:
-    """`judge(rewards, sequence, sample)` for every sample without a reward."""
-    rewards = LateRewards(bus, Subjects(run))
-
-    async def work() -> None:
-        async for sequence, sample in rewards.unrewarded():
-            await judge(rewards, sequence, sample)
-
-    task = asyncio.create_task(work())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def train(config: Config, run: RunDir, bus: Bus, *, until: asyncio.Event | None = None) -> None:
@@ -105,7 +62,14 @@ async def test_rewards_come_hours_later_and_the_trainer_dies_meanwhile(
     tmp_path: Path, nats_bus: Bus, nats_address: BusAddress, run_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything that the first grant allows is sampled before the first reward comes; the trainer dies twice; a replay agrees."""
-    run, config = await started(tmp_path, late_config(tmp_path, run_id), nats_bus)
+    given: dict[str, dict[str, object]] = {
+        "run": {"name": run_id, "steps": 8},
+        "tasks": {"batch_tasks": 2, "num_rollouts": 2, "max_staleness": 3},
+        "reward": {"kind": "late"},
+        "trainer": {"checkpoint_every": 3},
+    }
+    run, config = make_run(tmp_path, table_config(tmp_path, **given))
+    await write_or_check(nats_bus, await prepare(config, run))
     subjects = Subjects(run_id)
 
     class Dying:
@@ -123,10 +87,12 @@ async def test_rewards_come_hours_later_and_the_trainer_dies_meanwhile(
                 raise RuntimeError("killed")
             return self.inner.step(batch)
 
-    async def judge(rewards: LateRewards, sequence: int, sample: Sample) -> None:
-        # Out of order: the correction comes before what it corrects.
-        await rewards.publish(sample.task, sample.rollout, judged(sample), revision=2)
-        await rewards.publish(sample.task, sample.rollout, 7.0, revision=1)
+    async def judge() -> None:
+        rewards = LateRewards(nats_bus, subjects)
+        async for _, sample in rewards.unrewarded():
+            # Out of order: the correction comes before what it corrects.
+            await rewards.publish(sample.task, sample.rollout, float(sample.rollout), revision=2)
+            await rewards.publish(sample.task, sample.rollout, 7.0, revision=1)
 
     async with services(config, run, nats_bus, ["engine", "producer", "feeder"]):
         enough = asyncio.Event()
@@ -137,13 +103,14 @@ async def test_rewards_come_hours_later_and_the_trainer_dies_meanwhile(
         assert (await nats_bus.state("ledger")).last == 0 and not idle.done()
         enough.set()
         await idle
-        async with judges(nats_bus, run_id, judge):
-            with monkeypatch.context() as patch:
-                patch.setattr(trainer_service, "make_trainer", lambda *given, **named: Dying(make_trainer(*given, **named)))
-                for _ in range(2):
-                    with pytest.raises(RuntimeError, match="killed"):
-                        await train(config, run, nats_bus)
-            await train(config, run, nats_bus)
+        judging = asyncio.create_task(judge())
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer_service, "make_trainer", lambda *given, **named: Dying(make_trainer(*given, **named)))
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="killed"):
+                    await train(config, run, nats_bus)
+        await train(config, run, nats_bus)
+        judging.cancel()
         entries = await read_ledger(nats_bus, run_id)
         task = entries[0].used[0].task
         late = await LateRewards(nats_bus, subjects).publish(task, 0, 3.0, revision=9)
@@ -156,45 +123,3 @@ async def test_rewards_come_hours_later_and_the_trainer_dies_meanwhile(
     assert report.problems == []
     replay = await verify(config, nats_bus, run.model_dir)
     assert replay.ok and replay.versions == 8, replay.lines
-
-
-async def test_corrections_before_and_after_training(tmp_path: Path, nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
-    """Corrections of trained groups are in the ledger as drops, and nothing that was trained carries them."""
-    config = late_config(tmp_path, run_id, tasks={"batch_tasks": 2, "num_rollouts": GROUP, "max_staleness": 0, "drop_zero_variance": False})
-    run, config = await started(tmp_path, config, nats_bus)
-    before: list[int] = []
-
-    async def judge(rewards: LateRewards, sequence: int, sample: Sample) -> None:
-        if sample.task >= 4:  # its batch is closed: in lockstep nothing of this task is sampled before
-            before.append((await rewards.publish(sample.task - 4, sample.rollout, -5.0, revision=8)).sequence)
-        await rewards.publish(sample.task, 1 - sample.rollout, 0.5 + sample.task % 2, revision=1)
-
-    async with services(config, run, nats_bus, ["engine", "producer", "feeder"]), judges(nats_bus, run_id, judge):
-        await train(config, run, nats_bus)
-    entries = await read_ledger(nats_bus, run_id)
-    drops = {drop.sequence for entry in entries for drop in entry.drops if drop.reason == "superseded_reward"}
-    assert {sequence for sequence in before if sequence <= entries[-1].cursor} == drops != set()
-    assert set((await trained_rewards(nats_bus, entries)).values()) == {1}
-    assert (await audit(nats_address.url, nats_address.user, nats_address.password, run_id, complete=True)).problems == []
-    replay = await verify(config, nats_bus, run.model_dir)
-    assert replay.ok, replay.lines
-
-
-async def test_what_is_never_rewarded_gives_its_credits_back(tmp_path: Path, nats_bus: Bus, nats_address: BusAddress, run_id: str) -> None:
-    # The whole window may be sampled before the first reward: its last group then waits three versions for a reward that does come.
-    config = late_config(tmp_path, run_id, run={"name": run_id, "steps": 12}, reward={"kind": "late", "late_versions": 4})
-    run, config = await started(tmp_path, config, nats_bus)
-
-    async def judge(rewards: LateRewards, sequence: int, sample: Sample) -> None:
-        if sample.task % 4 != 1:
-            await rewards.publish(sample.task, sample.rollout, judged(sample))
-
-    async with services(config, run, nats_bus, ["engine", "producer", "feeder"]), judges(nats_bus, run_id, judge):
-        await train(config, run, nats_bus)
-    entries = await read_ledger(nats_bus, run_id)
-    assert len(entries) == 12
-    dropped = {drop.task for entry in entries for drop in entry.drops if drop.reason == "unrewarded"}
-    assert dropped and {task % 4 for task in dropped} == {1}
-    assert all(entry.granted == entry.retired + 8 for entry in entries)
-    assert (await audit(nats_address.url, nats_address.user, nats_address.password, run_id, complete=True)).problems == []
-    assert (await verify(config, nats_bus, run.model_dir)).ok

@@ -6,8 +6,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from streamrl.config.instructions import instructions_of
 from streamrl.config.reward_kinds import KINDS
 from streamrl.config.row_rewards import row_reward
@@ -24,20 +22,11 @@ def test_every_kind_and_option_is_named() -> None:
     assert [option for option in options if not re.search(rf"`{option}\b", PAGE)] == []
 
 
-@pytest.mark.parametrize("line", ROWS.splitlines())
-def test_rows_with_a_reward(line: str) -> None:
-    row_reward(json.loads(line)["grade"], {"judge": {"url": "http://127.0.0.1:8000/v1", "model": "m"}})
-
-
-def test_what_a_server_is_sent() -> None:
+def test_what_rows_and_servers_are_given() -> None:
+    for line in ROWS.splitlines():
+        row_reward(json.loads(line)["grade"], {"judge": {"url": "http://127.0.0.1:8000/v1", "model": "m"}})
     assert list(json.loads(BODY)) == ["prompt", "response", "label", "metadata"]  # tests/rewards/test_asking.py
-
-
-def test_a_row_with_instructions() -> None:
     asked = instructions_of("ifbench", json.loads(INSTRUCTIONS)["metadata"])
     assert asked == [("count:word_count_range", {"min_words": 20, "max_words": 40}), ("format:title_case", {})]
-
-
-@pytest.mark.parametrize(("line", "count"), list(zip(TESTS.splitlines(), (2, 2, 1), strict=True)))
-def test_forms_of_tests(line: str, count: int) -> None:
-    assert len(cases_of(task(None, metadata={"tests": json.loads(line)}), "tests")) == count
+    forms = [cases_of(task(None, metadata={"tests": json.loads(line)}), "tests") for line in TESTS.splitlines()]
+    assert list(map(len, forms)) == [2, 2, 1]

@@ -9,17 +9,17 @@ import pytest
 
 from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError, SchemaError
+from streamrl.producers.episode import Episode as Whole
+from streamrl.producers.episode import Segment
 from streamrl.rewards.built_in import ExactMatch
 from streamrl.rewards.factory import make_reward
 from streamrl.rewards.functions import as_value
 from streamrl.rewards.protocol import RewardValue
-from streamrl.schemas.tasks import RolloutTask
-from tests.rewards.episodes import Episode
+from streamrl.rewards.votes import answer_of
+from streamrl.schemas.samples import VersionSpan
+from streamrl.schemas.versions import Version
+from tests.rewards.episodes import Episode, task
 from tests.support.errors import raises
-
-
-def task(label: Any = "45") -> RolloutTask:
-    return RolloutTask(run="run", index=3, source="main", label=label)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,15 @@ def code(tmp_path: Path) -> Path:
     return path
 
 
-async def test_functions_get_their_options_and_may_be_async(code: Path) -> None:
+async def test_functions_and_classes_get_their_options_and_may_be_async(code: Path) -> None:
     half: Any = make_reward(RewardConfig(kind=f"{code}:half", options={"scale": 2.0}))
-    assert await half.score(task(), [Episode("45"), Episode("4")]) == [RewardValue(1.0, {"half": 1.0}), RewardValue(0.0, {"half": 0.0})]
+    assert await half.score(task("45"), [Episode("45"), Episode("4")]) == [RewardValue(1.0, {"half": 1.0}), RewardValue(0.0, {"half": 0.0})]
     slow: Any = make_reward(RewardConfig(kind="my_rewards.py:slow"), base=code.parent)
-    first, second = await slow.score(task(), [Episode("crash"), Episode("123")])
+    first, second = await slow.score(task("45"), [Episode("crash"), Episode("123")])
     assert isinstance(first, ValueError)
     assert second == RewardValue(3.0)
-
-
-async def test_a_class_sees_the_whole_group(code: Path) -> None:
     rank: Any = make_reward(RewardConfig(kind=f"{code}:Rank", options={"top": 3.0}))
-    assert list(await rank.score(task(), [Episode("1"), Episode("22")])) == [0.0, 3.0]
+    assert list(await rank.score(task("45"), [Episode("1"), Episode("22")])) == [0.0, 3.0], "a class sees the whole group"
 
 
 @pytest.mark.parametrize(
@@ -107,9 +104,6 @@ async def test_a_class_sees_the_whole_group(code: Path) -> None:
 def test_what_is_no_reward_is_refused(code: Path, kind: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         make_reward(RewardConfig(kind=kind.format(code=code)))
-
-
-def test_options_that_do_not_fit_are_refused(code: Path) -> None:
     with raises(ConfigError, key="reward.kind"):
         make_reward(RewardConfig(kind=f"{code}:Rank", options={"bottom": 1}))
     with raises(ConfigError, key="reward.options", got=["x"]):
@@ -120,3 +114,27 @@ def test_options_that_do_not_fit_are_refused(code: Path) -> None:
 def test_a_reward_that_no_advantage_can_hold_is_none(value: float) -> None:
     with raises(SchemaError, part="value", got=repr(value)):
         as_value(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "left", "answer"),
+    [
+        ("exact_match", " 7 \n", {}, "7"),
+        ("exact_match", "  ", {}, None),
+        ("gsm8k", "so it is #### 1,234.0", {}, "1234"),
+        ("gsm8k", "the answer is 1234", {}, "1234"),
+        ("gsm8k", "I do not know", {}, None),
+        ("math", "so \\boxed{7}", {}, "7"),
+        ("gpqa", "It is A or C. The answer is (B).", {}, "B"),
+        ("gpqa", "I think so", {}, None),
+        ("dapo", "It is 3 + 4.\nAnswer: $7$", {}, "7"),
+        ("dapo", "7", {}, None),
+        ("mine.py:grade", "long text", {"answer": "B"}, "B"),
+        ("mine.py:grade", "long text", {"answer": 3}, "3"),
+        ("mine.py:grade", "long text", {"answer": [3]}, "long text"),
+    ],
+)
+def test_what_a_completion_votes_for(kind: str, text: str, left: dict[str, object], answer: str | None) -> None:
+    segments = (Segment([1]), Segment([2], [-0.1], (VersionSpan(1, Version()),)))
+    episode = Whole(segments=segments, finish_reason="stop", turns=(text,), metadata=left)
+    assert answer_of(kind, episode, {}) == answer
