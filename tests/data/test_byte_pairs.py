@@ -39,11 +39,12 @@ def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_it_is_shorter_than_characters_and_digits_stay_apart(tokenizer: Tokenizer) -> None:
+def test_tokens_are_fewer_than_characters_and_no_more_than_the_texts_give(tokenizer: Tokenizer, tmp_path: Path) -> None:
     ids = tokenizer.encode(TEXTS[7])
     assert len(ids) < len(TEXTS[7]) / 2
     assert len(tokenizer.encode("12345")) == 5
     assert sum(text.strip().isdigit() for text in (tokenizer.decode([i]) for i in tokenizer.encode("sold 14 clips"))) == 2
+    assert write_byte_pairs(tmp_path, ["aa", "aa"], vocab_size=1000) < 300
 
 
 def test_special_tokens_and_the_template_are_those_of_built_models(tokenizer: Tokenizer) -> None:
@@ -74,18 +75,11 @@ def test_the_bytes_depend_on_the_texts_only(tmp_path: Path) -> None:
     assert len(found) == 1
 
 
-def test_few_texts_give_fewer_tokens(tmp_path: Path) -> None:
-    assert write_byte_pairs(tmp_path, ["aa", "aa"], vocab_size=1000) < 300
-
-
-def test_texts_are_prompts_and_labels_of_the_used_rows(tmp_path: Path) -> None:
+def test_texts_are_those_of_the_used_rows_and_of_conversations(tmp_path: Path) -> None:
     rows = [{"q": "one", "a": "1"}, {"q": [{"role": "user", "content": "two"}], "a": 2}, {"q": "three", "a": "3"}]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert list(training_texts(DataConfig(train=f"{path}@[0:2]", prompt_key="q", label_key="a"))) == ["one", "1", "two"]
-
-
-def test_texts_of_conversations_are_what_everybody_says(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text('{"chat": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}], "q": "two", "a": "2"}\n')
     data = DataConfig(

@@ -63,17 +63,19 @@ def test_weights_depend_on_the_seed_only(tmp_path):
     assert {name for name in first if other[name] != first[name]} == {"model.safetensors"}
 
 
-def test_it_is_built_once(tmp_path):
+def test_a_model_is_built_once_and_a_given_one_is_used_where_it_is(tmp_path):
     directory = ensure_model(TABLE, tmp_path / "model")
     (directory / "mark").write_text("")
     assert ensure_model(TABLE, tmp_path / "model") == directory
     assert (directory / "mark").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_table(tmp_path):
-    directory = ensure_model(TABLE, tmp_path / "model")
     assert json.loads((directory / "table.json").read_text()) == {"vocab": 104, "max_position": 5, "eos": load_tokenizer(directory).eos_id}
+    built = ensure_model(TABLE, tmp_path / "mine")
+    config = msgspec.structs.replace(TABLE, model=ModelConfig(path=str(built)))
+    assert ensure_model(config, tmp_path / "unused") == built
+    assert not (tmp_path / "unused").exists()
+    with raises(ConfigError, key="model.path", path=str(tmp_path)):
+        ensure_model(Config(model=ModelConfig(path=str(tmp_path))), tmp_path / "unused")
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path):
@@ -81,18 +83,6 @@ def test_a_build_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(RuntimeError, match="negative dimension"):
         ensure_model(broken, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_given_model_is_used_where_it_is(tmp_path):
-    built = ensure_model(TABLE, tmp_path / "mine")
-    config = msgspec.structs.replace(TABLE, model=ModelConfig(path=str(built)))
-    assert ensure_model(config, tmp_path / "unused") == built
-    assert not (tmp_path / "unused").exists()
-
-
-def test_a_given_directory_without_a_model(tmp_path):
-    with raises(ConfigError, key="model.path", path=str(tmp_path)):
-        ensure_model(Config(model=ModelConfig(path=str(tmp_path))), tmp_path / "unused")
 
 
 @pytest.mark.parametrize(

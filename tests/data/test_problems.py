@@ -14,6 +14,8 @@ from streamrl.schemas.tasks import RewardSpec
 from tests.support.chat_templates import family
 from tests.support.errors import raises
 
+GOOD = {"prompt": "1", "label": "1"}
+
 
 @pytest.fixture
 def write(tmp_path):
@@ -26,9 +28,11 @@ def write(tmp_path):
 
 
 def test_a_string_is_one_user_message(write, tokenizer):
-    problems = load_problems(write({"prompt": "37+8=", "label": "45"}), DataConfig(), tokenizer)
-    assert tokenizer.decode(problems[0].prompt_ids) == "<|user|>37+8=<|end|><|assistant|>"
-    assert (problems[0].label, problems[0].row, problems[0].line, problems[0].prompt) == ("45", 0, 1, "37+8=")
+    [problem] = load_problems(write({"prompt": "37+8=", "label": "45"}), DataConfig(), tokenizer)
+    assert tokenizer.decode(problem.prompt_ids) == "<|user|>37+8=<|end|><|assistant|>"
+    assert (problem.label, problem.row, problem.line, problem.prompt) == ("45", 0, 1, "37+8=")
+    [bare] = load_problems(write({"prompt": "37+8="}), DataConfig(chat_template=False, label_key=""), tokenizer)
+    assert (tokenizer.decode(bare.prompt_ids), bare.label) == ("37+8=", None)
 
 
 def test_messages_tools_and_metadata(write, tokenizer):
@@ -40,33 +44,14 @@ def test_messages_tools_and_metadata(write, tokenizer):
     assert (problem.label, problem.metadata, problem.tools, problem.prompt) == (3, {"level": 1}, ["f"], messages)
 
 
-def test_without_a_template(write, tokenizer):
-    problems = load_problems(write({"prompt": "37+8=", "label": "45"}), DataConfig(chat_template=False), tokenizer)
-    assert tokenizer.decode(problems[0].prompt_ids) == "37+8="
-
-
 def test_long_prompts_are_left_out_and_counted(write, tokenizer, caplog):
-    path = write(*({"prompt": "1" * n, "label": str(n)} for n in range(1, 11)))
+    path = write(*({"prompt": "1" * n, "label": str(n)} for n in (50, *range(1, 11))))
     problems = load_problems(path, DataConfig(max_prompt_tokens=7), tokenizer)
-    assert [(problem.row, problem.line, problem.label) for problem in problems.problems] == [(i, i + 1, str(i + 1)) for i in range(4)]
-    assert problems.num_too_long == 6
-    assert "too_long=6" in caplog.text
-
-
-def test_rows_are_numbered_after_the_filter(write, tokenizer):
-    path = write({"prompt": "1" * 50, "label": "a"}, {"prompt": "1", "label": "b"})
-    problem = load_problems(path, DataConfig(max_prompt_tokens=10), tokenizer)[0]
-    assert (problem.row, problem.line, problem.label) == (0, 2, "b")
-
-
-def test_the_digest_does_not_depend_on_the_filter(write, tokenizer):
-    path = write({"prompt": "1" * 50, "label": "a"}, {"prompt": "1", "label": "b"})
-    assert load_problems(path, DataConfig(max_prompt_tokens=10), tokenizer).digest == load_problems(path, DataConfig(), tokenizer).digest
-
-
-def test_all_too_long(write, tokenizer):
+    assert [(problem.row, problem.line, problem.label) for problem in problems.problems] == [(i, i + 2, str(i + 1)) for i in range(4)]
+    assert problems.num_too_long == 7 and "too_long=7" in caplog.text
+    assert problems.digest == load_problems(path, DataConfig(), tokenizer).digest, "it does not depend on the filter"
     with raises(DataError, max_prompt_tokens=3):
-        load_problems(write({"prompt": "1234", "label": "a"}), DataConfig(max_prompt_tokens=3), tokenizer)
+        load_problems(path, DataConfig(max_prompt_tokens=3), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -78,57 +63,47 @@ def test_all_too_long(write, tokenizer):
         ({"prompt": 3, "label": "1"}, {"key": "data.prompt_key", "got": "int"}),
         ({"prompt": [], "label": "1"}, {"key": "data.prompt_key", "got": "list"}),
         ({"prompt": ["x"], "label": "1"}, {"key": "data.prompt_key", "got": "list"}),
-        ({"prompt": "1", "label": "1", "info": [1]}, {"key": "data.metadata_key", "got": "list"}),
+        ({**GOOD, "info": [1]}, {"key": "data.metadata_key", "got": "list"}),
         ({"prompt": [{"role": "robot", "content": "x"}], "label": "1"}, {"refused": "unknown role robot"}),
-        ({"prompt": "1", "label": "1", "draw": 3}, {"key": "data.sampling_key", "got": "int"}),
-        ({"prompt": "1", "label": "1", "draw": {"min_p": 2}}, {"key": "data.sampling_key"}),
-        ({"prompt": "1", "label": "1", "draw": {"min_q": 0.1}}, {"key": "data.sampling_key"}),
-        ({"prompt": "1", "label": "1", "draw": {"logit_bias": {"a": 1}}}, {"key": "data.sampling_key"}),
-        ({"prompt": "1", "label": "1", "draw": {"regex": "a", "json_schema": "{}"}}, {"key": "data.sampling_key"}),
-        ({"prompt": "1", "label": "1", "grade": "maths"}, {"key": "data.reward_key"}),
-        ({"prompt": "1", "label": "1", "grade": 3}, {"key": "data.reward_key"}),
-        ({"prompt": "1", "label": "1", "grade": "mine.py:score"}, {"key": "data.reward_key"}),
-        ({"prompt": "1", "label": "1", "grade": {"kind": "math", "option": {}}}, {"key": "data.reward_key"}),
-        ({"prompt": "1", "label": "1", "grade": {"kind": "math", "options": {"boxed": True}}}, {"key": "data.reward_key"}),
-        ({"prompt": "1", "label": "1", "grade": {"kind": "remote", "options": {"url": "http://a/"}}}, {"key": "data.reward_key"}),
-        ({"prompt": "1", "label": "1", "grade": "judge"}, {"key": "data.reward_key"}),
+        ({**GOOD, "draw": 3}, {"key": "data.sampling_key", "got": "int"}),
+        ({**GOOD, "draw": {"min_p": 2}}, {"key": "data.sampling_key"}),
+        ({**GOOD, "draw": {"min_q": 0.1}}, {"key": "data.sampling_key"}),
+        ({**GOOD, "draw": {"logit_bias": {"a": 1}}}, {"key": "data.sampling_key"}),
+        ({**GOOD, "draw": {"regex": "a", "json_schema": "{}"}}, {"key": "data.sampling_key"}),
+        ({**GOOD, "grade": "maths"}, {"key": "data.reward_key"}),
+        ({**GOOD, "grade": 3}, {"key": "data.reward_key"}),
+        ({**GOOD, "grade": "mine.py:score"}, {"key": "data.reward_key"}),
+        ({**GOOD, "grade": {"kind": "math", "option": {}}}, {"key": "data.reward_key"}),
+        ({**GOOD, "grade": {"kind": "math", "options": {"boxed": True}}}, {"key": "data.reward_key"}),
+        ({**GOOD, "grade": {"kind": "remote", "options": {"url": "http://a/"}}}, {"key": "data.reward_key"}),
+        ({**GOOD, "grade": "judge"}, {"key": "data.reward_key"}),
     ],
 )
 def test_a_bad_row_is_named(write, tokenizer, row, values):
-    good = {"prompt": "1", "label": "1"}
     with raises(DataError, line=3, **values) as caught:
-        load_problems(write(good, good, row), DataConfig(metadata_key="info", sampling_key="draw", reward_key="grade"), tokenizer)
+        load_problems(write(GOOD, GOOD, row), DataConfig(metadata_key="info", sampling_key="draw", reward_key="grade"), tokenizer)
     assert caught.value.hint
 
 
-def test_messages_need_a_template(write, tokenizer):
-    path = write({"prompt": [{"role": "user", "content": "x"}], "label": "1"})
-    with raises(DataError, line=1, key="data.chat_template"):
-        load_problems(path, DataConfig(chat_template=False), tokenizer)
-
-
-def test_labels_are_optional_only_when_no_key_is_named(write, tokenizer):
-    assert load_problems(write({"prompt": "1"}), DataConfig(label_key=""), tokenizer)[0].label is None
-
-
-def test_bad_rows_are_counted_and_the_first_is_named(write, tokenizer):
-    good, bad = {"prompt": "1", "label": "2"}, {"prompt": "1", "labl": "2"}
-    path = write(good, good, bad, good, bad, {"prompt": 3, "label": "2"})
-    with raises(DataError, path=path, line=3, key="data.label_key", bad=3):
-        load_problems(path, DataConfig(), tokenizer)
-
-
-def test_an_empty_chat_is_called_empty(write, tokenizer):
-    with raises(DataError, line=1, key="data.prompt_key") as caught:
-        load_problems(write({"prompt": [], "label": "2"}), DataConfig(), tokenizer)
-    assert "got an empty list" in caught.value.message
-
-
-@pytest.mark.parametrize("chat_template", [True, False])
-def test_an_empty_prompt_is_named(write, tokenizer, chat_template):
-    path = write({"prompt": "1", "label": "2"}, {"prompt": "", "label": "2"})
-    with raises(DataError, path=path, line=2, key="data.prompt_key", bad=1):
-        load_problems(path, DataConfig(chat_template=chat_template), tokenizer)
+@pytest.mark.parametrize(
+    ("rows", "config", "values"),
+    [
+        (
+            [{"prompt": [{"role": "user", "content": "x"}], "label": "1"}],
+            {"chat_template": False},
+            {"line": 1, "key": "data.chat_template"},
+        ),
+        ([GOOD, GOOD, {"prompt": "1"}, GOOD, {"label": "2"}, {"prompt": 3}], {}, {"line": 3, "key": "data.label_key", "bad": 3}),
+        ([{"prompt": [], "label": "2"}], {}, {"line": 1, "key": "data.prompt_key"}),
+        ([GOOD, {"prompt": "", "label": "2"}], {}, {"line": 2, "key": "data.prompt_key", "bad": 1}),
+        ([GOOD, {"prompt": "", "label": "2"}], {"chat_template": False}, {"line": 2, "key": "data.prompt_key", "bad": 1}),
+    ],
+)
+def test_bad_rows_are_counted_and_the_first_is_named(write, tokenizer, rows, config, values):
+    path = write(*rows)
+    with raises(DataError, path=path, **values) as caught:
+        load_problems(path, DataConfig(**config), tokenizer)
+    assert ("got an empty list" in caught.value.message) == (rows[0]["prompt"] == [])
 
 
 def test_variables_of_the_template_for_the_run_and_for_a_row(write):
@@ -140,7 +115,7 @@ def test_variables_of_the_template_for_the_run_and_for_a_row(write):
     assert (off.chat_template_kwargs, on.chat_template_kwargs) == (msgspec.UNSET, {"enable_thinking": True})
 
 
-def test_variables_that_the_template_does_not_read_are_refused(write):
+def test_variables_that_no_template_reads_are_refused(tmp_path, write):
     path = write({"prompt": "2+3?", "label": "5"}, {"prompt": "2+3?", "label": "5", "how": {"thinking": True}})
     with raises(ConfigError, key="data.chat_template_kwargs", got=["enable_thinkng"]):
         load_problems(path, DataConfig(chat_template_kwargs={"enable_thinkng": False}), family("qwen3"))
@@ -149,9 +124,6 @@ def test_variables_that_the_template_does_not_read_are_refused(write):
     with raises(DataError, line=1, key="data.chat_template_kwargs_key"):
         load_problems(path, DataConfig(chat_template_kwargs_key="label"), family("qwen3"))
 
-
-def test_variables_without_a_template_are_refused(tmp_path, write):
-    write({"prompt": "2+3?", "label": "5"})
     for line in ("chat_template_kwargs = {enable_thinking = false}", 'chat_template_kwargs_key = "how"'):
         (tmp_path / "my.toml").write_text(f'[data]\ntrain = "rows.jsonl"\nchat_template = false\n{line}\n')
         with raises(ConfigError, key=f"data.{line.split(' ')[0]}"):
@@ -178,7 +150,7 @@ ROWS = [
 @pytest.mark.parametrize(("said", "sections", "problem"), ROWS)
 def test_what_a_row_is_drawn_with_is_held_against_the_configuration(write, tokenizer, said, sections, problem):
     fine = {"stop": ["x"], "min_p": None} if sections else {"stop": ["x"], "json_schema": '{"type": "object"}'}
-    path = write(*({"prompt": "1", "label": "1", "draw": draw} for draw in (fine, {}, said)))
+    path = write(*({**GOOD, "draw": draw} for draw in (fine, {}, said)))
     data = {"train": path, "heldout": path, "sampling_key": "draw"}
     config = convert({"data": data} | sections, where="a test")
     problems = load_problems(path, config.data, tokenizer)
@@ -193,8 +165,8 @@ def test_what_a_row_is_drawn_with_is_held_against_the_configuration(write, token
 def test_what_a_reward_reads_of_a_row_is_looked_at(write, tokenizer):
     """Of the run's reward, of a set's, and not of rows that name another."""
     fine = {"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 3}]}
-    rows = [{"prompt": "1", "label": "1", "info": fine}, {"prompt": "1", "label": "1", "grade": "math"}]
-    broken = {"prompt": "1", "label": "1", "info": {**fine, "kwargs": [{"N": None}]}}
+    rows = [{**GOOD, "info": fine}, {**GOOD, "grade": "math"}]
+    broken = {**GOOD, "info": {**fine, "kwargs": [{"N": None}]}}
     keys = {"metadata_key": "info", "reward_key": "grade"}
     for wrong in (False, True):
         path = write(*rows, *[broken] * wrong)
@@ -212,8 +184,8 @@ def test_what_a_reward_reads_of_a_row_is_looked_at(write, tokenizer):
 
 
 def test_a_row_names_its_reward(write, tokenizer):
-    rows = ({"prompt": "1", "label": "1", "grade": "math"}, {"prompt": "1", "label": "1"}, {"prompt": "1", "label": "1", "grade": None})
-    named = {"prompt": "1", "label": "1", "grade": {"kind": "judge", "options": {"high": 5.0, "model": None}}}
+    rows = ({**GOOD, "grade": "math"}, {"prompt": "1", "label": "1"}, {**GOOD, "grade": None})
+    named = {**GOOD, "grade": {"kind": "judge", "options": {"high": 5.0, "model": None}}}
     config = DataConfig(reward_key="grade", reward_options={"judge": {"url": "http://127.0.0.1:9/v1", "model": "m"}})
     first, second, third, last = load_problems(write(*rows, named), config, tokenizer)
     assert first.reward == RewardSpec("math") and second.reward is third.reward is msgspec.UNSET

@@ -70,10 +70,17 @@ def test_the_digest_depends_on_order_and_values(tmp_path):
     assert len({of(ROWS), of(ROWS[::-1]), of([*ROWS[:-1], {**ROWS[-1], "label": "x"}]), of(ROWS[:-1])}) == 4
 
 
-def test_a_last_line_without_a_newline_counts(tmp_path):
+def test_files_of_any_ending_and_of_none(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n{"a": 2}')
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}')
     assert list(open_rows(str(path))) == [{"a": 1}, {"a": 2}]
+    path.write_text('{"a": 1}\n{"a":\n{"a": 2}\n3\n')
+    with raises(DataError, path=str(path), line=2, bad=2):
+        open_rows(str(path))
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 not really")
+    for name in ("none.jsonl", "rows.parquet"):
+        with raises(DataError, path=str(tmp_path / name)):
+            open_rows(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("broken", ['{"prompt": "1', "[1, 2]", "3", '{"a": 1} {"b": 2}', '{"a": "\udcff"}'])
@@ -85,33 +92,8 @@ def test_a_broken_line_is_named(tmp_path, broken):
     assert list(open_rows(f"{path}@[0:1]")) == [{"prompt": "1"}]
 
 
-def test_missing_file(tmp_path):
-    with raises(DataError, path=str(tmp_path / "none.jsonl")):
-        open_rows(str(tmp_path / "none.jsonl"))
-
-
 def test_no_rows(jsonl, tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     for text in (f"{jsonl}@[10:]", f"{jsonl}@[5:5]", str(tmp_path / "empty.jsonl")):
         with raises(DataError, path=text.partition("@")[0], rows=0):
             open_rows(text)
-
-
-def test_a_broken_parquet_file(tmp_path):
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(b"PAR1 not really")
-    with raises(DataError, path=str(path)):
-        open_rows(str(path))
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n')
-    assert list(open_rows(str(path))) == [{"a": 1}, {"a": 2}]
-
-
-def test_broken_lines_are_counted(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n{"a":\n{"a": 2}\n3\n')
-    with raises(DataError, path=str(path), line=2, bad=2):
-        open_rows(str(path))

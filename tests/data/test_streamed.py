@@ -10,27 +10,19 @@ import pytest
 from streamrl.config.load import convert
 from streamrl.config.tree import Config
 from streamrl.data.mixed import MixedRows
-from streamrl.data.problems import BROKEN, TOO_LONG, Problem, Unusable, load_problems
-from streamrl.data.streamed import Hope, open_task_rows, rows_digest, try_rows
+from streamrl.data.problems import BROKEN, Problem, Unusable, load_problems
+from streamrl.data.streamed import open_task_rows, rows_digest, try_rows
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError
-from streamrl.schemas.tasks import Refused
 from tests.support.errors import raises
 
 BAD = {
     "not JSON": "{",
     "a list": "[1]",
-    "no prompt": '{"label": "1"}',
-    "no label": '{"prompt": "1"}',
-    "a number": '{"prompt": 1, "label": "1"}',
-    "no messages": '{"prompt": [], "label": "1"}',
-    "an unknown role": '{"prompt": [{"role": "robot", "content": "1"}], "label": "1"}',
     "a content that is none": '{"prompt": [{"role": "user", "content": null}], "label": "1"}',
     "a role that is a table": '{"prompt": [{"role": {}, "content": "1"}], "label": "1"}',
     "a number beyond the wire": '{"prompt": "1", "label": 1' + "0" * 30 + "}",
     "half a surrogate": '{"prompt": "\\ud800", "label": "1"}',
-    "a table of texts": '{"prompt": "1", "label": "1", "info": "x"}',
-    "sampling of a wrong type": '{"prompt": "1", "label": "1", "draw": {"min_p": "x"}}',
     "sampling beyond the vocabulary": '{"prompt": "1", "label": "1", "draw": {"logit_bias": {"9999": 1}}}',
     "greedy": '{"prompt": "1", "label": "1", "draw": {"temperature": 0}}',
     "an instruction without kwargs": '{"prompt": "1", "label": "1", "grade": "ifeval", "info": {"instruction_id_list": ["x"]}}',
@@ -73,13 +65,6 @@ def test_a_row_that_cannot_be_used_is_named_and_its_neighbours_are_not(tmp_path:
     assert try_rows(config, tokenizer, tmp_path, vocab_size=104) == [("", [found], 3)]
 
 
-def test_a_prompt_that_is_too_long(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(f"{GOOD}\n" + json.dumps({"prompt": "9" * 200, "label": "1"}) + "\n")
-    [_, found] = streamed(of(path), tokenizer, tmp_path).take([0, 1])
-    assert found == Unusable(row=1, reason=TOO_LONG, detail=f"expected a prompt of at most 128 tokens at {path} line 2, got 203")
-
-
 def test_a_set_of_which_the_first_rows_cannot_be_used_does_not_start(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{GOOD}\n" * 300)
@@ -100,17 +85,3 @@ def test_a_file_that_was_cut_gives_no_rows_any_more(tmp_path: Path, tokenizer: T
     with raises(DataError, path=str(path)):
         rows.take([0])
     assert rows_digest(of(path)) != before
-
-
-def test_a_set_without_rows_that_can_be_used_is_given_up() -> None:
-    refused = Refused(BROKEN, "line 3")
-    hope = Hope(10_000)
-    for _ in range(20):
-        hope.tell(500, [refused] * 475)  # 95 %: there is something to train on
-    hope.tell(999, [refused] * 999)
-    with raises(DataError, bad=1000, rows=1000, reason=BROKEN) as caught:
-        hope.tell(1, [refused])
-    assert "line 3" in caught.value.message and caught.value.hint
-    with raises(DataError, bad=4, rows=4):
-        Hope(4).tell(4, [refused] * 4)
-    Hope(4).tell(4, [refused] * 3)
