@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, Se
 from streamrl.config.tree import Config, EngineConfig, WarmupConfig, WeightsConfig
 from streamrl.consumers.serving import engine_worker
 from streamrl.engines.batching.delays import TokenDelay
+from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import BusUnavailable
 from streamrl.producers.evaluation.asking import Room
 from streamrl.producers.evaluation.schedule import Schedule
@@ -37,6 +40,7 @@ from tests.support.policies import script, serve_logits
 from tests.support.processes import until
 from tests.support.producing import Loop, in_memory
 
+SEVEN = {(0, "<|assistant|>"): "7"}
 GRADE = """import time
 
 
@@ -71,6 +75,15 @@ def heldout(config: Config) -> Config:
     """Held-out problems alone: those nine rows, every second version."""
     data = replace(config.data, heldout=config.evaluation.sets[0].path)
     return replace(config, data=data, evaluation=replace(config.evaluation, every=2, num_problems=9, sets=()))
+
+
+@contextlib.asynccontextmanager
+async def sevens(loop: Loop, number: int = 1, answers: Any = SEVEN, **options: Any) -> AsyncIterator[TableEngine]:
+    """An engine that answers 7, or as `answers` says, at this version."""
+    logits = script(loop.tokenizer, answers)
+    async with loop.engine(logits, **options) as engine:
+        await serve_logits(engine, logits, Version(0, number))
+        yield engine
 
 
 async def trained(loop: Loop, number: int, *, warm: bool = True) -> None:
@@ -152,7 +165,7 @@ def test_of_several_that_are_due_only_the_newest_is_done() -> None:
 async def test_the_held_out_problems_are_asked_when_due(loop: Loop, heldout: Config) -> None:
     worker = loop.worker(kind="evaluator", config=heldout)
     wrong = script(loop.tokenizer, {(0, "<|assistant|>"): "6"})
-    right = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
+    right = script(loop.tokenizer, SEVEN)
     async with loop.engine(wrong) as engine:
         service = asyncio.create_task(main(worker))
         await trained(loop, 1, warm=False)
@@ -185,9 +198,7 @@ async def test_an_evaluator_says_which_line_of_user_code_blocks(loop: Loop, held
     (tmp_path / "code.py").write_text(BLOCKS)
     heldout = replace(heldout, producer=replace(heldout.producer, function=f"{tmp_path / 'code.py'}:blocks"))
     worker = loop.worker(kind="evaluator", config=heldout)
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
-    async with loop.engine(logits) as engine, loop.serving(main, worker):
-        await serve_logits(engine, logits, Version(0, 1))
+    async with sevens(loop), loop.serving(main, worker):
         await trained(loop, 1)
         await until(lambda: worker.state.startswith("user code"), within_s=60)
         await worker.present()
@@ -199,8 +210,7 @@ async def test_an_evaluator_says_which_line_of_user_code_blocks(loop: Loop, held
 
 
 async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, heldout: Config) -> None:
-    async with loop.engine(script(loop.tokenizer, {(0, "<|assistant|>"): "7"})) as engine:
-        await serve_logits(engine, script(loop.tokenizer, {(0, "<|assistant|>"): "7"}), Version(0, 3))
+    async with sevens(loop, 3):
         worker = loop.worker(kind="evaluator", config=heldout)
         await trained(loop, 1)
         async with loop.serving(main, worker):
@@ -222,10 +232,8 @@ async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, heldout: Conf
 async def test_an_end_before_more_steps_is_none(loop: Loop, heldout: Config, until_reward: float) -> None:
     """Whose last evaluation was never done; at the limit of the reward a trainer has begun since."""
     heldout = replace(heldout, run=replace(heldout.run, steps=9, until_reward=until_reward))
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
     worker = loop.worker(kind="evaluator", config=heldout)
-    async with loop.engine(logits) as engine:
-        await serve_logits(engine, logits, Version(0, 3))
+    async with sevens(loop, 3):
         await trained(loop, 1)
         await trained(loop, 2)
         await worker.event("finished", {"version": "0.2", "steps": 2})
@@ -239,10 +247,8 @@ async def test_an_end_before_more_steps_is_none(loop: Loop, heldout: Config, unt
 
 async def test_an_end_by_another_limit_is_evaluated_after_a_restart(loop: Loop, heldout: Config) -> None:
     heldout = replace(heldout, run=replace(heldout.run, steps=9, until_reward=0.5))
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
     worker = loop.worker(kind="evaluator", config=heldout)
-    async with loop.engine(logits) as engine:
-        await serve_logits(engine, logits, Version(0, 2))
+    async with sevens(loop, 2):
         await worker.event(NUMERICS_EVENT, {})
         await trained(loop, 2)
         await worker.event("finished", {"version": "0.2", "steps": 2})
@@ -314,10 +320,8 @@ def test_the_engines_behind_the_runs_own_are_for_evaluations(index: int, role: s
 
 
 async def test_each_set_is_asked_in_its_own_way_and_when_it_is_due(loop: Loop, config: Config) -> None:
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
     worker = loop.worker(kind="evaluator", config=config)
-    async with loop.engine(logits) as engine:
-        await serve_logits(engine, logits, Version(0, 2))
+    async with sevens(loop, 2):
         service = asyncio.create_task(main(worker))
         await trained(loop, 1)
         await told(loop, 2)
@@ -355,10 +359,8 @@ class Mute:
 async def test_what_was_answered_before_a_death_is_not_asked_again(loop: Loop, config: Config) -> None:
     """Dead between the last answer and the event; then with a part of the answers, and the last of them torn."""
     config = replace(config, evaluation=replace(config.evaluation, sets=config.evaluation.sets[:1]))
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
     path = stored(loop, "0.1", "all")
-    async with loop.engine(logits) as engine:
-        await serve_logits(engine, logits, Version(0, 1))
+    async with sevens(loop) as engine:
         await trained(loop, 1)
         with pytest.raises(ExceptionGroup) as caught:
             await main(loop.worker(kind="evaluator", config=config, bus=Mute(loop.bus)))  # type: ignore[arg-type]
@@ -372,7 +374,7 @@ async def test_what_was_answered_before_a_death_is_not_asked_again(loop: Loop, c
         assert (first["resumed"], first["num"], first["samples"]) == (9, 9, 9)
         # The next version, of which an evaluator has stored four answers and a part of the fifth.
         await trained(loop, 2)
-        await serve_logits(engine, logits, Version(0, 2))
+        await serve_logits(engine, script(loop.tokenizer, SEVEN), Version(0, 2))
         with pytest.raises(ExceptionGroup):
             await main(loop.worker(kind="evaluator", config=config, bus=Mute(loop.bus)))  # type: ignore[arg-type]
         path = stored(loop, "0.2", "all")
@@ -389,10 +391,8 @@ async def test_what_was_answered_before_a_death_is_not_asked_again(loop: Loop, c
 
 async def test_another_evaluator_waits_until_the_first_has_left(loop: Loop, config: Config) -> None:
     config = replace(config, evaluation=replace(config.evaluation, sets=config.evaluation.sets[:1]))
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
     worker = loop.worker(kind="evaluator", config=config)
-    async with loop.engine(logits) as engine:
-        await serve_logits(engine, logits, Version(0, 1))
+    async with sevens(loop):
         with open_store(stored(loop, "0.1", "all"), "somebody else's"):
             await trained(loop, 1)
             service = asyncio.create_task(main(worker))
@@ -405,15 +405,12 @@ async def test_another_evaluator_waits_until_the_first_has_left(loop: Loop, conf
 
 async def test_an_engine_that_goes_away_in_the_middle_costs_no_answer(loop: Loop, config: Config) -> None:
     config = replace(config, evaluation=replace(config.evaluation, sets=config.evaluation.sets[:1], share=0.05))  # 3 at once
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
     worker = loop.worker(kind="evaluator", config=config)
     service = asyncio.create_task(main(worker))
-    async with loop.engine(logits, name="slow", delay=TokenDelay(mean_s=0.2, sigma=0.0)) as engine:
-        await serve_logits(engine, logits, Version(0, 1))
+    async with sevens(loop, name="slow", delay=TokenDelay(mean_s=0.2, sigma=0.0)):
         await trained(loop, 1)
         await until(lambda: stored(loop, "0.1", "all").is_file() and stored(loop, "0.1", "all").read_bytes().count(b"\n") >= 3, within_s=20)
-    async with loop.engine(logits, name="other") as engine:
-        await serve_logits(engine, logits, Version(0, 1))
+    async with sevens(loop, name="other"):
         [one] = await told(loop, 1)
         worker.draining.set()
         await service
@@ -434,10 +431,8 @@ async def test_a_grader_that_hangs_fails_its_answers_and_no_other_set(loop: Loop
         evaluation=replace(config.evaluation, sets=sets),
         producer=replace(config.producer, children=1),
     )
-    logits = script(loop.tokenizer, {(0, "<|assistant|>"): "7"})
     worker = loop.worker(kind="evaluator", config=config)
-    async with loop.engine(logits) as engine:
-        await serve_logits(engine, logits, Version(0, 1))
+    async with sevens(loop):
         await trained(loop, 1)
         async with loop.serving(main, worker):
             hung, half = await told(loop, 2, within_s=60)
@@ -459,10 +454,7 @@ async def test_rows_with_a_reward_of_their_own_are_scored_and_vote_by_it(loop: L
         evaluation=replace(config.evaluation, sets=sets),
         producer=replace(config.producer, children=1),
     )
-    answer = {(0, "<|assistant|>"): "=", (1, "="): "7"}
-    logits = script(loop.tokenizer, answer)
-    async with loop.engine(logits) as engine:
-        await serve_logits(engine, logits, Version(0, 1))
+    async with sevens(loop, answers={(0, "<|assistant|>"): "=", (1, "="): "7"}):
         await trained(loop, 1)
         async with loop.serving(main, loop.worker(kind="evaluator", config=config)):
             own, half = await told(loop, 2, within_s=60)
