@@ -113,30 +113,6 @@ async def test_what_is_forged_in_bodies_is_refused_by_name(loop: Loop) -> None:
     assert [stone.rollout for stone in tombstones_in(records)] == [1]
 
 
-async def test_verbs_that_are_replayed_change_nothing(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=2)
-        key, other = [(await gate.start())["api_key"] for _ in range(2)]
-        await gate.chat(key, PROMPT)
-        await gate.end(key, reward=0.5)
-        for path, body, got in (
-            ("/rl/end_session", {}, 200),
-            ("/rl/end_session", {"failed": "it was not me"}, 200),
-            (CHAT, {**CALL, "messages": [*PROMPT, {"role": "user", "content": "8"}]}, 410),
-            (CHAT, CALL, 410),
-        ):
-            assert (await gate.post(path, body, key))[0] == got
-        assert (await gate.post("/rl/end_session", {}, other[:-1]))[0] == 401
-        await gate.chat(other, PROMPT)
-        await gate.end(other, reward=0.25)
-        samples = samples_in(await loop.records(1))
-        await loop.queue_is_empty()
-        # It is over now: a key that is valid still opens nothing but late rewards.
-        assert (await gate.post(CHAT, CALL, key))[0] == 410
-        assert (await gate.post("/rl/start_session", {}, key))[0] == 401
-    assert [(s.rollout, s.reward) for s in samples] == [(0, 0.5), (1, 0.25)]
-
-
 async def test_bodies_without_end_and_packed_ones_are_not_read(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LINGER_S", 0.2)
     async with one_session(loop, max_body_bytes=MIB) as (gate, key):

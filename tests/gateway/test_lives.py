@@ -16,13 +16,11 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.errors import BusError, BusUnavailable
-from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Grant
+from streamrl.schemas.codec import decode
 from streamrl.schemas.samples import RewardUpdate
-from streamrl.schemas.subjects import KEY_GRANTED, kind_of
+from streamrl.schemas.subjects import kind_of
 from tests.support.gateways import PROMPT, Gateway, gateway, one_session, shown, tool_policy
-from tests.support.processes import until
-from tests.support.producing import Loop, samples_in, tombstones_in
+from tests.support.producing import Loop, samples_in
 
 
 @contextlib.asynccontextmanager
@@ -102,23 +100,6 @@ async def until_empty(loop: Loop) -> None:
     async with asyncio.timeout(10):
         while await loop.bus.turns.keys():
             await asyncio.sleep(0.05)
-
-
-async def test_a_failed_session_and_one_without_calls_are_failures_of_their_rollout(loop: Loop) -> None:
-    async with gateway(loop) as gate:
-        await loop.issue(1, num_rollouts=3)
-        keys = [(await gate.start())["api_key"] for _ in range(3)]
-        await gate.chat(keys[0], PROMPT)
-        assert (await gate.post("/rl/end_session", {"failed": "the sandbox has died"}, keys[0]))[0] == 200
-        await gate.end(keys[1])
-        await gate.chat(keys[2], PROMPT)
-        await gate.end(keys[2])
-        records = await loop.records(3)
-    assert [(one.rollout, one.reason, one.detail) for one in tombstones_in(records)] == [
-        (0, "failed", "the sandbox has died"),
-        (1, "failed", "the session ended without an answered call"),
-    ]
-    assert [(one.rollout, one.reward) for one in samples_in(records)] == [(2, 1.0)], "scored by the run's reward"
 
 
 async def test_a_late_reward_joins_by_its_session_at_any_gateway(loop: Loop) -> None:
@@ -213,16 +194,6 @@ async def test_a_full_store_of_turns_is_a_503_and_sessions_that_end_make_room(lo
         assert (status, answer["error"]["code"]) == (503, "store_full")
         await loop.bus.turns.remove("0/")  # what the end of a task does
         await gate.chat(two, PROMPT)
-
-
-async def test_a_task_that_expires_takes_its_sessions_with_it(loop: Loop) -> None:
-    async with one_session(loop) as (gate, key):
-        await gate.chat(key, PROMPT)
-        await loop.bus.kv.put(KEY_GRANTED, encode(Grant(granted=4, version=9, retired=1, first_open=1)))
-        await until(lambda: gate.worker.detail()["tasks"] == [], within_s=10)
-        status, answer = await gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key)
-        assert (status, answer["error"]["code"]) == (410, "session_ended")
-        await until_empty(loop)
 
 
 CHAT = "/v1/chat/completions"

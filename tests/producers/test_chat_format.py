@@ -1,13 +1,19 @@
+"""Replies in the shapes of the families and of other templates: what is appended, and that nothing that was sampled changes."""
+
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
+from tests.support.chat_templates import CLOSING, TEMPLATES, family, tokenizer_for
+from tests.support.conversations import TOOLS, Round, contents, played, rounds
+from tests.support.errors import raises
 from tests.support.policies import make_model
 
 # As Qwen3's template does: an assistant's turn after the last question is shown with its (empty) thoughts, an earlier one without, and a
@@ -77,3 +83,97 @@ def test_what_closes_a_turn_is_rendered_once_for_each_set_of_variables_and_tools
             assert tokenizer.decode(reply) == f"<|end|>{mark}<|user|>five<|end|>{mark}<|assistant|>"
             assert rendered - before == 1 or (number == 0 and rendered - before <= 3)
     assert rendered == 18 + 2 * 3, "for each of three the closing, and whether the template shows the message"
+
+
+FAMILIES = tuple(TEMPLATES)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_appended_tokens_say_what_the_template_says_of_the_whole(name: str) -> None:
+    tokenizer = family(name)
+
+    @settings(max_examples=30, deadline=None)
+    @given(contents, contents, rounds(name))
+    def check(system: str, question: str, made: list[Round]) -> None:
+        opening = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        tokens, messages, turns = played(name, tokenizer, opening, made)
+        assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(messages, tools=TOOLS)
+        for place, ids in turns:
+            assert tokens[place : place + len(ids)] == ids
+
+    check()
+
+
+def closes(tokenizer: Tokenizer, name: str) -> int:
+    return tokenizer.encode(CLOSING[name])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "thinking", "ending"),
+    [
+        ("qwen3", True, "<|im_start|>assistant\n"),
+        ("qwen3", False, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        ("qwen3.5", True, "<|im_start|>assistant\n<think>\n"),
+        ("qwen3.5", False, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    ],
+)
+def test_thinking_is_switched_by_turn(name: str, thinking: bool, ending: str) -> None:
+    tokenizer = family(name)
+    chat = ChatFormat(tokenizer, chat_template=True)
+    given = {"enable_thinking": thinking}
+    prompt = chat.prompt([{"role": "user", "content": "2+3"}], template_kwargs=given)
+    reply = chat.replies([{"role": "user", "content": "and 4?"}], last_token=closes(tokenizer, name), template_kwargs=given)
+    assert tokenizer.decode(prompt).endswith(ending)
+    assert tokenizer.decode(reply) == "\n<|im_start|>user\nand 4?<|im_end|>\n" + ending
+    assert chat.opens_thought(reply) == ending.endswith("<think>\n")
+
+
+@pytest.mark.parametrize(("last", "closing"), [("<|eot_id|>", ""), ("<|eom_id|>", ""), ("5", "<|eot_id|>")])
+def test_a_turn_that_any_stop_token_has_ended_is_not_closed_again(last: str, closing: str) -> None:
+    tokenizer = family("llama3")
+    reply = ChatFormat(tokenizer, chat_template=True).replies([{"role": "user", "content": "5"}], last_token=tokenizer.encode(last)[-1])
+    assert tokenizer.decode(reply).startswith(closing + "<|start_header_id|>user")
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "deepseek"])
+def test_a_system_message_that_the_template_puts_elsewhere_is_refused(name: str) -> None:
+    tokenizer = family(name)
+    with pytest.raises((SchemaError, ConfigError), match=r"be the first|told apart"):
+        ChatFormat(tokenizer, chat_template=True).replies([{"role": "system", "content": "x"}], last_token=0)
+
+
+NEEDS_CALLS = """\
+{%- for m in messages %}
+{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{- raise_exception('no call') }}{%- endif %}
+{{- '<|im_start|>' + m.role + ' ' + (m.name or '') + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{- call.function.name + call.function.arguments }}{%- endfor %}{{- '<|im_end|>' }}
+{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant \\n' }}{%- endif %}
+"""
+
+
+def test_what_is_appended_by_hand() -> None:
+    tokenizer = tokenizer_for(NEEDS_CALLS, "<|im_end|>")
+    message = {"role": "tool", "content": "5", "name": "look", "tool_call_id": "a"}
+    reply = ChatFormat(tokenizer, chat_template=True).replies([message], last_token=closes(tokenizer, "qwen3"))
+    assert tokenizer.decode(reply) == "<|im_start|>tool look\n5<|im_end|><|im_start|>assistant \n"
+    tools = [{"name": "0123456789", "description": "9876543210"}]
+    tokenizer = family("qwen3")
+    reply = ChatFormat(tokenizer, chat_template=True).replies([{"role": "tool", "content": "5"}], last_token=0, tools=tools)
+    assert tokenizer.decode(reply).count("5") == 1
+
+
+@pytest.mark.parametrize("message", ["x", {}, {"role": "tool"}, {"role": "tool", "content": 5}, {"role": "assistant", "content": "5"}])
+def test_messages_of_another_form_are_refused(message: Any) -> None:
+    with pytest.raises(SchemaError):
+        ChatFormat(family("qwen3"), chat_template=True).replies([message], last_token=0)
+
+
+def test_a_variable_that_no_template_reads_is_refused() -> None:
+    tokenizer = family("qwen3")
+    for wrong in ({"enable_thinkng": False}, {"messages": []}, {"bos_token": "x"}):
+        with raises(ConfigError, key="data.chat_template_kwargs", got=list(wrong)) as caught:
+            ChatFormat(tokenizer, chat_template=True).prompt([{"role": "user", "content": "5"}], template_kwargs=wrong)
+        assert "enable_thinking" in str(caught.value)
+    with raises(ConfigError, key="data.chat_template_kwargs"):
+        family("deepseek").check_template_kwargs({"thinking": True})
+    family("llama3").check_template_kwargs({"date_string": "1 Jan 2026"})

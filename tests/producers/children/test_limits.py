@@ -88,28 +88,24 @@ async def leaves(task, engine):
     assert len(workshop.told("late")) >= 1
 
 
-async def test_long_work_ends_although_it_asks_engines(workshop: Workshop) -> None:
-    code = """
-async def endless(task, engine):
-    while True:
-        await engine.chat(task).generate()
-        await asyncio.sleep(0.05)
-"""
-    async with workshop.runner(code, producer="endless", limits=Limits(idle_s=60.0, total_s=1.0)) as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
-    assert ends(group) == {0: "timeout: 1 s of user code"}
-
-
-async def test_a_chat_without_room_that_asks_for_ever_ends(workshop: Workshop) -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("made", "more", "limits", "reason"),
+    [
+        ("engine.chat(task)", "", Limits(idle_s=60.0, total_s=1.0), "timeout: 1 s of user code"),
+        ("chat", "max_new_tokens=0", Limits(idle_s=0.5, total_s=60.0), "timeout"),  # one without room
+    ],
+)
+async def test_what_asks_engines_for_ever_ends(workshop: Workshop, made: str, more: str, limits: Limits, reason: str) -> None:
+    code = f"""
 async def endless(task, engine):
     chat = engine.chat(task)
     while True:
-        await chat.generate(max_new_tokens=0)
+        await {made}.generate({more})
+        await asyncio.sleep(0.05 if {not more} else 0)
 """
-    async with workshop.runner(code, producer="endless", limits=Limits(idle_s=0.5, total_s=60.0)) as runner:
+    async with workshop.runner(code, producer="endless", limits=limits) as runner:
         [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
-    assert ends(group)[0].startswith("timeout")
+    assert ends(group)[0].startswith(reason)
 
 
 async def test_the_clock_stands_while_a_rollout_waits_for_a_version(workshop: Workshop) -> None:

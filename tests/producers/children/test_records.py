@@ -72,46 +72,6 @@ async def test_tokens_logprobs_and_versions_are_the_workers_own(workshop: Worksh
 
 
 @pytest.mark.process
-async def test_what_was_saved_goes_on_in_another_process(workshop: Workshop) -> None:
-    """A neighbour kills the process between two turns of a chat; token for token the chat is the one that it was."""
-    code = """
-async def two_turns(task, engine):
-    chat = engine.chat(task)
-    if not chat.turns:
-        await chat.generate()
-        await chat.save({"turns": 1})
-        tell("saved")
-        if task.index == 1 and engine.context.rollout_index == 0:
-            os._exit(1)
-        await asyncio.sleep(3600 if task.index == 0 else 0)
-    tell("found", f"{task.index} {chat.state}")
-    chat.user("and?")
-    await chat.generate()
-    return chat.episode()
-"""
-    kept: dict[tuple[int, int], bytes] = {}
-
-    def keeping(task: int) -> Keeping:
-        async def store(rollout: int, data: bytes) -> None:
-            kept[task, rollout] = data
-
-        return Keeping(store=store)
-
-    async with workshop.runner(code, producer="two_turns") as runner:
-        waits = asyncio.create_task(runner.run(workshop.task(0, num_rollouts=2), keeping=keeping(0)))
-        await until(lambda: len(workshop.told("saved")) >= 2)
-        [guilty] = await workshop.run(runner, workshop.task(1, num_rollouts=1), keeping=keeping(1))
-        group = await waits
-    assert ends(guilty) == {0: "episode"}
-    assert ends(group) == {0: "episode", 1: "episode"}
-    assert len({pid for pid, task, *_ in workshop.told("found") if task == "0"}) == 1
-    for episode in group.episodes:
-        data, turns = unpack(kept[0, episode.rollout])
-        first, second = [segment for segment in episode.segments if segment.is_model]
-        assert data and turns[0].part(0, 2) == first and len(second.token_ids)
-
-
-@pytest.mark.process
 async def test_checkpoints_of_a_group_keep_each_turn_once_however_often_its_process_is_lost(workshop: Workshop) -> None:
     """A class producer's call is the group's, so each of its checkpoints has the turns of all of them."""
     code = """
