@@ -57,7 +57,7 @@ def test_what_is_neither_run_nor_parsed_here_is_counted() -> None:
         ("algorithms.md", "python"): 2,  # the filter: tests/producers/children/test_filtering.py
         ("data.md", "python"): 3,  # the curriculum; images: tests/loop/test_images_run.py
         ("gpu.md", "python"): 1,
-        ("gateway.md", "python"): 1,  # tests/gateway/test_sdk.py
+        ("gateway.md", "python"): 1,  # tests/gateway/test_sdks.py
         ("dead-letters.md", "python"): 1,
         ("sandbox.md", "python"): 1,
         ("slime-hooks.md", "python"): 1,  # tests/bridges/slime/test_trials.py

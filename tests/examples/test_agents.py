@@ -1,4 +1,4 @@
-"""Examples of tools and agents: they learn, their parts do what their pages say, and their problems are what their scripts write."""
+"""Examples of tools, agents and evaluations: they learn, and their parts do what their pages say."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.sandbox import run_python
 from tests.examples.runs import EXAMPLES, execute, learned, remade, run_example
 from tests.support.memory import freed_after_test
-from tests.support.programs import STREAMRL, Start, said
 from tests.support.processes import until
+from tests.support.programs import STREAMRL, Start, said
 
 AGENT = EXAMPLES / "openai_agent"
 CALCULATOR = EXAMPLES / "calculator_tool"
@@ -42,9 +42,7 @@ def of(example: str, name: str) -> Any:
         ("python_tool", ["run.steps=24", "tasks.num_rollouts=4"], 0.03),
     ],
 )
-async def test_an_example_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overrides: list[str], gain: float
-) -> None:
+async def test_an_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overrides: list[str], gain: float) -> None:
     steps, first, last = await learned(name, tmp_path, monkeypatch, *overrides)
     assert overrides[0] == f"run.steps={steps}" and last > first + gain
 
@@ -183,3 +181,41 @@ def test_every_question_is_answered_by_the_best_passage() -> None:
 )
 def test_queries(text: str, query: str | None) -> None:
     assert of("search", "query_of")(text) == query
+
+
+NAME = "eval_multi_task"
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+def test_the_example_is_evaluated_on_three_sets(tmp_path: Path) -> None:
+    summary = run_example(NAME, tmp_path, "run.steps=24", "evaluation.every=12", "trainer.checkpoint_every=12")
+    sets = summary["evaluations"]
+    assert list(sets) == ["digits", "letters", "vowels"]
+    folder = tmp_path / "runs" / "eval-multi-task" / "evaluations"
+    found = {path.name: sorted(one.name for one in path.glob("*.json")) for path in folder.iterdir()}
+    assert found == {
+        "0.0": ["digits.json", "letters.json", "vowels.json"],
+        "0.12": ["digits.json", "letters.json"],
+        "0.24": ["digits.json", "letters.json", "vowels.json"],
+    }
+    last = {name: json.loads((folder / "0.24" / f"{name}.json").read_text()) for name in ("digits", "letters", "vowels")}
+    assert [(one["num"], one["n"], one["failed"], one["pinned"]) for one in last.values()] == [
+        (4, 1, 0, True),
+        (4, 8, 0, True),
+        (4, 4, 0, True),
+    ]
+    assert last["letters"]["accuracy"] > 0.3, "one of a hundred tokens is right by chance"
+    assert list(last["letters"]["pass"]) == ["1", "2", "4", "8"]
+
+    # Afterwards, from the checkpoint: the same weights, sampling and seeds, and so the same answers.
+    words = ["eval", "eval-multi-task", "--version", "24", "--json"]
+    done = execute(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    again = {one["set"]: one for one in json.loads(done.stdout)}
+    for name, one in last.items():
+        assert (again[name]["accuracy"], again[name]["pass"], again[name]["version"]) == (one["accuracy"], one["pass"], "0.24")
+    words[3] = "7"
+    gone = execute(tmp_path, *words)
+    assert gone.returncode == 1
+    assert "got 7: there are 0.12, 0.24" in gone.stderr

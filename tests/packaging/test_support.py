@@ -1,23 +1,74 @@
-"""A session that leaves something in shared memory fails and names it, whatever its tests say."""
+"""What a machine lacks, and what a session leaves behind."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
-
 from streamrl.config.tree import WeightsConfig
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import weights_directory
+from tests.support import needs
 from tests.support.leftovers import FAILED, Leftovers, held, of_another_session
+from tests.support.needs import GPUS, REASONS, SWITCH, need, required
 from tests.support.processes import read_pids, until
 from tests.support.programs import programs
 from tests.support.tiny import tiny_up, write_tiny
+import importlib.util
+import inspect
+import os
+import pytest
+import subprocess
+import sys
 
-pytestmark = pytest.mark.process
+@pytest.fixture(autouse=True)
+def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with zmq and without Ray."""
+    monkeypatch.setattr(needs, "REASONS", {**REASONS, "ray": lambda: "none", "zmq": lambda: ""})
+    monkeypatch.delenv(SWITCH, raising=False)
+
+
+def test_what_is_missing_skips_with_the_reason() -> None:
+    need("zmq")
+    with pytest.raises(pytest.skip.Exception, match=r"^needs ray: none$"):
+        need("ray")
+
+
+@pytest.mark.parametrize("named", ["ray", "zmq, ray", "all"])
+def test_what_is_missing_and_required_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    monkeypatch.setenv(SWITCH, named)
+    need("zmq")
+    with pytest.raises(pytest.fail.Exception, match=r"^needs ray: none$"):
+        need("ray")
+
+
+def test_all_is_everything_but_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert required() == set()
+    monkeypatch.setenv(SWITCH, "all")
+    assert required() == REASONS.keys() - GPUS
+    monkeypatch.setenv(SWITCH, "all,gpu")
+    assert required() == REASONS.keys() - {"two gpus"}
+
+
+def test_a_need_that_is_not_known_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "sglang,host")
+    with pytest.raises(pytest.UsageError, match="got host"):
+        required()
+
+
+def missing(name: str) -> str:
+    """Look for what is there now, whatever was found before."""
+    return inspect.unwrap(REASONS[name])()
+
+
+def test_what_a_need_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "redis-server" in missing("redis")
+    assert "ip, unshare, mount" in missing("hosts")
+    monkeypatch.setenv("SGLANG_PYTHON", "/nowhere/python")
+    assert "make sglang-cpu" in missing("sglang")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "package zmq: " in missing("zmq")
+
+
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = """
@@ -41,6 +92,7 @@ def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("arguments", [(), ("-p", "xdist", "-n", "1")])
 def test_what_is_left_fails_the_session_and_is_named(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "test_a.py").write_text(LEAVES)
@@ -50,12 +102,14 @@ def test_what_is_left_fails_the_session_and_is_named(tmp_path: Path, arguments: 
     assert "of-before" not in done.stdout
 
 
+@pytest.mark.process
 def test_what_is_cleaned_up_does_not(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(CLEANS)
     done = session(tmp_path)
     assert (done.returncode, "left in" in done.stdout) == (0, False)
 
 
+@pytest.mark.process
 async def test_a_run_that_a_failed_test_leaves_up_frees_its_memory(tmp_path: Path) -> None:
     write_tiny(tmp_path)
     run = RunDir(tmp_path / "runs" / "demo")
@@ -70,6 +124,7 @@ async def test_a_run_that_a_failed_test_leaves_up_frees_its_memory(tmp_path: Pat
     assert not memory.exists()
 
 
+@pytest.mark.process
 def test_versions_of_a_run_elsewhere_are_another_sessions(tmp_path: Path) -> None:
     run = tmp_path / "test_0" / "runs" / "demo"
     run.mkdir(parents=True)
@@ -79,6 +134,7 @@ def test_versions_of_a_run_elsewhere_are_another_sessions(tmp_path: Path) -> Non
     assert not of_another_session("sem.mp-x", tmp_path)
 
 
+@pytest.mark.process
 def test_what_a_living_process_uses_is_not_left(tmp_path: Path) -> None:
     leftovers = Leftovers(tmp_path, grace_s=0.3)
     (tmp_path / "folder").mkdir()
