@@ -39,17 +39,14 @@ def trained(tokenizer: Tokenizer, messages: list[dict[str, Any]], **options: Any
     return [tokenizer.decode(run) for run in runs]
 
 
-@pytest.mark.parametrize(
-    ("name", "end", "first", "last"),
-    [
+def test_every_turn_of_the_assistant_is_trained_with_its_end() -> None:
+    for name, end, first, last in (
         ("qwen3", "<|im_end|>", "", "<think>\n\n</think>\n\n"),  # the newest turn's empty thought is the model's own
         ("qwen3.5", "<|im_end|>", "", "\n</think>\n\n"),  # here the prompt has opened it
         ("llama3", "<|eot_id|>", "", ""),
         ("deepseek", "<｜end▁of▁sentence｜>", "", ""),
-    ],
-)
-def test_every_turn_of_the_assistant_is_trained_with_its_end(name: str, end: str, first: str, last: str) -> None:
-    assert trained(family(name), TWICE) == [f"{first}5{end}", f"{last}four{end}"]
+    ):
+        assert trained(family(name), TWICE) == [f"{first}5{end}", f"{last}four{end}"]
 
 
 def test_a_thought_that_the_prompt_skips_is_not_trained() -> None:

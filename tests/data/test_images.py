@@ -40,9 +40,8 @@ def read(folder: Path, given: Any, prompt: Any = "p", max_bytes: int = 10_000) -
     return text, [one.data for one in images]
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
+def test_a_field_has_images_in_any_of_these_forms(folder: Path) -> None:
+    for given, found in (
         (None, []),
         ([], []),
         ("pics/1.png", [png(1)]),
@@ -53,11 +52,8 @@ def read(folder: Path, given: Any, prompt: Any = "p", max_bytes: int = 10_000) -
         ({"bytes": png(2), "path": "/elsewhere/2.png"}, [png(2)]),
         ({"bytes": None, "path": "pics/1.png"}, [png(1)]),
         (["pics/1.png", png(2), GIF, JPEG, WEBP], [png(1), png(2), GIF, JPEG, WEBP]),
-    ],
-    ids=str,
-)
-def test_a_field_has_images_in_any_of_these_forms(folder: Path, given: Any, found: list[bytes]) -> None:
-    assert read(folder, given) == ("p", found)
+    ):
+        assert read(folder, given) == ("p", found)
 
 
 def user(*parts: Any) -> list[dict[str, Any]]:
@@ -67,9 +63,8 @@ def user(*parts: Any) -> list[dict[str, Any]]:
 TEXT = {"type": "text", "text": "a", "image": None}  # Parquet gives each part all fields
 
 
-@pytest.mark.parametrize(
-    ("given", "parts", "text", "found"),
-    [
+def test_parts_of_messages_become_a_text_and_images_in_their_order(folder: Path) -> None:
+    for given, parts, text, found in (
         (None, [TEXT], "a", []),
         (None, [TEXT, {"type": "image_url", "image_url": {"url": data_url(png(2))}}, TEXT], f"a{MARK}a", [png(2)]),
         (None, [{"type": "image_url", "image_url": data_url(GIF, "image/gif")}], MARK, [GIF]),
@@ -77,14 +72,9 @@ TEXT = {"type": "text", "text": "a", "image": None}  # Parquet gives each part a
         (["pics/1.png", png(2)], [{"type": "image"}, TEXT, {"type": "image", "text": None}], f"{MARK}a{MARK}", [png(1), png(2)]),
         ([png(1)], [{"type": "image", "image": png(5)}, {"type": "image"}], MARK + MARK, [png(5), png(1)]),
         (png(4), [TEXT], "a", [png(4)]),
-    ],
-    ids=str,
-)
-def test_parts_of_messages_become_a_text_and_images_in_their_order(
-    folder: Path, given: Any, parts: list[Any], text: str, found: list[bytes]
-) -> None:
-    prompt, images = read(folder, given, user(*parts))
-    assert (prompt, images) == ([{"role": "user", "content": text}], found)
+    ):
+        prompt, images = read(folder, given, user(*parts))
+        assert (prompt, images) == ([{"role": "user", "content": text}], found), parts
 
 
 @pytest.mark.parametrize(

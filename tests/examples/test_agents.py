@@ -168,19 +168,16 @@ def test_every_question_is_answered_by_the_best_passage() -> None:
     assert of("search", "search")("zebra", 2) == of("search", "search")("", 2) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "query"),
-    [
+def test_queries() -> None:
+    for text, query in (
         ("violin</search>", "violin"),
         ("I do not know. <search> a\nviolin </search>", "a\nviolin"),
         ("<search>violin", None),
         ("4", None),
         ("</search>", ""),
         ("<search>a<search>b</search>c</search>", "b"),
-    ],
-)
-def test_queries(text: str, query: str | None) -> None:
-    assert of("search", "query_of")(text) == query
+    ):
+        assert of("search", "query_of")(text) == query
 
 
 NAME = "eval_multi_task"

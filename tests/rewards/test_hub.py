@@ -26,9 +26,8 @@ from tests.support.errors import raises
 LETTERS = "ABCDEFGHIJ"
 
 
-@pytest.mark.parametrize(
-    ("label", "completion", "score"),
-    [
+def test_dapo() -> None:
+    for label, completion, score in (
         ("34", "Answer: 34", 1),
         ("34", "answer : 34.0\n", 1),
         (34, "Answer: 34", 1),
@@ -47,23 +46,23 @@ LETTERS = "ABCDEFGHIJ"
         ("34", "", -1),
         ("34", "Answer: 34" + "." * 300, -1),
         ("34", "Answer:\n34", 1),
-    ],
-)
-def test_dapo(label: object, completion: str, score: float) -> None:
-    assert only("dapo", label, completion) == [RewardValue(score, {"score": score, "acc": (score + 1) / 2})]
+    ):
+        assert only("dapo", label, completion) == [RewardValue(score, {"score": score, "acc": (score + 1) / 2})]
 
 
-@pytest.mark.parametrize(
-    ("completion", "score"),
-    [(r"\boxed{34}", 1), (r"\boxed{34.0}", -1), (r"\boxed{34}" + " " * 100, -1), ("Answer: 34", -1), (r"\boxed{34", -1)],
-)
-def test_dapo_with_a_strict_box(completion: str, score: float) -> None:
-    assert only("dapo", "34", completion, strict_box=True)[0].value == score
+def test_dapo_with_a_strict_box() -> None:
+    for completion, score in (
+        (r"\boxed{34}", 1),
+        (r"\boxed{34.0}", -1),
+        (r"\boxed{34}" + " " * 100, -1),
+        ("Answer: 34", -1),
+        (r"\boxed{34", -1),
+    ):
+        assert only("dapo", "34", completion, strict_box=True)[0].value == score
 
 
-@pytest.mark.parametrize(
-    ("label", "answer", "f1"),
-    [
+def test_f1() -> None:
+    for label, answer, f1 in (
         ("a cat sat down", "the cat sat", 0.8),
         ("the cat sat", "a cat sat down", 0.8),
         ("The Cat, sat!", "cat sat", 1),
@@ -76,10 +75,8 @@ def test_dapo_with_a_strict_box(completion: str, score: float) -> None:
         ("A", "the", 0),
         ("A", "a", 1),
         ("cat cat dog", "cat dog dog", 2 / 3),
-    ],
-)
-def test_f1(label: str, answer: str, f1: float) -> None:
-    assert f1_of(label, answer)[0] == pytest.approx(f1)
+    ):
+        assert f1_of(label, answer)[0] == pytest.approx(f1)
 
 
 @given(st.text("abc the.,"), st.text("abc the.,"))
@@ -96,9 +93,8 @@ def test_f1_takes_the_best_of_several_labels() -> None:
     assert only("f1", ["dog", "a cat sat down"], "<think>dog</think>the cat sat")[0].value == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(
-    ("text", "letter"),
-    [
+def test_the_letter_that_is_chosen() -> None:
+    for text, letter in (
         ("The answer is (B)", "B"),  # slime reads the i of "is"
         ("The answer is B.", "B"),
         ("Answer: C", "C"),
@@ -118,10 +114,8 @@ def test_f1_takes_the_best_of_several_labels() -> None:
         ("I don't know", None),
         ("a dog", None),
         ("", None),
-    ],
-)
-def test_the_letter_that_is_chosen(text: str, letter: str | None) -> None:
-    assert chosen(text, LETTERS) == letter
+    ):
+        assert chosen(text, LETTERS) == letter
 
 
 @pytest.mark.parametrize("label", ["B", "(b)", 1, "4 apples", "1"])

@@ -30,9 +30,8 @@ BUILT_IN = built_in("gsm8k", {})
 SOLUTION = "Natalia sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips altogether.\n#### 72"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_numbers() -> None:
+    for text, expected in (
         ("1,234", ["1234"]),
         ("12,345,678.90", ["12345678.9"]),
         ("1,23", ["1", "23"]),  # no thousands separator: two numbers of a list
@@ -56,15 +55,12 @@ SOLUTION = "Natalia sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips alto
         ("no number", []),
         ("", []),
         ("9" * 70, []),
-    ],
-)
-def test_numbers(text: str, expected: list[str]) -> None:
-    assert numbers(text) == [Fraction(each) for each in expected]
+    ):
+        assert numbers(text) == [Fraction(each) for each in expected]
 
 
-@pytest.mark.parametrize(
-    ("text", "value", "marked"),
-    [
+def test_the_final_answer() -> None:
+    for text, value, marked in (
         (SOLUTION, "72", True),
         ("#### 1,450", "1450", True),
         ("#### -12", "-12", True),
@@ -80,10 +76,8 @@ def test_numbers(text: str, expected: list[str]) -> None:
         ("Answer: $-3.", "-3", True),
         ("She has 3 apples and 4 pears", "4", False),
         ("<think>#### 5</think> The answer is 6", "6", True),
-    ],
-)
-def test_the_final_answer(text: str, value: str, marked: bool) -> None:
-    assert final_answer(text) == Answer(Fraction(value), marked)
+    ):
+        assert final_answer(text) == Answer(Fraction(value), marked)
 
 
 @pytest.mark.parametrize("text", ["", "none at all", "#### unknown", "5 and then ####", r"\boxed{never closed 5", "<think> 5 and 6"])
@@ -91,9 +85,8 @@ def test_no_answer(text: str) -> None:
     assert final_answer(text) is None
 
 
-@pytest.mark.parametrize(
-    ("label", "completion", "expected"),
-    [
+async def test_the_value_counts_not_how_it_is_written() -> None:
+    for label, completion, expected in (
         (SOLUTION, "24 + 48 is 72\n#### 72", 1.0),
         (SOLUTION, "#### 72.0", 1.0),
         (SOLUTION, "#### 73", 0.0),
@@ -105,25 +98,22 @@ def test_no_answer(text: str) -> None:
         (None, "72", 0.0),
         ("", "72", 0.0),
         ("no number", "no number", 0.0),
-    ],
-)
-async def test_the_value_counts_not_how_it_is_written(label: Any, completion: str, expected: float) -> None:
-    [value] = await BUILT_IN.score(task(label), [Episode(completion)])
-    assert value == RewardValue(expected, {"answer": expected, "format": 0.0})
+    ):
+        [value] = await BUILT_IN.score(task(label), [Episode(completion)])
+        assert value == RewardValue(expected, {"answer": expected, "format": 0.0}), completion
 
 
-@pytest.mark.parametrize(
-    ("episode", "answer", "shaped"),
-    [
+async def test_the_format_is_rewarded_apart() -> None:
+    for episode, answer, shaped in (
         (Episode("#### 72"), 1.0, 0.2),
         (Episode("#### 7"), 0.0, 0.2),
         (Episode("#### 72", status=Status.TRUNCATED), 1.0, 0.0),
         (Episode("72"), 0.0, 0.0),
-    ],
-)
-async def test_the_format_is_rewarded_apart(episode: Episode, answer: float, shaped: float) -> None:
-    reward = built_in("gsm8k", {"format_reward": 0.2, "marked_only": True})
-    assert await reward.score(task(SOLUTION), [episode]) == [RewardValue(answer + shaped, {"answer": answer, "format": shaped})]
+    ):
+        reward = built_in("gsm8k", {"format_reward": 0.2, "marked_only": True})
+        assert await reward.score(task(SOLUTION), [episode]) == [RewardValue(answer + shaped, {"answer": answer, "format": shaped})], (
+            episode
+        )
 
 
 def test_it_is_built_in() -> None:
@@ -135,9 +125,8 @@ def test_it_is_built_in() -> None:
 GSM8K = Path(__file__).parents[2] / "examples" / "gsm8k"
 
 
-@pytest.mark.parametrize(
-    ("label", "answer"),
-    [
+def test_answers_of_the_same_value_are_right() -> None:
+    for label, answer in (
         # what slime's grader is known to say, and what it is known to miss (2/4, intervals, sets)
         ("1/2", "0.50"),
         ("1234", "1,234"),
@@ -158,15 +147,12 @@ GSM8K = Path(__file__).parents[2] / "examples" / "gsm8k"
         (r"\text{Evelyn}", "Evelyn"),
         (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
         ("72", "72."),
-    ],
-)
-def test_answers_of_the_same_value_are_right(label: str, answer: str) -> None:
-    assert equal(label, answer)
+    ):
+        assert equal(label, answer)
 
 
-@pytest.mark.parametrize(
-    ("label", "answer"),
-    [
+def test_other_answers_are_wrong() -> None:
+    for label, answer in (
         ("1/2", "0.51"),
         ("12", "1,2"),
         ("x+1", "x-1"),
@@ -180,10 +166,8 @@ def test_answers_of_the_same_value_are_right(label: str, answer: str) -> None:
         ("5", "}{"),
         ("5", r"\frac{"),
         ("yes", "no"),
-    ],
-)
-def test_other_answers_are_wrong(label: str, answer: str) -> None:
-    assert not equal(label, answer)
+    ):
+        assert not equal(label, answer)
 
 
 @given(st.fractions(max_denominator=10**6))
@@ -194,9 +178,8 @@ def test_a_number_is_itself_in_each_way_of_writing_it_and_no_other(value) -> Non
     assert not minerva.same(str(value), str(value + 1)) and not minerva.same(latex, str(value / 2 + 1) if value != 2 else "3")
 
 
-@pytest.mark.parametrize(
-    "bomb",
-    [
+def test_what_would_be_computed_for_ever_is_wrong_before_it_is() -> None:
+    for bomb in (
         "10^{10^{10}}",
         "10^10^10",
         "9**9**9",
@@ -208,12 +191,10 @@ def test_a_number_is_itself_in_each_way_of_writing_it_and_no_other(value) -> Non
         r"\sum_{n=1}^{999999999} n",
         "7" * 5000,
         r"\int_0^1 \int_0^1 \int_0^1 e^{xyz} dx",
-    ],
-)
-def test_what_would_be_computed_for_ever_is_wrong_before_it_is(bomb: str) -> None:
-    assert explodes(bomb) and not equal("42", bomb)
-    [value] = only("math", "42", f"so \\boxed{{{bomb}}}")
-    assert value == RewardValue(0.0, {"answer": 0.0, "boxed": 1.0})
+    ):
+        assert explodes(bomb) and not equal("42", bomb)
+        [value] = only("math", "42", f"so \\boxed{{{bomb}}}")
+        assert value == RewardValue(0.0, {"answer": 0.0, "boxed": 1.0}), bomb
 
 
 @pytest.mark.parametrize("text", ["{" * 300_000, "\\boxed{" * 50_000, "}" * 300_000, "\\boxed{" + "{" * 150_000 + "}" * 150_000])
@@ -223,9 +204,8 @@ def test_megabytes_of_braces_are_wrong(text: str) -> None:
         assert isinstance(value, RewardValue) and value.value <= 0
 
 
-@pytest.mark.parametrize(
-    ("text", "box"),
-    [
+def test_the_last_box() -> None:
+    for text, box in (
         (r"\boxed{1} then \boxed{2}", "2"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
@@ -235,10 +215,8 @@ def test_megabytes_of_braces_are_wrong(text: str) -> None:
         (r"\boxed{7", None),
         ("7", None),
         ("", None),
-    ],
-)
-def test_the_last_box(text: str, box: str | None) -> None:
-    assert last_box(text) == box
+    ):
+        assert last_box(text) == box
 
 
 @pytest.mark.parametrize(
@@ -248,9 +226,8 @@ def test_reasoning_is_left_out(text: str, rest: str | None) -> None:
     assert without_reasoning(text) == rest
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "completion", "expected"),
-    [
+def test_where_the_answer_stands() -> None:
+    for kind, options, completion, expected in (
         ("math", {}, r"<think>\boxed{1}</think> \boxed{2}", 1.0),
         ("math", {}, r"<think>\boxed{2}", 0.0),
         ("math", {}, "1 + 1 = 2\n#### 2", 1.0),
@@ -268,11 +245,9 @@ def test_reasoning_is_left_out(text: str, rest: str | None) -> None:
         ("deepscaler", {"marker": False}, "2", 0.0),
         ("gsm8k", {}, "so #### 2", 1.0),
         ("boxed_gsm8k", {}, r"#### 2, \boxed{3}", 0.0),
-    ],
-)
-def test_where_the_answer_stands(kind: str, options: dict, completion: str, expected: float) -> None:
-    [value] = only(kind, "2", completion, **options)
-    assert value.value == expected
+    ):
+        [value] = only(kind, "2", completion, **options)
+        assert value.value == expected, completion
 
 
 def test_a_label_may_be_one_of_several_and_has_to_be_there() -> None:

@@ -94,9 +94,8 @@ def test_the_tests_may_be_the_label() -> None:
     assert case.code == "assert add(1, 2) == 3"
 
 
-@pytest.mark.parametrize(
-    ("completion", "program"),
-    [
+def test_the_program_of_a_completion() -> None:
+    for completion, program in (
         ("```python\na\n```\n```python\nb\n```", "b\n"),
         ("```python\na\n```\n```\nb\n```", "a\n"),
         ("```\na\n```", "a\n"),
@@ -108,7 +107,5 @@ def test_the_tests_may_be_the_label() -> None:
         ("", ""),
         ("```python\n" + "a" * 70_000 + "\n```", ""),
         ("```" * 100_000, ""),
-    ],
-)
-def test_the_program_of_a_completion(completion: str, program: str) -> None:
-    assert program_of(completion) == program
+    ):
+        assert program_of(completion) == program

@@ -22,25 +22,27 @@ from tests.rewards.episodes import Episode, task
 from tests.support.errors import raises
 
 
-@pytest.mark.parametrize(
-    ("label", "completion", "expected"),
-    [("45", "45", 1.0), ("45", " 45\n", 1.0), (45, "45", 1.0), ("45", "4 5", 0.0), ("45", "", 0.0), (None, "None", 0.0), ("", "x", 0.0)],
-)
-async def test_exact_match(label: Any, completion: str, expected: float) -> None:
-    assert await ExactMatch().score(task(label), [Episode(completion)]) == [RewardValue(expected)]
+async def test_exact_match() -> None:
+    for label, completion, expected in (
+        ("45", "45", 1.0),
+        ("45", " 45\n", 1.0),
+        (45, "45", 1.0),
+        ("45", "4 5", 0.0),
+        ("45", "", 0.0),
+        (None, "None", 0.0),
+        ("", "x", 0.0),
+    ):
+        assert await ExactMatch().score(task(label), [Episode(completion)]) == [RewardValue(expected)]
 
 
-@pytest.mark.parametrize(
-    ("given", "value", "parts"),
-    [
+def test_what_a_function_may_give() -> None:
+    for given, value, parts in (
         (1, 1.0, {}),
         (True, 1.0, {}),
         ({"format": 0.25, "answer": 0.5}, 0.75, {"format": 0.25, "answer": 0.5}),
         ({"reward": 2.0, "length": 9.0}, 2.0, {"length": 9.0}),
-    ],
-)
-def test_what_a_function_may_give(given: Any, value: float, parts: dict[str, float]) -> None:
-    assert as_value(given) == RewardValue(value, parts)
+    ):
+        assert as_value(given) == RewardValue(value, parts)
 
 
 @pytest.mark.parametrize("given", ["1.0", None, {}, {"a": "1"}, math.nan, math.inf, {"a": math.nan}, [1.0]])
@@ -116,9 +118,8 @@ def test_a_reward_that_no_advantage_can_hold_is_none(value: float) -> None:
         as_value(value)
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "left", "answer"),
-    [
+def test_what_a_completion_votes_for() -> None:
+    for kind, text, left, answer in (
         ("exact_match", " 7 \n", {}, "7"),
         ("exact_match", "  ", {}, None),
         ("gsm8k", "so it is #### 1,234.0", {}, "1234"),
@@ -132,9 +133,7 @@ def test_a_reward_that_no_advantage_can_hold_is_none(value: float) -> None:
         ("mine.py:grade", "long text", {"answer": "B"}, "B"),
         ("mine.py:grade", "long text", {"answer": 3}, "3"),
         ("mine.py:grade", "long text", {"answer": [3]}, "long text"),
-    ],
-)
-def test_what_a_completion_votes_for(kind: str, text: str, left: dict[str, object], answer: str | None) -> None:
-    segments = (Segment([1]), Segment([2], [-0.1], (VersionSpan(1, Version()),)))
-    episode = Whole(segments=segments, finish_reason="stop", turns=(text,), metadata=left)
-    assert answer_of(kind, episode, {}) == answer
+    ):
+        segments = (Segment([1]), Segment([2], [-0.1], (VersionSpan(1, Version()),)))
+        episode = Whole(segments=segments, finish_reason="stop", turns=(text,), metadata=left)
+        assert answer_of(kind, episode, {}) == answer, text

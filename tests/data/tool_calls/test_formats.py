@@ -210,19 +210,16 @@ def test_tools_of_any_form_are_taken(tools: Any) -> None:
     assert form("qwen3_coder").parse(written("qwen3_coder", THEN), tools).tool_calls == (THEN,)
 
 
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
+def test_the_form_is_read_from_the_template() -> None:
+    for template, name in (
         ("{{'<tool_call>' + '{\"name\": ' + '\"arguments\": '}}", "hermes"),
         ("<tool_call>\n<function=f>\n<parameter=x>", "qwen3_coder"),
         ('<|start_header_id|> {"name": x, "parameters": y}', "llama3"),
         ("<｜tool▁call▁begin｜>", "deepseek"),
         ("<tool_call>{{ name }}<arg_key>", "none"),
         ("{{ messages }}", "none"),
-    ],
-)
-def test_the_form_is_read_from_the_template(template: str, name: str) -> None:
-    assert form(template=template).name == name
+    ):
+        assert form(template=template).name == name
 
 
 def test_a_form_that_is_not_known_is_refused() -> None:

@@ -165,18 +165,15 @@ async def test_one_that_is_not_there_or_takes_other_arguments_is_said_at_the_sta
         assert "filters.function" in caught.value.message
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+def test_verdicts() -> None:
+    for given, expected in (
         (True, ["", ""]),
         (np.bool_(False), ["filter", "filter"]),
         ((False, "too dull"), ["filter: too dull"] * 2),
         ([True, (False, "x")], ["", "filter: x"]),
         ((True, "ignored"), ["", ""]),
-    ],
-)
-def test_verdicts(given: Any, expected: list[str]) -> None:
-    assert verdicts(given, 2) == expected
+    ):
+        assert verdicts(given, 2) == expected
 
 
 @pytest.mark.parametrize("given", [None, "yes", 1, 0, 1.0, float("nan"), (), (False,), (False, 3), [True], [True, None], (True, False), {}])
@@ -185,9 +182,8 @@ def test_what_is_no_verdict_decides_nothing(given: Any) -> None:
         verdicts(given, 2)
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
+def test_a_reason_is_a_few_words_that_can_be_printed_and_none_of_ours() -> None:
+    for said, reason in (
         ("", "filter"),
         ("filter", "filter"),
         ("filter: x", "filter: x"),
@@ -195,10 +191,8 @@ def test_what_is_no_verdict_decides_nothing(given: Any) -> None:
         ("a\x00b\x1b[31m\n c\u202e", "filter: a b [31m c"),
         ("\ud800", "filter"),
         ("y" * 1_000_000, "filter: " + "y" * 60),
-    ],
-)
-def test_a_reason_is_a_few_words_that_can_be_printed_and_none_of_ours(said: str, reason: str) -> None:
-    assert filter_reason(said) == reason == filter_reason(reason)
+    ):
+        assert filter_reason(said) == reason == filter_reason(reason)
 
 
 def test_the_pages_filter() -> None:

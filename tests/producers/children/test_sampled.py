@@ -27,9 +27,8 @@ def sampled(*turns: Segment) -> Sampled:
     return Sampled([Heard(turn) for turn in turns])
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "parts"),
-    [
+def test_parts_of_turns_are_found() -> None:
+    for token_ids, parts in (
         ([1, 2, 3], ((0, 0, 3),)),
         ([2, 3], ((0, 1, 3),)),
         ([3, 1], ((1, 0, 2),)),
@@ -39,11 +38,9 @@ def sampled(*turns: Segment) -> Sampled:
         ([2, 3, 3, 1], ((0, 1, 3), (1, 0, 2))),
         ([2, 2, 2, 2], ((2, 0, 3), (0, 1, 2))),
         ([], ((3, 0, 0),)),
-    ],
-)
-def test_parts_of_turns_are_found(token_ids: list[int], parts: tuple[tuple[int, int, int], ...]) -> None:
-    given = sampled(alike([1, 2, 3]), alike([3, 1, 2]), alike([2, 2, 2]), alike([]))
-    assert given.parts_of(alike(token_ids)) == parts
+    ):
+        given = sampled(alike([1, 2, 3]), alike([3, 1, 2]), alike([2, 2, 2]), alike([]))
+        assert given.parts_of(alike(token_ids)) == parts
 
 
 def test_no_part_goes_from_one_turn_into_the_next() -> None:

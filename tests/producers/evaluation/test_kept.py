@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
+import json
+import statistics
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
 from streamrl.config.evaluation_sets import ProblemSet, problem_sets
-from streamrl.config.evaluation_sets import problem_sets
-from streamrl.config.tree import Config, DataConfig, EvaluationConfig
-from streamrl.config.tree import Config, DataConfig, RewardConfig
+from streamrl.config.tree import Config, DataConfig, EvaluationConfig, RewardConfig
 from streamrl.data.images import RowImage
-from streamrl.data.problems import Problem
 from streamrl.data.problems import Problem, Problems
 from streamrl.errors import LaunchError
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.evaluation.asking import asked_digest, sample_record
 from streamrl.producers.evaluation.results import summarize
-from streamrl.producers.evaluation.store import ProblemRecord, SampleRecord
 from streamrl.producers.evaluation.store import ProblemRecord, SampleRecord, open_store
 from streamrl.schemas.images import image_of
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.support.images import png
-from types import SimpleNamespace
-from typing import Any
-from typing import Any, cast
-import json
-import pytest
-import statistics
 
 CONFIG = Config(data=DataConfig(train="rows.jsonl", heldout="rows.jsonl"))
 
@@ -37,29 +34,23 @@ def episode(text: str, reward: float | None, agent: str = "") -> Episode:
     return Episode(segments=(Segment([2]), sampled), finish_reason="stop", turns=(text,), reward=reward, agent=agent)
 
 
-@pytest.mark.parametrize(
-    ("given", "reward", "answer"),
-    [
+def test_a_rollout_is_judged_by_its_own_reward_as_in_training() -> None:
+    for given, reward, answer in (
         ([episode("mine", 1.0), episode("helper's", 0.25, "helper")], 1.0, "mine"),
         ([episode("first", 1.0), episode("last", 0.0)], 0.0, "last"),
         ([episode("solver's", 0.5, "solver"), episode("judge's", 1.0, "judge")], 1.0, "judge's"),
         ([episode("mine", None), episode("helper's", 0.25, "helper")], None, "mine"),
-    ],
-)
-def test_a_rollout_is_judged_by_its_own_reward_as_in_training(given: list[Episode], reward: float | None, answer: str) -> None:
-    found = sample_record("exact_match", cast(Any, SimpleNamespace(metadata={})), given, 100)
-    assert (found.reward, found.text) == (reward, answer)
-    assert found.answer == (answer if reward is not None else None)
+    ):
+        found = sample_record("exact_match", cast(Any, SimpleNamespace(metadata={})), given, 100)
+        assert (found.reward, found.text) == (reward, answer)
+        assert found.answer == (answer if reward is not None else None), reward
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"reward": RewardConfig(key="answer")}, {"data": replace(CONFIG.data, reward_key="grade")}],
-)
-def test_answers_are_not_kept_for_another_reward(change: dict[str, Any]) -> None:
-    rows = cast(Any, type("Rows", (), {"digest": "r"}))
-    [one], [other] = problem_sets(CONFIG), problem_sets(replace(CONFIG, **change))
-    assert asked_digest(one, rows, "w") == asked_digest(problem_sets(CONFIG)[0], rows, "w") != asked_digest(other, rows, "w")
+def test_answers_are_not_kept_for_another_reward() -> None:
+    for change in ({"reward": RewardConfig(key="answer")}, {"data": replace(CONFIG.data, reward_key="grade")}):
+        rows = cast(Any, type("Rows", (), {"digest": "r"}))
+        [one], [other] = problem_sets(CONFIG), problem_sets(replace(CONFIG, **change))
+        assert asked_digest(one, rows, "w") == asked_digest(problem_sets(CONFIG)[0], rows, "w") != asked_digest(other, rows, "w"), change
 
 
 def test_answers_are_not_kept_for_other_images_of_the_same_names() -> None:
