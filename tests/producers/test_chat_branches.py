@@ -30,6 +30,14 @@ def engine_for(**context: Any) -> RolloutEngine:
     return rollout_engine(QWEN, (f"turn {number}" for number in itertools.count()), **context)
 
 
+async def begun(**context: Any) -> tuple[RolloutEngine, Chat]:
+    """A rollout, and its first chat after a turn."""
+    engine = engine_for(**context)
+    chat = engine.chat(engine.context.task)
+    await chat.generate()
+    return engine, chat
+
+
 def rows(engine: RolloutEngine, episodes: Sequence[Episode]) -> list[Sample]:
     """As they come off the wire."""
     task = engine.context.task
@@ -46,9 +54,7 @@ def trained(samples: Sequence[Sample]) -> list[str]:
 
 
 async def test_a_branch_goes_on_from_the_same_tokens_and_trains_its_own() -> None:
-    engine = engine_for()
-    chat = engine.chat(engine.context.task)
-    await chat.generate()
+    engine, chat = await begun()
     chat.user("and?")
     await chat.generate()
     fork = chat.branch(keep=1)
@@ -69,9 +75,7 @@ async def test_a_branch_goes_on_from_the_same_tokens_and_trains_its_own() -> Non
 
 
 async def test_without_its_parent_a_branch_trains_what_it_took_over() -> None:
-    engine = engine_for()
-    chat = engine.chat(engine.context.task)
-    await chat.generate()
+    engine, chat = await begun()
     ends = []
     for _ in range(2):
         chat.branch()
@@ -99,9 +103,7 @@ async def test_equal_tokens_that_were_drawn_apart_are_trained_apart() -> None:
 
 
 async def test_a_chat_returned_as_it_was_and_as_it_is_trains_its_turns_once() -> None:
-    engine = engine_for()
-    chat = engine.chat(engine.context.task)
-    await chat.generate()
+    engine, chat = await begun()
     early = chat.episode()
     chat.user("and?")
     await chat.generate()
@@ -109,9 +111,7 @@ async def test_a_chat_returned_as_it_was_and_as_it_is_trains_its_turns_once() ->
 
 
 async def test_a_branch_before_its_parent_and_an_empty_one_are_refused() -> None:
-    engine = engine_for()
-    chat = engine.chat(engine.context.task)
-    await chat.generate()
+    engine, chat = await begun()
     fork = chat.branch()
     with pytest.raises(SchemaError, match="and to go on"):
         rows(engine, [chat.episode(), fork.episode()])
@@ -238,9 +238,7 @@ async def test_a_save_of_another_place_is_not_used() -> None:
     async def store(rollout: int, data: bytes) -> None:
         stored[rollout] = data
 
-    engine = engine_for(store=store)
-    chat = engine.chat(engine.context.task)
-    await chat.generate()
+    _, chat = await begun(store=store)
     fork = chat.branch()
     fork.user("or?")
     await fork.generate()

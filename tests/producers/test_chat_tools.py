@@ -26,9 +26,12 @@ def call(name: str, arguments: str = "{}") -> str:
     return calls(f'{{"name": "{name}", "arguments": {arguments}}}')
 
 
-def begin(*texts: str, **context: Any) -> Chat:
+async def begun(*texts: str, **context: Any) -> Chat:
+    """A chat whose first turn is the first text."""
     engine = rollout_engine(family("qwen3"), [*texts, DONE], **context)
-    return engine.chat(engine.context.task)
+    chat = engine.chat(engine.context.task)
+    await chat.generate()
+    return chat
 
 
 def said_after(chat: Chat, turn: int) -> str:
@@ -53,8 +56,8 @@ async def test_parallel_calls_are_answered_in_their_order() -> None:
         event.set()
 
     loop = asyncio.get_running_loop()
-    chat = begin("<think>\nhm\n</think>\n\nLet me.\n" + call("first", '{"at": "home"}') + "\n" + call("second"))
-    turn = await chat.generate()
+    chat = await begun("<think>\nhm\n</think>\n\nLet me.\n" + call("first", '{"at": "home"}') + "\n" + call("second"))
+    turn = chat.turns[0]
     assert (turn.content, turn.reasoning, [c.name for c in turn.tool_calls]) == ("Let me.", "hm", ["first", "second"])
     results = await chat.call_tools({"first": first, "second": second})
     assert [(r.text, r.error, r.attempts) for r in results] == [("first at home", "", 1), ('{"n":5}', "", 1)]
@@ -90,8 +93,7 @@ async def test_whatever_a_tool_does_the_model_gets_an_answer() -> None:
         return "a\ud800"
 
     tools = {f.__name__: f for f in (hangs, leaves, leaves_plainly, cancels, mute, thing, half)}
-    chat = begin("\n".join([*map(call, tools), call("other"), call("half", '{"x": 1}'), calls('{"name": "half", ')]))
-    await chat.generate()
+    chat = await begun("\n".join([*map(call, tools), call("other"), call("half", '{"x": 1}'), calls('{"name": "half", ')]))
     results = await chat.call_tools(tools, timeout_s=0.05)
     errors = [result.error for result in results]
     assert errors[:5] == [
@@ -124,8 +126,7 @@ async def test_a_tool_that_comes_right_is_tried_again_a_bounded_number_of_times(
         tries["never"] += 1
         raise OSError("never")
 
-    chat = begin(call("late") + call("never"))
-    await chat.generate()
+    chat = await begun(call("late") + call("never"))
     results = await chat.call_tools({"late": late, "never": never}, retries=2)
     assert [(r.text, r.attempts) for r in results] == [("now", 3), ("Error: OSError: never", 3)]
     assert tries == {"late": 3, "never": 3}
@@ -135,8 +136,7 @@ async def test_by_choice_a_tool_fails_the_rollout() -> None:
     def broken() -> None:
         raise OSError("down")
 
-    chat = begin(call("broken"))
-    await chat.generate()
+    chat = await begun(call("broken"))
     before = chat.token_ids
     with pytest.raises(ToolError, match="broken gave nothing: OSError"):
         await chat.call_tools({"broken": broken}, fail=True)
@@ -151,8 +151,7 @@ async def test_an_engine_that_goes_away_within_a_tool_is_no_answer(plain: bool) 
     def asks_plainly() -> None:
         raise EngineError("gone")
 
-    chat = begin(call("ask") + call("slow"))
-    await chat.generate()
+    chat = await begun(call("ask") + call("slow"))
     stopped = asyncio.Event()
 
     async def slow() -> None:
@@ -176,8 +175,7 @@ async def test_a_rollout_that_is_ended_ends_its_tools() -> None:
         finally:
             stopped.set()
 
-    chat = begin(call("slow"))
-    await chat.generate()
+    chat = await begun(call("slow"))
     work = asyncio.create_task(chat.call_tools({"slow": slow}, timeout_s=100))
     await began.wait()
     work.cancel()
@@ -190,8 +188,7 @@ async def test_plain_tools_that_never_return_are_counted_and_bounded(monkeypatch
     monkeypatch.setattr(tool_runs, "MAX_HUNG", 2)
     release = threading.Event()
     try:
-        chat = begin(call("stuck") + call("stuck"), call("stuck"))
-        await chat.generate()
+        chat = await begun(call("stuck") + call("stuck"), call("stuck"))
         await chat.call_tools({"stuck": release.wait}, timeout_s=0.05)
         await chat.generate()
         with pytest.raises(ToolError, match="2 calls of tools hang"):
@@ -212,8 +209,7 @@ async def test_a_tool_that_will_not_be_cancelled_is_left_behind(monkeypatch: pyt
             except asyncio.CancelledError:
                 continue
 
-    chat = begin(call("stubborn"))
-    await chat.generate()
+    chat = await begun(call("stubborn"))
     [result] = await chat.call_tools({"stubborn": stubborn}, timeout_s=0.05)
     assert "not answered" in result.error and tool_runs.num_hung() == 1
     release.set()
@@ -221,16 +217,14 @@ async def test_a_tool_that_will_not_be_cancelled_is_left_behind(monkeypatch: pyt
 
 
 async def test_a_result_without_end_is_cut() -> None:
-    chat = begin(call("long"))
-    await chat.generate()
+    chat = await begun(call("long"))
     [result] = await chat.call_tools({"long": lambda: "x" * 10**7}, max_chars=10)
     assert result.text == "x" * 10 + "\n[cut: 10000000 characters]"
 
 
 async def test_a_loop_over_calls_ends_where_the_chat_is_full() -> None:
-    chat = begin(*[call("again")] * 50, max_len=300)
+    chat = await begun(*[call("again")] * 50, max_len=300)
     rounds = 0
-    await chat.generate()
     while await chat.call_tools({"again": lambda: "and again"}):
         await chat.generate()
         rounds += 1
@@ -238,8 +232,8 @@ async def test_a_loop_over_calls_ends_where_the_chat_is_full() -> None:
 
 
 async def test_results_given_by_hand() -> None:
-    chat = begin(call("look") + call("look"), call("look"))
-    turn = await chat.generate()
+    chat = await begun(call("look") + call("look"), call("look"))
+    turn = chat.turns[0]
     with pytest.raises(SchemaError, match="each of 2 calls"):
         chat.tools(["5"])
     with pytest.raises(SchemaError, match="each of 2 calls"):
@@ -254,8 +248,7 @@ async def test_results_given_by_hand() -> None:
 
 
 async def test_several_messages_and_a_system_message() -> None:
-    chat = begin("Hello.")
-    await chat.generate()
+    chat = await begun("Hello.")
     chat.reply([{"role": "system", "content": "be brief"}, {"role": "user", "content": "go on"}])
     assert (
         family("qwen3")
@@ -265,8 +258,7 @@ async def test_several_messages_and_a_system_message() -> None:
 
 
 async def test_thinking_of_a_chat_and_of_a_turn() -> None:
-    chat = begin("a", "b", template_kwargs={"enable_thinking": False})
-    await chat.generate()
+    chat = await begun("a", "b", template_kwargs={"enable_thinking": False})
     chat.user("on", template_kwargs={"enable_thinking": True})
     assert family("qwen3").decode(chat.token_ids).endswith("<|im_start|>assistant\n")
     await chat.generate()
@@ -284,7 +276,6 @@ async def test_values_are_typed_by_the_tasks_tools_and_a_thought_begins_in_the_p
 
 
 async def test_a_model_of_which_it_is_not_known_how_it_calls_is_refused() -> None:
-    chat = begin("x", tool_calls="none")
-    await chat.generate()
+    chat = await begun("x", tool_calls="none")
     with pytest.raises(SchemaError, match="does not show how"):
         await chat.call_tools({})

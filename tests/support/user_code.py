@@ -132,6 +132,11 @@ class Workshop:
         """The groups of tasks that are worked on at the same time."""
         return list(await asyncio.gather(*(runner.run(task, keeping=keeping) for task in tasks)))
 
+    async def played(self, code: str, *tasks: RolloutTask, keeping: Keeping = NOTHING, **options: Any) -> list[Group]:
+        """The groups of tasks under a runner of their own."""
+        async with self.runner(code, **options) as runner:
+            return await self.run(runner, *tasks, keeping=keeping)
+
     def told(self, name: str) -> list[list[str]]:
         """The lines that user code wrote with `tell`, as words."""
         path = self.folder / name

@@ -65,8 +65,7 @@ class Compares:
             await asyncio.sleep(3600)
         return [float(episode.rollout) for episode in episodes]
 """
-    async with workshop.runner(code, reward="Compares", scoring=Scoring(timeout_s=1.5)) as runner:
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    groups = await workshop.played(code, *(workshop.task(index) for index in range(3)), reward="Compares", scoring=Scoring(timeout_s=1.5))
     assert [rewards(group) for group in groups] == [{0: 0.0, 1: 1.0, 2: 2.0}, {}, {0: 0.0, 1: 1.0, 2: 2.0}]
     assert {failure.reason for failure in groups[1].failures} == {"timeout"}
     assert [words[1] for words in workshop.told("called")] == ["3"] * 3
@@ -110,8 +109,7 @@ if len((FOLDER / "loads").read_text().splitlines() if (FOLDER / "loads").exists(
 def score(task, episode):
     return 1.0
 """
-    async with workshop.runner(code, reward="score", scoring=Scoring(children=1)) as runner, asyncio.timeout(300):
-        [group] = await workshop.run(runner, workshop.task())
+    [group] = await workshop.played(code, workshop.task(), reward="score", scoring=Scoring(children=1))
     assert rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0}
     assert len(workshop.told("loads")) == 2
 

@@ -82,8 +82,7 @@ async def leaves(task, engine):
     return chat.episode()
 """
     limits = Limits(idle_s=20.0, total_s=60.0, answer_s=1.5)
-    async with workshop.runner(code, producer="leaves", limits=limits) as runner, asyncio.timeout(300):
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    groups = await workshop.played(code, *(workshop.task(index) for index in range(3)), producer="leaves", limits=limits)
     assert [ends(group) for group in groups] == [{0: "episode", 1: "episode", 2: "episode"}] * 3
     assert len(workshop.told("late")) >= 1
 
@@ -103,8 +102,7 @@ async def endless(task, engine):
         await {made}.generate({more})
         await asyncio.sleep(0.05 if {not more} else 0)
 """
-    async with workshop.runner(code, producer="endless", limits=limits) as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
+    [group] = await workshop.played(code, workshop.task(num_rollouts=1), producer="endless", limits=limits)
     assert ends(group)[0].startswith(reason)
 
 
@@ -204,8 +202,7 @@ async def counted(task, engine):
     return await good(task, engine)
 """
     workshop.engine = Fragile(workshop.engine, error, 2)  # type: ignore[assignment, arg-type]
-    async with workshop.runner(code, producer="counted") as runner:
-        [group] = await workshop.run(runner, workshop.task())
+    [group] = await workshop.played(code, workshop.task(), producer="counted")
     assert ends(group) == {0: "episode", 1: "episode", 2: "episode"}
     assert sorted(rollout for _, rollout in workshop.told("ran")) == ["0", "1", "1", "1", "2"]
 
@@ -228,8 +225,7 @@ async def test_what_engines_refuse_again_and_again_has_failed(workshop: Workshop
             yield
 
     workshop.engine = engine = Refuses(workshop.engine, EngineError, 0)  # type: ignore[assignment, arg-type]
-    async with workshop.runner("def one(task, episode): return 1.0", producer=producer, reward="one") as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=1))
+    [group] = await workshop.played("def one(task, episode): return 1.0", workshop.task(num_rollouts=1), producer=producer, reward="one")
     assert ends(group) == {0: "failed: engine: too long"}
     assert engine.left == -REFUSALS
 
@@ -244,8 +240,12 @@ async def blocks(task, engine):
     time.sleep(0.1)
     return chat.episode()
 """
-    async with workshop.runner(code, producer="blocks", limits=Limits(idle_s=5.0, total_s=60.0, answer_s=3.0)) as runner:
-        groups = await workshop.run(runner, *(workshop.task(index, num_rollouts=10) for index in range(6)))
+    groups = await workshop.played(
+        code,
+        *(workshop.task(index, num_rollouts=10) for index in range(6)),
+        producer="blocks",
+        limits=Limits(idle_s=5.0, total_s=60.0, answer_s=3.0),
+    )
     assert [len(group.episodes) for group in groups] == [10] * 6
     assert len({pid for pid, *_ in workshop.told("ran")}) == 1
 

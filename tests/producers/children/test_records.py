@@ -56,8 +56,7 @@ async def forges(task, engine):
 
 @pytest.mark.process
 async def test_tokens_logprobs_and_versions_are_the_workers_own(workshop: Workshop) -> None:
-    async with workshop.runner(FORGES, producer="forges") as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=6))
+    [group] = await workshop.played(FORGES, workshop.task(num_rollouts=6), producer="forges")
     found = {episode.rollout: episode for episode in group.episodes}
     true = found[5].segments[1]
     found_0, found_3 = (msgspec.structs.replace(found[rollout].segments[1], origin=true.origin) for rollout in (0, 3))  # of other times
@@ -97,8 +96,7 @@ class Groups:
     async def store(rollout: int, data: bytes) -> None:
         kept[rollout] = data
 
-    async with workshop.runner(code, producer="Groups") as runner:
-        [group] = await workshop.run(runner, workshop.task(), keeping=Keeping(store=store))
+    [group] = await workshop.played(code, workshop.task(), keeping=Keeping(store=store), producer="Groups")
     assert ends(group) == {0: "episode", 1: "episode", 2: "episode"}
     num_turns = {rollout: len(unpack(data)[1]) for rollout, data in kept.items()}
     assert max(num_turns.values()) <= 3, num_turns
@@ -141,8 +139,7 @@ async def deadly(task, engine):
         counted += 1
         return counted
 
-    async with workshop.runner(code, producer="deadly") as runner:
-        [group] = await workshop.run(runner, workshop.task(), keeping=Keeping(attempts=2, died=died))
+    [group] = await workshop.played(code, workshop.task(), keeping=Keeping(attempts=2, died=died), producer="deadly")
     assert counted == 4
     assert {failure.reason for failure in group.failures} == {"deliveries"}
     # It has killed two that ran it alone: nobody shares a process with it any more.

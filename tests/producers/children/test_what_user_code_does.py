@@ -111,8 +111,7 @@ async def asks(task, engine):
                 pass
     return await good(task, engine)
 """
-    async with workshop.runner(code, producer="asks") as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=4))
+    [group] = await workshop.played(code, workshop.task(num_rollouts=4), producer="asks")
     found = ends(group)
     assert found[3] == "episode"
     assert all(found[rollout].startswith("failed: ") and "cannot be handed over" in found[rollout] for rollout in (0, 1, 2))
@@ -179,8 +178,7 @@ async def test_tracebacks_are_told_once_and_every_failure_is(workshop: Workshop,
 async def fails(task, engine):
     raise ValueError("broken tool")
 """
-    async with workshop.runner(code, producer="fails") as runner:
-        [group] = await workshop.run(runner, workshop.task(num_rollouts=20))
+    [group] = await workshop.played(code, workshop.task(num_rollouts=20), producer="fails")
     assert [failure.detail for failure in group.failures] == ["ValueError: broken tool"] * 20
     assert len([record for record in caplog.records if record.exc_text and "broken tool" in record.exc_text]) == 1
 
@@ -217,8 +215,7 @@ def score(task, episode):
     tell("scored")
     return 0.25
 """
-    async with workshop.runner(code, producer="Groups", reward="score") as runner:
-        groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
+    groups = await workshop.played(code, *(workshop.task(index) for index in range(3)), producer="Groups", reward="score")
     for group in groups:
         assert [(episode.rollout, episode.reward) for episode in group.episodes] == [(2, 0.25)]
         assert [(failure.rollout, failure.reason) for failure in group.failures] == [(0, "filtered"), (1, "failed")]
