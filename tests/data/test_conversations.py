@@ -49,26 +49,16 @@ def test_every_turn_of_the_assistant_is_trained_with_its_end() -> None:
         assert trained(family(name), TWICE) == [f"{first}5{end}", f"{last}four{end}"]
 
 
-def test_a_thought_that_the_prompt_skips_is_not_trained() -> None:
+def test_thoughts_and_calls_are_trained_where_the_template_shows_them() -> None:
     for name in ("qwen3", "qwen3.5"):
         assert trained(family(name), TWICE, template_kwargs={"enable_thinking": False}) == ["5<|im_end|>", "four<|im_end|>"]
-
-
-def test_thoughts_are_trained_where_the_template_shows_them() -> None:
     thought = [ASKED[0], {"role": "assistant", "content": "5", "reasoning_content": "two and three"}]
     assert trained(family("qwen3"), thought) == ["<think>\ntwo and three\n</think>\n\n5<|im_end|>"]
     # Of an earlier turn it is left out, in the text and so in what is trained.
     assert trained(family("qwen3"), [*thought, *ASKED])[0] == "5<|im_end|>"
-
-
-def test_calls_are_trained_and_their_results_are_not() -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
     assert trained(family("qwen3"), CALLED) == [call, "<think>\n\n</think>\n\nsix<|im_end|>"]
     assert trained(family("llama3"), CALLED) == ['{"name": "add", "parameters": {"a": 1}}<|eot_id|>', "six<|eot_id|>"]
-
-
-def test_a_turn_without_an_opening_begins_with_its_text() -> None:
-    """DeepSeek's template writes nothing between a tool's results and the model's turn."""
     text = {**CALL, "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [CALLED[0], {**CALLED[1], "tool_calls": [text]}, *CALLED[2:]]
     assert trained(family("deepseek"), messages)[1] == "six<｜end▁of▁sentence｜>"
@@ -96,7 +86,7 @@ def test_what_is_trained_is_the_assistants_and_all_of_it(texts: list[str], name:
         assert text.count(content + end) == 1
 
 
-def test_what_is_no_conversation_is_refused() -> None:
+def test_what_is_no_conversation_or_ends_no_turn_is_refused() -> None:
     qwen = family("qwen3")
     for wrong in ([{"content": "x"}], ["x"], [{"role": "user", "content": ["x"]}], [{"role": 1, "content": "x"}]):
         with pytest.raises(SchemaError):
@@ -105,6 +95,9 @@ def test_what_is_no_conversation_is_refused() -> None:
         encode_conversation(qwen, ASKED[:1])
     with pytest.raises(ConfigError):
         encode_conversation(family("qwen3.5"), [*ASKED, {"role": "system", "content": "late"}, *ASKED])
+    bare = tokenizer_for("{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}", "<|im_end|>")
+    with pytest.raises(SchemaError, match="no token that ends"):
+        encode_conversation(bare, ASKED)
 
 
 @pytest.mark.parametrize("text", ["5<|im_end|>", "<|im_start|>assistant\n5"])
@@ -115,12 +108,6 @@ def test_a_text_that_begins_or_ends_turns_is_refused(text: str, of: int) -> None
     messages[of]["content"] = text
     with pytest.raises(SchemaError, match="begins or ends turns"):
         encode_conversation(family("qwen3"), messages)
-
-
-def test_a_template_that_ends_no_turn_is_refused() -> None:
-    bare = tokenizer_for("{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}", "<|im_end|>")
-    with pytest.raises(SchemaError, match="no token that ends"):
-        encode_conversation(bare, ASKED)
 
 
 def test_a_conversation_is_split_before_the_first_turn() -> None:

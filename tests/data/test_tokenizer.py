@@ -157,15 +157,12 @@ def test_tokens_are_fewer_than_characters_and_no_more_than_the_texts_give(pairs:
     assert write_byte_pairs(tmp_path, ["aa", "aa"], vocab_size=1000) < 300
 
 
-def test_special_tokens_and_the_template_are_those_of_built_models(pairs: Tokenizer) -> None:
+def test_byte_pairs_are_written_as_built_models_write_them(pairs: Tokenizer, tmp_path: Path) -> None:
     text = pairs.apply_chat_template([{"role": "user", "content": "How many?"}])
     assert text == "<|user|>How many?<|end|><|assistant|>"
     ids = pairs.encode(text)
     assert [ids[0], ids[-2], ids[-1]] == [SPECIALS.index(name) for name in ("<|user|>", "<|end|>", "<|assistant|>")]
     assert pairs.eos_id == SPECIALS.index("<|end|>")
-
-
-def test_transformers_reads_it_alike(pairs: Tokenizer, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(tmp_path)

@@ -47,8 +47,12 @@ def batch(step: int) -> TrainBatch:
     )
 
 
-def test_there_are_presets() -> None:
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_presets_are_known_and_pass_the_checks_of_a_plan(preset: Path) -> None:
     assert [path.stem for path in PRESETS] == ["grpo", "grpo_70b", "ppo"]
+    checks = examine_plan(str(preset), ["data.train=rows.parquet", "model.path=DIR"])
+    assert {check.state for check in checks} == {"ok"}, checks
+    assert "fail" in {check.state for check in examine_plan(str(preset), ["data.train=rows.parquet", "loss.reduction=mean"])}
 
 
 @pytest.mark.parametrize(
@@ -74,13 +78,6 @@ def test_the_doctor_says_which_model_a_preset_fits(preset: str, model: str, gpu:
     if "shared gpu" in checks:
         assert (checks["shared gpu"].state == "ok") == (gpu == "B300")
         assert config.loss == load(EXAMPLES / "presets" / "grpo.toml", [ROWS, f"model.path={tmp_path / model}"]).loss
-
-
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_passes_the_checks_of_a_plan(preset: Path) -> None:
-    checks = examine_plan(str(preset), ["data.train=rows.parquet", "model.path=DIR"])
-    assert {check.state for check in checks} == {"ok"}, checks
-    assert "fail" in {check.state for check in examine_plan(str(preset), ["data.train=rows.parquet", "loss.reduction=mean"])}
 
 
 @pytest.mark.parametrize("preset", [path for path in PRESETS if path.stem != "grpo_70b"], ids=lambda path: path.stem)

@@ -20,23 +20,14 @@ from streamrl.data.tokenizer import load_tokenizer
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", ["producers", "consumers", "schemas"])
-def test_the_links_resolve(name):
-    link = ROOT / "streamrl" / name
-    assert os.readlink(link) == f"../{name}"
-    assert (link / "__init__.py").is_file()
-
-
-def test_every_folder_of_code_is_a_package():
+def test_folders_of_code_are_packages_and_the_linked_ones_have_one_name():
     """`packages.find` leaves a folder without __init__.py out of the wheel."""
+    for name in ("producers", "consumers", "schemas"):
+        assert os.readlink(ROOT / "streamrl" / name) == f"../{name}"
+        assert (ROOT / "streamrl" / name / "__init__.py").is_file()
     folders = {path.parent for top in ("streamrl", "producers", "consumers", "schemas") for path in (ROOT / top).rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
-
-
-def test_modules_of_linked_folders_have_one_name():
-    import streamrl.schemas.tasks as tasks
-
-    assert tasks.RolloutTask.__module__ == "streamrl.schemas.tasks"
+    assert streamrl.RolloutTask.__module__ == "streamrl.schemas.tasks"
 
 
 LIGHT = [
@@ -80,10 +71,6 @@ def test_who_is_there_as_long_as_the_run_loads_no_more_than_it_needs(module, hea
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_the_public_names_are_pinned():
-    assert streamrl.__all__ == PUBLIC
-
-
 PUBLIC = [
     "Chat",
     "Config",
@@ -103,16 +90,9 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.parametrize("name", streamrl.__all__)
-def test_public_names_resolve(name):
-    assert getattr(streamrl, name) is not None
-
-
-def test_the_version_is_that_of_the_distribution():
+def test_the_public_names_are_pinned():
+    assert streamrl.__all__ == PUBLIC and None not in [getattr(streamrl, name) for name in PUBLIC]
     assert metadata.version("streamrl") == streamrl.__version__
-
-
-def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         streamrl.nothing  # noqa: B018
 

@@ -30,6 +30,20 @@ def wheel(tmp_path_factory) -> Path:
     return tmp_path / "dist" / done.stdout.split()[-1]
 
 
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    place = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(place)
+    return place
+
+
+def streamrl(place: Path, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `place` with the package below `path`."""
+    command, environment = [sys.executable, "-P", "-m", "streamrl", *arguments], {**os.environ, "PYTHONPATH": str(path)}
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_the_wheel_holds_one_package_with_everything_in_it(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
@@ -42,30 +56,16 @@ def test_the_wheel_holds_one_package_with_everything_in_it(wheel):
     assert len(examples) > 20 and examples - names == set()
 
 
-def test_an_example_is_copied_out_of_the_wheel_once(wheel, tmp_path):
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(installed)
-
-    def init(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-P", "-m", "streamrl", "init", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(installed)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
+def test_an_example_is_copied_out_of_the_wheel_once(installed, tmp_path):
     for name in ("quickstart", "calculator_tool", "gsm8k", "presets", "python_tool", "search", "multi_agent", "openai_agent"):
-        done = init(f"mine/{name}", "--example", name)
+        done = streamrl(tmp_path, installed, "init", f"mine/{name}", "--example", name)
         assert done.returncode == 0, done.stderr
         expected = {path.name: path.read_bytes() for path in (ROOT / "examples" / name).iterdir() if path.is_file()}
         assert {path.name: path.read_bytes() for path in (tmp_path / "mine" / name).iterdir()} == expected
         assert all(f"  streamrl up mine/{name}/{file}" in done.stdout for file in expected if file.endswith(".toml"))
     (tmp_path / "mine" / "quickstart" / "quickstart.toml").write_text("mine")
     (tmp_path / "mine" / "quickstart" / "README.md").unlink()
-    again = init("mine/quickstart")
+    again = streamrl(tmp_path, installed, "init", "mine/quickstart")
     assert (again.returncode, again.stdout) == (1, "") and "quickstart.toml" in again.stderr
     assert (tmp_path / "mine" / "quickstart" / "quickstart.toml").read_text() == "mine"
     assert not (tmp_path / "mine" / "quickstart" / "README.md").exists(), "all or nothing"
@@ -86,19 +86,9 @@ def test_nothing_in_the_wheel_imports_what_only_a_benchmark_needs(wheel):
     assert found == {"streamrl/trainers/megatron/metadata.py": {"pickle"}}  # of its own: tests/security/test_source.py
 
 
-def test_the_verb_says_in_a_wheel_where_the_benchmarks_are(wheel, tmp_path):
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(installed)
+def test_the_verb_says_in_a_wheel_where_the_benchmarks_are(installed):
     for arguments in (["weights", "--help"], ["bus"], []):
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "streamrl", "bench", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(installed)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = streamrl(ROOT, installed, "bench", *arguments)
         assert (done.returncode, done.stdout) == (1, "")
         assert f"expected streamrl from a clone of its repository, got an installed package in {installed}" in done.stderr
         assert "\nhint: " in done.stderr and "benchmarks/" in done.stderr
@@ -108,15 +98,7 @@ def test_the_verb_finds_the_clone_from_any_directory(tmp_path):
     other = tmp_path / "benchmarks"
     other.mkdir()
     (other / "__init__.py").write_text("raise RuntimeError('the benchmarks of another project')")
-    command = [sys.executable, "-c", "import sys, streamrl.cli; sys.exit(streamrl.cli.main(['bench', *sys.argv[1:]]))"]
     size = ["bus", "--samples", "1", "--tokens", "16", "--rounds", "1", "--round-tokens", "16", "--transports", "streamrl"]
-    done = subprocess.run(
-        [*command, *size, "--out", "out"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = streamrl(tmp_path, ROOT, "bench", *size, "--out", "out")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "table.md").is_file()

@@ -89,7 +89,7 @@ async def test_a_producer_that_forgets_a_rollout_is_told(engine: TableEngine, to
     assert [(f.rollout, f.reason) for f in failures] == [(0, "filtered"), (1, "failed")]
 
 
-async def test_cancelling_reaches_the_engine(engine: TableEngine, tokenizer: Tokenizer) -> None:
+async def test_cancelling_reaches_the_engine_and_one_that_is_gone_is_said(engine: TableEngine, tokenizer: Tokenizer) -> None:
     held = runner_of(engine, tokenizer, one_turn)
     task = replace(task_of(tokenizer, num_rollouts=3), min_version=99)
     rolling = asyncio.create_task(held.run(task))
@@ -99,27 +99,16 @@ async def test_cancelling_reaches_the_engine(engine: TableEngine, tokenizer: Tok
         rolling.cancel()
         while (await engine.info()).waiting:
             await asyncio.sleep(0.01)
-    await held.close()
     with pytest.raises(asyncio.CancelledError):
         await rolling
-
-
-async def test_an_engine_that_is_gone_is_said(engine: TableEngine, tokenizer: Tokenizer) -> None:
     await engine.stop()
-    held = runner_of(engine, tokenizer, one_turn)
     with pytest.raises(EngineError):
-        await held.run(task_of(tokenizer, num_rollouts=3))
+        await held.run(task)
     await held.close()
 
 
 class Breaks:
-    """An engine whose first requests end with an error once some of their completions are done.
-
-    Args:
-        engine: gives the completions.
-        error: what is raised.
-        times: how many requests break.
-    """
+    """An engine whose first requests, `times` of them, end with an error once some of their completions are done."""
 
     def __init__(self, engine: TableEngine, error: type[EngineError], times: int) -> None:
         self._engine = engine

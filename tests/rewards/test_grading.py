@@ -144,6 +144,9 @@ async def test_answers_name_their_request_and_a_repeat_changes_nothing() -> None
     assert (stone.rollout, stone.reason, stone.detail, stone.grading, stone.group_size) == (2, "timeout", "it hung", 7, 3)
     await rewarder.work(Asked(8, GradingRequest(TASK, (episode(0), episode(1, reward=0.5), episode(2)))), Claim())
     assert len(await stored(bus)) == 4
+    await rewarder.work(Asked(9, GradingRequest(TASK, (episode(0),))), Claim(MOST_DELIVERIES + 1))
+    stone = (await stored(bus))[4]
+    assert isinstance(stone, Tombstone) and (stone.reason, stone.rollout, runner.calls) == ("deliveries", 0, 3), "it was asked too often"
 
 
 async def test_agents_of_a_rollout_have_answers_of_their_own() -> None:
@@ -161,14 +164,6 @@ async def test_agents_of_a_rollout_have_answers_of_their_own() -> None:
     rewards = {(one.rollout, one.agent or ""): one.reward for one in found if isinstance(one, RewardUpdate)}
     assert rewards == {(0, ""): 1.0, (0, "solver/0"): 0.25, (1, ""): 0.75}
     assert [(one.rollout, one.reason) for one in found if isinstance(one, Tombstone)] == [(2, "timeout")]
-
-
-async def test_a_request_that_is_never_answered_ends_its_rollouts() -> None:
-    bus, runner = MemoryBus(RUN), Runner(1.0)
-    rewarder = Rewarder(runner, publisher(bus))  # type: ignore[arg-type]
-    await rewarder.work(Asked(7, GradingRequest(TASK, (episode(0),))), Claim(MOST_DELIVERIES + 1))
-    [stone] = await stored(bus)
-    assert isinstance(stone, Tombstone) and (stone.reason, stone.rollout) == ("deliveries", 0) and runner.calls == 0
 
 
 async def test_a_message_that_is_no_request_leaves_the_queue_and_is_said() -> None:
@@ -195,14 +190,6 @@ async def test_a_message_that_is_no_request_leaves_the_queue_and_is_said() -> No
     assert [(one.task, one.grading) for one in await stored(bus)] == [(4, 2)]
 
 
-@pytest.mark.parametrize("number", [0, -1, 1 << 63])
-def test_an_answer_to_no_possible_request_is_a_dead_letter(number: int) -> None:
-    update = encode(RewardUpdate(task=1, rollout=0, reward=1.0, grading=number))
-    stone = encode(Tombstone(task=1, rollout=0, reason="failed", group_size=2, grading=number))
-    assert isinstance(judge("run.rewards", 1, update, "1")[0], Poison)
-    assert isinstance(judge("run.tombstones.main", 1, stone, "1")[0], Poison)
-
-
 def test_a_failed_grading_is_of_a_rollout() -> None:
     stone = Tombstone(task=1, reason="failed", group_size=2, grading=3)
     assert isinstance(judge("run.tombstones.main", 1, encode(stone), "1")[0], Poison)
@@ -210,6 +197,10 @@ def test_a_failed_grading_is_of_a_rollout() -> None:
     assert judge("run.tombstones.main", 1, encode(stone), "1")[0] == Ended(1, "", 1, 1, 2, "failed", "", 3)
     update = RewardUpdate(task=1, rollout=0, reward=1.0, grading=3)
     assert judge("run.rewards", 1, encode(update), "1")[0] == Rewarded(1, 1, 0, 1.0, 1, None, grading=3)
+    for number in (0, -1, 1 << 63):  # no request has such a number
+        for subject, record in (("rewards", update), ("tombstones.main", stone)):
+            wrong = encode(msgspec.structs.replace(record, grading=number))
+            assert isinstance(judge(f"run.{subject}", 1, wrong, "1")[0], Poison), number
 
 
 def test_a_run_whose_producers_score_has_nothing_for_a_rewarder() -> None:

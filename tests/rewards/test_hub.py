@@ -26,7 +26,7 @@ from tests.support.errors import raises
 LETTERS = "ABCDEFGHIJ"
 
 
-def test_dapo() -> None:
+def test_dapo_looks_at_the_end() -> None:
     for label, completion, score in (
         ("34", "Answer: 34", 1),
         ("34", "answer : 34.0\n", 1),
@@ -48,9 +48,6 @@ def test_dapo() -> None:
         ("34", "Answer:\n34", 1),
     ):
         assert only("dapo", label, completion) == [RewardValue(score, {"score": score, "acc": (score + 1) / 2})]
-
-
-def test_dapo_with_a_strict_box() -> None:
     for completion, score in (
         (r"\boxed{34}", 1),
         (r"\boxed{34.0}", -1),
@@ -61,7 +58,7 @@ def test_dapo_with_a_strict_box() -> None:
         assert only("dapo", "34", completion, strict_box=True)[0].value == score
 
 
-def test_f1() -> None:
+def test_f1_of_the_best_of_several_labels() -> None:
     for label, answer, f1 in (
         ("a cat sat down", "the cat sat", 0.8),
         ("the cat sat", "a cat sat down", 0.8),
@@ -77,6 +74,7 @@ def test_f1() -> None:
         ("cat cat dog", "cat dog dog", 2 / 3),
     ):
         assert f1_of(label, answer)[0] == pytest.approx(f1)
+    assert only("f1", ["dog", "a cat sat down"], "<think>dog</think>the cat sat")[0].value == pytest.approx(0.8)
 
 
 @given(st.text("abc the.,"), st.text("abc the.,"))
@@ -87,10 +85,6 @@ def test_f1_is_the_harmonic_mean_and_does_not_mind_who_is_who(one: str, other: s
     left, right = Counter(normalized(one).split()), Counter(normalized(other).split())
     if left and right:
         assert f1 == pytest.approx(2 * (left & right).total() / (left.total() + right.total()))
-
-
-def test_f1_takes_the_best_of_several_labels() -> None:
-    assert only("f1", ["dog", "a cat sat down"], "<think>dog</think>the cat sat")[0].value == pytest.approx(0.8)
 
 
 def test_the_letter_that_is_chosen() -> None:

@@ -40,27 +40,15 @@ open("result", "w").write("x")
         assert 0 < result.seconds < 10
 
 
-async def test_stdin_is_at_its_end(sandbox: Sandbox) -> None:
+async def test_programs_have_their_input_packages_and_arguments(sandbox: Sandbox) -> None:
     result = await sandbox.run_python("import sys; print(repr(sys.stdin.read()))")
     assert result.stdout == "''\n"
-
-
-async def test_installed_packages_are_there(sandbox: Sandbox) -> None:
     result = await sandbox.run_python("import numpy; print(int(numpy.arange(10).sum()))")
     assert result.stdout == "45\n", result
-
-
-async def test_memory_that_python_could_not_get_is_memory(sandbox: Sandbox) -> None:
     result = await sandbox.run_python("x = bytearray(10 << 30)")
     assert (result.reason, result.exit_code) == ("memory", 1)
-
-
-async def test_other_programs(sandbox: Sandbox) -> None:
     result = await sandbox.run(["/bin/sh", "-c", "cat; echo $0 $1 $NAME; exit 4", "a", "b c"], stdin=b"in\n", env={"NAME": "x"})
     assert (result.stdout, result.exit_code, result.reason) == ("in\na b c x\n", 4, "error")
-
-
-async def test_a_program_that_is_not_there(sandbox: Sandbox) -> None:
     with pytest.raises(LaunchError, match="No such file"):
         await sandbox.run(["/bin/no-such-program"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import subprocess
 import time
@@ -14,20 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from streamrl.config.tree import ProducerConfig
-from streamrl.core.seeds import rollout_seed
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import ConfigError
 from streamrl.producers.episode import Episode
 from streamrl.producers.functions import make_producer
 from streamrl.producers.openenv import check
-from streamrl.producers.protocol import Context, Failure
-from streamrl.schemas.tasks import RolloutTask, Sampling
+from streamrl.producers.protocol import Failure
 from tests.support.errors import raises
 from tests.support.needs import need, openenv_python
 from tests.support.policies import make_model, script, start_engine
+from tests.support.rolling import context_of, task_of
 
 SERVER = Path(__file__).with_name("openenv_server.py")
 SEATS = 2
@@ -75,27 +74,10 @@ async def engine(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[TableEng
 async def roll_out(
     engine: TableEngine, tokenizer: Tokenizer, url: str, *, mode: str = "", num_rollouts: int = 1, **options: Any
 ) -> Sequence[Episode | Failure]:
-    task = RolloutTask(
-        run="run",
-        index=0,
-        source="main",
-        prompt_ids=tuple(tokenizer.encode("<|user|>add<|end|><|assistant|>")),
-        prompt="add",
-        metadata={"reset": {"mode": mode}},
-        num_rollouts=num_rollouts,
-        sampling=Sampling(max_new_tokens=8),
-        seed=11,
-    )
-    context = Context(
-        engine=engine,
-        tokenizer=tokenizer,
-        task=task,
-        seed=rollout_seed(task.seed, 0),
-        log=logging.getLogger("test"),
-        max_len=256,
-        options=options,
-    )
-    return await make_producer(f"openenv:{url}").rollout(task, context)
+    ids = tuple(tokenizer.encode("<|user|>add<|end|><|assistant|>"))
+    task = task_of(tokenizer, label=None, metadata={"reset": {"mode": mode}}, num_rollouts=num_rollouts)
+    task = replace(task, prompt="add", prompt_ids=ids)
+    return await make_producer(f"openenv:{url}").rollout(task, context_of(engine, tokenizer, task, options=options))
 
 
 async def test_a_server_is_stepped_by_the_models_turns(engine: TableEngine, tokenizer: Tokenizer, server: str) -> None:

@@ -82,23 +82,23 @@ def test_a_text_without_calls_is_content_as_it_is(name: str) -> None:
         assert form(name).parse(text) == ParsedTurn(content=text)
 
 
-def test_deepseek_v31_writes_no_fence() -> None:
+def test_calls_that_are_written_oddly_are_read() -> None:
     text = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     assert form("deepseek").parse(text).tool_calls == (ToolCall("look", {}),)
-
-
-def test_a_tag_within_the_text_of_an_argument_ends_no_call() -> None:
     call = ToolCall("write", {"text": "</tool_call><tool_call></tool_call>"})
     assert form("hermes").parse(written("hermes", call)).tool_calls == (call,)
-
-
-def test_values_of_no_known_type_stay_texts() -> None:
     [call] = (
         form("qwen3_coder")
         .parse(written("qwen3_coder", ToolCall("look", {"n": "five", "other": "5", "what": "5", "on": "False"})), TOOLS)
         .tool_calls
     )
     assert call.arguments == {"n": "five", "other": "5", "what": "5", "on": False}
+    assert form("hermes").parse('<tool_call>{"name": "then"}').tool_calls == (THEN,)
+    assert form("qwen3_coder").parse("<function=then>\n").tool_calls == (THEN,)
+    assert form("deepseek").parse("<｜tool▁call▁begin｜>then<｜tool▁sep｜>{}").tool_calls == (THEN,)
+    turn = form("hermes").parse("<think>I could " + written("hermes", THEN))
+    assert (turn.content, turn.tool_calls) == ("", ())
+    assert "within a thought" in turn.malformed[0].problem
 
 
 @pytest.mark.parametrize(
@@ -122,18 +122,6 @@ def test_a_broken_call_is_told_and_stays_in_the_content(name: str, text: str, pr
     turn = form(name).parse(text)
     assert not turn.tool_calls and turn.content == text.strip()
     assert problem in turn.malformed[0].problem
-
-
-def test_a_call_that_lacks_its_closing_tag_at_the_end_is_one() -> None:
-    assert form("hermes").parse('<tool_call>{"name": "then"}').tool_calls == (THEN,)
-    assert form("qwen3_coder").parse("<function=then>\n").tool_calls == (THEN,)
-    assert form("deepseek").parse("<｜tool▁call▁begin｜>then<｜tool▁sep｜>{}").tool_calls == (THEN,)
-
-
-def test_a_call_within_an_open_thought_is_none() -> None:
-    turn = form("hermes").parse("<think>I could " + written("hermes", THEN))
-    assert (turn.content, turn.tool_calls) == ("", ())
-    assert "within a thought" in turn.malformed[0].problem
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -172,13 +172,7 @@ async def blocks(task, engine):
 
 
 class Fragile:
-    """An engine whose first answers to some requests are errors.
-
-    Args:
-        engine: gives the others.
-        error: what is raised.
-        times: how often, for each prompt of rollout 1.
-    """
+    """An engine whose first answers to rollout 1, `times` of them, are errors."""
 
     def __init__(self, engine: TableEngine, error: type[EngineError], times: int) -> None:
         self._engine = engine
