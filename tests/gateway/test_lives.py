@@ -22,6 +22,9 @@ from streamrl.schemas.subjects import kind_of
 from tests.support.gateways import PROMPT, Gateway, gateway, one_session, shown, tool_policy
 from tests.support.producing import Loop, samples_in
 
+CHAT = "/v1/chat/completions"
+CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}
+
 
 @contextlib.asynccontextmanager
 async def cancelled(loop: Loop, **config: Any) -> AsyncIterator[Gateway]:
@@ -119,65 +122,43 @@ async def test_a_late_reward_joins_by_its_session_at_any_gateway(loop: Loop) -> 
 
 
 async def test_no_answer_leaves_that_is_not_stored(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the end of its session cuts is stored before it or not at all; an entry without an answer is looked for."""
     assert isinstance(loop.bus, MemoryBus)
+    put, reached, goes_on = loop.bus.turns.put, asyncio.Event(), asyncio.Event()
+
+    async def away(*args: Any, **kwargs: Any) -> int:
+        raise BusUnavailable("it is away")
+
+    async def unheard(*args: Any, **kwargs: Any) -> int:
+        await put(*args, **kwargs)
+        raise BusUnavailable("its answer got lost")
+
+    async def slow(*args: Any, **kwargs: Any) -> int:
+        reached.set()
+        await goes_on.wait()
+        return await put(*args, **kwargs)
+
     async with one_session(loop) as (gate, key):
-        put = loop.bus.turns.put
-
-        async def away(*args: Any, **kwargs: Any) -> int:
-            raise BusUnavailable("it is away")
-
-        monkeypatch.setattr(loop.bus.turns, "put", away)
-        for path, body in (
-            ("/v1/chat/completions", {"model": "policy", "messages": PROMPT}),
-            ("/rl/end_session", {}),
-            ("/rl/set_reward", {"reward": 1}),
+        for stand_in, requests in (
+            (away, ((CHAT, CALL), ("/rl/end_session", {}), ("/rl/set_reward", {"reward": 1}))),
+            (unheard, ((CHAT, CALL),)),
         ):
-            status, answer = await gate.post(path, body, key)
-            assert (status, answer["error"]["code"]) == (503, "bus_unavailable")
+            monkeypatch.setattr(loop.bus.turns, "put", stand_in)
+            for path, body in requests:
+                status, answer = await gate.post(path, body, key)
+                assert (status, answer["error"]["code"]) == (503, "bus_unavailable")
         monkeypatch.setattr(loop.bus.turns, "put", put)
-        assert (await gate.chat(key, PROMPT))["id"] == "chatcmpl-0.0.0"
-        await gate.end(key, reward=1.0)
-        [sample] = samples_in(await loop.records(1))
-    assert shown(loop, sample) == "7<|end|>"
-
-
-async def test_an_entry_without_an_answer_is_looked_for(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(loop.bus, MemoryBus)
-    async with one_session(loop) as (gate, key):
-        put = loop.bus.turns.put
-
-        async def unheard(*args: Any, **kwargs: Any) -> int:
-            await put(*args, **kwargs)
-            raise BusUnavailable("its answer got lost")
-
-        monkeypatch.setattr(loop.bus.turns, "put", unheard)
-        status, answer = await gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key)
-        assert (status, answer["error"]["code"]) == (503, "bus_unavailable")
-        monkeypatch.setattr(loop.bus.turns, "put", put)
-        await gate.end(key, reward=1.0)  # behind the turn that is there
-        assert len(samples_in(await loop.records(1))) == 1
-
-
-async def test_a_call_that_the_end_of_its_session_cuts_is_stored_before_it_or_not_at_all(
-    loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert isinstance(loop.bus, MemoryBus)
-    async with one_session(loop) as (gate, key):
-        put, reached, goes_on = loop.bus.turns.put, asyncio.Event(), asyncio.Event()
-
-        async def slow(*args: Any, **kwargs: Any) -> int:
-            reached.set()
-            await goes_on.wait()
-            return await put(*args, **kwargs)
-
+        first = await gate.chat(key, PROMPT)
+        assert first["id"] == "chatcmpl-0.0.1", "behind the turn that is there"
         monkeypatch.setattr(loop.bus.turns, "put", slow)
-        call = asyncio.create_task(gate.post("/v1/chat/completions", {"model": "policy", "messages": PROMPT}, key))
+        call = asyncio.create_task(gate.post(CHAT, {**CALL, "messages": more(first, "5")}, key))
         await reached.wait()
         ends = [asyncio.create_task(gate.post("/rl/end_session", {}, key)) for _ in range(3)]
         assert (await call)[0] == 410
         goes_on.set()
         assert [(await one)[0] for one in ends] == [200] * 3
-        assert len(samples_in(await loop.records(1))) == 1
+        [sample] = samples_in(await loop.records(1))
+    assert shown(loop, sample) in ("7<|end|>", "7<|end|>7<|end|>")
 
 
 async def test_a_full_store_of_turns_is_a_503_and_sessions_that_end_make_room(loop: Loop) -> None:
@@ -194,10 +175,6 @@ async def test_a_full_store_of_turns_is_a_503_and_sessions_that_end_make_room(lo
         assert (status, answer["error"]["code"]) == (503, "store_full")
         await loop.bus.turns.remove("0/")  # what the end of a task does
         await gate.chat(two, PROMPT)
-
-
-CHAT = "/v1/chat/completions"
-CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}
 
 
 async def asked(gate: Gateway, key: str, call: dict[str, Any] = CALL) -> tuple[int, Any, str]:
@@ -228,26 +205,7 @@ async def on_server(loop: Loop, own_server: NatsServer) -> AsyncIterator[Loop]:
 
 
 @pytest.mark.nats
-async def test_a_bus_that_comes_back_in_time_is_waited_for(on_server: Loop, own_server: NatsServer) -> None:
-    loop = on_server
-    async with one_session(loop) as (gate, key):
-        first = await gate.chat(key, PROMPT)
-        own_server.kill()
-        call = {**CALL, "messages": more(first, "5")}
-        open_call = asyncio.create_task(asked(gate, key, call))
-        await asyncio.sleep(0.5)
-        assert not open_call.done(), "nothing leaves that is not stored"
-        own_server.start()
-        status, second, _ = await open_call
-        assert status == 200
-        assert (await answered(gate, key, call))["id"] == second["id"]
-        await gate.end(key, reward=1.0)
-        [sample] = samples_in(await loop.records(1))
-    assert sample.loss_mask.sum() == 4
-
-
-@pytest.mark.nats
-async def test_a_bus_that_stays_away_is_a_refusal_and_the_session_goes_on_afterwards(on_server: Loop, own_server: NatsServer) -> None:
+async def test_a_bus_that_is_away_is_waited_for_or_is_a_refusal_and_the_session_goes_on(on_server: Loop, own_server: NatsServer) -> None:
     loop = on_server
     async with loop.engine():
         with contextlib.suppress(BusError, ExceptionGroup):  # a worker that has waited long enough ends; its supervisor starts the next
@@ -255,6 +213,14 @@ async def test_a_bus_that_stays_away_is_a_refusal_and_the_session_goes_on_afterw
                 first = await gate.chat(key, PROMPT)
                 own_server.kill()
                 call = {**CALL, "messages": more(first, "5")}
+                open_call = asyncio.create_task(asked(gate, key, call))
+                await asyncio.sleep(0.5)
+                assert not open_call.done(), "nothing leaves that is not stored"
+                own_server.start()
+                status, second, _ = await open_call
+                assert status == 200 and (await answered(gate, key, call))["id"] == second["id"]
+                own_server.kill()
+                call = {**CALL, "messages": more(second, "6", call["messages"])}
                 status, refusal, again = await asked(gate, key, call)
                 assert status in (0, 503)
                 if status:
@@ -262,11 +228,11 @@ async def test_a_bus_that_stays_away_is_a_refusal_and_the_session_goes_on_afterw
         own_server.start()
         async with gateway(loop, engine=False) as gate:
             assert await answered(gate, key) == first
-            second = await answered(gate, key, call)
-            assert len(await loop.bus.turns.values("0/")) == 3, "nothing is stored of what was refused, or it is what is answered"
+            third = await answered(gate, key, call)
+            assert len(await loop.bus.turns.values("0/")) == 4, "nothing is stored of what was refused, or it is what is answered"
             await gate.end(key, reward=1.0)
             [sample] = samples_in(await loop.records(1))
-    assert second["id"] == "chatcmpl-0.0.1" and sample.loss_mask.sum() == 4
+    assert third["id"] == "chatcmpl-0.0.2" and sample.loss_mask.sum() == 6
 
 
 async def test_engines_that_are_away_are_waited_for_within_the_calls_limit(loop: Loop) -> None:
