@@ -103,7 +103,7 @@ class Scene(MemoryBus):
 
 def line(told: Sequence[tuple[Any, ...]]) -> str:
     """Write what was told in a line: the time, what, which task, and what else."""
-    return "; ".join(" ".join(f"{word:g}" if isinstance(word, float) else str(word) for word in one) for one in told)
+    return ",".join(":".join(f"{word:g}" if isinstance(word, float) else str(word) for word in one) for one in told)
 
 
 def counted(claims: Claims) -> tuple[int, int, int]:
@@ -128,10 +128,10 @@ async def test_so_many_are_worked_on_at_a_time_and_leave_the_queue_when_they_are
     await scene.issue(3)
     await scene.drained(claims, at_s=5.0)
     assert line(scene.told) == (
-        "0 work 0; 0 work 1; 1 let_go 1 True; 1 done 1; 1 work 2; 2 keep 0; 2 keep 2; 2 let_go 2 True; 2 done 2; 3 let_go 0 True; 3 done 0"
+        "0:work:0,0:work:1,1:let_go:1:True,1:done:1,1:work:2,2:keep:0,2:keep:2,2:let_go:2:True,2:done:2,3:let_go:0:True,3:done:0"
     )
     assert given == [(n, Claim(1, UNIX_S, UNIX_S + s)) for n, s in ((0, 0.0), (1, 0.0), (2, 1.0))]
-    assert line(scene.asked).startswith("main 2 0.5 tasks; main 1 0.5 tasks; main 1 0.5 tasks; ")
+    assert line(scene.asked).startswith("main:2:0.5:tasks,main:1:0.5:tasks,main:1:0.5:tasks,")
     assert ("main", 2, 0.5, TASKS) in scene.asked[3:]
     assert (await scene.left(), claims.num_done, claims.num_open) == (0, 3, 0)
     assert counted(claims) == (3, 0, 0) and counted(claims) == (0, 0, 0)
@@ -199,9 +199,9 @@ async def test_any_other_error_ends_it() -> None:
 @pytest.mark.parametrize(
     ("seconds", "grace", "told"),
     [
-        (1.5, {}, "1.5 let_go 0 True; 1.5 done 0"),
-        (9.0, {}, "2 cut 0; 2 let_go 0 False; 2 retry 0 0"),
-        (9.0, {"grace_s": 0.0}, "1 cut 0; 1 let_go 0 False; 1 retry 0 0"),
+        (1.5, {}, "1.5:let_go:0:True,1.5:done:0"),
+        (9.0, {}, "2:cut:0,2:let_go:0:False,2:retry:0:0"),
+        (9.0, {"grace_s": 0.0}, "1:cut:0,1:let_go:0:False,1:retry:0:0"),
     ],
 )
 def test_a_drain_gives_back_what_is_not_done_in_time(
@@ -283,8 +283,7 @@ async def test_work_on_tasks_that_have_ended_is_cut_short_a_second_after_the_gra
     await scene.drained(claims, at_s=8.25)
     await granting
     assert line([one for one in scene.told[3:] if one[1] != "keep"]) == (
-        "2.25 cut 0; 2.25 let_go 0 True; 2.25 done 0; 4.25 cut 1; 4.25 let_go 1 True; 4.25 done 1; "
-        "9.25 cut 2; 9.25 let_go 2 False; 9.25 retry 2 0"
+        "2.25:cut:0,2.25:let_go:0:True,2.25:done:0,4.25:cut:1,4.25:let_go:1:True,4.25:done:1,9.25:cut:2,9.25:let_go:2:False,9.25:retry:2:0"
     )
     assert caplog.messages[0] == "event=claim_dropped source=main task=0 reason=ended"
     assert caplog.messages[1].startswith("event=grant_unreadable error=") and KEY_GRANTED in caplog.messages[1]
@@ -301,7 +300,7 @@ async def test_what_comes_of_tasks_that_have_ended_leaves_at_once() -> None:
     await scene.issue(3)
     await scene.drained(claims, at_s=3.0)
     first = [one for one in scene.told if one[0] == 0.0]
-    assert line(first) == "0 let_go 0 True; 0 done 0; 0 let_go 1 True; 0 done 1; 0 work 2"
+    assert line(first) == "0:let_go:0:True,0:done:0,0:let_go:1:True,0:done:1,0:work:2"
     assert counted(claims) == (3, 0, 0)
 
 
@@ -437,9 +436,9 @@ async def test_nothing_is_claimed_for_nobody() -> None:
     asyncio.get_running_loop().call_later(4.0, claims.drop_below, 2)
     await scene.drained(claims, at_s=4.5)
     assert line([one for one in scene.told if one[1] != "keep"]) == (
-        "1.25 claimed 0; 1.25 work 0; 2.25 let_go 0 True; 2.25 done 0; 2.25 left 0 True 3; 3.25 claimed 1; 3.25 claimed 2; 3.25 work 1; "
-        "3.25 work 2; 4 cut 1; 4 let_go 1 True; 4 done 1; 4 left 1 True 2; 4 claimed 3; 4 work 3; 4.25 let_go 2 True; 4.25 done 2; "
-        "4.25 left 2 True 1; 5 let_go 3 True; 5 done 3; 5 left 3 True 0"
+        "1.25:claimed:0,1.25:work:0,2.25:let_go:0:True,2.25:done:0,2.25:left:0:True:3,3.25:claimed:1,3.25:claimed:2,3.25:work:1,"
+        "3.25:work:2,4:cut:1,4:let_go:1:True,4:done:1,4:left:1:True:2,4:claimed:3,4:work:3,4.25:let_go:2:True,4.25:done:2,"
+        "4.25:left:2:True:1,5:let_go:3:True,5:done:3,5:left:3:True:0"
     )
     assert [one[1] for one in scene.asked] == [1, 2, 1] and wishes.first_open() == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ async def test_plain_functions_draw_turns_so_too(engine: TableEngine, tokenizer:
 @pytest.mark.parametrize("asked", [{"presence_penalty": 0.5}, {"frequency_penalty": -0.5}, {"repetition_penalty": 1.1}])
 @pytest.mark.parametrize("by_turn", [False, True])
 async def test_penalties_are_marked_as_inexact_wherever_they_are_asked_for(
-    engine: TableEngine, tokenizer: Tokenizer, asked: dict[str, float], by_turn: bool
+    engine: TableEngine, tokenizer: Tokenizer, asked: dict[str, Any], by_turn: bool
 ) -> None:
     task = task_of(tokenizer, prompt="<|user|>3<|end|><|assistant|>", sampling=Sampling(**({} if by_turn else asked)))
     context = context_of(engine, tokenizer, task)

@@ -227,7 +227,7 @@ def test_reasoning_is_left_out(text: str, rest: str | None) -> None:
 
 
 def test_where_the_answer_stands() -> None:
-    for kind, options, completion, expected in (
+    cases: tuple[tuple[str, dict[str, Any], str, float], ...] = (
         ("math", {}, r"<think>\boxed{1}</think> \boxed{2}", 1.0),
         ("math", {}, r"<think>\boxed{2}", 0.0),
         ("math", {}, "1 + 1 = 2\n#### 2", 1.0),
@@ -245,7 +245,8 @@ def test_where_the_answer_stands() -> None:
         ("deepscaler", {"marker": False}, "2", 0.0),
         ("gsm8k", {}, "so #### 2", 1.0),
         ("boxed_gsm8k", {}, r"#### 2, \boxed{3}", 0.0),
-    ):
+    )
+    for kind, options, completion, expected in cases:
         [value] = only(kind, "2", completion, **options)
         assert value.value == expected, completion
 
