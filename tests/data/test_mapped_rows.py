@@ -151,7 +151,7 @@ def test_no_such_file(tmp_path: Path, name: str) -> None:
             opened(str(tmp_path / name), tmp_path)
 
 
-def test_no_rows(tmp_path: Path) -> None:
+def test_no_such_file_and_no_rows(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n \n")
     for text in (f"{tmp_path}/empty.jsonl", f"{write(tmp_path, 'jsonl')}@[50:]", f"{write(tmp_path, 'parquet')}@[7:7]"):
         for opened in (open_mapped, lambda text, kept: open_first(text, kept, 9)):

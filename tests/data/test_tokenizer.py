@@ -28,16 +28,13 @@ from tests.support.errors import raises
 CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 
 
-def test_the_format_of_a_problem(tokenizer):
+def test_the_format_of_a_problem_and_its_ids_fit_the_model(tokenizer):
     text = tokenizer.apply_chat_template([{"role": "user", "content": "37+8="}])
     assert text == "<|user|>37+8=<|end|><|assistant|>"
     ids = tokenizer.encode(text)
     assert len(ids) == 8
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(ids, skip_special_tokens=True) == "37+8="
-
-
-def test_ids_fit_the_model(tokenizer):
     assert len(SPECIALS) + len(CHARACTERS) == tokenizer.vocab_size == 103 <= VOCAB_SIZE == 104
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.stop_ids) == (0, 5, (5,))
 

@@ -46,15 +46,12 @@ def test_a_reply_in_a_template_with_thoughts(tmp_path: Path, role: str, ended: b
     assert tokenizer.decode(reply) == ("" if ended else "<|end|>") + f"\n<|{role}|>five<|end|>\n<|assistant|>"
 
 
-def test_a_role_the_template_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown role judge"):
-        ChatFormat(tokenizer_with(tmp_path / "model"), chat_template=True).reply("judge", "five", last_token=5)
-
-
-def test_contents_may_look_like_anything(tmp_path: Path) -> None:
+def test_contents_may_look_like_anything_and_unknown_roles_are_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_with(tmp_path / "model")
     reply = ChatFormat(tokenizer, chat_template=True).reply("tool", "0123456789 0123456789", last_token=5)
     assert tokenizer.decode(reply) == "<|tool|>0123456789 0123456789<|end|><|assistant|>"
+    with pytest.raises(ConfigError, match="unknown role judge"):
+        ChatFormat(tokenizer_with(tmp_path / "model"), chat_template=True).reply("judge", "five", last_token=5)
 
 
 CLOSING_BY_VARIABLE = """\

@@ -76,16 +76,17 @@ async def test_an_environment_answers_turns_and_gives_the_reward(engine: TableEn
     assert episode.metadata == {"skyrl_gym": {"steps": 2, "done": True, "turns_taken": 2}}
 
 
-async def test_the_label_is_the_ground_truth_and_a_solved_task_is_over(engine: TableEngine, tokenizer: Tokenizer, env: str) -> None:
+async def test_a_solved_task_is_over_and_an_environment_may_open_the_conversation(
+    engine: TableEngine, tokenizer: Tokenizer, env: str
+) -> None:
     [episode] = await roll_out(engine, tokenizer, env)
     assert isinstance(episode, Episode) and (episode.reward, len(episode.turns)) == (1.0, 1)
     assert episode.status is Status.COMPLETED
-
-
-async def test_an_environment_may_open_the_conversation(engine: TableEngine, tokenizer: Tokenizer, env: str) -> None:
     [episode] = await roll_out(engine, tokenizer, env, mode="opens")
     assert isinstance(episode, Episode)
     assert tokenizer.decode(episode.segments[0].token_ids) == "<|user|>7<|end|><|assistant|>"
+    [episode] = await roll_out(engine, tokenizer, "skyrl_gym:gsm8k", label="7")
+    assert isinstance(episode, Episode) and (episode.reward, len(episode.turns)) == (0.0, 1)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +98,6 @@ async def test_what_an_environment_does_wrong_fails_its_rollout_and_says_so(
 ) -> None:
     [failure] = await roll_out(engine, tokenizer, env, label="never", mode=mode)
     assert isinstance(failure, Failure) and failure.reason == "failed" and said in failure.detail
-
-
-async def test_a_built_in_environment(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    [episode] = await roll_out(engine, tokenizer, "skyrl_gym:gsm8k", label="7")
-    assert isinstance(episode, Episode) and (episode.reward, len(episode.turns)) == (0.0, 1)
 
 
 def test_what_cannot_run_is_refused_before_the_start(env: str) -> None:

@@ -53,15 +53,11 @@ def test_a_key_that_does_not_go_with_a_taskset_is_refused(section: str, key: str
 
 
 @pytest.mark.process
-def test_an_environment_without_verifiers_is_refused(tmp_path: Path) -> None:
+def test_an_environment_without_verifiers_or_of_another_series_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for python in (str(tmp_path / "none" / "python"), sys.executable):
         with raises(ConfigError, key="producer.python") as caught:
             check("gsm8k", ProducerConfig(python=python))
         assert "make verifiers" in caught.value.hint
-
-
-@pytest.mark.process
-def test_another_series_of_verifiers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     about = tmp_path / "verifiers-0.5.1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: verifiers\nVersion: 0.5.1\n")
@@ -71,12 +67,9 @@ def test_another_series_of_verifiers_is_refused(tmp_path: Path, monkeypatch: pyt
     assert "expected verifiers 0.4, got 0.5.1" in caught.value.message
 
 
-def test_a_taskset_is_not_run_by_children() -> None:
+def test_a_taskset_is_not_run_by_children_and_its_section_goes_out_as_json() -> None:
     with raises(LaunchError):
         make_producer("verifiers:gsm8k")
-
-
-def test_the_section_goes_to_who_checks_as_json() -> None:
     section = ProducerConfig(function="verifiers:x", options={"player": {"max_turns": 3}})
     assert msgspec.json.decode(msgspec.json.encode(section), type=ProducerConfig) == section
 

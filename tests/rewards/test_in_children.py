@@ -49,17 +49,6 @@ async def scored(made: Children, one: RolloutTask, *completions: str) -> Any:
         return await found.score(episodes)
 
 
-async def test_kinds_by_row_and_programs(tmp_path: Path) -> None:
-    async with children(tmp_path, reward="math", by_row={"python": {"fraction": True}}) as made:
-        assert [value.value for value in await scored(made, task("1/2"), r"\boxed{0.5}", r"\boxed{0.6}")] == [1, 0]
-        assert [value.value for value in await scored(made, task("a cat", reward=RewardSpec("f1")), "the cat", "dog")] == [1, 0]
-        tests = {"tests": ["assert x == 1", "assert x == 2"]}
-        [value] = await scored(made, task(None, reward=RewardSpec("python"), metadata=tests), "```python\nx = 1\n```")
-        assert value == RewardValue(0.5, {"passed": 1, "tests": 2, "timeout": 0, "program": 1})
-        [error] = await scored(made, task(None), r"\boxed{1}")
-        assert isinstance(error, Exception) and "row 7" in str(error)
-
-
 async def test_a_comparison_that_never_ends_and_a_server_that_never_answers_have_the_limit_of_all_calls(tmp_path: Path) -> None:
     """The run's own reward is plain, and a plain call's clock begins in the main thread, which the row of the server never needs."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

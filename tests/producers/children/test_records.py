@@ -149,29 +149,19 @@ async def deadly(task, engine):
 @pytest.mark.process
 async def test_a_cancelled_task_asks_engines_for_nothing_more(workshop: Workshop) -> None:
     code = """
-def plain(task, engine):
-    chat = engine.chat(task)
-    try:
-        chat.generate()
-    finally:
-        tell("ended")
-
-
 async def stubborn(task, engine):
     try:
         await engine.chat(task).generate()
     finally:
         tell("ended")
 """
-    for name in ("plain", "stubborn"):
-        async with workshop.runner(code, producer=name) as runner:
-            rolling = asyncio.create_task(runner.run(workshop.task(min_version=99)))
-            while (await workshop.engine.info()).waiting < 3:
-                await asyncio.sleep(0.01)
-            rolling.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await rolling
-            while (await workshop.engine.info()).waiting:
-                await asyncio.sleep(0.01)
-            await until(lambda: len(workshop.told("ended")) >= 3)
-            (workshop.folder / "ended").unlink()
+    async with workshop.runner(code, producer="stubborn") as runner:
+        rolling = asyncio.create_task(runner.run(workshop.task(min_version=99)))
+        while (await workshop.engine.info()).waiting < 3:
+            await asyncio.sleep(0.01)
+        rolling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rolling
+        while (await workshop.engine.info()).waiting:
+            await asyncio.sleep(0.01)
+        await until(lambda: len(workshop.told("ended")) >= 3)
