@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
-from pathlib import Path
+
 from streamrl.producers.gateway.anthropic_messages import blocks_of, conversation_of, events_of, refuse_others, tools_of
 from streamrl.producers.gateway.errors import ApiError
 from streamrl.producers.gateway.front import Answer, Call, answered, ask
@@ -18,14 +26,7 @@ from streamrl.producers.gateway.session import Session
 from tests.gateway.test_tools import session_of, turn
 from tests.support.conversations import TOOLS
 from tests.support.gateways import PROMPT, Gateway, gateway, shown, tool_policy
-from tests.support.gateways import gateway, shown
 from tests.support.producing import Loop, samples_in
-from typing import Any
-import anthropic
-import asyncio
-import contextlib
-import openai
-import pytest
 
 pytestmark = pytest.mark.process  # the SDKs ask `uname` for the machine
 
@@ -163,8 +164,6 @@ async def test_the_agent_of_the_documentation_works(loop: Loop, monkeypatch: pyt
         await asyncio.to_thread(exec, code.replace("http://127.0.0.1:8900", gate.url), {})
         [sample] = samples_in(await loop.records(1))
     assert (sample.reward, shown(loop, sample)) == (1.0, "7<|end|>")
-
-
 
 
 async def test_anthropics_sdk_chats_and_streams(loop: Loop) -> None:

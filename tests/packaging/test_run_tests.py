@@ -74,99 +74,71 @@ def run(folder: Path, *arguments: str) -> Said:
     return Said(done.returncode, [line for line in lines if line.startswith("tests: ")], lines[-1])
 
 
-RETRIED = "retried: test_{}: first {}, then {}"
-ONCE_MORE = "{} tests ran once more, alone; {} of them passed then:"
+def retried(test: str, first: str, then: str) -> str:
+    return f"retried: test_{test}: first {first}, then {then}"
+
+
+def again(passed: int) -> str:
+    return f"1 tests ran once more, alone; {passed} of them passed then:"
+
+
+RETRY, RETRY_WORKERS = f"{ALONE}|--retry", f"{WORKERS}|--retry"
 NOT_COLLECTED = "FAILED cannot be collected: test_b.py"
 CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
-    "all pass": ([PASSES, ODD_NAMES], f"{ALONE}|--retry", "4 passed, 0 failed", []),
-    "all pass, in workers": ([PASSES, ODD_NAMES], f"{WORKERS}|--retry", "4 passed, 0 failed", []),
-    "one fails once": (
-        [PASSES, FAILS_ONCE],
-        f"{ALONE}|--retry",
-        "2 passed, 0 failed",
-        [ONCE_MORE.format(1, 1), RETRIED.format("b.py::test_comes_back", "failed", "passed")],
-    ),
-    "one fails once, in workers": ([PASSES, FAILS_ONCE], f"{WORKERS}|--retry", "2 passed, 0 failed", [ONCE_MORE.format(1, 1)]),
-    "one fails once, and nothing is retried": ([PASSES, FAILS_ONCE], ALONE, "1 passed, 1 failed", []),
+    "all pass": ([PASSES, ODD_NAMES], RETRY, "4/0", []),
+    "all pass, in workers": ([PASSES, ODD_NAMES], RETRY_WORKERS, "4/0", []),
+    "one fails once": ([PASSES, FAILS_ONCE], RETRY, "2/0", [again(1), retried("b.py::test_comes_back", "failed", "passed")]),
+    "one fails once, in workers": ([PASSES, FAILS_ONCE], RETRY_WORKERS, "2/0", [again(1)]),
+    "one fails once, and nothing is retried": ([PASSES, FAILS_ONCE], ALONE, "1/1", []),
     "one always fails": (
         [PASSES + FAILS],
-        f"{ALONE}|--retry",
-        "1 passed, 1 failed",
-        [RETRIED.format("a.py::test_fails", "failed", "failed"), "FAILED failed: test_a.py::test_fails"],
+        RETRY,
+        "1/1",
+        [retried("a.py::test_fails", "failed", "failed"), "FAILED failed: test_a.py::test_fails"],
     ),
-    "one fails after its test": (
-        [TEARDOWN],
-        f"{ALONE}|--retry",
-        "0 passed, 1 failed",
-        [RETRIED.format("a.py::test_a", "failed", "failed")],
-    ),
+    "one fails after its test": ([TEARDOWN], RETRY, "0/1", [retried("a.py::test_a", "failed", "failed")]),
     # Those after the one that died have no result either; one that passed before it is not run again.
     "one kills pytest once": (
         [FIRST, DIES_ONCE, PASSES],
-        f"{ALONE}|--retry",
-        "3 passed, 0 failed",
+        RETRY,
+        "3/0",
         [
             "pytest did not come to its end: status -9",
-            RETRIED.format("b.py::test_dies_once", "no result", "passed"),
-            RETRIED.format("c.py::test_passes", "no result", "passed"),
+            retried("b.py::test_dies_once", "no result", "passed"),
+            retried("c.py::test_passes", "no result", "passed"),
         ],
     ),
-    "one kills pytest once, and nothing is retried": ([PASSES, DIES_ONCE], ALONE, "1 passed, 1 failed", []),
+    "one kills pytest once, and nothing is retried": ([PASSES, DIES_ONCE], ALONE, "1/1", []),
     "one always kills pytest": (
         [PASSES, DIES, PASSES],
-        f"{ALONE}|--retry",
-        "1 passed, 2 failed",
-        [RETRIED.format("b.py::test_dies", "no result", "no result"), "FAILED no result: test_c.py::test_passes"],
+        RETRY,
+        "1/2",
+        [retried("b.py::test_dies", "no result", "no result"), "FAILED no result: test_c.py::test_passes"],
     ),
-    "one ends pytest as if all were well": (
-        [PASSES + LEAVES],
-        f"{ALONE}|--retry",
-        "1 passed, 1 failed",
-        ["pytest did not come to its end: status 0"],
-    ),
-    "one kills its worker once": ([PASSES, DIES_ONCE, PASSES], f"{WORKERS}|--retry", "3 passed, 0 failed", [ONCE_MORE.format(1, 1)]),
-    "one always kills its worker": ([PASSES, DIES, PASSES], f"{WORKERS}|--retry", "2 passed, 1 failed", [ONCE_MORE.format(1, 0)]),
-    "a file that cannot be collected": ([PASSES, LOST], ALONE, " failed", [NOT_COLLECTED]),
-    "a file that cannot be collected by workers": ([PASSES, LOST], WORKERS, " failed", [NOT_COLLECTED]),
-    "no tests": ([], ALONE, "0 passed, 1 failed", []),
-    "no such option": ([], f"{ALONE} --no-such-option", "0 passed, 1 failed", []),
-    "no such test": ([PASSES], f"{ALONE} -k nothing", "0 passed, 1 failed", []),
-    "no such file": ([], f"{ALONE} nowhere", "0 passed, 1 failed", []),
-    "one run of two without tests": ([PASSES], f"{ALONE}|{ALONE} -k nothing", "1 passed, 1 failed", []),
-    "pytest dies before it collects": (
-        [PASSES, KILLS_PYTEST],
-        ALONE,
-        "0 passed, 1 failed",
-        [f"FAILED no usable report or no tests: pytest {ALONE}"],
-    ),
-    "pytest stops early": (
-        [FAILS_ONCE + PASSES],
-        f"{ALONE} -x|--retry",
-        " failed",
-        [f"FAILED pytest {ALONE} -x ended without running all tests"],
-    ),
-    "the session fails though its tests pass": ([PASSES, SPOILS], ALONE, "1 passed, 1 failed", []),
-    "one may be skipped": (
-        [PASSES, SKIPS],
-        f"{ALONE}|--may-skip|needs gpu:",
-        "1 passed, 0 failed",
-        ["skipped 1, as it may be: needs gpu: none here"],
-    ),
+    "one ends pytest as if all were well": ([PASSES + LEAVES], RETRY, "1/1", ["pytest did not come to its end: status 0"]),
+    "one kills its worker once": ([PASSES, DIES_ONCE, PASSES], RETRY_WORKERS, "3/0", [again(1)]),
+    "one always kills its worker": ([PASSES, DIES, PASSES], RETRY_WORKERS, "2/1", [again(0)]),
+    "a file that cannot be collected": ([PASSES, LOST], ALONE, "", [NOT_COLLECTED]),
+    "a file that cannot be collected by workers": ([PASSES, LOST], WORKERS, "", [NOT_COLLECTED]),
+    "no tests": ([], ALONE, "0/1", []),
+    "no such option": ([], f"{ALONE} --no-such-option", "0/1", []),
+    "no such test": ([PASSES], f"{ALONE} -k nothing", "0/1", []),
+    "no such file": ([], f"{ALONE} nowhere", "0/1", []),
+    "one run of two without tests": ([PASSES], f"{ALONE}|{ALONE} -k nothing", "1/1", []),
+    "pytest dies before it collects": ([PASSES, KILLS_PYTEST], ALONE, "0/1", [f"FAILED no usable report or no tests: pytest {ALONE}"]),
+    "pytest stops early": ([FAILS_ONCE + PASSES], f"{ALONE} -x|--retry", "", [f"FAILED pytest {ALONE} -x ended without running all tests"]),
+    "the session fails though its tests pass": ([PASSES, SPOILS], ALONE, "1/1", []),
+    "one may be skipped": ([PASSES, SKIPS], f"{ALONE}|--may-skip|needs gpu:", "1/0", ["skipped 1, as it may be: needs gpu: none here"]),
     "one may not be skipped": (
         [PASSES, SKIPS],
         f"{ALONE}|--may-skip|needs redis:",
-        "1 passed, 1 failed",
+        "1/1",
         ["FAILED skipped: test_b.py::test_skips: needs gpu: none here"],
     ),
-    "a file skips itself": ([PASSES, SKIPS_ITSELF + PASSES], f"{ALONE}|--may-skip|needs gpu:", "1 passed, 1 failed", []),
-    "a step before the tests has failed": (
-        [PASSES],
-        f"{ALONE}|--also-failed|the quickstart",
-        "1 passed, 1 failed",
-        ["FAILED the quickstart"],
-    ),
+    "a file skips itself": ([PASSES, SKIPS_ITSELF + PASSES], f"{ALONE}|--may-skip|needs gpu:", "1/1", []),
+    "a step before the tests has failed": ([PASSES], f"{ALONE}|--also-failed|the quickstart", "1/1", ["FAILED the quickstart"]),
 }
-"""Files of tests (or conftest.py), arguments between bars, the last line, and the beginnings of others."""
+"""Files of tests (or conftest.py), arguments between bars, how many pass and fail (or that some do), and the beginnings of lines."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -175,7 +147,9 @@ def test_what_is_called_green(folder: Path, case: str) -> None:
     for name, text in zip("abc", files, strict=False):
         (folder / ("conftest.py" if text in (KILLS_PYTEST, SPOILS) else f"test_{name}.py")).write_text(text)
     said = run(folder, *arguments.split("|"))
-    assert said.closing.endswith(closing) and (said.code == 0) == closing.endswith(" 0 failed") == said.closing.endswith(" 0 failed")
+    passed, _, failed = closing.partition("/")
+    assert said.closing.endswith(f"{passed} passed, {failed} failed" if closing else " failed")
+    assert (said.code == 0) == (failed == "0") == said.closing.endswith(" 0 failed")
     assert [line for line in lines if not any(one.startswith(f"tests: {line}") for one in said.lines)] == []
     assert lines or not any("retried" in line for line in said.lines)
 

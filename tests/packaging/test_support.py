@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
+
 from streamrl.config.tree import WeightsConfig
 from streamrl.runtime.rundir import RunDir
 from streamrl.weights.factory import weights_directory
@@ -12,12 +20,7 @@ from tests.support.needs import GPUS, REASONS, SWITCH, need, required
 from tests.support.processes import read_pids, until
 from tests.support.programs import programs
 from tests.support.tiny import tiny_up, write_tiny
-import importlib.util
-import inspect
-import os
-import pytest
-import subprocess
-import sys
+
 
 @pytest.fixture(autouse=True)
 def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +70,6 @@ def test_what_a_need_looks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "make sglang-cpu" in missing("sglang")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "package zmq: " in missing("zmq")
-
 
 
 ROOT = Path(__file__).parents[2]

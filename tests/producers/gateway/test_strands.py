@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -44,75 +43,52 @@ OWN = turn(OWN_PROMPT, [20], heard="pq", context=[1, 2, 9])
 OTHER = turn(OWN_PROMPT, [30], heard="r", context=[7], family=1)
 
 
-def told(tree: Tree) -> tuple[list[tuple[Any, ...]], int]:
-    """Tell for each strand: numbers of its nodes, turns that are trained there, its parent, tokens in common, if it is the newest."""
+def told(tree: Tree) -> str:
+    """Tell each strand: its nodes, how many are trained there, where it leaves another, `*` for the newest; and the abandoned."""
     strands, abandoned = tree.strands()
-    return [([node.number for node in s.nodes], s.num_own, s.parent, s.num_shared, s.is_newest) for s in strands], abandoned
+    found = []
+    for one in strands:
+        leaves = "" if (one.parent, one.num_shared) == (None, 0) else f" of {one.parent} from {one.num_shared}"
+        found.append(f"{'>'.join(str(node.number) for node in one.nodes)} {one.num_own}{leaves}{'*' * one.is_newest}")
+    return f"{'; '.join(found)} | {abandoned}"
 
 
-STRANDS: dict[str, tuple[list[Turn], list[tuple[Any, ...]], int]] = {
-    "nothing": ([], [], 0),
-    "one turn": ([A], [([-1, 0], 1, None, 0, True)], 0),
-    "a conversation": ([A, B, turn(1, [14])], [([-1, 0, 1, 2], 3, None, 0, True)], 0),
-    "a fork that is given up": ([A, B, C], [([-1, 0, 2], 2, None, 0, True)], 1),
-    "the newest of a prompt": ([A, turn(TASK_PROMPT, [11])], [([-1, 1], 1, None, 0, True)], 1),
-    "a fork that is gone on with": (
-        [A, B, C, turn(1, [14]), turn(2, [15])],
-        [([-1, 0, 1], 2, None, 0, False), ([-1, 0, 2, 4], 2, 0, 5, True)],
-        1,
-    ),
-    "two answers to the prompt": (
-        [A, turn(TASK_PROMPT, [16]), turn(0, [14]), turn(1, [15])],
-        [([-1, 0], 1, None, 0, False), ([-1, 1, 3], 2, 0, 3, True)],
-        1,
-    ),
+STRANDS: dict[str, tuple[list[Turn], str]] = {
+    "nothing": ([], " | 0"),
+    "one turn": ([A], "-1>0 1* | 0"),
+    "a conversation": ([A, B, turn(1, [14])], "-1>0>1>2 3* | 0"),
+    "a fork that is given up": ([A, B, C], "-1>0>2 2* | 1"),
+    "the newest of a prompt": ([A, turn(TASK_PROMPT, [11])], "-1>1 1* | 1"),
+    "a fork that is gone on with": ([A, B, C, turn(1, [14]), turn(2, [15])], "-1>0>1 2; -1>0>2>4 2 of 0 from 5* | 1"),
+    "two answers to the prompt": ([A, turn(TASK_PROMPT, [16]), turn(0, [14]), turn(1, [15])], "-1>0 1; -1>1>3 2 of 0 from 3* | 1"),
     "three answers, all gone on with": (
         [A, turn(TASK_PROMPT, [16]), turn(TASK_PROMPT, [17]), turn(0, [14]), turn(1, [15]), turn(2, [18]), turn(3, [19])],
-        [([-1, 0, 3, 6], 3, None, 0, True), ([-1, 1], 1, 0, 3, False), ([-1, 2], 1, 0, 3, False)],
-        2,
+        "-1>0>3>6 3*; -1>1 1 of 0 from 3; -1>2 1 of 0 from 3 | 2",
     ),
-    "a compacted prompt": ([A, B, OWN], [([-1, 0], 1, None, 0, False), ([-2, 2], 1, 0, 2, True)], 1),
-    "a compacted prompt alone": ([OWN], [([-2, 0], 1, None, 0, True)], 0),
-    "a prompt of the agent's own": ([A, OTHER], [([-1, 0], 1, None, 0, True), ([-2, 1], 1, None, 0, False)], 0),
-    "that prompt alone": ([OTHER], [([-2, 0], 1, None, 0, True)], 0),
-    "that prompt before": ([OTHER, A], [([-2, 0], 1, None, 0, False), ([-1, 1], 1, None, 0, True)], 0),
-    "prompts that have nothing in common": (
-        [A, B, turn(OWN_PROMPT, [20], heard="p", context=[8, 2, 3])],
-        [([-1, 0], 1, None, 0, False), ([-2, 2], 1, None, 0, True)],
-        1,
-    ),
-    "a prompt that is longer": (
-        [A, B, turn(OWN_PROMPT, [20], heard="p", context=[1, 2, 3, 4])],
-        [([-1, 0], 1, None, 0, False), ([-2, 2], 1, 0, 3, True)],
-        1,
-    ),
-    "that prompt before, with tokens in common": (
-        [turn(OWN_PROMPT, [30], heard="r", context=[1, 8], family=1), A],
-        [([-2, 0], 1, None, 0, False), ([-1, 1], 1, None, 0, True)],
-        0,
-    ),
-    "that prompt behind, with tokens in common": (
-        [A, turn(OWN_PROMPT, [30], heard="r", context=[1, 8], family=1)],
-        [([-1, 0], 1, None, 0, True), ([-2, 1], 1, None, 0, False)],
-        0,
-    ),
+    "a compacted prompt": ([A, B, OWN], "-1>0 1; -2>2 1 of 0 from 2* | 1"),
+    "a compacted prompt alone": ([OWN], "-2>0 1* | 0"),
+    "a prompt of the agent's own": ([A, OTHER], "-1>0 1*; -2>1 1 | 0"),
+    "that prompt alone": ([OTHER], "-2>0 1* | 0"),
+    "that prompt before": ([OTHER, A], "-2>0 1; -1>1 1* | 0"),
+    "prompts that have nothing in common": ([A, B, turn(OWN_PROMPT, [20], heard="p", context=[8, 2, 3])], "-1>0 1; -2>2 1* | 1"),
+    "a prompt that is longer": ([A, B, turn(OWN_PROMPT, [20], heard="p", context=[1, 2, 3, 4])], "-1>0 1; -2>2 1 of 0 from 3* | 1"),
+    "that prompt before, with tokens in common": ([turn(OWN_PROMPT, [30], heard="r", context=[1, 8], family=1), A], "-2>0 1; -1>1 1* | 0"),
+    "that prompt behind, with tokens in common": ([A, turn(OWN_PROMPT, [30], heard="r", context=[1, 8], family=1)], "-1>0 1*; -2>1 1 | 0"),
     "the same own prompt twice": (
         [OTHER, turn(OWN_PROMPT, [31], heard="r", context=[7], family=1), turn(0, [32]), turn(1, [33])],
-        [([-2, 0], 1, None, 0, False), ([-2, 1, 3], 2, 0, 1, True)],
-        1,
+        "-2>0 1; -2>1>3 2 of 0 from 1* | 1",
     ),
     "a fork of a fork": (
         [A, B, turn(1, [14]), turn(1, [15]), turn(2, [16]), turn(3, [17]), turn(0, [18]), turn(6, [19])],
-        [([-1, 0, 1, 2], 3, None, 0, False), ([-1, 0, 1, 3], 1, 0, 8, False), ([-1, 0, 6, 7], 2, 0, 5, True)],
-        2,
+        "-1>0>1>2 3; -1>0>1>3 1 of 0 from 8; -1>0>6>7 2 of 0 from 5* | 2",
     ),
 }
 
 
 @pytest.mark.parametrize("case", STRANDS)
 def test_strands(case: str) -> None:
-    turns, strands, abandoned = STRANDS[case]
-    assert told(grown(*turns)) == (strands, abandoned)
+    turns, strands = STRANDS[case]
+    assert told(grown(*turns)) == strands
 
 
 def test_nodes_know_their_place() -> None:
