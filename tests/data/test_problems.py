@@ -226,11 +226,7 @@ ROWS = [
     ({"temperature": 0}, {}, "draw.temperature must be above 0"),
     ({"regex": "a"}, {"engine": {"kind": "table"}, "trainer": {"backend": "table"}}, "draw.regex is a grammar, which engine.kind = table"),
     ({"regex": "("}, {}, "expected a grammar that llguidance understands in draw.regex"),
-    (
-        {"presence_penalty": 1},
-        {"tasks": {"inexact": "refuse"}},
-        "draw.presence_penalty draws from a distribution",
-    ),
+    ({"presence_penalty": 1}, {"tasks": {"inexact": "refuse"}}, "draw.presence_penalty draws from a distribution"),
     ({"logit_bias": {"104": 1}}, {}, "draw.logit_bias must be of token ids in 0 .. 103, got 104"),
     ({"json_schema": "{}"}, {"sampling": {"regex": "a"}}, "a json_schema and a regex"),
     ({"min_p": 0.1}, {"trainer": {"backend": "megatron", "ranks": 2, "tensor": 2}}, "log-probs over a vocabulary in parts"),

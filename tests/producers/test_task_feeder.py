@@ -99,11 +99,7 @@ def test_min_version_by_hand():
 
 
 @given(
-    version=st.integers(0, 50),
-    batch=st.integers(1, 9),
-    staleness=st.integers(0, 8),
-    refills=st.integers(0, 30),
-    offset=st.integers(0, 100),
+    version=st.integers(0, 50), batch=st.integers(1, 9), staleness=st.integers(0, 8), refills=st.integers(0, 30), offset=st.integers(0, 100)
 )
 def test_min_version_keeps_the_bound_and_never_waits_for_the_future(version, batch, staleness, refills, offset):
     config = msgspec.structs.replace(CONFIG, tasks=TasksConfig(batch_tasks=batch, max_staleness=staleness))

@@ -94,8 +94,7 @@ async def test_in_several_loops_and_threads_of_a_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [{"seconds": 0}, {"seconds": float("inf")}, {"memory_bytes": -1}, {"files": 1.5}, {"processes": True}, {"output_bytes": "1"}],
+    "given", [{"seconds": 0}, {"seconds": float("inf")}, {"memory_bytes": -1}, {"files": 1.5}, {"processes": True}, {"output_bytes": "1"}]
 )
 def test_limits_that_are_none(given: dict[str, object]) -> None:
     [(name, value)] = given.items()

@@ -55,13 +55,7 @@ def test_of_equal_turns_the_one_with_equal_versions_is_meant() -> None:
 
 
 @pytest.mark.parametrize(
-    "forged",
-    [
-        alike([1, 2, 9]),
-        model([1, 2], [-0.5, -0.25]),
-        model([1, 2], [-0.5]),
-        model([1, 2], [-0.5, float("nan")]),
-    ],
+    "forged", [alike([1, 2, 9]), model([1, 2], [-0.5, -0.25]), model([1, 2], [-0.5]), model([1, 2], [-0.5, float("nan")])]
 )
 def test_what_was_not_sampled_is_refused(forged: Segment) -> None:
     with pytest.raises(SchemaError, match="not sampled by an engine"):

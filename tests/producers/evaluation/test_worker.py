@@ -263,12 +263,7 @@ async def test_engines_of_its_own_answer_at_the_version_that_is_due_while_the_ot
         heldout, evaluation=replace(heldout.evaluation, engines=1), weights=WeightsConfig(transport="bus", keep=0, anchor_every=3)
     )
     publisher = make_publisher(
-        heldout.weights,
-        bus=loop.bus,
-        subjects=loop.subjects,
-        policy="policy",
-        run_dir=loop.run_dir.path,
-        loop=asyncio.get_running_loop(),
+        heldout.weights, bus=loop.bus, subjects=loop.subjects, policy="policy", run_dir=loop.run_dir.path, loop=asyncio.get_running_loop()
     )
     for number in range(6):
         logits = script(loop.tokenizer, {(0, "<|assistant|>"): str(number)})
