@@ -12,7 +12,7 @@ from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
 from streamrl.producers import repeats
 from tests.support.policies import make_model, script, start_engine
-from tests.support.producing import PRODUCERS, Loop, make_loop
+from tests.support.producing import Loop, make_loop
 
 
 @pytest_asyncio.fixture
@@ -32,14 +32,6 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: Toke
     engine = await start_engine(tmp_path / "model", script(tokenizer, request.module.ANSWERS))
     yield engine
     await engine.stop()
-
-
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    """A file of producer functions."""
-    path = tmp_path / "functions.py"
-    path.write_text(PRODUCERS)
-    return path
 
 
 @pytest.fixture

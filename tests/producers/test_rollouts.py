@@ -21,6 +21,41 @@ from streamrl.schemas.subjects import HEADER_SCHEMA, HEADER_TASK, KEY_GRANTED, M
 from tests.support.processes import until
 from tests.support.producing import Loop, in_memory, on_server, samples_in, tombstones_in, with_producer
 
+FUNCTIONS = """
+import asyncio
+import os
+
+
+async def calculator(task, engine):
+    chat = engine.chat(task)
+    turn = await chat.generate()
+    while "?" in turn.text:
+        chat.tool("7")
+        turn = await chat.generate()
+    return chat.episode()
+
+
+async def hangs_at_odd_tasks(task, engine):
+    if task.index % 2:
+        await asyncio.sleep(3600)
+    return await calculator(task, engine)
+
+
+async def exits_at_row_4(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    if task.index == 4:
+        os._exit(3)
+    return chat.episode()
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
 
 async def test_a_task_becomes_one_message_of_scored_samples(loop: Loop) -> None:
     async with loop.engine(), loop.serving(main, loop.worker()):
@@ -52,9 +87,7 @@ async def test_a_task_becomes_one_message_of_scored_samples(loop: Loop) -> None:
 
 @pytest.mark.process
 @in_memory
-async def test_tasks_whose_code_hangs_are_reported_and_those_that_wait_for_an_engine_are_not(
-    loop: Loop, functions: Path, tmp_path: Path
-) -> None:
+async def test_tasks_whose_code_hangs_are_reported_and_those_that_wait_for_an_engine_are_not(loop: Loop, functions: Path) -> None:
     view = RunView(loop.config.run.name)
 
     async def follow() -> None:
