@@ -117,28 +117,19 @@ def by_reward(version, sources):
     print("not an answer")
     return {name: 1 + (one["reward"] or 0) * version for name, one in sources.items()}
 
-def fails(version, sources):
-    raise ValueError("no idea")
-
-def hangs(version, sources):
-    time.sleep(600)
-
-def leaves(version, sources):
-    os._exit(3)
-
-def quits(version, sources):
-    sys.exit("enough")
-
-def talks(version, sources):
-    os.write(2, b"x" * 100000)
-    return {"a": float("nan"), "b": 1}
-
-def large(version, sources):
-    return {"x" * (2 << 20): 1}
-
 def one(version):
     return {}
-"""
+""" + "".join(
+    f"\ndef {name}(version, sources):\n    {line}\n"
+    for name, line in {
+        "fails": 'raise ValueError("no idea")',
+        "hangs": "time.sleep(600)",
+        "leaves": "os._exit(3)",
+        "quits": 'sys.exit("enough")',
+        "talks": 'os.write(2, b"x" * 100000); return {"a": float("nan"), "b": 1}',
+        "large": 'return {"x" * (2 << 20): 1}',
+    }.items()
+)
 
 
 @pytest.fixture
@@ -196,7 +187,7 @@ async def test_a_verdict_is_on_record_before_it_is_used_and_a_restart_goes_on_wi
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("fails", "ValueError: no idea (mine.py line 9)"),
+        ("fails", "ValueError: no idea (mine.py line 12)"),
         ("hangs", "no answer within"),
         ("leaves", "ended without"),
         ("quits", "ended without"),

@@ -27,56 +27,34 @@ from tests.support.user_code import Workshop, ends
 
 pytestmark = pytest.mark.process
 
-CODE = """
+SEEN = 'all(one.reward == 1.0 and one.completion == "7" for one in episodes) and task.label == "7"'
+FILTERS = {
+    "by_reward": 'return [(episode.reward > 2, "dull") for episode in episodes]',
+    "odd": 'return [(episode.rollout % 2 == 0, "odd") if episode.rollout else True for episode in episodes]',
+    "last": 'return [(episode.rollout != 2, "last") for episode in episodes]',
+    "only_last": 'return [(episode.rollout == 2, "first") for episode in episodes]',
+    "hangs": "while True: time.sleep(0.01)",
+    "exits": "sys.exit(3)",
+    "dies": "os._exit(7)",
+    "raises": 'raise ValueError("no\\x00thing")',
+    "forgets": "pass",
+    "says": 'return "yes"',
+    "not_a_number": 'return float("nan")',
+    "short": "return [True]",
+}
+CODE = f"""
 import sys, time, os
 
-def by_reward(task, episodes):
-    return [(episode.reward > 2, "dull") for episode in episodes]
-
-def odd(task, episodes):
-    return [(episode.rollout % 2 == 0, "odd") if episode.rollout else True for episode in episodes]
-
-def last(task, episodes):
-    return [(episode.rollout != 2, "last") for episode in episodes]
-
-def only_last(task, episodes):
-    return [(episode.rollout == 2, "first") for episode in episodes]
-
 def nothing(task, episodes, least):
-    assert all(episode.reward == 1.0 and episode.completion == "7" for episode in episodes) and task.label == "7"
+    assert {SEEN}
     return len(episodes) >= least
 
 async def later(task, episodes):
     return False, "later\\n" + "x" * 1_000_000
 
-def hangs(task, episodes):
-    while True:
-        time.sleep(0.01)
-
-def exits(task, episodes):
-    sys.exit(3)
-
-def dies(task, episodes):
-    os._exit(7)
-
-def raises(task, episodes):
-    raise ValueError("no\\x00thing")
-
-def forgets(task, episodes):
-    pass
-
-def says(task, episodes):
-    return "yes"
-
-def not_a_number(task, episodes):
-    return float("nan")
-
-def short(task, episodes):
-    return [True]
-
 def chosen(task, episodes):
-    return globals()[task.metadata["filter"]](task, episodes, **task.metadata.get("options", {}))
-"""
+    return globals()[task.metadata["filter"]](task, episodes, **task.metadata.get("options", {{}}))
+""" + "".join(f"\ndef {name}(task, episodes):\n    {line}\n" for name, line in FILTERS.items())
 
 
 @contextlib.asynccontextmanager
