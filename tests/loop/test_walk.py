@@ -1,24 +1,30 @@
-"""Count the product files that a lockstep sample walks through, from the feeder to the version that is trained on it."""
+"""Count the product files that a lockstep sample walks through, and the frames between the trainer's loop and the clipped loss."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
+from torch import Tensor
 
 import streamrl
 from scripts.house import kept
+from streamrl.algorithms import policy_losses
+from streamrl.algorithms.importance import ratio_of
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import Config, RewardConfig
 from streamrl.data.model import ensure_model
 from tests.loop.test_lockstep import lockstep_config
 from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.ups import begun
 
 PACKAGE = Path(streamrl.__file__).parent
 
@@ -68,3 +74,24 @@ async def test_a_sample_walks_through_no_more_files_than_the_house_allows(tmp_pa
         walk = sorted({str(path.relative_to(PACKAGE)) for name in entered if (path := Path(name)).is_relative_to(PACKAGE)})
     allowed = kept()["walk.lockstep"]
     assert len(walk) <= allowed, f"walk.lockstep in scripts/house.toml: expected at most {allowed}, got {len(walk)}: {' '.join(walk)}"
+
+
+DEEPEST = 7
+
+
+@pytest.mark.process  # rewards that are functions have processes of their own
+async def test_from_the_loop_to_the_clipped_loss_it_is_a_few_frames(tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[list[str]] = []
+
+    def looking(log_ratio: Tensor) -> Tensor:
+        stacks.append([frame.name for frame in traceback.extract_stack()[:-1]])
+        return ratio_of(log_ratio)
+
+    monkeypatch.setattr(policy_losses, "ratio_of", looking)
+    config = lockstep_config(tmp_path, run_id, "torch")
+    async with begun(tmp_path, replace(config, run=replace(config.run, steps=1))) as (run, config, bus):
+        await run_to_end(config, run, bus)
+    names = stacks[0]
+    path = names[names.index("_train") - 1 :]
+    assert (path[0], path[-1]) == ("run", "ppo_clip")
+    assert len(path) <= DEEPEST, path
