@@ -71,11 +71,13 @@ async def test_the_stream_is_held_for_the_oldest_checkpoint_that_is_kept(tmp_pat
         assert len(await read_ledger(w.bus, w.config.run.name)) == 60
 
 
-async def test_under_pressure_fewer_are_kept_and_the_run_goes_on(tmp_path: Path) -> None:
-    sizes: dict[str, object] = {"checkpoint_every": 20, "keep_checkpoints": 3}
-    async with place(tmp_path, run={"steps": 40}, trainer=sizes, bus={"samples_bytes": 40_000}) as w:
+async def test_under_pressure_fewer_are_kept_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.consumers.training.checkpoints.LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr("streamrl.producers.publishing._FULL_MAX_S", 0.1)
+    sizes: dict[str, object] = {"checkpoint_every": 12, "keep_checkpoints": 3}
+    async with place(tmp_path, run={"steps": 24}, trainer=sizes, bus={"samples_bytes": 40_000}) as w:
         await w.train()
         latest = await w.latest()
         assert (await w.bus.state("samples")).first > 1
         assert [w.run.path / one.path for one in latest.kept] == w.kept
-        assert len(await read_ledger(w.bus, w.config.run.name)) == 40
+        assert len(await read_ledger(w.bus, w.config.run.name)) == 24

@@ -156,6 +156,7 @@ async def test_a_sample_stream_that_lost_its_end_goes_on_from_what_it_still_has(
 
 async def test_a_hole_that_readers_had_passed_over_is_no_gap_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was made after it was made without it."""
+    monkeypatch.setattr("streamrl.consumers.training.reaper.LOOK_EVERY_S", 0.5)
     async with trained(tmp_path) as (w, known):
         cursor = (await w.latest()).cursor
         async with asyncio.timeout(60):

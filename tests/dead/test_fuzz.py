@@ -16,7 +16,7 @@ from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK
 from tests.support.bad_messages import GROUP, SUBJECTS, Author, Sent, broken_tables
 
-SIZES = [20_000, pytest.param(100_000, marks=pytest.mark.soak)]
+SIZES = [6000, pytest.param(100_000, marks=pytest.mark.soak)]
 CONFIG = FoldConfig(batch_tasks=4, group_size=GROUP, max_staleness=3, late_versions=3)
 REASONS = (
     "expected a body with digest",

@@ -12,29 +12,29 @@ import numpy.typing as npt
 import pytest
 from msgspec.structs import replace
 
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
-from streamrl.config.tree import BusConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.dead_letters import publish_blob_missing
 from streamrl.consumers.training.reader import RecordReader
 from streamrl.consumers.training.sample_blobs import Replayed, SampleBlobs
 from streamrl.consumers.training.stream_fold import StreamFold
+from streamrl.core.assembly import used
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import BLOB_MISSING
 from streamrl.core.state import FoldConfig, initial_state
 from streamrl.engines.experts import Routing
-from streamrl.errors import Forbidden, SchemaError, StreamFull
+from streamrl.errors import Forbidden, SchemaError
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
 from streamrl.schemas.codec import encode
-from streamrl.schemas.events import FULL_BLOBS
 from streamrl.schemas.experts import RoutedExperts, compact
+from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.samples import BlobRef, Sample, VersionSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
-from tests.support.processes import until
 
 ROUTING = Routing(layers=3, per_token=2, experts=8)
 RULES = FoldConfig(batch_tasks=1, group_size=2, max_staleness=1, drop_zero_variance=False)
@@ -122,11 +122,12 @@ class World:
 
 
 @pytest.fixture
-def world(bus: Bus, run_id: str) -> World:
-    return World(bus, run_id)
+def world() -> World:
+    return World(MemoryBus("r"), "r")
 
 
-async def test_they_reach_the_batch_token_by_token(world: World) -> None:
+async def test_they_reach_the_batch_token_by_token(bus: Bus, run_id: str) -> None:
+    world = World(bus, run_id)
     found = [routing(5, 1), routing(4, 2)]
     await world.publish([episode(0, [1, 2, 3], found[0]), episode(1, [4, 8], found[1])])
     assert len(await world.bus.sample_blobs.names()) == 2
@@ -134,6 +135,18 @@ async def test_they_reach_the_batch_token_by_token(world: World) -> None:
     assert batch.routed_experts is not None and batch.offsets.tolist() == [0, 6, 11]
     assert (batch.routed_experts[:5] == found[0]).all() and (batch.routed_experts[6:10] == found[1]).all()
     assert (batch.routed_experts[[5, 10]] == -1).all(), "nobody computes what follows the last token"
+
+
+async def test_several_samples_of_a_rollout_share_a_blob_and_without_any_the_batch_says_nothing(world: World) -> None:
+    await world.publish([episode(0, [1], None), episode(1, [2], None)])
+    batch, _ = await world.batch()
+    assert batch.routed_experts is None and not await world.bus.sample_blobs.names()
+    world, found = World(MemoryBus("r"), "r"), [routing(4, 1), routing(6, 2)]
+    await world.publish([episode(0, [1, 2], found[0]), episode(0, [1, 2, 3, 4], found[1]), episode(1, [4], routing(3, 3))])
+    assert len(await world.bus.sample_blobs.names()) == 2
+    batch, _ = await world.batch()
+    assert batch.routed_experts is not None and batch.offsets.tolist() == [0, 5, 12, 16]
+    assert (batch.routed_experts[:4] == found[0]).all() and (batch.routed_experts[5:11] == found[1]).all()
 
 
 async def test_of_several_turns_each_token_is_of_the_call_that_computed_it(world: World) -> None:
@@ -151,45 +164,22 @@ async def test_of_several_turns_each_token_is_of_the_call_that_computed_it(world
     assert (batch.routed_experts[8:] == -1).all(), "the end of the chat, and a rollout whose engine said nothing"
 
 
-async def test_several_samples_of_a_rollout_share_a_blob(world: World) -> None:
-    found = [routing(4, 1), routing(6, 2)]
-    await world.publish([episode(0, [1, 2], found[0]), episode(0, [1, 2, 3, 4], found[1]), episode(1, [4], routing(3, 3))])
-    assert len(await world.bus.sample_blobs.names()) == 2
-    batch, _ = await world.batch()
-    assert batch.routed_experts is not None and batch.offsets.tolist() == [0, 5, 12, 16]
-    assert (batch.routed_experts[:4] == found[0]).all() and (batch.routed_experts[5:11] == found[1]).all()
+REFS: list[dict[str, Any]] = [
+    {"name": "../../etc/passwd"},
+    {"name": "0/0.ffffffff"},
+    {"sha256": "ab" * 32},
+    {"num_rows": 1 << 40},
+    {"start_row": 1 << 40, "num_rows": 1},
+]
 
 
-async def test_without_any_the_batch_says_nothing(world: World) -> None:
-    await world.publish([episode(0, [1], None), episode(1, [2], None)])
-    batch, _ = await world.batch()
-    assert batch.routed_experts is None and not await world.bus.sample_blobs.names()
+@pytest.mark.parametrize("wrong", REFS, ids=str)
+async def test_a_sample_that_names_what_is_not_there_ends_its_rollout(world: World, wrong: dict[str, Any]) -> None:
+    def change(sample: Sample) -> Sample:
+        assert sample.routed_experts is not None
+        return replace(sample, routed_experts=replace(sample.routed_experts, **wrong)) if sample.rollout == 0 else sample
 
-
-def wrong_name(sample: Sample) -> Sample:
-    return replace(sample, routed_experts=BlobRef("../../etc/passwd", "ab" * 32, 0, 3))
-
-
-def another_digest(sample: Sample) -> Sample:
-    assert sample.routed_experts is not None
-    return replace(sample, routed_experts=replace(sample.routed_experts, sha256="ab" * 32))
-
-
-def many_rows(sample: Sample) -> Sample:
-    assert sample.routed_experts is not None
-    return replace(sample, routed_experts=replace(sample.routed_experts, num_rows=1 << 40))
-
-
-def behind_the_end(sample: Sample) -> Sample:
-    assert sample.routed_experts is not None
-    return replace(sample, routed_experts=replace(sample.routed_experts, start_row=1 << 40, num_rows=1))
-
-
-@pytest.mark.parametrize("change", [wrong_name, another_digest, many_rows, behind_the_end])
-async def test_a_sample_that_names_what_is_not_there_ends_its_rollout(world: World, change: Callable[[Sample], Sample]) -> None:
-    await world.publish(
-        [episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))], lambda sample: change(sample) if sample.rollout == 0 else sample
-    )
+    await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))], change)
     batch, fold = await world.batch()
     assert batch.rollouts.tolist() == [1] and batch.routed_experts is not None
     [drop] = fold.own.drops
@@ -223,29 +213,22 @@ async def test_a_blob_that_holds_something_else_ends_its_rollout(world: World, b
     assert [drop.reason for drop in fold.own.drops] == [BLOB_MISSING]
 
 
-async def test_blobs_that_are_gone_end_all_rollouts_and_the_next_group_is_trained(world: World) -> None:
+async def test_what_is_gone_ends_its_rollouts_and_is_decided_alike_when_it_is_back(world: World) -> None:
+    """By the record on the stream, not by what there is now; and the next group is trained."""
     await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))])
-    for name in await world.bus.sample_blobs.names():
+    bodies = {name: await world.bus.sample_blobs.get(name) for name in await world.bus.sample_blobs.names()}
+    for name in bodies:
         await world.bus.sample_blobs.delete(name)
     await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))], index=1)
     batch, fold = await world.batch()
     assert batch.tasks.tolist() == [1, 1] and fold.own.is_retired(0)
     # A second trainer, which finds the same, tells nothing twice.
     last = (await world.bus.state("samples")).last
-    again, _ = await world.batch()
-    assert (await world.bus.state("samples")).last == last and again.tasks.tolist() == [1, 1]
-
-
-async def test_what_was_decided_is_decided_alike_when_the_blob_is_back(world: World) -> None:
-    """By the record on the stream, not by what there is now."""
-    await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))])
-    name = next(name for name in await world.bus.sample_blobs.names() if name.startswith("0/0."))
-    body = await world.bus.sample_blobs.get(name)
-    await world.bus.sample_blobs.delete(name)
-    first, _ = await world.batch()
-    await world.bus.sample_blobs.put(name, body)
-    again, _ = await world.batch()
-    assert first.rollouts.tolist() == again.rollouts.tolist() == [1]
+    for back in (False, True):
+        for name, body in bodies.items() if back else ():
+            await world.bus.sample_blobs.put(name, body)
+        again, _ = await world.batch()
+        assert (await world.bus.state("samples")).last == last and again.tasks.tolist() == [1, 1]
 
 
 async def test_a_batch_that_was_trained_before_says_what_it_lacks(world: World) -> None:
@@ -258,9 +241,6 @@ async def test_a_batch_that_was_trained_before_says_what_it_lacks(world: World) 
         other, second = world.fold(call)
         for name in await world.bus.sample_blobs.names():
             await world.bus.sample_blobs.delete(name)
-        from streamrl.core.assembly import used
-        from streamrl.schemas.ledger import LedgerEntry
-
         past: Any = LedgerEntry(
             run="r", trainer="main", source="main", version=Version(0, 1), cursor=1, used=used(closed), granted=0, retired=0
         )
@@ -271,20 +251,6 @@ async def test_a_batch_that_was_trained_before_says_what_it_lacks(world: World) 
         second.close()
     finally:
         reader.close()
-
-
-async def test_a_full_bucket_stalls_the_producer_until_there_is_room(make_bus: Any, run_id: str) -> None:
-    bus = await make_bus(BusConfig(sample_blobs_bytes=100_000, patience_s=10))
-    await bus.sample_blobs.put("9/0.00000000", bytes(80_000))
-    with pytest.raises(StreamFull) as caught:
-        await bus.sample_blobs.put("9/1.00000000", bytes(40_000))
-    assert "bus.sample_blobs_bytes" in caught.value.hint
-    publisher = Publisher(bus, Subjects(run_id))
-    storing = asyncio.create_task(publisher.beside(0, 0, bytes(40_000)))
-    await until(lambda: publisher.full == FULL_BLOBS)
-    await bus.sample_blobs.delete("9/0.00000000")
-    name, digest = await asyncio.wait_for(storing, 30)
-    assert hashlib.sha256(await bus.sample_blobs.get(name)).hexdigest() == digest and not publisher.stalled
 
 
 class Barred:

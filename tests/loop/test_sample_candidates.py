@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable
 
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus.memory import MemoryBus
 from streamrl.config.recording import Recording
-from streamrl.consumers.training.calls import Caller
-from streamrl.consumers.training.reader import RecordReader
+from streamrl.consumers.training.reader import open_message
 from streamrl.consumers.training.sample_blobs import Replayed, blobs_named
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.batches import TrainBatch
@@ -24,6 +22,7 @@ from streamrl.producers.episode import Branch, Episode, Segment
 from streamrl.schemas.candidates import Candidates, CandidateSets, bounds_of
 from streamrl.schemas.codec import encode
 from streamrl.schemas.samples import BlobRef, LogprobMode, Sample, VersionSpan
+from streamrl.schemas.subjects import SAMPLES
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.loop.test_sample_blobs import World as Stream
@@ -71,8 +70,8 @@ class World(Stream):
 
 
 @pytest.fixture
-def world(bus: Bus, run_id: str) -> World:
-    return World(bus, run_id)
+def world() -> World:
+    return World(MemoryBus("r"), "r")
 
 
 def said_in(batch: TrainBatch) -> Said:
@@ -119,29 +118,22 @@ async def test_log_probs_from_before_the_cut_have_no_support(world: World) -> No
     assert said_in(batch) == [[]] * 8 and (batch.top_p == 1).all()
 
 
-def named(sample: Sample) -> BlobRef:
-    assert sample.candidates is not None
-    return sample.candidates
-
-
 def changed(**values: object) -> Callable[[Sample], Sample]:
-    return lambda sample: replace(sample, candidates=replace(named(sample), **values))  # type: ignore[arg-type]
+    """Another reference of rollout 0's sample."""
+
+    def change(sample: Sample) -> Sample:
+        assert sample.candidates is not None
+        return replace(sample, candidates=replace(sample.candidates, **values)) if sample.rollout == 0 else sample  # type: ignore[arg-type]
+
+    return change
 
 
-REFS = {
-    "another name": changed(name="../../etc/passwd"),
-    "another digest": changed(sha256="ab" * 32),
-    "many rows": changed(num_rows=1 << 40),
-    "rows behind the end": changed(start_row=1 << 40, num_rows=1),
-    "fewer rows than tokens": changed(num_rows=2),
-    "no blob": changed(name="0/0.ffffffff"),
-}
+REFS: list[dict[str, object]] = [{"name": "0/0.ffffffff"}, {"sha256": "ab" * 32}, {"start_row": 1 << 40, "num_rows": 1}, {"num_rows": 2}]
 
 
-@pytest.mark.parametrize("change", REFS.values(), ids=REFS)
-async def test_a_sample_that_names_what_is_not_there_ends_its_rollout(world: World, change: Callable[[Sample], Sample]) -> None:
-    episodes = [episode(0, turn([1, 2], [[1, 3], [2, 8]])), episode(1, turn([4], [[4, 5]]))]
-    await world.publish(episodes, lambda sample: change(sample) if sample.rollout == 0 else sample)
+@pytest.mark.parametrize("wrong", REFS, ids=str)
+async def test_a_sample_that_names_what_is_not_there_ends_its_rollout(world: World, wrong: dict[str, object]) -> None:
+    await world.publish([episode(0, turn([1, 2], [[1, 3], [2, 8]])), episode(1, turn([4], [[4, 5]]))], changed(**wrong))
     batch, fold = await world.batch()
     assert batch.rollouts.tolist() == [1] and said_in(batch) == [[], [], [], [4, 5]]
     [drop] = fold.own.drops
@@ -166,26 +158,20 @@ BODIES: dict[str, tuple[str, bytes]] = {
 }
 
 
-@pytest.mark.parametrize(("said", "body"), BODIES.values(), ids=BODIES)
-async def test_a_blob_that_holds_something_else_ends_its_rollout(world: World, said: str, body: bytes) -> None:
+@pytest.mark.parametrize("case", ["", *BODIES])
+async def test_a_blob_that_holds_something_else_ends_its_rollout(world: World, case: str) -> None:
+    said, body = BODIES[case] if case else ("", encode(candidates(GOOD)))
     await world.bus.sample_blobs.put("0/0.00000000", body)
     ref = BlobRef("0/0.00000000", hashlib.sha256(body).hexdigest(), 0, 5)
     episodes = [episode(0, turn([1, 2], None)), episode(1, turn([4], [[4, 5]]))]
     await world.publish(episodes, lambda sample: replace(sample, candidates=ref) if sample.rollout == 0 else sample)
     batch, fold = await world.batch()
+    if not case:
+        assert said_in(batch)[:5] == GOOD and not fold.own.drops, "what the others are measured by"
+        return
     assert batch.rollouts.tolist() == [1]
     [drop] = fold.own.drops
     assert drop.reason == BLOB_MISSING and said in drop.detail
-
-
-async def test_the_blob_that_the_others_are_measured_by_is_taken(world: World) -> None:
-    body = encode(candidates(GOOD))
-    await world.bus.sample_blobs.put("0/0.00000000", body)
-    ref = BlobRef("0/0.00000000", hashlib.sha256(body).hexdigest(), 0, 5)
-    episodes = [episode(0, turn([1, 2], None)), episode(1, turn([4], [[4, 5]]))]
-    await world.publish(episodes, lambda sample: replace(sample, candidates=ref) if sample.rollout == 0 else sample)
-    batch, fold = await world.batch()
-    assert said_in(batch)[:5] == GOOD and not fold.own.drops
 
 
 async def test_an_engine_that_says_too_few_ends_its_rollout(world: World) -> None:
@@ -194,19 +180,11 @@ async def test_an_engine_that_says_too_few_ends_its_rollout(world: World) -> Non
     assert batch.rollouts.tolist() == [1] and [drop.reason for drop in fold.own.drops] == [BLOB_MISSING]
 
 
-async def test_who_does_not_look_at_them_fetches_nothing(world: World) -> None:
-    await world.publish([episode(k, turn([1], [[1, 3]])) for k in range(2)], changed(name="0/0.ffffffff"))
+async def test_who_does_not_look_at_them_fetches_nothing_and_retention_knows_their_names(world: World) -> None:
+    await world.publish([episode(k, turn([1], [[1, 3]])) for k in range(2)])
+    samples = open_message(await world.bus.fetch(SAMPLES, 1)).samples
+    assert samples is not None and blobs_named(samples) == set(await world.bus.sample_blobs.names())
+    for name in blobs_named(samples):
+        await world.bus.sample_blobs.delete(name)
     batch, fold = await world.batch(Recording())
     assert batch.num_samples == 2 and not fold.own.drops
-
-
-async def test_retention_knows_their_names(world: World) -> None:
-    await world.publish([episode(k, turn([1], [[1, 3]])) for k in range(2)])
-    call = Caller(asyncio.get_running_loop())
-    reader = RecordReader(world.bus, call.loop, after=0, capacity=16)
-    try:
-        incoming = await asyncio.to_thread(reader.get, 10)
-    finally:
-        reader.close()
-    assert incoming is not None and incoming.samples is not None
-    assert blobs_named(incoming.samples) == set(await world.bus.sample_blobs.names())

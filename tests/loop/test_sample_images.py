@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from streamrl.bus.protocol import Bus
+from streamrl.bus.memory import MemoryBus
 from streamrl.config.tree import BusConfig, Config, DataConfig, RunConfig, TasksConfig
 from streamrl.consumers.training import trimming
 from streamrl.consumers.training.checkpoints import hold
@@ -39,36 +39,27 @@ PICTURES = (png(1), GIF)
 
 
 @pytest.fixture
-def world(bus: Bus, run_id: str) -> World:
-    made = World(bus, run_id)
+def world() -> World:
+    made = World(MemoryBus("r"), "r")
     made.images, made.replayed = True, Replayed()
     return made
 
 
-async def publish(
-    world: World, change: Callable[[Sample], Sample] = lambda sample: sample, *, store: bool = True, task: int = 0, body: bytes = b""
-) -> BlobRef:
+async def publish(world: World, change: Callable[[Sample], Sample] = lambda sample: sample, *, body: bytes = b"") -> BlobRef:
     """A group of two whose row has two images; rollout 0's sample is changed."""
     ref, stored = image_blob(PICTURES, (0, 7))
     if body:
         digest = hashlib.sha256(body).hexdigest()
         ref, stored = BlobRef(f"0-7/{digest}", digest, 0, 2), body
-    if store:
-        await world.bus.sample_blobs.put(ref.name, stored)
+    await world.bus.sample_blobs.put(ref.name, stored)
     rows = tuple(map(image_of, PICTURES))
 
     def named(sample: Sample) -> Sample:
         sample = replace(sample, images=ref, image_rows=rows)
         return change(sample) if sample.rollout == 0 else replace(sample, images=None, image_rows=())
 
-    await world.publish([episode(0, [1, 2], None), episode(1, [3], None)], named, index=task)
+    await world.publish([episode(0, [1, 2], None), episode(1, [3], None)], named)
     return ref
-
-
-async def test_samples_with_their_images_are_trained_on_their_tokens(world: World) -> None:
-    await publish(world)
-    batch, _ = await world.batch()
-    assert batch.rollouts.tolist() == [0, 1] and batch.routed_experts is None
 
 
 OTHER, OTHER_BODY = image_blob([png(9)], (8, 15))
@@ -116,9 +107,12 @@ async def test_a_blob_that_holds_something_else_ends_its_rollout(world: World, b
     assert batch.rollouts.tolist() == [1] and [drop.reason for drop in fold.own.drops] == [BLOB_MISSING]
 
 
-async def test_what_was_decided_is_decided_alike_when_the_images_are_back(world: World) -> None:
-    """By the record on the stream; and who only trains again what was trained looks at no image."""
-    ref = await publish(world, store=False)
+async def test_samples_are_trained_with_their_images_and_without_them_for_good(world: World) -> None:
+    """What was decided stands in the record on the stream; and who only trains again what was trained looks at no image."""
+    ref = await publish(world)
+    batch, _ = await world.batch()
+    assert batch.rollouts.tolist() == [0, 1] and batch.routed_experts is None
+    await world.bus.sample_blobs.delete(ref.name)
     first, _ = await world.batch()
     await world.bus.sample_blobs.put(ref.name, image_blob(PICTURES, (0, 7))[1])
     again, _ = await world.batch()
