@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,19 +14,6 @@ from streamrl.errors import LaunchError
 from streamrl.schemas.subjects import Subjects
 
 TO = Subjects("run")
-KILLED = """
-import os, pathlib, signal, sys
-from streamrl.bus.store import move_to_account
-rename = pathlib.Path.rename
-
-def dying(source, target):
-    if sys.argv[2] == "after":
-        rename(source, target)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-pathlib.Path.rename = dying
-move_to_account(pathlib.Path(sys.argv[1]))
-"""
 
 
 async def furnished(directory: Path) -> tuple[Path, str]:
@@ -76,17 +60,6 @@ async def test_an_old_runs_streams_are_found_and_moved_once(tmp_path: Path) -> N
         await check_whole(tmp_path, identity)
         assert [path.name for path in (store / "jetstream").iterdir()] == [RUN]
     assert not move_to_account(store)
-
-
-@pytest.mark.nats
-@pytest.mark.process
-@pytest.mark.parametrize("when", ["before", "after"])
-async def test_a_kill_beside_the_move_leaves_all_streams_under_one_name(tmp_path: Path, when: str) -> None:
-    store, identity = await furnished(tmp_path)
-    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, str(store), when)
-    assert await killed.wait() == -signal.SIGKILL
-    assert [path.name for path in (store / "jetstream").iterdir()] == [FORMER if when == "before" else RUN]
-    await check_whole(tmp_path, identity)
 
 
 def stream(store: Path, account: str, name: str) -> Path:

@@ -57,16 +57,6 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(texts:
     assert at is None or stop == first_stop(texts.decode(ids[: at + 1]), stops)[1]  # type: ignore[index]
 
 
-@pytest.mark.parametrize(
-    ("text", "stop"), [("Straße 🙂!", "🙂"), ("日本語のテキスト", "語の"), ("a</answer>b", "swer>"), ("the answer", "he an")]
-)
-def test_characters_of_several_bytes_and_parts_of_tokens(texts: Texts, text: str, stop: str) -> None:
-    ids = texts.tokenizer.encode(text).ids
-    at, found = watched(texts, ids, [stop])
-    assert found == stop and at == ended_at(texts, ids, [stop]) and at is not None
-    assert stop not in texts.decode(ids[:at])
-
-
 def test_a_stop_string_that_is_never_completed_ends_nothing_and_costs_no_memory(texts: Texts) -> None:
     watch = StopText(texts.decode, ["</answer>!"])
     ids = texts.tokenizer.encode("</answer>").ids
