@@ -24,45 +24,20 @@ from tests.support.digests import digest_of
 GOLDEN = Path(__file__).parents[1] / "golden" / "names.json"
 """Per model: how many tensors, and the SHA-256 of their names, shapes and order. Written once: the names of a version never change."""
 DENSE = ("llama", "qwen2", "qwen3")
-TINY: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
-DEEPSEEK: dict[str, Any] = {
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "n_shared_experts": 1,
-}
-QWEN_30B: dict[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
-}
+HEADS = "num_attention_heads num_key_value_heads head_dim"
+
+
+def sizes(text: str, *numbers: int) -> dict[str, Any]:
+    """A configuration's keys, separated by blanks, with these numbers."""
+    return dict(zip(text.split(), numbers, strict=True))
+
+
+TINY = sizes("vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers " + HEADS, 32, 16, 32, 8, 2, 2, 1, 8)
+TINY |= sizes("num_experts num_local_experts n_routed_experts num_experts_per_tok max_position_embeddings", 4, 4, 4, 4, 64)
+DEEPSEEK = sizes("n_group topk_group first_k_dense_replace n_shared_experts kv_lora_rank q_lora_rank v_head_dim", 1, 1, 1, 1, 8, 8, 8)
+DEEPSEEK |= sizes("qk_rope_head_dim qk_nope_head_dim", 4, 4)
+QWEN_30B = sizes("vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers", 151_936, 2048, 6144, 768, 48)
+QWEN_30B |= sizes(HEADS + " num_experts num_experts_per_tok tie_word_embeddings", 32, 4, 128, 128, 8, False)
 
 
 def tiny(model_type: str) -> Any:

@@ -22,7 +22,6 @@ from slime.utils.async_utils import run
 from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
-
 async def two_turns(args, sample, sampling_params, evaluation=False):
     """Asks, appends what a tool says, asks again: ids in, ids out."""
     state = GenerateState(args)
@@ -49,7 +48,6 @@ async def two_turns(args, sample, sampling_params, evaluation=False):
     sample.status = Sample.Status.COMPLETED
     return sample
 
-
 async def fan_out(args, sample, sampling_params):
     first = await one_turn(args, sample, sampling_params)
     other = Sample(index=sample.index, group_index=sample.group_index, prompt=sample.prompt)
@@ -57,120 +55,93 @@ async def fan_out(args, sample, sampling_params):
     second.reward = 0.25
     return [first, second]
 
-
 async def makes_up(args, sample, sampling_params):
     sample = await one_turn(args, sample, sampling_params)
     sample.tokens[-1] += 1
     return sample
-
 
 async def gives_up(args, sample, sampling_params):
     sample = await one_turn(args, sample, sampling_params)
     sample.status = Sample.Status.ABORTED
     return sample
 
-
 async def text_back(args, sample, sampling_params):
     return "a text"
-
 
 async def rm(args, sample, **kwargs):
     return float(sample.response.startswith(str(sample.label))) + kwargs.get("bonus", 0.0)
 
-
 async def table_rm(args, sample, **kwargs):
     return {"score": float(sample.response.startswith("2")), "pred": sample.response}
-
 
 async def ranks(args, samples, **kwargs):
     return [rank / args.n_samples_per_prompt for rank in range(len(samples))]
 
-
 async def nan_rm(args, sample, **kwargs):
     return float("nan")
-
 
 async def text_rm(args, sample, **kwargs):
     return "1.0"
 
-
 async def short_group(args, samples, **kwargs):
     return [0.0]
-
 
 def plain_rm(args, sample, **kwargs):
     return 1.0
 
-
 async def one_argument(args):
     return 1.0
-
 
 async def exits(args, sample, **kwargs):
     sys.exit(3)
 
-
 async def dies(args, sample, **kwargs):
     os._exit(7)
-
 
 async def hangs(args, sample, **kwargs):
     time.sleep(600)
 
-
 async def asks_too_much(args, sample, **kwargs):
     return args.tensor_model_parallel_size
-
 
 def spread(args, samples, **kwargs):
     rewards = [sample.reward for sample in samples]
     return DynamicFilterOutput(keep=bool(np.std(rewards) > 1e-6), reason=f"zero_std_{rewards[0]}")
 
-
 def keep_all(args, samples):
     return True
 
-
 def forgets(args, samples, **kwargs):
     pass
-
 
 def mark_wrong(args, groups):
     for group in groups:
         for sample in group:
             sample.remove_sample = sample.reward == 0.0
 
-
 def show(args, all_groups, data_source):
     assert [sample.group_index for sample in all_groups[0]] == [5, 5, 5, 5]
     data_source(1)
-
 
 def shout(args, sample, *, rollout_id=None, evaluation=False):
     sample.response = sample.response.upper()
     sample.metadata["hooked"] = True
 
-
 async def mask_first(args, sample, *, rollout_id=None, evaluation=False):
     sample.loss_mask = [0] + [1] * (sample.response_length - 1)
     return sample
 
-
 def looks(args, sample):
     assert sample.status is Sample.Status.COMPLETED
-
 
 def removes(args, sample):
     sample.remove_sample = sample.response.startswith("3")
 
-
 def wants_both(args, sample, rollout_id, evaluation):
     assert rollout_id is None and evaluation is False
 
-
 async def wants_evaluation(args, sample, sampling_params, evaluation):
     return await one_turn(args, sample, sampling_params)
-
 
 def whole_rollout(args, rollout_id, data_source, evaluation=False):
     async def work():
@@ -187,7 +158,6 @@ def whole_rollout(args, rollout_id, data_source, evaluation=False):
 
     return run(work())
 
-
 def normalized(args, samples):
     rewards = np.array([sample.reward for sample in samples])
     groups = np.array([sample.group_index for sample in samples])
@@ -197,14 +167,11 @@ def normalized(args, samples):
         done[groups == group] = (of - of.mean()) / (of.std(ddof=1) + 1e-6)
     return rewards.tolist(), done.tolist()
 
-
 def two_numbers(args, samples):
     return 1.0, 0.0
 
-
 def reads_text(args, samples):
     return [sample.response for sample in samples], [0.0] * len(samples)
-
 
 def advantages(args, rollout_data):
     import torch
@@ -215,10 +182,8 @@ def advantages(args, rollout_data):
     ]
     rollout_data["returns"] = rollout_data["advantages"]
 
-
 def no_advantages(args, rollout_data):
     pass
-
 
 def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs):
     import torch
@@ -227,21 +192,17 @@ def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, 
     weights = rho.clamp(args.tis_clip_low, args.tis_clip)
     return pg_loss * weights, loss_masks, {"tis": rho}
 
-
 def masks_first(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths):
     masks = [mask.clone() for mask in loss_masks]
     for mask in masks:
         mask[0] = 0
     return pg_loss, masks, {}
 
-
 def by_name(*, args, pg_loss, loss_masks, **others):
     return pg_loss, loss_masks, {"ones": loss_masks}
 
-
 def loss_alone(args, *, pg_loss, **others):
     return pg_loss
-
 
 def one_mask(args, *, pg_loss, **others):
     return pg_loss, [pg_loss[:1].detach()], {}
