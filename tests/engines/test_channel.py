@@ -152,35 +152,21 @@ async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
 
 
-async def test_nobody_listening_is_an_engine_error():
-    engine = ChannelEngine("http://127.0.0.1:9")
-    for call in (ask(engine, REQUEST), engine.info(), engine.abort("r")):
-        with raises(EngineUnavailable, address=engine.address, reason=ANY):
-            await call
-    await engine.close()
-
-
-async def test_a_server_without_channels_is_said_so():
-    async def no(request: web.Request) -> web.Response:
-        return web.Response(status=404)
-
-    async with answering(no) as client:
-        with raises(EngineError, status=404):
-            await ask(client, REQUEST)
-
-
-@pytest.mark.parametrize("other", ["streamrl.channel.99", None])
-async def test_a_server_of_another_protocol_is_said_so(other: str | None):
+@pytest.mark.parametrize(
+    ("offered", "said"), [(404, {"status": 404}), (("streamrl.channel.99",), {"protocol": ""}), ((), {"protocol": ""})]
+)
+async def test_a_server_without_channels_or_of_another_protocol_is_said_so(offered: int | tuple[str, ...], said: dict[str, Any]):
     async def older(request: web.Request) -> web.StreamResponse:
-        socket = web.WebSocketResponse(protocols=() if other is None else (other,))
+        if isinstance(offered, int):
+            return web.Response(status=offered)
+        socket = web.WebSocketResponse(protocols=offered)
         await socket.prepare(request)
         await socket.receive()
         return socket
 
     async with answering(older) as client:
-        with raises(EngineError, protocol="") as caught:
+        with raises(EngineError, **said):
             await ask(client, REQUEST)
-    assert caught.value.values["protocol"] == "", "a server that knows none of ours takes none"
 
 
 async def test_a_client_of_another_protocol_is_turned_away_and_told_which_one(monkeypatch: pytest.MonkeyPatch):
@@ -190,7 +176,7 @@ async def test_a_client_of_another_protocol_is_turned_away_and_told_which_one(mo
         monkeypatch.setattr(channel, "PROTOCOL", "streamrl.channel.99")
         with raises(EngineError, protocol=PROTOCOL) as caught:
             await ask(client, REQUEST)
-        assert caught.value.values["protocol"] == PROTOCOL and not isinstance(caught.value, EngineUnavailable)
+        assert not isinstance(caught.value, EngineUnavailable)
         assert not engine.left, "it was asked for nothing"
 
 
@@ -235,16 +221,6 @@ async def test_all_who_wait_for_a_connection_fail_with_its_one_attempt(closed: b
     assert closed or opens == 1, "aiohttp asks once more where the connection is broken"
     await client.close()
     server.close()
-
-
-async def test_a_client_that_is_closed_with_its_first_request_ends_it():
-    async with scripted() as (_, client):
-        task = asyncio.ensure_future(ask(client, msgspec.structs.replace(REQUEST, prompt_ids=(2,))))
-        while client._line is None:
-            await asyncio.sleep(0)
-        await client.close()
-        with raises(EngineError, address=client.address, reason="the client was closed"):
-            await task
 
 
 async def test_a_slow_answer_from_a_healthy_server_is_waited_for():

@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import ANY
 
+import pytest
 from aiohttp import web
 
+from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.engines.wire import MetaInfo, SpanOut, spans_in
@@ -52,8 +54,9 @@ def sglang_result(ids: list[int], reason: Any, **meta: Any) -> dict[str, Any]:
     return {"text": "", "output_ids": ids, "meta_info": base | {"output_token_logprobs": rows, "weight_version": "0.7"} | meta}
 
 
-async def test_nobody_listening_is_an_engine_error():
-    engine = HttpEngine("http://127.0.0.1:9")
+@pytest.mark.parametrize("kind", [HttpEngine, ChannelEngine])
+async def test_nobody_listening_is_an_engine_error(kind: type[HttpEngine]):
+    engine = kind("http://127.0.0.1:9")
     for call in (ask(engine, REQUEST), engine.info(), engine.abort("r")):
         with raises(EngineUnavailable, address=engine.address, reason=ANY):
             await call

@@ -9,14 +9,12 @@ import msgspec
 import pytest
 import torch
 
-from streamrl.engines.live_swap.messages import Prepare, Prepared, Region, Stage, Staged
+from streamrl.engines.live_swap.messages import Prepared, Region
 from streamrl.engines.live_swap.rank_digests import DigestBooks
-from streamrl.engines.live_swap.staging import Stager
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
-from streamrl.weights.manifest import build
 from streamrl.weights.protocol import CudaSource, DeviceMemory
-from tests.engines.live_swap.test_recorder import Derived, Fused, content, entries, stager, tensors
+from tests.engines.live_swap.test_recorder import Derived, Fused, check_staged, content, manifest_of, prepared, stage_of, tensors
 from tests.support.errors import raises
 
 
@@ -47,10 +45,6 @@ def whole(seed: int = 0) -> torch.Tensor:
     return data
 
 
-def staged(worker: Stager, source: CudaSource, number: int = 1) -> Staged:
-    return worker.stage(Stage(version=Version(0, number), layout="one", source=source))
-
-
 def halves(trainers: Trainers) -> tuple[DeviceMemory, ...]:
     """Rows of each tensor on two ranks: each has its part of one tensor behind that of the other."""
     data, memory = whole(), list[DeviceMemory]()
@@ -66,14 +60,10 @@ def halves(trainers: Trainers) -> tuple[DeviceMemory, ...]:
 @pytest.mark.parametrize("kind", [Fused, Derived])
 def test_rows_of_two_ranks_are_one_tensor(kind: type[Fused], monkeypatch: pytest.MonkeyPatch) -> None:
     trainers = Trainers(monkeypatch)
-    worker, swap = stager(kind())
-    prepared = worker.prepare(Prepare(layout="one", tensors=entries(tensors())))
-    assert prepared.recorded == (kind is Fused)
-    digests = staged(worker, CudaSource(halves(trainers))).digests
-    expected = kind()
-    expected.load_weights(tensors().items())
-    for found, wanted in zip(swap.buffers.sets[1], expected.parameters(), strict=True):
-        assert torch.equal(found, wanted)
+    worker, swap, found = prepared(kind())
+    assert found.recorded == (kind is Fused)
+    digests = worker.stage(stage_of(CudaSource(halves(trainers)))).digests
+    check_staged(swap, kind())
     if kind is Derived:
         # Also of the one that the model does not take.
         assert list(digests) == [int(spec.digest, 16) for spec in content(tensors()).tensors]
@@ -83,26 +73,24 @@ def test_rows_of_two_ranks_are_one_tensor(kind: type[Fused], monkeypatch: pytest
 def test_rows_that_are_missing_are_refused(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = list(halves(Trainers(monkeypatch)))
     del memory[{"first": 0, "last": -1, "between": 3}[left_out]]
-    worker, swap = stager(Derived())
-    worker.prepare(Prepare(layout="one", tensors=entries(tensors())))
+    worker, swap, _ = prepared(Derived())
     names = [spec.name for spec in content(tensors()).tensors]
     with raises(WeightSyncError, tensor={"first": names[0], "last": names[-1], "between": names[1]}[left_out]):
-        staged(worker, CudaSource(tuple(memory)))
+        worker.stage(stage_of(CudaSource(tuple(memory))))
     assert not swap.commit(Version(0, 1), forward=0, stream=None).committed
 
 
 @pytest.mark.parametrize("kind", [Fused, Derived])
 def test_a_dead_trainers_buffers_are_let_go_before_its_successors_are_opened(kind: type[Fused], monkeypatch: pytest.MonkeyPatch) -> None:
     trainers = Trainers(monkeypatch)
-    worker, _ = stager(kind())
-    worker.prepare(Prepare(layout="one", tensors=entries(tensors())))
+    worker, _, _ = prepared(kind())
     number = 0
     for owner in ("first", "second", "third"):
         for buffer in ("a", "b"):  # a ring
             number += 1
             handle = f"{owner}-{buffer}".encode()
             trainers.bytes[handle] = whole(number)
-            staged(worker, CudaSource((DeviceMemory(handle, 0, len(whole()), owner, 0),)), number)
+            worker.stage(stage_of(CudaSource((DeviceMemory(handle, 0, len(whole()), owner, 0),)), number))
             assert {name.decode().split("-")[0] for name in trainers.still_open()} == {owner}
     assert not trainers.beside
 
@@ -112,9 +100,8 @@ def test_a_dead_trainers_buffers_are_let_go_before_its_successors_are_opened(kin
 def test_a_digest_that_is_none_is_refused_as_another_one_is(digest: str, words: bool) -> None:
     """It would end the engine's worker: whoever writes manifests could."""
     named = {"a": torch.arange(8, dtype=torch.float32)}
-    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
-    prepared = Prepared(recorded=True, why="", regions=(Region(0, 0, 1, 8, 8),), ignored=(), took_s=0.0)
-    books = DigestBooks(manifest.tensors, [prepared])
+    manifest = manifest_of(named)
+    books = DigestBooks(manifest.tensors, [Prepared(recorded=True, why="", regions=(Region(0, 0, 1, 8, 8),), ignored=(), took_s=0.0)])
     sums = [[int(manifest.tensors[0].words if words else manifest.tensors[0].digest, 16)]]
     assert books.check(manifest, sums, words=words) == manifest.digest
     bad = msgspec.structs.replace(manifest, tensors=(msgspec.structs.replace(manifest.tensors[0], digest=digest, words=digest),))

@@ -8,18 +8,16 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
 from streamrl.engines.live_swap import staging
 from streamrl.engines.live_swap.images import MappedVersion
-from streamrl.engines.live_swap.messages import Prepare, Stage
 from streamrl.engines.live_swap.side import Side
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import FilePiece, FileSource, Shard
 from streamrl.weights.shm import ShmTransport
-from tests.engines.live_swap.test_recorder import Derived, Fused, content, entries, shard, stager, tensors
+from tests.engines.live_swap.test_recorder import Derived, Fused, check_staged, content, prepared, shard, stage_of, tensors
 from tests.support.errors import raises
 
 
@@ -77,16 +75,12 @@ async def test_a_rank_reads_what_it_needs_of_each_file(
 
     monkeypatch.setattr(Side, "load", counted)
     monkeypatch.setattr(staging, "RUN_GAP_BYTES", 0)
-    worker, swap = stager(kind(rank))
-    prepared = worker.prepare(Prepare(layout="one", tensors=entries(named)))
-    worker.stage(Stage(version=Version(0, 1), layout="one", source=source))
-    expected = kind(rank)
-    expected.load_weights(named.items())
-    for found, wanted in zip(swap.buffers.sets[1], expected.parameters(), strict=True):
-        assert torch.equal(found, wanted)
+    worker, swap, known = prepared(kind(rank))
+    worker.stage(stage_of(source))
+    check_staged(swap, kind(rank))
     if kind is Fused:
         # Half of what is cut by rows; columns are read with what lies between them, but for their ends.
-        assert sum(region.rows * region.cols * 4 for region in prepared.regions) <= read <= len(whole) - 2 * 96 - 12
+        assert sum(region.rows * region.cols * 4 for region in known.regions) <= read <= len(whole) - 2 * 96 - 12
 
 
 @pytest.mark.parametrize(

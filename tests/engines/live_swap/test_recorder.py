@@ -22,7 +22,7 @@ from streamrl.engines.live_swap.staging import Stager
 from streamrl.engines.live_swap.swap import Swap
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Copying
+from streamrl.schemas.weights import Copying, Manifest
 from streamrl.tensors.digest import tensor_digest
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, Shard
@@ -87,6 +87,27 @@ def stager(model: nn.Module) -> tuple[Stager, Swap]:
     return Stager(swap, Forwards(keep=False, device=torch.device("cpu")), []), swap
 
 
+def prepared(model: nn.Module, named: dict[str, Tensor] | None = None) -> tuple[Stager, Swap, Prepared]:
+    """A worker that knows the tensors of layout `one`."""
+    worker, swap = stager(model)
+    return worker, swap, worker.prepare(Prepare(layout="one", tensors=entries(named or tensors())))
+
+
+def stage_of(source: FileSource | CudaSource, number: int = 1, **more: Any) -> Stage:
+    return Stage(version=Version(0, number), layout="one", source=source, **more)
+
+
+def manifest_of(named: dict[str, Tensor]) -> Manifest:
+    return build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+
+
+def check_staged(swap: Swap, expected: Fused, named: dict[str, Tensor] | None = None) -> None:
+    """The idle buffer has what `load_weights` gives."""
+    expected.load_weights((named or tensors()).items())
+    for found, wanted in zip(swap.buffers.sets[1], expected.parameters(), strict=True):
+        assert torch.equal(found.cpu(), wanted)
+
+
 def write(named: dict[str, Tensor], path) -> FileSource:
     whole = content(named)
     data = torch.zeros(whole.nbytes, dtype=torch.uint8).numpy()
@@ -109,12 +130,11 @@ def test_staging_from_a_device_begins_with_what_has_been_copied(monkeypatch: pyt
         copying[handle.decode()] = Copying(7, len(part) // 64 * 64 + 64, (64, len(part)))
     monkeypatch.setattr("streamrl.tensors.cuda_ipc.open_shared", lambda handle, device: marked[handle])
     memory = tuple(DeviceMemory(handle, 0, len(part), handle.decode(), None) for handle, part in buffers.items())
-    request = Stage(version=Version(0, 1), layout="one", source=CudaSource(memory, copying))
+    request = stage_of(CudaSource(memory, copying))
     for kind in (Fused, Derived):
         for one in marked.values():
             one.zero_()
-        worker, swap = stager(kind())
-        worker.prepare(Prepare(layout="one", tensors=entries(named)))
+        worker, swap, _ = prepared(kind())
         staged: list[Staged] = []
         thread = threading.Thread(target=lambda worker=worker, staged=staged: staged.append(worker.stage(request)))
         thread.start()
@@ -126,10 +146,7 @@ def test_staging_from_a_device_begins_with_what_has_been_copied(monkeypatch: pyt
             marked[handle][first : ends[bucket]] = buffers[handle][first : ends[bucket]]
             marked[handle][one.at :].view(torch.int64)[bucket] = 7
         thread.join()
-        expected = kind()
-        expected.load_weights(named.items())
-        for found, wanted in zip(swap.buffers.sets[1], expected.parameters(), strict=True):
-            assert torch.equal(found, wanted)
+        check_staged(swap, kind())
         # The next version lies in the same buffers: this one is gone, and nothing of it may be committed.
         marked[b"two"][copying["two"].at :].view(torch.int64).fill_(8)
         with raises(WeightSyncError, taken_back="a version in device memory"):
@@ -140,47 +157,38 @@ def test_staging_from_a_device_begins_with_what_has_been_copied(monkeypatch: pyt
 @pytest.mark.parametrize("copying", [Copying(7, 1 << 20, (64, 640)), Copying(7, 4, (640,))])
 def test_marks_that_do_not_lie_in_the_buffer_are_refused(copying: Copying, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.tensors.cuda_ipc.open_shared", lambda handle, device: torch.zeros(2048, dtype=torch.uint8))
-    worker, _ = stager(Fused())
-    worker.prepare(Prepare(layout="one", tensors=entries(tensors())))
-    source = CudaSource((DeviceMemory(b"one", 0, 1000, "owner"),), {"owner": copying})
+    worker, _, _ = prepared(Fused())
     with raises(WeightSyncError, at=copying.at):
-        worker.stage(Stage(version=Version(0, 1), layout="one", source=source))
+        worker.stage(stage_of(CudaSource((DeviceMemory(b"one", 0, 1000, "owner"),), {"owner": copying})))
 
 
 @pytest.mark.parametrize("kind", [Fused, Derived])
 def test_staged_buffer_is_what_load_weights_gives(kind, tmp_path):
     named = tensors()
-    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
-    ranks, sums = [], []
-    for rank in (0, 1):
-        model = kind(rank)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        worker, swap = stager(model)
-        prepared = worker.prepare(Prepare(layout="one", tensors=entries(named)))
-        assert prepared.recorded == (kind is Fused)
-        staged = worker.stage(Stage(version=Version(0, 1), layout="one", source=write(named, tmp_path / "one"), pace=Pace(max_gap_ms=1)))
-        expected = kind(rank)
-        expected.load_weights(named.items())
-        for name, found, wanted in zip(swap.buffers.names, swap.buffers.sets[1], expected.parameters(), strict=True):
-            assert torch.equal(found, wanted), name
-        if kind is Derived:
-            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        # Padding is the only thing that recording may set in the served weights.
-        assert all(torch.equal(a[:5], b[:5]) for a, b in zip(before, model.parameters(), strict=True))
-        ranks.append(prepared)
-        sums.append(staged.digests)
-    if kind is Fused:
-        assert all("unused" in prepared.ignored for prepared in ranks)
-        with raises(WeightSyncError, tensor="unused", known=False):
-            DigestBooks(manifest.tensors, ranks).check(manifest, sums)
-        named.pop("unused")
-        manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
-        ranks, sums = [], []
+
+    def staged() -> tuple[list[Prepared], list[tuple[int, ...]]]:
+        known, sums = [], []
         for rank in (0, 1):
-            worker, _ = stager(kind(rank))
-            ranks.append(worker.prepare(Prepare(layout="two", tensors=entries(named))))
-            request = Stage(version=Version(0, 1), layout="two", source=write(named, tmp_path / "two"))
-            sums.append(worker.stage(request).digests)
+            model = kind(rank)
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            worker, swap, found = prepared(model, named)
+            assert found.recorded == (kind is Fused)
+            sums.append(worker.stage(stage_of(write(named, tmp_path / "one"), pace=Pace(max_gap_ms=1))).digests)
+            check_staged(swap, kind(rank), named)
+            # Padding is the only thing that recording may set in the served weights.
+            assert all(torch.equal(a[:5], b[:5]) for a, b in zip(before, model.parameters(), strict=True))
+            assert kind is Fused or all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            known.append(found)
+        return known, sums
+
+    ranks, sums = staged()
+    if kind is Fused:
+        assert all("unused" in found.ignored for found in ranks)
+        with raises(WeightSyncError, tensor="unused", known=False):
+            DigestBooks(manifest_of(named).tensors, ranks).check(manifest_of(named), sums)
+        named.pop("unused")
+        ranks, sums = staged()
+    manifest = manifest_of(named)
     books = DigestBooks(manifest.tensors, ranks)
     assert books.check(manifest, sums) == manifest.digest
     wrong = [list(one) for one in sums]
@@ -218,15 +226,14 @@ def even() -> dict[str, Tensor]:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_words_say_as_much_as_elements(device, tmp_path):
     named = even()
-    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+    manifest = manifest_of(named)
     source = write(named, tmp_path / "one")
     ranks, sums = [], {True: [], False: []}
     for rank in (0, 1):
-        worker, _ = stager(Even(rank).to(device))
-        ranks.append(worker.prepare(Prepare(layout="one", tensors=entries(named))))
+        worker, _, found = prepared(Even(rank).to(device), named)
+        ranks.append(found)
         for number, words in enumerate(sums, start=1):
-            request = Stage(version=Version(0, number), layout="one", source=source, words=words)
-            sums[words].append(worker.stage(request).digests)
+            sums[words].append(worker.stage(stage_of(source, number, words=words)).digests)
     books = DigestBooks(manifest.tensors, ranks)
     assert books.by_words(manifest)
     assert sums[True] != sums[False]
@@ -247,15 +254,13 @@ def test_layouts_that_cut_words_are_digested_by_elements(tmp_path):
             for _, tensor in weights:
                 self.norm.data.copy_(tensor)
 
-    worker, _ = stager(Odd())
     named = {"norm": torch.randn(6).to(torch.bfloat16)}
-    prepared = worker.prepare(Prepare(layout="one", tensors=entries(named)))
-    assert not prepared.words
-    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
-    books = DigestBooks(manifest.tensors, [prepared])
+    worker, _, found = prepared(Odd(), named)
+    assert not found.words
+    manifest = manifest_of(named)
+    books = DigestBooks(manifest.tensors, [found])
     assert not books.by_words(manifest)
-    staged = worker.stage(Stage(version=Version(0, 1), layout="one", source=write(named, tmp_path / "one")))
-    assert books.check(manifest, [staged.digests]) == manifest.digest
+    assert books.check(manifest, [worker.stage(stage_of(write(named, tmp_path / "one"))).digests]) == manifest.digest
 
 
 @pytest.mark.gpu
@@ -264,18 +269,12 @@ def test_staging_on_a_gpu(tmp_path, budget_ms):
     named = tensors()
     del named["unused"]
     for rank in (0, 1):
-        worker, swap = stager(Fused(rank).cuda())
-        worker.prepare(Prepare(layout="one", tensors=entries(named)))
-        host, _ = stager(Fused(rank))
-        host.prepare(Prepare(layout="one", tensors=entries(named)))
+        worker, swap, _ = prepared(Fused(rank).cuda(), named)
+        host, _, _ = prepared(Fused(rank), named)
         for number in (1, 2):
-            request = Stage(
-                version=Version(0, number), layout="one", source=write(named, tmp_path / str(number)), pace=Pace(max_gap_ms=budget_ms)
-            )
+            request = stage_of(write(named, tmp_path / str(number)), number, pace=Pace(max_gap_ms=budget_ms))
             assert worker.stage(request).digests == host.stage(request).digests
-        expected = Fused(rank)
-        expected.load_weights(named.items())
-        assert all(torch.equal(a.cpu(), b) for a, b in zip(swap.buffers.sets[1], expected.parameters(), strict=True))
+        check_staged(swap, Fused(rank), named)
         assert swap.commit(Version(0, 2), forward=0, stream=torch.cuda.current_stream()).committed
         assert worker.served("one").digests == host.stage(request).digests
 
@@ -385,7 +384,7 @@ def test_pace_waits_for_the_next_forward_pass():
 def test_shared_regions_must_agree_and_cover_once():
     data = torch.arange(6, dtype=torch.float32)
     named = {"a": data}
-    manifest = build(content(named), run="r", policy="p", version=Version(0, 1), parts=(), transport="shm")
+    manifest = manifest_of(named)
 
     def rank(*regions: Region) -> Prepared:
         return Prepared(recorded=True, why="", regions=regions, ignored=(), took_s=0.0)
