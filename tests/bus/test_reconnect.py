@@ -92,18 +92,6 @@ async def test_acknowledged_messages_are_all_there_once_and_in_order_after_kills
         assert own == list(range(len(own)))
 
 
-async def test_one_callers_publishes_keep_their_order_over_a_kill(own_server: NatsServer, bus: JetStreamBus) -> None:
-    under_way = [asyncio.create_task(bus.publish(TO.samples("main"), b"%d" % index)) for index in range(200)]
-    await asyncio.sleep(0)
-    own_server.kill()
-    under_way += [asyncio.create_task(bus.publish(TO.samples("main"), b"%d" % index)) for index in range(200, 400)]
-    await asyncio.sleep(0.3)
-    own_server.start()
-    receipts = await asyncio.gather(*under_way)
-    assert [receipt.sequence for receipt in receipts] == list(range(1, 401))
-    assert [(await bus.fetch("samples", sequence)).body for sequence in (1, 200, 201, 400)] == [b"0", b"199", b"200", b"399"]
-
-
 async def test_large_reads_stay_over_a_reconnect(own_server: NatsServer, bus: JetStreamBus) -> None:
     sizes: list[int] = []
 

@@ -20,6 +20,7 @@ from streamrl.errors import BusUnavailable, ConfigError, LaunchError
 from streamrl.schemas.subjects import Subjects
 from streamrl.telemetry.logs import LOG_BYTES
 from tests.support.errors import raises
+from tests.support.processes import alive
 
 pytestmark = pytest.mark.nats
 
@@ -139,14 +140,6 @@ server.start()
 print(server.pid, flush=True)
 time.sleep(60)
 """
-
-
-def alive(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 def test_the_server_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ SAMPLES = SUBJECTS.samples("main")
 def test_a_digest_that_fits_is_no_news() -> None:
     record, batch = judge(SAMPLES, 1, BODY, "4", digest=body_digest(BODY), schema=SCHEMA_NAME)
     assert isinstance(record, Rollouts) and batch is not None and record.task == 4
+    changed = bytearray(BODY)
+    changed[-100] ^= 1
+    assert isinstance(judge(SAMPLES, 1, bytes(changed), "4", digest=body_digest(BODY))[0], Poison), "one bit is enough"
 
 
 @pytest.mark.parametrize("digest", [body_digest(b""), "", "x", body_digest(BODY).upper(), "a" * 100_000])
@@ -26,12 +29,6 @@ def test_a_digest_that_does_not_fit_quarantines_and_ends_the_task(digest: str) -
     record, batch = judge(SAMPLES, 1, BODY, "4", digest=digest)
     assert isinstance(record, Poison) and batch is None and record.task == 4
     assert "digest" in record.reason and len(record.reason) <= REASON_LENGTH
-
-
-def test_one_bit_is_enough() -> None:
-    changed = bytearray(BODY)
-    changed[-100] ^= 1
-    assert isinstance(judge(SAMPLES, 1, bytes(changed), "4", digest=body_digest(BODY))[0], Poison)
 
 
 def test_the_body_is_believed_before_the_header_when_its_digest_fits() -> None:
@@ -60,14 +57,11 @@ def test_arrow_that_is_no_sample(name: str, says: str) -> None:
     assert isinstance(record, Poison) and says in record.reason and record.task == 4
 
 
-def test_text_that_is_no_text_and_nesting_without_end() -> None:
+def test_text_that_is_no_text_nesting_without_end_and_long_stories() -> None:
     broken = encode(RewardUpdate(task=1, rollout=0, reward=0.5)).replace(b"rollout", b"roll\xfft")
     deep = b"\x83\xa4kind\xa4mark\xa4name\xa1x\xa6detail" + b"\x81\xa1a" * 100_000
     for subject, body in ((SUBJECTS.rewards, broken), (SUBJECTS.marks, deep)):
         assert isinstance(judge(subject, 1, body, None)[0], Poison)
-
-
-def test_a_long_story_is_cut() -> None:
     record, _ = judge(SUBJECTS.tombstones("main"), 1, encode(Tombstone(task=1, reason="r" * 9999, detail="d" * 9999)), None)
     assert isinstance(record, Ended) and len(record.reason) == len(record.detail) == REASON_LENGTH
 

@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.tree import (
-    Config,
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    ProducerConfig,
-    RewardConfig,
-    RunConfig,
-    TasksConfig,
-    TrainerConfig,
-)
+from streamrl.config import tree
 from streamrl.core.batches import TrainBatch
 from streamrl.core.seeds import rollout_seed, run_seed, task_seed
 from streamrl.data.model import ensure_model
@@ -39,25 +29,25 @@ from tests.support.harness import make_run, read_ledger, run_to_end
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 8\n"
 
 
-def lockstep_config(tmp_path: Path, run_id: str, backend: str) -> Config:
+def lockstep_config(tmp_path: Path, run_id: str, backend: str) -> tree.Config:
     rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(6) for b in range(5)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "reward.py").write_text(REWARD)
     table = backend == "table"
-    return Config(
-        run=RunConfig(name=run_id, steps=5, seed=3, numerics="bitwise"),
-        model=ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48, max_len=32),
-        data=DataConfig(train=str(tmp_path / "train.jsonl")),
-        tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=0, drop_zero_variance=False),
+    return tree.Config(
+        run=tree.RunConfig(name=run_id, steps=5, seed=3, numerics="bitwise"),
+        model=tree.ModelConfig(hidden=32, layers=1, heads=2, kv_heads=1, intermediate=48, max_len=32),
+        data=tree.DataConfig(train=str(tmp_path / "train.jsonl")),
+        tasks=tree.TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=0, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=6),
-        producer=ProducerConfig(concurrency=3),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters", children=1),
-        engine=EngineConfig(kind="table" if table else "local", deterministic=True, slots=5),
-        trainer=TrainerConfig(backend="table" if table else "torch", checkpoint_every=2),
+        producer=tree.ProducerConfig(concurrency=3),
+        reward=tree.RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters", children=1),
+        engine=tree.EngineConfig(kind="table" if table else "local", deterministic=True, slots=5),
+        trainer=tree.TrainerConfig(backend="table" if table else "torch", checkpoint_every=2),
     )
 
 
-async def plain_loop(config: Config, model_dir: Path) -> list[str]:
+async def plain_loop(config: tree.Config, model_dir: Path) -> list[str]:
     """The whole algorithm without a stream: generate, score, train, hand the weights over, repeat. Returns a digest per step."""
     tokenizer = load_tokenizer(model_dir)
     problems = load_problems(config.data.train, config.data, tokenizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 import time
@@ -12,21 +11,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.config.load import override
-from streamrl.config.tree import Config, DebugConfig
-from streamrl.consumers.training.calls import Caller
+from streamrl.config.tree import DebugConfig
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import OutOfMemory
-from streamrl.history.branch import branch
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_log import PastLedger
-from streamrl.schemas.ledger import Choices, LedgerEntry
+from streamrl.schemas.ledger import Choices
 from streamrl.schemas.versions import Version
 from streamrl.trainers import checkpoints
 from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.protocol import StepResult, out_of_memory
-from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.loop.test_steps import notices
 from tests.support.harness import read_ledger, run_to_end
@@ -110,36 +105,3 @@ async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path
         assert latest is not None and latest.version == Version(0, 2)
         await run_to_end(config, run, bus)
         assert [entry.micro_tokens for entry in await read_ledger(bus, "halved")] == [64] * 2 + [32] * 2
-
-
-@pytest.mark.process
-async def test_a_branch_that_changes_nothing_is_cut_as_its_parent_was(tmp_path: Path) -> None:
-    config = limited(tmp_path, 40)
-    async with begun(tmp_path, replace(config, run=replace(config.run, steps=3))) as (run, config, bus):
-        await run_to_end(config, run, bus)
-        entries = await read_ledger(bus, "halved")
-        assert {entry.micro_tokens for entry in entries} == {32}
-        larger, loop = replace(config, debug=DebugConfig()), asyncio.get_running_loop()
-        for overrides, expected in (((), [32] * 3), (("trainer.micro_tokens=48",), [48] * 3)):
-            mine = replace(override(larger, overrides), run=replace(config.run, name="branch"))
-            directory = tmp_path / f"branch{len(overrides)}"
-            directory.mkdir()
-
-            def work(mine: Config = mine, directory: Path = directory, overrides: tuple[str, ...] = overrides) -> list[LedgerEntry]:
-                with open_trainer(mine, run.model_dir) as trainer:
-                    return branch(
-                        config=mine,
-                        parent=larger,
-                        log=bus,
-                        call=Caller(loop),
-                        trainer=trainer,
-                        checkpoints=run.checkpoints,
-                        span=Range(),
-                        directory=directory,
-                        overrides=overrides,
-                        fingerprint="",
-                    )
-
-            found = await asyncio.to_thread(work)
-            assert [entry.micro_tokens for entry in found] == expected
-            assert ([entry.digest for entry in found] == [entry.digest for entry in entries]) == (not overrides)

@@ -13,19 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from streamrl.bus.protocol import Bus
-from streamrl.config.tree import (
-    Config,
-    DataConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ProducerConfig,
-    RewardConfig,
-    RunConfig,
-    TasksConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from streamrl.config import tree
 from streamrl.data.model import ensure_model
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
@@ -45,21 +33,21 @@ NUM_CHECKED = 60
 TOLERANCE = 1e-4
 
 
-def provenance_config(tmp_path: Path, run_id: str) -> Config:
+def provenance_config(tmp_path: Path, run_id: str) -> tree.Config:
     """Long answers and a high learning rate, so that versions differ and responses span several of them."""
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "label": str(n + 1)}) + "\n" for n in range(40)))
     (tmp_path / "reward.py").write_text(REWARD)
-    return Config(
-        run=RunConfig(name=run_id, steps=14, seed=5),
-        model=ModelConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, max_len=80),
-        data=DataConfig(train=str(tmp_path / "train.jsonl")),
-        tasks=TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=6, drop_zero_variance=False),
+    return tree.Config(
+        run=tree.RunConfig(name=run_id, steps=14, seed=5),
+        model=tree.ModelConfig(hidden=64, layers=2, heads=4, kv_heads=2, intermediate=96, max_len=80),
+        data=tree.DataConfig(train=str(tmp_path / "train.jsonl")),
+        tasks=tree.TasksConfig(batch_tasks=4, num_rollouts=4, max_staleness=6, drop_zero_variance=False),
         sampling=Sampling(max_new_tokens=60, ignore_eos=True),
-        producer=ProducerConfig(concurrency=32),
-        reward=RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters", children=1),
-        engine=EngineConfig(slots=64),
-        trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3)),
-        weights=WeightsConfig(keep=0),
+        producer=tree.ProducerConfig(concurrency=32),
+        reward=tree.RewardConfig(kind=f"{tmp_path / 'reward.py'}:share_of_letters", children=1),
+        engine=tree.EngineConfig(slots=64),
+        trainer=tree.TrainerConfig(optimizer=tree.OptimizerConfig(learning_rate=3e-3)),
+        weights=tree.WeightsConfig(keep=0),
     )
 
 
@@ -75,7 +63,7 @@ async def stored_samples(bus: Bus) -> list[Sample]:
     return [row for batch in batches for row in batch.rows()]
 
 
-async def stored_weights(bus: Bus, config: Config, run: RunDir) -> dict[Version, dict[str, torch.Tensor]]:
+async def stored_weights(bus: Bus, config: tree.Config, run: RunDir) -> dict[Version, dict[str, torch.Tensor]]:
     """The parameters of every published version."""
     transports = make_transports(config.weights, bus=bus, run=config.run.name, policy="policy", run_dir=run.path)
     subject = Subjects(config.run.name).weights("policy")

@@ -21,11 +21,10 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.links import routes
-from streamrl.weights.manifest import Content, offers, wire_bytes
+from streamrl.weights.manifest import Content, wire_bytes
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
-from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
 from tests.support.wanted import host, slices
 
@@ -276,20 +275,6 @@ async def test_a_part_that_is_missing_leaves_the_image_where_it_is(make, memory_
     reader.fetched()
     assert await reader.take(published[2]) == bytes_of(2)
     assert reader.fetched() == ["delta 2"]
-
-
-async def test_changes_go_to_a_mirror_while_shared_memory_has_whole_versions(make, memory_bus, reader, tmp_path):
-    shm = ShmTransport(run="r", policy="policy", directory=tmp_path / "weights")
-    publisher = Publisher(memory_bus, Subjects("r"), shm, policy="policy", loop=asyncio.get_running_loop(), mirrors={"bus": make()}, keep=0)
-    for number in range(3):
-        await asyncio.to_thread(publisher.offer, Version(0, number), Content(shards(number)).digest, shards(number))
-    await asyncio.to_thread(publisher.close)
-    shm.close()
-    last = await memory_bus.last("r.weights.policy")
-    local, mirror = offers(decode(bytes(last.body), Manifest))
-    assert (local.transport, local.kind, local.links) == ("shm", "full", {})
-    assert (mirror.transport, mirror.kind, mirror.parent) == ("bus", "delta", Version(0, 1))
-    assert await reader.take(mirror) == bytes_of(2)
 
 
 async def test_memory_of_an_image_goes_with_it(make, memory_bus):

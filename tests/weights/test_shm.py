@@ -93,17 +93,6 @@ async def test_a_reader_keeps_what_it_has_mapped(tmp_path):
     writer.close()
 
 
-async def test_republished_versions_get_new_names(tmp_path):
-    writer = transport(tmp_path)
-    first = await writer.publish(V1, iter(shards(1)))
-    (tmp_path / first.parts[0].location).unlink()
-    second = await writer.publish(V1, iter(shards(1)))
-    assert second.digest == first.digest
-    assert second.parts[0].location != first.parts[0].location
-    assert second.parts[0].location.startswith("policy.0-1.")
-    writer.close()
-
-
 async def test_another_hosts_manifest_is_refused_with_a_hint(tmp_path):
     writer = transport(tmp_path)
     manifest = msgspec.structs.replace(await writer.publish(V1, iter(shards(1))), host="elsewhere")
