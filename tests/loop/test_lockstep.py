@@ -6,7 +6,6 @@ import json
 import string
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from streamrl.bus.protocol import Bus
@@ -25,6 +24,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Part
 from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.wanted import filled
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 8\n"
 
@@ -60,11 +60,9 @@ async def plain_loop(config: tree.Config, model_dir: Path) -> list[str]:
         shards = list(trainer.shards())
         content = Content(shards)
         manifest = build(content, run="plain", policy="policy", version=Version(0, step), parts=(), transport="shm")
-        data = np.empty(content.nbytes, np.uint8)
-        content.fill(0, data)
 
-        async def whole(data: np.ndarray = data):
-            yield Part(0, memoryview(data.tobytes()))
+        async def whole(data: bytes = filled(content).tobytes()):
+            yield Part(0, memoryview(data))
 
         await engine.stage(manifest, whole())
         await engine.commit(Version(0, step))

@@ -26,7 +26,7 @@ from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.factory import make_transports
 from tests.support.harness import make_run, run_to_end
-from tests.support.wanted import slices
+from tests.support.wanted import fetched
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 40\n"
 NUM_CHECKED = 60
@@ -72,9 +72,7 @@ async def stored_weights(bus: Bus, config: tree.Config, run: RunDir) -> dict[Ver
     found: dict[Version, dict[str, torch.Tensor]] = {}
     async for message in bus.read(WEIGHTS, after=0, subject=subject):
         manifest = decode(message.body, Manifest)
-        data = bytearray(manifest.nbytes)
-        async for part in transports[manifest.transport].fetch(manifest, slices(manifest)):
-            data[part.start : part.start + len(part.data)] = part.data
+        data = await fetched(transports[manifest.transport], manifest)
         found[manifest.version] = {
             spec.name: torch.from_numpy(np.frombuffer(data, np.float32, spec.nbytes // 4, spec.offset).reshape(spec.shape).copy())
             for spec in manifest.tensors

@@ -1,15 +1,18 @@
-"""Requests of a reader of some tensors to a transport."""
+"""What a reader asks of a transport, and the bytes of versions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.concatenation import aligned
-from streamrl.weights.protocol import HostBytes, Shard, Slice
+from streamrl.weights.manifest import Content
+from streamrl.weights.protocol import HostBytes, Shard, Slice, WeightTransport
+from streamrl.weights.ranks import RankContent
 
 
 def slices(manifest: Manifest, names: Iterable[str] | None = None) -> tuple[Slice, ...]:
@@ -40,3 +43,18 @@ def host(shard: Shard) -> HostBytes:
     """The bytes of a slice that lies on the host."""
     assert isinstance(shard.data, np.ndarray)
     return shard.data
+
+
+async def fetched(transport: WeightTransport, manifest: Manifest) -> npt.NDArray[np.uint8]:
+    """Fetch a whole version."""
+    data = np.zeros(manifest.nbytes, np.uint8)
+    async for part in transport.fetch(manifest, slices(manifest)):
+        data[part.start : part.start + len(part.data)] = np.frombuffer(part.data, np.uint8)
+    return data
+
+
+def filled(content: Content | RankContent) -> npt.NDArray[np.uint8]:
+    """Return the bytes that a publisher would store."""
+    data = np.zeros(content.nbytes, np.uint8)
+    content.fill(0, data)
+    return data

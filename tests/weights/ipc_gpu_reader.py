@@ -20,7 +20,7 @@ from streamrl.weights.ipc_memory import CudaOpener
 from streamrl.weights.manifest import ITEM_BYTES
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
-from tests.support.wanted import slices
+from tests.support.wanted import fetched
 
 
 class Reader:
@@ -31,9 +31,7 @@ class Reader:
         self._images = DeviceImages(device, Side(device, []))
 
     async def host(self, manifest: Manifest) -> str:
-        content = torch.empty(manifest.nbytes, dtype=torch.uint8).numpy()
-        async for part in self._transport.fetch(manifest, slices(manifest)):
-            content[part.start : part.start + len(part.data)] = torch.frombuffer(part.data, dtype=torch.uint8).numpy()
+        content = await fetched(self._transport, manifest)
         return combine({t.name: tensor_digest(content[t.offset : t.offset + t.nbytes], ITEM_BYTES[t.dtype]) for t in manifest.tensors})
 
     async def device(self, manifest: Manifest) -> str:

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import msgspec
-import numpy as np
 
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Manifest
@@ -19,7 +18,7 @@ from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.manifest import ITEM_BYTES
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
-from tests.support.wanted import slices
+from tests.support.wanted import fetched
 from tests.weights.host_memory import MappedOpener
 
 
@@ -36,9 +35,7 @@ async def main(directory: Path, manifest: Manifest) -> None:
             assert isinstance(source, CudaSource)
             say("leased")
             await asyncio.to_thread(sys.stdin.readline)
-        content = np.empty(manifest.nbytes, np.uint8)
-        async for part in transport.fetch(manifest, slices(manifest)):
-            content[part.start : part.start + len(part.data)] = np.frombuffer(part.data, np.uint8)
+        content = await fetched(transport, manifest)
         say(combine({t.name: tensor_digest(content[t.offset : t.offset + t.nbytes], ITEM_BYTES[t.dtype]) for t in manifest.tensors}))
     except WeightSyncError as error:
         say(f"error {error.message}")

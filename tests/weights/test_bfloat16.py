@@ -36,24 +36,7 @@ def save_model(path: Path) -> Path:
 
 
 def batch(prompt: list[int], answer: list[int], logprobs: list[float]) -> TrainBatch:
-    count = len(prompt) + len(answer)
-    return TrainBatch(
-        kind="rl",
-        version=Version(),
-        stage_step=0,
-        tokens=np.array([*prompt, *answer], np.int32),
-        offsets=np.array([0, count]),
-        loss_mask=np.arange(count) >= len(prompt),
-        sampler_logprobs=np.array([0.0] * len(prompt) + logprobs, np.float32),
-        staleness=np.zeros(count, np.int32),
-        temperature=np.ones(count, np.float32),
-        top_p=np.ones(count, np.float32),
-        top_k=np.full(count, -1, np.int32),
-        rewards=np.ones(1),
-        tasks=np.zeros(1, np.int64),
-        rollouts=np.zeros(1, np.int64),
-        status=np.zeros(1, np.int8),
-    )
+    return TrainBatch.from_lists([prompt], [answer], rewards=[1.0], sampler_logprobs=[logprobs])
 
 
 async def test_bfloat16_from_the_trainer_to_the_engine(memory_bus: MemoryBus, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
 from tests.support.errors import raises
-from tests.support.wanted import host, slices
+from tests.support.wanted import fetched, filled, host
 
 ROWS = 4096
 EVERY = 4
@@ -49,10 +49,7 @@ def shards(number: int, rows: int = ROWS) -> list[Shard]:
 
 
 def bytes_of(number: int) -> bytes:
-    content = Content(shards(number))
-    out = np.empty(content.nbytes, np.uint8)
-    content.fill(0, out)
-    return out.tobytes()
+    return filled(Content(shards(number))).tobytes()
 
 
 class Counted:
@@ -78,11 +75,7 @@ class Reader:
         self.transport = BusTransport(cast("Any", self._blobs), run="r", policy="policy", threads=2)
 
     async def take(self, manifest: Manifest) -> bytes:
-        parts = [(part.start, bytes(part.data)) async for part in self.transport.fetch(manifest, slices(manifest))]
-        data = bytearray(manifest.nbytes)
-        for start, part in parts:
-            data[start : start + len(part)] = part
-        return bytes(data)
+        return (await fetched(self.transport, manifest)).tobytes()
 
     def fetched(self) -> list[str]:
         """Which links were read: `anchor 4`, `delta 5`."""

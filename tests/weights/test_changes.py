@@ -24,7 +24,7 @@ from streamrl.weights.changes import Before
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import COMPARED_BYTES, COMPARED_ELEMENTS, Shard
 from streamrl.weights.ranks import RankContent
-from tests.support.wanted import slices
+from tests.support.wanted import fetched
 from tests.weights.compared import Model, compare, copied, ranges_of
 
 CPU = torch.device("cpu")
@@ -174,9 +174,7 @@ async def test_a_follower_gets_every_version_from_the_changes(memory_bus) -> Non
         kinds.append(manifest.kind)
         model.step()
         for reader in (follower, BusTransport(memory_bus.blobs, run="r", policy="p", anchor_every=3, threads=1)):
-            data = np.zeros(manifest.nbytes, np.uint8)
-            async for part in reader.fetch(manifest, slices(manifest)):
-                data[part.start : part.start + len(part.data)] = np.frombuffer(part.data, np.uint8)
+            data = await fetched(reader, manifest)
             for spec in manifest.tensors:
                 wanted = copies[spec.name].reshape(-1).view(torch.uint8).numpy()
                 np.testing.assert_array_equal(data[spec.offset : spec.offset + spec.nbytes], wanted)

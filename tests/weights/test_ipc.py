@@ -33,7 +33,7 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import slices
+from tests.support.wanted import fetched, filled, slices
 from tests.weights.host_memory import MappedOpener, share
 
 CPU = torch.device("cpu")
@@ -77,9 +77,7 @@ def reader(directory: Path, *, usable: bool = True, pins: Pins | None = None, so
 
 
 async def read(transport: IpcTransport, manifest: Manifest) -> str:
-    content = np.zeros(manifest.nbytes, np.uint8)
-    async for part in transport.fetch(manifest, slices(manifest)):
-        content[part.start : part.start + len(part.data)] = np.frombuffer(part.data, np.uint8)
+    content = await fetched(transport, manifest)
     items = {"bfloat16": 2, "float32": 4}
     return combine({t.name: tensor_digest(content[t.offset : t.offset + t.nbytes], items[t.dtype]) for t in manifest.tensors})
 
@@ -355,6 +353,4 @@ def test_host_transports_read_the_snapshot(trainer: Trainer) -> None:
         content.fill(start, out[start : start + 1000])
     assert content.digest == digest
     host = Content([msgspec.structs.replace(s, data=s.host()) for s in Trainer(trainer.directory).ring.take()])
-    same = np.empty(host.nbytes, np.uint8)
-    host.fill(0, same)
-    assert np.array_equal(out, same) and host.tensors == content.tensors
+    assert np.array_equal(out, filled(host)) and host.tensors == content.tensors

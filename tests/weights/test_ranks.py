@@ -20,19 +20,16 @@ from streamrl.schemas.weights import Contribution, Link, PartRef, Piece
 from streamrl.tensors.names import named
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.manifest import Content
-from streamrl.weights.protocol import Shard, WeightTransport
+from streamrl.weights.protocol import Shard
 from streamrl.weights.ranks import RankContent, check_places, merge, placed
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import host, slices
+from tests.support.wanted import fetched, filled, host
 from tests.weights.ranked import ITEMS, model, rows_of
 
 
 def whole(number: int) -> bytes:
-    content = Content(model(number))
-    out = np.empty(content.nbytes, np.uint8)
-    content.fill(0, out)
-    return out.tobytes()
+    return filled(Content(model(number))).tobytes()
 
 
 def contribution(shards: Sequence[Shard], limit: int, stored: dict[str, bytes], name: str) -> Contribution:
@@ -81,8 +78,6 @@ def test_what_ranks_store_is_what_one_process_would_have_published(tensors, rank
         # Ranks that have no rows of a tensor cut no word of it.
         cuts = spec.nbytes and spec.nbytes // spec.shape[0] % 8 and min(ranks, spec.shape[0]) > 1
         assert cuts or spec.words == alone.words
-    expected = np.empty(content.nbytes, np.uint8)
-    content.fill(0, expected)
     got = np.zeros(content.nbytes, np.uint8)
     taken = np.zeros(content.nbytes, int)
     for part in manifest.parts:
@@ -90,7 +85,7 @@ def test_what_ranks_store_is_what_one_process_would_have_published(tensors, rank
             first = piece.stored - part.offset
             got[piece.start : piece.start + piece.nbytes] = np.frombuffer(stored[part.location], np.uint8)[first : first + piece.nbytes]
             taken[piece.start : piece.start + piece.nbytes] += 1
-    np.testing.assert_array_equal(got, expected)
+    np.testing.assert_array_equal(got, filled(content))
     assert taken.max() == 1
 
 
@@ -203,13 +198,6 @@ async def test_a_rank_repeats_itself_without_effect_and_never_contradicts_itself
         transport.close()
 
 
-async def read_all(transport: WeightTransport, manifest) -> bytes:
-    data = bytearray(manifest.nbytes)
-    async for part in transport.fetch(manifest, slices(manifest)):
-        data[part.start : part.start + len(part.data)] = part.data
-    return bytes(data)
-
-
 @pytest.mark.parametrize("kind", ["shm", "bus"])
 async def test_two_ranks_hand_over_their_slices(memory_bus: MemoryBus, tmp_path: Path, kind: str):
     """Rank 0 announces; a follower and a late joiner read; by bus most of it are changes."""
@@ -227,7 +215,8 @@ async def test_two_ranks_hand_over_their_slices(memory_bus: MemoryBus, tmp_path:
         assert manifest.digest == Content(model(number)).digest
         assert await follower.holds(manifest)
         joiner = transport()
-        assert await read_all(follower, manifest) == await read_all(joiner, manifest) == whole(number)
+        for reader in (follower, joiner):
+            assert (await fetched(reader, manifest)).tobytes() == whole(number)
         async with joiner.source(manifest) as source:
             # Ranks' files are read where they lie.
             assert len(source.more) == (kind == "shm")
@@ -245,7 +234,7 @@ async def test_two_ranks_hand_over_their_slices(memory_bus: MemoryBus, tmp_path:
         assert [manifest.kind for manifest in made] == ["full", "delta", "delta", "full", "delta"]
         await memory_bus.blobs.delete(part.location)
     with pytest.raises(WeightSyncError, match=r"sha256|got none"):
-        await read_all(transport(), made[-1])
+        await fetched(transport(), made[-1])
     await merging.retire(Version(0, 4))
     assert [await merging.holds(manifest) for manifest in made[:3]] == [False] * 3
     for one in (*ranks, follower, merging):

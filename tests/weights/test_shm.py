@@ -18,7 +18,7 @@ from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
 from streamrl.weights.shm import ShmTransport, host_id
 from tests.support.errors import raises
-from tests.support.wanted import host, slices
+from tests.support.wanted import fetched, host, slices
 
 V1, V2 = Version(0, 1), Version(0, 2)
 
@@ -32,7 +32,7 @@ def transport(directory: Path) -> ShmTransport:
 
 
 async def read(reader: ShmTransport, manifest) -> bytes:
-    return b"".join([bytes(part.data) async for part in reader.fetch(manifest, slices(manifest))])
+    return (await fetched(reader, manifest)).tobytes()
 
 
 def names(directory: Path) -> list[str]:

@@ -31,7 +31,7 @@ from streamrl.weights.shm import ShmTransport
 from streamrl.weights.slices import MergedTransport, OtherRanks, RankPublisher, Requests
 from tests.support.errors import raises
 from tests.support.processes import until
-from tests.support.wanted import host, slices
+from tests.support.wanted import fetched, host
 from tests.weights.ranked import large, model, rows_of
 from tests.weights.test_ranks import whole
 
@@ -84,10 +84,7 @@ async def announced(bus: Bus) -> Manifest:
 
 async def read(bus: Bus, run_dir: Path, config: WeightsConfig, manifest: Manifest) -> bytes:
     transport = make_transports(config, bus=bus, run="r", policy="policy", run_dir=run_dir)[manifest.transport]
-    data = bytearray(manifest.nbytes)
-    async for part in transport.fetch(manifest, slices(manifest)):
-        data[part.start : part.start + len(part.data)] = part.data
-    return bytes(data)
+    return (await fetched(transport, manifest)).tobytes()
 
 
 def stored(folder: Path, of: str = "") -> list[str]:
@@ -340,10 +337,7 @@ async def test_a_rank_that_is_killed_while_it_stores_leaves_no_version_and_its_s
     process.communicate(timeout=20)
     manifest = await announced(nats_bus)
     assert manifest.digest == digest and not left & {part.location for part in manifest.parts}
-    found = bytearray(manifest.nbytes)
-    async for part in own.fetch(manifest, slices(manifest)):
-        found[part.start : part.start + len(part.data)] = part.data
-    assert bytes(found) == host(large()[0]).tobytes()
+    assert (await fetched(own, manifest)).tobytes() == host(large()[0]).tobytes()
     await own.retire(v(2))
     assert await nats_bus.blobs.names() == []  # those of the dead rank too
     own.close()

@@ -16,6 +16,7 @@ from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import CudaSource, DeviceMemory
 from tests.engines.live_swap.test_recorder import Derived, Fused, check_staged, content, manifest_of, prepared, stage_of, tensors
 from tests.support.errors import raises
+from tests.support.wanted import filled
 
 
 class Trainers:
@@ -40,9 +41,7 @@ class Trainers:
 
 
 def whole(seed: int = 0) -> torch.Tensor:
-    data = torch.zeros(content(tensors(seed)).nbytes, dtype=torch.uint8)
-    content(tensors(seed)).fill(0, data.numpy())
-    return data
+    return torch.from_numpy(filled(content(tensors(seed))))
 
 
 def halves(trainers: Trainers) -> tuple[DeviceMemory, ...]:

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from streamrl.weights.protocol import FilePiece, FileSource, Shard
 from streamrl.weights.shm import ShmTransport
 from tests.engines.live_swap.test_recorder import Derived, Fused, check_staged, content, prepared, shard, stage_of, tensors
 from tests.support.errors import raises
+from tests.support.wanted import filled
 
 
 def rows_of(named: dict[str, Tensor], rank: int, ranks: int) -> list[Shard]:
@@ -38,10 +38,7 @@ async def published(named: dict[str, Tensor], directory: Path, ranks: int) -> tu
     manifest = transports[0].merge(made)
     async with ShmTransport(run="r", policy="p", directory=directory).source(manifest) as source:
         pass
-    whole = content(named)
-    data = np.zeros(whole.nbytes, np.uint8)
-    whole.fill(0, data)
-    return source, data.tobytes()
+    return source, filled(content(named)).tobytes()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -27,6 +27,7 @@ from streamrl.tensors.digest import tensor_digest
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import CudaSource, DeviceMemory, FileSource, Shard
 from tests.support.errors import raises
+from tests.support.wanted import filled
 
 
 class Fused(nn.Module):
@@ -109,10 +110,7 @@ def check_staged(swap: Swap, expected: Fused, named: dict[str, Tensor] | None = 
 
 
 def write(named: dict[str, Tensor], path) -> FileSource:
-    whole = content(named)
-    data = torch.zeros(whole.nbytes, dtype=torch.uint8).numpy()
-    whole.fill(0, data)
-    data.tofile(path)
+    filled(content(named)).tofile(path)
     return FileSource(str(path))
 
 
@@ -120,8 +118,7 @@ def test_staging_from_a_device_begins_with_what_has_been_copied(monkeypatch: pyt
     """Two buffers that are copied to meanwhile: no byte is read before its bucket is marked, and none is waited for that others need."""
     named = tensors()
     whole = content(named)
-    data = torch.zeros(whole.nbytes, dtype=torch.uint8)
-    whole.fill(0, data.numpy())
+    data = torch.from_numpy(filled(whole))
     half = next(spec.offset for spec in whole.tensors if spec.name == "norm")
     buffers = {b"one": data[:half], b"two": data[half:]}
     marked = {handle: torch.zeros(len(part) // 64 * 64 + 64 + 16, dtype=torch.uint8) for handle, part in buffers.items()}
