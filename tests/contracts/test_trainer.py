@@ -33,23 +33,17 @@ MakeTrainer = Callable[..., Trainer]
 
 def make_batch(kind: Literal["sft", "rl"], rows: list[tuple[int, int]], stage_step: int = 0, **changes: Any) -> TrainBatch:
     """Samples `prompt token, answer token, EOS` in groups of four; an answer is rewarded when it is the prompt + 1."""
-    n = len(rows)
-    tokens = np.array([[2, prompt, answer, EOS] for prompt, answer in rows], np.int32)
-    fields: dict[str, Any] = {
-        "tokens": tokens.reshape(-1),
-        "offsets": np.arange(n + 1, dtype=np.int64) * 4,
-        "loss_mask": np.tile([False, False, True, True], n),
-        "sampler_logprobs": np.tile(np.array([0, 0, -2.5, -2.5], np.float32), n),
-        "staleness": np.zeros(4 * n, np.int32),
-        "temperature": np.ones(4 * n, np.float32),
-        "top_p": np.ones(4 * n, np.float32),
-        "top_k": np.full(4 * n, -1, np.int32),
-        "rewards": np.array([float(answer == prompt + 1) for prompt, answer in rows]),
-        "tasks": np.arange(n) // GROUP,
-        "rollouts": np.arange(n) % GROUP,
-        "status": np.zeros(n, np.int8),
-    }
-    return TrainBatch(kind=kind, version=Version(0, stage_step), stage_step=stage_step, **(fields | changes))
+    batch = TrainBatch.from_lists(
+        [[2, prompt] for prompt, _ in rows],
+        [[answer, EOS] for _, answer in rows],
+        sampler_logprobs=[[-2.5, -2.5]] * len(rows),
+        rewards=[float(answer == prompt + 1) for prompt, answer in rows],
+        tasks=[number // GROUP for number in range(len(rows))],
+        kind=kind,
+        version=Version(0, stage_step),
+        stage_step=stage_step,
+    )
+    return msgspec.structs.replace(batch, **changes)
 
 
 def demonstrations(step: int = 0) -> TrainBatch:
