@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from pathlib import Path
@@ -10,33 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import recorded as runs
+from tests.support.role_server import write_run
 
 pytestmark = [pytest.mark.nats, pytest.mark.process, pytest.mark.slow]
-
-TOML = """
-[run]
-name = "demo"
-steps = 24
-[data]
-train = "train.jsonl"
-[tasks]
-batch_tasks = 2
-num_rollouts = 2
-[sampling]
-max_new_tokens = 4
-[reward]
-kind = "reward.py:score"
-[engine]
-kind = "table"
-[trainer]
-backend = "table"
-checkpoint_every = 4
-[weights]
-transport = "bus"
-[debug]
-token_delay_s = 0.02
-"""
-REWARD = "def score(task, episode):\n    return float(sum(map(ord, episode.completion)) % 5)\n"
 
 
 def versions(run: Path) -> int:
@@ -47,18 +22,16 @@ def versions(run: Path) -> int:
 def test_a_run_that_was_copied_goes_on_elsewhere(tmp_path: Path, killed: bool) -> None:
     first, second = tmp_path / "hier", tmp_path / "ein anderer Ort, größer"
     first.mkdir()
-    rows = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(5) for b in range(5)]
-    (first / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (first / "run.toml").write_text(TOML)
-    (first / "reward.py").write_text(REWARD)
-    with runs.started(first, *runs.command("up", "run.toml", "--plain")) as up:
+    toml = write_run(first, steps=24, rest='[weights]\ntransport = "bus"\n[debug]\ntoken_delay_s = 0.02\n', checkpoint_every=4)
+    toml.write_text(toml.read_text().replace("max_steps = 2", "max_steps = 0"))
+    with runs.started(first, *runs.command("up", "demo.toml", "--plain")) as up:
         runs.until(lambda: versions(first / "runs" / "demo") >= 8 or up.poll() is not None, "a checkpoint")
         up.send_signal(signal.SIGKILL if killed else signal.SIGTERM)
         code = up.wait(runs.PATIENCE_S)
     assert code == (-signal.SIGKILL if killed else 0), (first / "words.txt").read_text()
     shutil.copytree(first, second)
     shutil.rmtree(first)
-    with runs.started(second, *runs.command("up", "run.toml", "--plain")) as up:
+    with runs.started(second, *runs.command("up", "demo.toml", "--plain")) as up:
         code = up.wait(runs.PATIENCE_S)
     words = (second / "words.txt").read_text()
     assert code == 0 and "] resuming" in words and "demo finished: 24 steps" in words, words

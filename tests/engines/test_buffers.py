@@ -19,7 +19,7 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.weights.protocol import Part, Slice
 from tests.support.errors import raises
-from tests.support.models import ask
+from tests.support.models import ask, started
 from tests.support.publishing import Published, load, publish
 
 LAYOUT = (TensorLayout("a", "float32", (3, 5)), TensorLayout("b", "float32", (2, 5), glued=True), TensorLayout("c", "float32", (7,)))
@@ -93,11 +93,8 @@ def table(number: int, *, like: int | None = None) -> Published:
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[TableEngine]:
     (tmp_path / "table.json").write_text('{"vocab": 8, "max_position": 2, "eos": 1}')
-    engine = TableEngine(tmp_path, EngineConfig(slots=4), engine_id="e", policy="policy")
-    await engine.start()
-    await load(engine, table(0))
-    yield engine
-    await engine.stop()
+    async with started(TableEngine(tmp_path, EngineConfig(slots=4), engine_id="e", policy="policy"), table(0)) as engine:
+        yield engine
 
 
 async def tokens(engine: TableEngine) -> list[int]:

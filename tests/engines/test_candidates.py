@@ -30,7 +30,7 @@ from streamrl.schemas.candidates import CandidateSets
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.support import models
-from tests.support.models import Answer, ask
+from tests.support.models import Answer, ask, started
 from tests.support.publishing import load, publish
 
 CUT = Sampling(temperature=0.8, top_p=0.7, max_new_tokens=12, ignore_eos=True)
@@ -91,11 +91,8 @@ def test_a_row_records_by_how_it_was_drawn(kind: str) -> None:
 async def table(path: Path, recording: Recording) -> AsyncIterator[TableEngine]:
     (path / "table.json").write_text(json.dumps({"vocab": VOCAB, "max_position": 4, "eos": 1}))
     engine = TableEngine(path, EngineConfig(slots=3), engine_id="t", policy="policy", max_len=64, recording=recording)
-    await engine.start()
-    try:
+    async with started(engine, publish({"logits": tables(0)}, Version(0, 0))):
         yield engine
-    finally:
-        await engine.stop()
 
 
 def tables(version: int) -> np.ndarray:
@@ -118,7 +115,6 @@ def check(answer: Answer, prompt: tuple[int, ...], sampling: Sampling) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_they_come_through_every_door(tmp_path: Path, way: str, stream: bool) -> None:
     async with table(tmp_path, BOTH) as engine:
-        await load(engine, publish({"logits": tables(0)}, Version(0, 0)))
         asked = GenerateRequest(request_id="r", prompt_ids=(3, 5), sampling=CUT, seeds=(1, 2, 3, 4, 5), stream=stream)
         if way == "direct":
             answers = await ask(engine, asked)
@@ -136,7 +132,6 @@ async def test_they_come_through_every_door(tmp_path: Path, way: str, stream: bo
 
 async def test_of_a_response_over_two_versions_each_token_has_those_of_its_own(tmp_path: Path) -> None:
     async with table(tmp_path, BOTH) as engine:
-        await load(engine, publish({"logits": tables(0)}, Version(0, 0)))
         long = replace(CUT, max_new_tokens=60)
         asking = asyncio.create_task(
             ask(engine, GenerateRequest(request_id="r", prompt_ids=(3, 5), sampling=long, seeds=(1,), stream=True))
@@ -150,7 +145,6 @@ async def test_of_a_response_over_two_versions_each_token_has_those_of_its_own(t
 
 async def test_an_engine_that_is_not_asked_says_nothing(tmp_path: Path) -> None:
     async with table(tmp_path, Recording(support=True)) as engine:
-        await load(engine, publish({"logits": tables(0)}, Version(0, 0)))
         whole = replace(CUT, top_p=1.0)
         [answer] = await ask(engine, GenerateRequest(request_id="r", prompt_ids=(3,), sampling=whole))
         assert "candidates" not in answer.extras, "the whole vocabulary is no part of it"
@@ -159,7 +153,6 @@ async def test_an_engine_that_is_not_asked_says_nothing(tmp_path: Path) -> None:
 async def test_a_completion_of_too_many_stops_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.engines.batching.rows.MOST_RECORDED", 20)
     async with table(tmp_path, Recording(support=True)) as engine:
-        await load(engine, publish({"logits": tables(0)}, Version(0, 0)))
         [answer] = await ask(engine, GenerateRequest(request_id="r", prompt_ids=(3,), sampling=CUT))
     counts = answer.extras["candidates"].sets().counts
     assert len(counts) == 12 and 0 < counts.sum() <= 20 and counts[-1] == 0 and counts[0] > 0
@@ -172,9 +165,7 @@ async def test_the_local_engine_records_its_models_nucleus(tmp_path: Path, deter
     engine: BatchingEngine = LocalEngine(
         models.save_config("qwen3", tmp_path), config, engine_id="l", policy="policy", max_len=64, device="cpu", recording=BOTH
     )
-    await engine.start()
-    try:
-        await load(engine, publish(models.tensors(model), Version(0, 0)))
+    async with started(engine, publish(models.tensors(model), Version(0, 0))):
         asked = [
             GenerateRequest(request_id=str(n), prompt_ids=(7, 3 + n), sampling=replace(CUT, max_new_tokens=4 + 5 * n), seeds=(n, n + 9))
             for n in range(3)
@@ -184,8 +175,6 @@ async def test_the_local_engine_records_its_models_nucleus(tmp_path: Path, deter
             for one, found in zip(asked, await asyncio.gather(*(ask(engine, one) for one in asked)), strict=True)
             for answer in found
         ]
-    finally:
-        await engine.stop()
     for request, answer in answers:
         ids = [*request.prompt_ids, *answer.ids]
         with torch.no_grad():

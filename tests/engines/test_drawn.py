@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.support import models
 from tests.support.errors import raises
-from tests.support.models import ask
-from tests.support.publishing import load, publish
+from tests.support.models import ask, started
+from tests.support.publishing import publish
 
 TEXTS = ["the answer is 42", "über die Straße", "</answer>", "🙂🙃"] * 3
 VOCAB, EOS, POSITIONS = 288, SPECIALS.index(END), 32
@@ -54,11 +55,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-async def table(directory: Path, logits: np.ndarray) -> TableEngine:
+def table(directory: Path, logits: np.ndarray) -> AbstractAsyncContextManager[TableEngine]:
     engine = TableEngine(directory, EngineConfig(slots=8), engine_id="t", policy="policy", max_len=256)
-    await engine.start()
-    await load(engine, publish({"logits": logits.astype(np.float32)}, Version(0, 0)))
-    return engine
+    return started(engine, publish({"logits": logits.astype(np.float32)}, Version(0, 0)))
 
 
 @pytest.fixture
@@ -69,9 +68,8 @@ async def spoken(directory: Path) -> AsyncIterator[TableEngine]:
     logits = np.zeros((POSITIONS, VOCAB, VOCAB))
     for place in range(POSITIONS):
         logits[place, :, ids[place] if place < len(ids) else EOS] = 60
-    engine = await table(directory, logits)
-    yield engine
-    await engine.stop()
+    async with table(directory, logits) as engine:
+        yield engine
 
 
 def tokenizer(directory: Path) -> tokenizers.Tokenizer:
@@ -151,8 +149,7 @@ def by_definition(logits: np.ndarray, seed: int, sampling: Sampling) -> tuple[li
 
 async def test_penalties_count_what_each_completion_has_wherever_its_row_moves(directory: Path) -> None:
     logits = (2 * np.random.default_rng(0).normal(size=(POSITIONS, VOCAB, VOCAB))).astype(np.float32)
-    engine = await table(directory, logits)
-    try:
+    async with table(directory, logits) as engine:
         # More completions than slots, of which others, without penalties, end early: rows are taken again and moved.
         seeds = tuple(range(20))
         answers = await ask(engine, request("r", PENALTIES, seeds))
@@ -162,8 +159,6 @@ async def test_penalties_count_what_each_completion_has_wherever_its_row_moves(d
             np.testing.assert_allclose(answer.logprobs, logprobs, atol=1e-5)
         assert [one.ids for one in await ask(engine, request("s", PENALTIES, seeds))] == [one.ids for one in answers]
         assert not any(21 in answer.ids for answer in answers)
-    finally:
-        await engine.stop()
 
 
 async def test_a_table_knows_no_grammar_and_no_token_beyond_its_vocabulary(spoken: TableEngine) -> None:
@@ -188,12 +183,10 @@ SCHEMA = json.dumps(
 @pytest.fixture
 async def local(directory: Path) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(directory, EngineConfig(slots=16, deterministic=True), engine_id="l", policy="policy", max_len=128)
-    await engine.start()
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(directory))
-    await load(engine, publish(models.tensors(model), Version(0, 0)))
-    yield engine
-    await engine.stop()
+    async with started(engine, publish(models.tensors(model), Version(0, 0))):
+        yield engine
 
 
 async def test_every_completion_obeys_its_schema_and_comes_again(local: LocalEngine, directory: Path) -> None:

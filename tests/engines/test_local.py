@@ -24,7 +24,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.torch.causal_lm import CausalLM
 from tests.support import models
 from tests.support.errors import raises
-from tests.support.models import Answer, ask
+from tests.support.models import Answer, ask, started
 from tests.support.publishing import load, publish
 
 Made = Callable[..., Any]
@@ -56,12 +56,8 @@ def running(tmp_path: Path) -> Made:
         config = EngineConfig(slots=slots, deterministic=deterministic)
         engine = LocalEngine(path, config, engine_id="e", policy="policy", max_len=max_len, **options)
         model = models.build(kind, seed=0)
-        await engine.start()
-        try:
-            await load(engine, publish(models.tensors(model), Version(0, 0)))
+        async with started(engine, publish(models.tensors(model), Version(0, 0))):
             yield engine, model
-        finally:
-            await engine.stop()
 
     return run
 

@@ -20,6 +20,7 @@ from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
+from tests.support.models import started
 from tests.support.publishing import Published, load, publish
 
 
@@ -32,10 +33,8 @@ def table(number: int) -> Published:
 async def bare(tmp_path: Path) -> AsyncIterator[TableEngine]:
     (tmp_path / "table.json").write_text('{"vocab": 16, "max_position": 3, "eos": 1}')
     delay = TokenDelay(mean_s=0.0005, sigma=0.0)
-    engine = TableEngine(tmp_path, EngineConfig(slots=4), engine_id="e-0", policy="actor", delay=delay)
-    await engine.start()
-    yield engine
-    await engine.stop()
+    async with started(TableEngine(tmp_path, EngineConfig(slots=4), engine_id="e-0", policy="actor", delay=delay)) as engine:
+        yield engine
 
 
 @pytest.fixture

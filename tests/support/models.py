@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +13,12 @@ import torch
 import transformers
 from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 
-from streamrl.engines.protocol import Chunk, Engine, GenerateRequest
+from streamrl.engines.protocol import Chunk, Engine, GenerateRequest, HostedEngine
 from streamrl.schemas.versions import Version
 from streamrl.tensors.names import named
+from tests.support.publishing import Published, load
+
+Hosted = TypeVar("Hosted", bound=HostedEngine)
 
 VOCABULARY = 64
 _SHAPE: dict[str, Any] = {
@@ -99,6 +103,18 @@ def replay(models: dict[Version, PreTrainedModel], prompt: Sequence[int], ids: S
         result.append(float(torch.log_softmax(logits, -1)[token]))
         fed = [token]
     return result
+
+
+@asynccontextmanager
+async def started(engine: Hosted, published: Published | None = None) -> AsyncIterator[Hosted]:
+    """Run the engine, which serves a version where one is given, until the test is done with it."""
+    await engine.start()
+    try:
+        if published is not None:
+            await load(engine, published)
+        yield engine
+    finally:
+        await engine.stop()
 
 
 class Answer:

@@ -19,6 +19,7 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.weights.bus import BusTransport
+from tests.support.models import started
 from tests.support.scoring import score
 from tests.support.wanted import slices
 
@@ -49,8 +50,7 @@ async def test_bfloat16_from_the_trainer_to_the_engine(memory_bus: MemoryBus, tm
     assert manifest.digest == digest
     assert {spec.dtype for spec in manifest.tensors} == {"bfloat16"}
     engine = make_engine(EngineConfig(slots=2), model_dir, engine_id="e", dtype="bfloat16")
-    await engine.start()
-    try:
+    async with started(engine):
         assert await engine.stage(manifest, transport.fetch(manifest, slices(manifest))) == digest
         assert (await engine.commit(manifest.version)).committed
         sampling = Sampling(max_new_tokens=12, ignore_eos=True)
@@ -60,8 +60,6 @@ async def test_bfloat16_from_the_trainer_to_the_engine(memory_bus: MemoryBus, tm
         async for chunk in engine.generate(request):
             ids += chunk.token_ids
             logprobs += chunk.logprobs
-    finally:
-        await engine.stop()
     scores = score(trainer, batch([2, 3, 4], ids, logprobs), Role.POLICY)[3:]
     assert len(ids) == 12
     # Two implementations in a type of 8 bits of mantissa.

@@ -30,6 +30,7 @@ from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard, WeightTransport
 from streamrl.weights.publisher import Publisher
 from streamrl.weights.shm import ShmTransport
+from tests.support.models import started
 from tests.weights.tables import table, write_table
 
 SUBJECTS = Subjects("r")
@@ -107,9 +108,8 @@ async def watched(watcher: WeightWatcher) -> AsyncIterator[None]:
 @pytest.fixture
 async def table_engine(tmp_path: Path) -> AsyncIterator[TableEngine]:
     engine = TableEngine(write_table(tmp_path), EngineConfig(kind="table", slots=4), engine_id="engine-0", policy="policy", max_len=1000)
-    await engine.start()
-    yield engine
-    await engine.stop()
+    async with started(engine):
+        yield engine
 
 
 @pytest.fixture
