@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 from pathlib import Path
 
@@ -11,12 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus import BusAddress, connect
-from streamrl.bus.accounts import RUN
 from streamrl.bus.certificates import Certificate
 from streamrl.bus.jetstream.connection import Connection
-from streamrl.bus.server import NatsServer, find_binary
+from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
-from streamrl.errors import BusError, BusUnavailable, ConfigError, Forbidden
+from streamrl.errors import BusError, BusUnavailable, ConfigError
 from streamrl.schemas.subjects import Subjects
 from tests.support.errors import raises
 from tests.support.processes import until
@@ -72,38 +70,6 @@ async def test_a_missing_certificate_or_credentials_file_is_named(tmp_path: Path
     address = BusAddress.from_config(replace(BusConfig(url="nats://127.0.0.1:1"), **{key: str(tmp_path / "missing")}))
     with raises(ConfigError, key=f"bus.{key}"):
         await connect(address, "run", QUICK)
-
-
-async def test_a_missing_right_is_named_at_once(own_server: NatsServer, tmp_path: Path) -> None:
-    bus = await connect(own_server.address, "run", QUICK)
-    await bus.close()
-    own_server.stop()
-    rights = {
-        "publish": {"allow": ["run.samples.>", "$JS.API.STREAM.INFO.run-samples", "$JS.API.DIRECT.GET.run-samples"]},
-        "subscribe": {"allow": ["_INBOX_p.>"]},
-    }
-    config = own_server.directory / "rights.conf"
-    lines = (own_server.directory / "nats-server.conf").read_text().splitlines()
-    accounts = {RUN: {"jetstream": "enabled", "users": [{"user": "producer", "password": "secret", "permissions": rights}]}}
-    config.write_text("\n".join(line for line in lines if not line.startswith("accounts")) + f"\naccounts {json.dumps(accounts)}\n")
-    process = await asyncio.create_subprocess_exec(find_binary(), "-c", config, stderr=subprocess.DEVNULL)
-    try:
-        address = BusAddress(url=own_server.address.url, user="producer", password="secret", inbox_prefix="_INBOX_p")
-        bus = await connect(address, "run", QUICK, create=False)
-        assert (await bus.publish("run.samples.main", b"x")).sequence == 1
-        async with asyncio.timeout(5):
-            with raises(Forbidden, subject="run.ledger.trainer") as caught:
-                await bus.publish("run.ledger.trainer", b"x")
-            assert "'producer'" in caught.value.hint
-            with raises(Forbidden, subject="$JS.API.STREAM.PURGE.run-samples"):
-                await bus.trim("samples", through=1)
-            with pytest.raises(BusError, match=r"forbids subscription to \$STORED\.run-samples"):
-                async for _ in bus.read("samples", after=1):
-                    pass
-        await bus.close()
-    finally:
-        process.terminate()
-        await process.wait()
 
 
 async def test_a_connection_that_the_server_ends_comes_back(own_server: NatsServer) -> None:

@@ -28,12 +28,11 @@ from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.ipc import IpcTransport
-from streamrl.weights.manifest import Content
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource
 from streamrl.weights.shm import ShmTransport
 from tests.support.errors import raises
-from tests.support.wanted import fetched, filled, slices
+from tests.support.wanted import fetched, slices
 from tests.weights.host_memory import MappedOpener, share
 
 CPU = torch.device("cpu")
@@ -342,15 +341,3 @@ async def test_a_trainer_without_a_device_publishes_on_the_fallback_and_says_so(
     manifests.append(transport.merge([await transport.contribute(Version(0, 2), iter(shards))]))
     assert [(manifest.transport, await transport.holds(manifest)) for manifest in manifests] == [("shm", True)] * 3
     assert caplog.text.count("event=weights_ipc_unavailable") == 1
-
-
-def test_host_transports_read_the_snapshot(trainer: Trainer) -> None:
-    content = Content(trainer.ring.take())
-    digest = trainer.digest()
-    trainer.step()
-    out = np.full(content.nbytes, 0xFF, np.uint8)
-    for start in range(0, content.nbytes, 1000):
-        content.fill(start, out[start : start + 1000])
-    assert content.digest == digest
-    host = Content([msgspec.structs.replace(s, data=s.host()) for s in Trainer(trainer.directory).ring.take()])
-    assert np.array_equal(out, filled(host)) and host.tensors == content.tensors
