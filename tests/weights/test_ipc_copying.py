@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import msgspec
@@ -12,7 +11,6 @@ import pytest
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.weights import Copying, Manifest
 from tests.support.errors import raises
-from tests.support.preloaded import Preloaded
 from tests.support.wanted import slices
 from tests.weights.test_ipc import Trainer, read, reader
 
@@ -79,42 +77,6 @@ async def test_a_version_that_is_replaced_while_it_is_waited_for_is_gone(tmp_pat
     with raises(WeightSyncError, taken_back="policy 0.1"):
         await reading
     assert await read(reader(tmp_path), newer) == newer.digest
-
-
-def line_of(descriptor: int) -> str:
-    with open(descriptor) as said:
-        return said.readline()
-
-
-@pytest.mark.process
-@pytest.mark.usefixtures("small_buckets")
-async def test_a_trainer_that_is_killed_while_it_copies_takes_the_version_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preloaded: Preloaded
-) -> None:
-    """Who reads it already gives up within a bound, others do not begin, and the next trainer's versions are read."""
-    monkeypatch.setattr("streamrl.tensors.buckets.PATIENCE_S", 0.5)
-    reading, writing = os.pipe()
-    process = preloaded.start("-m", "tests.weights.ipc_half_copied", str(tmp_path), out=writing)
-    os.close(writing)
-    try:
-        manifest = msgspec.msgpack.decode(bytes.fromhex(await asyncio.to_thread(line_of, reading)), type=Manifest)
-        parts = reader(tmp_path).fetch(manifest, slices(manifest))
-        for start in range(0, 1280, 256):
-            assert (await anext(parts)).start == start
-        following = asyncio.ensure_future(anext(parts))
-        await asyncio.sleep(0.05)
-        assert not following.done()
-    finally:
-        process.kill()
-        process.wait(60)
-    with raises(WeightSyncError, buckets=1):
-        await following
-    other = reader(tmp_path)
-    assert not await other.holds(manifest)
-    with raises(WeightSyncError, gone="policy 0.1"):
-        await read(other, manifest)
-    successor = Trainer(tmp_path)
-    assert await read(other, await successor.publish(1)) == successor.digest()
 
 
 async def test_buckets_that_no_trainer_announces_are_refused_before_a_byte_is_read(trainer: Trainer) -> None:
