@@ -59,7 +59,7 @@ async def test_keys_expire_unless_put_again(bus: Bus) -> None:
         with pytest.raises(SchemaError):
             await bus.kv.put("presence/a", b"x", ttl_s=ttl_s)
     await bus.kv.put("presence/kept", b"x", ttl_s=2)
-    await bus.kv.put("presence/lost", b"x", ttl_s=2)
+    await bus.kv.put("presence/lost", b"x", ttl_s=1)
     await bus.kv.put("presence/made-permanent", b"x", ttl_s=1)
     await bus.kv.put("presence/made-permanent", b"x")
     async with asyncio.timeout(20):

@@ -114,10 +114,12 @@ async def generate(address: str, token: str, num_tokens: int) -> tuple[int, dict
 async def test_an_engine_announces_itself_serves_and_swaps(memory_bus, run_dir):
     worker = worker_of(memory_bus, run_dir)
     async with running(worker):
+        await until(lambda: worker.state == "waits for its first weights", within_s=30)
+        assert await memory_bus.kv.keys(PREFIX) == [], "nobody hears of it before it serves anything"
         await publish(memory_bus, run_dir, worker, 0)
         first = await presence(memory_bus, serving=Version(0, 0))
         assert (first.slots, first.policy) == (4, "policy")
-        assert first.engine.startswith("engine-0-")
+        assert first.engine.startswith("engine-0-") and worker.state == "running"
         for number in (1, 2):
             await publish(memory_bus, run_dir, worker, number)
             found = await presence(memory_bus, serving=Version(0, number))
@@ -190,16 +192,6 @@ async def test_draining_lets_running_requests_finish_and_refuses_new_ones(memory
     results += [json.loads(line) for line in lines]
     assert sum(len(result["output_ids"]) for result in results) == 400
     assert results[-1]["meta_info"]["finish_reason"]["type"] == "length"
-
-
-async def test_nobody_hears_of_an_engine_before_it_serves_anything(memory_bus, run_dir):
-    worker = worker_of(memory_bus, run_dir)
-    async with running(worker):
-        await until(lambda: worker.state == "waits for its first weights", within_s=30)
-        assert await memory_bus.kv.keys(PREFIX) == []
-        await publish(memory_bus, run_dir, worker, 3)
-        await presence(memory_bus, serving=Version(0, 3))
-        assert worker.state == "running"
 
 
 async def test_a_taken_port_ends_the_worker_with_a_hint(memory_bus, run_dir):

@@ -150,32 +150,20 @@ async def test_only_the_newest_is_taken_and_never_an_older_one(run):
     assert run.failed.empty()
 
 
-async def wrong_bytes(run: Run) -> tuple[Manifest, str]:
-    manifest = await run.shm.publish(Version(0, 2), iter(table(2)))
-    return msgspec.structs.replace(manifest, digest="0123456789abcdef"), "0123456789abcdef"
-
-
-async def another_model(run: Run) -> tuple[Manifest, str]:
-    shards = [Shard(name="other", dtype="float32", global_shape=(1,), shape=(1,), data=np.zeros(4, np.uint8))]
-    return await run.shm.publish(Version(0, 2), iter(shards)), "other"
-
-
-async def no_manifest(run: Run) -> tuple[bytes, str]:
-    return b"\xc1 no MessagePack", "expected a Manifest"
-
-
-async def of_another_run(run: Run) -> tuple[Manifest, str]:
-    manifest = await run.shm.publish(Version(0, 9), iter(table(3)))
-    return msgspec.structs.replace(manifest, run="another"), "one of another/policy"
-
-
-@pytest.mark.parametrize("bad", [wrong_bytes, another_model, no_manifest, of_another_run])
+@pytest.mark.parametrize("bad", ["wrong bytes", "another model", "no manifest", "another run"])
 async def test_what_is_no_version_of_this_run_is_said_and_not_served(run, bad):
+    other = Shard(name="other", dtype="float32", global_shape=(1,), shape=(1,), data=np.zeros(4, np.uint8))
     await run.publish(1)
     async with watched(run.watcher()):
         assert await run.committed.get() == Version(0, 1)
-        found, said = await bad(run)
-        await run.bus.publish(SUBJECTS.weights("policy"), found if isinstance(found, bytes) else encode(found))
+        manifest = await run.shm.publish(Version(0, 2), iter([other] if bad == "another model" else table(2)))
+        found, said = {
+            "wrong bytes": (msgspec.structs.replace(manifest, digest="0123456789abcdef"), "0123456789abcdef"),
+            "another model": (manifest, "other"),
+            "no manifest": (None, "expected a Manifest"),
+            "another run": (msgspec.structs.replace(manifest, run="another"), "one of another/policy"),
+        }[bad]
+        await run.bus.publish(SUBJECTS.weights("policy"), encode(found) if found else b"\xc1 no MessagePack")
         assert said in (await run.failed.get())["error"]
         assert await run.first_token() == 1
         assert (await run.engine.info()).serving == Version(0, 1)
@@ -183,13 +171,18 @@ async def test_what_is_no_version_of_this_run_is_said_and_not_served(run, bad):
         assert await run.committed.get() == Version(0, 3)
 
 
+async def vanished(run: Run, number: int) -> None:
+    """Announce a version whose bytes are gone."""
+    gone = await run.shm.publish(Version(0, number), iter(table(number)))
+    await run.shm.retire(Version(0, number + 1))
+    await run.announce(gone)
+
+
 async def test_a_vanished_version_is_left_for_a_newer_one(run):
     await run.publish(1)
     async with watched(run.watcher()):
         assert await run.committed.get() == Version(0, 1)
-        gone = await run.shm.publish(Version(0, 2), iter(table(2)))
-        await run.shm.retire(Version(0, 3))
-        await run.announce(gone)
+        await vanished(run, 2)
         failure = await run.failed.get()
         assert (failure["version"], failure["serving"]) == ("0.2", "0.1") and "cannot be reached" in failure["error"]
         assert await run.first_token() == 1
@@ -198,20 +191,8 @@ async def test_a_vanished_version_is_left_for_a_newer_one(run):
         assert await run.first_token() == 3
 
 
-async def test_lost_bytes_are_taken_once_they_are_announced_again(run):
-    gone = await run.shm.publish(Version(0, 2), iter(table(2)))
-    await run.shm.retire(Version(0, 3))
-    await run.announce(gone)
-    async with watched(run.watcher()):
-        await run.failed.get()
-        await run.publish(2)
-        assert await run.committed.get() == Version(0, 2)
-
-
-async def test_an_older_version_does_not_take_the_place_of_the_newest_that_is_tried_again(run):
-    gone = await run.shm.publish(Version(0, 3), iter(table(3)))
-    await run.shm.retire(Version(0, 4))
-    await run.announce(gone)
+async def test_lost_bytes_are_taken_once_they_are_announced_again_and_no_older_ones_in_their_place(run):
+    await vanished(run, 3)
     async with watched(run.watcher()):
         await run.failed.get()
         await run.publish(2)
