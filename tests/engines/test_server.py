@@ -218,7 +218,9 @@ SENT = [b"", b"GET /health HTTP/1.1\r\nHost:", b"POST /generate HTTP/1.1\r\nHost
 
 
 async def test_a_connection_that_brings_no_whole_request_is_closed(bare: TableEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(RequestHandler.__init__.__kwdefaults__, "lingering_time", 0.1)
+    defaults = RequestHandler.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "lingering_time", 0.1)
     server = await serve(bare, silence_s=0.5)
 
     async def answer_to(sent: bytes) -> bytes:
