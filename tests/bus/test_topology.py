@@ -14,24 +14,12 @@ from streamrl.schemas.subjects import Subjects
 TO = Subjects("run")
 
 
-@pytest.mark.parametrize(
-    ("subject", "stream"),
-    [
-        (TO.tasks("main"), "tasks"),
-        (TO.grading("main"), "grading"),
-        (TO.samples("main"), "samples"),
-        (TO.tombstones("main"), "samples"),
-        (TO.rewards, "samples"),
-        (TO.marks, "samples"),
-        (TO.ledger("trainer"), "ledger"),
-        (TO.weights("policy"), "weights"),
-        (TO.events("swap"), "events"),
-        (TO.metrics("trainer-0"), "metrics"),
-        (TO.dead, "dead"),
-    ],
-)
-def test_every_subject_of_a_run_has_its_stream(subject: str, stream: str) -> None:
-    assert Topology.of("run", BusConfig()).stream_of(subject).name == stream
+def test_every_subject_of_a_run_has_its_stream() -> None:
+    own = {"tasks": TO.tasks("main"), "grading": TO.grading("main"), "ledger": TO.ledger("trainer"), "weights": TO.weights("policy")}
+    own |= {"events": TO.events("swap"), "metrics": TO.metrics("trainer-0"), "dead": TO.dead}
+    of_samples = (TO.samples("main"), TO.tombstones("main"), TO.rewards, TO.marks)
+    for stream, subject in (*own.items(), *(("samples", subject) for subject in of_samples)):
+        assert Topology.of("run", BusConfig()).stream_of(subject).name == stream
 
 
 def test_what_must_not_be_lost_refuses_when_full_and_remembers_ids_for_long() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import UNSET
@@ -255,17 +256,9 @@ MISSING = [
 ]
 
 
-@pytest.mark.parametrize(("entries", "start", "made", "readable", "last", "lost", "missing", "known_by"), MISSING)
-def test_what_is_missing_is_named(
-    entries: dict[int, LedgerEntry],
-    start: int,
-    made: dict[str, Version],
-    readable: int,
-    last: int,
-    lost: str,
-    missing: tuple[tuple[int, int], ...],
-    known_by: str,
-) -> None:
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_missing_is_named(case: Any) -> None:
+    entries, start, made, readable, last, lost, missing, known_by = case
     found = find_gap(entries, {}, start=start, made=made, readable=readable)
     assert found is not None
     assert (found[0], found[1].lost, found[1].missing, found[1].known_by) == (last, lost, missing, known_by)

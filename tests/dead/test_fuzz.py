@@ -19,22 +19,15 @@ from tests.support.bad_messages import GROUP, SUBJECTS, Author, Sent, broken_tab
 SIZES = [6000, pytest.param(100_000, marks=pytest.mark.soak)]
 CONFIG = FoldConfig(batch_tasks=4, group_size=GROUP, max_staleness=3, late_versions=3)
 REASONS = (
-    "expected a body with digest",
-    "expected an Arrow stream",
-    "expected sample schema",
-    "expected samples of task",
-    "expected finite log-probs",
-    "expected tokens, loss_mask and l",
-    "expected tokens of versions up t",
-    "expected tokens of versions that",
-    "expected a task below",
-    "expected a group of 2",
-    "expected samples, tombstones, re",
-    "expected a Tombstone",
-    "expected a RewardUpdate",
-    "expected a reward for one of 2 r",
-    "expected a finite reward",
-    "expected an epoch that begins",
+    *("expected a body with digest", "expected an Arrow stream", "expected sample schema", "expected samples of task"),
+    *(
+        "expected finite log-probs",
+        "expected tokens, loss_mask and l",
+        "expected tokens of versions up t",
+        "expected tokens of versions that",
+    ),
+    *("expected a task below", "expected a group of 2", "expected samples, tombstones, re", "expected a Tombstone"),
+    *("expected a RewardUpdate", "expected a reward for one of 2 r", "expected a finite reward", "expected an epoch that begins"),
 )
 """How the reasons begin that must be met; they are cut after 32 letters."""
 WINDOW = (CONFIG.max_staleness + 1) * CONFIG.batch_tasks

@@ -14,6 +14,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from msgspec.structs import replace
 
 from streamrl.config.tree import EngineConfig
 from streamrl.core.seeds import uniform
@@ -44,14 +45,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     assert write_byte_pairs(directory, TEXTS, vocab_size=VOCAB) <= VOCAB
     (directory / "table.json").write_text(json.dumps({"vocab": VOCAB, "max_position": POSITIONS, "eos": EOS}))
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    transformers.Qwen3Config(**shape, num_key_value_heads=2, head_dim=16, eos_token_id=EOS, bos_token_id=None).save_pretrained(directory)
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 32}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    transformers.Qwen3Config(**shape, eos_token_id=EOS, bos_token_id=None).save_pretrained(directory)
     return directory
 
 
@@ -114,15 +110,9 @@ async def test_what_ended_a_completion_is_said_over_http_too(spoken: TableEngine
         await server.stop()
 
 
-PENALTIES = Sampling(
-    max_new_tokens=40,
-    ignore_eos=True,
-    temperature=0.8,
-    min_p=0.02,
-    presence_penalty=0.5,
-    frequency_penalty=0.75,
-    repetition_penalty=1.2,
-    logit_bias={20: 3.0, 21: -100.0},
+PENALTIES = replace(
+    Sampling(max_new_tokens=40, ignore_eos=True, temperature=0.8, min_p=0.02, logit_bias={20: 3.0, 21: -100.0}),
+    **{"presence_penalty": 0.5, "frequency_penalty": 0.75, "repetition_penalty": 1.2},
 )
 
 

@@ -42,17 +42,7 @@ Experts = npt.NDArray[np.unsignedinteger]
 
 
 def task(index: int = 0, run: str = "r") -> RolloutTask:
-    return RolloutTask(
-        run=run,
-        policy="policy",
-        source="main",
-        index=index,
-        data_epoch=0,
-        prompt_ids=(5, 6, 7),
-        num_rollouts=2,
-        seed=index,
-        sampling=Sampling(),
-    )
+    return RolloutTask(run=run, source="main", index=index, prompt_ids=(5, 6, 7), num_rollouts=2, seed=index)
 
 
 def routing(tokens: int, seed: int = 0) -> Experts:

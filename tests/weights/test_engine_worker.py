@@ -70,15 +70,8 @@ async def running(worker: Worker) -> AsyncIterator[asyncio.Task[None]]:
 
 
 async def publish(bus: Bus, run_dir: RunDir, worker: Worker, number: int) -> None:
-    publisher = make_publisher(
-        worker.config.weights,
-        bus=bus,
-        subjects=worker.subjects,
-        policy="policy",
-        run_dir=run_dir.path,
-        loop=asyncio.get_running_loop(),
-        report=worker.metrics,
-    )
+    place: Any = {"bus": bus, "subjects": worker.subjects, "policy": "policy", "run_dir": run_dir.path}
+    publisher = make_publisher(worker.config.weights, **place, loop=asyncio.get_running_loop(), report=worker.metrics)
     await asyncio.to_thread(publisher.offer, Version(0, number), Content(table(number)).digest, table(number))
     await asyncio.to_thread(publisher.close)
 

@@ -23,17 +23,9 @@ from tests.support.errors import raises
 from tests.support.wanted import host, slices
 
 
-def shard(
-    name: str,
-    dtype: str,
-    global_shape: tuple[int, ...],
-    data: np.ndarray,
-    offset: tuple[int, ...] = (),
-    shape: tuple[int, ...] | None = None,
-) -> Shard:
-    return Shard(
-        name=name, dtype=dtype, global_shape=global_shape, offset=offset, shape=global_shape if shape is None else shape, data=data
-    )
+def shard(name: str, dtype: str, global_shape: tuple[int, ...], data: np.ndarray, offset=(), shape=None) -> Shard:
+    own = global_shape if shape is None else shape
+    return Shard(name=name, dtype=dtype, global_shape=global_shape, offset=offset, shape=own, data=data)
 
 
 def whole(name: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> Shard:

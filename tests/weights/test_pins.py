@@ -125,19 +125,10 @@ class Served:
         self.transport = BusTransport(bus.blobs, run="r", policy="policy", threads=1)
         self.committed: asyncio.Queue[Version] = asyncio.Queue()
         self.failed: asyncio.Queue[str] = asyncio.Queue()
-        self.watcher = WeightWatcher(
-            bus,
-            SUBJECTS,
-            self.engine,
-            {"bus": self.transport},
-            policy="policy",
-            engine=name,
-            event=self._event,
-            committed=self.committed.put,
-            backoff_s=backoff_s,
-            pins=Pins(bus.kv, "policy") if role == EVALUATION_ROLE else None,
-            role=role,
-        )
+        told: Any = {"event": self._event, "committed": self.committed.put}
+        served: Any = {"policy": "policy", "engine": name, "backoff_s": backoff_s, "role": role}
+        pins = Pins(bus.kv, "policy") if role == EVALUATION_ROLE else None
+        self.watcher = WeightWatcher(bus, SUBJECTS, self.engine, {"bus": self.transport}, pins=pins, **served, **told)
 
     async def _event(self, _: str, detail: dict[str, Any]) -> None:
         if "error" in detail:

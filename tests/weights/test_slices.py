@@ -139,14 +139,8 @@ async def test_ranks_keep_what_rank_0_may_still_ask_for_and_nothing_else(tmp_pat
         publisher.offer(word, version, kept, rows_of(model(version.number), 1, 2))
 
     ranks = OtherRanks(1, order, PATIENCE_S)
-    leader = Publisher(
-        bus,
-        SUBJECTS,
-        MergedTransport("shm", own, Requests(bus.kv, "policy", ranks)),
-        policy="policy",
-        loop=asyncio.get_running_loop(),
-        offered=ranks.offer,
-    )
+    merged = MergedTransport("shm", own, Requests(bus.kv, "policy", ranks))
+    leader = Publisher(bus, SUBJECTS, merged, policy="policy", loop=asyncio.get_running_loop(), offered=ranks.offer)
     for number in range(1, 5):
         await asyncio.to_thread(leader.offer, v(number), Content(model(number)).digest, rows_of(model(number), 0, 2))
         while number == 1 and await bus.kv.get("ranks/wanted-policy") is None:

@@ -50,19 +50,9 @@ class Run:
         self.reported: list[str] = []
 
     def watcher(self) -> WeightWatcher:
-        transports: dict[str, WeightTransport] = {"shm": self.shm, "bus": self.blobs}
-        return WeightWatcher(
-            self.bus,
-            SUBJECTS,
-            self.engine,
-            transports,
-            policy="policy",
-            engine="engine-0",
-            metrics=self._metrics,
-            event=self._event,
-            committed=self.committed.put,
-            backoff_s=0.01,
-        )
+        told: Any = {"metrics": self._metrics, "event": self._event, "committed": self.committed.put}
+        served: Any = {"policy": "policy", "engine": "engine-0", "backoff_s": 0.01}
+        return WeightWatcher(self.bus, SUBJECTS, self.engine, {"shm": self.shm, "bus": self.blobs}, **served, **told)
 
     async def _metrics(self, values: dict[str, float]) -> None:
         self.reported += values
