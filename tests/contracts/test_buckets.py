@@ -85,14 +85,8 @@ async def test_a_watch_gives_the_present_then_every_change(bus: Bus) -> None:
         await bus.kv.put("presence/short", b"4", ttl_s=1)
         while len(seen) < 6:
             seen.append(((entry := await anext(watch)).key, entry.value))
-    assert seen == [
-        ("presence/old", b"1"),
-        ("presence/new", b"2"),
-        ("presence/old", b"3"),
-        ("presence/old", None),
-        ("presence/short", b"4"),
-        ("presence/short", None),
-    ]
+    old, new, short = (f"presence/{name}" for name in ("old", "new", "short"))
+    assert seen == [(old, b"1"), (new, b"2"), (old, b"3"), (old, None), (short, b"4"), (short, None)]
 
 
 async def test_a_watch_of_one_key_gives_nothing_of_others(bus: Bus) -> None:

@@ -91,15 +91,8 @@ def test_too_few_open_files_are_said(tmp_path: Path, limit: int, verb: tuple[str
         "import resource, sys; from streamrl.cli import main; import streamrl.launch.up, streamrl.monitor.status; "
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit})); sys.exit(main(sys.argv[1:]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *verb],
-        cwd=tmp_path,
-        env=runs.surroundings(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    command, env = [sys.executable, "-c", program, *verb], runs.surroundings()
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     if verb[0] == "up":
         assert done.returncode == 1 and f"may have {limit}" in done.stderr, done.stderr

@@ -80,15 +80,8 @@ class Scripted:
                 if request.prompt_ids[0] == 2:
                     await asyncio.Event().wait()
                 extras = {EXPERTS: RoutedExperts("uint8", (1, 1, 2), b"\x00\x07"), INEXACT: True} if request.prompt_ids[0] == 3 else {}
-                yield Chunk(
-                    completion=index,
-                    token_ids=(4, 5),
-                    logprobs=(-0.1, -0.25),
-                    spans=(VersionSpan(2, Version(1, 7)),),
-                    finish_reason="stop",
-                    engine="e",
-                    extras=extras,
-                )
+                told: Any = {"spans": (VersionSpan(2, Version(1, 7)),), "finish_reason": "stop", "engine": "e", "extras": extras}
+                yield Chunk(completion=index, token_ids=(4, 5), logprobs=(-0.1, -0.25), **told)
         finally:
             self.left.append(request.request_id)
 

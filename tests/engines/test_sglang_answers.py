@@ -36,16 +36,8 @@ def request_of(**sampling: Any) -> GenerateRequest:
 
 def result(ids: list[int], total: int, reason: str | None = None, **meta: Any) -> Result:
     rows = [[-0.5, token, None] for token in ids]
-    body = {
-        "output_ids": ids,
-        "meta_info": {
-            "completion_tokens": total,
-            "output_token_logprobs": rows,
-            "finish_reason": None if reason is None else {"type": reason},
-            "streamrl_versions": [stamp_of(OLD)] * len(ids),
-        }
-        | meta,
-    }
+    found = {"completion_tokens": total, "output_token_logprobs": rows, "finish_reason": None if reason is None else {"type": reason}}
+    body = {"output_ids": ids, "meta_info": found | {"streamrl_versions": [stamp_of(OLD)] * len(ids)} | meta}
     return msgspec.json.decode(json.dumps(body), type=Result)
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +13,6 @@ from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.divergence import MOST, Divergence
 from streamrl.consumers.training.ledger import Ledger, open_ledger
 from streamrl.consumers.training.steps import Stepped
-from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldState
 from streamrl.errors import Diverged, WeightsDiverged
@@ -48,16 +47,9 @@ async def test_a_step_with_other_digits_says_whose(digest: str, reference: str, 
     past = LedgerEntry(
         run="demo", trainer="main", version=Version(0, 3), source="main", used=(), cursor=0, granted=0, retired=0, digest="known"
     )
-    stepped = Stepped(
-        before=FoldState(),
-        state=FoldState(version=Version(0, 3)),
-        batch=Batch("main", ()),
-        arrays=cast("TrainBatch", None),  # not looked at
-        result=StepResult(digest=digest, metrics={}, reference=reference),
-        reward=None,
-        metrics={},
-        past=replace(past, reference="before"),
-    )
+    made: Any = {"before": FoldState(), "state": FoldState(version=Version(0, 3)), "batch": Batch("main", ()), "arrays": None}
+    result = StepResult(digest=digest, metrics={}, reference=reference)
+    stepped = Stepped(**made, result=result, reward=None, metrics={}, past=replace(past, reference="before"))
     ledger = await open_ledger(MemoryBus("demo"), Subjects("demo"), "main")
     config = Config(run=RunConfig(numerics="bitwise"))
     books = ledger_books(ledger, Caller(asyncio.get_running_loop()), config, "", diverged="compare")

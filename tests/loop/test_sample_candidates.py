@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -47,15 +48,8 @@ def turn(ids: list[int], said: Said | None, **more: object) -> Segment:
 
 def episode(rollout: int, *segments: Segment, sampling: Sampling = CUT, **more: object) -> Episode:
     texts = tuple("x" for segment in segments if segment.is_model)
-    return Episode(
-        segments=(Segment((5, 6, 7)), *segments),
-        finish_reason="stop",
-        turns=texts,
-        rollout=rollout,
-        reward=float(rollout),
-        sampling=sampling,
-        **more,  # type: ignore[arg-type]
-    )
+    given: Any = {"segments": (Segment((5, 6, 7)), *segments), "finish_reason": "stop", "turns": texts, "sampling": sampling, **more}
+    return Episode(rollout=rollout, reward=float(rollout), **given)
 
 
 class World(Stream):

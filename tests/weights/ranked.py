@@ -10,13 +10,8 @@ import numpy as np
 from streamrl.weights.protocol import Shard
 from tests.support.wanted import host
 
-MODEL = {
-    "embed": ("bfloat16", (301, 8)),
-    "norm": ("float32", (5,)),
-    "scale": ("float32", ()),
-    "w.up": ("bfloat16", (64, 3, 4)),
-    "none": ("int8", (0, 4)),
-}
+MODEL = {"embed": ("bfloat16", (301, 8)), "norm": ("float32", (5,)), "scale": ("float32", ()), "w.up": ("bfloat16", (64, 3, 4))}
+MODEL |= {"none": ("int8", (0, 4))}
 ITEMS = {"bfloat16": 2, "float32": 4, "int8": 1}
 
 
@@ -40,14 +35,9 @@ def rows_of(shards: Sequence[Shard], rank: int, ranks: int) -> list[Shard]:
         rows = -(-shard.shape[0] // ranks)
         low, high = (min(shard.shape[0], edge * rows) for edge in (rank, rank + 1))
         item = shard.data.nbytes // shard.shape[0] if shard.shape[0] else 0
-        own.append(
-            msgspec.structs.replace(
-                shard,
-                data=host(shard)[low * item : high * item],
-                shape=(high - low, *shard.shape[1:]),
-                offset=(low, *(0,) * (len(shard.shape) - 1)),
-            )
-        )
+        data = host(shard)[low * item : high * item]
+        offset = (low, *(0,) * (len(shard.shape) - 1))
+        own.append(msgspec.structs.replace(shard, data=data, shape=(high - low, *shard.shape[1:]), offset=offset))
     return own
 
 

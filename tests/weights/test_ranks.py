@@ -60,16 +60,10 @@ def contribution(shards: Sequence[Shard], limit: int, stored: dict[str, bytes], 
 )
 def test_what_ranks_store_is_what_one_process_would_have_published(tensors, ranks, limit):
     rng = np.random.default_rng(ranks)
-    shards = [
-        Shard(
-            name=name,
-            dtype=dtype,
-            global_shape=shape,
-            shape=shape,
-            data=rng.integers(0, 256, int(np.prod(shape)) * ITEMS[dtype], dtype=np.uint8),
-        )
-        for name, (dtype, shape) in tensors.items()
-    ]
+    shards = []
+    for name, (dtype, shape) in tensors.items():
+        data = rng.integers(0, 256, int(np.prod(shape)) * ITEMS[dtype], dtype=np.uint8)
+        shards.append(Shard(name=name, dtype=dtype, global_shape=shape, shape=shape, data=data))
     content = Content(shards)
     stored: dict[str, bytes] = {}
     manifest = merge([contribution(rows_of(shards, rank, ranks), limit, stored, str(rank)) for rank in range(ranks)])

@@ -24,14 +24,8 @@ from streamrl.runtime.rundir import RunDir
 from tests.bridges.retrain import reference as model
 from tests.support.processes import alive, server_pid, until, worker_pid
 
-TABLE = {
-    "streamrl_engine.kind": "table",
-    "streamrl_trainer.backend": "table",
-    "streamrl_data.chat_template": False,
-    "streamrl_page.enabled": False,
-    "slime_rollout_max_response_len": 1,
-    "slime_normalize_advantages": False,
-}
+TABLE = {"streamrl_engine.kind": "table", "streamrl_trainer.backend": "table", "streamrl_data.chat_template": False}
+TABLE |= {"streamrl_page.enabled": False, "slime_rollout_max_response_len": 1, "slime_normalize_advantages": False}
 GAME = """
 class Game:
     async def reset(self, *, seed=None, options=None):

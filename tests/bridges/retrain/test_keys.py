@@ -93,18 +93,9 @@ def test_the_defaults_are_those_of_retrains_adapter(tmp_path: Path) -> None:
 
 
 def test_the_pages_advanced_configuration_is_a_run_of_two_nodes(tmp_path: Path) -> None:
-    given = {
-        "learning_rate": 1e-5,
-        "rollout_batch_size": 4,
-        "slime_actor_num_nodes": 2,
-        "slime_actor_num_gpus_per_node": 4,
-        "slime_rollout_num_gpus": 8,
-        "slime_colocate": False,
-        "slime_rollout_temperature": 0.8,
-        "slime_bf16": True,
-        "slime_use_retrain_environment": True,
-        "slime_use_retrain_rewards": False,
-    }
+    given = {"learning_rate": 1e-5, "rollout_batch_size": 4, "slime_actor_num_nodes": 2, "slime_actor_num_gpus_per_node": 4}
+    given |= {"slime_rollout_num_gpus": 8, "slime_colocate": False, "slime_rollout_temperature": 0.8, "slime_bf16": True}
+    given |= {"slime_use_retrain_environment": True, "slime_use_retrain_rewards": False}
     config = loaded(tmp_path, given, free=0)
     assert (config.trainer.ranks, config.engine.workers, config.ray.address, config.weights.transport) == (8, 8, "auto", "bus")
     said = translate(given, free=0)

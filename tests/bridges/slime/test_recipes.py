@@ -247,21 +247,10 @@ def test_model_directories_are_written_where_slime_saves(tmp_path: Path) -> None
 
 def test_defaults_of_slime_are_written_where_they_are_others(tmp_path: Path) -> None:
     written = keys(imported(tmp_path, {**DEFAULTS, "n-samples-per-prompt": "8"}))
-    expected = {
-        "trainer.optimizer.learning_rate": 1e-6,
-        "trainer.optimizer.beta2": 0.999,
-        "trainer.optimizer.weight_decay": 0.01,
-        "trainer.optimizer.schedule": "linear",
-        "trainer.optimizer.final_fraction": 0.0,
-        "loss.clip_high": 0.2,
-        "loss.correction.kind": "none",
-        "loss.whiten": "off",
-        "sampling.temperature": 1.0,
-        "data.shuffle": False,
-        "tasks.drop_zero_variance": False,
-        "run.seed": 42,
-        "model.dtype": "bfloat16",
-    }
+    optimizer = {"learning_rate": 1e-6, "beta2": 0.999, "weight_decay": 0.01, "schedule": "linear", "final_fraction": 0.0}
+    expected = {f"trainer.optimizer.{key}": value for key, value in optimizer.items()}
+    expected |= {"loss.clip_high": 0.2, "loss.correction.kind": "none", "loss.whiten": "off", "sampling.temperature": 1.0}
+    expected |= {"data.shuffle": False, "tasks.drop_zero_variance": False, "run.seed": 42, "model.dtype": "bfloat16"}
     assert {key: written.get(key) for key in expected} == expected
 
 
