@@ -51,10 +51,7 @@ def routing(tokens: int, seed: int = 0) -> Experts:
 
 def turn(ids: list[int], experts: Experts | None) -> Segment:
     return Segment(
-        tuple(ids),
-        (-0.5,) * len(ids),
-        (VersionSpan(len(ids), Version()),),
-        experts=None if experts is None else compact(experts, 8),
+        tuple(ids), (-0.5,) * len(ids), (VersionSpan(len(ids), Version()),), experts=None if experts is None else compact(experts, 8)
     )
 
 

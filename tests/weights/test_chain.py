@@ -144,8 +144,7 @@ async def test_an_engine_that_skips_versions_reads_their_changes_and_a_late_join
 
 
 @pytest.mark.parametrize(
-    ("held", "newest", "read"),
-    [(6, 9, ["delta 7", "anchor 8", "delta 9"]), (1, 15, ["anchor 12", "delta 13", "delta 14", "delta 15"])],
+    ("held", "newest", "read"), [(6, 9, ["delta 7", "anchor 8", "delta 9"]), (1, 15, ["anchor 12", "delta 13", "delta 14", "delta 15"])]
 )
 async def test_changes_that_were_retired_are_gone_round_by_an_anchor(make, reader, held, newest, read):
     """The manifest still names changes that lead from what the engine holds, but they went in the meantime; or it fell too far behind."""

@@ -69,9 +69,7 @@ def test_a_pin_is_served_until_it_is_let_go():
 
 @settings(max_examples=200, deadline=None)
 @given(
-    announced=st.sets(st.integers(0, 20), max_size=12),
-    pins=st.sets(st.integers(0, 20), max_size=4),
-    serving=st.none() | st.integers(0, 20),
+    announced=st.sets(st.integers(0, 20), max_size=12), pins=st.sets(st.integers(0, 20), max_size=4), serving=st.none() | st.integers(0, 20)
 )
 def test_an_engine_with_pins_never_goes_back_and_never_moves_without_one(announced, pins, serving):
     served = None if serving is None else v(serving)

@@ -270,11 +270,7 @@ async def test_what_is_retired_is_forgotten() -> None:
 
 @pytest.mark.parametrize(
     ("duplicates", "ids"),
-    [
-        ([1], ["wpolicy.0.5.0"]),
-        ([2], ["wpolicy.0.5.0", "wpolicy.0.5.1"]),
-        ([9, 2], ["wpolicy.0.5.0", "wpolicy.0.5.1", "wpolicy.0.5.2"]),
-    ],
+    [([1], ["wpolicy.0.5.0"]), ([2], ["wpolicy.0.5.0", "wpolicy.0.5.1"]), ([9, 2], ["wpolicy.0.5.0", "wpolicy.0.5.1", "wpolicy.0.5.2"])],
 )
 @virtual
 async def test_a_known_id_is_this_manifest_only_where_its_message_is(duplicates: list[int], ids: list[str]) -> None:

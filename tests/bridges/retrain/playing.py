@@ -13,11 +13,7 @@ from tests.support.scripted import rollout_engine
 
 QWEN = family("qwen3")
 LOOK = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-TEXTS = {
-    "at once": ["7"],
-    "wrong, look, right": ["3", LOOK, "7"],
-    "never": ["1", "2", "3", "4", "5"],
-}
+TEXTS = {"at once": ["7"], "wrong, look, right": ["3", LOOK, "7"], "never": ["1", "2", "3", "4", "5"]}
 
 
 async def played(bridge: RetrainBridge, texts: Sequence[str], **context: Any) -> tuple[list[Episode], RolloutEngine]:

@@ -105,10 +105,7 @@ async def test_the_prompt_of_a_turn_is_all_that_came_before_it() -> None:
 
 
 async def test_how_an_episode_ends_is_its_status() -> None:
-    for texts, status, reward in (
-        (["7"], Status.COMPLETED, 1.0),
-        (["1", "2", "3", "4", "5"], Status.TRUNCATED, -2.0),
-    ):
+    for texts, status, reward in ((["7"], Status.COMPLETED, 1.0), (["1", "2", "3", "4", "5"], Status.TRUNCATED, -2.0)):
         [one], _ = await played(create_retrain_bridge(Guess), texts)
         assert (one.status, one.reward, one.metadata["retrain"]["terminated"]) == (status, reward, status is Status.COMPLETED)
     [one], _ = await played(create_retrain_bridge(Guess, max_steps=2), TEXTS["never"])
