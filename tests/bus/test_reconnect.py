@@ -242,15 +242,8 @@ async def test_a_bus_that_stays_away_is_a_named_error(own_server: NatsServer) ->
     reader = asyncio.ensure_future(anext(bus.read("samples", after=0)))
     await asyncio.sleep(0.1)
     own_server.kill()
-    results = await asyncio.gather(
-        bus.publish(TO.marks, b"x"),
-        bus.kv.put("key", b"x"),
-        bus.kv.get("key"),
-        bus.state("samples"),
-        bus.blobs.put("blob", b"x"),
-        reader,
-        return_exceptions=True,
-    )
+    asked = [bus.publish(TO.marks, b"x"), bus.kv.put("key", b"x"), bus.kv.get("key"), bus.state("samples"), bus.blobs.put("blob", b"x")]
+    results = await asyncio.gather(*asked, reader, return_exceptions=True)
     assert [type(result) for result in results] == [BusUnavailable] * len(results)
     assert all(result.hint for result in results if isinstance(result, BusUnavailable))
     with pytest.raises(BusUnavailable):

@@ -1,22 +1,28 @@
-"""How often a trainer asks for the state of the sample stream."""
+"""What a trainer asks of the sample stream, and what it holds of it while no batch closes for long."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import StreamState
+from streamrl.config.tree import BusConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.checkpoints import LOOK_EVERY_S, Checkpointer, read_latest
+from streamrl.consumers.training.reader import RecordReader
+from streamrl.consumers.training.stream_fold import FORGET_AT, StreamFold
 from streamrl.core.fold_config import fold_config
-from streamrl.core.state import initial_state
+from streamrl.core.state import FoldConfig, initial_state
 from streamrl.data.model import ensure_model
+from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
+from tests.support.bad_messages import GROUP, RUN, SUBJECTS, patched, template
 from tests.support.harness import make_run
 from tests.support.world.world import table_config
 
@@ -61,3 +67,27 @@ async def test_short_steps_look_at_the_stream_a_few_times_a_second_and_still_mak
     assert latest.cursor == 9
     assert (await bus.state("samples")).first == 10, "the stream was trimmed up to the position of the checkpoint"
     await bus.close()
+
+
+TASKS = 400
+CONFIG = FoldConfig(batch_tasks=2, group_size=GROUP, max_staleness=1, drop_zero_variance=True)
+
+
+async def test_groups_without_spread_leave_no_messages_behind() -> None:
+    """What was held for a dropped group is let go."""
+    bus = MemoryBus(RUN, BusConfig())
+    for task in range(TASKS):
+        for rollout in range(GROUP):  # a group of two messages, whose rewards are equal
+            await bus.publish(SUBJECTS.samples("main"), patched(template((rollout,), reward=1.0), task, 0))
+    reader = RecordReader(bus, asyncio.get_running_loop(), after=0, capacity=8)
+    messages: dict[int, SampleBatch] = {}
+    held: list[int] = []
+    started: Any = {"reader": reader, "config": CONFIG, "state": initial_state(CONFIG), "messages": messages}
+    stream = StreamFold(**started, effects=lambda effects, incoming: held.append(len(messages)))
+    try:
+        assert await asyncio.to_thread(stream.next, None, lambda: stream.own.cursor == GROUP * TASKS) is None
+    finally:
+        reader.close()
+        await bus.close()
+    assert stream.own.retired == TASKS
+    assert max(held) <= FORGET_AT

@@ -68,27 +68,13 @@ def of_bash(folder: Path) -> list[str]:
 LINES = st.sampled_from(
     [
         *("A=foo", "A='x  y'", 'A="$A$B"', "A+=z", "B=${A:-none}", 'B="${U-$A b}"', "B=", "unset A", "N=$((N * 2 + 1))", "N=$(( -7 / 2 ))"),
-        *(
-            "X=(1 'a b' \"\")",
-            'X+=($A "$B")',
-            "X=()",
-            "X=one",
-            "X+=more",
-            "Y=z",
-            'X=("${X[@]}" ${#X[@]})',
-            "Y=(p${X[@]}q)",
-            'Y=("p${X[@]}q" # no\n)',
-            "export A=$N",
-        ),
+        *("X=(1 'a b' \"\")", 'X+=($A "$B")', "X=()", "X=one", "X+=more", "Y=z", 'X=("${X[@]}" ${#X[@]})', "Y=(p${X[@]}q)"),
+        *('Y=("p${X[@]}q" # no\n)', "export A=$N"),
         *("B=${P%.*}", "B=${P##*/}", "B=${P%%.*}", 'B="${P#*/}"', "A=$(dirname /a/b/c)", "X=($(seq 1 3 $N))", "A=$(basename /a/b.x .x)"),
         *("if [ $N -gt 3 ]; then A=big; else A=small; fi", '[[ $A == f* && -n "$B" ]] && B=both', '[ -z "$B" ] || B=full', "(A=sub)"),
         *('case "$A" in foo|b*) B=case;; *) B=other;; esac', "f() { A=$1; N=$#; }; f one two", "{ A=group; }", "false && A=never"),
-        *(
-            'A=$(cat <<E\nx $B\n\\$N "q" don\'t )\nE\n)',
-            "B=$(cat <<-'E'\n\t$A 'it\n\tE\n)",
-            ": <<'E'\nA=no (\nE",
-            "cat >/dev/null <<E && B=done\n`\nE",
-        ),
+        *('A=$(cat <<E\nx $B\n\\$N "q" don\'t )\nE\n)', "B=$(cat <<-'E'\n\t$A 'it\n\tE\n)", ": <<'E'\nA=no (\nE"),
+        "cat >/dev/null <<E && B=done\n`\nE",
         *('[[ "$A" == "f*" ]] && B=literal', 'Y=(${X[@]:-none} "${U:-a  b}" ${U:-"a  b"} ${A:+"s t"})', "A=$'t\\ta'", 'A="\\$B \\x"'),
     ]
 )

@@ -25,10 +25,8 @@ def test_what_fits_is_called(hooks: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("hooks.py:plain_rm", "expected `async def`, got a plain function"),
         ("hooks.py:exits", "it raises SystemExit: 3 at "),
         ("hooks.py:dies", "while it was called its process ended with exit code 7"),
-        ("hoks.py:rm", "there is none"),
         ("broken.py:rm", "SyntaxError"),
         ("more.py:rm", "streamrl has no slime.utils.mask_utils; of slime it has slime.utils.types, "),
     ],
