@@ -161,7 +161,9 @@ def test_tokens_are_not_copied_nor_take_memory() -> None:
     tokens = decode_samples(bytes(encode_samples([sample(0)]))).rows()[0].tokens
     assert tokens.tolist() == [5, 6, 7, 8], "a view outlives its batch"
     length = 1 << 20
-    zeros = {name: np.zeros(length, dtype) for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", np.float32))}
+    zeros: Any = {
+        name: np.zeros(length, dtype) for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", np.float32))
+    }
     body = encode_samples([sample(**zeros, spans=(VersionSpan(length, None),))])
     before = pa.total_allocated_bytes()
     tracemalloc.start()

@@ -50,7 +50,7 @@ def an_image(sha256: str, media_type: str | None, num_bytes: int) -> dict[str, A
     return {"images": [BLOB | {"num_rows": 1}, None], **{name: [value, None] for name, value in values.items()}}
 
 
-def blob(column: str = "routed_experts", **changes: Any) -> dict[str, Any]:
+def blob(column: Any = "routed_experts", **changes: Any) -> dict[str, Any]:
     return {column: [BLOB | changes, None]}
 
 
@@ -64,7 +64,7 @@ def blob(column: str = "routed_experts", **changes: Any) -> dict[str, Any]:
         {"turn_inexact": [[True, True], [True]]},
         {"turn_asked_s": [[float("nan"), 1.0], None]},
         *({"turn_sampling": [[one, None], None]} for one in ("{", "[1]", '{"a":' + "[" * 100_000)),
-        *(blob(**one) for one in ({"sha256": "ab"}, {"sha256": None}, {"name": ""}, {"start_row": -1}, {"num_rows": None})),
+        *(blob(**{key: value}) for key, value in (("sha256", "ab"), ("sha256", None), ("name", ""), ("start_row", -1), ("num_rows", None))),
         blob("images", name=None),
         {"image_sha256": [[SHA], None], "image_media_type": [["image/png"], None], "image_num_bytes": [[7], None]},
         {**blob("images", num_rows=1), "image_sha256": [[SHA], None]},
