@@ -32,7 +32,7 @@ from streamrl.consumers.training.books import ledger_books
 from streamrl.consumers.training.budget import lower_budget, read_budget
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held
-from streamrl.consumers.training.checkpoints import Checkpointer, ensure_position
+from streamrl.consumers.training.checkpoints import Checkpointer, check_stream, ensure_position
 from streamrl.consumers.training.dead_letters import publish_blob_missing, publish_dead_letter
 from streamrl.consumers.training.divergence import Divergence
 from streamrl.consumers.training.gaps import enter_gap
@@ -62,6 +62,8 @@ from streamrl.weights.protocol import Shard
 
 logger = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 5.0
+"""So often is the sample stream's end compared with what has been read of it."""
 REWARD_WINDOW = 20
 """Batches whose mean reward `run.until_reward` looks at."""
 
@@ -129,6 +131,7 @@ class LiveTrainer:
         self._token_weights = TokenWeights(run_dir.path / TOKENS, config.trainer.token_weights_bytes)
         self._budget = MicroBudget(0, 0)
         self._deadline = float("inf")
+        self._identity, self._look_at_s = "", 0.0
         self._spent_s = 0.0
         """Of `run.max_seconds`, before this process."""
         self._granted = (0, 0)
@@ -211,6 +214,7 @@ class LiveTrainer:
         )
         self._fold = fold
         logger.info("event=training version=%s cursor=%d ledger=%d fence=%d", state.version, state.cursor, ledger.last_number, fence)
+        self._identity = resumed.identity
         reaper = Reaper(self.bus, self.subjects, name, fence, lambda: fold.own, self.fold_config)
         reaping = reaper.start(call.loop)
         try:
@@ -242,6 +246,7 @@ class LiveTrainer:
         divergence = Divergence(self.config.trainer.max_unlearned, self.say)
         self.call.clock.enter("compute")
         while True:
+            self._check_stream(fold.own)
             if limit := self._limit_at(fold.own, ledger):
                 return limit
             number = fold.own.version.number + 1
@@ -288,8 +293,17 @@ class LiveTrainer:
 
     def _wait(self, saver: Checkpointer, state: FoldState) -> None:
         self._doing(f"waits for samples: {len(state.pending)} groups have begun to come, a batch is {self.config.tasks.batch_tasks}")
+        self._check_stream(state)
         with self.call.clock.within("checkpoint"):
             saver.while_waiting(state)
+
+    def _check_stream(self, state: FoldState) -> None:
+        """Look once in a while whether the stream is still the one that was read; raises LogTruncated: its server may have lost its end."""
+        if time.monotonic() < self._look_at_s:
+            return
+        self._look_at_s = time.monotonic() + LOOK_EVERY_S
+        cursor = state.cursor
+        self.call(check_stream(self.bus, cursor=cursor, oldest_needed=cursor + 1, identity=self._identity, cursor_s=state.cursor_s))
 
     def _cut(self, past: LedgerEntry | None) -> Cut:
         """A version is trained again as it was trained before, with another budget where that was out of memory."""

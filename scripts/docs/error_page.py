@@ -33,9 +33,9 @@ the same facts for programs, and an error survives pickling.
 
 A worker that fails is started again (`supervise.max_restarts`), but for a `ConfigError` or `CannotResume` (exit code 2), because it
 would fail in the same way, `Fenced` (exit code 3), because it would fight its successor, and `WeightsDiverged` (exit code 4), because it
-would train the same again. Exit code 0, and 5 of a worker that a signal has told to drain, are no ends either while the run goes on: it is
-started again, but for a trainer that was told to drain, which stops the run. What it said is in `runs/<name>/logs/<worker>.log`, and the
-end of that on the screen once the run is given up.
+would train the same again. Exit code 0, and 5 of a worker that a signal has told to drain, are no ends either while the run goes on:
+it is started again, but for a trainer that was told to drain, which stops the run. What it said is in `runs/<name>/logs/<worker>.log`,
+and the end of that on the screen once the run is given up.
 """
 
 

@@ -171,6 +171,9 @@ class Supervisor:
             stage = [child for child in self.children.values() if child.kind in kinds]
             finishing = [child for child in stage if child.kind in finish]
             await self._wait_for(finishing, self._config.drain_s)
+            for child in finishing:
+                if child.over and child.code not in (Exit.DONE, Exit.DRAINED, Exit.FENCED):
+                    self._note(f"{child.name} ended with {self._ending(child)} and left its last work undone{self._last_line(child)}")
             for child in stage:
                 self._settle(child)
                 if not child.over:
@@ -223,7 +226,7 @@ class Supervisor:
             code = child.process.poll()
             if code is not None:
                 logger.info("event=worker_ended worker=%s %s", child.name, describe_exit(code))
-                child.state = "done"
+                child.state, child.code = "done", code
 
     def _silence(self, kind: str) -> Silence:
         return Silence(self._config.silent_s, LOADING_S.get(kind, math.inf), self._clock())

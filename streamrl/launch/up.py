@@ -56,7 +56,8 @@ START_ORDER = ("trainer", "engine", "feeder", "producer", "gateway", "rewarder",
 _TICK_S = 0.25
 _INTERRUPTED = 130
 _DISK_EVERY_S = 2.0
-_FULL_BYTES = 1 << 20
+_FULL_BYTES = 16 << 20
+"""With less than that a disk counts as full: nats-server gives up a stream at the first write that fails, and checkpoints come and go."""
 _UNSTORED = 2
 """So often in a row may the embedded bus store nothing that the supervisor gives it, each time for `bus.patience_s`."""
 

@@ -13,9 +13,10 @@ import pytest
 from msgspec import UNSET
 
 from streamrl.bus.protocol import Message
+from streamrl.consumers.training import loop
 from streamrl.consumers.training.gaps import find_gap, versions_made
 from streamrl.consumers.training.ledger import open_ledger
-from streamrl.errors import CannotResume
+from streamrl.errors import CannotResume, LogTruncated
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_report import ReplayReport
 from streamrl.schemas.codec import decode, encode
@@ -189,6 +190,23 @@ async def test_nobody_is_left_with_a_version_that_samples_were_lost_of(tmp_path:
         after = (await read_ledger(w.bus, w.config.run.name))[len(before) :]
         drops = Counter(drop.reason for entry in after for drop in entry.drops)
         assert drops["lost_version"] <= 2 * (max_staleness + 1) * w.config.tasks.batch_tasks, drops
+
+
+async def test_a_trainer_whose_stream_loses_its_end_while_it_reads_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In lockstep it would wait for ever: what it waits for was lost, and what comes in its place has sequences that were read before."""
+    monkeypatch.setattr(loop, "LOOK_EVERY_S", 0.05)
+    often: dict[str, object] = {"checkpoint_every": 1, "keep_checkpoints": 100}
+    async with place(tmp_path, run={"steps": 12}, tasks={"max_staleness": 0}, trainer=often) as w:
+        training = asyncio.create_task(w.train())
+        async with asyncio.timeout(60):
+            while len(await versions(w)) < 6:
+                await asyncio.sleep(0.005)
+        last = (await w.bus.state(SAMPLES)).last
+        w.bus.lose(SAMPLES, *range(last - 2, last + 1))
+        with pytest.raises(LogTruncated):
+            await training
+        await w.train()
+        assert (await versions(w))[-1] == "1.12"
 
 
 async def test_a_hole_that_readers_had_passed_over_is_no_gap_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

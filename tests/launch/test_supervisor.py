@@ -216,6 +216,12 @@ async def test_a_drain_goes_in_order_and_lets_a_kind_finish(team: Team) -> None:
     assert told.read_text() == "finished\n"
 
 
+async def test_a_kind_that_should_finish_and_fails_is_said(team: Team) -> None:
+    team.start("evaluator", "echo no engine answers; exit 1")
+    await team.supervisor.drain(finish=("evaluator",))
+    assert team.notes == ["evaluator-0 ended with exit code 1 and left its last work undone; its log ends: no engine answers"]
+
+
 async def test_a_worker_that_does_not_stop_is_killed_with_what_it_started(team: Team) -> None:
     pids = team.run.path / "pids"
     team.start("engine", f"trap '' TERM; sleep 600 & echo $! >> {pids}; echo $$ >> {pids}; wait; while :; do sleep 1; done")
