@@ -53,7 +53,8 @@ def test_reports_of_any_number(reduction: str, value: float) -> None:
             view.metric(decode(encode(MetricReport(worker=worker, **given)), MetricReport))
         assert view.numbers(elapsed_s=1.0).tasks_in_flight >= 0
     view = RunView("demo", steps=100, series=Series(window_s=0.0))
-    view.metric(MetricReport(worker="producer-0", **{reduction: dict.fromkeys(METRICS, value)}))
+    everything: dict[str, Any] = {reduction: dict.fromkeys(METRICS, value)}
+    view.metric(MetricReport(worker="producer-0", **everything))
     assert shown(view)
 
 
