@@ -7,7 +7,7 @@ import sys
 import sysconfig
 import threading
 import time
-import weakref
+from asyncio import Task
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import streamrl
 from streamrl.producers.children import frames
+from streamrl.producers.children.canary import OwnTask
 from streamrl.producers.children.remote import current
 
 BEAT_S = 0.02
@@ -42,7 +43,6 @@ class Watchdog:
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[frames.Said], None]) -> None:
         self._loop = loop
         self._send = send
-        self._calls: weakref.WeakKeyDictionary[asyncio.Future[Any], int] = weakref.WeakKeyDictionary()
         self._beat = 0
         self._beat_s = time.monotonic()
         self._step = 0
@@ -60,11 +60,8 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _make(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)
         asking = current.get()
-        if asking is not None:
-            self._calls[task] = asking.call
-        return task
+        return Task(coroutine, loop=loop, **options) if asking is None else OwnTask(coroutine, asking=asking, loop=loop, **options)
 
     def _turn(self) -> None:
         self._beat += 1
@@ -92,7 +89,7 @@ class Watchdog:
             self._blocked.popleft()
         if now_s - self._beat_s > _HELD_S and now_s - self._held_s > _HELD_EVERY_S:
             self._held_s = now_s
-            self._send(frames.Held(self._calls.get(task) if task is not None else None, self._step, place))
+            self._send(frames.Held(task.asking.call if isinstance(task, OwnTask) else None, self._step, place))
         here = sum(BEAT_S for _, other in self._blocked if other == place)
         if here > _SLOW_S and now_s - self._said_s > _SAID_EVERY_S:
             self._said_s = now_s
