@@ -282,6 +282,9 @@ class SuperviseConfig(Section, frozen=True, kw_only=True):
     max_failed_batches: NonNegativeInt = 3
     """The run ends as failed once this many batches' worth of tasks have failed without one trained batch in between, unless a producer at
     work has failed less than its share of them; 0: never."""
+    max_failed_share: Fraction = 0.5
+    """The run ends as failed once a greater part than this of the last rollouts (256, or two batches if that is more) have failed or timed
+    out; a producer of the run that does so beside others that do not is drained instead; 1: never."""
 
 
 class DebugConfig(Section, frozen=True, kw_only=True):

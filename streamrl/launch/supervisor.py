@@ -116,6 +116,8 @@ class Supervisor:
                     child.state, child.code, child.ended_s = "ended", code, self._clock()
                 else:
                     self._listen(child)
+            elif child.state == "draining":
+                self._settle(child)
             elif child.state == "waiting" and self._clock() >= child.resume_s:
                 child.process = self._launcher.start(child.kind, child.index)
                 child.state = "running"
@@ -128,6 +130,16 @@ class Supervisor:
             elif any(child.state == "ended" and self._failed(child) and self._clock() >= child.ended_s + _GRACE_S for child in group):
                 for child in group:
                     child.process.kill()
+
+    def retire(self, name: str) -> bool:
+        """Have a child drain, and not start it again; False: there is no such child, or it does so already."""
+        child = self.children.get(name)
+        if child is None or child.state not in ("running", "waiting"):
+            return False
+        if child.state == "running":
+            child.process.stop()
+        child.state = "draining" if child.state == "running" else "done"
+        return True
 
     def over(self, kind: str) -> bool:
         """Whether there are workers of `kind` and all of them have ended for good."""

@@ -18,7 +18,7 @@ from streamrl.telemetry.names import DROP_REASONS, OTHER_REASON
 REASONS = ("failed", "timeout", "deliveries", "poison")
 """Reasons of tombstones that mean that something went wrong; a producer's own words, `filtered` and `lost` do not."""
 
-GIVEN_UP = Cause("given_up", "producers give most rollouts up", "a producer that returns None gives up; return chat.episode()")
+GIVEN_UP = Cause("given_up", "producers give most rollouts up", 'they return Failure(0, "filtered", why): is their rule too strict?')
 LOST = Cause(
     "lost_tasks",
     "most tasks are held by nobody any more, and end as lost",
@@ -67,7 +67,7 @@ class Count:
             self._count(stone)
 
     def _count(self, stone: Tombstone) -> None:
-        rollouts = _num_rollouts(stone)
+        rollouts = num_rollouts(stone)
         self.reasons[known_reason(stone.reason, self.reasons)] += rollouts
         before = self._rollouts[stone.task]
         self._rollouts[stone.task] = min(before + rollouts, stone.group_size)
@@ -106,7 +106,7 @@ class Failures:
         counts = Counter[str]()
         for sequence, stone in self._lately:
             if sequence > last - LATELY and isinstance(stone.producer, str):
-                counts[stone.producer] += _num_rollouts(stone)
+                counts[stone.producer] += num_rollouts(stone)
         return counts
 
     @property
@@ -128,7 +128,8 @@ class Failures:
         self._given_up.trained(cursor)
 
 
-def _num_rollouts(stone: Tombstone) -> int:
+def num_rollouts(stone: Tombstone) -> int:
+    """How many rollouts a tombstone ends."""
     return stone.group_size if stone.rollout is None else 1
 
 

@@ -175,6 +175,16 @@ async def test_a_process_that_no_kill_ends_is_said_and_left_behind(monkeypatch: 
 
 
 @pytest.mark.process
+async def test_a_worker_that_is_retired_drains_and_is_not_started_again(team: Team) -> None:
+    team.start("producer", "trap 'exit 0' TERM; while :; do sleep 0.05; done", "exec sleep 60")
+    assert team.supervisor.retire("producer-0") and not team.supervisor.retire("producer-0")
+    assert not team.supervisor.retire("producer-7")
+    await team.tick_until("producer", "done")
+    assert (team.state("producer", 1), team.notes, team.supervisor.over("producer")) == ("running", [], False)
+    await team.supervisor.kill_all()
+
+
+@pytest.mark.process
 async def test_a_restart_says_what_the_worker_said_last(team: Team) -> None:
     team.start("engine", "echo full >&2; echo >&2; exit 1")
     await team.tick_until("engine", "waiting")

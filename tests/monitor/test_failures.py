@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame, barren_line
+from streamrl.monitor.failures import FIRST_PAUSE_S, GIVEN_UP, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame, barren_line
 from streamrl.monitor.screen import failed_line, plain_line
 from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.view import RunView
@@ -128,7 +128,7 @@ def test_what_producers_give_up_is_counted_before_any_batch_and_called_so(entry:
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.dropped, numbers.drops, numbers.failed_tasks, numbers.given_up_tasks) == (18, {"filtered": 18}, 0, 9)
     said = barren_line(numbers, view.failures.given_up.reasons)
-    assert said.startswith("12 tasks") and "filtered 18" in said and "None" in said
+    assert said.startswith("12 tasks") and "filtered 18" in said and GIVEN_UP.hint in said
     view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "filtered")])))
     assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
 

@@ -29,6 +29,8 @@ KEYS = [
     "staleness_max",
     "dropped",
     "drops",
+    "failed_rollouts",
+    "ended_rollouts",
     "newest_error",
     "slo",
     "swaps",

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 from streamrl.errors import ConfigError
+from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.groups import Group
 from streamrl.producers.protocol import Failure
 from streamrl.producers.rollouts import Streak, attach, main
+from streamrl.schemas.samples import VersionSpan
+from streamrl.schemas.versions import Version
 from tests.support.producing import Loop, in_memory, on_server, samples_in
+
+EPISODE = Episode(segments=(Segment((1,)), Segment((2,), (-0.5,), (VersionSpan(1, Version(0, 0)),))), finish_reason="stop")
 
 
 @pytest.mark.process
@@ -39,6 +43,17 @@ async def test_attach_refuses_what_is_no_producer(loop: Loop, functions: Path) -
         await attach(loop.worker(), f"{functions}:calculater")
 
 
+def test_a_part_of_the_rollouts_that_is_too_great_is_hopeless_too() -> None:
+    """Every task gives an episode, so that none has failed."""
+    for limit, hopeless in ((0.5, True), (0.8, False)):
+        streak = Streak(most=40, limit=limit)
+        for _ in range(9):
+            streak.tell(Group((EPISODE,), tuple(Failure(rollout, "timeout") for rollout in (1, 2, 3))))
+            assert not streak.hopeless
+        streak.tell(Group((EPISODE,), tuple(Failure(rollout, "failed", "no tool") for rollout in (1, 2, 3))))
+        assert (streak.length, streak.newest, streak.hopeless) == (0, "no tool", hopeless)
+
+
 def test_a_streak_is_of_tasks_that_the_producers_code_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
@@ -54,6 +69,6 @@ def test_a_streak_is_of_tasks_that_the_producers_code_fails(monkeypatch: pytest.
         streak.tell(Group((), (own,)))
     assert not streak.hopeless, "a tool that is gone for a moment"
     now_s += 31.0
-    streak.tell(Group((cast(Any, "an episode"),), (own,)))
+    streak.tell(Group((EPISODE,), (own,)))
     streak.tell(Group((), (own,)))
     assert not streak.hopeless, "it makes something"

@@ -20,7 +20,7 @@ STRANGE = [
     ("raise BaseException('neither')", "BaseException: neither"),
     ("raise asyncio.CancelledError", "CancelledError"),
     ("def deep(): return deep() + 1\n    deep()", "RecursionError: maximum recursion depth"),
-    ("return {'reward': 1.0}", "expected an Episode, a list of them or None, got dict"),
+    ("return {'reward': 1.0}", "expected an Episode, or a list of them, got dict"),
     ("return chat.episode(reward='1.0')", "its reward must be a number, got the text '1.0'"),
     ("return chat.episode(reward=float('nan'))", "its reward must be finite, got nan"),
     ("return engine.chat(task).episode()", "no turn was generated"),
@@ -194,7 +194,8 @@ async def fails(task, engine):
 """
     async with workshop.runner(code, producer="fails") as runner:
         [group] = await workshop.run(runner, workshop.task(num_rollouts=20))
-    assert [failure.detail for failure in group.failures] == ["ValueError: broken tool"] * 20
+    line = (workshop.folder / "code.py").read_text().splitlines().index('    raise ValueError("broken tool")') + 1
+    assert [failure.detail for failure in group.failures] == [f"ValueError: broken tool in code.py:{line}"] * 20
     assert len([record for record in caplog.records if record.exc_text and "broken tool" in record.exc_text]) == 1
 
 
