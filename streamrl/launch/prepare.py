@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 
 from msgspec import UNSET, UnsetType
 
@@ -157,8 +158,11 @@ def _look_at_rows(config: Config, run: RunDir, tokenizer: Tokenizer, size: int, 
     return rows_digest(config), 0
 
 
-async def check_start(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> None:
+async def check_start(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> set[Path]:
     """Look at the disk, at GPUs and ports, and at the user's code in a process of its own; before the bus is started, which takes a port.
+
+    Returns:
+        The user's modules that were imported.
 
     Raises:
         LaunchError: a port that is named is taken, there is no room for two checkpoints, or the trainer does not fit its GPUs.
@@ -180,7 +184,7 @@ async def check_start(config: Config, run: RunDir, note: Callable[[str], None] =
         if time.monotonic() > deadline:
             raise LaunchError(f"expected the ports that the configuration names to be free: {found.found}", hint=found.hint)
         await asyncio.sleep(0.1)
-    await check_code(run.with_secret_options(config))
+    return await check_code(run.with_secret_options(config))
 
 
 async def check_gpus(config: Config, note: Callable[[str], None]) -> None:

@@ -22,6 +22,7 @@ from streamrl.config.tree import Config
 from streamrl.core.failed_share import window_of
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.finished import finished_at
+from streamrl.launch.kept_code import KeptCode
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.page import page_beside
 from streamrl.launch.prepare import NothingBinds, check_log, check_start, has_trained, open_record, prepare
@@ -203,6 +204,7 @@ class Session:
         self._shown = Shown(config, run, display, gone=stops.drain.set)
         self._note = self._shown.note
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
+        self._code = KeptCode(run)
         self._sinks = sinks_beside(config, run, self._note)
         self._started_s = time.monotonic()
         self.prepared = False
@@ -214,7 +216,7 @@ class Session:
         if not self._run.exists:
             # It may be that of a start that failed, or was killed, with other settings.
             shutil.rmtree(self._run.model_dir, ignore_errors=True)
-        await check_start(self._config, self._run, self._note)
+        loaded = await check_start(self._config, self._run, self._note)
         record = await prepare(self._config, self._run, self._note)
         if self._stops.drain.is_set():
             return Outcome(run=self._run, state="stopped")
@@ -232,6 +234,8 @@ class Session:
                     bus, record = await self._begin_anew(bus, server)
                     resumed, notes = await self._open_record(bus, record, Consent(code=True, model=True))
                 self._run.write_config(self._config)
+                if why := await asyncio.to_thread(self._code.keep, self._config, record, loaded):
+                    self._note(why)
                 self._note("resuming" if resumed else "starting")
                 for text in [*notes, *await check_log(bus, self._config, self._run, accept_gap=self._consent.gap)]:
                     self._note(text)
@@ -389,4 +393,6 @@ class Session:
         ours = ("page-", SINK_KIND.format(kind="")) if self._config.ray.address else ("",)
         while True:
             await asyncio.sleep(LOGS_EVERY_S)
+            if text := await asyncio.to_thread(self._code.take_changes):
+                self._note(text)
             await asyncio.to_thread(bound_logs, [path for name in ours for path in worker_logs(self._run, name)])
