@@ -92,6 +92,10 @@ class Limits(msgspec.Struct, frozen=True):
     """Without an engine call begun, streaming or ended."""
     total_s: float
     """Of one call, waiting left out."""
+    max_calls: int = 1000
+    """Of engines, by one rollout."""
+    max_tokens: int = 1 << 62
+    """That engines may make for one rollout."""
     answer_s: float = 5.0
     """That an event loop may be held, and that a call may take to end once it is cancelled."""
     start_s: float = 300.0
@@ -116,6 +120,7 @@ class Call:
         store: for its checkpoints; None: they are not kept.
         turns: recorded in a child before this one.
         images: of the task's row; None: there are none.
+        rollouts: how many it makes.
     """
 
     TIMEOUT = "timeout"
@@ -131,6 +136,7 @@ class Call:
         store: Store | None = None,
         turns: Sequence[Recorded] = (),
         images: Images | None = None,
+        rollouts: int = 1,
     ) -> None:
         self.number = number
         self.task = task
@@ -151,6 +157,9 @@ class Call:
         self._images = images
         self._idle_s = 0.0
         self._total_s = 0.0
+        self._rollouts = rollouts
+        self._num_asked = len(turns)
+        self._num_tokens = sum(len(turn.token_ids) for turn in turns)
         self._waits: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._num_programs = 0
         """That wait for a slot of the sandbox."""
@@ -172,8 +181,11 @@ class Call:
 
     def tick(self, seconds: float) -> bool:
         """Count time that its user code has had; returns whether that takes it over a limit."""
-        if self.expired or not self.began or self.waits:
+        if self.expired or not self.began:
             return False
+        self.expired = self._too_much
+        if self.expired or self.waits:
+            return bool(self.expired)
         self._idle_s += seconds
         self._total_s += seconds
         if self._idle_s > self._limits.idle_s:
@@ -181,6 +193,15 @@ class Call:
         elif self._total_s > self._limits.total_s:
             self.expired = f"{self._limits.total_s:g} s of user code{'' if self._engine is not None else ' (reward.timeout_s)'}"
         return bool(self.expired)
+
+    @property
+    def _too_much(self) -> str:
+        """The limit of what it may ask of engines that it has exceeded."""
+        if self._num_asked > self._limits.max_calls * self._rollouts:
+            return f"{self._num_asked} engine calls (producer.max_calls)"
+        if self._num_tokens > self._limits.max_tokens * self._rollouts:
+            return f"{self._num_tokens} tokens that engines have made for it (producer.max_tokens)"
+        return ""
 
     def end(self, result: object) -> None:
         """It is over, and asks nothing any more."""
@@ -220,12 +241,16 @@ class Call:
                 raise EngineError("a reward has no engine to ask", hint="ask engines in the producer")
             if any(turn in self.turns for turn in turns):
                 raise EngineError(f"turns {turns} have been asked for before")
+            self._num_asked += 1
+            if self._too_much:
+                await asyncio.Event().wait()  # until the watch has ended it
             sampling = frame.request.sampling
             asked = Segment((), temperature=sampling.temperature, origin=Origin(asked_s=time.time()), sampling=sampling)
             self.turns.update((turn, Recorded(asked)) for turn in turns)
             async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:
                     self.turns[frame.turn + chunk.completion].add(chunk)
+                    self._num_tokens += len(chunk.token_ids)
                     self._send(Given(self.number, frame.turn, chunk=bare_chunk(chunk)))
         except EngineError as error:
             self._send(Given(self.number, frame.turn, problem=Problem.of(error)))

@@ -149,7 +149,9 @@ class Job:
                 store = self._store if self._keeping.store is not None else None
                 limits, task = self._children.limits, self._task.index
                 images = self._keeping.images
-                return Call(number, limits, task=task, engine=self._engine, send=child.send, store=store, turns=turns, images=images)
+                count = self._task.num_rollouts if key is None else 1
+                engine, send = self._engine, child.send
+                return Call(number, limits, task=task, engine=engine, send=send, store=store, turns=turns, images=images, rollouts=count)
 
             begun = tuple(turn.part(0, len(turn.token_ids)) for turn in turns)
             call = child.begin(
