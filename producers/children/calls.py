@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import aclosing
 
@@ -158,6 +159,7 @@ class Call:
         self._idle_s = 0.0
         self._total_s = 0.0
         self._rollouts = rollouts
+        self._resumes = bool(turns)
         self._num_asked = len(turns)
         self._num_tokens = sum(len(turn.token_ids) for turn in turns)
         self._waits: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -280,6 +282,26 @@ class Call:
             self._send(Answer(self.number, frame.number, problem=Problem.of(error)))
         else:
             self._send(Answer(self.number, frame.number, info=info, image=image))
+
+    def repeated(self, given: Sequence[Returned]) -> set[int]:
+        """Which of the episodes have turns that those before them have, all of them, so that they would be trained a second time.
+
+        Turns that drew the same tokens cannot be told apart, so each may be given as often as it was drawn; a call that goes on from a
+        checkpoint does not know how often that was. Branches say what they share.
+        """
+        if self._resumes:
+            return set()
+        drawn = Counter((tuple(turn.token_ids), tuple(turn.logprobs)) for turn in self.turns.values())
+        uses = Counter[tuple[object, ...]]()
+        found: set[int] = set()
+        for index, returned in enumerate(given):
+            pieces = [piece for one in returned.pieces for piece in one.turns]
+            turns = [(self.turns[turn], start, stop) for turn, start, stop in pieces if turn in self.turns]
+            keys = [((tuple(turn.token_ids), tuple(turn.logprobs)), start, stop) for turn, start, stop in turns]
+            if returned.branch is None and keys and all(uses[key] >= drawn[key[0]] for key in keys):
+                found.add(index)
+            uses.update(keys)
+        return found
 
     def episode(self, returned: Returned) -> Episode:
         """What a child returned, with tokens, log-probs and versions of the model's turns as they were recorded here.

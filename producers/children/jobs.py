@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = "timeout"
 DELIVERIES = "deliveries"
+REPEATED = "an episode has no turn of the model that those before it have not, and would be trained a second time: return each episode once"
 _LOSSES = 2
 """Children that a task may lose without being suspected; so a guilty one that was waiting when it struck is found too."""
 
@@ -214,7 +215,11 @@ class Job:
 
 def _given(call: Call, ended: frames.Ended) -> Sequence[Episode | Failure]:
     given: list[Episode | Failure] = [*ended.failures]
-    for returned in ended.given:
+    repeated = call.repeated(ended.given)
+    for index, returned in enumerate(ended.given):
+        if index in repeated:
+            given.append(Failure(returned.rollout, "failed", REPEATED))
+            continue
         try:
             given.append(call.episode(returned))
         except SchemaError as error:

@@ -11,7 +11,7 @@ import asyncio
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -37,6 +37,8 @@ from streamrl.runtime.kinds import environment, inherited
 
 LIMIT_S = 120.0
 """Importing torch from a slow disk is to pass."""
+_SAID_S = 10.0
+"""An import that takes so long is said while it goes on."""
 
 _ALGORITHMS = "; see docs/algorithms.md"
 FORMS: Mapping[str, Form] = {
@@ -92,7 +94,7 @@ class Said(msgspec.Struct, frozen=True):
     """With `done`, the files of the modules below the folders that were imported."""
 
 
-async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> set[Path]:
+async def check_code(config: Config, *, limit_s: float = LIMIT_S, note: Callable[[str], None] = lambda _: None) -> set[Path]:
     """The modules beside it that the code which `config` names has imported.
 
     What other machines run is not looked at: all of it with `ray.address`, producers without `producer.workers`. Nor is a taskset
@@ -101,6 +103,7 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> set[Path]:
     Args:
         config: with its secret options.
         limit_s: how long the imports of producers and rewards, and those of the loss, may take.
+        note: told when that takes long.
 
     Raises:
         ConfigError: something of it is not there, or does not take what it will be given.
@@ -120,7 +123,7 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> set[Path]:
         if named:
             surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
             folders = tuple(str(folder) for folder in code_folders(named))
-            loaded |= await _ask(Asked(named, options, producers, folders), surroundings, limit_s)
+            loaded |= await _ask(Asked(named, options, producers, folders), surroundings, limit_s, note)
     return loaded
 
 
@@ -142,9 +145,16 @@ def _form(key: str) -> Form:
     return FORMS.get(key) or replace(PRODUCER if key.endswith(".function") else REWARD, key=key)
 
 
-async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> set[Path]:
+async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float, note: Callable[[str], None] = lambda _: None) -> set[Path]:
     text = msgspec.json.encode(asked).decode()
-    return _judge(asked, await run_apart("streamrl.launch.code_check", text, surroundings, limit_s), limit_s)
+    names = ", ".join(dict.fromkeys(asked.named.values()))
+    late = asyncio.get_running_loop().call_later(
+        _SAID_S, note, f"importing {names} takes long; it has {limit_s:g} s. hint: does a file do its work, or loop, when it is imported?"
+    )
+    try:
+        return _judge(asked, await run_apart("streamrl.launch.code_check", text, surroundings, limit_s), limit_s)
+    finally:
+        late.cancel()
 
 
 def _judge(asked: Asked, ended: Ended, limit_s: float) -> set[Path]:

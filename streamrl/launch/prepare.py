@@ -184,7 +184,7 @@ async def check_start(config: Config, run: RunDir, note: Callable[[str], None] =
         if time.monotonic() > deadline:
             raise LaunchError(f"expected the ports that the configuration names to be free: {found.found}", hint=found.hint)
         await asyncio.sleep(0.1)
-    return await check_code(run.with_secret_options(config))
+    return await check_code(run.with_secret_options(config), note=note)
 
 
 async def check_gpus(config: Config, note: Callable[[str], None]) -> None:
