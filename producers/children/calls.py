@@ -122,6 +122,7 @@ class Call:
         turns: recorded in a child before this one.
         images: of the task's row; None: there are none.
         rollouts: how many it makes.
+        min_version: of its task; a request for a newer one might wait for ever, and no clock runs meanwhile.
     """
 
     TIMEOUT = "timeout"
@@ -138,6 +139,7 @@ class Call:
         turns: Sequence[Recorded] = (),
         images: Images | None = None,
         rollouts: int = 1,
+        min_version: int = 0,
     ) -> None:
         self.number = number
         self.task = task
@@ -159,6 +161,7 @@ class Call:
         self._idle_s = 0.0
         self._total_s = 0.0
         self._rollouts = rollouts
+        self._min_version = min_version
         self._resumes = bool(turns)
         self._num_asked = len(turns)
         self._num_tokens = sum(len(turn.token_ids) for turn in turns)
@@ -243,6 +246,9 @@ class Call:
                 raise EngineError("a reward has no engine to ask", hint="ask engines in the producer")
             if any(turn in self.turns for turn in turns):
                 raise EngineError(f"turns {turns} have been asked for before")
+            if frame.request.min_version > self._min_version:
+                wanted = frame.request.min_version
+                raise SchemaError(f"expected a request for version {self._min_version} or older, as its task's, got min_version = {wanted}")
             self._num_asked += 1
             if self._too_much:
                 await asyncio.Event().wait()  # until the watch has ended it
@@ -254,7 +260,7 @@ class Call:
                     self.turns[frame.turn + chunk.completion].add(chunk)
                     self._num_tokens += len(chunk.token_ids)
                     self._send(Given(self.number, frame.turn, chunk=bare_chunk(chunk)))
-        except EngineError as error:
+        except (EngineError, SchemaError) as error:
             self._send(Given(self.number, frame.turn, problem=Problem.of(error)))
         except Exception as error:  # the request is the user's: whatever it breaks here ends it, never the worker
             logger.warning("event=request_failed request=%s error=%r", frame.request.request_id, error, exc_info=error)

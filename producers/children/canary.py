@@ -20,7 +20,7 @@ from streamrl.producers.children.returned import settled, valued
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.functions import FunctionProducer, InThread, describe
 from streamrl.producers.protocol import Context
-from streamrl.rewards.functions import FunctionReward
+from streamrl.rewards.functions import FunctionReward, as_value
 from streamrl.schemas.samples import VersionSpan
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
@@ -32,7 +32,8 @@ _TASK = RolloutTask(run="canary", index=0, source="main", prompt_ids=(1,), label
 _TURN = Chunk(completion=0, token_ids=(2,), logprobs=(-0.5,), spans=(VersionSpan(1, Version(0, 0)),), finish_reason="stop")
 _TIMER_S = 0.001
 """Long enough that a clock which stands still is noticed."""
-_EPISODE = Episode(segments=(Segment((1,)), Segment(_TURN.token_ids, _TURN.logprobs, _TURN.spans)), finish_reason="stop")
+_EPISODE = Episode(segments=(Segment((1,)), Segment(_TURN.token_ids, _TURN.logprobs, _TURN.spans)), turns=("7",), finish_reason="stop")
+_PARTS, _ANSWER = {"first": 0.25, "second": 0.25}, "7"
 _silent = logging.getLogger(f"{__name__}.silent")
 _silent.disabled = True
 
@@ -95,6 +96,15 @@ class Canary:
         finally:
             current.set(asking)
         return ""
+
+    def misjudges(self) -> str:
+        """Why a reward that was given now may be another one; empty: it is not. At once, so that it may be asked for each."""
+        try:
+            value = valued(0, [as_value(_PARTS)], 1).values[0]
+            same = value.value == 0.5 and value.parts == _PARTS and _EPISODE.completion == _ANSWER
+        except BaseException as error:
+            return f"user code has broken its process, in which now no reward can be given: {describe(error)}"
+        return "" if same else "user code has changed what rewards are made of in its process"
 
     async def _roll_out(self, tokenizer: Tokenizer) -> None:
         loop = asyncio.get_running_loop()

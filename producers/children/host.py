@@ -211,7 +211,10 @@ class Host:
             logger.warning("event=grader_leaves what=%r action=its process is replaced", left)
             scored = msgspec.structs.replace(scored, worn=True)
         failed = error is not None or any(value.error for value in scored.values)
-        fault = await self._fault(asking, scored, error) if failed else None
+        if failed or asking.cancelled:
+            fault = await self._fault(asking, scored, error)
+        else:
+            fault = frames.Faulty(why, scored) if (why := self._canary.misjudges()) else None
         self._end(scored, fault, lambda why: frames.Scored(asking.call, error=why))
 
     async def _fault(self, asking: Asking, ended: frames.Ended | frames.Scored, error: BaseException | None) -> frames.Faulty | None:

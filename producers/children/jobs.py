@@ -152,7 +152,18 @@ class Job:
                 images = self._keeping.images
                 count = self._task.num_rollouts if key is None else 1
                 engine, send = self._engine, child.send
-                return Call(number, limits, task=task, engine=engine, send=send, store=store, turns=turns, images=images, rollouts=count)
+                return Call(
+                    number,
+                    limits,
+                    task=task,
+                    engine=engine,
+                    send=send,
+                    store=store,
+                    turns=turns,
+                    images=images,
+                    rollouts=count,
+                    min_version=self._task.min_version,
+                )
 
             begun = tuple(turn.part(0, len(turn.token_ids)) for turn in turns)
             call = child.begin(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from streamrl.errors import ConfigError
@@ -63,6 +65,44 @@ async def strikes(task, engine):
     async with workshop.runner(code, producer="strikes", limits=LIMITS) as runner:
         groups = await workshop.run(runner, *(workshop.task(index) for index in range(3)))
     assert [ends(group) for group in groups[1:]] == [dict.fromkeys(range(3), "episode")] * 2
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_rewards_are_not_those_of_a_process_in_which_they_come_out_otherwise(workshop: Workshop, kind: str) -> None:
+    code = f"""
+import builtins
+
+CASES = ["builtins.sum = lambda *_: 0.0", "Episode.completion = property(lambda _: 'x')", "builtins.float = lambda _: 0.0"]
+
+
+{kind} score(task, episode):
+    if task.index < len(CASES) and episode.rollout == 0:
+        exec(CASES[task.index])
+    return {{"answer": 0.5, "form": 0.25 if episode.completion == "7" else 0.0}}
+"""
+    async with workshop.runner(code, reward="score", scoring=SCORING) as runner:
+        for index in range(3):
+            [broken] = await workshop.run(runner, workshop.task(index))
+            [after] = await workshop.run(runner, workshop.task(9))
+            assert {episode.rollout: episode.reward for episode in broken.episodes if episode.rollout} == {1: 0.75, 2: 0.75}
+            assert {episode.rollout: episode.reward for episode in after.episodes} == {0: 0.75, 1: 0.75, 2: 0.75}
+
+
+async def test_a_request_for_a_version_that_may_never_come_is_refused(workshop: Workshop) -> None:
+    code = """
+from streamrl.engines.protocol import GenerateRequest
+
+
+async def waits(task, engine):
+    if me(task, engine) == (0, 1):
+        async for chunk in engine.context.engine.generate(GenerateRequest(request_id="x", prompt_ids=(1,), seeds=(1,), min_version=10**6)):
+            pass
+    return await good(task, engine)
+"""
+    async with workshop.runner(code, producer="waits", limits=LIMITS) as runner, asyncio.timeout(60):
+        [group] = await workshop.run(runner, workshop.task())
+    found = ends(group)
+    assert found | {1: "episode"} == dict.fromkeys(range(3), "episode") and "min_version = 1000000" in found[1]
 
 
 async def test_a_child_whose_main_thread_ends_does_so_too(workshop: Workshop) -> None:
