@@ -34,17 +34,23 @@ def num_shared(one: Lineage, other: Lineage) -> int:
 def _num_shared(earlier: Episode, episode: Episode) -> int:
     if earlier.lineage != episode.lineage:
         return num_shared(earlier.lineage, episode.lineage)
-    # The same chat: as it was, and as it went on.
-    return earlier.num_tokens if earlier.num_tokens < episode.num_tokens else 0
+    return earlier.num_tokens  # the same chat: as it was, and as it went on
 
 
 def branched(episodes: Sequence[Episode]) -> Sequence[Episode]:
     """The episodes of a rollout in their order; those that begin like one before them say so. Those that say it themselves are left alone.
 
     Raises:
-        SchemaError: a chat comes after one that has left it.
+        SchemaError: a chat comes after one that has left it, or a second time without going on.
     """
     for index, episode in enumerate(episodes):
+        for place, earlier in enumerate(episodes[:index]):
+            same_chat = bool(episode.lineage) and earlier.lineage == episode.lineage
+            if earlier is episode or (same_chat and earlier.num_tokens >= episode.num_tokens):
+                raise SchemaError(
+                    f"episode {index} of the rollout has no token that episode {place} has not, and would be trained a second time",
+                    hint="return each chat's episode once, as it is at its end",
+                )
         if episode.branch is not None or not episode.lineage:
             continue
         number = episode.lineage[-1][0]

@@ -13,7 +13,8 @@ import msgspec
 
 from streamrl.bus.protocol import KeyEntry, KeyValue
 from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
-from streamrl.errors import EngineError, EngineUnavailable, SchemaError
+from streamrl.errors import EngineError, EngineSilent, EngineUnavailable, SchemaError
+from streamrl.producers.silence import Silence
 from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import EnginePresence
@@ -50,8 +51,14 @@ class _Member:
         """The newest of them failed for this reason."""
         self.left_out_until_s = 0.0
         """On the loop's clock: one that fails at once has the least load, and would get every request."""
+        self.open: set[Silence] = set()
+        """This producer's calls there."""
+        self._seen_s = asyncio.get_running_loop().time()
 
     def update(self, presence: EnginePresence) -> None:
+        before_s, self._seen_s = self._seen_s, asyncio.get_running_loop().time()
+        for call in self.open:
+            call.look(self.presence, presence, self._seen_s - before_s)
         self.presence = presence
         self.suspect = False
         # Presence is up to a second old and counts this producer's requests too; its own it knows exactly.
@@ -89,13 +96,23 @@ class EnginePool:
         connect: opens a client; called once per engine and address. A client with `async close()` is closed when its engine is dropped.
         policy: engines of other policies are ignored.
         role: so are those with another role; empty takes every role.
+        silent_s: `producer.silent_call_s`.
     """
 
-    def __init__(self, kv: KeyValue, connect: Callable[[EnginePresence], Engine], *, policy: str = "policy", role: str = "") -> None:
+    def __init__(
+        self,
+        kv: KeyValue,
+        connect: Callable[[EnginePresence], Engine],
+        *,
+        policy: str = "policy",
+        role: str = "",
+        silent_s: float = 0.0,
+    ) -> None:
         self._kv = kv
         self._connect = connect
         self._policy = policy
         self._role = role
+        self._silent_s = silent_s
         self._members: dict[str, _Member] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._found = asyncio.Event()
@@ -174,9 +191,12 @@ class EnginePool:
             return
         count = len(request.seeds)
         member.own += count
+        call = Silence(request, self._silent_s)
+        member.open.add(call)
         try:
             async with aclosing(member.engine.generate(request)) as chunks:  # type: ignore[type-var]
-                async for chunk in chunks:
+                while (chunk := await _next(chunks, call)) is not None:
+                    call.heard(chunk)
                     member.failures = 0
                     yield chunk
         except EngineError as error:
@@ -186,6 +206,7 @@ class EnginePool:
             raise
         finally:
             member.own -= count
+            member.open.discard(call)
 
     async def found(self) -> None:
         """Return once there is an engine to ask."""
@@ -243,3 +264,15 @@ class EnginePool:
             tokens_total=sum(info.tokens_total for info in infos),
             swaps_total=sum(info.swaps_total for info in infos),
         )
+
+
+async def _next(chunks: AsyncIterator[Chunk], call: Silence) -> Chunk | None:
+    """The next chunk, None at the end; raises EngineSilent once the call has been given up."""
+    waits = call.until()
+    try:
+        async with waits:
+            return await anext(chunks, None)
+    except TimeoutError:
+        if not waits.expired():
+            raise
+        raise EngineSilent(call.why, hint="does the engine's log say why?") from None

@@ -22,7 +22,10 @@ from streamrl.producers.functions import is_user_code, make_producer
 from streamrl.producers.groups import GroupRunner
 from streamrl.producers.protocol import Producer
 from streamrl.rewards.factory import make_reward, runs_in_children
-from streamrl.schemas.control import ROLLOUT_ROLE
+from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence
+
+TOKENS_OF_MAX_LEN = 32
+"""Default of producer.max_tokens, in longest sequences."""
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -41,8 +44,12 @@ def policy_tokenizer(worker: Worker) -> tuple[Tokenizer, int]:
 
 def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:
     """The engines of the run's policy that have this role, asked over a channel each."""
-    token = worker.run_dir.engine_token()
-    pool = EnginePool(worker.bus.kv, lambda presence: ChannelEngine(presence.address, token=token), policy="policy", role=role)
+    token, silent_s = worker.run_dir.engine_token(), worker.config.producer.silent_call_s
+
+    def connect(presence: EnginePresence) -> Engine:
+        return ChannelEngine(presence.address, token=token)
+
+    pool = EnginePool(worker.bus.kv, connect, policy="policy", role=role, silent_s=silent_s)
     worker.wait = lambda: pool.wait
     return pool
 
@@ -131,7 +138,9 @@ def _filter(config: Config, model_dir: Path, engine: Engine) -> Filter:
 
 
 def _limits(config: Config) -> Limits:
-    return Limits(idle_s=config.producer.idle_timeout_s, total_s=config.producer.rollout_timeout_s)
+    producer = config.producer
+    most = producer.max_tokens or TOKENS_OF_MAX_LEN * config.model.max_len
+    return Limits(idle_s=producer.idle_timeout_s, total_s=producer.rollout_timeout_s, max_calls=producer.max_calls, max_tokens=most)
 
 
 def _hello(config: Config, model_dir: Path, **told: Any) -> Hello:

@@ -19,6 +19,7 @@ from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.branches import branched
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode
+from streamrl.producers.places import line_of
 from streamrl.producers.protocol import Context, Failure, Producer
 from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.producers.single_turn import SingleTurn
@@ -35,8 +36,9 @@ PRODUCER = Form(
 )
 DETAIL_LENGTH = 1000
 """What a failure says is cut here."""
-Given = Episode | Sequence[Episode] | None
-"""What a custom producer may return: one episode, several that share the rollout's reward, or None to give the rollout up."""
+NOTHING = 'the producer returned nothing: end it with `return chat.episode()`, or with `return Failure(0, "filtered", why)` to give it up'
+Given = Episode | Sequence[Episode] | Failure
+"""What a custom producer may return: one episode, several that share the rollout's reward, or a failure in the rollout's place."""
 
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -77,6 +79,8 @@ class FunctionProducer:
                 given = await self._in_thread(lambda: self._function(task, blocking))
             else:
                 given = await self._function(task, engine)
+            if isinstance(given, Failure):
+                return [replace(given, rollout=rollout)]
             episodes = branched(_episodes(given))
         except EngineError:
             raise
@@ -85,16 +89,18 @@ class FunctionProducer:
             return [Failure(rollout, "failed", describe(error))]
         for episode in episodes:
             episode.rollout = rollout
-        return episodes or [Failure(rollout, "filtered", "the producer returned no episode")]
+        return episodes or [Failure(rollout, "failed", NOTHING)]
 
 
 def describe(error: BaseException) -> str:
-    """An error in a line: its class and text. `sys.exit(3)` is `SystemExit: 3`."""
+    """An error in a line: its class, its text, and the line of the user's code. `sys.exit(3)` is `SystemExit: 3 in reward.py:7`."""
+    where = f" in {line}" if (line := line_of(error)) else ""
     try:
         text = error.message if isinstance(error, StreamRLError) else str(error)
     except Exception as worse:  # the user's own class of errors
         text = f"its text cannot be had: {type(worse).__name__}"
-    return f"{type(error).__name__}: {text}"[:DETAIL_LENGTH] if text else type(error).__name__
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return said[: DETAIL_LENGTH - len(where)] + where
 
 
 def _episodes(given: Any) -> Sequence[Episode]:
@@ -104,7 +110,7 @@ def _episodes(given: Any) -> Sequence[Episode]:
         return [given]
     if isinstance(given, Sequence) and all(isinstance(episode, Episode) for episode in given):
         return given
-    raise TypeError(f"expected an Episode, a list of them or None, got {type(given).__name__}; end it with `return chat.episode()`")
+    raise TypeError(f"expected an Episode, or a list of them, got {type(given).__name__}; end it with `return chat.episode()`")
 
 
 def is_async(function: Callable[..., Any]) -> bool:

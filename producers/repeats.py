@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from streamrl.errors import EngineUnavailable, StreamRLError
+from streamrl.errors import EngineSilent, EngineUnavailable, StreamRLError
 from streamrl.runtime.retries import pause_s
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,9 @@ class Repeats:
             EngineUnavailable: engines stay away; the task is to be given back.
         """
         away = isinstance(error, EngineUnavailable)
-        self._refusals, self._absences = self._refusals + (not away), self._absences + away
+        # Minutes have been waited already for one that was silent.
+        self._refusals += 0 if away else REFUSALS // 2 if isinstance(error, EngineSilent) else 1
+        self._absences += away
         if self._absences > _ABSENCES:
             raise error
         if self._refusals >= REFUSALS:

@@ -18,6 +18,7 @@ from streamrl.bus.reading import read_key
 from streamrl.config.code import code_digests, judging_code
 from streamrl.config.environments import VERIFIERS
 from streamrl.config.recording import recording_of
+from streamrl.core.failed_share import LEAST_ROLLOUTS, FailedShare, window_of
 from streamrl.core.lengths import histogram
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.attempts import Attempts
@@ -58,29 +59,48 @@ _TASKS_SHOWN = 256
 """Claimed tasks that its presence names."""
 _LEAVES_AFTER = 64
 """Tasks in a row that an attached producer's code fails before it leaves, and"""
+_FAILED = ("failed", "timeout", "deliveries")
 _LEAVES_AFTER_S = 30.0
 """the seconds for which it has done nothing else."""
 
 
 class Streak:
-    """The tasks in a row of which the user's code has made no episode. What engines fail does not count."""
+    """What an attached producer's own code fails: tasks in a row, and a part of all rollouts. What engines fail does not count.
 
-    def __init__(self) -> None:
+    Args:
+        most: rollouts that the part is taken over.
+        limit: greatest part that may fail.
+    """
+
+    def __init__(self, most: int = LEAST_ROLLOUTS, limit: float = 1.0) -> None:
+        self.share = FailedShare(most)
         self.length = 0
         self.newest = ""
         """Error."""
         self.hopeless = False
-        """Whether it was long once, in tasks and in time."""
+        """Whether it was long once, in tasks and in time, or the part too great."""
+        self._limit = limit
         self._since_s = 0.0
+
+    @property
+    def said(self) -> str:
+        """What has failed, in words."""
+        if self.length >= _LEAVES_AFTER:
+            return f"{_LEAVES_AFTER} tasks in a row and more"
+        return f"{self.share.failed} of the last {self.share.ended} rollouts"
 
     def tell(self, group: Group) -> None:
         """A task has ended."""
-        failed = [one.detail for one in group.failures if one.reason == "failed" and not one.detail.startswith("engine: ")]
+        wrong = [one for one in group.failures if one.reason in _FAILED and not one.detail.startswith("engine: ")]
+        self.share.add(failed=len(wrong), ended=len(wrong) + len({episode.rollout for episode in group.episodes}))
+        self.hopeless |= self.share.is_full and self.share.exceeds(self._limit)
+        failed = [one.detail for one in wrong if one.reason == "failed"]
+        self.newest = failed[-1] if failed else self.newest
         if group.episodes or not failed:
             self.length = 0
             return
         self._since_s = self._since_s if self.length else time.monotonic()
-        self.length, self.newest = self.length + 1, failed[-1]
+        self.length += 1
         self.hopeless |= self.length >= _LEAVES_AFTER and time.monotonic() - self._since_s >= _LEAVES_AFTER_S
 
 
@@ -124,12 +144,13 @@ async def attach(worker: Worker, function: str, *, source: str = MAIN_SOURCE) ->
         ConfigError: `function` cannot be found or is no producer, or fails one task after the other, which takes the rows from the others.
     """
     leaver = asyncio.create_task(leave_when_finished(worker))
-    streak = Streak()
+    config = worker.config
+    streak = Streak(window_of(config.tasks.batch_tasks, config.group_size), config.supervise.max_failed_share)
     try:
         done = await serve(worker, function, sources=(source,), streak=streak)
         if streak.hopeless:
             raise ConfigError(
-                f"{_LEAVES_AFTER} tasks in a row and more have failed in the producer's own code; the newest: {streak.newest}",
+                f"{streak.said} have failed in the producer's own code; the newest: {streak.newest}",
                 hint=f"mend {function} and attach again; what it failed is dropped for this pass over the data",
                 key=function,
             )

@@ -13,6 +13,7 @@ StreamRLError
 │   ├── LogTruncated       a reader needs messages that are no longer there
 │   └── NotFound           no such key, blob or message
 ├── EngineError            generation failed or was refused
+│   ├── EngineSilent       a request gets no answer, or one without an end
 │   └── EngineUnavailable  the engine cannot be asked; another one can
 │       └── EngineDied     its server has ended, or holds mixed weights: a new one is needed
 ├── RewardError            a server that is asked for a reward gives none
@@ -144,6 +145,10 @@ class ToolError(StreamRLError):
 
 class EngineUnavailable(EngineError):
     """An engine cannot be asked at present: it is gone, stopped, or fails whatever it is asked. Another engine can do the same request."""
+
+
+class EngineSilent(EngineError):
+    """An engine does not answer a request, or does not end its answer, while it answers others."""
 
 
 class EngineDied(EngineUnavailable):

@@ -8,6 +8,7 @@ graders.py  the reward's calls; hung.py: which hang    main_thread.py  plain gra
 crew.py   processes, the one clock                     returned.py  episodes, with turns by number instead of what they say
 child.py  one process: start, limits, kill             watchdog.py  who holds the loop, with file and line
 calls.py  one call: turns recorded, time counted       output.py    what is printed and logged, limited
+                                                       canary.py   tasks that nobody else cancels; calls that show whether all is well
 cores.py  what a process has had of the machine's cores
                        frames.py: what they say
 ```

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import aclosing
 
@@ -92,6 +93,10 @@ class Limits(msgspec.Struct, frozen=True):
     """Without an engine call begun, streaming or ended."""
     total_s: float
     """Of one call, waiting left out."""
+    max_calls: int = 1000
+    """Of engines, by one rollout."""
+    max_tokens: int = 1 << 62
+    """That engines may make for one rollout."""
     answer_s: float = 5.0
     """That an event loop may be held, and that a call may take to end once it is cancelled."""
     start_s: float = 300.0
@@ -116,6 +121,8 @@ class Call:
         store: for its checkpoints; None: they are not kept.
         turns: recorded in a child before this one.
         images: of the task's row; None: there are none.
+        rollouts: how many it makes.
+        min_version: of its task; a request for a newer one might wait for ever, and no clock runs meanwhile.
     """
 
     TIMEOUT = "timeout"
@@ -131,6 +138,8 @@ class Call:
         store: Store | None = None,
         turns: Sequence[Recorded] = (),
         images: Images | None = None,
+        rollouts: int = 1,
+        min_version: int = 0,
     ) -> None:
         self.number = number
         self.task = task
@@ -151,6 +160,11 @@ class Call:
         self._images = images
         self._idle_s = 0.0
         self._total_s = 0.0
+        self._rollouts = rollouts
+        self._min_version = min_version
+        self._resumes = bool(turns)
+        self._num_asked = len(turns)
+        self._num_tokens = sum(len(turn.token_ids) for turn in turns)
         self._waits: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._num_programs = 0
         """That wait for a slot of the sandbox."""
@@ -172,8 +186,11 @@ class Call:
 
     def tick(self, seconds: float) -> bool:
         """Count time that its user code has had; returns whether that takes it over a limit."""
-        if self.expired or not self.began or self.waits:
+        if self.expired or not self.began:
             return False
+        self.expired = self._too_much
+        if self.expired or self.waits:
+            return bool(self.expired)
         self._idle_s += seconds
         self._total_s += seconds
         if self._idle_s > self._limits.idle_s:
@@ -181,6 +198,15 @@ class Call:
         elif self._total_s > self._limits.total_s:
             self.expired = f"{self._limits.total_s:g} s of user code{'' if self._engine is not None else ' (reward.timeout_s)'}"
         return bool(self.expired)
+
+    @property
+    def _too_much(self) -> str:
+        """The limit of what it may ask of engines that it has exceeded."""
+        if self._num_asked > self._limits.max_calls * self._rollouts:
+            return f"{self._num_asked} engine calls (producer.max_calls)"
+        if self._num_tokens > self._limits.max_tokens * self._rollouts:
+            return f"{self._num_tokens} tokens that engines have made for it (producer.max_tokens)"
+        return ""
 
     def end(self, result: object) -> None:
         """It is over, and asks nothing any more."""
@@ -220,14 +246,21 @@ class Call:
                 raise EngineError("a reward has no engine to ask", hint="ask engines in the producer")
             if any(turn in self.turns for turn in turns):
                 raise EngineError(f"turns {turns} have been asked for before")
+            if frame.request.min_version > self._min_version:
+                wanted = frame.request.min_version
+                raise SchemaError(f"expected a request for version {self._min_version} or older, as its task's, got min_version = {wanted}")
+            self._num_asked += 1
+            if self._too_much:
+                await asyncio.Event().wait()  # until the watch has ended it
             sampling = frame.request.sampling
             asked = Segment((), temperature=sampling.temperature, origin=Origin(asked_s=time.time()), sampling=sampling)
             self.turns.update((turn, Recorded(asked)) for turn in turns)
             async with aclosing(self._engine.generate(frame.request)) as stream:  # type: ignore[type-var]
                 async for chunk in stream:
                     self.turns[frame.turn + chunk.completion].add(chunk)
+                    self._num_tokens += len(chunk.token_ids)
                     self._send(Given(self.number, frame.turn, chunk=bare_chunk(chunk)))
-        except EngineError as error:
+        except (EngineError, SchemaError) as error:
             self._send(Given(self.number, frame.turn, problem=Problem.of(error)))
         except Exception as error:  # the request is the user's: whatever it breaks here ends it, never the worker
             logger.warning("event=request_failed request=%s error=%r", frame.request.request_id, error, exc_info=error)
@@ -255,6 +288,26 @@ class Call:
             self._send(Answer(self.number, frame.number, problem=Problem.of(error)))
         else:
             self._send(Answer(self.number, frame.number, info=info, image=image))
+
+    def repeated(self, given: Sequence[Returned]) -> set[int]:
+        """Which of the episodes have turns that those before them have, all of them, so that they would be trained a second time.
+
+        Turns that drew the same tokens cannot be told apart, so each may be given as often as it was drawn; a call that goes on from a
+        checkpoint does not know how often that was. Branches say what they share.
+        """
+        if self._resumes:
+            return set()
+        drawn = Counter((tuple(turn.token_ids), tuple(turn.logprobs)) for turn in self.turns.values())
+        uses = Counter[tuple[object, ...]]()
+        found: set[int] = set()
+        for index, returned in enumerate(given):
+            pieces = [piece for one in returned.pieces for piece in one.turns]
+            turns = [(self.turns[turn], start, stop) for turn, start, stop in pieces if turn in self.turns]
+            keys = [((tuple(turn.token_ids), tuple(turn.logprobs)), start, stop) for turn, start, stop in turns]
+            if returned.branch is None and keys and all(uses[key] >= drawn[key[0]] for key in keys):
+                found.add(index)
+            uses.update(keys)
+        return found
 
     def episode(self, returned: Returned) -> Episode:
         """What a child returned, with tokens, log-probs and versions of the model's turns as they were recorded here.

@@ -50,6 +50,8 @@ class Child:
     def __init__(self, number: int, hello: frames.Hello, limits: Limits, *, alone: bool) -> None:
         self.number = number
         self.alone = alone
+        self._one_task = alone
+        """Whether it runs nothing of others, which a plain reward's does, too, one after the other."""
         self.lost = ""
         """Why it ended."""
         self._ends = False
@@ -211,6 +213,8 @@ class Child:
                 self._note(f"user code holds its event loop: {frame.place}")
             case frames.Slow():
                 self._note(f"user code blocks its event loop: {frame.place}, {frame.seconds:.1f} s of the last 10")
+            case frames.Faulty():
+                self._faulty(frame)
             case frames.Line():
                 pass_on(frame)
             case frames.Ready() if not self.ready.done():
@@ -241,9 +245,21 @@ class Child:
                 call.hush(frame.turn)
             case frames.Ended() | frames.Scored():
                 self._end(call, frame)
+                if call.expired and self._held is None and self._silent_s > self._limits.answer_s:
+                    self.killed = True  # what the call has done to its process, the next one would suffer
+                    self._kill("it has not answered since a call went over its limit", [])
             case _:
                 if not call.expired:
                     call.ask(frame)
+
+    def _faulty(self, frame: frames.Faulty) -> None:
+        """What its calls come to may not be their own: they go on elsewhere, but for one that was by itself all along."""
+        ended = frame.ended
+        if self._one_task and len(self._calls) == 1 and ended is not None and ended.call in self._calls:
+            self._end(self._calls[ended.call], ended)
+        self.unclear |= self._one_task and len(self._calls) > 1
+        culprit = self._calls.get(frame.culprit) if frame.culprit is not None else None
+        self._kill(frame.why, [culprit] if culprit is not None else [])
 
     def _note(self, text: str) -> None:
         if text.partition(",")[0] != self.notice.partition(",")[0]:
@@ -326,13 +342,16 @@ class Child:
             self._kill(f"a call did not end within {answer_s:g} s of being cancelled{place}", hung)
         elif (not self.alone or self._is_nobodys(held)) and (self._held_s if held is not None else self._silent_s) > answer_s:
             self.killed = True
+            self.unclear |= held is None and self._one_task and len(self._calls) > 1
             known = held is not None and (held.call in self._calls or held.call in self._leaving)
             blamed = [call for call in self._calls.values() if held is not None and call.number == held.call]
             self._kill(f"its event loop did not answer for {answer_s:g} s{place}", blamed if known else None)
 
     def _is_nobodys(self, held: frames.Held | None) -> bool:
-        """Whether none of the calls holds the loop, so that no limit ends it: a task or a thread that one has left behind does."""
-        return (held is not None and held.call not in self._calls) or not any(call.began for call in self._calls.values())
+        """Whether no one call is known to hold the loop, so that no limit ends it: what one has left behind does, or any of several."""
+        if held is not None:
+            return held.call not in self._calls
+        return len(self._calls) > 1 or not any(call.began for call in self._calls.values())
 
     def kill(self, why: str) -> None:
         """End it for something that one of its calls must have done."""

@@ -269,8 +269,18 @@ class Scored(Said, frozen=True):
     """The process is to be replaced: calls have left threads, processes or memory behind."""
 
 
+class Faulty(Said, frozen=True):
+    """User code has broken the process, so that calls may fail that are not to blame; or it has cancelled what is another call's."""
+
+    why: str
+    ended: Ended | Scored | None = None
+    """How a call has ended that may not be to blame for it; None: none has."""
+    culprit: int | None = None
+    """The call that has done it; None: not known."""
+
+
 class Pong(Said, frozen=True):
-    """The event loop turns."""
+    """The event loop turns, and a canary call in it did what it should."""
 
     number: int
 
@@ -304,7 +314,7 @@ class Line(Said, frozen=True):
 
 Down = Hello | RollOut | Score | Cancel | Given | Answer | Ping
 OfCall = Began | Waits | Ask | Hush | Save | Abort | Info | Look | Ended | Scored
-Up = Ready | Broken | OfCall | Pong | Held | Slow | Line
+Up = Ready | Broken | OfCall | Faulty | Pong | Held | Slow | Line
 
 _encoder = msgspec.msgpack.Encoder()
 down_decoder = msgspec.msgpack.Decoder(Down)

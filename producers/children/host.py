@@ -11,7 +11,7 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ import msgspec
 from streamrl.config.tree import RewardConfig
 from streamrl.errors import ConfigError, EngineError, SchemaError, StreamRLError
 from streamrl.producers.children import frames
+from streamrl.producers.children.canary import Canary, OwnTask
 from streamrl.producers.children.main_thread import MainThread, Wear
 from streamrl.producers.children.output import LineBudget, Lines, LogLines
 from streamrl.producers.children.pipes import FrameReader
@@ -40,6 +41,8 @@ logger = logging.getLogger("streamrl.producers.user")
 _MAX_THREADS = 128
 """Plain functions that run at once; more of them wait for one to end."""
 _STACK_BYTES = 2 << 20
+_NOBODY = Asking(0, lambda frame: None, ())
+"""In place of a call, for tasks of this process's own."""
 
 
 class Link:
@@ -70,6 +73,7 @@ class Host:
         self._send = link.send
         self._asking: dict[int, Asking] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._pong: asyncio.Task[None] | None = None
         self._tokenizer = _tokenizer(hello.model_dir) if hello.function else None
         self._producer = make_producer(hello.function, key=hello.function_key, in_thread=in_thread) if hello.function else None
         config = RewardConfig(kind=hello.reward, options=hello.reward_options, key=hello.reward_key)
@@ -83,6 +87,10 @@ class Host:
         self.by_rollout = isinstance(self._producer, FunctionProducer)
         self.by_episode = getattr(self._reward, "by_episode", False)
         self._wear = Wear()
+        self.is_open = False
+        """Whether the parent has been told that the user's code is loaded."""
+        plain = isinstance(self._producer, FunctionProducer) and self._producer.plain
+        self._canary = Canary(tokenizer=self._tokenizer, plain=plain, scores=self._reward is not None)
 
     async def _beside(self, function: Callable[[], Any]) -> Any:
         return await (self.main_thread.run(function) if self.plain else in_thread(function))
@@ -91,7 +99,7 @@ class Host:
         """Do what the parent says."""
         match frame:
             case frames.Ping():
-                self._send(frames.Pong(frame.number))
+                self._pong = OwnTask(self._answer(frame.number), asking=_NOBODY, is_call=True, loop=asyncio.get_running_loop())
             case frames.Given() | frames.Answer():
                 if asking := self._asking.get(frame.call):
                     asking.heard(frame)
@@ -114,9 +122,35 @@ class Host:
         current.set(asking)
         waits_for_slot.set(asking.waits_for_slot)
         # The task copies the context, so everything that the call does knows whose it is.
-        self._tasks[asking.call] = asyncio.get_running_loop().create_task(work)
+        task = self._tasks[asking.call] = OwnTask(work, asking=asking, is_call=True, loop=asyncio.get_running_loop())
         current.set(None)
         waits_for_slot.set(None)
+        task.add_done_callback(lambda task: self._is_over(asking, task))
+
+    def _is_over(self, asking: Asking, task: asyncio.Task[None]) -> None:
+        """See that the parent, which waits for it, has been told of a call's end."""
+        if asking.call in self._tasks:
+            error = None if task.cancelled() else task.exception()
+            said = "was cancelled" if error is None else f"raised {describe(error)}"
+            self._send(frames.Faulty(f"a call ended without a word: it {said}"))
+
+    async def open(self) -> None:
+        """Tell the parent that the user's code is loaded, once a canary call has shown that calls can be made beside it."""
+        if why := await self._canary.sing():
+            problem = ConfigError(why, hint="what does it change at import that is not its own?")
+            self._send(frames.Broken(frames.Problem.of(problem), self._hello.function_key))
+        else:
+            self._send(frames.Ready(self.by_rollout, self.by_episode, self.plain))
+            self.is_open = True
+
+    async def _answer(self, number: int) -> None:
+        if why := await self._sing():
+            self._send(frames.Faulty(why))
+        else:
+            self._send(frames.Pong(number))
+
+    async def _sing(self) -> str:
+        return await self._canary.sing(self.main_thread.run if self.plain and self.main_thread.is_free else None)
 
     async def _roll_out(self, asking: Asking, frame: frames.RollOut, begin: frames.Begin) -> None:
         assert self._tokenizer is not None
@@ -146,7 +180,9 @@ class Host:
             ended = frames.Ended(call=asking.call, failures=tuple(Failure(k, "failed", describe(error)) for k in rollouts))
         elif given is not None:
             ended = settled(asking, given, rollouts)
-        self._end(ended, lambda why: frames.Ended(call=asking.call, failures=tuple(Failure(k, "failed", why) for k in rollouts)))
+        failed = error is not None or any(failure.reason == "failed" for failure in ended.failures)
+        fault = await self._fault(asking, ended, error) if failed else None
+        self._end(ended, fault, lambda why: frames.Ended(call=asking.call, failures=tuple(Failure(k, "failed", why) for k in rollouts)))
 
     async def _produce(self, asking: Asking, context: Context) -> Any:
         producer = self._producer
@@ -174,7 +210,21 @@ class Host:
         if left := self._wear.tell(error):
             logger.warning("event=grader_leaves what=%r action=its process is replaced", left)
             scored = msgspec.structs.replace(scored, worn=True)
-        self._end(scored, lambda why: frames.Scored(asking.call, error=why))
+        failed = error is not None or any(value.error for value in scored.values)
+        if failed or asking.cancelled:
+            fault = await self._fault(asking, scored, error)
+        else:
+            fault = frames.Faulty(why, scored) if (why := self._canary.misjudges()) else None
+        self._end(scored, fault, lambda why: frames.Scored(asking.call, error=why))
+
+    async def _fault(self, asking: Asking, ended: frames.Ended | frames.Scored, error: BaseException | None) -> frames.Faulty | None:
+        """Why a call that has failed may not be to blame for it."""
+        if isinstance(error, EngineError) or asking.cancelled:
+            return None
+        if isinstance(error, asyncio.CancelledError) and asking.disturbed_by is not None:
+            return frames.Faulty("user code has cancelled tasks of another call", ended, asking.disturbed_by)
+        why = await self._sing()
+        return frames.Faulty(why, ended) if why and not asking.cancelled else None
 
     async def _guarded(
         self, asking: Asking, task: int, rollout: int | None, call: Callable[[], Awaitable[Any]]
@@ -191,11 +241,11 @@ class Host:
             return None, error
         return given, None
 
-    def _end(self, frame: frames.Ended | frames.Scored, failed: Callable[[str], frames.Said]) -> None:
+    def _end(self, frame: frames.Ended | frames.Scored, fault: frames.Faulty | None, failed: Callable[[str], frames.Said]) -> None:
         self._asking.pop(frame.call, None)
         self._tasks.pop(frame.call, None)
         try:
-            self._send(frame)
+            self._send(fault or frame)
         except SchemaError as error:
             self._send(failed(error.message))
 
@@ -217,6 +267,7 @@ def run(down: int, up: int) -> None:
     threading.stack_size(_STACK_BYTES)
     loop.set_default_executor(ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="user-code"))
     host: list[Host] = []
+    opening: list[OwnTask] = []
     watchdog = Watchdog(loop, link.send)
 
     def take(body: bytes) -> None:
@@ -225,27 +276,43 @@ def run(down: int, up: int) -> None:
             host[0].take(frame)
         elif isinstance(frame, frames.Hello) and (loaded := load(frame, link)):
             host.append(loaded)
-            if loaded.plain:
-                loop.stop()
-            else:
-                watchdog.start()
+            opening.append(OwnTask(opened(loaded), asking=_NOBODY, is_call=True, loop=loop))
+
+    async def opened(loaded: Host) -> None:
+        await loaded.open()
+        if loaded.plain:
+            loop.stop()
+        else:
+            watchdog.start()
 
     connecting = loop.create_task(
         loop.create_unix_connection(lambda: FrameReader(take, lambda: os._exit(0), max_bytes=0), sock=socket.socket(fileno=down))
     )
-    _turn(loop, lambda: connecting.done() and bool(host) and host[0].plain)
+    _turn(loop, lambda: connecting.done() and bool(host) and host[0].is_open and host[0].plain)
     # What runs in the main thread is plain functions; the loop goes on beside it, has none of the user's code, and needs no watchdog.
     threading.Thread(target=_turn, args=(loop, lambda: False), name="loop", daemon=True).start()
-    host[0].main_thread.serve()
+    with _ending():
+        host[0].main_thread.serve()
 
 
 def _turn(loop: asyncio.AbstractEventLoop, ends: Callable[[], bool]) -> None:
     """Run the loop, whoever stops it: a task of user code that raises SystemExit or KeyboardInterrupt does, and the others go on."""
-    while not ends():
-        try:
-            loop.run_forever()
-        except (SystemExit, KeyboardInterrupt) as error:
-            logger.warning("event=user_code_failed error=%s", describe(error))
+    with _ending():
+        while not ends():
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                logger.warning("event=user_code_failed error=%s", describe(error))
+
+
+@contextlib.contextmanager
+def _ending() -> Generator[None]:
+    """End the process with what serves in it: threads of user code would keep it, and nobody would hear what it is told."""
+    try:
+        yield
+    except BaseException as error:
+        logger.error("event=child_broken error=%s", describe(error), exc_info=error)
+        os._exit(1)
 
 
 def load(hello: frames.Hello, link: Link) -> Host | None:
@@ -260,7 +327,6 @@ def load(hello: frames.Hello, link: Link) -> Host | None:
         told = error if isinstance(error, StreamRLError) else ConfigError(f"user code cannot be loaded: {describe(error)}")
         link.send(frames.Broken(frames.Problem.of(told), str(told.values.get("key", hello.function_key))))
         return None
-    link.send(frames.Ready(host.by_rollout, host.by_episode, host.plain))
     return host
 
 

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT = "timeout"
 DELIVERIES = "deliveries"
+REPEATED = "an episode has no turn of the model that those before it have not, and would be trained a second time: return each episode once"
 _LOSSES = 2
 """Children that a task may lose without being suspected; so a guilty one that was waiting when it struck is found too."""
 
@@ -149,7 +150,20 @@ class Job:
                 store = self._store if self._keeping.store is not None else None
                 limits, task = self._children.limits, self._task.index
                 images = self._keeping.images
-                return Call(number, limits, task=task, engine=self._engine, send=child.send, store=store, turns=turns, images=images)
+                count = self._task.num_rollouts if key is None else 1
+                engine, send = self._engine, child.send
+                return Call(
+                    number,
+                    limits,
+                    task=task,
+                    engine=engine,
+                    send=send,
+                    store=store,
+                    turns=turns,
+                    images=images,
+                    rollouts=count,
+                    min_version=self._task.min_version,
+                )
 
             begun = tuple(turn.part(0, len(turn.token_ids)) for turn in turns)
             call = child.begin(
@@ -212,7 +226,11 @@ class Job:
 
 def _given(call: Call, ended: frames.Ended) -> Sequence[Episode | Failure]:
     given: list[Episode | Failure] = [*ended.failures]
-    for returned in ended.given:
+    repeated = call.repeated(ended.given)
+    for index, returned in enumerate(ended.given):
+        if index in repeated:
+            given.append(Failure(returned.rollout, "failed", REPEATED))
+            continue
         try:
             given.append(call.episode(returned))
         except SchemaError as error:

@@ -39,6 +39,11 @@ class MainThread:
         self._thread = threading.get_ident()
         signal.signal(END_SIGNAL, self._end)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether it runs nothing."""
+        return not self._runs and self._jobs.empty()
+
     async def run(self, function: Callable[[], Any]) -> Any:
         """What the function gives or raises. Cancelled, it returns once the function has ended."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()

@@ -43,6 +43,8 @@ class Asking:
         self.rollout: int | None = None
         self.cancelled = False
         """Whether the parent has ended it."""
+        self.disturbed_by: int | None = None
+        """The call whose user code has cancelled a task of this one."""
         self.turns = [Heard(turn) for turn in turns]
         self._send = send
         self._has_begun = False

@@ -18,6 +18,9 @@ from streamrl.rewards.functions import as_value, number
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import Status
 
+MOST_METADATA_BYTES = 1 << 20
+"""Of an episode, as JSON."""
+
 
 def settled(asking: Asking, given: Any, rollouts: Sequence[int]) -> Ended:
     """What a producer gave, for the parent: episodes and failures; what cannot be handed over is a failure."""
@@ -49,6 +52,11 @@ def returned(episode: Episode, sampled: Sampled) -> Returned:
         raise SchemaError(
             f"the episode's metadata cannot be stored: {error}", hint="give it plain numbers, texts, lists and tables"
         ) from error
+    if len(metadata) > MOST_METADATA_BYTES:
+        raise SchemaError(
+            f"the episode's metadata may have {MOST_METADATA_BYTES} bytes, got {len(metadata)}",
+            hint="it is kept with every sample: write what is larger to a file, and its name here",
+        )
     if metadata and not metadata.startswith(b"{"):
         raise SchemaError(f"the episode's metadata must be a table, got {type(episode.metadata).__name__}")
     return Returned(

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import sysconfig
 import threading
 import time
-import weakref
+from asyncio import Task
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import streamrl
 from streamrl.producers.children import frames
+from streamrl.producers.children.canary import OwnTask
 from streamrl.producers.children.remote import current
+from streamrl.producers.places import place_of
 
 BEAT_S = 0.02
 WINDOW_S = 10.0
@@ -27,8 +25,6 @@ _HELD_EVERY_S = 0.25
 _SLOW_S = 1.0
 """Blocked seconds within the window that are worth a word."""
 _SAID_EVERY_S = 10.0
-_OWN = (f"{sysconfig.get_paths()['stdlib']}/", f"{Path(streamrl.__file__).parent}/")
-_PACKAGES = "/site-packages/"
 
 
 class Watchdog:
@@ -42,7 +38,6 @@ class Watchdog:
     def __init__(self, loop: asyncio.AbstractEventLoop, send: Callable[[frames.Said], None]) -> None:
         self._loop = loop
         self._send = send
-        self._calls: weakref.WeakKeyDictionary[asyncio.Future[Any], int] = weakref.WeakKeyDictionary()
         self._beat = 0
         self._beat_s = time.monotonic()
         self._step = 0
@@ -60,11 +55,8 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def _make(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = asyncio.Task(coroutine, loop=loop, **options)
         asking = current.get()
-        if asking is not None:
-            self._calls[task] = asking.call
-        return task
+        return Task(coroutine, loop=loop, **options) if asking is None else OwnTask(coroutine, asking=asking, loop=loop, **options)
 
     def _turn(self) -> None:
         self._beat += 1
@@ -92,27 +84,8 @@ class Watchdog:
             self._blocked.popleft()
         if now_s - self._beat_s > _HELD_S and now_s - self._held_s > _HELD_EVERY_S:
             self._held_s = now_s
-            self._send(frames.Held(self._calls.get(task) if task is not None else None, self._step, place))
+            self._send(frames.Held(task.asking.call if isinstance(task, OwnTask) else None, self._step, place))
         here = sum(BEAT_S for _, other in self._blocked if other == place)
         if here > _SLOW_S and now_s - self._said_s > _SAID_EVERY_S:
             self._said_s = now_s
             self._send(frames.Slow(place, here))
-
-
-def place_of(frame: FrameType | None) -> str:
-    """`file:line in function` of the innermost frame that is the user's; of an installed package's when none is; empty for neither."""
-    installed = ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name.startswith(_OWN[1]):
-            pass  # ours, where streamrl is an installed package too
-        elif _PACKAGES in name:
-            installed = installed or _shown(frame)
-        elif not name.startswith(("<", *_OWN)):
-            return _shown(frame)
-        frame = frame.f_back
-    return installed
-
-
-def _shown(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"

@@ -115,6 +115,13 @@ ENTRIES: dict[type[StreamRLError], Entry] = {
         "Read the engine's log. A refusal of the request names the limit.",
         (provoked.long_prompt,),
     ),
+    errors.EngineSilent: Entry(
+        "An engine has not answered a call for `producer.silent_call_s`, while it had no other request or made more tokens for each other "
+        "call than this one may have; or it goes on beyond the tokens that it was asked for. The rollout is begun again once, and then has "
+        "failed.",
+        "Read the engine's log. If answers may take longer, raise `producer.silent_call_s`.",
+        (provoked.endless_answer,),
+    ),
     errors.EngineUnavailable: Entry(
         "An engine cannot be asked: its process is gone, it was stopped, or it fails whatever it is asked. The pool gives it no new "
         "requests until its presence is renewed; the task is tried again at another.",

@@ -34,9 +34,10 @@ from streamrl.data.tokenizer import load_tokenizer
 from streamrl.data.tool_calls import ToolCall
 from streamrl.engines.batching.buffers import TensorLayout, WeightBuffers
 from streamrl.engines.http import HttpEngine
-from streamrl.engines.protocol import GenerateRequest
+from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.requests import check_request
 from streamrl.engines.sglang.server import SglangServer
+from streamrl.producers.silence import Silence
 from streamrl.producers.tool_runs import fail_on, run_calls
 from streamrl.producers.turns import Turn
 from streamrl.rewards.asking import Asking
@@ -45,6 +46,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.decoding import decode_samples
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import SAMPLES, Subjects
+from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import metric
 from streamrl.trainers.factory import make_trainer
@@ -157,6 +159,12 @@ def long_prompt() -> None:
     """A prompt that leaves no room for an answer."""
     request = GenerateRequest(request_id="task-7", policy="policy", prompt_ids=tuple(range(40)), seeds=(1,))
     check_request(request, engine="engine-0", policy="policy", vocab_size=64, max_len=32)
+
+
+def endless_answer() -> None:
+    """An engine that gives a call more tokens than it asked for."""
+    call = Silence(GenerateRequest(request_id="0.0-1", prompt_ids=(1,), sampling=Sampling(max_new_tokens=4), seeds=(0,)), 120.0)
+    call.heard(Chunk(completion=0, token_ids=(7, 7, 7, 7, 7), logprobs=(-1.0,) * 5, spans=(), engine="engine-0"))
 
 
 async def gone_engine() -> None:

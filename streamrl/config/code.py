@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from streamrl.config.code_copies import is_module, source_of
 from streamrl.config.environments import split
 from streamrl.config.loss import is_function
 from streamrl.config.reward_kinds import ASKS, BOXED
@@ -73,11 +74,29 @@ def code_digests(named: Mapping[str, str]) -> dict[str, str]:
             continue
         digest = hashlib.sha256()
         for path in sorted(_closure(file)):
-            body = path.read_bytes()
+            body = source_of(path).read_bytes()
             digest.update(f"{path.relative_to(file.parent)} {len(body)}\n".encode())
             digest.update(body)
         found[key] = digest.hexdigest()
     return found
+
+
+def code_files(named: Mapping[str, str]) -> set[Path]:
+    """The files that `code_digests` looks at."""
+    files = (_source_of(reference) for reference in named.values())
+    return {path for file in files if file is not None for path in _closure(file)}
+
+
+def code_folders(named: Mapping[str, str]) -> set[Path]:
+    """The folders that the functions' files lie in; of a module of a package, the package's own."""
+    folders = set[Path]()
+    for reference in named.values():
+        if (file := _source_of(reference)) is not None:
+            folder = file.parent
+            while not reference.partition(":")[0].endswith(".py") and (folder.parent / "__init__.py").is_file():
+                folder = folder.parent
+            folders.add(folder)
+    return folders
 
 
 def _source_of(reference: str) -> Path | None:
@@ -85,7 +104,7 @@ def _source_of(reference: str) -> Path | None:
     place = reference if reference.endswith(".py") else reference.partition(":")[0] if ":" in reference else reference.rpartition(".")[0]
     if place.endswith(".py"):
         path = Path(place).expanduser().absolute()
-        return path if path.is_file() else None
+        return path if is_module(path) else None
     folders: list[str] | None = [*sys.path, str(Path.cwd())]
     origin: str | None = None
     for name in place.split("."):
@@ -104,7 +123,7 @@ def _closure(file: Path) -> set[Path]:
         for name in _imported(waiting.pop()):
             base = file.parent.joinpath(*name.split("."))
             for path in (base.with_suffix(".py"), base / "__init__.py"):
-                if path.is_file() and path not in found:
+                if path not in found and is_module(path):
                     found.add(path)
                     waiting.append(path)
     return found
@@ -113,7 +132,7 @@ def _closure(file: Path) -> set[Path]:
 def _imported(file: Path) -> Iterator[str]:
     """Names of modules that a file imports, those of its own folder without a leading dot; none where it is no Python."""
     try:
-        tree = ast.parse(file.read_bytes())
+        tree = ast.parse(source_of(file).read_bytes())
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):

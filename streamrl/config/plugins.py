@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.code_copies import is_module, loader_of, use_copies
 from streamrl.config.slime import is_hook
 from streamrl.errors import ConfigError, StreamRLError, TrainingError
 
@@ -148,7 +149,7 @@ def _path(text: str, base: Path | None) -> Path:
 
 def _load_file(path: Path, reference: str, what: str, key: str) -> ModuleType:
     path = path.resolve()
-    if not path.is_file():
+    if not is_module(path):
         raise ConfigError(
             f"{key} = {reference!r}: expected a Python file with the {what} at {path}, there is none", hint=f"correct {key}", key=key
         )
@@ -157,7 +158,7 @@ def _load_file(path: Path, reference: str, what: str, key: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     _search(path.parent)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader_of(name, path))
     if spec is None or spec.loader is None:
         raise ConfigError(f"{key} = {reference!r}: {path} cannot be loaded as Python", hint=_FORMS, key=key)
     module = importlib.util.module_from_spec(spec)
@@ -172,6 +173,7 @@ def _load_file(path: Path, reference: str, what: str, key: str) -> ModuleType:
 
 def _load_module(place: str, reference: str, what: str, key: str) -> ModuleType:
     _search(Path.cwd())
+    use_copies()
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:

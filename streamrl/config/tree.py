@@ -143,6 +143,13 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     for engine, version, bus or room does not count."""
     rollout_timeout_s: PositiveFloat = 3600.0
     """Longest that the code of one rollout may take in all, the same waiting left out."""
+    max_calls: PositiveInt = 1000
+    """Engine calls of one rollout's code; one more, and it is over, as `timeout`."""
+    max_tokens: NonNegativeInt = 0
+    """Tokens that engines may make for one rollout's code, which is then over likewise; 0: 32 times model.max_len."""
+    silent_call_s: NonNegativeFloat = 120.0
+    """An engine call is given up, and its rollout begun again, when it has had no token for so long while its engine made as many for
+    each other call as it could have, or had none to make; a second time its rollout has failed. 0: never."""
     child_memory_bytes: NonNegativeInt = 8 << 30
     """Memory for data of one such process (RLIMIT_DATA): beyond it user code gets a MemoryError; 0: no limit."""
     options: dict[str, Any] = {}
@@ -286,6 +293,9 @@ class SuperviseConfig(Section, frozen=True, kw_only=True):
     max_failed_batches: NonNegativeInt = 3
     """The run ends as failed once this many batches' worth of tasks have failed without one trained batch in between, unless a producer at
     work has failed less than its share of them; 0: never."""
+    max_failed_share: Fraction = 0.5
+    """The run ends as failed once a greater part than this of the last rollouts (256, or two batches if that is more) have failed or timed
+    out; a producer of the run that does so beside others that do not is drained instead; 1: never."""
 
 
 class DebugConfig(Section, frozen=True, kw_only=True):

@@ -11,13 +11,14 @@ import asyncio
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
 from streamrl.bridges.slime.contracts import check_hook
-from streamrl.config.code import loss_code, rollout_code
+from streamrl.config.code import code_folders, loss_code, rollout_code
 from streamrl.config.curriculum import CURRICULUM
 from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.evaluation_sets import HELDOUT, problem_sets
@@ -36,6 +37,8 @@ from streamrl.runtime.kinds import environment, inherited
 
 LIMIT_S = 120.0
 """Importing torch from a slow disk is to pass."""
+_SAID_S = 10.0
+"""An import that takes so long is said while it goes on."""
 
 _ALGORITHMS = "; see docs/algorithms.md"
 FORMS: Mapping[str, Form] = {
@@ -76,6 +79,8 @@ class Asked(msgspec.Struct, frozen=True):
     """By key, names of the options that what it names is given as keyword arguments."""
     producers: dict[str, ProducerConfig] = {}
     """Of producers, their sections."""
+    folders: tuple[str, ...] = ()
+    """Whose modules are told."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -85,10 +90,12 @@ class Said(msgspec.Struct, frozen=True):
     done: bool = False
     message: str = ""
     hint: str = ""
+    files: tuple[str, ...] = ()
+    """With `done`, the files of the modules below the folders that were imported."""
 
 
-async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
-    """Raise ConfigError unless everything that `config` names as code is there and takes what it will be given.
+async def check_code(config: Config, *, limit_s: float = LIMIT_S, note: Callable[[str], None] = lambda _: None) -> set[Path]:
+    """The modules beside it that the code which `config` names has imported.
 
     What other machines run is not looked at: all of it with `ray.address`, producers without `producer.workers`. Nor is a taskset
     whose rows are read next.
@@ -96,21 +103,28 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S) -> None:
     Args:
         config: with its secret options.
         limit_s: how long the imports of producers and rewards, and those of the loss, may take.
+        note: told when that takes long.
+
+    Raises:
+        ConfigError: something of it is not there, or does not take what it will be given.
     """
     options = {REWARD.key: tuple(config.reward.options), FILTER_FORM.key: tuple(config.filters.options)}
     producers = {PRODUCER.key: config.producer}
     for key, one in (("", config), *((f"{one.key}.", one.config) for one in problem_sets(config) if one.name != HELDOUT)):
         await _check_built_in(key, one)
         options[f"{key}{REWARD.key}"], producers[f"{key}function"] = tuple(one.reward.options), one.producer
+    loaded = set[Path]()
     if config.ray.address:
-        return
+        return loaded
     not_here = config.producer.workers == 0 and not problem_sets(config)
     elsewhere = ("producer.function",) if not_here or await asyncio.to_thread(rows_are_due, config) else ()
     rollouts = {key: name for key, name in rollout_code(config).items() if key not in elsewhere}
     for kind, named in (("producer", rollouts), ("trainer", dict(loss_code(config)))):
         if named:
             surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
-            await _ask(Asked(named, options, producers), surroundings, limit_s)
+            folders = tuple(str(folder) for folder in code_folders(named))
+            loaded |= await _ask(Asked(named, options, producers, folders), surroundings, limit_s, note)
+    return loaded
 
 
 async def _check_built_in(place: str, config: Config) -> None:
@@ -131,19 +145,26 @@ def _form(key: str) -> Form:
     return FORMS.get(key) or replace(PRODUCER if key.endswith(".function") else REWARD, key=key)
 
 
-async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float) -> None:
+async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float, note: Callable[[str], None] = lambda _: None) -> set[Path]:
     text = msgspec.json.encode(asked).decode()
-    _judge(asked, await run_apart("streamrl.launch.code_check", text, surroundings, limit_s), limit_s)
+    names = ", ".join(dict.fromkeys(asked.named.values()))
+    late = asyncio.get_running_loop().call_later(
+        _SAID_S, note, f"importing {names} takes long; it has {limit_s:g} s. hint: does a file do its work, or loop, when it is imported?"
+    )
+    try:
+        return _judge(asked, await run_apart("streamrl.launch.code_check", text, surroundings, limit_s), limit_s)
+    finally:
+        late.cancel()
 
 
-def _judge(asked: Asked, ended: Ended, limit_s: float) -> None:
-    """Raise ConfigError for what the process found, or for how it ended."""
+def _judge(asked: Asked, ended: Ended, limit_s: float) -> set[Path]:
+    """The files that were imported; raises ConfigError for what the process found, or for how it ended."""
     said = [msgspec.json.decode(line, type=Said) for line in ended.lines]
     last = said[-1] if said else Said(next(iter(asked.named)))
     if last.message:
         raise ConfigError(last.message, hint=last.hint, key=last.key)
     if last.done:
-        return
+        return {Path(file) for file in last.files}
     busy = "importing a file runs its statements; move work that takes long into functions"
     raise ConfigError(
         f"{last.key} = {asked.named[last.key]!r}: expected code that can be imported, {ended.words(limit_s)}",
@@ -151,6 +172,19 @@ def _judge(asked: Asked, ended: Ended, limit_s: float) -> None:
         key=last.key,
         code=ended.code,
     )
+
+
+def _imported(folders: Sequence[str]) -> tuple[str, ...]:
+    """Files of the modules of this process that lie below the folders; installed packages, and streamrl, are left out."""
+    found = set[str]()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or "/site-packages/" in file or name.partition(".")[0] == "streamrl":
+            continue
+        path = Path(file).absolute()
+        if path.is_file() and any(path.is_relative_to(folder) for folder in folders):
+            found.add(str(path))
+    return tuple(sorted(found))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -170,7 +204,7 @@ def main(arguments: Sequence[str]) -> None:
                 continue
             found = resolve(reference, what=_form(key).what, key=key)
             check_form(_form(key), reference, found, asked.options.get(key, ()))
-        say(answer, Said(key, done=True))
+        say(answer, Said(key, done=True, files=_imported(asked.folders)))
     except ConfigError as error:
         say(answer, Said(key, message=error.message[:TAIL_BYTES], hint=error.hint))
     except BaseException as error:

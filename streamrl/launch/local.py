@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from streamrl.config.code_copies import VARIABLE as CODE_VARIABLE
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
 from streamrl.runtime import beats
@@ -106,6 +107,8 @@ class LocalLauncher:
         It has its own session, so that Ctrl-C in the terminal reaches the supervisor alone, which then drains in order.
         """
         surroundings = {**inherited(os.environ, kind), **environment(self._config, kind), SUPERVISOR_VARIABLE: str(os.getpid())}
+        if self._run.code.is_dir():
+            surroundings[CODE_VARIABLE] = str(self._run.code)
         command = [*self._command(kind, index)]
         pipe: tuple[int, ...] = ()
         try:

@@ -61,6 +61,8 @@ class Inputs(msgspec.Struct, frozen=True, kw_only=True):
     """Of the training rows."""
     num_rows: int
     """Of these; 0 where they are counted while the run is up."""
+    modules: frozenset[Path]
+    """Files of the user's modules that were imported."""
 
 
 async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> Inputs:
@@ -75,7 +77,7 @@ async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] 
             with `loss.experts`, or one with sliding windows with `trainer.context`.
         LaunchError: the model cannot be built, or shared memory does not hold its versions.
     """
-    await check_code(run.with_secret_options(config))
+    modules = await check_code(run.with_secret_options(config), note=note)
     model = await build_model(config, run)
     check_positions(config, model)
     check_experts(config, model)
@@ -93,7 +95,7 @@ async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] 
         check_rows(found, one.config, one.sampling, size, trained=False)
         for text in left_out(one, found):
             note(text)
-    return Inputs(model=model, digest=digest, num_rows=num_rows)
+    return Inputs(model=model, digest=digest, num_rows=num_rows, modules=frozenset(modules))
 
 
 async def rehearse(config: Config) -> Check:
@@ -113,7 +115,11 @@ async def rehearse(config: Config) -> Check:
 
 async def prepare(config: Config, run: RunDir, note: Callable[[str], None] = lambda _: None) -> RunRecord:
     """Read what the configuration names, and return the record that it gives; raises as `check_inputs`."""
-    inputs = await check_inputs(config, run, note)
+    return await make_record(config, run, await check_inputs(config, run, note), note)
+
+
+async def make_record(config: Config, run: RunDir, inputs: Inputs, note: Callable[[str], None] = lambda _: None) -> RunRecord:
+    """Return the record of a run that starts on these inputs."""
     return RunRecord(
         run=run.name,
         config=dump(config),

@@ -124,6 +124,8 @@ class Supervisor:
                     child.state, child.code, child.ended_s = "ended", code, self._clock()
                 else:
                     self._listen(child)
+            elif child.state == "draining":
+                self._settle(child)
             elif child.state == "waiting" and self._clock() >= child.resume_s:
                 child.process = self._launcher.start(child.kind, child.index)
                 child.state = "running"
@@ -142,6 +144,16 @@ class Supervisor:
     def drained(self, kind: str) -> str:
         """The worker of `kind` that has drained without having been asked to here: somebody has sent it a signal; empty: none has."""
         return next((child.name for child in self.children.values() if child.kind == kind and child.state == "drained"), "")
+
+    def retire(self, name: str) -> bool:
+        """Have a child drain, and not start it again; False: there is no such child, or it does so already."""
+        child = self.children.get(name)
+        if child is None or child.state not in ("running", "waiting"):
+            return False
+        if child.state == "running":
+            child.process.stop()
+        child.state = "draining" if child.state == "running" else "done"
+        return True
 
     def lines(self) -> dict[str, WorkerLine]:
         """State of every child, by name."""

@@ -19,15 +19,18 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.load import dump
 from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
+from streamrl.core.failed_share import window_of
 from streamrl.errors import BusError, LaunchError
 from streamrl.launch.finished import finished_at
+from streamrl.launch.kept_code import KeptCode
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.page import page_beside
-from streamrl.launch.prepare import NothingBinds, check_log, check_start, has_trained, open_record, prepare
+from streamrl.launch.prepare import NothingBinds, check_inputs, check_log, check_start, has_trained, make_record, open_record, prepare
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
 from streamrl.launch.sinks import sinks_beside
 from streamrl.launch.supervisor import Supervisor
+from streamrl.monitor.failed_share import Shares, failed_of
 from streamrl.monitor.failures import alone_to_blame
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, written_version
@@ -240,6 +243,7 @@ class Session:
         self._shown = Shown(config, run, display, gone=stops.drain.set)
         self._note = self._shown.note
         self._supervisor = Supervisor(launcher, config.supervise, note=self._note)
+        self._code = KeptCode(run)
         self._sinks = sinks_beside(config, run, self._note)
         self._started_s = time.monotonic()
         self.prepared = False
@@ -254,7 +258,8 @@ class Session:
             # It may be that of a start that failed, or was killed, with other settings.
             shutil.rmtree(self._run.model_dir, ignore_errors=True)
         await check_start(self._config, self._run, self._note)
-        record = await prepare(self._config, self._run, self._note)
+        inputs = await check_inputs(self._config, self._run, self._note)
+        record = await make_record(self._config, self._run, inputs, self._note)
         if self._stops.drain.is_set():
             return summed_up(self._run, None, state="stopped")
         self.prepared = True
@@ -271,6 +276,8 @@ class Session:
                     bus, record = await self._begin_anew(bus, server)
                     resumed, notes = await self._open_record(bus, record, Consent(code=True, model=True))
                 self._run.write_config(self._config)
+                if why := await asyncio.to_thread(self._code.keep, self._config, record, inputs.modules):
+                    self._note(why)
                 self._note("resuming" if resumed else "starting")
                 for text in [*notes, *await check_log(bus, self._config, self._run, accept_gap=self._consent.gap)]:
                     self._note(text)
@@ -332,6 +339,7 @@ class Session:
             warmup_steps=self._config.warmup.max_steps,
             before=await read_totals(bus),
             series=series,
+            shares=Shares(window_of(self._config.tasks.batch_tasks, self._config.group_size)),
         )
         trainer = self._config.trainer.name
         async with Follower(bus, view, started_s=self._started_s, trainer=trainer, carry_totals=True, rows=rows) as follower:
@@ -402,7 +410,8 @@ class Session:
             )
 
     def _check_failures(self, view: RunView) -> None:
-        """Raise LaunchError once too many batches' worth of tasks have failed without one trained, and no producer does any better."""
+        """Raise LaunchError once too much fails, and no producer does any better."""
+        self._check_share(view)
         most = self._config.supervise.max_failed_batches * self._config.tasks.batch_tasks
         if not most or view.failures.num_tasks < most or 2 * view.failures.num_tasks < view.num_barren_tasks:
             return
@@ -415,6 +424,25 @@ class Session:
             hint="mend the producer or the reward, or filters.function, and run `up` again, which resumes; "
             "supervise.max_failed_batches is the limit, 0 for none",
         )
+
+    def _check_share(self, view: RunView) -> None:
+        """Drain producers of which too much fails beside others; raise LaunchError where it does in all the run."""
+        limit = self._config.supervise.max_failed_share
+        untrained = failed_of(view.failures.reasons), view.num_barren_tasks * self._config.group_size
+        bad = view.shares.bad_beside_good(view.working_producers, limit, untrained=untrained)
+        for name in sorted(bad):
+            share = view.shares.of(name)
+            if self._supervisor.retire(name):
+                self._note(
+                    f"{name} is drained: {share.failed} of its last {share.ended} rollouts failed, and others' do not; see logs/{name}.log"
+                )
+        if not bad and view.shares.too_many(limit, untrained):
+            failed, ended = view.shares.worst(untrained)
+            raise LaunchError(
+                f"{failed} of the last {ended} rollouts failed, so the run trains on what is left; the newest: {view.failures.newest}",
+                hint="mend the producer or the reward, and run `up` again, which resumes; supervise.max_failed_share is the limit",
+                key="supervise.max_failed_share",
+            )
 
     async def _catch_up(self, follower: Follower) -> None:
         try:
@@ -429,4 +457,6 @@ class Session:
         ours = ("page-", SINK_KIND.format(kind="")) if self._config.ray.address else ("",)
         while True:
             await asyncio.sleep(LOGS_EVERY_S)
+            if text := await asyncio.to_thread(self._code.take_changes):
+                self._note(text)
             await asyncio.to_thread(bound_logs, [path for name in ours for path in worker_logs(self._run, name)])

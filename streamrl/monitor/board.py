@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from streamrl.monitor.drawing import Cell, Ink, Line, Part, columns, fitted, folded, painted, parts_of
+from streamrl.monitor.failed_share import line_of_numbers
 from streamrl.monitor.lengths import distance_text, quantiles, side_by_side
 from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
@@ -182,7 +183,9 @@ def _alerts(numbers: RunNumbers) -> list[str]:
 
 def _failures(numbers: RunNumbers) -> list[str]:
     """The newest, without line breaks; behind the notes, for it may be long."""
-    return [" ".join(numbers.newest_error.split())] if numbers.newest_error else []
+    newest = [" ".join(numbers.newest_error.split())] if numbers.newest_error else []
+    share = line_of_numbers(numbers)
+    return [share, *newest] if share else newest
 
 
 def _engines(engines: Sequence[EngineLine], width: int) -> list[Line]:

@@ -32,6 +32,12 @@ class SpilledLine(msgspec.Struct, frozen=True):
     reasons: dict[str, int]
 
 
+class UsedLine(msgspec.Struct, frozen=True):
+    """What a view needs of a `Used`."""
+
+    rollouts: tuple[int, ...]
+
+
 class GapLine(msgspec.Struct, frozen=True):
     """What a view needs of a `Gap`: that it is one."""
 
@@ -44,6 +50,7 @@ class LedgerLine(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     source: str
     cursor: int
+    used: tuple[UsedLine, ...] = ()
     drops: tuple[DropLine, ...] = ()
     staleness: tuple[int, ...] = ()
     num_tokens: int = 0

@@ -57,7 +57,7 @@ class Count:
             self._count(stone)
 
     def _count(self, stone: Tombstone) -> None:
-        rollouts = _num_rollouts(stone)
+        rollouts = num_rollouts(stone)
         self.reasons[known_reason(stone.reason, self.reasons)] += rollouts
         before = self._rollouts[stone.task]
         self._rollouts[stone.task] = min(before + rollouts, stone.group_size)
@@ -96,7 +96,7 @@ class Failures:
         counts = Counter[str]()
         for sequence, stone in self._lately:
             if sequence > last - LATELY and isinstance(stone.producer, str):
-                counts[stone.producer] += _num_rollouts(stone)
+                counts[stone.producer] += num_rollouts(stone)
         return counts
 
     @property
@@ -123,7 +123,8 @@ class Failures:
         self._given_up.trained(cursor)
 
 
-def _num_rollouts(stone: Tombstone) -> int:
+def num_rollouts(stone: Tombstone) -> int:
+    """How many rollouts a tombstone ends."""
     return stone.group_size if stone.rollout is None else 1
 
 

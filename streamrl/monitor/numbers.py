@@ -237,9 +237,13 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     failed_tasks: int
     """Tasks of which every rollout has failed since the newest batch."""
     given_up_tasks: int = 0
-    """Tasks of which every rollout has ended since then with neither sample nor failure: a producer gave `None`, or they were lost."""
+    """Tasks of which every rollout has ended since then with neither sample nor failure: a producer gave them up, or they were lost."""
     untrained: Untrained = Untrained()
     """What the trainer says of the time since the newest batch."""
+    failed_rollouts: int = 0
+    """Of all that have ended: failures and time-outs, no filter's verdicts."""
+    ended_rollouts: int = 0
+    """Trained, dropped or failed, as far as it is known."""
     newest_error: str
     """Why a rollout failed last; empty: none was seen to."""
     swaps: int

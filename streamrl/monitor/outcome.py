@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamrl.monitor.failed_share import failed_rollouts_line
 from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.plot import write_plot
 from streamrl.monitor.summary import Summary, learning_evaluations, problem_table, read_summary, summarize, summary_line, write_summary
@@ -56,6 +57,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             return
         before = ", before this session" if self.unread else ""
         out.print(Text(f"{self.run.name} {self.state}{before}: {summary_line(self.summary)}"))
+        if failed := failed_rollouts_line(self.summary.failed_rollouts, self.summary.ended_rollouts, self.summary.newest_error):
+            out.print(Text(f"  {failed}"))
         for path in (self.run.summary_path, self.run.plot_path):
             if path.exists():
                 out.print(Text(f"  {path}"))

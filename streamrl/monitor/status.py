@@ -16,6 +16,7 @@ from streamrl.bus.reading import read_key
 from streamrl.errors import BusUnavailable, ConfigError
 from streamrl.monitor.board import Board
 from streamrl.monitor.drawing import ink_of
+from streamrl.monitor.failed_share import failed_rollouts_line, line_of_numbers
 from streamrl.monitor.failures import MOST_CHARS
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.look import Look
@@ -170,6 +171,9 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         say(f"run {line.run} is {line.state}{away}", sys.stdout)
         if line.error:
             say(one_line(line.error, most=MOST_CHARS), sys.stdout)
+        summary = line.summary
+        if summary and (failed := failed_rollouts_line(summary.failed_rollouts, summary.ended_rollouts, summary.newest_error)):
+            say(failed, sys.stdout)
         if line.summary:
             print(msgspec.json.format(msgspec.json.encode(line.summary), indent=2).decode())
     elif sys.stdout.isatty():
@@ -184,7 +188,9 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
             say(held, sys.stdout)
         if stuck := graders_line(numbers):
             say(stuck, sys.stdout)
-        if numbers.newest_error:
+        if failed := line_of_numbers(numbers):
+            say(failed, sys.stdout)
+        elif numbers.newest_error:
             say(f"newest failure: {one_line(numbers.newest_error, most=MOST_CHARS)}", sys.stdout)
         if numbers.standing:
             say(standing_line(numbers.standing), sys.stdout)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamrl.monitor.failed_share import failed_of
 from streamrl.monitor.numbers import Evaluation, Point, Problem
 from streamrl.monitor.rates import counted_quantile
 from streamrl.monitor.screen import clock, decimal, short
@@ -63,6 +64,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts that were decided against, for any reason."""
     drops: dict[str, int] = {}
     """The same by reason."""
+    failed_rollouts: int = 0
+    """Failures and time-outs among them."""
+    ended_rollouts: int = 0
+    """Rollouts that were trained or decided against."""
     newest_error: str = ""
     """Why a rollout failed last, as far as the last session has seen it."""
     slo: dict[str, str] = {}
@@ -94,6 +99,8 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         staleness_max=max(trained.ages, default=0),
         dropped=view.all_drops.total(),
         drops=dict(view.all_drops),
+        failed_rollouts=failed_of(view.all_drops),
+        ended_rollouts=trained.num_rollouts + view.all_drops.total(),
         newest_error=view.failures.newest,
         slo={objective: str(level) for objective, level in view.slo_worst.items()},
         swaps=view.swaps,

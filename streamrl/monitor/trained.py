@@ -36,6 +36,8 @@ class _Batch(msgspec.Struct, frozen=True):
     point: Point
     ages: Counter[int]
     drops: Counter[str]
+    rollouts: int
+    """That were trained."""
 
 
 class Trained:
@@ -49,6 +51,8 @@ class Trained:
         """Groups by age in versions, reinforcement learning only."""
         self.drops: Counter[str] = Counter()
         self.distances = Distances()
+        self.num_rollouts = 0
+        """Trained ones."""
         self.num_tokens = 0
         self.num_batches = 0
         self.num_reinforced = 0
@@ -96,7 +100,7 @@ class Trained:
             num_tokens=entry.num_tokens,
             time_s=entry.time_s,
         )
-        return _Batch(point, Counter(ages), self._known(drops_of(entry)))
+        return _Batch(point, Counter(ages), self._known(drops_of(entry)), num_used(entry))
 
     def _known(self, drops: Counter[str]) -> Counter[str]:
         known = Counter[str]()
@@ -107,6 +111,7 @@ class Trained:
     def _count(self, batch: _Batch, times: int) -> None:
         add_counts(self.ages, batch.ages, times)
         add_counts(self.drops, batch.drops, times)
+        self.num_rollouts += times * batch.rollouts
         self.num_tokens += times * batch.point.num_tokens
         self.num_batches += times
         self.num_reinforced += times * (not batch.point.warmup)
@@ -174,6 +179,11 @@ class Stretches:
             self._width *= 2
             pairs = itertools.zip_longest(self.points[::2], self.points[1::2])
             self.points = [first if second is None else merged(first, second) for first, second in pairs]
+
+
+def num_used(entry: LedgerLine) -> int:
+    """Rollouts that were trained with an entry."""
+    return sum(len(group.rollouts) for group in entry.used)
 
 
 def drops_of(entry: LedgerLine) -> Counter[str]:

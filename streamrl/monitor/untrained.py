@@ -45,7 +45,10 @@ CAUSES: tuple[tuple[tuple[str, ...], Cause], ...] = (
             "greedy rollouts end without a sample: `streamrl status` has the newest failure",
         ),
     ),
-    (("filtered",), Cause("given_up", "producers give most rollouts up", "a producer that returns None gives up; return chat.episode()")),
+    (
+        ("filtered",),
+        Cause("given_up", "producers give most rollouts up", 'they return Failure(0, "filtered", why): is their rule too strict?'),
+    ),
     (
         ("lost",),
         Cause(

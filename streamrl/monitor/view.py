@@ -9,11 +9,13 @@ from collections.abc import Mapping
 
 import msgspec
 
+from streamrl.core.failed_share import LEAST_ROLLOUTS
 from streamrl.monitor.arrivals import Arrivals
 from streamrl.monitor.decoded import LedgerLine, evaluation_of
 from streamrl.monitor.engine_lines import engine_line, worker_of
 from streamrl.monitor.evaluations import Evaluations
-from streamrl.monitor.failures import Failures
+from streamrl.monitor.failed_share import Shares, failed_of
+from streamrl.monitor.failures import REASONS, Failures, num_rollouts
 from streamrl.monitor.goodput import Backlog, Goodput
 from streamrl.monitor.in_hand import InHand
 from streamrl.monitor.lengths import Lengths
@@ -21,7 +23,7 @@ from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Poi
 from streamrl.monitor.rates import Growing, Rate, Totals, counted_quantile, left_s
 from streamrl.monitor.series import RUN, Row, Series
 from streamrl.monitor.slo import findings_of, worst_of
-from streamrl.monitor.trained import Trained, known_reason, stretched_rewards
+from streamrl.monitor.trained import Trained, drops_of, known_reason, num_used, stretched_rewards
 from streamrl.monitor.waits import standing_of
 from streamrl.monitor.worker_lines import worker_lines
 from streamrl.runtime.worker import LOADING
@@ -66,8 +68,10 @@ class RunView:
         before: Totals | None = None,
         joined: bool = False,
         series: Series | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.run = run
+        self.shares = shares or Shares(LEAST_ROLLOUTS)
         self.steps = steps
         self.warmup_steps = warmup_steps
         self.before = before or Totals()
@@ -111,6 +115,8 @@ class RunView:
         if not self.trained.add(entry):
             return False
         self.failures.trained(entry.cursor)
+        if self.live and entry.gap is None:
+            self.shares.trained(num_used(entry), drops_of(entry))
         self.lengths.add(entry.histograms, live=self.live)
         if entry.gap is None:
             self._backlog.ledger(entry.cursor, entry.metrics)
@@ -167,6 +173,8 @@ class RunView:
         if self.series is not None:
             self.series.report(one)
         self._in_hand.report(one, there=self._workers)
+        if self.live and is_producer(one.worker):
+            self.shares.told(one.worker, stored=round(one.sum.get("producer/rollouts_total", 0.0)))
 
     def engine(self, engine: str, presence: EnginePresence | None) -> None:
         """An engine announced itself, or (None) has not for too long."""
@@ -188,6 +196,8 @@ class RunView:
     def tombstone(self, sequence: int, stone: Tombstone) -> None:
         """The end of a task or rollout that gave no sample."""
         self.failures.add(sequence, stone, after=self._newest.cursor if self._newest else 0)
+        if self.live and isinstance(stone.producer, str) and stone.reason in REASONS:
+            self.shares.told(stone.producer, failed=num_rollouts(stone))
 
     def worker(self, worker: str, presence: WorkerPresence | None) -> None:
         """A worker announced itself, or (None) has not for too long."""
@@ -196,6 +206,7 @@ class RunView:
         if presence is None:
             self._workers.pop(worker, None)
             self._in_hand.forget(worker)
+            self.shares.forget(worker)
         else:
             since_s = 0.0 if isinstance(presence.since_s, msgspec.UnsetType) or not math.isfinite(presence.since_s) else presence.since_s
             state = presence.state[:_STATE_CHARS]
@@ -398,6 +409,8 @@ class RunView:
             failed_tasks=self.failures.num_tasks,
             given_up_tasks=self.failures.given_up.num_tasks,
             untrained=self._untrained,
+            failed_rollouts=failed_of(drops),
+            ended_rollouts=self.trained.num_rollouts + drops.total(),
             newest_error=self.failures.newest,
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),

@@ -15,7 +15,10 @@ from streamrl.schemas.events import FULL_BLOBS, FULL_SERVER, STANDING_EVENT, Eve
 STILL_S = 25.0
 """A run in which nothing has moved for this long has its wait named: with the delay of what it is seen by, within 30 s."""
 LONG_S = 600.0
-"""Where what it waits for is known to take long, a model that loads or a step, this long."""
+"""Where what it waits for is known to take long, a model that loads or a step, this long. So long, too, may the first task take to end
+while engines make tokens."""
+_PATIENCE = 4.0
+"""Times the longest that this run has needed from one end of a task, or batch, to the next: while tokens are made it may need so long."""
 _AWAY_S = 10.0
 """The bus is called away when it has not answered for so long."""
 _SILENT_S = 10.0
@@ -26,10 +29,20 @@ _MOST_STEP_S = 2.5
 
 
 class Watch:
-    """Says what a run waits for once nothing has moved for `STILL_S`; to be asked about once a second."""
+    """Says what a run waits for once nothing has moved for `STILL_S`; to be asked about once a second.
+
+    It gets on when a task ends or a batch closes. Tokens alone are not that: an agent that asks without end makes them, too. They are
+    worth patience, by what this run has needed so far.
+    """
 
     def __init__(self) -> None:
         self._still_s = 0.0
+        self._ended: tuple[object, ...] | None = None
+        self._unended_s = 0.0
+        self._longest_s = 0.0
+        """Between two ends, so far."""
+        self._ended_s = 0.0
+        """Unix seconds of the last."""
         self._looked_s: float | None = None
         self._seen: tuple[object, ...] = ()
         self._moved_s = 0.0
@@ -45,17 +58,36 @@ class Watch:
         """
         step_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, _MOST_STEP_S)
         self._looked_s = now_s
+        unended = self._unended(numbers, step_s=step_s, time_s=time_s)
         seen = progress_of(numbers)
         if seen != self._seen:
             self._seen, self._still_s, self._moved_s = seen, 0.0, time_s
-            return None
+            return unended
         self._still_s += step_s
         if self._still_s < STILL_S or numbers.phase == "finished":
-            return None
+            return unended
         found = diagnose(numbers, away_s=away_s)
         if found.normal and self._still_s < LONG_S:
             return None
         return replace(found, since_s=self._moved_s)
+
+    def _unended(self, numbers: RunNumbers, *, step_s: float, time_s: float) -> Standing | None:
+        """That nothing comes to an end, though much may be going on."""
+        ended = (numbers.phase, numbers.version, numbers.tasks_ended)
+        if ended != self._ended:
+            # The first is that of the start, or of what was there when this looker came.
+            if self._ended is not None and numbers.tasks_ended:
+                self._longest_s = max(self._longest_s, self._unended_s)
+            self._ended, self._unended_s, self._ended_s = ended, 0.0, time_s
+        elif numbers.tasks_in_flight and numbers.phase != "finished":
+            self._unended_s += step_s
+        if self._unended_s < max(LONG_S, _PATIENCE * self._longest_s):
+            return None
+        return Standing(
+            what="the end of a task: engines make tokens for those that producers hold, and none of them has ended",
+            hint="does an agent ask without end? producer.max_calls and producer.max_tokens end it; `streamrl trace RUN TASK` shows one",
+            since_s=self._ended_s,
+        )
 
 
 def progress_of(numbers: RunNumbers) -> tuple[object, ...]:

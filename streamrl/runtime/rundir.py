@@ -65,6 +65,8 @@ class RunDir:
         """Positions and files of sinks, one folder each; see `streamrl.monitor.sinks`."""
         self.profile = self.path / "profile"
         """Profiles of single training steps; see `streamrl.trainers.torch.profiling`."""
+        self.code = self.path / "code"
+        """Copies of the user's modules, which the workers of this start import; see `streamrl.config.code_copies`."""
         self.data = self.path / "data"
         """Indices of the training rows; see `streamrl.data.line_index`. What is removed is built again."""
         self.evaluations = self.path / "evaluations"

@@ -7,6 +7,7 @@ import socket
 import sys
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -83,10 +84,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def look(place: Path, *overrides: str, limit_s: float = 60.0, torch: bool = False) -> None:
+async def look(place: Path, *overrides: str, limit_s: float = 60.0, torch: bool = False, **more: Any) -> None:
     toml = place / "my.toml"
     toml.write_text(TOML.format(kind="local" if torch else "table", backend="torch" if torch else "table"))
-    await check_code(load(toml, overrides), limit_s=limit_s)
+    await check_code(load(toml, overrides), limit_s=limit_s, **more)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +168,14 @@ async def test_an_import_that_ends_the_process_is_a_sentence(place: Path, code: 
     assert words in caught.value.message and len(caught.value.message) < 5000
 
 
-async def test_an_import_that_does_not_end_is_ended_and_named_by_its_line(place: Path) -> None:
+async def test_an_import_that_does_not_end_is_ended_and_named_by_its_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.launch.code_check._SAID_S", 0.1)
+    notes: list[str] = []
     (place / "bad.py").write_text("import os, pathlib\npathlib.Path('pid').write_text(str(os.getpid()))\nwhile True:\n    pass\n")
     with raises(ConfigError, key="reward.kind") as caught:
-        await look(place, "reward.kind=bad.py:letters", limit_s=10.0)
+        await look(place, "reward.kind=bad.py:letters", limit_s=10.0, note=notes.append)
+    [note] = notes
+    assert "bad.py:letters" in note and "10 s" in note
     assert "bad.py line " in caught.value.message and "still busy" in caught.value.message
     with pytest.raises(ProcessLookupError):
         os.kill(int((place / "pid").read_text()), 0)

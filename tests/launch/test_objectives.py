@@ -68,7 +68,7 @@ async def slow_and_equal(task, episode):
 """
 EAGER = (
     *("slo.hold_s=2", "metrics.window_s=2", "run.steps=1000000", "supervise.silent_s=600", "data.heldout=", "warmup.max_steps=0"),
-    *("tasks.drop_zero_variance=false", "tasks.max_staleness=4", "supervise.max_failed_batches=0"),
+    *("tasks.drop_zero_variance=false", "tasks.max_staleness=4", "supervise.max_failed_batches=0", "supervise.max_failed_share=1"),
 )
 """Objectives are judged within seconds; nothing ends the run, and rewards that are all equal keep it from nothing."""
 _LOOK_S, _LOOKS = 0.2, 50

@@ -164,6 +164,15 @@ async def test_a_process_that_no_kill_ends_is_said_and_left_behind(monkeypatch: 
     ]
 
 
+async def test_a_worker_that_is_retired_drains_and_is_not_started_again(team: Team) -> None:
+    team.start("producer", "trap 'exit 0' TERM; while :; do sleep 0.05; done", "exec sleep 60")
+    assert team.supervisor.retire("producer-0") and not team.supervisor.retire("producer-0")
+    assert not team.supervisor.retire("producer-7")
+    await team.tick_until("producer", "done")
+    assert (team.state("producer", 1), team.notes) == ("running", [])
+    await team.supervisor.kill_all()
+
+
 async def test_an_exit_code_says_of_no_worker_that_its_work_is_over(team: Team) -> None:
     """The log gets a moment to say so."""
     kinds = START_ORDER

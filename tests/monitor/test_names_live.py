@@ -59,7 +59,7 @@ TROUBLED = (
     *("producer.function=mine.py:of_many_kinds", "producer.idle_timeout_s=3"),
     *("reward.kind=mine.py:that_may_hang", "reward.timeout_s=5", "reward.max_hung=1"),
     *("loss.clip_low=0.001", "loss.clip_high=0.001", "loss.correction.kind=mask", "loss.correction.low=0.99", "loss.correction.high=1.01"),
-    *("bus.ack_wait_s=2", "supervise.backoff_s=0.1", "supervise.max_failed_batches=0"),
+    *("bus.ack_wait_s=2", "supervise.backoff_s=0.1", "supervise.max_failed_batches=0", "supervise.max_failed_share=1"),
     "trainer.optimizer.decay_steps=200",
 )
 """Nothing goes as it should, and nothing ends the run."""

@@ -24,7 +24,7 @@ from tests.monitor.conftest import MakeEntry, as_line, evaluation
 
 KEYS = (
     "steps reward_first reward_last loss_first loss_last heldout_first heldout_last evaluations tokens_made tokens_trained staleness_p50 "
-    "staleness_max dropped drops newest_error slo swaps wall_s"
+    "staleness_max dropped drops failed_rollouts ended_rollouts newest_error slo swaps wall_s"
 )
 
 

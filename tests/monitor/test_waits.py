@@ -159,6 +159,33 @@ def test_a_load_and_a_step_are_said_late_and_a_finished_run_waits_for_nothing() 
     assert looks(Watch(), replace(standing_run(), phase="finished"), 100.0, 0.0) is None
 
 
+def makes_tokens(watch: Watch, seconds: float, start_s: float, **more: int) -> tuple[int, Standing | None]:
+    """Look while engines make tokens, and nothing else happens: after how many seconds something is said, and what in the end."""
+    said, found = 0, None
+    for tick in range(round(seconds)):
+        now_s = start_s + tick
+        numbers = replace(standing_run(engines=[replace(ENGINE, running=2)]), tokens_made=round(now_s), **more)
+        found = watch.look(numbers, now_s=now_s, time_s=1000.0 + now_s, away_s=0.0)
+        said += found is None
+    return said, found
+
+
+def test_tokens_without_the_end_of_a_task_are_no_progress() -> None:
+    said, found = makes_tokens(Watch(), LONG_S + 100, 0.0)
+    assert LONG_S - 2 <= said <= LONG_S + 2
+    assert found is not None and found.what.startswith("the end of a task") and found.since_s == 1000.0
+
+
+def test_what_a_task_may_take_is_learned_from_those_that_have_ended() -> None:
+    watch = Watch()
+    assert makes_tokens(watch, 400.0, 0.0)[1] is None
+    assert makes_tokens(watch, 400.0, 400.0, tasks_ended=9)[1] is None
+    said, found = makes_tokens(watch, 1800.0, 800.0, tasks_ended=10)
+    assert 1595 <= said <= 1605 and found is not None, "four times the 400 s that the one before has taken"
+    numbers = replace(standing_run(engines=[replace(ENGINE, running=2)]), tokens_made=9999, tasks_ended=11)
+    assert watch.look(numbers, now_s=2600.0, time_s=3600.0, away_s=0.0) is None, "one has ended"
+
+
 def test_a_view_knows_the_wait_from_the_supervisors_events_and_shows_it(learned_run: RunView) -> None:
     detail = {"what": "an engine: none serves a version", "hint": "see logs/engine-0.log", "since_s": 1000.0, "normal": False}
     event = decode(encode(Event(kind=STANDING_EVENT, worker="supervisor", detail=detail)), Event)
@@ -296,7 +323,7 @@ def test_what_is_left_out_on_purpose_is_no_failure_and_is_called_so(entry: MakeE
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.dropped, numbers.drops, numbers.failed_tasks, numbers.given_up_tasks) == (18, {"filtered": 18}, 0, 9)
     said = barren_line(numbers, view.failures.all_reasons)
-    assert said.startswith("12 tasks") and "filtered 18" in said and "None" in said
+    assert said.startswith("12 tasks") and "filtered 18" in said and "Failure(" in said
     view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "filtered")])))
     assert view.numbers(elapsed_s=1.0).drops == {"filtered": 2 + 8}
 

@@ -217,7 +217,7 @@ async def test_sub_agents_take_texts_messages_and_ids_and_misuse_is_refused(engi
 
 
 async def test_an_error_fails_its_rollout_alone(engine: TableEngine, tokenizer: Tokenizer) -> None:
-    async def fragile(task: RolloutTask, engine: RolloutEngine) -> Episode | list[Episode] | str | None:
+    async def fragile(task: RolloutTask, engine: RolloutEngine) -> Episode | list[Episode] | Failure | str | None:
         chat = engine.chat(task)
         await chat.generate()
         match engine.context.rollout_index:
@@ -227,15 +227,20 @@ async def test_an_error_fails_its_rollout_alone(engine: TableEngine, tokenizer: 
                 raise ValueError("broken tool")
             case 2:
                 return None
+            case 3:
+                return Failure(0, "filtered", "too easy")
             case _:
                 return "not an episode"
 
-    task = task_of(tokenizer, num_rollouts=4)
+    task = task_of(tokenizer, num_rollouts=5)
     given = await FunctionProducer(fragile).rollout(task, context_of(engine, tokenizer, task))  # type: ignore[arg-type]
-    assert [item.rollout for item in given] == [0, 0, 1, 2, 3]
-    assert given[2] == Failure(1, "failed", "ValueError: broken tool")
-    assert given[3] == Failure(2, "filtered", "the producer returned no episode")
-    assert isinstance(given[4], Failure) and "expected an Episode" in given[4].detail
+    assert [item.rollout for item in given] == [0, 0, 1, 2, 3, 4]
+    raised, nothing, given_up, text = given[2:]
+    assert isinstance(raised, Failure) and (raised.reason, raised.detail[:23]) == ("failed", "ValueError: broken tool")
+    assert raised.detail.endswith(f" in test_chat.py:{fragile.__code__.co_firstlineno + 7}")
+    assert isinstance(nothing, Failure) and nothing.reason == "failed"
+    assert given_up == Failure(3, "filtered", "too easy")
+    assert isinstance(text, Failure) and "expected an Episode" in text.detail
 
 
 async def test_an_engine_that_goes_away_gives_the_whole_task_back(engine: TableEngine, tokenizer: Tokenizer) -> None:

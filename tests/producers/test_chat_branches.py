@@ -110,6 +110,19 @@ async def test_a_chat_returned_as_it_was_and_as_it_is_trains_its_turns_once() ->
     assert trained(rows(engine, [early, chat.episode()])) == ["turn 0", "turn 1"]
 
 
+@pytest.mark.parametrize("order", [(1, 1), (1, 0), (0, 1, 1)])
+async def test_what_has_no_token_of_its_own_is_refused(order: tuple[int, ...]) -> None:
+    engine = engine_for()
+    chat = engine.chat(engine.context.task)
+    made = []
+    for _ in range(2):
+        await chat.generate()
+        made.append(chat.episode())
+        chat.user("go on")
+    with pytest.raises(SchemaError, match="a second time"):
+        branched([made[place] for place in order])
+
+
 async def test_a_branch_before_its_parent_and_an_empty_one_are_refused() -> None:
     engine, chat = await begun()
     fork = chat.branch()

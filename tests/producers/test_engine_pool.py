@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl.bus.memory import MemoryBus
@@ -14,15 +17,17 @@ from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
-from streamrl.errors import EngineError
+from streamrl.errors import EngineError, EngineSilent
 from streamrl.producers.completions import Completion, complete
 from streamrl.producers.engine_pool import EnginePool
+from streamrl.producers.silence import Silence
 from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.support.policies import make_model, script, start_engine
+from tests.support.virtual import elapse, virtual
 
 
 class Fleet:
@@ -212,3 +217,72 @@ async def test_an_engine_that_cannot_be_reached_is_left_out_until_it_is_announce
                 await fleet.ask()
         finally:
             await fleet.engines.pop("a").close()  # type: ignore[attr-defined]
+
+
+PRESENCE = EnginePresence(engine="engine-0", address="a", serving=Version(0, 3), running=4, slots=8, tokens_total=1000)
+
+
+@virtual
+@pytest.mark.parametrize(
+    ("per_s", "facts", "asked", "after_s"),
+    [
+        # Each of 4 others is given 25 tokens a second: the 1000 that this one may have are 40 s, but 120 s are waited.
+        (100, {}, {}, 121),
+        # Here they are 400 s, and it may be as slow as half of the others.
+        (10, {}, {}, 801),
+        (0, {"running": 0}, {}, 121),
+        (0, {}, {}, None),  # all of the engine stands: that is not this call's
+        (100, {"waiting": 3}, {}, None),  # it may be one of those
+        (100, {}, {"min_version": 4}, None),
+        (100, {"serving": None}, {}, None),
+    ],
+)
+async def test_a_call_that_is_never_answered_is_told_from_one_that_waits(
+    per_s: int, facts: dict[str, Any], asked: dict[str, Any], after_s: int | None
+) -> None:
+    request = GenerateRequest(request_id="1", prompt_ids=(1,), sampling=Sampling(max_new_tokens=1000), seeds=(0,), **asked)
+    call, now = Silence(request, 120.0), msgspec.structs.replace(PRESENCE, **facts)
+    waits = call.until()
+    given_up: list[int] = []
+
+    async def wait() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with waits:
+                await asyncio.Event().wait()
+        given_up.append(second)
+
+    waiting = asyncio.create_task(wait())
+    for second in range(1, 3600):  # noqa: B007
+        before, now = now, msgspec.structs.replace(now, tokens_total=now.tokens_total + per_s)
+        call.look(before, now, 1.0)
+        await elapse(0.1)
+        if given_up:
+            break
+    assert given_up == ([] if after_s is None else [after_s])
+    waiting.cancel()
+
+
+def test_a_call_that_is_answered_now_and_then_goes_on_but_not_beyond_what_it_asked_for() -> None:
+    call = Silence(GenerateRequest(request_id="1", prompt_ids=(1,), sampling=Sampling(max_new_tokens=50), seeds=(0, 1)), 120.0)
+    chunk = Chunk(completion=0, token_ids=(7,), logprobs=(-0.5,), spans=())
+    for _ in range(50):
+        for _ in range(119):
+            call.look(PRESENCE, msgspec.structs.replace(PRESENCE, tokens_total=9000), 1.0)
+        call.heard(chunk)
+    assert not call.why
+    call.heard(msgspec.structs.replace(chunk, completion=1))
+    with pytest.raises(EngineSilent):
+        call.heard(chunk)
+
+
+async def test_a_call_that_is_given_up_ends_its_request(tmp_path: Path) -> None:
+    async with running(tmp_path) as fleet, asyncio.timeout(60):
+        fleet.pool = EnginePool(fleet.bus.kv, lambda presence: fleet.engines[presence.address], silent_s=0.05)
+        follower = asyncio.create_task(fleet.pool.run())
+        await fleet.add("slow", mean_s=600.0)
+        asking = fleet.begin()
+        while not (await asyncio.wait([asking], timeout=0.02))[0]:
+            await fleet.announce("slow")  # which has no request, as it says
+        with pytest.raises(EngineSilent):
+            await asking
+        follower.cancel()

@@ -492,6 +492,17 @@ def failed(*details: str, reason: str = "failed") -> Group:
     return Group((), tuple(Failure(n, reason, detail) for n, detail in enumerate(details)))
 
 
+def test_a_part_of_the_rollouts_that_is_too_great_is_hopeless_too() -> None:
+    """Every task gives an episode, so that none has failed."""
+    for limit, hopeless in ((0.5, True), (0.8, False)):
+        streak = Streak(most=40, limit=limit)
+        for _ in range(9):
+            streak.tell(Group((episode(0),), tuple(Failure(rollout, "timeout") for rollout in (1, 2, 3))))
+            assert not streak.hopeless
+        streak.tell(Group((episode(0),), tuple(Failure(rollout, "failed", "no tool") for rollout in (1, 2, 3))))
+        assert (streak.length, streak.newest, streak.hopeless) == (0, "no tool", hopeless)
+
+
 @virtual
 async def test_a_streak_is_hopeless_when_it_is_long_in_tasks_and_in_time() -> None:
     streak = Streak()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 
 import pytest
 
+from streamrl.config.code_copies import VARIABLE, make_copies
 from streamrl.producers.children.graders import Scoring
 from streamrl.producers.groups import Group
 from tests.support.processes import alive, until
@@ -270,3 +272,17 @@ def score(task, episode):
         given_back.cancel()
         [group] = await workshop.run(runner, workshop.task(1))
     assert rewards(group) == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+async def test_a_process_that_is_started_later_grades_by_the_code_of_the_start(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os, signal\n\ndef score(task, episode):\n    tell('graded')\n    return 0.25\n"
+    copies = workshop.folder / "copies"
+    monkeypatch.setenv(VARIABLE, str(copies))
+    async with workshop.runner(code, producer="good") as _:
+        make_copies(copies, [workshop.folder / "code.py"])
+    async with workshop.runner(code.replace("0.25", "0.75"), reward="score", scoring=Scoring(children=1)) as runner:
+        [first] = await workshop.run(runner, workshop.task(num_rollouts=2))
+        os.kill(int(workshop.told("graded")[0][0]), signal.SIGKILL)
+        [second] = await workshop.run(runner, workshop.task(1, num_rollouts=2))
+    assert rewards(first) == rewards(second) == {0: 0.25, 1: 0.25}
+    assert len({pid for pid, *_ in workshop.told("graded")}) == 2

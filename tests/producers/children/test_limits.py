@@ -89,6 +89,40 @@ async def leaves(task, engine):
 
 
 @pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        (Limits(idle_s=60.0, total_s=60.0, max_calls=5), "timeout: 6 engine calls (producer.max_calls)"),
+        (Limits(idle_s=60.0, total_s=60.0, max_tokens=9), "tokens that engines have made for it (producer.max_tokens)"),
+    ],
+)
+@pytest.mark.parametrize("producer", ["endless", "Group"])
+async def test_an_agent_that_asks_without_end_is_ended(workshop: Workshop, limits: Limits, said: str, producer: str) -> None:
+    """Each of its calls is answered, so that none of them is too long."""
+    code = """
+async def endless(task, engine):
+    chat = engine.chat(task)
+    while me(task, engine) == (1, 1):
+        await engine.chat(task).generate()
+    for _ in range(3):
+        await engine.chat(task).generate()
+    return await good(task, engine)
+
+
+class Group:
+    async def rollout(self, task, context):
+        from streamrl.producers.functions import FunctionProducer
+        return await FunctionProducer(endless).rollout(task, context)
+"""
+    neighbour, group = await workshop.played(code, workshop.task(0), workshop.task(1), producer=producer, limits=limits)
+    episodes = {0: "episode", 1: "episode", 2: "episode"}
+    found = ends(group)
+    assert ends(neighbour) == episodes
+    assert found[1].startswith("timeout: ")
+    if producer == "endless":
+        assert said in found[1] and found | {1: "episode"} == episodes
+
+
+@pytest.mark.parametrize(
     ("made", "more", "limits", "reason"),
     [
         ("engine.chat(task)", "", Limits(idle_s=60.0, total_s=1.0), "timeout: 1 s of user code"),

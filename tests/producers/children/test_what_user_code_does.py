@@ -20,14 +20,17 @@ STRANGE = [
     ("raise BaseException('neither')", "BaseException: neither"),
     ("raise asyncio.CancelledError", "CancelledError"),
     ("def deep(): return deep() + 1\n    deep()", "RecursionError: maximum recursion depth"),
-    ("return {'reward': 1.0}", "expected an Episode, a list of them or None, got dict"),
+    ("return {'reward': 1.0}", "expected an Episode, or a list of them, got dict"),
     ("return chat.episode(reward='1.0')", "its reward must be a number, got the text '1.0'"),
     ("return chat.episode(reward=float('nan'))", "its reward must be finite, got nan"),
     ("return engine.chat(task).episode()", "no turn was generated"),
     ("return chat.episode('right')", "takes 1 positional argument but 2 were given"),
     ("return chat.episode(metadata={'score': np.float32(1)})", "metadata cannot be stored: Encoding objects of type numpy.float32"),
     ("return chat.episode(metadata={'text': '\\ud800'})", "metadata cannot be stored"),
-    ("return chat.episode(metadata={'text': 'x' * 40_000_000})", "at most 33554432 can be handed over"),
+    ("return chat.episode(metadata={'text': 'x' * 40_000_000})", "metadata may have 1048576 bytes, got 40000011"),
+    ("made = chat.episode(); made.turns = ('x' * 40_000_000,); return made", "at most 33554432 can be handed over"),
+    ("return [chat.episode(), chat.episode(metadata={'again': 1})]", "would be trained a second time"),
+    ("made = chat.episode(); return [made, Episode(segments=made.segments, finish_reason='stop')]", "would be trained a second time"),
     ("return chat.episode(reward_parts={'answer': 'yes'})", "got 'yes' for part 'answer'"),
     ("return chat.episode(status='odd')", "'odd' is not a valid Status"),
     ("chat.append([-1]); return chat.episode()", "token ids must be 0 or more"),
@@ -179,7 +182,8 @@ async def fails(task, engine):
     raise ValueError("broken tool")
 """
     [group] = await workshop.played(code, workshop.task(num_rollouts=20), producer="fails")
-    assert [failure.detail for failure in group.failures] == ["ValueError: broken tool"] * 20
+    line = (workshop.folder / "code.py").read_text().splitlines().index('    raise ValueError("broken tool")') + 1
+    assert [failure.detail for failure in group.failures] == [f"ValueError: broken tool in code.py:{line}"] * 20
     assert len([record for record in caplog.records if record.exc_text and "broken tool" in record.exc_text]) == 1
 
 

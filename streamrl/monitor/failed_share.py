@@ -1,0 +1,89 @@
+"""Which part of a run's rollouts fails: over the last of them, in all, and by producer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from streamrl.core.failed_share import FailedShare
+from streamrl.monitor.drawing import visible
+from streamrl.monitor.failures import REASONS
+from streamrl.monitor.numbers import RunNumbers
+
+_SAID_SHARE = 0.05
+"""Fewer failures than this are usual."""
+_SAID_CHARS = 300
+
+
+def failed_of(reasons: Mapping[str, int]) -> int:
+    """How many rollouts have failed, among those that ended for these reasons."""
+    return sum(count for reason, count in reasons.items() if reason in REASONS)
+
+
+class Shares:
+    """The shares of a run and of its producers. Nothing is counted that was before this session.
+
+    Args:
+        most: rollouts that a share is taken over.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.run = FailedShare(most)
+        self._most = most
+        self._producers: dict[str, FailedShare] = {}
+
+    def trained(self, used: int, drops: Counter[str]) -> None:
+        """Count a batch: rollouts used, and those decided against by reason."""
+        self.run.add(failed=failed_of(drops), ended=used + drops.total())
+
+    def told(self, producer: str, *, failed: int = 0, stored: int = 0) -> None:
+        """Count what is heard of a producer."""
+        if failed or stored:
+            self._producers.setdefault(producer, FailedShare(self._most)).add(failed=failed, ended=failed + stored)
+
+    def forget(self, producer: str) -> None:
+        """It has left."""
+        self._producers.pop(producer, None)
+
+    def bad_beside_good(self, working: Collection[str], limit: float, *, untrained: tuple[int, int]) -> set[str]:
+        """Producers of which more fails than `limit`, where another one is at work of which it does not; then the run's share begins anew.
+
+        Before the run is given up, those count too of which less is known.
+        """
+        known = {name: share for name, share in self._producers.items() if name in working}
+        bad = {name for name, share in known.items() if share.exceeds(limit) and (share.is_full or self.too_many(limit, untrained))}
+        if not bad or all(share.exceeds(limit) for share in known.values()):
+            return set()
+        self.run = FailedShare(self._most)
+        return bad
+
+    def of(self, producer: str) -> FailedShare:
+        """The share of a producer."""
+        return self._producers.get(producer) or FailedShare(self._most)
+
+    def worst(self, untrained: tuple[int, int]) -> tuple[int, int]:
+        """Failed and ended rollouts of those that `too_many` was found of."""
+        return (self.run.failed, self.run.ended) if self.run.is_full else untrained
+
+    def too_many(self, limit: float, untrained: tuple[int, int]) -> bool:
+        """Whether more than `limit` fails in the run.
+
+        Args:
+            limit: greatest part.
+            untrained: rollouts since the newest batch: failed, and ended.
+        """
+        failed, ended = untrained
+        return (self.run.is_full and self.run.exceeds(limit)) or (ended >= self._most and failed > limit * ended)
+
+
+def failed_rollouts_line(failed: int, ended: int, newest: str) -> str:
+    """How many rollouts have failed, and why the newest did; empty where that is no more than usual."""
+    if not failed or failed <= _SAID_SHARE * ended:
+        return ""
+    why = visible(" ".join(newest.removeprefix("failed: ").split()))[:_SAID_CHARS]
+    return f"{failed:,} of {ended:,} rollouts failed{f': {why}' if why else ''}"
+
+
+def line_of_numbers(numbers: RunNumbers) -> str:
+    """The same of a run now."""
+    return failed_rollouts_line(numbers.failed_rollouts, numbers.ended_rollouts, numbers.newest_error)
