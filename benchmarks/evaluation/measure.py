@@ -99,6 +99,6 @@ async def _alone(engine: HostedEngine, one: ProblemSet, rows: Problems, config: 
 async def _evaluated(engine: HostedEngine, one: ProblemSet, rows: Problems, subject: Subject, number: int) -> int:
     runner = runner_of(one.config, subject.model_dir, engine, "single_turn", key="producer.function")
     with open_store(subject.out / f"round-{number}.jsonl", "bench") as store:
-        detail = await evaluate(one, rows, runner, store, number=0, room=Room(lambda: AHEAD * one.config.engine.slots))
+        detail = await evaluate(one, rows, runner, store, version=Version(0, 0), room=Room(lambda: AHEAD * one.config.engine.slots))
     assert detail["failed"] == 0 and np.isfinite(detail["accuracy"])
     return round(detail["tokens"]["sum"])

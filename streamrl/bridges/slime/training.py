@@ -111,7 +111,7 @@ class _Advantages:
         spans = _responses(batch, arrays.mask)
 
         def spread(values_T: npt.NDArray[Any]) -> list[Any]:
-            return [torch.tensor(values_T[span]) for span in spans]
+            return [torch.from_numpy(values_T[span].copy()) for span in spans]
 
         data: dict[str, Any] = {
             "tokens": [torch.from_numpy(part.astype(np.int64)) for part in np.split(batch.tokens, batch.offsets[1:-1])],
