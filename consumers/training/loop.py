@@ -63,7 +63,7 @@ from streamrl.weights.protocol import Shard
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""So often is the sample stream's end compared with what has been read of it."""
+"""Seconds between two looks whether the sample stream still ends where it was read to."""
 REWARD_WINDOW = 20
 """Batches whose mean reward `run.until_reward` looks at."""
 
@@ -133,7 +133,7 @@ class LiveTrainer:
         self._deadline = float("inf")
         self._identity, self._look_at_s = "", 0.0
         self._spent_s = 0.0
-        """Of `run.max_seconds`, before this process."""
+        """Seconds of `run.max_seconds` that trainers before this one have used."""
         self._granted = (0, 0)
         """Epoch and tasks of the newest grant."""
         self._grant_revision: int | None = None

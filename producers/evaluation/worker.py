@@ -219,7 +219,7 @@ async def _follow(worker: Worker, schedules: list[Schedule], changed: asyncio.Ev
 
 
 def _still_over(worker: Worker, end: RunEnd) -> bool:
-    """Whether nothing follows the end that a trainer came to: `run.steps` may be raised, and another limit be gone by now."""
+    """True where nothing follows the end that a trainer came to: `run.steps` may be raised, and another limit be gone by now."""
     limits = worker.config.run
     return end.steps >= limits.steps or (end.limit != "steps" and bool(limits.max_seconds or limits.until_reward))
 

@@ -25,6 +25,11 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     """On the bus: versions from one that is stored whole to the next at most; those between are what changed. 1: all are whole."""
 
     @property
+    def in_shared_memory(self) -> bool:
+        """True where the versions that are kept lie in /dev/shm."""
+        return self.transport == "shm" and self.keep > 0
+
+    @property
     def snapshots(self) -> int:
         """The ring's buffers."""
         if self.ring != "auto":

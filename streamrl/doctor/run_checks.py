@@ -108,7 +108,7 @@ def check_checkpoints(config: Config) -> Check | None:
 
 
 def check_start_room(config: Config) -> Check:
-    """Whether there is room for a start at all, and for what is certain to be written soon: the built model, the store, the logs."""
+    """Look whether there is room for a start at all, and for what is certain to be written soon: the built model, the store, the logs."""
     place, free = _room(config)
     found = f"{free / MEBIBYTE:.0f} MB are free at {place}"
     if free < _LEAST_DISK_BYTES:
@@ -117,19 +117,19 @@ def check_start_room(config: Config) -> Check:
 
 
 def check_weights_room(config: Config, model_dir: Path) -> Check | None:
-    """Whether shared memory holds the versions that are kept and the next one; None where weights take another way.
+    """Look whether shared memory holds the versions that are kept and the next one; None where weights take another way.
 
     Args:
         config: of the run.
         model_dir: the policy, built where the run builds it.
     """
     weights, run = config.weights, RunDir(Path(config.run.dir) / config.run.name)
-    if weights.transport == "bus" or weights.keep == 0 or config.ray.address:
+    if not weights.in_shared_memory or config.ray.address:
         return None
     directory = weights_directory(weights, run.name, run.path)
     shape = read_shape(str(model_dir))
     itemsize = 2 if (config.trainer.dtype or config.model.dtype) == "bfloat16" else 4
-    each = shape.parameters * itemsize if shape is not None and weights.transport == "shm" else 0
+    each = shape.parameters * itemsize if shape is not None else 0
     wanted = max((weights.keep + 1) * each, _LEAST_SHM_BYTES)
     free = shutil.disk_usage(directory.parent).free + _bytes(directory)
     found = f"{free / MEBIBYTE:.1f} MB are free at {directory.parent}, "

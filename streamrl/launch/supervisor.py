@@ -35,11 +35,11 @@ _EARLY: Mapping[int | None, str] = {
     Exit.DONE: " before its work was over, as code does that calls os._exit",
     Exit.DRAINED: ", told to drain by a signal that was not sent here",
 }
-"""What there is to say of ends that are no failures by themselves."""
+"""Words for ends that are no failures by themselves."""
 KILLED_S = 10.0
 """A process that was killed has ended after this long, unless the kernel does not let it go."""
 _GRACE_S = 2.0
-"""What is left of a group gets this long to end by itself, and to say why, before it is killed; and so long the log gets to say that a
+"""Seconds that what is left of a group gets to end by itself, and to say why, before it is killed; and that the log gets to say that a
 worker's work was over, before one that ended with exit code 0 is started again."""
 
 

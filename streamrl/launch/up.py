@@ -62,7 +62,7 @@ _DISK_EVERY_S = 2.0
 _FULL_BYTES = 16 << 20
 """With less than that a disk counts as full: nats-server gives up a stream at the first write that fails, and checkpoints come and go."""
 _UNSTORED = 2
-"""So often in a row may the embedded bus store nothing that the supervisor gives it, each time for `bus.patience_s`."""
+"""Times in a row that the embedded bus stores nothing of what the supervisor gives it, for `bus.patience_s` each, before the run ends."""
 
 
 class Stops:
@@ -294,7 +294,7 @@ class Session:
                 await bus.close()
 
     def killed(self) -> Outcome:
-        """How it ended when it was cancelled; the plot is left as it was, for it takes a while."""
+        """The outcome when it was cancelled; the plot is left as it was, for it takes a while."""
         view, wall_s = (None, 0.0) if self._follower is None else (self._follower.view, self._follower.elapsed_s)
         return summed_up(self._run, view, state="killed", wall_s=wall_s, exit_code=_INTERRUPTED)
 

@@ -35,7 +35,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: Sequence[Evaluation] = ()
     """Held-out evaluations, by version."""
     unread: bool = False
-    """Whether it ended before the ledger was read: what was trained is not known here, or only as of the end of an earlier session."""
+    """True: it ended before the ledger was read, so what was trained is not known here, or only as of the end of an earlier session."""
 
     @property
     def summary_json(self) -> str:

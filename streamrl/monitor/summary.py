@@ -47,7 +47,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     loss_first: float | None = None
     """In runs of kind `sft`: the mean negative log-likelihood a token of as many batches, the first ones, in nats."""
     loss_last: float | None = None
-    """Of the last ones."""
+    """The same of the last ones."""
     heldout_first: float | None
     """Held-out accuracy when reinforcement learning began."""
     heldout_last: float | None
@@ -109,7 +109,7 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
 
 
 def ends(count: int) -> int:
-    """How many of `count` batches are compared at the beginning and at the end: none is on both sides, unless it is the only one."""
+    """Number of batches of `count` that are compared at the beginning and at the end: none is on both sides, unless it is the only one."""
     return max(1, min(REWARD_WINDOW, count // 2))
 
 

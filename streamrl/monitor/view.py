@@ -86,7 +86,7 @@ class RunView:
         self._backlog = Backlog()
         self._goodput = None if joined else Goodput()
         self.finished = False
-        """Whether the run has come to its end (`streamrl.runtime.run_end`); set from outside."""
+        """True once the run has come to its end (`streamrl.runtime.run_end`); set from outside."""
         self.stalled: set[str] = set()
         self.standing: Standing | None = None
         self.slo: tuple[Finding, ...] = ()

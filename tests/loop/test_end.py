@@ -1,4 +1,4 @@
-"""How a run comes to its end: under a key that its newest trainer writes last, and by limits that count over all its trainers."""
+"""A run comes to its end under a key that its newest trainer writes last, and by limits that count over all its trainers."""
 
 from __future__ import annotations
 
