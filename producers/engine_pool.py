@@ -25,7 +25,7 @@ PREFIX = f"{PREFIX_PRESENCE}engines/"
 _MAX_SESSIONS = 65536
 _WARN_EVERY_S = 10.0
 _MOST_STEP_S = 5.0
-"""Of the time between two presences; a producer that stood still has not listened."""
+"""Most that counts of the time between two presences; a producer that stood still has not listened."""
 _PATIENCE = 2.0
 """Times the tokens that a call may have, by which each other call of its engine is ahead of it."""
 

@@ -234,7 +234,7 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     given_up_tasks: int = 0
     """Tasks of which every rollout has ended since then with neither sample nor failure: a producer gave them up, or they were lost."""
     failed_rollouts: int = 0
-    """Of all that have ended: failures and time-outs, no filter's verdicts."""
+    """Rollouts that failed or timed out, of all that have ended, no filter's verdicts."""
     ended_rollouts: int = 0
     """Trained, dropped or failed, as far as it is known."""
     newest_error: str

@@ -20,7 +20,7 @@ BREAKS = [
     "asyncio.get_running_loop().create_task = None",
     "time.monotonic = lambda: 0.0",
 ]
-"""What rollout 0 of task i does to everybody who is in its process."""
+"""Things that rollout 0 of task i does to everybody who is in its process."""
 LIMITS = Limits(idle_s=3.0, total_s=60.0, answer_s=1.0)
 SCORING = Scoring(timeout_s=3.0, children=1, answer_s=1.0)
 
