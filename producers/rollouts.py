@@ -65,7 +65,7 @@ _LEAVES_AFTER_S = 30.0
 
 
 class Streak:
-    """What an attached producer's own code fails: tasks in a row, and a part of all rollouts. What engines fail does not count.
+    """Counts what an attached producer's own code fails: tasks in a row, and a part of all rollouts. What engines fail does not count.
 
     Args:
         most: rollouts that the part is taken over.
@@ -84,7 +84,7 @@ class Streak:
 
     @property
     def said(self) -> str:
-        """What has failed, in words."""
+        """The failures in words."""
         if self.length >= _LEAVES_AFTER:
             return f"{_LEAVES_AFTER} tasks in a row and more"
         return f"{self.share.failed} of the last {self.share.ended} rollouts"

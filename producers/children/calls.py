@@ -94,9 +94,9 @@ class Limits(msgspec.Struct, frozen=True):
     total_s: float
     """Of one call, waiting left out."""
     max_calls: int = 1000
-    """Of engines, by one rollout."""
+    """Most engine calls of one rollout."""
     max_tokens: int = 1 << 62
-    """That engines may make for one rollout."""
+    """Most tokens that engines make for one rollout."""
     answer_s: float = 5.0
     """That an event loop may be held, and that a call may take to end once it is cancelled."""
     start_s: float = 300.0

@@ -1,4 +1,4 @@
-"""What guards a child's calls from each other: their tasks, which nobody else cancels unseen, and a canary call.
+"""Guards a child's calls from each other: their tasks, which nobody else cancels unseen, and a canary call.
 
 User code may break the interpreter that it shares with other calls (`asyncio.Queue = None`). The canary is a call of streamrl's own, whose
 outcome is known: when it fails, so may any other call, for a reason that is not its own.

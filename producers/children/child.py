@@ -51,7 +51,7 @@ class Child:
         self.number = number
         self.alone = alone
         self._one_task = alone
-        """Whether it runs nothing of others, which a plain reward's does, too, one after the other."""
+        """It runs nothing of others, which a plain reward's does, too, one after the other."""
         self.lost = ""
         """Why it ended."""
         self._ends = False
@@ -253,7 +253,7 @@ class Child:
                     call.ask(frame)
 
     def _faulty(self, frame: frames.Faulty) -> None:
-        """What its calls come to may not be their own: they go on elsewhere, but for one that was by itself all along."""
+        """End it, as what its calls come to may not be their own: they go on elsewhere, but for one that was by itself all along."""
         ended = frame.ended
         if self._one_task and len(self._calls) == 1 and ended is not None and ended.call in self._calls:
             self._end(self._calls[ended.call], ended)
@@ -348,7 +348,7 @@ class Child:
             self._kill(f"its event loop did not answer for {answer_s:g} s{place}", blamed if known else None)
 
     def _is_nobodys(self, held: frames.Held | None) -> bool:
-        """Whether no one call is known to hold the loop, so that no limit ends it: what one has left behind does, or any of several."""
+        """True if no one call is known to hold the loop, so that no limit ends it: what one has left behind does, or any of several."""
         if held is not None:
             return held.call not in self._calls
         return len(self._calls) > 1 or not any(call.began for call in self._calls.values())

@@ -274,7 +274,7 @@ class Faulty(Said, frozen=True):
 
     why: str
     ended: Ended | Scored | None = None
-    """How a call has ended that may not be to blame for it; None: none has."""
+    """The end of a call that may not be to blame for it; None: none has."""
     culprit: int | None = None
     """The call that has done it; None: not known."""
 

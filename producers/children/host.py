@@ -88,7 +88,7 @@ class Host:
         self.by_episode = getattr(self._reward, "by_episode", False)
         self._wear = Wear()
         self.is_open = False
-        """Whether the parent has been told that the user's code is loaded."""
+        """The parent has been told that the user's code is loaded."""
         plain = isinstance(self._producer, FunctionProducer) and self._producer.plain
         self._canary = Canary(tokenizer=self._tokenizer, plain=plain, scores=self._reward is not None)
 

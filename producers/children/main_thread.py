@@ -41,7 +41,7 @@ class MainThread:
 
     @property
     def is_free(self) -> bool:
-        """Whether it runs nothing."""
+        """It runs nothing now."""
         return not self._runs and self._jobs.empty()
 
     async def run(self, function: Callable[[], Any]) -> Any:

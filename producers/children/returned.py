@@ -19,7 +19,7 @@ from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import Status
 
 MOST_METADATA_BYTES = 1 << 20
-"""Of an episode, as JSON."""
+"""Most that an episode may have, as JSON."""
 
 
 def settled(asking: Asking, given: Any, rollouts: Sequence[int]) -> Ended:

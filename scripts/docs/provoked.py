@@ -37,7 +37,7 @@ from streamrl.engines.http import HttpEngine
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.requests import check_request
 from streamrl.engines.sglang.server import SglangServer
-from streamrl.producers.silence import Silence
+from streamrl.producers.engine_pool import Silence
 from streamrl.producers.tool_runs import fail_on, run_calls
 from streamrl.producers.turns import Turn
 from streamrl.rewards.asking import Asking

@@ -43,7 +43,7 @@ def make_copies(folder: Path, files: Iterable[Path]) -> str:
 
 
 def read_index(folder: Path) -> dict[Path, Path]:
-    """By original, its copy; empty where there are none."""
+    """Return each original's copy; empty where there are none."""
     try:
         index = msgspec.json.decode((folder / _INDEX).read_bytes(), type=dict[str, str])
     except (OSError, msgspec.MsgspecError):
@@ -69,12 +69,12 @@ def source_of(path: Path) -> Path:
 
 
 def is_module(path: Path) -> bool:
-    """Whether there is such a file, or a copy of one that was there."""
+    """True if there is such a file, or a copy of one that was there."""
     return source_of(path) != path or path.is_file()
 
 
 def loader_of(name: str, path: Path) -> SourceFileLoader | None:
-    """What loads the module from its copy; None: it has none."""
+    """Return what loads the module from its copy; None: it has none."""
     use_copies()
     return _Loader(name, str(path)) if source_of(path) != path else None
 

@@ -35,9 +35,9 @@ class FailedShare:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough have ended to judge by."""
+        """Enough have ended to judge by."""
         return self.ended >= self._most
 
     def exceeds(self, limit: float) -> bool:
-        """Whether a greater part than `limit` has failed."""
+        """True if a greater part than `limit` has failed."""
         return self.failed > limit * self.ended

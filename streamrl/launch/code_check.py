@@ -80,7 +80,7 @@ class Asked(msgspec.Struct, frozen=True):
     producers: dict[str, ProducerConfig] = {}
     """Of producers, their sections."""
     folders: tuple[str, ...] = ()
-    """Whose modules are told."""
+    """Modules below these are told."""
 
 
 class Said(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ class KeptCode:
         return f"the user's code is not kept, a restarted worker takes what is there then: {why}" if why else ""
 
     def take_changes(self) -> str:
-        """That files were saved since the start, once for each; empty: none was."""
+        """Say that files were saved since the start, once for each; empty: none was."""
         found = changed(self._copies)
         for path in found:
             del self._copies[path]

@@ -33,7 +33,7 @@ class SpilledLine(msgspec.Struct, frozen=True):
 
 
 class UsedLine(msgspec.Struct, frozen=True):
-    """What a view needs of a `Used`."""
+    """The part of a `Used` that a view needs."""
 
     rollouts: tuple[int, ...]
 

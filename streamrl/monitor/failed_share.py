@@ -16,7 +16,7 @@ _SAID_CHARS = 300
 
 
 def failed_of(reasons: Mapping[str, int]) -> int:
-    """How many rollouts have failed, among those that ended for these reasons."""
+    """Count the rollouts that have failed, among those that ended for these reasons."""
     return sum(count for reason, count in reasons.items() if reason in REASONS)
 
 
@@ -66,7 +66,7 @@ class Shares:
         return (self.run.failed, self.run.ended) if self.run.is_full else untrained
 
     def too_many(self, limit: float, untrained: tuple[int, int]) -> bool:
-        """Whether more than `limit` fails in the run.
+        """True if more than `limit` fails in the run.
 
         Args:
             limit: greatest part.
@@ -77,7 +77,7 @@ class Shares:
 
 
 def failed_rollouts_line(failed: int, ended: int, newest: str) -> str:
-    """How many rollouts have failed, and why the newest did; empty where that is no more than usual."""
+    """Say how many rollouts have failed, and why the newest did; empty where that is no more than usual."""
     if not failed or failed <= _SAID_SHARE * ended:
         return ""
     why = visible(" ".join(newest.removeprefix("failed: ").split()))[:_SAID_CHARS]

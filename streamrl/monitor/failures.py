@@ -124,7 +124,7 @@ class Failures:
 
 
 def num_rollouts(stone: Tombstone) -> int:
-    """How many rollouts a tombstone ends."""
+    """Count the rollouts that a tombstone ends."""
     return stone.group_size if stone.rollout is None else 1
 
 

@@ -241,7 +241,7 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     untrained: Untrained = Untrained()
     """What the trainer says of the time since the newest batch."""
     failed_rollouts: int = 0
-    """Of all that have ended: failures and time-outs, no filter's verdicts."""
+    """Rollouts that failed or timed out, of all that have ended, no filter's verdicts."""
     ended_rollouts: int = 0
     """Trained, dropped or failed, as far as it is known."""
     newest_error: str

@@ -37,7 +37,7 @@ class _Batch(msgspec.Struct, frozen=True):
     ages: Counter[int]
     drops: Counter[str]
     rollouts: int
-    """That were trained."""
+    """Number of rollouts that were trained."""
 
 
 class Trained:

@@ -72,7 +72,7 @@ class Watch:
         return replace(found, since_s=self._moved_s)
 
     def _unended(self, numbers: RunNumbers, *, step_s: float, time_s: float) -> Standing | None:
-        """That nothing comes to an end, though much may be going on."""
+        """Say that nothing comes to an end, though much may be going on."""
         ended = (numbers.phase, numbers.version, numbers.tasks_ended)
         if ended != self._ended:
             # The first is that of the start, or of what was there when this looker came.

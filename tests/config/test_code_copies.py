@@ -48,7 +48,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def in_a_worker(place: Path, folder: Path, *names: str) -> list[object]:
-    """What functions give in a process of its own, and the digest that it finds."""
+    """Return what functions give in a process of its own, and the digest that it finds."""
     surroundings = {**os.environ, VARIABLE: str(folder)}
     done = subprocess.run([sys.executable, "-c", SCORE, *names], cwd=place, env=surroundings, capture_output=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -136,11 +136,9 @@ async def test_log_probs_that_are_not_the_tokens_own_are_an_engine_error(rows: l
     async def other(request: web.Request) -> web.Response:
         return web.json_response([sglang_result([4], {"type": "length"}, output_token_logprobs=rows)] * 2)
 
-    async with answering(other) as address:
-        engine = HttpEngine(address)
+    async with answering(other) as engine:
         with raises(EngineError, address=engine.address, got=ANY):
             await ask(engine, REQUEST)
-        await engine.close()
 
 
 async def test_sglangs_answers_are_understood():

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -30,7 +31,7 @@ from tests.support.records import view
 from tests.support.world.place import Place, place
 
 END = 12
-SIZES: dict[str, dict[str, object]] = {
+SIZES: dict[str, Any] = {
     "run": {"steps": END},
     "trainer": {"checkpoint_every": 2, "keep_checkpoints": 100},
     "data": {"max_prompt_tokens": 16},

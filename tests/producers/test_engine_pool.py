@@ -19,8 +19,7 @@ from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, EngineSilent
 from streamrl.producers.completions import Completion, complete
-from streamrl.producers.engine_pool import EnginePool
-from streamrl.producers.silence import Silence
+from streamrl.producers.engine_pool import EnginePool, Silence
 from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EnginePresence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ BREAKS = [
     "asyncio.get_running_loop().create_task = None",
     "time.monotonic = lambda: 0.0",
 ]
-"""What rollout 0 of task i does to everybody who is in its process."""
+"""Things that rollout 0 of task i does to everybody who is in its process."""
 LIMITS = Limits(idle_s=3.0, total_s=60.0, answer_s=1.0)
 SCORING = Scoring(timeout_s=3.0, children=1, answer_s=1.0)
 
@@ -40,7 +41,7 @@ def breaking(signature: str, then: str) -> str:
 )
 async def test_what_breaks_its_process_costs_nobody_else(workshop: Workshop, kind: str, signature: str, rollout: str, then: str) -> None:
     code = f"def rollout_of(task, given):\n    return {rollout}\n\n\n" + breaking(signature, then)
-    named = {kind: "breaks"}
+    named: dict[str, Any] = {kind: "breaks"}
     async with workshop.runner(code, limits=LIMITS, scoring=SCORING, **named) as runner:
         for index, line in enumerate(BREAKS):
             broken, neighbour = await workshop.run(runner, workshop.task(index, num_rollouts=4), workshop.task(9, num_rollouts=4))
