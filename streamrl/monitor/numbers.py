@@ -239,7 +239,7 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     given_up_tasks: int = 0
     """Tasks of which every rollout has ended since then with neither sample nor failure: a producer gave `None`, or they were lost."""
     untrained: Untrained = Untrained()
-    """What the trainer says of the time since the newest batch."""
+    """The trainer's own words on the time since the newest batch."""
     newest_error: str
     """Why a rollout failed last; empty: none was seen to."""
     swaps: int
