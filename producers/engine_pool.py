@@ -30,7 +30,7 @@ _MANY_FAILURES = 3
 """Requests that an engine fails in a row, and is left out for a while where there are others: one that is refused says nothing."""
 _LONGEST_S = 30.0
 _WHY_CHARS = 300
-"""Of an engine's error, which may be a whole traceback."""
+"""An engine's error may be a whole traceback."""
 _MOST_STEP_S = 5.0
 """Most that counts of the time between two presences; a producer that stood still has not listened."""
 _PATIENCE = 2.0
@@ -183,7 +183,7 @@ class EnginePool:
 
     @property
     def wait(self) -> str:
-        """What requests wait for: an engine that is there, or one that answers; else which are left out; empty: none of it."""
+        """Requests wait for an engine that is there, or for one that answers; else some are left out; empty: none of it."""
         members = self._members.values()
         if members and all(member.failures for member in members):
             return f"{ENGINES_FAIL}: {max(members, key=lambda member: member.failures).said()}"

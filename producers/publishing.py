@@ -266,5 +266,5 @@ class Publisher:
 
 
 def full_place(error: StreamFull, place: str) -> str:
-    """What there is no room in: the stream or the bucket (`place`), or the server for any of them."""
+    """Tell what has no room: the stream or the bucket (`place`), or the server for any of them."""
     return FULL_SERVER if error.values.get("server") else place

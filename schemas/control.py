@@ -151,7 +151,7 @@ class WorkerPresence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Untrained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a trainer says in `WorkerPresence.detail` of the time since its newest batch, or since the run began."""
+    """A trainer says this in `WorkerPresence.detail` of the time since its newest batch, or since the run began."""
 
     ended: dict[str, int] = {}
     """Rollouts that have ended without being trained, by reason (`streamrl.schemas.ledger.Drop`); producers' own words are `other`."""

@@ -90,9 +90,10 @@ async def look(run: RunDir) -> None:
     try:
         while not (address := address_of(run, pid=server.pid)):  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.05)
-        base = address.partition("/?")[0]
         async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
-            await (await client.get(address)).read()
+            answer = await client.get(address)
+            base = str(answer.url).rstrip("/")
+            await answer.read()
             for path in ("/api/run", "/api/series?x=version&names=rollout/raw_reward,staleness/p95,train/loss", "/api/versions"):
                 began_s = time.perf_counter()
                 body = await (await client.get(base + path)).read()

@@ -256,7 +256,7 @@ class Presence:
 
 
 def state_of(info: EngineInfo, failure: str = "") -> str:
-    """What an engine does or waits for, in words; `failure`: why the newest version could not be taken."""
+    """The words for what an engine does or waits for; `failure`: why the newest version could not be taken."""
     why = f": {failure}" if failure else ""
     if info.serving is None:
         return f"waits for its first weights{why}"

@@ -1,25 +1,36 @@
-"""What cannot be used: a message goes to the stream `dead`, with the reason, its bytes and its headers; a rollout without its blob ends."""
+"""What cannot be used goes to the stream `dead`, a rollout without its blob ends, and the trainer tells what has ended untrained.
+
+It does so with each heartbeat, of the time since the newest batch: the ledger has it only later.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import msgspec
 
 from streamrl.bus.protocol import Bus, Message
 from streamrl.core.fold import BLOB_MISSING, DeadLetter
-from streamrl.core.state import PendingTask
+from streamrl.core.state import FoldState, PendingTask
 from streamrl.errors import Conflict, StreamFull
 from streamrl.schemas.codec import encode
+from streamrl.schemas.control import Untrained
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.digests import body_digest
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_TASK, SAMPLES, Subjects
+from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import counted_as
 
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 512 << 10
 """A larger record goes into a blob: a message as large as the server takes has no room for a record around it."""
+
+_ENDS_NOTHING = frozenset(("duplicate", "late", "superseded_reward"))
+"""Reasons of drops that end no rollout."""
+_REASON_CHARS = 300
 
 
 async def publish_dead_letter(bus: Bus, subjects: Subjects, message: Message, letter: DeadLetter) -> None:
@@ -75,3 +86,41 @@ async def _put(bus: Bus, name: str, data: bytes) -> None:
 def _sound(text: str) -> str:
     """Text that can be encoded; a foreign client's header may hold half a character."""
     return text.encode(errors="replace").decode()
+
+
+class UntrainedCounts:
+    """Counts of one trainer; `dead` is told by the training thread, `told` is asked by the bus's.
+
+    Args:
+        num_rollouts: of a task.
+    """
+
+    def __init__(self, num_rollouts: int) -> None:
+        self._num_rollouts = num_rollouts
+        self._version = Version()
+        self._ended = Counter[str]()
+        self._num_drops = 0
+        self._dead: tuple[Version, int, str] = (self._version, 0, "")
+
+    def dead(self, version: Version, reason: str) -> None:
+        """A message cannot be used that was folded into the state of `version`."""
+        known, count, _ = self._dead
+        self._dead = (version, count + 1 if known == version else 1, reason[:_REASON_CHARS])
+
+    def told(self, state: FoldState, publishing: str) -> Untrained:
+        """Tell what there is to say of the fold's state as it is now."""
+        if state.version != self._version or state.num_drops < self._num_drops:
+            self._version, self._ended, self._num_drops = state.version, Counter(), 0
+        for drop in state.drops_after(self._num_drops):
+            if drop.reason not in _ENDS_NOTHING:
+                self._ended[counted_as(drop.reason)] += len(drop.rollouts) or (self._num_rollouts if drop.retires else 1)
+        self._num_drops = state.num_drops
+        version, dead, reason = self._dead
+        same = version == state.version
+        return Untrained(
+            ended=dict(self._ended),
+            dead=dead if same else 0,
+            newest_dead=reason if same else "",
+            unrewarded=sum(task.complete and not task.ready for task in state.pending.values()),
+            publishing=publishing,
+        )

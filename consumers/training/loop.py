@@ -33,7 +33,7 @@ from streamrl.consumers.training.budget import lower_budget, read_budget
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.carried import fetch_messages, held
 from streamrl.consumers.training.checkpoints import Checkpointer, check_stream, ensure_position
-from streamrl.consumers.training.dead_letters import publish_blob_missing, publish_dead_letter
+from streamrl.consumers.training.dead_letters import UntrainedCounts, publish_blob_missing, publish_dead_letter
 from streamrl.consumers.training.divergence import Divergence
 from streamrl.consumers.training.gaps import enter_gap
 from streamrl.consumers.training.ledger import Ledger, mark_epoch, open_ledger, take_fence
@@ -43,7 +43,6 @@ from streamrl.consumers.training.resuming import Resuming
 from streamrl.consumers.training.sample_blobs import NOTHING_REPLAYED, Replayed, sample_blobs
 from streamrl.consumers.training.steps import Cut, Stepped, recorded_cut, train_version
 from streamrl.consumers.training.stream_fold import StreamFold
-from streamrl.consumers.training.untrained import UntrainedCounts
 from streamrl.core.fold import Effects
 from streamrl.core.fold_config import fold_config
 from streamrl.core.gaps import bridged
@@ -142,7 +141,7 @@ class LiveTrainer:
         self._fold: StreamFold | None = None
 
     def untrained(self) -> Untrained:
-        """What has become of the stream since the newest batch; asked by the bus's thread."""
+        """Tell what has become of the stream since the newest batch; asked by the bus's thread."""
         publishing = self.publisher.publishing
         state = initial_state(self.fold_config) if self._fold is None else self._fold.own
         return self._untrained.told(state, "" if publishing is None else str(publishing))
@@ -328,7 +327,7 @@ class LiveTrainer:
             self.rewards.append(stepped.reward or 0.0)
 
     def _ends(self, stop: Callable[[], bool], state: FoldState, ledger: Ledger) -> bool:
-        """Whether to wait for no further batch; raises what has ended the publisher, for no engine has samples to give any more."""
+        """Tell whether no further batch is waited for. Raises what has ended the publisher: then no engine has samples to give."""
         self.publisher.check()
         return stop() or bool(self._limit_at(state, ledger))
 

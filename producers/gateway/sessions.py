@@ -143,7 +143,7 @@ class Sessions:
         """Told by the server."""
 
     def doing(self) -> str:
-        """What people see of it: whether it waits for agents, and why those are refused that do call."""
+        """People see of it whether it waits for agents, and why those are refused that do call."""
         refused = f"; the newest call was refused: {self.calls.newest_refusal}" if self.calls.newest_refusal else ""
         quiet_s = time.monotonic() - self.calls.heard_s
         if not self.num_open and not self.num_waiting:
@@ -168,7 +168,7 @@ class Sessions:
 
     @property
     def _is_asked(self) -> bool:
-        """Whether an agent waits for the answer to a call, or for a session."""
+        """Tell whether an agent waits for the answer to a call, or for a session."""
         return bool(self._waiting) or any(session.busy for granted in self._tasks.values() for session in granted.sessions)
 
     @property

@@ -53,14 +53,14 @@ _PORTS_S = 5.0
 
 
 class Inputs(msgspec.Struct, frozen=True, kw_only=True):
-    """What a configuration names, read before anything starts."""
+    """A configuration's model and rows, read before anything starts."""
 
     model: Path
     """Directory of the initial model."""
     digest: str
-    """Of the training rows."""
+    """Digest of the training rows."""
     num_rows: int
-    """Of these; 0 where they are counted while the run is up."""
+    """Training rows; 0 where they are counted while the run is up."""
     modules: frozenset[Path]
     """Files of the user's modules that were imported."""
 

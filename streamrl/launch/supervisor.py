@@ -63,7 +63,7 @@ class Child:
         self.failures = failures
         self.restarts = 0
         self.said = ""
-        """How and why it ended last, in its own words; empty: it has not, or said nothing."""
+        """The way in which it ended last, and why in its own words; empty: it has not ended."""
         self.silence = silence
         self.kill_s: float | None = None
         """When it is killed for its silence; None: it is heard."""

@@ -147,7 +147,7 @@ class Barren:
         self._began_s: float | None = None
 
     def due(self, numbers: RunNumbers, *, least: int, known: bool, now_s: float) -> bool:
-        """Whether it is to be said now, of at least so many tasks; then it has been. Where most fail, that is what is said instead.
+        """Tell whether it is to be said now, of at least so many tasks; then it has been. Where most fail, that is what is said instead.
 
         Why they do is waited for some seconds while it is not `known`, for it comes with the trainer's next heartbeat.
         """

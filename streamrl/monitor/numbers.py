@@ -239,7 +239,7 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     given_up_tasks: int = 0
     """Tasks of which every rollout has ended since then with neither sample nor failure: a producer gave them up, or they were lost."""
     untrained: Untrained = Untrained()
-    """What the trainer says of the time since the newest batch."""
+    """The trainer's own words on the time since the newest batch."""
     failed_rollouts: int = 0
     """Rollouts that failed or timed out, of all that have ended, no filter's verdicts."""
     ended_rollouts: int = 0

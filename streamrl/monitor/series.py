@@ -55,7 +55,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, float] = {}
     """By metric: declared names only, finite numbers only. Of metrics whose reduction is `sum`, the amount of this batch or window."""
     sequence: int = 0
-    """Of an evaluation, that of its event; no file has it."""
+    """An evaluation has that of its event; no file has it."""
 
 
 class Series:

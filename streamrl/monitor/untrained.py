@@ -10,7 +10,7 @@ from streamrl.monitor.numbers import Cause, RunNumbers
 from streamrl.telemetry.names import DROP_REASONS, OTHER_REASON, counted_as
 
 _SAID_CHARS = 60
-"""Of a producer's own word within a line."""
+"""A producer's own word is cut to these within a line."""
 _LEFT_OUT_HINT = "the producer, or filters.function, says so itself: is its rule too strict for these problems?"
 
 DEAD_LETTERS = Cause(
@@ -103,7 +103,7 @@ CAUSES: tuple[tuple[tuple[str, ...], Cause], ...] = (
         Cause("duplicates", "most rollouts are there already", "does a producer publish a rollout twice, or take tasks it gave back?"),
     ),
 )
-"""Of more than half of what ends without being trained. Each of `DROP_REASONS` has one; producers' own words have `left_out`."""
+"""A cause is that of more than half of what ends untrained. Each of `DROP_REASONS` has one; producers' own words have `left_out`."""
 
 
 def cause_of(reasons: Mapping[str, float], drops: Mapping[str, int]) -> Cause | None:
@@ -123,7 +123,7 @@ def cause_of(reasons: Mapping[str, float], drops: Mapping[str, int]) -> Cause | 
 
 
 def left_out(reasons: Mapping[str, int]) -> Cause:
-    """That producers, and filters of the user's, end rollouts for reasons of their own, with those among `reasons`."""
+    """Producers, and filters of the user's, end rollouts for reasons of their own: with those among `reasons`."""
     own = Counter({reason: count for reason, count in reasons.items() if reason not in DROP_REASONS})
     said = f": {_words(own)}" if own else ""
     return Cause("left_out", f"producers end most rollouts for reasons of their own{said}", _LEFT_OUT_HINT)

@@ -37,10 +37,10 @@ SPARK_POINTS = 40
 _MOST_NOTICES = 100
 """That wait to be shown."""
 _STATE_CHARS = 1000
-"""Of what a worker says that it does, which is shown and repeated."""
+"""A worker's words for what it does are shown and repeated."""
 _MOST_SWAPS = 1024
 _TRAINER = "trainer-0"
-"""Of the trainer's ranks the one that folds the stream."""
+"""The one of the trainer's ranks that folds the stream."""
 _MOST_NAMES = 1024
 """Workers, and attempts at them, of which something is remembered that their presence does not clear away."""
 
@@ -423,7 +423,7 @@ class RunView:
 
 
 def _untrained_of(presence: WorkerPresence) -> Untrained:
-    """What a trainer says of itself; nothing where it is of an earlier version, or says something else."""
+    """Read what a trainer says of itself; nothing where it is of an earlier version, or says something else."""
     try:
         return msgspec.convert(presence.detail, Untrained)
     except msgspec.ValidationError:

@@ -107,7 +107,7 @@ def progress_of(numbers: RunNumbers) -> tuple[object, ...]:
 
 
 def diagnose(numbers: RunNumbers, *, away_s: float = 0.0) -> Standing:
-    """What a run in which nothing moves waits for: the first that holds of what keeps others waiting, from the bus upwards.
+    """Name what a run in which nothing moves waits for: the first that holds of what keeps others waiting, from the bus upwards.
 
     Whoever waits or fails has said why in its own state (`WorkerPresence.state`), which is repeated here; what nobody can say of itself is
     told from numbers.

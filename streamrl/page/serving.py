@@ -13,7 +13,7 @@ import msgspec
 
 from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
-from streamrl.page.access import page_token, place_of
+from streamrl.page.access import page_token
 from streamrl.page.address import Address, address_path, page_folder
 from streamrl.page.attention import Attention
 from streamrl.page.index import open_index
@@ -58,7 +58,7 @@ async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervise
                 if port:
                     raise
                 got = await opened.enter_async_context(served(page.app(token), 0))
-            address = f"http://127.0.0.1:{got}/{place_of(token)}/?token={token}"
+            address = f"http://127.0.0.1:{got}/?token={token}"
             write_private(page_folder(run) / "port", str(got).encode())
             write_private(address_path(run), msgspec.json.encode(Address(pid=os.getpid(), address=address)))
             opened.callback(address_path(run).unlink, missing_ok=True)

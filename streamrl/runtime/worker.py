@@ -40,13 +40,13 @@ Main = Callable[["Worker"], Awaitable[None]]
 LOADING = "loading"
 """State of a worker that has not begun its work."""
 ENGINES_FAIL = "waits for engines that fail"
-"""How the state of one begins whose every request fails at its engines."""
+"""The state of one begins with this whose every request fails at its engines."""
 ENGINES_LEFT_OUT = "leaves out engines that fail"
-"""How it begins where others answer."""
+"""It begins with this where others answer."""
 WEIGHTS_FAIL = "waits for other weights"
-"""How that of an engine begins which serves a version and could not take the newest."""
+"""The state of an engine begins with this which serves a version and could not take the newest."""
 AGENTS_WAIT = "waits for agents"
-"""How that of a gateway begins which no agent asks."""
+"""The state of a gateway begins with this which no agent asks."""
 PRESENCE_TTL_S = 6.0
 _FAREWELL_S = 5.0
 _HEARTBEAT_S = 2.0

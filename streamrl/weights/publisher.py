@@ -77,7 +77,7 @@ class Publisher:
         self._changed = threading.Condition()
         self._closing = False
         self._drawing = False
-        """Whether an offer has been taken that is not among those that wait yet."""
+        """True while an offer has been taken that is not among those that wait yet."""
         self._wake = asyncio.Event()
         self._announced: dict[Version, Manifest] = {}
         self._counts: dict[Version, int] = {}

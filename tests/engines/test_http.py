@@ -26,7 +26,7 @@ REQUEST = GenerateRequest(request_id="r", prompt_ids=(1, 2), seeds=(5, 6))
 
 
 @asynccontextmanager
-async def answering(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], **options: Any) -> AsyncIterator[HttpEngine]:
+async def answering(handler: Callable[[web.Request], Awaitable[web.StreamResponse]], **options: Any) -> AsyncGenerator[HttpEngine]:
     """A client of a server whose POST /generate is `handler`, and which is healthy."""
     app = web.Application()
     app.router.add_post("/generate", handler)

@@ -1,4 +1,4 @@
-"""Of everything that can be the matter with a run: what is named, and that nothing else is. Numbers only, as workers tell them."""
+"""Everything that can be the matter with a run: what is named, and that nothing else is. Numbers only, as workers tell them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_reports_of_any_number(reduction: str, value: float) -> None:
         for worker in ("producer-0", "producer-1"):
             given: dict[str, Any] = {reduction: dict.fromkeys(names, value)}
             view.metric(decode(encode(MetricReport(worker=worker, **given)), MetricReport))
-        assert view.numbers(elapsed_s=1.0).tasks_in_flight >= 0
+        assert 0 <= view.numbers(elapsed_s=1.0).tasks_in_flight <= 2e9
     view = RunView("demo", steps=100, series=Series(window_s=0.0))
     everything: dict[str, Any] = {reduction: dict.fromkeys(METRICS, value)}
     view.metric(MetricReport(worker="producer-0", **everything))

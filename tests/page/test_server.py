@@ -62,7 +62,9 @@ async def test_the_cookie_stays_within_the_pages_own_folder_whatever_the_port(ru
     other = web.Application()
     other.router.add_get("/{path:.*}", hear)
     write(run, batches(1, 3))
-    async with page(run) as (base, _, client), served(other, 0) as port:
+    async with page(run) as (base, token, client), served(other, 0) as port:
+        async with client.get(f"{base}/../?token={token}") as answer:
+            assert (answer.status, str(answer.url)) == (200, f"{base}/"), "the address that is printed leads there"
         async with client.get(f"{base}/api/run") as answer:
             assert answer.status == 200
         for path in ("", "api/run", "static/page.js"):

@@ -75,6 +75,11 @@ class Fleet:
         return asyncio.create_task(complete(self.pool, self.request(**facts)))  # type: ignore[arg-type]
 
 
+def said(begins: str, engine: str, count: int, why: str) -> str:
+    """Return the words about an engine that has failed so many requests in a row."""
+    return f"{begins}: {engine}, {count} requests in a row, the newest: {why}"
+
+
 @asynccontextmanager
 async def running(directory: Path) -> AsyncIterator[Fleet]:
     fleet = Fleet(directory, make_model(directory))
@@ -158,7 +163,7 @@ async def test_engines_of_which_each_fails_whatever_it_is_asked_are_what_request
         for count in (1, 2):
             with pytest.raises(EngineError):
                 await fleet.ask()
-            assert fleet.pool.wait == f"{ENGINES_FAIL}: a, {count} requests in a row, the newest: status 500: out of memory"
+            assert fleet.pool.wait == said(ENGINES_FAIL, "a", count, "status 500: out of memory")
             await fleet.announce("a", serving=Version(0, count))  # which says nothing of the next request
         await fleet.add("b", running=4)
         assert fleet.pool.wait == "", "one has not failed"
@@ -197,7 +202,7 @@ async def test_an_engine_that_fails_at_once_does_not_get_every_request_for_its_l
             except EngineError:
                 found.append("failed")
         assert found[:3] == ["failed"] * 3 and found.count("b") >= 15
-        assert fleet.pool.wait == f"{ENGINES_LEFT_OUT}: a, {found.count('failed')} requests in a row, the newest: status 500"
+        assert fleet.pool.wait == said(ENGINES_LEFT_OUT, "a", found.count("failed"), "status 500")
 
 
 async def test_an_engine_that_cannot_be_reached_is_left_out_until_it_is_announced_again(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Position(msgspec.Struct, kw_only=True):
                 self.evaluated = max(self.evaluated or 0, row.sequence)
 
     def has(self, sequence: int, time_s: float) -> bool:
-        """Whether the evaluation is written whose event has this sequence and time (Unix seconds).
+        """Tell whether the evaluation is written whose event has this sequence and time (Unix seconds).
 
         Times alone would not do, for evaluators' clocks differ and go back; nor would sequences, which a stream without its end gives anew.
         """

@@ -1,4 +1,4 @@
-"""What a trainer says of itself before it has trained anything: on the in-process bus, with a tabular policy."""
+"""A trainer tells of itself before it has trained anything: on the in-process bus, with a tabular policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
-from streamrl.consumers.training.untrained import UntrainedCounts
+from streamrl.consumers.training.dead_letters import UntrainedCounts
 from streamrl.consumers.training.worker import main
 from streamrl.core.records import Share
 from streamrl.core.state import initial_state
@@ -104,7 +104,7 @@ async def trainer(tmp_path: Path) -> AsyncIterator[tuple[Worker, asyncio.Task[No
 
 
 async def test_what_ends_the_publisher_ends_the_trainer_that_waits_for_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 kB of shared memory an engine says nothing, and no sample ever comes."""
+    """With 64 kB of shared memory an engine says nothing, and no sample ever comes."""
 
     def full(descriptor: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

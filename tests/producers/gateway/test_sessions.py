@@ -72,6 +72,15 @@ def turn(number: int, seed: int = 0) -> Turn:
 STARTED = Started(nonce="n", started_s=3.0, request="once")
 
 
+NOBODY = f"{AGENTS_WAIT}: none has a session open"
+REFUSED = "; the newest call was refused: "
+
+
+def quiet(sessions: int, seconds: int) -> str:
+    """Return what a gateway says whose agents have stopped."""
+    return f"{AGENTS_WAIT}: {sessions} sessions are open, no call was answered for {seconds} s"
+
+
 class Scene:
     """A gateway's sessions, and the tasks that are claimed for it."""
 
@@ -226,9 +235,9 @@ async def test_a_free_session_has_no_key() -> None:
 @virtual
 async def test_agents_that_do_not_come_are_what_it_waits_for_and_why_they_are_refused() -> None:
     scene = Scene()
-    assert scene.sessions.doing() == f"{AGENTS_WAIT}: none has a session open"
+    assert scene.sessions.doing() == NOBODY
     scene.sessions.calls.refused("401 expected\n a key")
-    assert scene.sessions.doing() == f"{AGENTS_WAIT}: none has a session open; the newest call was refused: 401 expected a key"
+    assert scene.sessions.doing() == f"{NOBODY}{REFUSED}401 expected a key"
     waiting = asyncio.create_task(scene.sessions.start(5.0))
     await soon()
     assert not scene.sessions.doing().startswith(AGENTS_WAIT), "an agent waits for a task"
@@ -238,7 +247,7 @@ async def test_agents_that_do_not_come_are_what_it_waits_for_and_why_they_are_re
     scene.sessions.calls.answered()
     assert scene.sessions.doing().startswith("serves sessions: 1 open")
     await elapse(11.0)
-    assert scene.sessions.doing() == f"{AGENTS_WAIT}: 1 sessions are open, no call was answered for 11 s"
+    assert scene.sessions.doing() == quiet(1, 11)
     asked = scene.call(session)
     await soon()
     assert scene.sessions.doing().startswith("serves sessions: 1 open"), "an engine is asked"
