@@ -27,14 +27,18 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
     @property
     def in_shared_memory(self) -> bool:
         """True where the versions that are kept lie in /dev/shm."""
-        return self.transport == "shm" and self.keep > 0
+        return self._shm and self.keep > 0
+
+    @property
+    def _shm(self) -> bool:
+        return self.transport == "shm"
 
     @property
     def snapshots(self) -> int:
         """The ring's buffers."""
         if self.ring != "auto":
             return self.ring
-        return 1 if self.transport == "shm" and not self.also_on_bus else 2
+        return 1 if self._shm and not self.also_on_bus else 2
 
     @property
     def buffers(self) -> int:

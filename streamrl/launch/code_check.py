@@ -123,7 +123,7 @@ async def check_code(config: Config, *, limit_s: float = LIMIT_S, note: Callable
         if named:
             surroundings = {**inherited(os.environ, kind), **environment(config, kind)}
             folders = tuple(str(folder) for folder in code_folders(named))
-            loaded |= await _ask(Asked(named, options, producers, folders), surroundings, limit_s, note)
+            loaded |= await ask(Asked(named, options, producers, folders), surroundings, limit_s, note)
     return loaded
 
 
@@ -145,7 +145,7 @@ def _form(key: str) -> Form:
     return FORMS.get(key) or replace(PRODUCER if key.endswith(".function") else REWARD, key=key)
 
 
-async def _ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float, note: Callable[[str], None] = lambda _: None) -> set[Path]:
+async def ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float, note: Callable[[str], None] = lambda _: None) -> set[Path]:
     text = msgspec.json.encode(asked).decode()
     names = ", ".join(dict.fromkeys(asked.named.values()))
     late = asyncio.get_running_loop().call_later(

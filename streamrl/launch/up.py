@@ -21,7 +21,6 @@ from streamrl.config.secret_options import without_secrets
 from streamrl.config.tree import Config
 from streamrl.core.failed_share import window_of
 from streamrl.errors import BusError, LaunchError
-from streamrl.launch.finished import finished_at
 from streamrl.launch.kept_code import KeptCode
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.page import page_beside
@@ -44,6 +43,7 @@ from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import SINK_KIND, num_workers
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import continued, with_decay_steps
+from streamrl.runtime.run_end import finished_at
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.telemetry.logs import bound_logs, configure_logging

@@ -8,13 +8,17 @@ trainer's fence and counts for as long as nobody has taken a higher one, so no t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 from streamrl.bus.protocol import Bus, KeyEntry
 from streamrl.bus.reading import read_key
+from streamrl.config.tree import Config
 from streamrl.errors import Fenced, SchemaError
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import RunEnd
-from streamrl.schemas.subjects import PREFIX_ENDS, PREFIX_FENCES
+from streamrl.schemas.events import Event
+from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.subjects import PREFIX_ENDS, PREFIX_FENCES, Subjects
 
 
 def end_key(trainer: str) -> str:
@@ -75,3 +79,28 @@ async def watch_end(bus: Bus, trainer: str, *, after: int) -> AsyncIterator[RunE
         end = decode(entry.value, RunEnd, where=f"key {key}")
         if end.fence > after and end.fence == await read_fence(bus, trainer):
             yield end
+
+
+async def finished_at(bus: Bus, config: Config) -> str:
+    """Return the version at which the run reached `run.steps` and was evaluated; an empty string while something is left to do.
+
+    A run that was ended by another limit, which may be raised, has something left.
+    """
+    subjects = Subjects(config.run.name)
+    end = await read_end(bus, config.trainer.name)
+    newest = await bus.last(subjects.ledger(config.trainer.name))
+    if end is None or newest is None or end.steps < config.run.steps:
+        return ""
+    if decode(newest.body, LedgerEntry, where="the ledger's end").version != end.version:
+        return ""
+    version = str(end.version)
+    if config.data.heldout or config.evaluation.sets:
+        evaluated = await _last(bus, subjects.events("evaluation"))
+        if evaluated is None or not evaluated.get("final") or evaluated.get("version") != version:
+            return ""
+    return version
+
+
+async def _last(bus: Bus, subject: str) -> dict[str, Any] | None:
+    message = await bus.last(subject)
+    return None if message is None else decode(message.body, Event, where=f"the newest of {subject}").detail

@@ -13,7 +13,7 @@ import pytest
 from streamrl.config import code_copies
 from streamrl.config.code import code_digests, code_files, code_folders
 from streamrl.config.code_copies import VARIABLE, changed, make_copies, read_index
-from streamrl.launch.code_check import Asked, _ask
+from streamrl.launch.code_check import Asked, ask
 from streamrl.runtime.kinds import inherited
 
 CODE = {
@@ -59,7 +59,7 @@ async def test_a_worker_imports_what_was_there_at_the_start(place: Path, tmp_pat
     names = {"reward.kind": f"{place}/reward.py:score", "filters.function": "reward:score"}
     assert code_folders(names) == {place}
     asked = Asked(names, folders=(str(place),))
-    loaded = await _ask(asked, inherited(os.environ, "producer"), 60.0)
+    loaded = await ask(asked, inherited(os.environ, "producer"), 60.0)
     assert {path.name for path in loaded} == {"reward.py", "helper.py", "plugin.py"}
     copies = tmp_path / "code"
     assert make_copies(copies, {*code_files(names), *loaded}) == ""
