@@ -393,7 +393,7 @@ class Session:
     def _check_store(self, now_s: float) -> None:
         """Raise LaunchError once nothing can be stored any more: a server whose disk was full keeps silent, also after there is room."""
         self._disk.check(now_s)
-        unstored = self._follower.unstored if self._follower is not None and not self._config.bus.url else ()
+        unstored = [] if self._follower is None or self._config.bus.url else [*self._follower.unstored]
         if len(unstored) >= _UNSTORED:
             self._disk.full = True
             raise LaunchError(
