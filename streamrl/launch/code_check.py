@@ -146,6 +146,7 @@ def _form(key: str) -> Form:
 
 
 async def ask(asked: Asked, surroundings: Mapping[str, str], limit_s: float, note: Callable[[str], None] = lambda _: None) -> set[Path]:
+    """Import what is asked in a process of its own; the files of the user's modules that it loaded. Raises as `check_code`."""
     text = msgspec.json.encode(asked).decode()
     names = ", ".join(dict.fromkeys(asked.named.values()))
     late = asyncio.get_running_loop().call_later(

@@ -42,8 +42,8 @@ from streamrl.monitor.view import RunView
 from streamrl.runtime.bus_server import BusServer, run_bus_server
 from streamrl.runtime.kinds import SINK_KIND, num_workers
 from streamrl.runtime.lock import lock_run
-from streamrl.runtime.run_record import continued, with_decay_steps
 from streamrl.runtime.run_end import finished_at
+from streamrl.runtime.run_record import continued, with_decay_steps
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from streamrl.telemetry.logs import bound_logs, configure_logging
