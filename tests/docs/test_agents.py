@@ -201,9 +201,9 @@ def test_what_the_page_names_is_there_and_what_is_there_is_named(name: str, kind
     named = set(re.findall(rf"`(?:await )?{name}\.(\w+)", page))
     there = {word for word in dir(kind) if not word.startswith("_")} | (inspect_assigned(kind) if name in ("engine", "chat") else set())
     assert named - there == set()
-    own_books = "run source policy min_version min_epoch least seed refused image_blob image_rows".split() if name == "task" else ()
+    own = ("run", "source", "policy", "min_version", "min_epoch", "least", "seed", "refused", "image_blob", "image_rows")
     if name != "episode":  # of which a reward is shown a part
-        assert there - named - {*own_books} == set()
+        assert there - named - {*(own if name == "task" else ())} == set()
 
 
 def inspect_assigned(kind: type) -> set[str]:
