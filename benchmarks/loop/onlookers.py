@@ -78,15 +78,16 @@ class Browser:
 
     async def look_at(self, address: str) -> None:
         """Look until the server ends the stream of events; raises aiohttp.ClientError where it refuses or has gone."""
-        base, news, drawn = address.partition("/?")[0], asyncio.Event(), None
+        news, drawn = asyncio.Event(), None
         cookies = aiohttp.CookieJar(unsafe=True)  # else none from an address that is no name
         whole = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(base, cookie_jar=cookies, raise_for_status=True, timeout=whole, read_bufsize=1 << 20) as client:
-            async with client.get(address.removeprefix(base)) as answer:
+        async with aiohttp.ClientSession(cookie_jar=cookies, raise_for_status=True, timeout=whole, read_bufsize=1 << 20) as client:
+            async with client.get(address) as answer:
                 await answer.read()
-            drawing = asyncio.create_task(self._draw(client, news))
+                base = str(answer.url)  # the page's own folder, which it redirects to
+            drawing = asyncio.create_task(self._draw(client, base, news))
             try:
-                async with client.get("/api/live") as events:
+                async with client.get(f"{base}api/live") as events:
                     async for line in events.content:
                         if drawing.done():
                             drawing.result()  # it has failed
@@ -97,17 +98,17 @@ class Browser:
                 drawing.cancel()
                 await asyncio.gather(drawing, return_exceptions=True)
 
-    async def _draw(self, client: aiohttp.ClientSession, news: asyncio.Event) -> None:
+    async def _draw(self, client: aiohttp.ClientSession, base: str, news: asyncio.Event) -> None:
         """Ask for all charts after news, but not at once again."""
         while True:
             await news.wait()
             news.clear()
-            tables: dict[str, list[str]] = (await _get(client, "/api/run"))["tables"]
+            tables: dict[str, list[str]] = (await _get(client, f"{base}api/run"))["tables"]
             for query, beginnings in _CHARTS:
                 names = [name for name in tables.get(str(query["table"]), ()) if name.startswith(beginnings)]
                 if names:
-                    await _get(client, "/api/series", **query, names=",".join(names))
-            await _get(client, "/api/notes")
+                    await _get(client, f"{base}api/series", **query, names=",".join(names))
+            await _get(client, f"{base}api/notes")
             self.draws += 1
             await asyncio.sleep(_DRAW_S)
 
@@ -157,6 +158,6 @@ async def scrape(address: str) -> None:
             await asyncio.sleep(_SCRAPE_S)
 
 
-async def _get(client: aiohttp.ClientSession, path: str, **query: str | int) -> Any:
-    async with client.get(path, params=query) as answer:
+async def _get(client: aiohttp.ClientSession, url: str, **query: str | int) -> Any:
+    async with client.get(url, params=query) as answer:
         return msgspec.json.decode(await answer.read())

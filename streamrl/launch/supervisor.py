@@ -185,7 +185,9 @@ class Supervisor:
             await self._wait_for(finishing, self._config.drain_s)
             for child in finishing:
                 if child.over and child.code not in (Exit.DONE, Exit.DRAINED, Exit.FENCED):
-                    self._note(f"{child.name} ended with {self._ending(child)} and left its last work undone{self._last_line(child)}")
+                    self._note(
+                        f"{child.name} ended with {self._ending(child)} and left its last work undone{_log_ends(self._last_line(child))}"
+                    )
             for child in stage:
                 self._settle(child)
                 if not child.over:
@@ -296,8 +298,7 @@ class Supervisor:
         all_of_them = f" of all {len(group)} {group[0].kind}s" if len(group) > 1 else ""
         said = self._last_line(failed)
         failed.said = f"{ended_with}; {said}" if said else ended_with
-        ended_so = f"; its log ends: {said}" if said else ""
-        self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s{ended_so}")
+        self._note(f"{failed.name} ended with {ended_with}; restart {count}{all_of_them} in {seconds:g} s{_log_ends(said)}")
 
     def _ending(self, child: Child) -> str:
         ended = describe_exit(child.code or 0) + _EARLY.get(child.code, "")
@@ -318,3 +319,7 @@ class Supervisor:
             hint=f"the whole log is logs/{child.name}.log in the run directory; mend it and run `up` again",
             worker=child.name,
         )
+
+
+def _log_ends(said: str) -> str:
+    return f"; its log ends: {said}" if said else ""

@@ -24,7 +24,7 @@ from streamrl.errors import BusError, LaunchError
 from streamrl.launch.kept_code import KeptCode
 from streamrl.launch.local import LOGS_EVERY_S, LocalLauncher, worker_logs
 from streamrl.launch.page import page_beside
-from streamrl.launch.prepare import NothingBinds, check_inputs, check_log, check_start, has_trained, make_record, open_record, prepare
+from streamrl.launch.prepare import NothingBinds, check_inputs, check_log, check_start, has_trained, make_record, open_record
 from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
 from streamrl.launch.sinks import sinks_beside
@@ -320,7 +320,8 @@ class Session:
         await bus.remove()
         await bus.close()
         shutil.rmtree(self._run.model_dir, ignore_errors=True)
-        record = await prepare(self._config, self._run, self._note)
+        inputs = await check_inputs(self._config, self._run, self._note)
+        record = await make_record(self._config, self._run, inputs, self._note)
         return await self._connect(server), record
 
     async def _follow(self, bus: Bus, server: BusServer) -> Outcome:

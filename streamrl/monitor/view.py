@@ -174,7 +174,8 @@ class RunView:
             self.series.report(one)
         self._in_hand.report(one, there=self._workers)
         if self.live and is_producer(one.worker):
-            self.shares.told(one.worker, stored=round(one.sum.get("producer/rollouts_total", 0.0)))
+            stored = one.sum.get("producer/rollouts_total", 0.0)
+            self.shares.told(one.worker, stored=round(stored) if math.isfinite(stored) else 0)
 
     def engine(self, engine: str, presence: EnginePresence | None) -> None:
         """An engine announced itself, or (None) has not for too long."""

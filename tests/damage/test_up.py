@@ -19,7 +19,7 @@ from streamrl.data.model import write_table
 from streamrl.errors import LaunchError
 from streamrl.launch import up as launch
 from streamrl.launch.local import LocalLauncher
-from streamrl.launch.prepare import prepare
+from streamrl.launch.prepare import make_record
 from streamrl.monitor.screen import PlainLines
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
@@ -118,14 +118,14 @@ async def test_a_run_that_cannot_begin_anew_leaves_no_connection(
     async def prepare_once(*given: object) -> RunRecord:
         if prepared:
             raise LaunchError("full", space=0)
-        prepared.append(await prepare(*given))  # type: ignore[arg-type]
+        prepared.append(await make_record(*given))  # type: ignore[arg-type]
         return prepared[0]
 
     async def connect(*given: object, **options: object) -> JetStreamBus:
         made.append(await bus.connect(*given, **options))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(launch, "prepare", prepare_once)
+    monkeypatch.setattr(launch, "make_record", prepare_once)
     monkeypatch.setattr(launch, "connect", connect)
     with raises(LaunchError, space=0):
         await launch.up(config, PlainLines(), launcher=LocalLauncher(run, config))

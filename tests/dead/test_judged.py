@@ -80,7 +80,7 @@ def test_epoch_marks() -> None:
 
     assert judge(SUBJECTS.marks, 7, mark(epoch=1, first=3, last_before=5), None) == (Forked(7, 1, 3, 5), None)
     assert judge(SUBJECTS.marks, 7, mark(epoch=1, first=6, last_before=5), None) == (Forked(7, 1, 6, 5), None)  # on another mesh
-    for wrong in ({"epoch": 0}, {"first": 0}, {"first": 7}, {"epoch": "1"}):
+    for wrong in ({"epoch": 0}, {"first": -1}, {"first": 7}, {"epoch": "1"}):
         body = mark(**{"epoch": 1, "first": 3, "last_before": 5} | wrong)
         assert isinstance(judge(SUBJECTS.marks, 7, body, None)[0], Poison)
     assert isinstance(judge(SUBJECTS.marks, 7, mark(), None)[0], Poison)

@@ -222,7 +222,9 @@ async def test_an_error_fails_its_rollout_alone(engine: TableEngine, tokenizer: 
         await chat.generate()
         match engine.context.rollout_index:
             case 0:
-                return [chat.episode(reward=1.0), chat.episode(reward=0.5)]
+                other = engine.chat(task)
+                await other.generate()
+                return [chat.episode(reward=1.0), other.episode(reward=0.5)]
             case 1:
                 raise ValueError("broken tool")
             case 2:
@@ -237,7 +239,7 @@ async def test_an_error_fails_its_rollout_alone(engine: TableEngine, tokenizer: 
     assert [item.rollout for item in given] == [0, 0, 1, 2, 3, 4]
     raised, nothing, given_up, text = given[2:]
     assert isinstance(raised, Failure) and (raised.reason, raised.detail[:23]) == ("failed", "ValueError: broken tool")
-    assert raised.detail.endswith(f" in test_chat.py:{fragile.__code__.co_firstlineno + 7}")
+    assert raised.detail.endswith(f" in test_chat.py:{fragile.__code__.co_firstlineno + 9}")
     assert isinstance(nothing, Failure) and nothing.reason == "failed"
     assert given_up == Failure(3, "filtered", "too easy")
     assert isinstance(text, Failure) and "expected an Episode" in text.detail

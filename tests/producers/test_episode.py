@@ -70,8 +70,8 @@ def test_samples_of_a_rollout_share_the_reward_of_its_last_episode() -> None:
         ((PROMPT, Segment((3, 4), (-0.1,), TURN.spans)), "one log-prob for each of 2"),
         ((PROMPT, Segment((3,), (-0.1,), TURN.spans)), "version spans over 1"),
         ((PROMPT, Segment((3,), (-0.1,), (VersionSpan(1, None),))), "needs a version"),
-        ((PROMPT, Segment((3,), (math.nan,), LAST.spans)), "finite"),
-        ((PROMPT, Segment((3,), (0.5,), LAST.spans)), "at most 0"),
+        ((PROMPT, Segment((3,), (math.nan,), LAST.spans)), "log-probs must be"),
+        ((PROMPT, Segment((3,), (0.5,), LAST.spans)), "log-probs must be"),
         ((PROMPT, TURN, Segment((8,), (-0.1,))), "environment tokens have no log-probs"),
     ],
 )

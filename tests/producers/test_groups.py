@@ -44,16 +44,17 @@ async def run(runner: GroupRunner, task: RolloutTask) -> tuple[list[tuple[int, f
 
 async def test_the_runs_reward_scores_what_the_producer_did_not(engine: TableEngine, tokenizer: Tokenizer) -> None:
     async def scores_some(task: RolloutTask, engine: RolloutEngine) -> list[Episode]:
-        chat = engine.chat(task)
-        await chat.generate()
+        one, two, three = (engine.chat(task) for _ in range(3))
+        for chat in (one, two, three):
+            await chat.generate()
         match engine.context.rollout_index:
             case 1:
-                return [chat.episode(), chat.episode(reward=-2.0)]
+                return [one.episode(), two.episode(reward=-2.0)]
             case 3:
-                return [chat.episode(agent="a", reward=0.5), chat.episode(agent="b"), chat.episode(reward=-2.0)]
+                return [one.episode(agent="a", reward=0.5), two.episode(agent="b"), three.episode(reward=-2.0)]
             case 4:
-                return [chat.episode(agent="a"), chat.episode(reward=1.0)]
-        return [chat.episode()]
+                return [one.episode(agent="a"), two.episode(reward=1.0)]
+        return [one.episode()]
 
     def score(task: RolloutTask, episode: ScoredEpisode) -> float:
         if (episode.rollout, episode.agent) in ((4, "a"), (5, "")):

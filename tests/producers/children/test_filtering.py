@@ -57,6 +57,11 @@ def chosen(task, episodes):
 """ + "".join(f"\ndef {name}(task, episodes):\n    {line}\n" for name, line in FILTERS.items())
 
 
+def line_of(name: str) -> int:
+    """The line in which a filter does what it does."""
+    return CODE.splitlines().index(f"    {FILTERS[name]}") + 1
+
+
 @contextlib.asynccontextmanager
 async def filtered(workshop: Workshop, name: str, *, score_s: float = 20.0, **options: Any) -> AsyncGenerator[GroupRunner]:
     path = workshop.folder / "filters.py"
@@ -101,7 +106,7 @@ async def test_what_is_kept_and_why_not(workshop: Workshop) -> None:
             ("odd", {}, True, {0: "episode", 1: "filter: odd: ", 2: "episode"}),
             ("by_reward", {}, True, dict.fromkeys(range(3), "filter: dull: ")),
             ("only_last", {}, True, {0: "filter: first: ", 1: "filter: first: ", 2: "episode"}),
-            ("raises", {}, True, dict.fromkeys(range(3), "failed: filter: ValueError: no\x00thing")),
+            ("raises", {}, True, dict.fromkeys(range(3), f"failed: filter: ValueError: no\x00thing in filters.py:{line_of('raises')}")),
         ):
             task = workshop.task(metadata={"filter": name, "options": options})
             (group,) = await workshop.run(runner, replace(task, greedy_baseline=True) if greedy else task)
@@ -121,8 +126,8 @@ async def test_what_is_no_verdict_is_a_failure_with_its_reason(workshop: Worksho
             (group,) = await workshop.run(runner, workshop.task(metadata={"filter": name}))
             assert not group.episodes
             (found[name],) = {(failure.reason, failure.detail) for failure in group.failures}
-    assert found["exits"] == ("failed", "filter: SystemExit: 3")
-    assert found["raises"] == ("failed", "filter: ValueError: no\x00thing")
+    assert found["exits"] == ("failed", f"filter: SystemExit: 3 in filters.py:{line_of('exits')}")
+    assert found["raises"] == ("failed", f"filter: ValueError: no\x00thing in filters.py:{line_of('raises')}")
     for name, got in (("forgets", "got None"), ("says", "got 'yes'"), ("not_a_number", "got nan"), ("short", "got 1")):
         assert found[name][0] == "failed" and got in found[name][1]
     assert found["dies"][0] in ("deliveries", "failed") and "died" in found["dies"][1]

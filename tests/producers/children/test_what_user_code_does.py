@@ -37,7 +37,7 @@ STRANGE = [
     ("chat.append(['a']); return chat.episode()", "invalid literal for int()"),
     ("return bytearray(20 << 30)", "MemoryError"),
     ("class Odd(Exception): __str__ = None\n    raise Odd", "Odd"),
-    ("e = chat.episode(); e.branch = Branch(0, 10**6); return [chat.episode(), e]", "to begin with 1000000 tokens"),
+    ("e = chat.branch().episode(); e.branch = Branch(0, 10**6); return [chat.episode(), e]", "to begin with 1000000 tokens"),
     ("print('\\ud800'); raise ValueError('\\ud800')", "can't encode character"),
 ]
 """What rollout 1 of a task does after a turn, and what is said of it."""
