@@ -16,6 +16,8 @@ from benchmarks.processes import cpu_by_process
 _EVERY_S = 0.25
 _CONTENDERS = {"stream": "supervisor", "pipes": "engine", "trainer-half": "trainer"}
 """What the process of a contender is."""
+_LIKE = 64
+"""Sizes of memory are taken for one when they differ by less than this part of it."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -73,16 +75,18 @@ class Sampler:
     def _look(self) -> tuple[dict[str, float], dict[str, int]]:
         """CPU seconds so far, and resident memory, by kind of process."""
         resident: dict[str, int] = {}
-        memories: set[tuple[bytes, bytes]] = set()
+        looks: dict[int, tuple[int, bytes, int]] = {}
         for pid, seconds in cpu_by_process(self._root).items():
             # A process that is ending has no command line any more; one that has just been forked still has its parent's.
-            command, pages = _read(pid, "cmdline"), _read(pid, "statm")
+            parent, command, pages = _parent(pid), _read(pid, "cmdline"), _read(pid, "statm").split()
             self._kinds[pid] = _kind(command) or self._kinds.get(pid, "other")
             self._seconds[pid] = max(seconds, self._seconds.get(pid, 0.0))
-            # Until its own program begins, its memory is its parent's too, and none besides.
-            if pages and (command, pages) not in memories:
-                memories.add((command, pages))
-                resident[self._kinds[pid]] = resident.get(self._kinds[pid], 0) + int(pages.split()[1]) * _PAGE_BYTES
+            looks[pid] = parent, command, int(pages[1]) * _PAGE_BYTES if pages else 0
+        for pid, (parent, command, size) in looks.items():
+            # Until its own program begins, its memory is its parent's too, and none besides; that may have grown between two looks.
+            _, its_command, parents_size = looks.get(parent, (0, b"", 0))
+            if command != its_command or abs(size - parents_size) * _LIKE > parents_size:
+                resident[self._kinds[pid]] = resident.get(self._kinds[pid], 0) + size
         total: dict[str, float] = {}
         for pid, kind in self._kinds.items():
             total[kind] = total.get(kind, 0.0) + self._seconds[pid]
@@ -106,6 +110,11 @@ def _kind(command: bytes) -> str:
     if contending:
         return _CONTENDERS.get(contending[0], "all")
     return Path(words[0]).name
+
+
+def _parent(pid: int) -> int:
+    """The parent of a process; 0 once it is gone."""
+    return int(next(iter(_read(pid, "stat").rpartition(b") ")[2].split()[1:]), b"0"))
 
 
 def _read(pid: int, name: str) -> bytes:
