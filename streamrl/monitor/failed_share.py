@@ -46,13 +46,14 @@ class Shares:
         self._producers.pop(producer, None)
 
     def bad_beside_good(self, working: Collection[str], limit: float, *, untrained: tuple[int, int]) -> set[str]:
-        """Producers of which more fails than `limit`, where another one is at work of which it does not; then the run's share begins anew.
+        """Return the producers of which more fails than `limit` while others work; then the run's share begins anew.
 
-        Before the run is given up, those count too of which less is known.
+        One of which nothing is known yet counts as good: it may be slow, beside another that fails at once. Before the run is given up,
+        those count as bad too of which less than a full share is known.
         """
-        known = {name: share for name, share in self._producers.items() if name in working}
-        bad = {name for name, share in known.items() if share.exceeds(limit) and (share.is_full or self.too_many(limit, untrained))}
-        if not bad or all(share.exceeds(limit) for share in known.values()):
+        shares = {name: self.of(name) for name in working}
+        bad = {name for name, share in shares.items() if share.exceeds(limit) and (share.is_full or self.too_many(limit, untrained))}
+        if not bad or all(share.exceeds(limit) for share in shares.values()):
             return set()
         self.run = FailedShare(self._most)
         return bad

@@ -64,6 +64,8 @@ def test_a_bad_producer_is_told_from_a_bad_run() -> None:
     shares.told("producer-0", failed=100)
     shares.trained(5, Counter(failed=95))
     assert shares.bad_beside_good({"producer-0"}, 0.5, untrained=NONE) == set() and shares.too_many(0.5, NONE)
+    assert shares.bad_beside_good({"producer-0", "slow"}, 0.5, untrained=NONE) == {"producer-0"}, "nothing is known of the other yet"
+    shares.trained(5, Counter(failed=95))
     shares.told("producer-1", failed=80, stored=20)
     assert shares.bad_beside_good({"producer-0", "producer-1"}, 0.5, untrained=NONE) == set(), "both are bad"
     shares.told("producer-2", failed=2, stored=8)
