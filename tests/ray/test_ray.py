@@ -129,7 +129,7 @@ async def test_a_host_that_sees_no_run_directory_makes_its_own(start: Start, run
     assert elsewhere.role_path("producer").stat().st_mode & 0o777 == 0o600
     assert not elsewhere.role_path("trainer").exists()
     await body.stop()
-    assert await asyncio.wait_for(waiting, 30) == (Exit.DONE, "")
+    assert await asyncio.wait_for(waiting, 30) == (Exit.DRAINED, "")
     memory = weights_directory(run.load_config().weights, elsewhere.name, elsewhere.path)
     memory.mkdir()
     await body.free()
