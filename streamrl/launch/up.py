@@ -29,7 +29,7 @@ from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
 from streamrl.launch.sinks import sinks_beside
 from streamrl.launch.supervisor import Supervisor
-from streamrl.monitor.failed_share import Shares, failed_of
+from streamrl.monitor.failed_share import Shares
 from streamrl.monitor.failures import alone_to_blame
 from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.metrics_file import MetricsFile, written_version
@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 START_ORDER = ("trainer", "engine", "feeder", "producer", "gateway", "rewarder", "evaluator")
 """Those that take longest to load come first; none needs another to be up."""
 _TICK_S = 0.25
+_HEARTBEATS_S = 3.0
+"""Seconds for which no producer may do better before a run of failures ends it: three heartbeats."""
 _INTERRUPTED = 130
 _DISK_EVERY_S = 2.0
 _FULL_BYTES = 16 << 20
@@ -250,6 +252,7 @@ class Session:
         """Whether everything that can be known before the start was in order."""
         self._follower: Follower | None = None
         self._disk = Disk(run.path)
+        self._failing_since_s: float | None = None
 
     async def run_to_end(self) -> Outcome:
         """Everything `up` does between taking the lock and giving it back."""
@@ -411,39 +414,53 @@ class Session:
             )
 
     def _check_failures(self, view: RunView) -> None:
-        """Raise LaunchError once too much fails, and no producer does any better."""
-        self._check_share(view)
+        """Raise LaunchError once too much fails and, for some heartbeats, no producer does any better."""
+        self._drain_bad_producers(view)
+        error = self._all_failed(view) or self._share_failed(view)
+        now_s = time.monotonic()
+        if error is None:
+            self._failing_since_s = None
+            return
+        self._failing_since_s = self._failing_since_s or now_s
+        if now_s - self._failing_since_s >= _HEARTBEATS_S:
+            raise error
+
+    def _all_failed(self, view: RunView) -> LaunchError | None:
+        """Return the error of a run that trains nothing because its tasks fail, if it is one."""
         most = self._config.supervise.max_failed_batches * self._config.tasks.batch_tasks
         if not most or view.failures.num_tasks < most or 2 * view.failures.num_tasks < view.num_barren_tasks:
-            return
-        if not alone_to_blame(view.failures.producers, view.working_producers, most=most):
-            return
+            return None
+        if not alone_to_blame(view.failures.producers, view.working_producers or view.loaded_producers, most=most):
+            return None
         reasons = ", ".join(f"{reason} {count}" for reason, count in view.failures.reasons.most_common())
-        raise LaunchError(
+        return LaunchError(
             f"{view.failures.num_tasks} tasks ({self._config.supervise.max_failed_batches} batches) have failed and none was trained "
             f"({reasons} rollouts); the newest: {view.failures.newest}",
             hint="mend the producer or the reward, or filters.function, and run `up` again, which resumes; "
             "supervise.max_failed_batches is the limit, 0 for none",
         )
 
-    def _check_share(self, view: RunView) -> None:
-        """Drain producers of which too much fails beside others; raise LaunchError where it does in all the run."""
-        limit = self._config.supervise.max_failed_share
-        untrained = failed_of(view.failures.reasons), view.num_barren_tasks * self._config.group_size
-        bad = view.shares.bad_beside_good(view.working_producers, limit, untrained=untrained)
-        for name in sorted(bad):
+    def _drain_bad_producers(self, view: RunView) -> None:
+        """Drain producers of which too much fails beside others."""
+        limit, untrained = self._config.supervise.max_failed_share, view.untrained_rollouts(self._config.group_size)
+        for name in sorted(view.shares.bad_beside_good(view.loaded_producers, limit, untrained=untrained)):
             share = view.shares.of(name)
             if self._supervisor.retire(name):
                 self._note(
                     f"{name} is drained: {share.failed} of its last {share.ended} rollouts failed, and others' do not; see logs/{name}.log"
                 )
-        if not bad and view.shares.too_many(limit, untrained):
-            failed, ended = view.shares.worst(untrained)
-            raise LaunchError(
-                f"{failed} of the last {ended} rollouts failed, so the run trains on what is left; the newest: {view.failures.newest}",
-                hint="mend the producer or the reward, and run `up` again, which resumes; supervise.max_failed_share is the limit",
-                key="supervise.max_failed_share",
-            )
+
+    def _share_failed(self, view: RunView) -> LaunchError | None:
+        """Return the error of a run in which too much fails for all producers, if it is one."""
+        limit, untrained = self._config.supervise.max_failed_share, view.untrained_rollouts(self._config.group_size)
+        if not view.shares.too_many(limit, untrained) or not view.shares.all_bad(view.loaded_producers, limit):
+            return None
+        failed, ended = view.shares.worst(untrained)
+        return LaunchError(
+            f"{failed} of the last {ended} rollouts failed, so the run trains on what is left; the newest: {view.failures.newest}",
+            hint="mend the producer or the reward, and run `up` again, which resumes; supervise.max_failed_share is the limit",
+            key="supervise.max_failed_share",
+        )
 
     async def _catch_up(self, follower: Follower) -> None:
         try:

@@ -45,18 +45,21 @@ class Shares:
         """It has left."""
         self._producers.pop(producer, None)
 
-    def bad_beside_good(self, working: Collection[str], limit: float, *, untrained: tuple[int, int]) -> set[str]:
-        """Return the producers of which more fails than `limit` while others work; then the run's share begins anew.
+    def bad_beside_good(self, there: Collection[str], limit: float, *, untrained: tuple[int, int]) -> set[str]:
+        """Return producers of which more fails than `limit` while others are there of which it does not; the run's share begins anew.
 
-        One of which nothing is known yet counts as good: it may be slow, beside another that fails at once. Before the run is given up,
-        those count as bad too of which less than a full share is known.
+        One that is there and of which nothing is known yet counts as good: it may be slow, beside another that takes all tasks and fails at
+        once. Before the run is given up, those count as bad too of which less than a full share is known.
         """
-        shares = {name: self.of(name) for name in working}
-        bad = {name for name, share in shares.items() if share.exceeds(limit) and (share.is_full or self.too_many(limit, untrained))}
-        if not bad or all(share.exceeds(limit) for share in shares.values()):
+        bad = {name for name, one in self._producers.items() if one.exceeds(limit) and (one.is_full or self.too_many(limit, untrained))}
+        if not there or not bad or self.all_bad(there, limit):
             return set()
         self.run = FailedShare(self._most)
         return bad
+
+    def all_bad(self, there: Collection[str], limit: float) -> bool:
+        """True if more than `limit` fails of each producer that is there; what those failed that have left says nothing of the run."""
+        return bool(there) and all(self.of(name).exceeds(limit) for name in there)
 
     def of(self, producer: str) -> FailedShare:
         """The share of a producer."""

@@ -279,11 +279,20 @@ class RunView:
             return 0
         return max(0, self._grant.retired - self.trained.retired)
 
+    def untrained_rollouts(self, group_size: int) -> tuple[int, int]:
+        """Return the rollouts since the newest batch: failed, and ended. Tasks are counted at the next grant, failures at once."""
+        failed = failed_of(self.failures.reasons)
+        return failed, max(failed, self.num_barren_tasks * group_size)
+
     @property
     def working_producers(self) -> set[str]:
         """Those that are there, have loaded, and are not known to be without work."""
-        loaded = {name for name, one in self._workers.items() if is_producer(name) and one.state != LOADING}
-        return {name for name in loaded if not self._in_hand.is_idle(name)}
+        return {name for name in self.loaded_producers if not self._in_hand.is_idle(name)}
+
+    @property
+    def loaded_producers(self) -> set[str]:
+        """Producers that are there and have loaded."""
+        return {name for name, one in self._workers.items() if is_producer(name) and one.state != LOADING}
 
     @property
     def evaluations(self) -> list[Evaluation]:

@@ -72,6 +72,9 @@ def test_a_bad_producer_is_told_from_a_bad_run() -> None:
     assert shares.bad_beside_good({"producer-0", "producer-1"}, 0.5, untrained=NONE) == set(), "the good one has left"
     assert shares.bad_beside_good({"producer-0", "producer-1", "producer-2"}, 0.5, untrained=NONE) == {"producer-0", "producer-1"}
     assert not shares.too_many(0.5, NONE), "what they have failed counts no more"
+    shares.forget("producer-0")
+    assert shares.too_many(0.5, (100, 100)) and not shares.all_bad({"producer-2"}, 0.5), "they have left, and a good one is there"
+    assert shares.all_bad({"producer-1"}, 0.5)
 
 
 @pytest.mark.parametrize(("failed", "drained"), [(30, set[str]()), (100, {"producer-0"})])
