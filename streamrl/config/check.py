@@ -54,13 +54,13 @@ def check(config: Config) -> None:
 
 def _check_counts(section: msgspec.Struct, prefix: str = "") -> None:
     """No whole number is so large that a product of two, or its place on the wire, has no room for it."""
-    for field in msgspec.structs.fields(section):
-        key, value = prefix + field.encode_name, getattr(section, field.name)
+    for name, encoded in zip(section.__struct_fields__, section.__struct_encode_fields__, strict=True):
+        key, value = prefix + encoded, getattr(section, name)
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(one, msgspec.Struct):
                 _check_counts(one, f"{key}.")
             elif isinstance(one, int):
-                most = _MOST_SEED if field.name == "seed" else _MOST_BYTES if field.name.endswith("_bytes") else _MOST_COUNT
+                most = _MOST_SEED if name == "seed" else _MOST_BYTES if name.endswith("_bytes") else _MOST_COUNT
                 refuse(abs(one) > most, f"{key} must be at most {most}, got {one}", hint="no limit is needed beyond that", key=key)
 
 

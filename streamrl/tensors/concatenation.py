@@ -32,14 +32,14 @@ def aligned(offset: int) -> int:
 
 
 @lru_cache(maxsize=1 << 16)
-def place_of(name: str) -> tuple[str | int, ...]:
-    """What names are ordered by: numbers in them by their value, so that layers and experts lie one after the other.
+def place_of(name: str) -> tuple[tuple[str | int, ...], str]:
+    """Return what names are ordered by: numbers in them by their value, so that layers and experts lie one after the other.
 
     >>> sorted(["experts.10.up", "experts.2.up", "experts.2.down", "a"], key=place_of)
     ['a', 'experts.2.down', 'experts.2.up', 'experts.10.up']
     """
     parts = _NUMBERS.split(name)
-    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts))
+    return tuple(int(part) if index % 2 else part for index, part in enumerate(parts)), name  # "0" and "00" have one value
 
 
 def lay_out(nbytes: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -6,6 +6,7 @@ from unittest.mock import ANY
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from streamrl.config.loss import CorrectionConfig, CriticConfig, LossConfig
@@ -38,6 +39,11 @@ def test_it_begins_at_zero_and_learns_the_returns_which_leaves_no_advantage(mode
     returns = np.repeat(batch.rewards, batch.lengths)
     assert np.abs(score(trainer, batch, Role.VALUE) - returns)[batch.loss_mask].mean() < 0.25
     assert abs(metrics[-1]["rollout/advantages"]) < 0.2 * abs(metrics[0]["rollout/advantages"])
+
+
+def test_it_begins_at_zero_while_another_thread_loads_a_model(model_dir: Path, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.nn.init, "zeros_", lambda tensor: tensor)  # as transformers does meanwhile
+    assert (score(make(model_dir), rollouts(), Role.VALUE) == 0).all()
 
 
 @pytest.mark.parametrize("targets", ["gae", "vtrace"])

@@ -84,8 +84,9 @@ class TorchValues:
         self.body = CausalLM(path, dtype, device, kernels=kernels)
         self.body.drop_head()
         self._head = torch.nn.Linear(self.body.width, 1, dtype=dtype if dtype.itemsize >= 4 else torch.float32, device=device)
-        torch.nn.init.zeros_(self._head.weight)
-        torch.nn.init.zeros_(self._head.bias)
+        # Not by torch.nn.init: while transformers loads a model, in whatever thread, its functions do nothing.
+        self._head.weight.data.zero_()
+        self._head.bias.data.zero_()
         types = {name: parameter.dtype for name, parameter in self._named()}
         self.body.cut(parallel, trained=True)
         self._unit = cut(self._head, [], parallel, self._head.weight.dtype, trained=True) if parallel.sharded else None
