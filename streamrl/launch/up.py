@@ -57,8 +57,8 @@ logger = logging.getLogger(__name__)
 START_ORDER = ("trainer", "engine", "feeder", "producer", "gateway", "rewarder", "evaluator")
 """Those that take longest to load come first; none needs another to be up."""
 _TICK_S = 0.25
-_HEARTBEATS_S = 3.0
-"""Seconds for which no producer may do better before a run of failures ends it: three heartbeats."""
+_FAILING_S = 3.0
+"""Seconds for which no producer may do better before failures end a run: more than a worker's heartbeat of 2 s."""
 _INTERRUPTED = 130
 _DISK_EVERY_S = 2.0
 _FULL_BYTES = 16 << 20
@@ -414,7 +414,7 @@ class Session:
             )
 
     def _check_failures(self, view: RunView) -> None:
-        """Raise LaunchError once too much fails and, for some heartbeats, no producer does any better."""
+        """Raise LaunchError once too much fails and, for some seconds, no producer does any better."""
         self._drain_bad_producers(view)
         error = self._all_failed(view) or self._share_failed(view)
         now_s = time.monotonic()
@@ -422,7 +422,7 @@ class Session:
             self._failing_since_s = None
             return
         self._failing_since_s = self._failing_since_s or now_s
-        if now_s - self._failing_since_s >= _HEARTBEATS_S:
+        if now_s - self._failing_since_s >= _FAILING_S:
             raise error
 
     def _all_failed(self, view: RunView) -> LaunchError | None:
