@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol
@@ -248,6 +249,15 @@ def take_entry(entries: dict[int, LedgerEntry], gaps: dict[int, LedgerEntry], en
         gaps[entry.version.epoch] = entry
     elif number not in entries or entries[number].version.epoch <= entry.version.epoch:
         entries[number] = entry
+
+
+def standing(gaps: Mapping[int, LedgerEntry]) -> dict[int, LedgerEntry]:
+    """The gaps on the line of versions: one that a trainer later went back behind, to a lower number, has no part in it."""
+    lowest, found = math.inf, dict[int, LedgerEntry]()
+    for epoch, gap in sorted(gaps.items(), reverse=True):
+        if gap.version.number <= lowest:
+            found[epoch], lowest = gap, gap.version.number
+    return dict(sorted(found.items()))
 
 
 def ranges(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:

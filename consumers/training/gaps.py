@@ -26,7 +26,7 @@ from streamrl.errors import CannotResume
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant, Latest
-from streamrl.schemas.ledger import Gap, LedgerEntry, ranges
+from streamrl.schemas.ledger import Gap, LedgerEntry, ranges, standing
 from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, KEY_GRANTED, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
@@ -53,11 +53,18 @@ def find_gap(
     while (entry := entries.get(last + 1)) is not None and entry.cursor <= readable:
         last += 1
     epoch = max(gaps, default=0)  # what others know of an earlier one is in that gap's entry
-    known = {who: version for who, version in made.items() if version.epoch >= epoch}
     newest = max(entries, default=0)
-    highest, known_by = max([(newest, "ledger"), *((version.number, who) for who, version in known.items())], key=lambda pair: pair[0])
+    told = [entry.version for entry in (entries.get(newest), gaps.get(epoch)) if entry is not None]
+    known = {"ledger": max(told, key=lambda version: version.number, default=Version())}
+    known |= {who: version for who, version in made.items() if version.epoch >= epoch}
+    known_by = max(known, key=lambda who: known[who].number)
+    highest = known[known_by].number
     excused = {
-        n for one in gaps.values() if one.gap is not UNSET for a, b in one.gap.missing for n in range(a, min(b, one.version.number) + 1)
+        n
+        for one in standing(gaps).values()
+        if one.gap is not UNSET
+        for a, b in one.gap.missing
+        for n in range(a, min(b, one.version.number) + 1)
     }
     missing = ranges(number for number in range(1, highest + 1) if number not in entries and number not in excused)
     if not missing and last >= highest:
@@ -68,8 +75,7 @@ def find_gap(
         lost = "middle"
     else:
         lost = "end" if missing else "samples"
-    version = entries[newest].version if known_by == "ledger" else known[known_by]
-    return last, Gap(lost=lost, missing=missing, highest=version, known_by=known_by)
+    return last, Gap(lost=lost, missing=missing, highest=known[known_by], known_by=known_by)
 
 
 def describe_gap(gap: Gap, trainer: str) -> str:

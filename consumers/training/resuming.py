@@ -72,6 +72,8 @@ class Resuming:
         self._say = say
         self._restored = False
         """Whether the backend's weights may be other than the initial ones."""
+        self._stream_lost = False
+        """True where the sample stream no longer has what a newer checkpoint has read: the entries after it are lost too."""
 
     def resume(self) -> Resumed:
         """Load it; the initial weights will do while the stream has its beginning. What is passed over is said.
@@ -96,6 +98,7 @@ class Resuming:
                 found, resumed = self._load(one, latest.stream_identity)
             except (CheckpointDamaged, LogTruncated, SchemaError) as error:
                 passed.append(error)
+                self._stream_lost |= "needed" in error.values
                 self._say(f"checkpoint {_label(one)} cannot be gone on from: {error.message}")
                 if not isinstance(error, LogTruncated):
                     set_aside(self._run_path / one.path)
@@ -132,7 +135,8 @@ class Resuming:
             )
 
     def _check_ledger(self, version: Version) -> None:
-        if version.number < self._ledger.last_number and not self._ledger.leads_on(version.number):
+        ahead = version.number < self._ledger.last_number and not self._stream_lost
+        if ahead and not self._ledger.leads_on(version.number):
             raise LogTruncated(
                 f"the ledger does not lead from version {version} to {self._ledger.last_number}: entries between them were lost",
                 hint="a checkpoint after the gap is needed",

@@ -17,7 +17,7 @@ from streamrl.core.gaps import bridged
 from streamrl.core.records import Ended, Poison, Record, Rewarded, Rollouts, RolloutView
 from streamrl.core.state import FoldConfig, FoldState, initial_state
 from streamrl.errors import ConfigError, SchemaError
-from streamrl.schemas.ledger import LedgerEntry, decided_by
+from streamrl.schemas.ledger import LedgerEntry, decided_by, standing
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.versions import Version
 
@@ -91,7 +91,7 @@ def check_gaps(state: BranchState, entries: Container[int], gaps: Mapping[int, L
         hint: what to do where a gap is in the way.
     """
     number = state.parent.version.number
-    for epoch, gap in sorted(gaps.items()):
+    for epoch, gap in standing(gaps).items():
         if state.parent.epochs[-1].epoch >= epoch or (through is not None and number <= through <= gap.version.number):
             continue
         if any(lost not in entries for lost in range(number + 1, gap.version.number + 1)) or gap.version.number < number:

@@ -27,7 +27,7 @@ from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
 from streamrl.history.moving import Meshes, MovingTrainer
 from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
 from streamrl.history.replay_report import Comparison, Difference, ReplayReport
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import LedgerEntry, standing
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.checkpoints import list_checkpoints
@@ -232,7 +232,7 @@ def find_start(past: PastLedger, checkpoints: Path | None, trainer: str, at_most
     found = list_checkpoints(checkpoints, f"{trainer}-") if checkpoints is not None and at_most > 0 else []
     for version, path in reversed(found):
         entry = past.at(version.number)
-        after_gap = entry is None and any(gap.version.number == version.number for gap in past.gaps.values())
+        after_gap = entry is None and any(gap.version.number == version.number for gap in standing(past.gaps).values())
         if version.number <= at_most and (after_gap or (entry is not None and entry.version == version)):
             return Start(version, path)
     return Start(Version(), None)

@@ -238,6 +238,8 @@ class Books:
         retired = spare = 0
         for entry, following in zip(self.chain, [*self.chain[1:], None], strict=False):
             number = entry["version"]["number"]
+            if following is not None and following["version"]["number"] != number + 1:
+                following = None  # the next entry is lost, and with it the drops that it was to tell of
             retired += len(entry["used"]) + sum(drop["retires"] for drop in entry["drops"])
             reasons = Counter(drop["reason"] for drop in following["drops"] if drop["retires"]) if following else Counter()
             after = reasons["stale"] + reasons["unrewarded"] + reasons["expired"] if following else None

@@ -66,6 +66,7 @@ class Promises:
             if "gap" in entry.body:
                 newest = {other: body for other, body in newest.items() if other <= number}
                 self.granted = max(self.granted, entry.body["granted"])
+                self.missing = {one for one in self.missing if one <= number}
                 self.missing |= {one for first, last in entry.body["gap"]["missing"] for one in range(first, min(last, number) + 1)}
                 continue
             if entry.body["fence"] < fence:

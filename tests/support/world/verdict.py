@@ -69,8 +69,11 @@ async def judge(run: RunDir, shape: Shape | None = None, made: Mapping[str, set[
     versions = [entry for entry in entries if entry.gap is UNSET]
     problems = [f"audit: {problem}" for problem in report.problems if not (losses and any(f.match(problem) for f in FOLLOWS))]
     problems += [f"agents: {problem}" for problem in wrong]
-    # Rows above the version that was gone on from were trained anew; those up to it stay without an entry, which is one more word.
-    holes = any(first <= g.version.number for g in gaps if g.gap is not UNSET for first, _ in g.gap.missing)
+    # Rows above the version that was gone on from were trained anew; those up to it stay without an entry, which is one more word,
+    # unless the run went back behind them later.
+    there = {entry.version.number for entry in versions}
+    missing = {n for g in gaps if g.gap is not UNSET for a, b in g.gap.missing for n in range(a, min(b, g.version.number) + 1)}
+    holes = not missing <= there
     problems += await replay(place, named=len(gaps) + holes)
     # What is behind entries that are lost is verified from where it goes on.
     for gap in gaps:
