@@ -1,4 +1,4 @@
-"""`convert`: a model directory as Megatron's distributed checkpoint, and back."""
+"""`convert`: a model directory as Megatron's distributed checkpoint, and back; a GGUF file as a model directory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def add_verbs(verbs: Any) -> None:
     """Add the verb to argparse's sub-parsers."""
     convert = verbs.add_parser(
         "convert",
-        help="a Hugging Face model directory as Megatron's distributed checkpoint, or back",
+        help="a Hugging Face model directory as Megatron's distributed checkpoint, or back; a GGUF file as a model directory",
         description="The direction is that which SOURCE says. Megatron's file is the same for every mesh, so none is asked for.",
     )
-    convert.add_argument("source", metavar="SOURCE", type=Path, help="model directory, or Megatron's checkpoint (torch_dist)")
+    convert.add_argument("source", metavar="SOURCE", type=Path, help="model directory, Megatron's checkpoint (torch_dist), or a .gguf file")
     convert.add_argument("dest", metavar="DEST", type=Path, help="new directory")
     convert.add_argument(
         "--model", type=Path, metavar="DIR", help="to Hugging Face: config.json and tokenizer of the model; default: SOURCE/hf"
@@ -26,12 +26,17 @@ def add_verbs(verbs: Any) -> None:
 
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint."""
-    from streamrl.trainers.megatron.convert import convert
+    if arguments.source.suffix == ".gguf":
+        from streamrl.trainers.gguf import write_from_gguf
 
-    done = convert(arguments.source, arguments.dest, arguments.model)
-    if arguments.json:
-        print(json.dumps({"to": done.to, "path": str(arguments.dest), "tensors": done.tensors, "bytes": done.nbytes}))
+        to, (tensors, nbytes) = "hf", write_from_gguf(arguments.source, arguments.dest)
     else:
-        kind = {"megatron": "Megatron's distributed checkpoint", "hf": "a Hugging Face model directory"}[done.to]
-        print(f"converted {done.tensors} tensors ({done.nbytes:,} bytes) into {kind}: {arguments.dest}")
+        from streamrl.trainers.megatron.convert import convert
+
+        to, tensors, nbytes = convert(arguments.source, arguments.dest, arguments.model)
+    if arguments.json:
+        print(json.dumps({"to": to, "path": str(arguments.dest), "tensors": tensors, "bytes": nbytes}))
+    else:
+        kind = {"megatron": "Megatron's distributed checkpoint", "hf": "a Hugging Face model directory"}[to]
+        print(f"converted {tensors} tensors ({nbytes:,} bytes) into {kind}: {arguments.dest}")
     return 0

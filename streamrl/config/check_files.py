@@ -56,9 +56,11 @@ def _check_there(key: str, text: str, *, directory: bool = False, rows: bool = F
     if path.is_dir() if directory else path.is_file() or (rows and (path / "state.json").is_file()):
         return
     there = ("a directory" if path.is_dir() else "something else") if path.exists() else f"no such {kind.split()[1]}"
+    relative = "relative paths in the TOML file are relative to its folder, those of --set to the working directory"
+    gguf = directory and path.is_file() and path.suffix == ".gguf"
     raise ConfigError(
-        f"expected {key} to name {kind}, got {there}: {path}",
-        hint="relative paths in the TOML file are relative to its folder, those of --set to the working directory",
+        f"expected {key} to name {kind}, got {'a GGUF file' if gguf else there}: {path}",
+        hint=f"`streamrl convert {path} DIR` writes a model directory from it" if gguf else relative,
         key=key,
         path=str(path),
     )

@@ -29,9 +29,11 @@ def ensure_model(config: Config, directory: Path) -> Path:
         path = Path(config.model.path)
         wanted = config.engine.traits.model_file
         if not (path / wanted).is_file():
+            gguf = next(path.glob("*.gguf"), None)
+            download = "download the model, or leave model.path empty to have a tiny one built"
             raise ConfigError(
-                f"expected a model directory with a {wanted}, got none in {path}",
-                hint="download the model, or leave model.path empty to have a tiny one built",
+                f"expected a model directory with a {wanted}, got {'a GGUF file' if gguf else 'none'} in {path}",
+                hint=f"`streamrl convert {gguf} DIR` writes one from this file" if gguf else download,
                 key="model.path",
                 path=str(path),
             )
