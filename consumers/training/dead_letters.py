@@ -122,5 +122,7 @@ class UntrainedCounts:
             dead=dead if same else 0,
             newest_dead=reason if same else "",
             unrewarded=sum(task.complete and not task.ready for task in state.pending.values()),
+            rewarded=state.reward_count,
+            reward=state.reward_sum / max(1, state.reward_count),
             publishing=publishing,
         )

@@ -98,7 +98,8 @@ class Resuming:
                 found, resumed = self._load(one, latest.stream_identity)
             except (CheckpointDamaged, LogTruncated, SchemaError) as error:
                 passed.append(error)
-                self._stream_lost |= "needed" in error.values
+                # The ledger's own refusal, and a stream that is another one altogether, name no message.
+                self._stream_lost |= isinstance(error, LogTruncated) and error.needed is not None
                 self._say(f"checkpoint {_label(one)} cannot be gone on from: {error.message}")
                 if not isinstance(error, LogTruncated):
                     set_aside(self._run_path / one.path)
