@@ -161,6 +161,10 @@ class Untrained(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why the last of them could not."""
     unrewarded: int = 0
     """Groups that are complete but for their rewards."""
+    rewarded: int = 0
+    """Rollouts whose group was complete, trained or dropped."""
+    reward: float = 0.0
+    """Their mean reward; 0.0 where there are none."""
     publishing: str = ""
     """The version that is being published; empty: none is."""
 

@@ -17,6 +17,7 @@ from streamrl.errors import BusError
 from streamrl.launch.objectives import Objectives
 from streamrl.monitor.failures import Barren, Pace
 from streamrl.monitor.follow import Follower
+from streamrl.monitor.low_reward import LowReward
 from streamrl.monitor.numbers import WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, StateFile
 from streamrl.monitor.screen import Display, failed_line, one_line
@@ -62,6 +63,7 @@ class Shown:
         self._publishing: set[asyncio.Task[None]] = set()
         self._watch, self._failures = Watch(), Pace()
         self._barren = Barren()
+        self._low_reward = LowReward(run.name, config.tasks.batch_tasks * config.group_size)
         self._objectives: Objectives | None = None
 
     def note(self, text: str) -> None:
@@ -135,6 +137,8 @@ class Shown:
         known = bool(since_newest_batch(numbers, stones))
         if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks, known=known, now_s=now_s):
             self.note(barren_line(numbers, stones))
+        if low := self._low_reward.look(view.reward_points, numbers.untrained):
+            self.note(low)
         self._tell(partial(self._display.show, numbers, view))
 
     def _report(self, bus: Bus, kind: str, detail: dict[str, Any]) -> None:

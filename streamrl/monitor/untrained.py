@@ -18,15 +18,13 @@ DEAD_LETTERS = Cause(
     "most rollouts are in messages that cannot be used",
     "`streamrl dead list RUN` has them with the reason: is a producer of another version, or with another tokenizer, attached?",
 )
+ZERO_VARIANCE = Cause(
+    "zero_variance",
+    "most groups have rewards that are all equal, and are dropped",
+    "other problems, a longer warm-up, a larger tasks.num_rollouts, or tasks.drop_zero_variance = false",
+)
 CAUSES: tuple[tuple[tuple[str, ...], Cause], ...] = (
-    (
-        ("zero_variance",),
-        Cause(
-            "zero_variance",
-            "most groups have rewards that are all equal, and are dropped",
-            "other problems, a longer warm-up, a larger tasks.num_rollouts, or tasks.drop_zero_variance = false",
-        ),
-    ),
+    (("zero_variance",), ZERO_VARIANCE),
     (
         ("stale", "expired"),
         Cause("stale", "most rollouts are too old when their turn comes", "raise tasks.max_staleness, or lower producer.concurrency"),
@@ -150,7 +148,8 @@ def barren_line(numbers: RunNumbers, stones: Mapping[str, int]) -> str:
     if cause is None:
         return f"{said}, for several reasons ({counts}). hint: docs/operations.md has what each means"
     dead = f", the last for {visible(numbers.untrained.newest_dead)}" if cause is DEAD_LETTERS and numbers.untrained.newest_dead else ""
-    return f"{said}: {cause.what} ({counts}{dead}). hint: {cause.hint}"
+    mean = f", their mean reward is {numbers.untrained.reward:.3g}" if cause is ZERO_VARIANCE and numbers.untrained.rewarded else ""
+    return f"{said}: {cause.what} ({counts}{dead}{mean}). hint: {cause.hint}"
 
 
 def _words(reasons: Counter[str]) -> str:
