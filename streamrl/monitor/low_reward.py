@@ -47,7 +47,7 @@ class LowReward:
         if not 0 <= mean < LOW or any(abs(reward) > _SPREAD for _, reward in parts):
             return ""
         return (
-            f"the mean reward of the first {count} rollouts is {mean:.3g}: from answers that are all wrong there is next to nothing to learn. "
+            f"the mean reward of the first {count} rollouts is {mean:.3g}: answers that are all wrong teach next to nothing. "
             f"hint: `streamrl inspect {self._run} 0` shows some; take easier rows, a reward in parts, more answers a row, or begin with "
             "demonstrations ([warmup])"
         )

@@ -1,0 +1,1 @@
+"""Other projects on the same model, rows and number of steps."""

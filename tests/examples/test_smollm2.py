@@ -1,0 +1,122 @@
+"""The example with a pretrained model: its rows and rewards, and three batches of it on two cores, which replay digit for digit."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrl.config.load import load
+from tests.examples.runs import EXAMPLES, execute
+
+EXAMPLE = EXAMPLES / "smollm2"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import a module of the example, whose folder is no package."""
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    return importlib.import_module
+
+
+def test_no_sum_is_held_out_whose_mirror_image_is_trained(module: Any) -> None:
+    train, heldout = module("prepare").sums()
+    assert len(train) + len(heldout) == 961 + 496 + 169 and module("prepare").sums() == (train, heldout)
+
+    def question(row: dict[str, str]) -> tuple[str, frozenset[str]]:
+        left, sign, right = row["prompt"].split("?")[0].split()[2:]
+        assert str({"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[sign](int(left), int(right))) == row["label"]
+        return sign, frozenset({left, right})
+
+    assert not {question(row) for row in train} & {question(row) for row in heldout}
+
+
+@pytest.mark.parametrize(
+    ("instruction", "text", "right"),
+    [
+        ("Use only lowercase letters.", "the rain falls.", 1.0),
+        ("Use only lowercase letters.", "The rain falls.", 0.0),
+        ("Use only lowercase letters.", "it falls.", 0.0),  # not about the topic
+        ("Use only capital letters.", "RAIN FALLS.", 1.0),
+        ("Use no comma.", "Rain, it falls.", 0.0),
+        ("Use at most eight words.", "a b c d e f g h rain", 0.0),
+        ("Use at least fifteen words.", "rain " * 15, 1.0),
+        ("End with an exclamation mark.", " Rain! \n", 1.0),
+        ("Put your whole answer in double quotes.", '"Rain falls."', 1.0),
+        ("Put your whole answer in double quotes.", '"Rain" falls.', 0.0),
+        ("Begin with the word Once.", "Once, rain fell.", 0.0),
+        ("Begin with the word Once.", "Once rain fell.", 1.0),
+    ],
+)
+def test_an_instruction_is_obeyed_or_not(module: Any, instruction: str, text: str, right: float) -> None:
+    task = SimpleNamespace(label=json.dumps({"topic": "rain", "instruction": instruction}))
+    assert module("instructions").score(task, SimpleNamespace(completion=text)) == right
+
+
+def test_topics_of_held_out_instructions_are_in_no_row_that_is_trained(module: Any) -> None:
+    instructions = module("instructions")
+    train, heldout = (
+        {json.loads(row["label"])["topic"] for row in instructions.rows(part)}
+        for part in (instructions.TOPICS[:48], instructions.TOPICS[48:])
+    )
+    assert (len(train), len(heldout)) == (48, 12) and not train & heldout
+
+
+def test_each_calculation_is_what_its_steps_give(module: Any) -> None:
+    calculator = module("calculator")
+    for row in calculator.rows(40, seed=0):
+        question = row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?")
+        # Products come first, so the order of the steps is that of arithmetic.
+        assert eval(question) == int(row["label"])
+    assert calculator.CALL.fullmatch("calc(12 * -7)") and not calculator.CALL.fullmatch("calc(1 + 2 + 3)")
+
+
+@pytest.mark.process
+def test_the_files_are_taken_once_model_and_rows_are_there(tmp_path: Path) -> None:
+    place = tmp_path / "mine"
+    assert execute(tmp_path, "init", "mine", "--example", "smollm2").returncode == 0
+    (place / "SmolLM2-135M-Instruct").mkdir()
+    (place / "sglang" / "bin").mkdir(parents=True)
+    (place / "sglang" / "bin" / "python").symlink_to(sys.executable)
+    for name in ("sums.jsonl", "sums-heldout.jsonl"):
+        (place / name).write_text('{"prompt": "a", "label": "b"}\n')
+    gpu, cpu = load(place / "gpu.toml"), load(place / "cpu.toml")
+    assert gpu.engine.kind == "sglang" and cpu.engine.kind == "local"
+    assert (gpu.tasks.batch_tasks, gpu.tasks.num_rollouts) == (32, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.nats
+def test_three_batches_of_the_real_weights_replay_digit_for_digit(tmp_path: Path) -> None:
+    assert execute(tmp_path, "init", "mine", "--example", "smollm2").returncode == 0
+    prepared = subprocess.run([sys.executable, "mine/prepare.py"], cwd=tmp_path, text=True, capture_output=True, timeout=300, check=False)
+    assert prepared.returncode == 0, prepared.stderr
+    small = (
+        "run.steps=3",
+        "tasks.batch_tasks=2",
+        "tasks.drop_zero_variance=false",
+        "data.heldout=mine/sums-heldout.jsonl@[0:8]",
+        "evaluation.every=3",
+    )
+    done = execute(tmp_path, "up", "mine/cpu.toml", *(word for text in small for word in ("--set", text)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "runs" / "smollm2-cpu" / "summary.json").read_text())
+    assert summary["steps"] == 3 and summary["failed_rollouts"] == 0
+    replayed = execute(tmp_path, "replay", "smollm2-cpu", "--verify", "--json")
+    report = json.loads(replayed.stdout)
+    assert replayed.returncode == 0 and report["ok"] and report["equal"] == report["versions"] == 3
+    drawn = subprocess.run(
+        [sys.executable, "mine/curve.py", "smollm2-cpu"], cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    with (tmp_path / "smollm2-cpu.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["version"] for row in rows if row["reward"]] == ["0.1", "0.2", "0.3"]
+    assert {row["version"] for row in rows if row["heldout"]} >= {"0.0", "0.3"} and (tmp_path / "curve.png").stat().st_size
