@@ -1,7 +1,5 @@
 """A run comes to its end under a key that its newest trainer writes last, and by limits that count over all its trainers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run in which rollouts hang for ever: their tasks expire, the run goes on, and its log decides alike when it is read again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

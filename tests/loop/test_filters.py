@@ -1,7 +1,5 @@
 """A real run with filters: what they refuse is on the log with its reason, and the run is trained again without their code."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Raising the key `granted`: it never goes down, whoever else puts it."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.bus.protocol import Bus

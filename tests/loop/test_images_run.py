@@ -1,7 +1,5 @@
 """A real run whose rows have images: user code is given them, samples name them, a recording has them and trains the same again."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

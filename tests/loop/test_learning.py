@@ -1,7 +1,5 @@
 """It learns, and from the rewards: held-out accuracy recomputed with transformers from the saved model directories."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """G8: lockstep (S = 0) over the stream trains what a plain synchronous loop trains, digest for digest."""
 
-from __future__ import annotations
-
 import json
 import string
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run whose trainer is out of memory goes on with smaller micro-batches, says so, and is replayed by what its ledger says."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import time

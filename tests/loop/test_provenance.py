@@ -1,7 +1,5 @@
 """G1 and G2 on a finished run: every token's version and log-prob hold up under a transformers replay; swaps restart nothing."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The reader ahead of the training thread: what it gives is each message judged by itself, in the stream's order, however they come."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """A run that lost the end of its samples; what the reaper ends, and when, is in tests/consumers/training/test_reaper.py."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

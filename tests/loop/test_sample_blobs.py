@@ -1,7 +1,5 @@
 """Experts that samples keep beside them: stored first, checked before a batch closes, and where they are gone the stream is told."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Candidates that samples keep beside them: stored first, put to their tokens, and where they are not what they say the stream is told."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any

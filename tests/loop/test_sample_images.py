@@ -1,7 +1,5 @@
 """Images that samples name: stored before their task, checked before a batch closes, kept as long as a task may name them."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 from collections.abc import Callable

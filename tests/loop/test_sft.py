@@ -1,7 +1,5 @@
 """A run of kind `sft`: conversations over the bus, a loss that falls, every version again from the log; as a user starts it, no engine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

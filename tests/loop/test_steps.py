@@ -1,7 +1,5 @@
 """A run that is resumed with more steps goes on, and one with fewer ends; its schedule stays that of the first start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

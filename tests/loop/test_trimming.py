@@ -1,7 +1,5 @@
 """Blobs of samples go with their samples: not before, and not later."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A run over rows of which some cannot be used: their tasks end with the reason, credits come back, a replay decides alike."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import AsyncIterator

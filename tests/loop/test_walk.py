@@ -1,7 +1,5 @@
 """Count the product files that a lockstep sample walks through, and the frames between the trainer's loop and the clipped loss."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

@@ -1,7 +1,5 @@
 """Tensors for the tests of digests."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Following a copy on another process's device: what is waited for, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from streamrl.errors import WeightSyncError

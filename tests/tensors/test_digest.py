@@ -1,7 +1,5 @@
 """Digests: against the definition in Python integers, and independence of sharding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

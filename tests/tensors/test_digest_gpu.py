@@ -1,7 +1,5 @@
 """Digests of tensors on a GPU, by one kernel: the numbers of the numpy ones. Without Hypothesis, which a GPU host may lack."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

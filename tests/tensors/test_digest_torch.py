@@ -1,7 +1,5 @@
 """Digests of torch tensors: the same number as the numpy ones, whatever dtype, shape, slice and strides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

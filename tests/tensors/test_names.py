@@ -1,7 +1,5 @@
 """The table of names: what checkpoints have, whatever the installed transformers makes of it, also of rows of a parameter."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Losses of the user's that change nothing: an error with their name, or a mark on the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
