@@ -1,6 +1,5 @@
 """Ranks that share packed rows over GPUs: FlashAttention, NCCL and compiled layers, beside one GPU. `scripts/gpu/context.sh` runs them."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,14 @@ from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.attention import by_flash, by_piece
 from tests.core.test_context import row
 from tests.support import trainers
+from tests.support.gpus import LONG
 from tests.support.measured import say
 from tests.support.meshes import BOUND, apart, batch, in_float64, parameters, run
 from tests.support.needs import need
+from tests.support.steps import LEARNED, check_alike
 from tests.support.trainers import DIRECT, Models
 
-# As the trainer's process does before torch begins: cuBLAS reads it once.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
-SMALL: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 1024}
 
 
 def config(ranks: int, shards: int, **settings: Any) -> Config:
@@ -76,7 +73,7 @@ def test_packed_in_bfloat16_two_gpus_learn_what_one_does_and_again_the_same_bits
     make_model: Models, tmp_path: Path, shards: int, compile_: str
 ) -> None:
     need("two gpus")
-    directory = make_model("bfloat16", **SMALL)
+    directory = make_model("bfloat16", **LONG)
     asked: dict[str, Any] = {"dtype": "bfloat16", "micro_tokens": 64, "activations": 1, "minibatches": 2, "compile": compile_}
     torch.compiler.reset()
     alone = make_trainer(config(1, 1, numerics="bitwise", **asked), directory)
@@ -86,9 +83,8 @@ def test_packed_in_bfloat16_two_gpus_learn_what_one_does_and_again_the_same_bits
         found = [trainer.step(batch(step)) for step in range(2)]
         trainer.save(tmp_path / "at", b"at", version=Version(0, 2)).result()
         found += [trainer.step(batch(step)) for step in (2, 3)]
-        for ours, theirs in zip(found, expected, strict=True):
-            assert ours.choices is not None and ours.choices.compiled is (compile_ == "on") and ours.choices.attention == "packed"
-            for name in ("train/loss", "train/grad_norm", "rollout/log_probs"):
-                assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=5e-2, abs=5e-3), name
+        check_alike(found, expected, *LEARNED, rel=5e-2, abs=5e-3)
+        for choices in (ours.choices for ours in found):
+            assert choices is not None and (choices.compiled, choices.attention) == (compile_ == "on", "packed")
         assert trainer.load(tmp_path / "at") == b"at"
         assert [trainer.step(batch(step)).digest for step in (2, 3)] == [result.digest for result in found[2:]]

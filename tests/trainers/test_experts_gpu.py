@@ -3,7 +3,6 @@
 `scripts/gpu/experts.sh` runs them and shows what was measured.
 """
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,28 +16,19 @@ from torch.nn.functional import silu
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.torch.experts import grouped_experts
 from tests.support import trainers
+from tests.support.gpus import LONG, answered
 from tests.support.measured import fresh_digests, say
+from tests.support.steps import LEARNED, check_alike
 from tests.support.trainers import DIRECT, Models
 
-# As the trainer's process does before torch begins: cuBLAS reads it once.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
-TINY: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "max_position_embeddings": 1024}
 
 
 def answers_of(count: int, *, seed: int, longest: int = 200) -> TrainBatch:
     """Groups of 4 with prompts of 4 tokens."""
     rng = np.random.default_rng(seed)
     answers = [rng.integers(2, 1000, int(n)).tolist() for n in rng.integers(20, longest, count)]
-    return TrainBatch.from_lists(
-        [[5, 6, 7, 8]] * count,
-        answers,
-        rewards=[float(i % 4 == 0) for i in range(count)],
-        sampler_logprobs=[[-7.0] * len(answer) for answer in answers],
-        tasks=[i // 4 for i in range(count)],
-        stage_step=seed,
-    )
+    return answered([5, 6, 7, 8], answers, group=4, mu=-7.0, step=seed)
 
 
 make = partial(trainers.make, loss=DIRECT, rate=1e-4, dtype="bfloat16", device="cuda")
@@ -101,12 +91,12 @@ class Experts(torch.nn.Module):
 
 @pytest.mark.parametrize("compile_", ["off", "on"])
 def test_fresh_processes_give_the_same_digest(make_mixture: Models, tmp_path: Path, compile_: str) -> None:
-    digests = fresh_digests(make_mixture("bfloat16", **TINY), compile_, ("one", "two"), tmp_path)
+    digests = fresh_digests(make_mixture("bfloat16", **LONG), compile_, ("one", "two"), tmp_path)
     assert len(set(digests)) == 1
 
 
 def test_a_mixture_is_compiled_once_and_learns_what_a_plain_one_does(make_mixture: Models) -> None:
-    directory = make_mixture("bfloat16", **TINY)
+    directory = make_mixture("bfloat16", **LONG)
     torch.compiler.reset()
     fast = make(directory, micro_tokens=1024)
     graphs = counters["stats"]["unique_graphs"]
@@ -115,6 +105,5 @@ def test_a_mixture_is_compiled_once_and_learns_what_a_plain_one_does(make_mixtur
         batch = answers_of(32, seed=seed)
         result, other = fast.step(batch), plain.step(batch)
         assert result.choices is not None and result.choices.compiled, result.notices
-        for name in ("train/loss", "train/grad_norm", "rollout/log_probs"):
-            assert result.metrics[name] == pytest.approx(other.metrics[name], rel=5e-2, abs=5e-3), name
+        check_alike([result], [other], *LEARNED, rel=5e-2, abs=5e-3)
     assert counters["stats"]["unique_graphs"] == graphs > 0

@@ -4,7 +4,6 @@
 """
 
 import itertools
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,12 @@ from streamrl.algorithms.logprobs import LinearHead
 from streamrl.core.batches import TrainBatch
 from streamrl.trainers.torch.attention import packed_attention
 from tests.support import trainers
+from tests.support.gpus import LONG, SMALL, answered
 from tests.support.measured import Measured, fresh_digests, say
+from tests.support.steps import LEARNED, check_alike
 from tests.support.trainers import DIRECT, Models
 
-# As the trainer's process does before torch begins: cuBLAS reads it once.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
 pytestmark = [pytest.mark.gpu, pytest.mark.process, pytest.mark.timeout(400)]
-SMALL: dict[str, Any] = {"vocab_size": 1000, "hidden_size": 256, "head_dim": 64, "num_attention_heads": 4}
 make = partial(trainers.make, loss=DIRECT, rate=1e-4, dtype="bfloat16", device="cuda")
 
 
@@ -35,14 +32,7 @@ def answers_of(count: int, mean: int, cap: int, *, seed: int, vocab: int) -> Tra
     rng = np.random.default_rng(seed)
     lengths = rng.lognormal(np.log(mean) - 0.32, 0.8, count).clip(8, cap).astype(int)
     answers = [rng.integers(2, vocab, int(n)).tolist() for n in lengths]
-    return TrainBatch.from_lists(
-        [rng.integers(2, vocab, 300).tolist()] * count,
-        answers,
-        rewards=[float(i % 8 == 0) for i in range(count)],
-        sampler_logprobs=[[-float(np.log(vocab))] * len(answer) for answer in answers],
-        tasks=[i // 8 for i in range(count)],
-        stage_step=seed,
-    )
+    return answered(rng.integers(2, vocab, 300).tolist(), answers, group=8, mu=-float(np.log(vocab)), step=seed)
 
 
 def test_packed_attention_is_that_of_each_sample_in_float64() -> None:
@@ -104,7 +94,7 @@ def test_the_head_by_chunks_is_that_of_float64(compiled: bool) -> None:
 
 @pytest.mark.parametrize("compile_", ["off", "on"])
 def test_fresh_processes_with_empty_and_with_warm_caches_give_the_same_digest(make_model: Models, tmp_path: Path, compile_: str) -> None:
-    directory = make_model("bfloat16", **SMALL, max_position_embeddings=1024)
+    directory = make_model("bfloat16", **LONG)
     assert len(set(fresh_digests(directory, compile_, ("one", "two", "two"), tmp_path))) == 1
 
 
@@ -125,9 +115,7 @@ def test_the_compiled_step_learns_what_the_plain_one_does(make_model: Models) ->
     fast, plain = make(directory, micro_tokens=4096), make(directory, micro_tokens=4096, compile="off", attention="sdpa")
     for seed in range(3):
         batch = answers_of(32, 400, 2000, seed=seed, vocab=1000)
-        ours, theirs = fast.step(batch).metrics, plain.step(batch).metrics
-        for name in ("train/loss", "train/grad_norm", "rollout/log_probs"):
-            assert ours[name] == pytest.approx(theirs[name], rel=5e-2, abs=5e-3), name
+        check_alike([fast.step(batch)], [plain.step(batch)], *LEARNED, rel=5e-2, abs=5e-3)
 
 
 @pytest.mark.parametrize("activations", ["auto", 0, 14])

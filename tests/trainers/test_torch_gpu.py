@@ -35,8 +35,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 VOCAB = 151_936
-
-
 make = partial(trainers.make, rate=1e-4, dtype="bfloat16", device="cuda")
 
 
