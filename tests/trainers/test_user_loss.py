@@ -1,6 +1,5 @@
 """Losses of the user's that change nothing: an error with their name, or a mark on the batch."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,44 @@ import numpy as np
 import pytest
 
 from streamrl.config.loss import LossConfig
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, StreamRLError, TrainingError
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import StepResult
 from tests.support.errors import raises
+from tests.support.trainers import Rollouts, make
 
-Rollouts = Callable[..., TrainBatch]
-
-CODE = """
+RETURNS = {
+    "tokens, loss": {
+        "good": "plain(tokens), {}",
+        "zero": "0 * tokens.logprobs, {}",
+        "far_clipped": "-(tokens.logprobs - tokens.proximal + 9).exp().clamp(0.8, 1.2) * tokens.advantages, {}",
+        "nan": "plain(tokens) * float('nan'), {}",
+        "nan_slope": "plain(tokens) + 0 * (tokens.logprobs - tokens.logprobs.detach()).sqrt(), {}",
+        "detached": "plain(tokens).detach(), {}",
+        "anew": "torch.zeros_like(tokens.logprobs, requires_grad=True) + 1, {}",
+        "number": "1.0, {}",
+        "alone": "plain(tokens)",
+        "metric": "plain(tokens), {'train/mine': 1.0}",
+        "raises": "plain(tokens) + tokens.nothing, {}",
+        "leaves": "sys.exit(0)",
+        "disk": "open('/nowhere/at/all')",
+    },
+    "batch, arrays": {
+        "advantages_of_zero": "np.zeros(batch.num_tokens)",
+        "advantages_raise": "batch.rewards[len(batch.rewards)]",
+        "short": "batch.rewards",
+    },
+    "args, batch, logits, sum_of_sample_mean": {
+        "theirs": "logits.float().logsumexp(-1).sum(), {}",
+        "theirs_zero": "logits.sum() * 0, {}",
+        "theirs_nan": "logits.sum() * float('nan'), {}",
+        "theirs_detached": "logits.detach().sum(), {}",
+        "theirs_anew": "torch.ones(1, requires_grad=True) * 5, {}",
+        "theirs_raises": "{}['loss']",
+    },
+}
+"""By arguments and name what a function gives that does nothing else."""
+OTHERS = """
 import sys
 import numpy as np
 import torch
@@ -28,28 +55,10 @@ calls = 0
 def plain(tokens):
     return -(tokens.logprobs - tokens.proximal).exp() * tokens.advantages
 
-def good(tokens, loss):
-    return plain(tokens), {}
-
-def zero(tokens, loss):
-    return 0 * tokens.logprobs, {}
-
-def far_clipped(tokens, loss):
-    return -(tokens.logprobs - tokens.proximal + 9).exp().clamp(0.8, 1.2) * tokens.advantages, {}
-
-def nan(tokens, loss):
-    return plain(tokens) * float("nan"), {}
-
-def nan_slope(tokens, loss):
-    return plain(tokens) + 0 * (tokens.logprobs - tokens.logprobs.detach()).sqrt(), {}
-
 def mostly_nan(tokens, loss):
     global calls
     calls += 1
     return plain(tokens) * (1.0 if calls % 8 == 0 else float("nan")), {}
-
-def detached(tokens, loss):
-    return plain(tokens).detach(), {}
 
 def no_grad(tokens, loss):
     with torch.no_grad():
@@ -64,36 +73,9 @@ def turns_it_off(tokens, loss):
     torch.set_grad_enabled(False)
     return plain(tokens), {}
 
-def anew(tokens, loss):
-    return torch.zeros_like(tokens.logprobs, requires_grad=True) + 1, {}
-
 def writes(tokens, loss):
     tokens.sampler.copy_(tokens.proximal)
     return plain(tokens), {}
-
-def number(tokens, loss):
-    return 1.0, {}
-
-def alone(tokens, loss):
-    return plain(tokens)
-
-def metric(tokens, loss):
-    return plain(tokens), {"train/mine": 1.0}
-
-def raises(tokens, loss):
-    return plain(tokens) + tokens.nothing, {}
-
-def leaves(tokens, loss):
-    sys.exit(0)
-
-def disk(tokens, loss):
-    open("/nowhere/at/all")
-
-def advantages_of_zero(batch, arrays):
-    return np.zeros(batch.num_tokens)
-
-def advantages_raise(batch, arrays):
-    return batch.rewards[len(batch.rewards)]
 
 def advantages_written(batch, arrays):
     batch.sampler_logprobs[:] = 0
@@ -103,36 +85,19 @@ def advantages_of_less(batch, arrays):
     arrays.mask[::2] = False
     return np.ones(batch.num_tokens)
 
-def short(batch, arrays):
-    return batch.rewards
-
-def theirs(args, batch, logits, sum_of_sample_mean):
-    return logits.float().logsumexp(-1).sum(), {}
-
 def theirs_writes(args, batch, logits, sum_of_sample_mean):
     for values in (*batch["rollout_log_probs"], *batch["advantages"], *batch["loss_masks"]):
         values.zero_()
     return logits.float().logsumexp(-1).sum(), {}
 
-def theirs_zero(args, batch, logits, sum_of_sample_mean):
-    return logits.sum() * 0, {}
-
-def theirs_nan(args, batch, logits, sum_of_sample_mean):
-    return logits.sum() * float("nan"), {}
-
-def theirs_detached(args, batch, logits, sum_of_sample_mean):
-    return logits.detach().sum(), {}
-
-def theirs_anew(args, batch, logits, sum_of_sample_mean):
-    return torch.ones(1, requires_grad=True) * 5, {}
-
 def theirs_turns_it_off(args, batch, logits, sum_of_sample_mean):
     torch.set_grad_enabled(False)
     return logits.sum(), {}
 
-def theirs_raises(args, batch, logits, sum_of_sample_mean):
-    return {}["loss"]
 """
+CODE = OTHERS + "".join(
+    f"def {name}({given}):\n    return {value}\n\n" for given, named in RETURNS.items() for name, value in named.items()
+)
 
 
 class Trains:
@@ -146,8 +111,7 @@ class Trains:
     def step(self, key: str, function: str, batch: TrainBatch | None = None, **trainer: Any) -> tuple[StepResult, bool]:
         """Train one batch; returns what the step gives, and whether it has changed the policy."""
         loss = msgspec.structs.replace(LossConfig(), **{key: self.name(function)})
-        options: dict[str, Any] = {"optimizer": OptimizerConfig(learning_rate=1e-2), **trainer}
-        made = make_trainer(Config(trainer=TrainerConfig(**options), loss=loss), self._model_dir)
+        made = make(self._model_dir, loss, rate=1e-2, **trainer)
         before = made.digest()
         result = made.step(batch or self._rollouts(0))
         return result, result.digest != before
@@ -184,9 +148,8 @@ def test_a_batch_says_what_the_loss_gave_it(trains: Trains, key: str, function: 
 @pytest.mark.parametrize(
     ("key", "function", "kind"),
     [
-        *(("policy", name, ConfigError) for name in ("detached", "no_grad", "turns_it_off", "anew", "number", "alone")),
-        *(("policy", name, ConfigError) for name in ("metric", "writes")),
-        *(("policy", name, ConfigError) for name in ("raises", "leaves")),
+        *(("policy", name, ConfigError) for name in ("detached", "no_grad", "turns_it_off", "anew", "number", "alone", "metric")),
+        *(("policy", name, ConfigError) for name in ("writes", "raises", "leaves")),
         ("policy", "disk", TrainingError),
         *(("advantage", name, ConfigError) for name in ("advantages_raise", "short", "advantages_written", "advantages_of_less")),
         *(("slime_loss", f"theirs_{name}", ConfigError) for name in ("detached", "anew", "turns_it_off", "raises")),
