@@ -40,9 +40,7 @@ NONE = replace(SOME, gradient="none", fault="mine.py:policy")
         pytest.param([CLIPPED] * 40, None, id="clipping is no fault"),
     ],
 )
-def test_batches_that_give_no_gradient_end_the_run_once_they_are_too_many(
-    results: list[StepResult], ends: tuple[int, type[StreamRLError]] | None
-) -> None:
+def test_too_many_batches_without_gradient_end_the_run(results: list[StepResult], ends: tuple[int, type[StreamRLError]] | None) -> None:
     def ended(most: int) -> tuple[int, type[StreamRLError]] | None:
         said: list[str] = []
         divergence = Divergence(most, said.append)

@@ -85,9 +85,7 @@ def changed(**changes: object) -> Callable[[Sample], Sample]:
         (lambda sample: replace(sample, image_rows=()), "expected no images"),
     ],
 )
-async def test_a_sample_that_names_what_is_not_its_own_ends_its_rollout(
-    world: World, change: Callable[[Sample], Sample], said: str
-) -> None:
+async def test_a_sample_that_names_anothers_ends_its_rollout(world: World, change: Callable[[Sample], Sample], said: str) -> None:
     await world.bus.sample_blobs.put(OTHER.name, OTHER_BODY)
     await publish(world, change)
     batch, fold = await world.batch()

@@ -74,9 +74,7 @@ async def test_a_second_trimmer_beside_the_first_changes_nothing(make_bus: MakeB
     assert await tasks_of(bus) == set(range(9, 15)) and (await bus.state(SAMPLES)).first == 10
 
 
-async def test_a_trimmer_whose_messages_go_while_it_reads_them_looks_again(
-    make_bus: MakeBus, run_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_trimmer_whose_messages_go_meanwhile_looks_again(make_bus: MakeBus, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer's, with its checkpoint, beside the one that looks every second: it is no error that ends the trainer."""
     bus = await make_bus(CONFIG)
     await fill(bus, run_id, 15)

@@ -59,9 +59,7 @@ def arranged(model_dir: Path, budget: int = BUDGET, dtype: torch.dtype = torch.f
     )
 
 
-def test_rows_are_long_where_all_layers_keep_their_activations_in_the_type_that_is_computed_in(
-    model_dir: Path, room: Callable[[int], None]
-) -> None:
+def test_rows_are_long_where_all_layers_keep_activations_in_the_type_of_the_pass(model_dir: Path, room: Callable[[int], None]) -> None:
     room(free_bytes(2, BUDGET))
     assert arranged(model_dir).least_row(None) == BUDGET
     room(free_bytes(2, BUDGET) - 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.config.check_loss import check_loss
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig, RejectionConfig
@@ -58,32 +59,25 @@ def make(directory: Path, loss: LossConfig, **changes: Any) -> Trainer:
     return make_trainer(Config(trainer=trainer, loss=loss), directory)
 
 
-def make_batch(stage_step: int = 0, groups: int = 4, **changes: Any) -> TrainBatch:
-    """For each prompt four answers of different lengths, of which the first is rewarded."""
-    rng = np.random.default_rng(7)
-    rows = [[2, 3 + g, *rng.integers(3, VOCAB, 2 + (g + k) % 3), EOS] for g in range(groups) for k in range(GROUP)]
-    lengths = np.array([len(row) for row in rows])
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    mask = np.ones(offsets[-1], np.bool_)
-    mask[offsets[:-1]] = mask[offsets[:-1] + 1] = False
-    n = len(rows)
-    fields: dict[str, Any] = {
-        "tokens": np.concatenate(rows).astype(np.int32),
-        "offsets": offsets,
-        "loss_mask": mask,
-        "sampler_logprobs": np.where(mask, -2.7 + 0.3 * rng.standard_normal(offsets[-1]), 0.0).astype(np.float32),
-        "staleness": np.where(mask, rng.integers(0, 3, offsets[-1]), 0).astype(np.int32),
-        "temperature": np.ones(offsets[-1], np.float32),
-        "top_p": np.ones(offsets[-1], np.float32),
-        "top_k": np.full(offsets[-1], -1, np.int32),
-        "rewards": np.array([float(k == 0) for _ in range(groups) for k in range(GROUP)]),
-        "tasks": np.arange(n) // GROUP,
-        "rollouts": np.arange(n) % GROUP,
-        "status": np.zeros(n, np.int8),
-        "baselines": np.full(n, 0.5),
-        "reward_parts": {"correct": (np.arange(n) % GROUP == 0).astype(np.float64), "short": -lengths.astype(np.float64)},
-    }
-    return TrainBatch(kind="rl", version=Version(0, stage_step), stage_step=stage_step, **(fields | changes))
+def make_batch(stage_step: int = 0) -> TrainBatch:
+    """For each of four prompts four answers of different lengths, of which the first is rewarded."""
+    rng, n = np.random.default_rng(7), 4 * GROUP
+    first = np.arange(n) % GROUP == 0
+    batch = TrainBatch.from_lists(
+        [[2, 3 + sample // GROUP] for sample in range(n)],
+        [[*rng.integers(3, VOCAB, 2 + (sample // GROUP + sample % GROUP) % 3).tolist(), EOS] for sample in range(n)],
+        rewards=first.astype(float).tolist(),
+        tasks=(np.arange(n) // GROUP).tolist(),
+        baselines=[0.5] * n,
+        version=Version(0, stage_step),
+        stage_step=stage_step,
+    )
+    return replace(
+        batch,
+        sampler_logprobs=np.where(batch.loss_mask, -2.7 + 0.3 * rng.standard_normal(batch.num_tokens), 0.0).astype(np.float32),
+        staleness=np.where(batch.loss_mask, rng.integers(0, 3, batch.num_tokens), 0).astype(np.int32),
+        reward_parts={"correct": first.astype(np.float64), "short": -batch.lengths.astype(np.float64)},
+    )
 
 
 def lead(trainer: Trainer, batch: TrainBatch) -> float:

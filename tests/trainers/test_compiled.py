@@ -23,12 +23,12 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support import trainers
 from tests.support.compilers import COMPILES, without_compiler
 from tests.support.errors import raises
+from tests.support.steps import check_alike
 from tests.support.trainers import DIRECT, Models, Rollouts
 
 pytestmark = [pytest.mark.process, *COMPILES]
 ROW = 24
-
-
+PLAIN = Choices(attention="packed", row_length=ROW)
 config = partial(trainers.config, DIRECT, attention="packed", micro_tokens=ROW)
 
 
@@ -50,10 +50,8 @@ def test_a_run_is_compiled_once_and_learns_what_a_plain_one_does(model_dir: Path
     assert graphs > 0, "compiled before the first step, so that what cannot be is known"
     for step in range(3):
         ours, theirs = (trainer.step(rollouts(step)) for trainer in (compiled, plain))
-        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-5)
-        assert ours.choices == Choices(attention="packed", compiled=True, row_length=ROW)
-        assert theirs.choices == Choices(attention="packed", row_length=ROW)
-        assert not ours.notices
+        check_alike([ours], [theirs], rel=1e-3, abs=1e-5)
+        assert (ours.choices, theirs.choices) == (replace(PLAIN, compiled=True), PLAIN) and not ours.notices
     assert counters["stats"]["unique_graphs"] == graphs, "other samples in the rows are no other shapes"
 
 
@@ -69,7 +67,7 @@ def test_a_mixture_is_compiled_once_whatever_its_depth_and_tells_the_load_of_its
         for step in range(3):
             found[-1].append(counters["stats"]["unique_graphs"])
             ours, theirs = (trainer.step(rollouts(step)) for trainer in (compiled, plain))
-            assert ours.choices == Choices(attention="packed", compiled=True, kept_layers=1, row_length=ROW) and not ours.notices
+            assert ours.choices == replace(PLAIN, compiled=True, kept_layers=1) and not ours.notices
             assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-5)
             assert ours.metrics["train/expert_load_max"] > 1
         found[-1].append(counters["stats"]["unique_graphs"])
@@ -109,7 +107,7 @@ def test_where_one_rank_cannot_none_does(model_dir: Path, rollouts: Rollouts, sh
         found = leading.step(rollouts())
     with open_trainer(config(compile="off", **both), model_dir) as leading:
         assert leading.step(rollouts()).digest == found.digest
-    assert found.choices == Choices(attention="packed", row_length=ROW) and "no-such-compiler" in found.notices[0]
+    assert found.choices == PLAIN and "no-such-compiler" in found.notices[0]
 
 
 @pytest.mark.soak
@@ -124,7 +122,7 @@ def test_a_model_that_is_cut_is_compiled_once_and_learns_what_a_whole_one_does(m
         for step in range(3):
             ours, theirs = (trainer.step(rollouts(step)) for trainer in (cut, plain))
             assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-5)
-            assert ours.choices == Choices(attention="packed", compiled=True, kept_layers=1, row_length=ROW)
+            assert ours.choices == replace(PLAIN, compiled=True, kept_layers=1)
         assert counters["stats"]["unique_graphs"] == graphs
 
 

@@ -69,9 +69,7 @@ def test_in_float32_two_gpus_end_as_near_to_one_as_that_to_float64(model_dir: Pa
 
 
 @pytest.mark.parametrize(("shards", "compile_"), [(1, "off"), (1, "on"), (2, "on")])
-def test_packed_in_bfloat16_two_gpus_learn_what_one_does_and_again_the_same_bits(
-    make_model: Models, tmp_path: Path, shards: int, compile_: str
-) -> None:
+def test_two_gpus_learn_what_one_does_and_again_the_same_bits(make_model: Models, tmp_path: Path, shards: int, compile_: str) -> None:
     need("two gpus")
     directory = make_model("bfloat16", **LONG)
     asked: dict[str, Any] = {"dtype": "bfloat16", "micro_tokens": 64, "activations": 1, "minibatches": 2, "compile": compile_}

@@ -69,9 +69,7 @@ def test_a_trainer_tells_the_time_at_its_peak(make_model: Models, rollouts: Roll
     )
 
 
-def test_a_critic_that_learns_alone_is_no_work_of_the_policy(
-    make_model: Models, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_critic_that_learns_alone_is_no_policys_work(make_model: Models, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "PEAKS", {"cpu": 1e9})
     loss = LossConfig(advantage="ppo", critic=CriticConfig(only_steps=1))
     trainer = make_trainer(Config(trainer=TrainerConfig(device="cpu", dtype="bfloat16"), loss=loss), make_model(dtype="bfloat16"))

@@ -64,9 +64,7 @@ def test_a_kl_in_the_loss_begins_at_zero_and_holds_the_policy(model_dir: Path, r
         assert case == ("k1", False) or moved(trainer) < moved(free), case
 
 
-def test_an_adapted_coefficient_follows_the_kl_and_is_in_checkpoints(
-    model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path
-) -> None:
+def test_an_adapted_coefficient_follows_the_kl_and_is_saved(model_dir: Path, other_dir: Path, rollouts: Rollouts, tmp_path: Path) -> None:
     """Each batch's coefficient is the last one's moved by the last one's KL; who goes on from a checkpoint goes on with it."""
     kl = KLConfig(loss_coef=0.2, estimator="k3+", reference=str(other_dir), target=0.01, gain=0.5)
     trainer = make(model_dir, LossConfig(kl=kl))
@@ -107,9 +105,7 @@ def test_a_coefficient_is_adapted_to_nats_a_token(model_dir: Path, other_dir: Pa
 
 
 @pytest.mark.parametrize("where", ["loss_coef", "reward_coef"])
-def test_a_coefficient_that_has_come_to_nothing_needs_no_reference(
-    model_dir: Path, other_dir: Path, rollouts: Rollouts, where: str
-) -> None:
+def test_a_coefficient_that_came_to_nothing_needs_no_reference(model_dir: Path, other_dir: Path, rollouts: Rollouts, where: str) -> None:
     kl = KLConfig(**{where: 0.2}, estimator="k2", reference=str(other_dir), decay_steps=2)  # type: ignore[arg-type]
     trainer = make(model_dir, LossConfig(advantage="reinforce_plus_plus", kl=kl))
     results = [trainer.step(rollouts(step)) for step in range(4)]
@@ -182,9 +178,7 @@ def test_a_damaged_reference_is_not_restored(model_dir: Path, rollouts: Rollouts
         make(model_dir, loss).load(tmp_path / "at")
 
 
-def test_one_directory_is_loaded_once_and_warm_ups_renew_none(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch, demonstrations: Rollouts
-) -> None:
+def test_one_directory_loads_once_warm_ups_renew_none(model_dir: Path, monkeypatch: pytest.MonkeyPatch, demonstrations: Rollouts) -> None:
     from streamrl.trainers.torch import causal_lm
 
     loaded: list[Path] = []

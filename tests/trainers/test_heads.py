@@ -34,9 +34,7 @@ def save(kind: str, directory: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gemma3", "cohere", "granite"])
 @pytest.mark.parametrize("head", [torch.nn.Linear, OtherLinear])
-def test_log_probs_entropies_and_gradients_are_the_models_own(
-    kind: str, head: type[torch.nn.Linear], tmp_path: Path, rollouts: Rollouts
-) -> None:
+def test_all_that_is_computed_is_the_models_own(kind: str, head: type[torch.nn.Linear], tmp_path: Path, rollouts: Rollouts) -> None:
     save(kind, tmp_path)
     policy = CausalLM(tmp_path, torch.float32, torch.device("cpu"))
     policy.module.get_output_embeddings().__class__ = head

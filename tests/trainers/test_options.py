@@ -53,9 +53,7 @@ def test_the_trainers_type_wins_over_the_models(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["all", 0, 1, 2])
-def test_layers_that_keep_nothing_are_run_again_the_first_of_them_and_no_bit_changes(
-    model_dir: Path, rollouts: Rollouts, kept: Any
-) -> None:
+def test_layers_that_keep_nothing_are_run_again_the_first_and_no_bit_changes(model_dir: Path, rollouts: Rollouts, kept: Any) -> None:
     plain, trainer, seen = make(model_dir), make(model_dir, activations=kept), [0, 0]
 
     def count(number: int) -> None:

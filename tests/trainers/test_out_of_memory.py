@@ -45,9 +45,7 @@ def fails_at(trainer: Any, number: int) -> list[int]:
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_step_is_repeated_as_if_it_had_begun_with_half_the_budget(
-    model_dir: Path, rollouts: Rollouts, tmp_path: Path, name: str, number: int
-) -> None:
+def test_a_step_is_repeated_as_with_half_the_budget(model_dir: Path, rollouts: Rollouts, tmp_path: Path, name: str, number: int) -> None:
     disturbed, half = make(model_dir, LOSSES[name]), make(model_dir, LOSSES[name], micro_tokens=BUDGET // 2)
     whole = make(model_dir, LOSSES[name])
     disturbed.step(rollouts(0))

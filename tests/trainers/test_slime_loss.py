@@ -111,9 +111,7 @@ def test_what_it_is_given(model_dir: Path, rollouts: Rollouts, theirs: str) -> N
     assert np.isfinite(result.metrics["train/loss"])
 
 
-def test_what_is_no_loss_is_refused_and_warm_ups_need_none(
-    model_dir: Path, demonstrations: Rollouts, theirs: str, rollouts: Rollouts
-) -> None:
+def test_what_is_no_loss_is_refused_but_for_warm_ups(model_dir: Path, demonstrations: Rollouts, theirs: str, rollouts: Rollouts) -> None:
     one = make(model_dir, LossConfig(slime_loss=f"{theirs}:vector")).step(demonstrations())
     assert one == make(model_dir, LossConfig()).step(demonstrations())
     with raises(ConfigError, key="loss.slime_loss", name="cliped"):

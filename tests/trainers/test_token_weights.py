@@ -67,9 +67,7 @@ def write(folder: Path, batch: TrainBatch, *numbers: int, keep_bytes: int) -> No
         one.close()
 
 
-def test_the_newest_are_kept_and_demonstrations_have_none(
-    rollouts: Rollouts, tmp_path: Path, table_dir: Path, demonstrations: Rollouts
-) -> None:
+def test_only_the_newest_are_kept_and_of_rollouts(rollouts: Rollouts, tmp_path: Path, table_dir: Path, demonstrations: Rollouts) -> None:
     folder = tmp_path / FOLDER
     write(folder, rollouts(), 1, keep_bytes=1 << 20)
     size = (folder / "00000001-e1.arrow").stat().st_size
@@ -83,9 +81,7 @@ def test_the_newest_are_kept_and_demonstrations_have_none(
     assert make_trainer(config, table_dir).step(demonstrations()).tokens is None
 
 
-def test_a_folder_that_cannot_be_written_is_said_once_and_costs_nothing(
-    rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_is_said_once(rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FOLDER).write_text("in the way")
     batch = rollouts()
     values = TokenValues(np.zeros(batch.num_tokens), np.zeros(batch.num_tokens))

@@ -126,9 +126,7 @@ def test_a_head_that_does_more_than_project_is_refused(tmp_path: Path, monkeypat
         CausalLM(tmp_path, torch.float32, CPU)
 
 
-def test_exports_hold_what_transformers_needs_and_tied_weights_are_one_shard(
-    model_dir: Path, rollouts: Rollouts, tmp_path: Path, make_model: Models
-) -> None:
+def test_exports_load_in_transformers_tied_weights_once(model_dir: Path, rollouts: Rollouts, tmp_path: Path, make_model: Models) -> None:
     trainer = make(model_dir)
     trainer.step(rollouts())
     trainer.export(tmp_path / "hf")

@@ -81,9 +81,7 @@ def test_digests_and_snapshots_follow_the_steps(make_model: Any, rollouts: Rollo
 
 
 @pytest.mark.parametrize("sampling", [{}, {"top_p": 0.8, "top_k": 6, "temperature": 0.7}])
-def test_bitwise_numerics_give_equal_bits_also_from_a_checkpoint(
-    make_model: Any, rollouts: Rollouts, tmp_path: Path, sampling: dict[str, Any]
-) -> None:
+def test_bitwise_numerics_are_equal_also_restored(make_model: Any, rollouts: Rollouts, tmp_path: Path, sampling: dict[str, Any]) -> None:
     directory = make_model()
     one, two = (make(directory, numerics="bitwise", minibatches=2) for _ in range(2))
     for step in range(3):

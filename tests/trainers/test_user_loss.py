@@ -155,9 +155,7 @@ def test_a_batch_says_what_the_loss_gave_it(trains: Trains, key: str, function: 
         *(("slime_loss", f"theirs_{name}", ConfigError) for name in ("detached", "anew", "turns_it_off", "raises")),
     ],
 )
-def test_what_is_certain_to_fail_again_is_an_error_with_the_function_s_name(
-    trains: Trains, key: str, function: str, kind: type[StreamRLError]
-) -> None:
+def test_what_will_fail_again_is_an_error_with_its_name(trains: Trains, key: str, function: str, kind: type[StreamRLError]) -> None:
     """A `ConfigError` is not restarted; what may pass is a `TrainingError`."""
     with raises(kind, key=f"loss.{key}", function=trains.name(function)) as caught:
         trains.step(key, function)

@@ -142,9 +142,7 @@ def test_a_model_that_is_not_its_description_is_refused_by_name(
         ({"num_key_value_heads": 4}, ("linear_qkv.weight",)),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_name(
-    release: Path, tmp_path: Path, config: dict[str, object], words: tuple[str, ...]
-) -> None:
+def test_another_models_checkpoint_is_refused(release: Path, tmp_path: Path, config: dict[str, object], words: tuple[str, ...]) -> None:
     change_config(tmp_path / "model", **config)
     with pytest.raises(ConfigError) as caught:
         convert(release, tmp_path / "back", tmp_path / "model")

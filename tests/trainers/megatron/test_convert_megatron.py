@@ -47,9 +47,7 @@ SAVED = [
 
 
 @pytest.mark.parametrize(("kind", "tied", "tensors", "stages"), LOADED)
-def test_megatron_loads_it_and_has_the_logits_of_transformers(
-    preloaded: Preloaded, tmp_path: Path, kind: str, tied: bool, tensors: int, stages: int
-) -> None:
+def test_it_has_transformers_logits(preloaded: Preloaded, tmp_path: Path, kind: str, tied: bool, tensors: int, stages: int) -> None:
     model = tmp_path / "model"
     write_model(model, kind, tied=tied, dtype=torch.float32)
     convert(model, tmp_path / "megatron")
@@ -77,9 +75,7 @@ def test_megatron_loads_it_and_has_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize(("kind", "tied", "tensors", "stages"), SAVED)
-def test_what_megatron_saved_is_converted_back(
-    preloaded: Preloaded, tmp_path: Path, kind: str, tied: bool, tensors: int, stages: int
-) -> None:
+def test_what_it_saved_is_converted_back(preloaded: Preloaded, tmp_path: Path, kind: str, tied: bool, tensors: int, stages: int) -> None:
     model, saved = tmp_path / "model", tmp_path / "megatron" / "iter_0000007"
     write_model(model, kind, tied=tied, dtype=torch.float32)
     saved.mkdir(parents=True)

@@ -18,6 +18,7 @@ from tests.support.compilers import COMPILES, without_compiler
 from tests.support.errors import raises
 from tests.support.meshes import Mesh, batch, slow, soak
 from tests.support.scoring import policy_of
+from tests.support.steps import check_alike, stepped
 from tests.support.trainers import Models
 
 pytestmark = [pytest.mark.process, *COMPILES]
@@ -35,11 +36,7 @@ def keeping(activations: Any, mesh: dict[str, int]) -> Config:
 def test_no_digit_depends_on_what_is_kept(make_model: Models, make_mixture: Models, mesh: dict[str, int]) -> None:
     """Of policy and critic. On two stages micro-batches are on their way meanwhile, each of which attends by its own samples."""
     directory = make_mixture() if "experts" in mesh else make_model(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
-    found = []
-    for activations in ("all", 0, 1):
-        with open_trainer(keeping(activations, mesh), directory) as trainer:
-            results = [trainer.step(batch(step)) for step in range(3)]
-            found.append([(result.digest, result.metrics) for result in results])
+    found = [[(one.digest, one.metrics) for one in stepped(keeping(kept, mesh), directory)] for kept in ("all", 0, 1)]
     assert found[1] == found[0] and found[2] == found[0]
 
 
@@ -119,10 +116,9 @@ def test_it_learns_what_a_plain_one_does(directory: Path, mesh: dict[str, int]) 
     found = []
     for compiled in ("on", "off"):
         torch.compiler.reset()
-        with open_trainer(compiling(compiled, mesh, activations=1), directory) as trainer:
-            found.append([trainer.step(batch(step)) for step in range(3)])
+        found.append(stepped(compiling(compiled, mesh, activations=1), directory))
+    check_alike(*found, rel=1e-3, abs=1e-5)
     for ours, theirs in zip(*found, strict=True):
-        assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-5)
         assert ours.choices is not None and ours.choices.compiled and not ours.notices
         assert theirs.choices is not None and not theirs.choices.compiled
     assert found[0][-1].digest != found[1][-1].digest, "else nothing was compiled"
@@ -144,10 +140,9 @@ def test_a_run_is_compiled_once_whatever_its_depth(make_model: Models) -> None:
 
 @pytest.mark.slow
 def test_what_cannot_be_compiled_is_run_as_it_is_and_says_so(model_dir: Path) -> None:
-    with without_compiler(), open_trainer(compiling("on", {}), model_dir) as trainer:
-        found, after = trainer.step(batch(0)), trainer.step(batch(1))
-    with open_trainer(compiling("off", {}), model_dir) as trainer:
-        expected = trainer.step(batch(0))
+    with without_compiler():
+        found, after = stepped(compiling("on", {}), model_dir, range(2))
+    [expected] = stepped(compiling("off", {}), model_dir, [0])
     assert found.digest == expected.digest and found.choices == expected.choices
     assert len(found.notices) == 1 and "not compiled" in found.notices[0] and "no-such-compiler" in found.notices[0]
     assert not after.notices
@@ -173,14 +168,9 @@ def test_reference_and_teacher_score_as_torchs_do(models: tuple[Path, Path, Path
     policy, like, other = models
     kl = KLConfig(loss_coef=0.5, estimator="k3", reference=str(like))
     loss = LossConfig(kl=kl, distillation=DistillationConfig(coef=0.2, teacher=str(other)))
-    found = []
-    for asked in (looking(loss, {"backend": "torch"}), looking(loss, mesh)):
-        with open_trainer(asked, policy) as trainer:
-            found.append([trainer.step(batch(step)).metrics for step in range(3)])
-    for ours, theirs in zip(*found, strict=True):
-        for name in ("rollout/ref_log_probs", "train/kl_loss", "train/loss", "train/grad_norm"):
-            assert theirs[name] == pytest.approx(ours[name], rel=1e-3, abs=1e-5), name
-    assert found[0][0]["train/kl_loss"] > 1e-3, "the reference is another model"
+    ours, theirs = (stepped(looking(loss, asked), policy) for asked in ({"backend": "torch"}, mesh))
+    check_alike(theirs, ours, "rollout/ref_log_probs", "train/kl_loss", "train/loss", "train/grad_norm", rel=1e-3, abs=1e-5)
+    assert ours[0].metrics["train/kl_loss"] > 1e-3, "the reference is another model"
 
 
 @pytest.mark.parametrize("mesh", [slow(TENSOR), soak(ALONE), soak(BOTH)], ids=str)
