@@ -32,7 +32,7 @@ def make_batch() -> Rollouts:
     return partial(train_batch, mu=-2.0, reward=np.nan)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rollouts(make_batch: Rollouts) -> Rollouts:
     """`rollouts(step)`: an RL batch of 4 groups of 3 with prompts of different lengths, rewards and sampler log-probs."""
 

@@ -9,12 +9,10 @@ import torch
 from msgspec.structs import replace
 from torch._dynamo.utils import counters
 
-from streamrl.config.tree import Config, LossConfig, RunConfig, TrainerConfig
 from streamrl.core.packing import ROW
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
 from streamrl.trainers.activations import ModelShape, kept_layers
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.torch import arrangement, kernels
 from streamrl.trainers.torch.arrangement import Arrangement
@@ -23,7 +21,7 @@ from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support.errors import raises
 from tests.support.scoring import policy_of
-from tests.support.trainers import Rollouts
+from tests.support.trainers import Rollouts, make
 
 BUDGET = 2 * ROW
 SHAPE = ModelShape(2, 256, 256, 128, 1024, 1000)
@@ -50,13 +48,16 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return fixed
 
 
-def arranged(model_dir: Path, budget: int = BUDGET, dtype: torch.dtype = torch.float32) -> Arrangement:
+def arrange(model: CausalLM, asked: Kernels, budget: int) -> Arrangement:
+    alone = Parallel(Mesh(), torch.device("cpu"))
+    return Arrangement(asked, trained=[model], frozen=[], parallel=alone, budget=budget, deterministic=False, copies=0)
+
+
+def arranged(model_dir: Path, dtype: torch.dtype = torch.float32) -> Arrangement:
     packed = Kernels(attention="packed", free_attention=True, free_compile=True, kept_layers="auto")
     model = CausalLM(model_dir, dtype, torch.device("cpu"), kernels=packed)
     model.module.float()  # as the parameters of a model that is cut are, whatever it computes in
-    return Arrangement(
-        packed, trained=[model], frozen=[], parallel=Parallel(Mesh(), torch.device("cpu")), budget=budget, deterministic=False, copies=0
-    )
+    return arrange(model, packed, BUDGET)
 
 
 def test_rows_are_long_where_all_layers_keep_activations_in_the_type_of_the_pass(model_dir: Path, room: Callable[[int], None]) -> None:
@@ -94,8 +95,7 @@ def test_a_step_that_is_out_of_memory_gives_up_activations_before_its_budget(
 ) -> None:
     room(free_bytes(2, 24))
     monkeypatch.setattr(kernels, "_kept_layers", lambda activations, *, cuda: "auto")
-    config = Config(run=RunConfig(numerics="fast"), trainer=TrainerConfig(attention="packed", micro_tokens=24), loss=LossConfig())
-    plain, trainer = make_trainer(config, model_dir), make_trainer(config, model_dir)
+    plain, trainer = (make(model_dir, attention="packed", micro_tokens=24) for _ in range(2))
     policy, left = policy_of(trainer), [1]
     states = policy.states
 
@@ -119,17 +119,11 @@ def test_a_model_that_cannot_be_packed_is_said_or_refused(
     monkeypatch.setattr(CausalLM, "_packing_works", lambda self: False)
     asked = Kernels(attention="packed", compile=True, **({"free_attention": True, "free_compile": True} if free is None else free))
     model = CausalLM(model_dir, torch.float32, torch.device("cpu"), kernels=asked)
-
-    def make() -> Arrangement:
-        return Arrangement(
-            asked, trained=[model], frozen=[], parallel=Parallel(Mesh(), torch.device("cpu")), budget=24, deterministic=False, copies=0
-        )
-
     if key:
         with raises(ConfigError, key=key):
-            make()
+            arrange(model, asked, 24)
     else:
-        assert "rows are not packed" in make().notices()[0]
+        assert "rows are not packed" in arrange(model, asked, 24).notices()[0]
 
 
 @pytest.mark.soak
@@ -140,16 +134,12 @@ def test_a_model_that_cannot_be_packed_is_said_or_refused(
 def test_every_row_length_is_compiled_however_many_come(model_dir: Path, rollouts: Rollouts) -> None:
     """torch would stop at 8 shapes and run the others as they are, in silence."""
     torch.compiler.reset()
-    config = Config(
-        run=RunConfig(numerics="fast"), trainer=TrainerConfig(attention="packed", micro_tokens=24, compile="on"), loss=LossConfig()
-    )
-    trainer = make_trainer(config, model_dir)
+    trainer = make(model_dir, attention="packed", micro_tokens=24, compile="on")
     batch = rollouts()
     longest = int(batch.lengths.max())
     graphs = counters["stats"]["unique_graphs"]
     for budget in range(longest, longest + 10):
-        assert trainer.step(
-            replace(batch, micro_tokens=budget, choices=Choices(attention="packed", compiled=True, row_length=budget))
-        ).finite
+        chosen = Choices(attention="packed", compiled=True, row_length=budget)
+        assert trainer.step(replace(batch, micro_tokens=budget, choices=chosen)).finite
         assert counters["stats"]["unique_graphs"] > graphs, budget
         graphs = counters["stats"]["unique_graphs"]

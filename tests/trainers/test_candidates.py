@@ -10,21 +10,22 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from streamrl.config.loss import CorrectionConfig
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, LossConfig, TrainerConfig
+from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.core.candidates import restricted_tokens
 from streamrl.core.packing import plan_micro_batches
 from streamrl.errors import TrainingError
 from streamrl.schemas.candidates import CandidateSets, bounds_of
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from tests.support.errors import raises
 from tests.support.meshes import slow, soak
 from tests.support.scoring import score
-from tests.support.trainers import Rollouts
+from tests.support.steps import check_alike
+from tests.support.trainers import Rollouts, config, make
 
 VOCAB = 16
 CPU = torch.device("cpu")
@@ -136,8 +137,7 @@ def test_every_layout_gives_the_log_probs_and_divergences_of_whole_distributions
 def test_the_table_trainer_normalises_over_the_same(table_dir: Path, rollouts: Rollouts) -> None:
     """A table of zeros: a token is as likely as its candidates are few."""
     batch = with_candidates(rollouts())
-    config = Config(trainer=TrainerConfig(backend="table", support_replay=True))
-    result = make_trainer(config, table_dir).step(batch)
+    result = make(table_dir, backend="table", support_replay=True).step(batch)
     assert result.tokens is not None
     for place, pi in distributions(lambda place: np.zeros(VOCAB), batch).items():
         assert result.tokens.logprobs[place] == pytest.approx(pi[int(batch.tokens[place])], abs=1e-12)
@@ -149,21 +149,21 @@ def test_the_table_trainer_normalises_over_the_same(table_dir: Path, rollouts: R
 
 def test_policy_and_proximal_are_scored_alike(model_dir: Path, rollouts: Rollouts, logits: Any) -> None:
     batch = with_candidates(rollouts())
-    trainer = make_trainer(Config(trainer=TrainerConfig(device="cpu", support_replay=True)), model_dir)
+    trainer = make(model_dir, device="cpu", support_replay=True)
     expected = {place: pi[int(batch.tokens[place])] for place, pi in distributions(logits(batch), batch).items()}
     for role in (Role.POLICY, Role.PROXIMAL):
         found = score(trainer, batch, role)
         assert max(abs(found[place] - value) for place, value in expected.items()) < 2e-5
 
 
+DPPO = LossConfig(policy="dppo", dppo_bound=0.3, dppo_symmetric=True, correction=CorrectionConfig(kind="none"))
+
+
 @pytest.mark.parametrize("kind", ["topk_tv", "topk_kl"])
 def test_a_step_leaves_out_whom_the_divergence_says(model_dir: Path, rollouts: Rollouts, logits: Any, kind: Any) -> None:
     batch = with_candidates(rollouts(), seed=4)
-    loss = LossConfig(
-        policy="dppo", dppo_divergence=kind, dppo_bound=0.3, dppo_symmetric=True, correction=replace(LossConfig().correction, kind="none")
-    )
-    result = make_trainer(Config(trainer=TrainerConfig(device="cpu", support_replay=True), loss=loss), model_dir).step(batch)
-    said, far, weights = rows_of(batch), [], []
+    result = make(model_dir, replace(DPPO, dppo_divergence=kind), device="cpu", support_replay=True).step(batch)
+    said, far = rows_of(batch), []
     for place, pi in distributions(logits(batch), batch).items():
         far.append(apart(pi, said[place], int(batch.tokens[place]), float(batch.sampler_logprobs[place]), kind) > 0.3)
     assert 0.1 < np.mean(far) < 0.9, "a bound that tells tokens apart"
@@ -204,14 +204,12 @@ OTHERS = [
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_backends_and_meshes_take_the_same_step(model_dir: Path, rollouts: Rollouts, other: dict[str, Any]) -> None:
     batch, found = with_candidates(rollouts(), seed=4), []
-    correction = replace(LossConfig().correction, kind="none")
-    loss = LossConfig(policy="dppo", dppo_divergence="topk_tv", dppo_bound=0.3, dppo_symmetric=True, correction=correction)
     for options in (dict[str, Any](backend="torch"), other):
-        trainer = TrainerConfig(device="cpu", support_replay=True, rank_timeout_s=120.0, **options)
-        with open_trainer(Config(trainer=trainer, loss=loss), model_dir) as made:
+        asked = config(replace(DPPO, dppo_divergence="topk_tv"), device="cpu", support_replay=True, rank_timeout_s=120.0, **options)
+        with open_trainer(asked, model_dir) as made:
             found.append(made.step(batch))
     ours, theirs = found
     assert ours.tokens is not None and theirs.tokens is not None
     assert abs(ours.tokens.logprobs - theirs.tokens.logprobs).max() < 2e-5
-    for name in ("train/pg_clipfrac", "train/grad_norm", "train/loss", "train/support_replayed", "train/likeliest_known"):
-        assert theirs.metrics[name] == pytest.approx(ours.metrics[name], rel=1e-4), name
+    names = ("pg_clipfrac", "grad_norm", "loss", "support_replayed", "likeliest_known")
+    check_alike([theirs], [ours], *(f"train/{name}" for name in names), rel=1e-4)

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import CohereConfig, CohereForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GraniteConfig, GraniteForCausalLM
 
 from streamrl.core.batches import LogitBiases
 from streamrl.core.packing import plan_micro_batches
@@ -18,24 +19,20 @@ class OtherLinear(torch.nn.Linear):
     """What an adapter or a quantised layer looks like from outside: it may do more than its weight says."""
 
 
-def save(kind: str, directory: Path) -> None:
-    import transformers
-
-    shape: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    shape |= {"num_key_value_heads": 2, "initializer_range": 0.3}  # wide enough that a cap and a scale show
-    if kind == "gemma3":
-        config: Any = transformers.Gemma3TextConfig(**shape, head_dim=16, final_logit_softcapping=2.0)
-        transformers.Gemma3ForCausalLM(config).save_pretrained(directory)
-    elif kind == "cohere":
-        transformers.CohereForCausalLM(transformers.CohereConfig(**shape, logit_scale=0.5)).save_pretrained(directory)
-    else:
-        transformers.GraniteForCausalLM(transformers.GraniteConfig(**shape, logits_scaling=4.0)).save_pretrained(directory)
+SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+SIZES |= {"num_key_value_heads": 2, "initializer_range": 0.3}  # wide enough that a cap and a scale show
+KINDS = {
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, head_dim=16, final_logit_softcapping=2.0)),
+    "cohere": (CohereForCausalLM, CohereConfig(**SIZES, logit_scale=0.5)),
+    "granite": (GraniteForCausalLM, GraniteConfig(**SIZES, logits_scaling=4.0)),
+}
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "cohere", "granite"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", [torch.nn.Linear, OtherLinear])
 def test_all_that_is_computed_is_the_models_own(kind: str, head: type[torch.nn.Linear], tmp_path: Path, rollouts: Rollouts) -> None:
-    save(kind, tmp_path)
+    model, config = KINDS[kind]
+    model(config).save_pretrained(tmp_path)
     policy = CausalLM(tmp_path, torch.float32, torch.device("cpu"))
     policy.module.get_output_embeddings().__class__ = head
     biases: list[dict[int, float]] = [{3: 1.5, 15: -2.0}, {}, {0: 0.5}]

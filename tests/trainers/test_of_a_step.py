@@ -15,20 +15,20 @@ from streamrl.algorithms.optimal_baselines import token_energies
 from streamrl.algorithms.step_size import rollout_ess
 from streamrl.config.loss import LossConfig
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
+from streamrl.config.tree import OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import split_groups
 from streamrl.telemetry.names import METRICS
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.table.trainer import TableTrainer
 from streamrl.trainers.torch.direction import Direction
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support.batches import by_turn
 from tests.support.scoring import prepare, score
-from tests.support.trainers import Rollouts
+from tests.support.trainers import Rollouts, make
 
 NAME = "train/grad_cosine"
+Make = Callable[..., Any]
 
 
 def test_cosines_by_hand() -> None:
@@ -47,9 +47,7 @@ def test_cosines_by_hand() -> None:
     assert turned(1.0, 0.0, 0.0, kind="sft") == 1.0, "what is given may be written to: a copy was kept"
 
 
-def test_equal_batches_go_the_same_way_and_opposite_ones_back(
-    make_either: Callable[..., Any], rollouts: Rollouts, demonstrations: Rollouts
-) -> None:
+def test_equal_batches_go_the_same_way_and_opposite_ones_back(make_either: Make, rollouts: Rollouts, demonstrations: Rollouts) -> None:
     """At a rate of 0 a batch has the same gradient again, and with the rewards' sign turned the opposite one."""
     trainer, batch = make_either(rate=0.0, gradient_cosine=True), rollouts()
     assert NAME not in trainer.step(batch).metrics
@@ -60,7 +58,7 @@ def test_equal_batches_go_the_same_way_and_opposite_ones_back(
     assert NAME in METRICS
 
 
-def test_it_changes_no_bit_and_is_off_where_nobody_asks(make_either: Callable[..., Any], rollouts: Rollouts) -> None:
+def test_it_changes_no_bit_and_is_off_where_nobody_asks(make_either: Make, rollouts: Rollouts) -> None:
     plain, measured = make_either(rate=1e-2, minibatches=2), make_either(rate=1e-2, minibatches=2, gradient_cosine=True)
     for step in range(2):
         ours, theirs = measured.step(rollouts(step)), plain.step(rollouts(step))
@@ -71,9 +69,7 @@ def test_it_changes_no_bit_and_is_off_where_nobody_asks(make_either: Callable[..
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_last_step_without_a_gradient_takes_no_metric_from_the_others(
-    make_either: Callable[..., Any], rollouts: Rollouts, masked: bool
-) -> None:
+def test_a_last_step_without_a_gradient_takes_no_metric_from_the_others(make_either: Make, rollouts: Rollouts, masked: bool) -> None:
     """Rewards that are all equal in its groups, or no trained token at all."""
     trainer, batch = make_either(rate=0.0, gradient_cosine=True, minibatches=2), rollouts(1)
     _, last = split_groups(batch, 2)
@@ -91,7 +87,7 @@ RATE = 1e-2
 
 
 @pytest.fixture
-def scaled(make_either: Callable[..., Any]) -> Callable[..., Any]:
+def scaled(make_either: Make) -> Make:
     """`scaled(minibatches=..., **optimizer)`: a trainer of either backend with a constant rate."""
 
     def trainer(minibatches: int = 1, **optimizer: Any) -> Any:
@@ -100,7 +96,7 @@ def scaled(make_either: Callable[..., Any]) -> Callable[..., Any]:
     return trainer
 
 
-def test_a_step_is_that_of_the_scaled_rate(scaled: Callable[..., Any], rollouts: Rollouts) -> None:
+def test_a_step_is_that_of_the_scaled_rate(scaled: Make, rollouts: Rollouts) -> None:
     trainer, linear, batch = scaled(ess_scaling="sqrt"), scaled(ess_scaling="linear"), rollouts()
     ess = rollout_ess(batch, score(trainer, batch, Role.POLICY), np.arange(batch.num_samples))
     assert 0.05 < ess < 0.95
@@ -114,7 +110,7 @@ def test_a_step_is_that_of_the_scaled_rate(scaled: Callable[..., Any], rollouts:
     assert (plain.metrics["train/lr"], "train/ess_rollout" in plain.metrics) == (RATE, False)
 
 
-def test_each_step_has_its_own_rate(scaled: Callable[..., Any], rollouts: Rollouts) -> None:
+def test_each_step_has_its_own_rate(scaled: Make, rollouts: Rollouts) -> None:
     """The first of two steps is scaled by its own rollouts, under the policy before the batch; the second under the one that came of it."""
     trainer, batch = scaled(minibatches=2, ess_scaling="sqrt"), rollouts()
     before = score(trainer, batch, Role.POLICY)
@@ -125,17 +121,12 @@ def test_each_step_has_its_own_rate(scaled: Callable[..., Any], rollouts: Rollou
     assert found == pytest.approx(still, rel=0.5)
 
 
-def test_fresh_rollouts_keep_the_rate_and_demonstrations_too(
-    scaled: Callable[..., Any], rollouts: Rollouts, demonstrations: Rollouts
-) -> None:
+def test_fresh_rollouts_keep_the_rate_and_demonstrations_too(scaled: Make, rollouts: Rollouts, demonstrations: Rollouts) -> None:
     trainer = scaled(ess_scaling="sqrt", ess_reference=0.99)
     batch = rollouts()
     fresh = msgspec.structs.replace(batch, sampler_logprobs=score(trainer, batch, Role.POLICY).astype(np.float32))
     assert trainer.step(fresh).metrics["train/lr"] == RATE
     assert "train/ess_rollout" not in scaled(ess_scaling="sqrt").step(demonstrations()).metrics
-
-
-OPOB = LossConfig(advantage="opob")
 
 
 def by_autograd(directory: Path, batch: TrainBatch) -> np.ndarray:
@@ -158,8 +149,7 @@ def by_autograd(directory: Path, batch: TrainBatch) -> np.ndarray:
 def test_a_transformers_energies_are_its_gradients(model_dir: Path, rollouts: Rollouts, cut: dict[str, float]) -> None:
     """Over the whole vocabulary, whatever was sampled from."""
     batch = by_turn(rollouts(**cut))
-    trainer = make_trainer(Config(loss=OPOB), model_dir)
-    scores = prepare(trainer, batch).scores
+    scores = prepare(make(model_dir, LossConfig(advantage="opob")), batch).scores
     assert scores.energy is not None
     assert np.where(batch.loss_mask, scores.energy, 0.0) == pytest.approx(by_autograd(model_dir, batch), abs=2e-5)
 
@@ -168,8 +158,7 @@ def test_a_transformers_energies_are_its_gradients(model_dir: Path, rollouts: Ro
 def test_a_table_has_the_same_advantages_in_its_step(table_dir: Path, rollouts: Rollouts, advantage: str) -> None:
     """By the log-probs that it gives at each temperature, as a transformer's are."""
     loss = LossConfig(advantage=advantage)
-    options = TrainerConfig(backend="table", optimizer=OptimizerConfig(learning_rate=0.1))
-    trainer = make_trainer(Config(trainer=options, loss=loss), table_dir)
+    trainer = make(table_dir, loss, backend="table", rate=0.1)
     assert isinstance(trainer, TableTrainer)
     trainer.step(rollouts(1))
     batch = by_turn(rollouts(2))

@@ -11,12 +11,14 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+import torch
 
 from streamrl.config.tree import Config, TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.runtime.processes import started
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
+from streamrl.trainers.ranks import local
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.ranks.process_group import Rendezvous, RendezvousAddress, join
 from tests.support.errors import raises
@@ -106,19 +108,13 @@ async def test_a_rank_that_hangs_dies_with_rank_0(model_dir: Path, start: Start)
 
 
 @pytest.mark.process
-def test_ranks_that_begin_with_other_weights_are_refused(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    import streamrl.trainers.ranks.local as local_ranks
-
-    real: Any = make_trainer
-
+def test_ranks_that_begin_with_other_weights_are_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def changed(config: Config, path: Path) -> Any:
-        trainer = real(config, path)
+        trainer = make_trainer(config, path)
         next(policy_of(trainer).module.parameters()).data[0] += 1
         return trainer
 
-    monkeypatch.setattr(local_ranks, "make_trainer", changed)
+    monkeypatch.setattr(local, "make_trainer", changed)
     with raises(TrainingError, when="at the start"), open_trainer(CONFIG, model_dir):
         pass
 
@@ -143,8 +139,6 @@ def test_two_gpus_train_as_one(model_dir: Path, rollouts: Rollouts, tmp_path: Pa
 @pytest.mark.usefixtures("real_ranks")
 def test_a_rank_that_cannot_start_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = Config(trainer=TrainerConfig(ranks=2, device="cuda"))
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU")
     with raises(TrainingError, rank=1, ended=True), open_trainer(config, tmp_path):

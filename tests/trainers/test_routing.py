@@ -17,7 +17,7 @@ from streamrl.config.loss import ExpertsConfig, LossConfig
 from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batch_bytes import pack, unpack
 from streamrl.core.batches import TrainBatch
-from streamrl.core.packing import plan_micro_batches
+from streamrl.core.packing import empty_micro_batch, plan_micro_batches
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import StepResult
@@ -26,8 +26,10 @@ from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.routing import expert_metrics, loads
 from tests.support import trainers
 from tests.support.errors import raises
-from tests.support.meshes import slow, soak
+from tests.support.meshes import Mesh, slow, soak
+from tests.support.steps import check_alike
 from tests.support.trainers import Models, Rollouts
+from tests.trainers.conftest import EXPERTS, SIZES, write_random
 
 CPU = torch.device("cpu")
 LOSSES = ExpertsConfig(balance_coef=0.3, z_coef=0.02)
@@ -114,7 +116,7 @@ def test_balance_is_that_of_transformers_and_an_even_load_is_told_from_one_exper
     assert loads(alone, 4.0, 1).tolist() == [[1, 0, 0, 0]]
 
 
-LAYOUTS: list[dict[str, Any]] = [
+LAYOUTS: list[Mesh] = [
     {"micro_tokens": 8},
     {"attention": "packed", "micro_tokens": 24},
     {"attention": "packed", "micro_tokens": 24, "activations": 0},
@@ -124,27 +126,21 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def whole(make_mixture: Models) -> tuple[Path, list[StepResult]]:
-    return make_mixture(), []
+def whole(make_mixture: Models, rollouts: Rollouts) -> tuple[Path, list[StepResult]]:
+    """A mixture, and what three steps of one rank give."""
+    trainer = make(directory := make_mixture())
+    return directory, [trainer.step(rollouts(step)) for step in range(3)]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_step_is_the_same_in_every_layout_and_on_two_ranks(
-    whole: tuple[Path, list[StepResult]], rollouts: Rollouts, layout: dict[str, Any]
-) -> None:
+def test_a_step_is_the_same_in_every_layout_and_on_ranks(whole: tuple[Path, list[StepResult]], rollouts: Rollouts, layout: Mesh) -> None:
     """A prompt that a group shares counts for each of its samples, padding for none. Bounds: float32 sums in another order."""
     directory, one = whole
-    if not one:
-        trainer = make(directory)
-        one += [trainer.step(rollouts(step)) for step in range(3)]
     with open_trainer(config(**layout), directory) as trainer:
-        for step, wanted in enumerate(one):
-            found = trainer.step(rollouts(step)).metrics
-            for name in LOADS:
-                assert found[name] == pytest.approx(wanted.metrics[name], abs=1e-12), "counts are exact"
-            for name in ("train/balance_loss", "train/router_z_loss", "train/grad_norm"):
-                assert found[name] == pytest.approx(wanted.metrics[name], rel=2e-5), name
+        found = [trainer.step(rollouts(step)) for step in range(3)]
+    check_alike(found, one, *LOADS, rel=0.0, abs=1e-12)  # counts are exact
+    check_alike(found, one, "train/balance_loss", "train/router_z_loss", "train/grad_norm", rel=2e-5)
 
 
 def test_an_uneven_load_is_evened_out_by_losses_that_are_in_the_gradient(make_mixture: Models, rollouts: Rollouts) -> None:
@@ -174,19 +170,17 @@ def chosen_by(model: CausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     return logits.log_softmax(-1), found[0]
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoE", "Mixtral", "OLMoE"])
-def test_forced_on_its_own_choices_a_model_gives_the_same_bits(make_mixture: Models, tmp_path: Path, architecture: str) -> None:
-    from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig
+ARCHITECTURES = {
+    "Qwen3MoE": ("Qwen3Moe", EXPERTS),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "OLMoE": ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+}
 
-    directory = tmp_path
-    sizes: dict[str, Any] = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    if architecture == "Qwen3MoE":
-        directory = make_mixture()
-    else:
-        mixtral = MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=4)
-        AutoModelForCausalLM.from_config(
-            mixtral if architecture == "Mixtral" else OlmoeConfig(**sizes, num_experts=4, num_experts_per_tok=2)
-        ).save_pretrained(directory)
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_forced_on_its_own_choices_a_model_gives_the_same_bits(tmp_path: Path, architecture: str) -> None:
+    kind, experts = ARCHITECTURES[architecture]
+    directory = write_random(tmp_path, kind, "float32", SIZES | experts)
     model, ids = CausalLM(directory, torch.float32, CPU), torch.arange(2, 14)[None]
     assert len(model.routers) == 2
     plain, chosen = chosen_by(model, ids)
@@ -238,8 +232,6 @@ def test_choices_of_another_model_are_refused(make_mixture: Models) -> None:
 
 
 def test_copies_are_counted_alike_in_every_layout(make_mixture: Models, rollouts: Rollouts) -> None:
-    from streamrl.core.packing import empty_micro_batch, plan_micro_batches
-
     batch = rollouts()
     samples = np.arange(batch.num_samples)
     fed = int((batch.lengths - 1).sum())
@@ -257,12 +249,11 @@ REPLAYED = [
     slow({"ranks": 2, "shards": 2, "activations": 0}),
     slow({"ranks": 2, "context": 2, "micro_tokens": 32}),
     slow({"backend": "megatron", "ranks": 2, "experts": 2}),
-    *map(
-        soak, ({"micro_tokens": 8}, {"attention": "packed", "micro_tokens": 24}, {"ranks": 2}, {"backend": "megatron", "micro_tokens": 24})
-    ),
+    soak({"micro_tokens": 8}),
+    soak({"attention": "packed", "micro_tokens": 24}),
+    soak({"ranks": 2}),
+    soak({"backend": "megatron", "micro_tokens": 24}),
 ]
-
-
 replaying = partial(trainers.config, LossConfig(proximal="sampler", experts=ExpertsConfig(balance_coef=0.01)), micro_tokens=64)
 
 
@@ -284,30 +275,23 @@ def twins(make_mixture: Models, tmp_path_factory: pytest.TempPathFactory) -> tup
 
 
 @pytest.fixture(scope="module")
-def sampled(twins: tuple[Path, Path]) -> Callable[[TrainBatch], TrainBatch]:
-    """The same batch with the log-probs and the experts that the sampler had, token by token of each sample alone."""
-    model = CausalLM(twins[0], torch.float32, CPU)
-
-    def sample(batch: TrainBatch) -> TrainBatch:
-        logprobs, experts = batch.sampler_logprobs.copy(), np.full((batch.num_tokens, 2, 2), -1, np.int16)
-        for begin, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
-            ids = torch.from_numpy(batch.tokens[begin:end].astype(np.int64))
-            with torch.no_grad(), model.routers.choosing() as found:
-                logits = model.module(input_ids=ids[None, :-1]).logits[0].log_softmax(-1)
-            logprobs[begin + 1 : end] = logits.gather(1, ids[1:, None])[:, 0].numpy()
-            experts[begin : end - 1] = found[0].numpy()  # of the last token no engine says any
-        return replace(batch, sampler_logprobs=np.where(batch.loss_mask, logprobs, 0.0).astype(np.float32), routed_experts=experts)
-
-    return sample
+def known(twins: tuple[Path, Path], rollouts: Rollouts) -> TrainBatch:
+    """A batch with the log-probs and the experts that the sampler had, token by token of each sample alone."""
+    model, batch = CausalLM(twins[0], torch.float32, CPU), rollouts()
+    logprobs, experts = batch.sampler_logprobs.copy(), np.full((batch.num_tokens, 2, 2), -1, np.int16)
+    for begin, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        ids = torch.from_numpy(batch.tokens[begin:end].astype(np.int64))
+        with torch.no_grad(), model.routers.choosing() as found:
+            logits = model.module(input_ids=ids[None, :-1]).logits[0].log_softmax(-1)
+        logprobs[begin + 1 : end] = logits.gather(1, ids[1:, None])[:, 0].numpy()
+        experts[begin : end - 1] = found[0].numpy()  # of the last token no engine says any
+    return replace(batch, sampler_logprobs=np.where(batch.loss_mask, logprobs, 0.0).astype(np.float32), routed_experts=experts)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("layout", REPLAYED, ids=str)
-def test_replayed_choices_take_away_what_a_perturbed_router_does(
-    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Rollouts, layout: dict[str, Any]
-) -> None:
+def test_replayed_choices_take_away_what_a_perturbed_router_does(twins: tuple[Path, Path], known: TrainBatch, layout: Mesh) -> None:
     """Also in the step behind one without choices, and before one: nothing stays forced."""
-    known = sampled(rollouts())
     free = replace(known, routed_experts=None)
     still = replaying(**layout, optimizer=replace(TrainerConfig().optimizer, learning_rate=0.0))
     with open_trainer(still, twins[1]) as trainer:
@@ -316,16 +300,11 @@ def test_replayed_choices_take_away_what_a_perturbed_router_does(
     assert distances[1] < 1e-5 and distances[3] < 1e-5
 
 
-def test_the_load_is_that_of_what_is_replayed_and_where_nothing_is_known_routers_choose(
-    twins: tuple[Path, Path], sampled: Callable[[TrainBatch], TrainBatch], rollouts: Rollouts
-) -> None:
-    known = sampled(rollouts())
+def test_the_load_is_of_what_is_replayed_and_where_nothing_is_known_routers_choose(twins: tuple[Path, Path], known: TrainBatch) -> None:
     assert known.routed_experts is not None
     nothing = replace(known, routed_experts=np.full_like(known.routed_experts, -1))
     results = [make_trainer(replaying(), twins[1]).step(batch) for batch in (nothing, replace(known, routed_experts=None))]
     assert results[0].digest == results[1].digest
-    known = sampled(rollouts())
-    assert known.routed_experts is not None
     alone = np.broadcast_to(np.array([0, 1], np.int16), known.routed_experts.shape).copy()
     found = make_trainer(replaying(), twins[1]).step(replace(known, routed_experts=alone)).metrics
     assert found["train/expert_load_max"] == pytest.approx(4.0), "2 of 8 experts have all"
@@ -364,14 +343,7 @@ def test_a_prompt_is_shared_as_far_as_it_was_routed_alike(rollouts: Rollouts) ->
         (lambda experts: experts - 2, "got -3 to"),
     ],
 )
-def test_what_cannot_be_replayed_is_refused(
-    twins: tuple[Path, Path],
-    sampled: Callable[[TrainBatch], TrainBatch],
-    rollouts: Rollouts,
-    change: Callable[[Any], Any],
-    said: str,
-) -> None:
-    known = sampled(rollouts())
+def test_what_cannot_be_replayed_is_refused(twins: tuple[Path, Path], known: TrainBatch, change: Callable[[Any], Any], said: str) -> None:
     trainer = make_trainer(replaying(), twins[1])
     before = trainer.digest()
     with pytest.raises(TrainingError) as caught:
@@ -383,7 +355,6 @@ def test_choices_reach_other_ranks_and_no_dense_model(model_dir: Path, rollouts:
     batch = rollouts()
     with pytest.raises(TrainingError, match="expected routed experts"):
         trainers.make(model_dir, trainers.DIRECT).step(replace(batch, routed_experts=np.zeros((batch.num_tokens, 2, 2), np.int16)))
-    batch = rollouts()
     experts = np.arange(batch.num_tokens * 4, dtype=np.int16).reshape(-1, 2, 2)
     again = unpack(pack(replace(batch, routed_experts=experts)), TrainBatch)
     assert again.routed_experts is not None and again.routed_experts.dtype == np.int16

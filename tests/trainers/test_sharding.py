@@ -17,7 +17,7 @@ from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.mesh import mesh_of
-from streamrl.trainers.protocol import TokenValues
+from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.checkpoint import host_bytes
 from streamrl.trainers.torch.parallel import Parallel
@@ -26,6 +26,7 @@ from tests.support.batches import train_batch
 from tests.support.compilers import COMPILES
 from tests.support.errors import raises
 from tests.support.meshes import STEPS, Mesh, Runs, batch, config, slow, soak
+from tests.support.steps import check_alike, stepped
 from tests.support.trainers import Models
 
 # Meshes of up to four processes, on however few cores there are.
@@ -35,6 +36,10 @@ PARTS: Mesh = {"ranks": 2, "shards": 2, "gather": "micro_batch"}
 COPIES: Mesh = {"ranks": 4, "shards": 2, "gather": "micro_batch"}
 THREE: Mesh = {"ranks": 3, "shards": 3, "gather": "step"}
 """With how long layers stay gathered. Of 16 rows the third of three parts has fewer."""
+
+
+SHARED = [slow({"ranks": 4, "shards": 2, "context": 2}), soak({"ranks": 2, "context": 2}), soak({"ranks": 3, "shards": 3, "context": 3})]
+"""Two copies in two parts for two rows, two ranks with the whole model each, one row over three parts."""
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +52,14 @@ def truth(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return meshes.parameters(meshes.run(meshes.in_float64(config(), model_dir), tmp_path_factory.mktemp("truth")).checkpoint)
 
 
-@pytest.mark.parametrize("mesh", [PARTS, slow(COPIES), slow(THREE), soak({"ranks": 2})], ids=str)
+@pytest.mark.parametrize("mesh", [PARTS, slow(COPIES), slow(THREE), soak({"ranks": 2}), *SHARED], ids=str)
 def test_a_mesh_has_the_digests_of_one_rank_and_ends_as_near_to_it_as_that_to_float64(
     ran: Runs, truth: dict[str, torch.Tensor], mesh: Mesh, model_dir: Path
 ) -> None:
     meshes.check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
 
 
-@pytest.mark.parametrize("mesh", [slow(COPIES), soak(THREE)], ids=str)
+@pytest.mark.parametrize("mesh", [slow(COPIES), soak(THREE), *SHARED], ids=str)
 def test_on_one_mesh_a_restart_and_a_replay_give_the_same_bits(ran: Runs, mesh: Mesh, model_dir: Path) -> None:
     with open_trainer(config(**mesh), model_dir) as trainer:
         assert [trainer.step(batch(step)).digest for step in range(2)] == ran(mesh).digests[:2]
@@ -78,12 +83,11 @@ def test_another_mesh_goes_on_with_masters_and_moments(ran: Runs, model_dir: Pat
 def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, tmp_path: Path) -> None:
     """With a policy that is scored again by older versions, for which its parts are written over for a moment."""
     loss = LossConfig(advantage="ppo", kl=KLConfig(loss_coef=0.1, reference_every=2))
-    results: dict[int, list[tuple[str, dict[str, float]]]] = {}
+    results: dict[int, list[StepResult]] = {}
     for shards in (1, 2):
         asked = config(loss, ranks=2, shards=shards, dtype="bfloat16", check_logprobs=2)
         with open_trainer(asked, model_dir) as trainer:
-            stepped = [trainer.step(batch(step)) for step in range(5)]
-            results[shards] = [(result.reference, result.metrics) for result in stepped]
+            results[shards] = [trainer.step(batch(step)) for step in range(5)]
             trainer.save(tmp_path / f"{shards}", b"", version=Version(0, 5)).result()
             trainer.export(tmp_path / f"hf-{shards}")
             assert {shard.dtype for shard in trainer.shards()} == {"bfloat16"}
@@ -92,18 +96,16 @@ def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, t
             other.load(tmp_path / f"{shards}")
             assert other.digest() == digest
         assert make_trainer(config(dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
-    files = ("model", "optimizer", "critic", "critic_optimizer", "reference")
-    for file in files:
+    for file in ("model", "optimizer", "critic", "critic_optimizer", "reference"):
         whole, parts = (meshes.parameters(tmp_path / f"{shards}", file) for shards in (1, 2))
         assert {name: (value.shape, value.dtype) for name, value in whole.items()} == {
             name: (value.shape, value.dtype) for name, value in parts.items()
         }
-    for (reference, metrics), (other, others) in zip(results[1], results[2], strict=True):
-        assert bool(reference) and bool(other)
-        for name in ("train/loss", "train/value_loss", "train/grad_norm", "train/value_grad_norm", "train/kl_loss"):
-            assert others[name] == pytest.approx(metrics[name], rel=0.05, abs=1e-2), name
-        found = {name for name in metrics if not name.startswith("train/float32_")}
-        assert found == set(others)
+    names = ("train/loss", "train/value_loss", "train/grad_norm", "train/value_grad_norm", "train/kl_loss")
+    check_alike(results[2], results[1], *names, rel=0.05, abs=1e-2)
+    for one, other in zip(results[1], results[2], strict=True):
+        assert one.reference and other.reference
+        assert {name for name in one.metrics if not name.startswith("train/float32_")} == set(other.metrics)
 
 
 def test_no_thread_of_the_ranks_is_left_when_they_have_parted(model_dir: Path) -> None:
@@ -144,20 +146,6 @@ def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(m
     assert combine({name: tensor_digest(host_bytes(value), 4) for name, value in exported.items()}) == digest
 
 
-SHARED = [slow({"ranks": 4, "shards": 2, "context": 2}), soak({"ranks": 2, "context": 2}), soak({"ranks": 3, "shards": 3, "context": 3})]
-"""Two copies in two parts for two rows, two ranks with the whole model each, one row over three parts."""
-
-
-@pytest.mark.parametrize("mesh", SHARED, ids=str)
-def test_ranks_that_share_rows_end_as_near_to_one_rank_as_that_to_float64(
-    ran: Runs, mesh: Mesh, truth: dict[str, torch.Tensor], model_dir: Path
-) -> None:
-    meshes.check_mesh(ran(mesh), ran(ONE), truth, make_trainer(config(), model_dir), model_dir)
-    with open_trainer(config(**mesh), model_dir) as trainer:
-        assert [trainer.step(batch(step)).digest for step in range(2)] == ran(mesh).digests[:2]
-        meshes.goes_on(trainer, ran(mesh).half, ran(mesh), meshes.HALF + 3)
-
-
 LOSSES = {
     "default": LossConfig(),
     "sequences": LossConfig(
@@ -195,8 +183,8 @@ def test_gradients_of_every_loss_are_those_of_one_rank(model_dir: Path, tmp_path
                 assert trainer.load(where) == b"extra"
                 found.append((results + [trainer.step(one) for one in batches[2:]], where))
         (alone, one), (together, two) = found
+        check_alike(together, alone, rel=1e-3, abs=1e-4)
         for ours, theirs in zip(together, alone, strict=True):
-            assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-3, abs=1e-4), name
             if theirs.tokens is not None:
                 assert ours.tokens is not None
                 assert ours.tokens.logprobs == pytest.approx(theirs.tokens.logprobs, abs=1e-5, nan_ok=True)
@@ -240,8 +228,9 @@ def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model
     # A rate of 0 leaves the parameters; after one step Adam's first moment is the gradient, not clipped, times 1 - beta1.
     changes: dict[str, Any] = {"minibatches": 1, "micro_tokens": rows, "optimizer": OptimizerConfig(learning_rate=1e-3, clip_norm=0.0)}
     exact, alone = meshes.in_float64(config(**changes), directory), make_trainer(config(attention="packed", **changes), directory)
-    first = {name: trainer.step(given) for name, trainer in (("exact", exact), ("alone", alone))}
+    first: dict[str, StepResult] = {}
     for name, trainer in (("exact", exact), ("alone", alone)):
+        first[name] = trainer.step(given)
         trainer.save(tmp_path / name, b"", version=Version(0, 1)).result()
     with open_trainer(config(ranks=2, context=2, **changes), directory) as trainer:
         first["shared"] = trainer.step(given)
@@ -249,9 +238,8 @@ def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model
         second = trainer.step(replace(given, stage_step=1, version=Version(0, 1)))
     assert np.isfinite(second.metrics["train/loss"])
     assert first["shared"].choices is not None and first["shared"].choices.row_length == rows
-    values = {name: result.tokens for name, result in first.items()}
-    assert all(isinstance(found, TokenValues) for found in values.values())
-    logprobs: dict[str, Any] = {name: found.logprobs for name, found in values.items() if found is not None}
+    values: dict[str, Any] = {name: result.tokens for name, result in first.items()}
+    logprobs = {name: found.logprobs for name, found in values.items()}
     far = np.abs(logprobs["alone"] - logprobs["exact"]).max()
     assert 0 < far < 1e-4
     assert np.abs(logprobs["shared"] - logprobs["exact"]).max() <= meshes.BOUND * far
@@ -267,13 +255,9 @@ def test_log_probs_and_gradient_of_long_samples_are_those_of_one_rank(make_model
 def test_layers_are_compiled_where_rows_are_shared(model_dir: Path) -> None:
     """On GPUs: test_context_gpu.py."""
     asked = {"compile": "on", "attention": "packed", "activations": 1}
-    losses: dict[int, list[float]] = {}
-    for context in (1, 2):
-        with open_trainer(config(ranks=context, context=context, **asked), model_dir) as trainer:
-            results = [trainer.step(batch(step)) for step in range(2)]
-        assert all(result.choices is not None and result.choices.compiled for result in results)
-        losses[context] = [result.metrics["train/grad_norm"] for result in results]
-    assert losses[2] == pytest.approx(losses[1], rel=1e-3)
+    alone, shared = (stepped(config(ranks=count, context=count, **asked), model_dir, range(2)) for count in (1, 2))
+    assert all(result.choices is not None and result.choices.compiled for result in (*alone, *shared))
+    check_alike(shared, alone, "train/grad_norm", rel=1e-3)
 
 
 @pytest.mark.parametrize("which", ["policy", "reference"])
@@ -288,11 +272,8 @@ def test_a_model_with_sliding_windows_is_refused(model_dir: Path, make_model: Mo
 
 @pytest.mark.slow
 def test_the_load_of_experts_is_of_all_tokens(make_mixture: Models) -> None:
-    directory = make_mixture()
-    loss = LossConfig(experts=ExpertsConfig(balance_coef=0.1, z_coef=0.01))
-    metrics: dict[int, dict[str, float]] = {}
-    for context in (1, 2):
-        with open_trainer(config(loss, ranks=context, context=context, attention="packed"), directory) as trainer:
-            metrics[context] = trainer.step(batch(0)).metrics
-    assert any("expert" in name for name in metrics[1])
-    assert metrics[2] == pytest.approx(metrics[1], rel=2e-3, abs=1e-4)
+    directory, loss = make_mixture(), LossConfig(experts=ExpertsConfig(balance_coef=0.1, z_coef=0.01))
+    asked = (config(loss, ranks=count, context=count, attention="packed") for count in (1, 2))
+    alone, shared = (stepped(one, directory, [0]) for one in asked)
+    assert any("expert" in name for name in alone[0].metrics)
+    check_alike(shared, alone, rel=2e-3, abs=1e-4)

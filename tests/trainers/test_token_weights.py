@@ -1,8 +1,9 @@
 """What is kept of each trained token: the policy's own log-prob and the importance weight, of the newest batches, for people."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,32 +11,22 @@ import pytest
 from streamrl.bus.memory import MemoryBus
 from streamrl.config.loss import CorrectionConfig, LossConfig
 from streamrl.config.registry import Role
-from streamrl.config.tree import Config, OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.data.model import ensure_model
 from streamrl.schemas.versions import Version
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.token_weights import FOLDER, TokenWeights, read_token_weights, shown
 from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.scoring import score
-from tests.support.trainers import Rollouts
+from tests.support.trainers import Rollouts, make
 from tests.support.world.world import table_config
 
 HIGH = 0.5
 
 
-@pytest.mark.parametrize("backend", ["torch", "table"])
-def test_they_are_the_step_s_own(
-    backend: Literal["torch", "table"], model_dir: Path, table_dir: Path, rollouts: Rollouts, tmp_path: Path
-) -> None:
+def test_they_are_the_step_s_own(make_either: Callable[..., Any], rollouts: Rollouts, tmp_path: Path) -> None:
     """Against the score of each token by the model before the step, and min(pi / mu, high)."""
-    batch = rollouts()
-    config = Config(
-        trainer=TrainerConfig(backend=backend, optimizer=OptimizerConfig(learning_rate=1e-3)),
-        loss=LossConfig(correction=CorrectionConfig(high=HIGH)),
-    )
-    trainer = make_trainer(config, model_dir if backend == "torch" else table_dir)
+    batch, trainer = rollouts(), make_either(loss=LossConfig(correction=CorrectionConfig(high=HIGH)))
     before = score(trainer, batch, Role.POLICY)
     values = trainer.step(batch).tokens
     assert values is not None
@@ -77,8 +68,7 @@ def test_only_the_newest_are_kept_and_of_rollouts(rollouts: Rollouts, tmp_path: 
     assert files(folder) == ["00000002-e1.arrow"], "a resumed trainer has gone back"
     write(folder, rollouts(), 5, keep_bytes=0)
     assert files(folder) == ["00000002-e1.arrow"]
-    config = Config(trainer=TrainerConfig(backend="table"))
-    assert make_trainer(config, table_dir).step(demonstrations()).tokens is None
+    assert make(table_dir, backend="table").step(demonstrations()).tokens is None
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
