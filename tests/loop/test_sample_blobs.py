@@ -28,11 +28,12 @@ from streamrl.producers.publishing import Publisher
 from streamrl.producers.routing import store_experts
 from streamrl.schemas.codec import encode
 from streamrl.schemas.experts import RoutedExperts, compact
-from streamrl.schemas.ledger import LedgerEntry
+from streamrl.schemas.ledger import Drop
 from streamrl.schemas.samples import BlobRef, Sample, VersionSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.tasks import RolloutTask, Sampling
 from streamrl.schemas.versions import Version
+from tests.support.tiny import ledger_entry
 
 ROUTING = Routing(layers=3, per_token=2, experts=8)
 RULES = FoldConfig(batch_tasks=1, group_size=2, max_staleness=1, drop_zero_variance=False)
@@ -77,6 +78,14 @@ class World:
         samples = await self.store(self.publisher, samples_of(asked, episodes, producer="p"), episodes)
         await self.publisher.task(asked, [change(sample) for sample in samples], [])
 
+    async def lose(self) -> dict[str, bytes]:
+        """Delete all blobs; returns them."""
+        blobs = self.bus.sample_blobs
+        bodies = {name: await blobs.get(name) for name in await blobs.names()}
+        for name in bodies:
+            await blobs.delete(name)
+        return bodies
+
     def fold(self, call: Caller) -> tuple[StreamFold, RecordReader]:
         reader = RecordReader(self.bus, call.loop, after=0, capacity=16)
         looks = self.replayed.anything or self.images
@@ -104,6 +113,18 @@ class World:
             return await asyncio.wait_for(asyncio.to_thread(work), 30), fold
         finally:
             reader.close()
+
+    async def dropped(self) -> tuple[TrainBatch, Drop]:
+        """The batch, which has rollout 1 alone, and why rollout 0 is not in it."""
+        batch, fold = await self.batch()
+        assert batch.rollouts.tolist() == [1]
+        [drop] = fold.own.drops
+        assert (drop.reason, drop.rollouts) == (BLOB_MISSING, (0,))
+        return batch, drop
+
+
+def two() -> list[Episode]:
+    return [episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))]
 
 
 @pytest.fixture
@@ -164,11 +185,9 @@ async def test_a_sample_that_names_what_is_not_there_ends_its_rollout(world: Wor
         assert sample.routed_experts is not None
         return replace(sample, routed_experts=replace(sample.routed_experts, **wrong)) if sample.rollout == 0 else sample
 
-    await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))], change)
-    batch, fold = await world.batch()
-    assert batch.rollouts.tolist() == [1] and batch.routed_experts is not None
-    [drop] = fold.own.drops
-    assert (drop.reason, drop.rollouts) == (BLOB_MISSING, (0,)) and drop.detail.startswith("routed experts of sample 0: ")
+    await world.publish(two(), change)
+    batch, drop = await world.dropped()
+    assert batch.routed_experts is not None and drop.detail.startswith("routed experts of sample 0: ")
 
 
 BODIES: dict[str, bytes] = {
@@ -189,22 +208,15 @@ BODIES: dict[str, bytes] = {
 async def test_a_blob_that_holds_something_else_ends_its_rollout(world: World, body: bytes) -> None:
     await world.bus.sample_blobs.put("0/0.00000000", body)
     ref = BlobRef("0/0.00000000", hashlib.sha256(body).hexdigest(), 0, 4)
-    await world.publish(
-        [episode(0, [1, 2], None), episode(1, [3], routing(3))],
-        lambda sample: replace(sample, routed_experts=ref) if sample.rollout == 0 else sample,
-    )
-    batch, fold = await world.batch()
-    assert batch.rollouts.tolist() == [1]
-    assert [drop.reason for drop in fold.own.drops] == [BLOB_MISSING]
+    await world.publish(two(), lambda sample: replace(sample, routed_experts=ref) if sample.rollout == 0 else sample)
+    await world.dropped()
 
 
 async def test_what_is_gone_ends_its_rollouts_and_is_decided_alike_when_it_is_back(world: World) -> None:
     """By the record on the stream, not by what there is now; and the next group is trained."""
-    await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))])
-    bodies = {name: await world.bus.sample_blobs.get(name) for name in await world.bus.sample_blobs.names()}
-    for name in bodies:
-        await world.bus.sample_blobs.delete(name)
-    await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))], index=1)
+    await world.publish(two())
+    bodies = await world.lose()
+    await world.publish(two(), index=1)
     batch, fold = await world.batch()
     assert batch.tasks.tolist() == [1, 1] and fold.own.is_retired(0)
     # A second trainer, which finds the same, tells nothing twice.
@@ -217,18 +229,15 @@ async def test_what_is_gone_ends_its_rollouts_and_is_decided_alike_when_it_is_ba
 
 
 async def test_a_batch_that_was_trained_before_says_what_it_lacks(world: World) -> None:
-    await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))])
+    await world.publish(two())
     call = Caller(asyncio.get_running_loop())
     fold, reader = world.fold(call)
     try:
         closed = await asyncio.to_thread(fold.next, None, lambda: False)
         assert closed is not None
         other, second = world.fold(call)
-        for name in await world.bus.sample_blobs.names():
-            await world.bus.sample_blobs.delete(name)
-        past: Any = LedgerEntry(
-            run="r", trainer="main", source="main", version=Version(0, 1), cursor=1, used=used(closed), granted=0, retired=0
-        )
+        await world.lose()
+        past: Any = replace(ledger_entry("r", 1), cursor=1, used=used(closed))
         again = await asyncio.to_thread(other.next, past, lambda: False)
         assert again is not None
         with pytest.raises(SchemaError, match=r"version 1 .* rollout 0 of task 0"):
@@ -246,7 +255,7 @@ class Barred:
 
 
 async def test_a_login_that_may_not_read_them_ends_the_trainer_and_no_rollout(world: World) -> None:
-    await world.publish([episode(0, [1, 2], routing(4)), episode(1, [3], routing(3))])
+    await world.publish(two())
     last = (await world.bus.state("samples")).last
     call = Caller(asyncio.get_running_loop())
     reader = RecordReader(world.bus, call.loop, after=0, capacity=16)

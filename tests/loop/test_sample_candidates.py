@@ -15,7 +15,6 @@ from streamrl.consumers.training.reader import open_message
 from streamrl.consumers.training.sample_blobs import Replayed, blobs_named
 from streamrl.consumers.training.stream_fold import StreamFold
 from streamrl.core.batches import TrainBatch
-from streamrl.core.fold import BLOB_MISSING
 from streamrl.producers.candidates import store_candidates
 from streamrl.producers.episode import Branch, Episode, Segment
 from streamrl.schemas.candidates import Candidates, CandidateSets, bounds_of
@@ -126,10 +125,8 @@ REFS: list[dict[str, object]] = [{"name": "0/0.ffffffff"}, {"sha256": "ab" * 32}
 @pytest.mark.parametrize("wrong", REFS, ids=str)
 async def test_a_sample_that_names_what_is_not_there_ends_its_rollout(world: World, wrong: dict[str, object]) -> None:
     await world.publish([episode(0, turn([1, 2], [[1, 3], [2, 8]])), episode(1, turn([4], [[4, 5]]))], changed(**wrong))
-    batch, fold = await world.batch()
-    assert batch.rollouts.tolist() == [1] and said_in(batch) == [[], [], [], [4, 5]]
-    [drop] = fold.own.drops
-    assert (drop.reason, drop.rollouts) == (BLOB_MISSING, (0,)) and drop.detail.startswith("candidates of sample 0: expected ")
+    batch, drop = await world.dropped()
+    assert said_in(batch) == [[], [], [], [4, 5]] and drop.detail.startswith("candidates of sample 0: expected ")
 
 
 GOOD: Said = [[], [], [], [1, 3], [2, 8]]
@@ -157,26 +154,22 @@ async def test_a_blob_that_holds_something_else_ends_its_rollout(world: World, c
     ref = BlobRef("0/0.00000000", hashlib.sha256(body).hexdigest(), 0, 5)
     episodes = [episode(0, turn([1, 2], None)), episode(1, turn([4], [[4, 5]]))]
     await world.publish(episodes, lambda sample: replace(sample, candidates=ref) if sample.rollout == 0 else sample)
-    batch, fold = await world.batch()
-    if not case:
+    if case:
+        assert said in (await world.dropped())[1].detail
+    else:
+        batch, fold = await world.batch()
         assert said_in(batch)[:5] == GOOD and not fold.own.drops, "what the others are measured by"
-        return
-    assert batch.rollouts.tolist() == [1]
-    [drop] = fold.own.drops
-    assert drop.reason == BLOB_MISSING and said in drop.detail
 
 
 async def test_an_engine_that_says_too_few_ends_its_rollout(world: World) -> None:
     await world.publish([episode(0, turn([1, 2], [[1, 3]])), episode(1, turn([4], [[4, 5]]))])
-    batch, fold = await world.batch()
-    assert batch.rollouts.tolist() == [1] and [drop.reason for drop in fold.own.drops] == [BLOB_MISSING]
+    await world.dropped()
 
 
 async def test_who_does_not_look_at_them_fetches_nothing_and_retention_knows_their_names(world: World) -> None:
     await world.publish([episode(k, turn([1], [[1, 3]])) for k in range(2)])
     samples = open_message(await world.bus.fetch(SAMPLES, 1)).samples
     assert samples is not None and blobs_named(samples) == set(await world.bus.sample_blobs.names())
-    for name in blobs_named(samples):
-        await world.bus.sample_blobs.delete(name)
+    await world.lose()
     batch, fold = await world.batch(Recording())
     assert batch.num_samples == 2 and not fold.own.drops
