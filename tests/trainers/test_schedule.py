@@ -118,12 +118,9 @@ def test_schedules_that_cannot_be_are_refused() -> None:
 
 
 def test_the_length_is_that_of_the_run_unless_it_is_said() -> None:
-    def steps(optimizer: OptimizerConfig) -> int:
-        return schedule_steps(Config(run=RunConfig(steps=70), trainer=TrainerConfig(optimizer=optimizer)))
-
-    assert steps(OptimizerConfig()) == 70
-    assert steps(OptimizerConfig(decay_steps=30)) == 30
-    assert steps(OptimizerConfig(warmup_steps=90)) == 91
+    optimizers = (OptimizerConfig(), OptimizerConfig(decay_steps=30), OptimizerConfig(warmup_steps=90))
+    configs = [Config(run=RunConfig(steps=70), trainer=TrainerConfig(optimizer=one)) for one in optimizers]
+    assert [schedule_steps(config) for config in configs] == [70, 30, 91]
 
 
 @pytest.mark.parametrize("warmup", [0, 2, 9, 10, 11, 30])
@@ -133,12 +130,9 @@ def test_an_old_configuration_means_what_it_meant(warmup: int) -> None:
     def former(step: int) -> float:
         if step < warmup:
             return 6e-4 * (step + 1) / warmup
-        fall = max(10 - 1 - warmup, 1)
-        done = min((step - warmup) / fall, 1.0)
+        done = min((step - warmup) / max(10 - 1 - warmup, 1), 1.0)
         return 6e-4 * (1.0 - (1.0 - 0.3) * done)
 
-    config = Config(run=RunConfig(steps=10), trainer=TrainerConfig(optimizer=OptimizerConfig(warmup_steps=warmup)))
-    rate = learning_rates(config)
-    for step in range(40):
-        batch = train_batch([{"prompt": [1], "answer": [2]}], stage_step=step)
-        assert rate(batch) == former(step)
+    rate = learning_rates(Config(run=RunConfig(steps=10), trainer=TrainerConfig(optimizer=OptimizerConfig(warmup_steps=warmup))))
+    batches = [train_batch([{"prompt": [1], "answer": [2]}], stage_step=step) for step in range(40)]
+    assert [rate(batch) for batch in batches] == [former(step) for step in range(40)]

@@ -42,19 +42,18 @@ class OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+FUSIONS = ("bias_activation", "bias_dropout", "masked_softmax", "apply_rope", "gradient_accumulation")
+OFF = ("add_bias_linear", *(f"{what}_fusion" for what in FUSIONS))
+
+
 def build(config: dict[str, Any], tensors: int, stages: int) -> GPTModel:
     """The model of a Hugging Face configuration, in float32, on this rank."""
     arch = architecture(config, "config.json")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict.fromkeys(OFF, False) | dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0)
     if arch.experts:
-        options = {
-            "num_moe_experts": arch.experts,
-            "moe_ffn_hidden_size": arch.intermediate,
-            "moe_router_topk": config["num_experts_per_tok"],
-            "moe_router_load_balancing_type": "none",
-            "moe_router_pre_softmax": False,
-            "moe_token_dispatcher_type": "allgather",
-        }
+        options |= {"num_moe_experts": arch.experts, "moe_ffn_hidden_size": arch.intermediate}
+        options |= {"moe_router_topk": config["num_experts_per_tok"], "moe_router_load_balancing_type": "none"}
+        options |= {"moe_router_pre_softmax": False, "moe_token_dispatcher_type": "allgather"}
     made = TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -66,16 +65,8 @@ def build(config: dict[str, Any], tensors: int, stages: int) -> GPTModel:
         layernorm_epsilon=config["rms_norm_eps"],
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
         tensor_model_parallel_size=tensors,
         pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32,
@@ -147,17 +138,12 @@ def main() -> None:
         config = json.loads((Path(directory) / "config.json").read_text())
         model = build(config, int(tensors), int(stages))
         place = Place(tensor=int(rank) % int(tensors), tensors=int(tensors), stage=int(rank) // int(tensors), stages=int(stages))
-        state = {"model": model.sharded_state_dict()}
+        state, whole = {"model": model.sharded_state_dict()}, load_file(Path(directory) / "model.safetensors")
         if what == "save":
-            fill(model, config, load_file(Path(directory) / "model.safetensors"), place)
+            fill(model, config, whole, place)
             dist_checkpointing.save(state, checkpoint)
         else:
-            fill(
-                model,
-                config,
-                {name: torch.full_like(value, 7.0) for name, value in load_file(Path(directory) / "model.safetensors").items()},
-                place,
-            )
+            fill(model, config, {name: torch.full_like(value, 7.0) for name, value in whole.items()}, place)
             common = dist_checkpointing.load_common_state_dict(checkpoint)
             assert common["args"].tensor_model_parallel_size == 1
             loaded: Any = dist_checkpointing.load(state, checkpoint)

@@ -41,6 +41,16 @@ def same(some: Path, others: Path) -> bool:
     )
 
 
+def converted(place: Path, kind: str, **options: Any) -> None:
+    """`place/model`, and what becomes of it in `place/megatron`."""
+    write_model(place / "model", kind, **options)
+    convert(place / "model", place / "megatron")
+
+
+def left(place: Path) -> list[str]:
+    return sorted(path.name for path in place.iterdir())
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A tied Qwen3."""
@@ -49,14 +59,10 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def release(model: Path, tmp_path: Path) -> Path:
-    """Where megatron-core would look for it once it is converted."""
-    convert(model, tmp_path / "megatron")
+def release(tmp_path: Path) -> Path:
+    """Where megatron-core would look for a tied Qwen3 once it is converted."""
+    converted(tmp_path, "Qwen3", tied=True)
     return tmp_path / "megatron" / "release"
-
-
-def left(place: Path) -> list[str]:
-    return sorted(path.name for path in place.iterdir())
 
 
 @pytest.mark.parametrize(("kind", "tied"), [(kind, tied) for kind in KINDS for tied in (True, False)])
@@ -98,7 +104,7 @@ def change_tensors(directory: Path, **changes: torch.Tensor | None) -> None:
     save_file({name: value for name, value in held.items() if value is not None}, directory / "model.safetensors")
 
 
-NORM = "model__norm__weight"
+NORM, Q = "model__norm__weight", "model__layers__0__self_attn__q_proj__weight"
 
 
 @pytest.mark.parametrize(
@@ -112,12 +118,8 @@ NORM = "model__norm__weight"
         ({}, {NORM: None}, ("model.norm.weight", "none")),
         ({}, {NORM: torch.ones(3)}, ("model.norm.weight", "[16]", "[3]")),
         ({}, {NORM: torch.ones(16, dtype=torch.float8_e4m3fn)}, ("model.norm.weight", "F8_E4M3")),
-        ({}, {"model__layers__0__self_attn__q_proj__weight_scale_inv": torch.ones(1)}, ("q_proj.weight_scale_inv", "too")),
-        (
-            {},
-            {"model__layers__0__self_attn__q_proj__weight": torch.ones(32, 16)},
-            ("linear_qkv", "q_proj.weight F32", "k_proj.weight BF16"),
-        ),
+        ({}, {f"{Q}_scale_inv": torch.ones(1)}, ("q_proj.weight_scale_inv", "too")),
+        ({}, {Q: torch.ones(32, 16)}, ("linear_qkv", "q_proj.weight F32", "k_proj.weight BF16")),
     ],
 )
 def test_a_model_that_is_not_its_description_is_refused_by_name(
@@ -150,20 +152,17 @@ def test_another_models_checkpoint_is_refused(release: Path, tmp_path: Path, con
     assert not (tmp_path / "back").exists()
 
 
-def cut(path: Path, keep: int) -> None:
-    """Leave the first bytes of a file."""
-    os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
-
-
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
 def test_a_truncated_file_is_named(release: Path, tmp_path: Path, keep: int) -> None:
     for name in ("__0_0.distcp", ".metadata"):
         shutil.copytree(release.parent, tmp_path / "cut")
-        cut(tmp_path / "cut" / "release" / name, keep)
+        file = tmp_path / "cut" / "release" / name
+        file.write_bytes(file.read_bytes()[:keep])
         with pytest.raises(CheckpointDamaged, match=name):
             convert(tmp_path / "cut", tmp_path / "back")
         shutil.rmtree(tmp_path / "cut")
-    cut(tmp_path / "model" / "model.safetensors", keep)
+    file = tmp_path / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointDamaged, match=r"model\.safetensors"):
         convert(tmp_path / "model", tmp_path / "other")
     assert left(tmp_path) == ["megatron", "model"]
@@ -260,8 +259,7 @@ def test_a_source_that_is_neither_is_refused(tmp_path: Path, make: object, word:
 
 
 def test_without_a_description_it_says_which_option_names_one(tmp_path: Path) -> None:
-    write_model(tmp_path / "model", "Llama", tied=False)
-    convert(tmp_path / "model", tmp_path / "megatron")
+    converted(tmp_path, "Llama", tied=False)
     shutil.rmtree(tmp_path / "megatron" / "hf")
     with pytest.raises(ConfigError) as caught:
         convert(tmp_path / "megatron", tmp_path / "back")
@@ -356,8 +354,7 @@ def test_layers_and_experts_of_several_types_are_refused(tmp_path: Path, begin: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_common_has_the_sizes_that_loaders_compare(tmp_path: Path, kind: str) -> None:
     """`num_layers`, `hidden_size`, `num_attention_heads` are compared by Megatron-LM; the others are read by converters."""
-    write_model(tmp_path / "model", kind, tied=kind == "Llama", layers=3)
-    convert(tmp_path / "model", tmp_path / "megatron")
+    converted(tmp_path, kind, tied=kind == "Llama", layers=3)
     with torch.serialization.safe_globals([argparse.Namespace]):
         said = vars(torch.load(tmp_path / "megatron" / "release" / "common.pt", weights_only=True)["args"])
     config = json.loads((tmp_path / "model" / "config.json").read_text())
@@ -383,8 +380,7 @@ def test_metadata_of_an_older_megatron_core_is_read(release: Path, tmp_path: Pat
 
 def test_bits_that_flip_where_torch_describes_a_tensor_are_damage(tmp_path: Path) -> None:
     """Whatever torch makes of them, no other error comes. Values have no check sum, so those are not struck."""
-    write_model(tmp_path / "model", "Llama", tied=False, layers=1)
-    convert(tmp_path / "model", tmp_path / "megatron")
+    converted(tmp_path, "Llama", tied=False, layers=1)
     file = tmp_path / "megatron" / "release" / "__0_0.distcp"
     data, struck = file.read_bytes(), 0
     about = data.index(b"_rebuild_tensor")
