@@ -1,4 +1,4 @@
-"""A run comes to its end under a key that its newest trainer writes last, and by limits that count over all its trainers."""
+"""A run ends under a key that its newest trainer writes last, by limits that count over all its trainers; with more steps it goes on."""
 
 from pathlib import Path
 
@@ -6,17 +6,28 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
+from streamrl.config.load import dump
 from streamrl.config.tree import Config, RunConfig
 from streamrl.consumers.training.ledger import take_fence
 from streamrl.consumers.training.loop import trained_s
+from streamrl.data.model import ensure_model
 from streamrl.errors import Fenced
+from streamrl.history.replay import Range, verify
+from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_end import read_end, read_fence, write_end
+from streamrl.runtime.run_record import with_decay_steps, write_or_check
+from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.codec import decode
 from streamrl.schemas.control import RunEnd
+from streamrl.schemas.events import Event
+from streamrl.schemas.subjects import EVENTS, Subjects
 from streamrl.schemas.versions import Version
+from streamrl.trainers.schedule import learning_rate
 from tests.support.errors import raises
-from tests.support.harness import read_ledger
+from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.tiny import ledger_entry
 from tests.support.world.place import place
+from tests.support.world.world import table_config
 
 
 async def test_a_trainer_that_drains_leaves_no_end_and_one_that_reaches_a_limit_does(tmp_path: Path) -> None:
@@ -61,3 +72,53 @@ async def test_a_trainer_that_has_been_replaced_cannot_end_the_run() -> None:
         await write_end(bus, "main", end)
     assert await read_end(bus, "main") is None
     await bus.close()
+
+
+async def train(config: Config, run: RunDir, bus: MemoryBus, steps: int) -> tuple[Config, str]:
+    """One `up` of the run: first start or resumed; gives what it ran with and what is said of its schedule."""
+    config, text = with_decay_steps(replace(config, run=replace(config.run, steps=steps)), run, trained=True)
+    await write_or_check(bus, await prepare(config, run))
+    run.write_config(config)
+    await run_to_end(config, run, bus)
+    return config, text
+
+
+async def notices(bus: MemoryBus, run: str) -> list[str]:
+    last = (await bus.state(EVENTS)).last
+    found = [await bus.fetch(EVENTS, sequence) for sequence in range(1, last + 1)]
+    said = [decode(message.body, Event).detail for message in found if message.subject == Subjects(run).events("notice")]
+    return [str(detail) for detail in said]
+
+
+@pytest.mark.process
+async def test_a_run_grows_and_shrinks(tmp_path: Path) -> None:
+    optimizer = {"schedule": "cosine", "warmup_steps": 2, "final_fraction": 0.1}
+    base = table_config(tmp_path, run={"name": "grows"}, data={"max_prompt_tokens": 16}, trainer={"keep_checkpoints": 100})
+    base = replace(base, trainer=replace(base.trainer, optimizer=replace(base.trainer.optimizer, **optimizer)))
+    run, base = make_run(tmp_path, base)
+    run.config_path.unlink()  # as before the first `up`
+    ensure_model(base, run.model_dir)
+    bus = MemoryBus("grows", base.bus)
+    try:
+        first, text = await train(base, run, bus, 4)
+        assert (len(await read_ledger(bus, "grows")), text) == (4, "")
+        grown, text = await train(base, run, bus, 8)
+        assert "over 4 batches" in text
+        assert replace(grown, run=first.run) == first, "of what decides only the end is another"
+        entries = await read_ledger(bus, "grows")
+        peak = base.trainer.optimizer.learning_rate
+        expected = [learning_rate(step, peak=peak, warmup_steps=2, total_steps=4, final_fraction=0.1, kind="cosine") for step in range(8)]
+        assert [entry.metrics["train/lr"] for entry in entries] == pytest.approx(expected)
+        assert expected[4:] == pytest.approx([0.1 * peak] * 4)
+        for span in (Range(), Range(first=4, last=6)):
+            report = await verify(grown, bus, run.model_dir, checkpoints=run.checkpoints, span=span)
+            assert report.ok and report.equal == report.versions, report.lines
+        assert not any("ends at once" in text for text in await notices(bus, "grows"))
+        shrunk, _ = await train(base, run, bus, 2)
+        assert [entry.version for entry in await read_ledger(bus, "grows")] == [entry.version for entry in entries]
+        assert any("run.steps is 2, but 8 batches" in text for text in await notices(bus, "grows"))
+        report = await verify(shrunk, bus, run.model_dir)
+        assert report.ok and report.equal == 8, report.lines
+        assert "decay_steps" in dump(shrunk)
+    finally:
+        await bus.close()

@@ -21,7 +21,7 @@ from streamrl.trainers import checkpoints
 from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.protocol import StepResult, out_of_memory
 from streamrl.trainers.torch.trainer import TorchTrainer
-from tests.loop.test_steps import notices
+from tests.loop.test_end import notices
 from tests.support.harness import read_ledger, run_to_end
 from tests.support.torch_runs import limited
 from tests.support.ups import begun

@@ -1,4 +1,4 @@
-"""The torch trainer's own promises: exact masks, every layout the same, the Hugging Face directory, what a step tells of itself."""
+"""The torch trainer's own promises: exact masks, every layout and head the same, the directory of Hugging Face, what a step tells."""
 
 import time
 from operator import eq, ne
@@ -6,17 +6,19 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers import CohereConfig, CohereForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GraniteConfig, GraniteForCausalLM
 
 from streamrl.config.loss import KLConfig, LossConfig
 from streamrl.config.registry import Role
 from streamrl.config.tree import OptimizerConfig
-from streamrl.core.batches import TrainBatch
+from streamrl.core.batches import LogitBiases, TrainBatch
 from streamrl.core.packing import plan_micro_batches
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
@@ -179,3 +181,47 @@ def test_the_process_keeps_its_own_switches(model_dir: Path, rollouts: Rollouts)
         trainer.step(rollouts(reward=float("nan")))
     assert torch.are_deterministic_algorithms_enabled() == before
     assert torch.get_num_threads() == 1
+
+
+class OtherLinear(torch.nn.Linear):
+    """What an adapter or a quantised layer looks like from outside: it may do more than its weight says."""
+
+
+WIDE = {**SIZES, "num_key_value_heads": 2, "initializer_range": 0.3}  # so that a cap and a scale show
+KINDS = {
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**WIDE, head_dim=16, final_logit_softcapping=2.0)),
+    "cohere": (CohereForCausalLM, CohereConfig(**WIDE, logit_scale=0.5)),
+    "granite": (GraniteForCausalLM, GraniteConfig(**WIDE, logits_scaling=4.0)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", [torch.nn.Linear, OtherLinear])
+def test_all_that_is_computed_is_the_models_own(kind: str, head: type[torch.nn.Linear], tmp_path: Path, rollouts: Rollouts) -> None:
+    model, config = KINDS[kind]
+    model(config).save_pretrained(tmp_path)
+    policy = CausalLM(tmp_path, torch.float32, CPU)
+    policy.module.get_output_embeddings().__class__ = head
+    biases: list[dict[int, float]] = [{3: 1.5, 15: -2.0}, {}, {0: 0.5}]
+    batch = rollouts(0, temperature=0.7)
+    of = np.arange(batch.num_tokens, dtype=np.int32) % 3
+    batch = msgspec.structs.replace(batch, logit_biases=LogitBiases.from_tables(np.where(of == 1, -1, of).astype(np.int32), biases))
+    added = torch.zeros(batch.num_tokens, 16)
+    for row, bias in zip(added, of.tolist(), strict=True):
+        for token, value in biases[bias].items():
+            row[token] = value
+    loss = torch.zeros(())
+    for micro in plan_micro_batches(batch, batch.loss_mask, np.arange(batch.num_samples), budget=64, several_per_row=False):
+        logprobs, entropy = policy.predict(micro, batch, entropy_gradient=True)
+        loss = loss + logprobs.sum() + 0.5 * entropy.sum()
+    expected = torch.zeros(())
+    for first, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
+        tokens = torch.from_numpy(batch.tokens[first:end].astype("int64"))
+        logits = policy.module(input_ids=tokens[None], use_cache=False).logits[0, :-1] + added[first + 1 : end]
+        logp = (logits / 0.7).log_softmax(-1)
+        trained = torch.from_numpy(batch.loss_mask[first + 1 : end])
+        expected = expected + logp.gather(-1, tokens[1:, None])[trained].sum() - 0.5 * (logp.exp() * logp)[trained].sum()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+    names, leaves = zip(*policy.parameters(), strict=True)
+    for name, mine, reference in zip(names, torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True):
+        assert torch.allclose(mine, reference, rtol=1e-3, atol=1e-4 * float(reference.abs().max())), name
