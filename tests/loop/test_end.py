@@ -25,6 +25,7 @@ from streamrl.schemas.versions import Version
 from streamrl.trainers.schedule import learning_rate
 from tests.support.errors import raises
 from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.streams import stored
 from tests.support.tiny import ledger_entry
 from tests.support.world.place import place
 from tests.support.world.world import table_config
@@ -84,10 +85,8 @@ async def train(config: Config, run: RunDir, bus: MemoryBus, steps: int) -> tupl
 
 
 async def notices(bus: MemoryBus, run: str) -> list[str]:
-    last = (await bus.state(EVENTS)).last
-    found = [await bus.fetch(EVENTS, sequence) for sequence in range(1, last + 1)]
-    said = [decode(message.body, Event).detail for message in found if message.subject == Subjects(run).events("notice")]
-    return [str(detail) for detail in said]
+    found = await stored(bus, EVENTS, Subjects(run).events("notice"))
+    return [str(decode(message.body, Event).detail) for message in found]
 
 
 @pytest.mark.process

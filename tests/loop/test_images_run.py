@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 
 from streamrl.bus.protocol import Bus
-from streamrl.bus.reading import stretch
-from streamrl.consumers.training.reader import open_message
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.history.inspect_reward import task_of_samples
 from streamrl.history.inspect_samples import sample_text, show
@@ -19,10 +17,11 @@ from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_record import write_or_check
 from streamrl.schemas.codec import decode
 from streamrl.schemas.images import StoredImages, image_of, window_named
-from streamrl.schemas.samples import Sample
 from streamrl.schemas.subjects import SAMPLES
 from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.images import GIF, png, write_rows
+from tests.support.producing import samples_in
+from tests.support.streams import stored
 from tests.support.world.world import table_config
 
 pytestmark = [pytest.mark.nats, pytest.mark.process]
@@ -35,18 +34,14 @@ async def test_from_a_row_to_a_recording(tmp_path: Path, nats_bus: Bus, run_id: 
     await run_to_end(config, run, nats_bus, timeout_s=60.0)
     ledger = await read_ledger(nats_bus, run_id)
     assert len(ledger) == 8 and "blob_missing" not in {drop.reason for entry in ledger for drop in entry.drops}
-    state = await nats_bus.state(SAMPLES)
-    rows: list[Sample] = []
-    async for message in stretch(nats_bus, SAMPLES, first=state.first, last=state.last):
-        samples = open_message(message).samples
-        rows += samples.rows() if samples is not None else []
-    stored = {name: decode(await nats_bus.sample_blobs.get(name), StoredImages).images for name in await nats_bus.sample_blobs.names()}
+    rows = samples_in(await stored(nats_bus, SAMPLES))
+    blobs = {name: decode(await nats_bus.sample_blobs.get(name), StoredImages).images for name in await nats_bus.sample_blobs.names()}
     for row in rows:
-        assert row.images is not None and tuple(map(image_of, stored[row.images.name])) == row.image_rows
+        assert row.images is not None and tuple(map(image_of, blobs[row.images.name])) == row.image_rows
         assert row.metadata["seen"] == [one.sha256 for one in row.image_rows], "what the function was given"
-    given = {images for images in stored.values()}
+    given = set(blobs.values())
     assert (png(0),) in given and (png(105),) in given and (png(7), GIF) in given
-    windows = [window_named(name) for name, images in stored.items() if images == (png(0),)]
+    windows = [window_named(name) for name, images in blobs.items() if images == (png(0),)]
     assert len(windows) == len(set(windows)), "ten rows have it"
 
     two = next(row for row in rows if len(row.image_rows) == 2)
@@ -54,12 +49,11 @@ async def test_from_a_row_to_a_recording(tmp_path: Path, nats_bus: Bus, run_id: 
     assert f"2 images: image/png of {two.image_rows[0].num_bytes} bytes, image/gif of {len(GIF)} bytes" in shown
 
     await record(nats_bus, config, run, tmp_path / "recording", run_record=None)
-    await nats_bus.sample_blobs.delete(next(iter(stored)))
+    await nats_bus.sample_blobs.delete(next(iter(blobs)))
     log = RecordedLog(tmp_path / "recording")
-    assert {await log.sample_blobs.get(name) for name in stored} and len(list((tmp_path / "recording/sample_blobs").iterdir())) == len(
-        given
-    )
-    name = next(name for name, images in stored.items() if images == (png(0),)).rpartition("/")[2]
+    assert {await log.sample_blobs.get(name) for name in blobs}
+    assert len(list((tmp_path / "recording/sample_blobs").iterdir())) == len(given)
+    name = next(name for name, images in blobs.items() if images == (png(0),)).rpartition("/")[2]
     assert decode((tmp_path / "recording/sample_blobs" / name).read_bytes(), StoredImages).images == (png(0),), "as docs/data.md has it"
     replay = await asyncio.wait_for(verify(config, log, run.model_dir), 60)
     assert replay.ok and replay.versions == 8, replay.lines

@@ -15,15 +15,15 @@ from streamrl.config import tree
 from streamrl.data.model import ensure_model
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
-from streamrl.schemas.decoding import decode_samples
-from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import Sample
-from streamrl.schemas.subjects import SAMPLES, WEIGHTS, Subjects, kind_of
+from streamrl.schemas.subjects import SAMPLES, WEIGHTS, Subjects
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.weights.factory import make_transports
 from tests.support.harness import make_run, run_to_end
+from tests.support.producing import samples_in
+from tests.support.streams import stored
 from tests.support.wanted import fetched
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 40\n"
@@ -49,34 +49,17 @@ def provenance_config(tmp_path: Path, run_id: str) -> tree.Config:
     )
 
 
-async def stored_samples(bus: Bus) -> list[Sample]:
-    """Every sample of the stream."""
-    state = await bus.state(SAMPLES)
-    batches: list[SampleBatch] = []
-    async for message in bus.read(SAMPLES, after=0):
-        if kind_of(message.subject) == "samples":
-            batches.append(decode_samples(bytes(message.body)))
-        if message.sequence >= state.last:
-            break
-    return [row for batch in batches for row in batch.rows()]
-
-
 async def stored_weights(bus: Bus, config: tree.Config, run: RunDir) -> dict[Version, dict[str, torch.Tensor]]:
     """The parameters of every published version."""
     transports = make_transports(config.weights, bus=bus, run=config.run.name, policy="policy", run_dir=run.path)
-    subject = Subjects(config.run.name).weights("policy")
-    newest = await bus.last(subject)
-    assert newest is not None
     found: dict[Version, dict[str, torch.Tensor]] = {}
-    async for message in bus.read(WEIGHTS, after=0, subject=subject):
+    for message in await stored(bus, WEIGHTS, Subjects(config.run.name).weights("policy")):
         manifest = decode(message.body, Manifest)
         data = await fetched(transports[manifest.transport], manifest)
         found[manifest.version] = {
             spec.name: torch.from_numpy(np.frombuffer(data, np.float32, spec.nbytes // 4, spec.offset).reshape(spec.shape).copy())
             for spec in manifest.tensors
         }
-        if message.sequence >= newest.sequence:
-            break
     return found
 
 
@@ -107,7 +90,7 @@ async def test_provenance_of_a_finished_run(tmp_path: Path, nats_bus: Bus, run_i
     run, config = make_run(tmp_path, provenance_config(tmp_path, run_id))
     model_dir = ensure_model(config, run.model_dir)
     await run_to_end(config, run, nats_bus)
-    samples = await stored_samples(nats_bus)
+    samples = samples_in(await stored(nats_bus, SAMPLES))
     weights = await stored_weights(nats_bus, config, run)
     models: dict[Version, PreTrainedModel] = {}
     for version, parameters in weights.items():
@@ -127,8 +110,7 @@ async def test_provenance_of_a_finished_run(tmp_path: Path, nats_bus: Bus, run_i
     assert all(token_versions(s) == sorted(token_versions(s)) for s in samples)
 
     # Control: moving a span's end by one token is caught, but for the odd token that both versions give the same probability.
-    caught = 0
-    moved = spanning[:20]
+    caught, moved = 0, spanning[:20]
     for sample in moved:
         versions = token_versions(sample)
         flip = next(i for i in range(1, len(versions)) if versions[i] != versions[i - 1])

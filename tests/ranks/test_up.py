@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from streamrl.history.replay_log import stretch
 from streamrl.history.source import open_source
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
@@ -19,6 +18,7 @@ from streamrl.trainers.checkpoints import list_checkpoints
 from tests.ranks.trained import PIPELINE, SHARED, SHORT, TENSOR, Trained, real_up
 from tests.support.forked_up import forked_up, process_id
 from tests.support.processes import stopped, until
+from tests.support.streams import stored
 from tests.support.world.shapes import NAME
 
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(600)]
@@ -90,9 +90,7 @@ def contributed(run: RunDir, rank: int) -> list[str]:
 async def told(place: Path) -> list[dict[str, Any]]:
     """What engines have said of versions that they took, or could not."""
     async with open_source(NAME, base=place / "runs") as source:
-        state = await source.log.state(EVENTS)
-        messages = stretch(source.log, EVENTS, first=state.first, last=state.last, subject=Subjects(NAME).events("weights"))
-        return [decode(message.body, Event).detail async for message in messages]
+        return [decode(message.body, Event).detail for message in await stored(source.log, EVENTS, Subjects(NAME).events("weights"))]
 
 
 CUTS = [*marked(SLOW, [("bus", "trainer.shards=2"), ("shm", TENSOR)]), pytest.param("shm", "trainer.shards=2", marks=SOAK)]

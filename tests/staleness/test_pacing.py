@@ -19,12 +19,9 @@ def test_a_step_steers_towards_one_ready_batch(ready: int, release: int) -> None
 
 
 def test_ended_tasks_are_replaced_within_the_window() -> None:
-    assert window(FULL) == 5 * B
-    assert window(FoldConfig(batch_tasks=B, max_staleness=4, delay_versions=3)) == 2 * B
-    assert refilled(40, 3, 3, FULL) == 43
-    assert released(43, 16, 30, 0, FULL) == 56
-    assert released(30, 11, 30, 3, HOLD) == 33
-    assert refilled(30, 5, 2, HOLD) == 32
+    assert (window(FULL), window(FoldConfig(batch_tasks=B, max_staleness=4, delay_versions=3))) == (5 * B, 2 * B)
+    assert (refilled(40, 3, 3, FULL), refilled(30, 5, 2, HOLD)) == (43, 32)
+    assert (released(43, 16, 30, 0, FULL), released(30, 11, 30, 3, HOLD)) == (56, 33)
 
 
 @given(granted=st.integers(0, 400), retired=st.integers(0, 300), ready=st.integers(0, 60), dropped=st.integers(0, 20))

@@ -23,8 +23,7 @@ def test_ranks_are_copies_times_parts_and_neighbours_share_rows() -> None:
     assert [mesh.share(rank) for rank in range(6)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert [mesh.whole(length) for length in (1, 6, 7)] == [6, 6, 12]
     assert [Mesh(replicate=2).whole(length) for length in (1, 7)] == [1, 7]
-    assert trained_on(TrainerConfig(ranks=2)).context is UNSET
-    assert trained_on(TrainerConfig(ranks=2, context=2)).context == 2
+    assert [trained_on(TrainerConfig(ranks=2, context=count)).context for count in (1, 2)] == [UNSET, 2]
 
 
 def test_layers_stay_gathered_where_that_is_a_quarter_of_the_memory() -> None:
@@ -48,5 +47,4 @@ def test_slices_cover_a_tensor_and_their_digests_add_up(shape: tuple[int, ...]) 
         nbytes = 4 * math.prod(size)
         total += slice_digest(data[first : first + nbytes], 4, shape, offset, size)
         first += nbytes
-    assert first == data.nbytes
-    assert total & MASK == tensor_digest(data, 4)
+    assert (first, total & MASK) == (data.nbytes, tensor_digest(data, 4))

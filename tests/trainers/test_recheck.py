@@ -56,8 +56,8 @@ def test_float32_tells_rounding_from_a_sampler_with_other_weights(model_dir: Pat
     noise = np.random.default_rng(0).choice([-0.02, 0.02], len(batch.tokens)).astype(np.float32)
     batch = replace(batch, sampler_logprobs=np.where(batch.loss_mask, batch.sampler_logprobs + noise, 0.0).astype(np.float32))
     if wrong:
-        trainer.step(rollouts(0))
-        trainer.step(rollouts(1))
+        for step in range(2):
+            trainer.step(rollouts(step))
         batch = replace(batch, version=rollouts(2).version)
     found = trainer.step(batch).metrics
     assert found[MEAN] <= found[MAX.replace("max", "p99")] <= found[MAX]
@@ -118,16 +118,11 @@ def test_versions_that_are_not_kept_give_no_number(model_dir: Path, rollouts: Ro
 
 def test_samples_of_several_versions_have_no_age_of_their_own(rollouts: Rollouts) -> None:
     batch = aged(rollouts(0), 2)
-    ages = batch.staleness.copy()
-    first = int(np.flatnonzero(batch.loss_mask)[0])
-    ages[first] = 1
-    mask = batch.loss_mask.copy()
-    last = batch.offsets[-2]
-    mask[last:] = False
+    ages, mask = batch.staleness.copy(), batch.loss_mask.copy()
+    ages[np.flatnonzero(mask)[0]] = 1
+    mask[batch.offsets[-2] :] = False
     found = single_age(replace(batch, staleness=ages, loss_mask=mask))
-    assert found[0] == -1
-    assert found[-1] == -1
-    assert (found[1:-1] == 2).all()
+    assert found[0] == found[-1] == -1 and (found[1:-1] == 2).all()
 
 
 def test_a_float32_copy_that_does_not_fit_is_left_out_and_said(model_dir: Path, rollouts: Rollouts) -> None:
