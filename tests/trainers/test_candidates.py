@@ -9,6 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from msgspec.structs import replace
+from transformers import AutoModelForCausalLM
 
 from streamrl.config.loss import CorrectionConfig
 from streamrl.config.registry import Role
@@ -94,8 +95,6 @@ def apart(pi: dict[int, float], mu: dict[int, float], own: int, logmu: float, ki
 @pytest.fixture
 def logits(model_dir: Path) -> Callable[[TrainBatch], Callable[[int], Floats]]:
     """Of transformers in float64, one sample at a time."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64).eval()
 
     def of(batch: TrainBatch) -> Callable[[int], Floats]:

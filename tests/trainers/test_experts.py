@@ -104,13 +104,11 @@ def test_models_give_what_they_give_by_their_own_loop(layout: str) -> None:
 
 def groups() -> TrainBatch:
     """Two groups of three with a prompt of four and answers of different lengths."""
-    rng = np.random.default_rng(0)
-    samples: list[dict[str, Any]] = []
+    rng, samples = np.random.default_rng(0), list[dict[str, Any]]()
     for task in range(2):
         prompt = rng.integers(2, 16, 4).tolist()
-        samples += [
-            {"prompt": prompt, "answer": rng.integers(2, 16, 3 + n).tolist(), "task": task, "rollout": n, "reward": n} for n in range(3)
-        ]
+        for n in range(3):
+            samples.append({"prompt": prompt, "answer": rng.integers(2, 16, 3 + n).tolist(), "task": task, "rollout": n, "reward": n})
     return train_batch(samples, mu=-2.0)
 
 
@@ -133,9 +131,8 @@ def test_what_a_sample_gets_does_not_depend_on_its_row(make_mixture: Models, att
         assert model.packs
         together = logprobs(row_length=64)
     else:
-        assert model.free_masks and any(
-            (micro.branch == 0).any() for micro in plan_micro_batches(batch, batch.loss_mask, samples, budget=64)
-        )
+        micros = plan_micro_batches(batch, batch.loss_mask, samples, budget=64)
+        assert model.free_masks and any((micro.branch == 0).any() for micro in micros)
         together = logprobs()
     np.testing.assert_allclose(together, alone, rtol=0, atol=1e-6)  # of the router's weights, which it computes in float32
 

@@ -9,24 +9,26 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.shapes import num_elements, shape_of, write_model
+from benchmarks.shapes import Shape, num_elements, shape_of, write_model
 from streamrl.config.loss import CriticConfig, LossConfig
-from streamrl.config.tree import Config, TrainerConfig
 from streamrl.consumers.training.steps import speed
 from streamrl.trainers import flops
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.flops import ModelFlops, flops_of, model_flops, peak_flops
-from tests.support.trainers import Models, Rollouts
+from tests.support.trainers import Models, Rollouts, make
+
+
+def found(shape: Shape, place: Path) -> ModelFlops | None:
+    """Of transformers' model of a shape."""
+    write_model(shape, place)
+    with torch.device("meta"):
+        return flops_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place)))
 
 
 @pytest.mark.parametrize("name", ["tiny", "0.6B", "8B"])
 def test_the_body_of_a_dense_model_is_all_but_embedding_and_head(name: str, tmp_path: Path) -> None:
     shape = shape_of(name)
-    write_model(shape, tmp_path)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     embedding = shape.vocab * shape.hidden
-    assert flops_of(module) == ModelFlops(
+    assert found(shape, tmp_path) == ModelFlops(
         body=num_elements(shape) - embedding * (1 if shape.tied else 2),
         head=embedding,
         attention=shape.layers * shape.heads * shape.head_dim,
@@ -35,29 +37,24 @@ def test_the_body_of_a_dense_model_is_all_but_embedding_and_head(name: str, tmp_
 
 def test_a_token_meets_some_of_the_experts(tmp_path: Path) -> None:
     shape = shape_of("tiny-moe")
-    write_model(shape, tmp_path)
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     experts = shape.layers * shape.experts * 3 * shape.hidden * shape.expert_intermediate
     idle = experts * (1 - shape.experts_per_token / shape.experts)
-    found = flops_of(module)
-    assert found is not None and found.body == num_elements(shape) - 2 * shape.vocab * shape.hidden - idle
+    told = found(shape, tmp_path)
+    assert told is not None and told.body == num_elements(shape) - 2 * shape.vocab * shape.hidden - idle
 
 
 def test_a_trainer_tells_the_time_at_its_peak(make_model: Models, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, batch = Config(trainer=TrainerConfig(device="cpu", dtype="bfloat16")), rollouts()
-    model_dir = make_model(dtype="bfloat16")
-    result = make_trainer(config, model_dir).step(batch)
+    batch, model_dir = rollouts(), make_model(dtype="bfloat16")
+    result = make(model_dir, device="cpu", dtype="bfloat16").step(batch)
     assert result.peak_s is None and "train/mfu" not in speed(batch, result, 1.0, 2.0)
     monkeypatch.setattr(flops, "PEAKS", {"cpu": 1e9})
-    result = make_trainer(config, model_dir).step(batch)
+    result = make(model_dir, device="cpu", dtype="bfloat16").step(batch)
     # Of each of 2 layers: q, o, k, v; gate, up, down; four norms. One norm at the end, 16 tokens of 32 dimensions in the head.
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64 + 2 * 32 + 2 * 16
     body, head, lengths = 2 * layer + 32, 16 * 32, np.diff(batch.offsets)
     wanted = 6 * body * batch.num_tokens + 6 * head * batch.loss_mask.sum() + 6 * (2 * 32) * (lengths**2).sum()
     assert result.peak_s == pytest.approx(wanted / 1e9)
-    found = speed(batch, replace(result, times={"perf/actor_train_time": 0.5}), 1.0, 2.0)
-    assert found == pytest.approx(
+    assert speed(batch, replace(result, times={"perf/actor_train_time": 0.5}), 1.0, 2.0) == pytest.approx(
         {
             "perf/wait_s": 1.0,
             "perf/step_s": 2.0,
@@ -72,7 +69,7 @@ def test_a_trainer_tells_the_time_at_its_peak(make_model: Models, rollouts: Roll
 def test_a_critic_that_learns_alone_is_no_policys_work(make_model: Models, rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "PEAKS", {"cpu": 1e9})
     loss = LossConfig(advantage="ppo", critic=CriticConfig(only_steps=1))
-    trainer = make_trainer(Config(trainer=TrainerConfig(device="cpu", dtype="bfloat16"), loss=loss), make_model(dtype="bfloat16"))
+    trainer = make(make_model(dtype="bfloat16"), loss, device="cpu", dtype="bfloat16")
     alone, both = trainer.step(rollouts(0)), trainer.step(rollouts(1))
     assert alone.peak_s is None and both.peak_s is not None
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
+from transformers import Qwen3ForCausalLM
 
 from streamrl.config.loss import CorrectionConfig, DistillationConfig, KLConfig, LossConfig
 from streamrl.config.registry import Role
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.schemas.versions import Version
+from streamrl.trainers.torch import causal_lm
 from tests.support import trainers
 from tests.support.errors import raises
 from tests.support.scoring import score
@@ -24,9 +27,6 @@ make = partial(trainers.make, rate=3e-3)
 @pytest.fixture(scope="module")
 def other_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with other weights."""
-    import torch
-    from transformers import Qwen3ForCausalLM
-
     model = Qwen3ForCausalLM.from_pretrained(model_dir)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(1)
@@ -179,10 +179,7 @@ def test_a_damaged_reference_is_not_restored(model_dir: Path, rollouts: Rollouts
 
 
 def test_one_directory_loads_once_warm_ups_renew_none(model_dir: Path, monkeypatch: pytest.MonkeyPatch, demonstrations: Rollouts) -> None:
-    from streamrl.trainers.torch import causal_lm
-
-    loaded: list[Path] = []
-    load = causal_lm._load
+    loaded, load = list[Path](), causal_lm._load
     monkeypatch.setattr(causal_lm, "_load", lambda path, *given: (loaded.append(path), load(path, *given))[1])
     teach = DistillationConfig(coef=0.1, teacher=str(model_dir))
     make(model_dir, LossConfig(kl=KLConfig(loss_coef=0.1), distillation=teach))

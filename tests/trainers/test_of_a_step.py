@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from streamrl.algorithms.estimators import token_advantages
 from streamrl.algorithms.optimal_baselines import token_energies
@@ -131,8 +132,6 @@ def test_fresh_rollouts_keep_the_rate_and_demonstrations_too(scaled: Make, rollo
 
 def by_autograd(directory: Path, batch: TrainBatch) -> np.ndarray:
     """[T] squared norm of the gradient of log pi by transformers' own logits, in float64, a sample at a time."""
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
     found = np.zeros(batch.num_tokens)
     for first, last in zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), strict=True):

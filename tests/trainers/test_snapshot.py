@@ -45,8 +45,7 @@ def values(shards: list[Shard]) -> list[float]:
 
 
 def test_a_published_buffer_is_rewritten_only_after_its_readers_were_asked() -> None:
-    parameter = torch.zeros(2, 3)
-    snapshots = ring(2, parameter)
+    snapshots = ring(2, torch.zeros(2, 3))
     first, second = Readers(), Readers()
     for guard in (first, second):
         snapshot = snapshots.take()[0].data.snapshot  # type: ignore[union-attr]
@@ -93,13 +92,8 @@ def test_a_buffer_that_is_referenced_is_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_snapshots_have_the_digests_of_their_bytes() -> None:
-    parameters = [
-        ("a", torch.randn(3, 4).bfloat16()),
-        ("b", torch.randn(3)),
-        ("c", torch.randn(2, 2).double()),
-        ("t", torch.randn(4, 6).t()),
-    ]
-    snapshots = SnapshotRing(parameters, CPU, slots=1)
+    given = {"a": torch.randn(3, 4).bfloat16(), "b": torch.randn(3), "c": torch.randn(2, 2).double(), "t": torch.randn(4, 6).t()}
+    snapshots = SnapshotRing(list(given.items()), CPU, slots=1)
     host = Content([msgspec.structs.replace(shard, data=shard.host()) for shard in snapshots.take()])
     assert Content(snapshots.take()).tensors == host.tensors
     assert [bool(spec.words) for spec in host.tensors] == [True, False, True, True]
@@ -215,10 +209,9 @@ class Part(NamedTuple):
 
 def held(part: int, shards: int) -> Held:
     """Rows in float32, published in bfloat16, the head as it is."""
-    mesh, parameters = Mesh(shard=shards), list[tuple[str, torch.nn.Parameter]]()
-    for name, shape in SHAPES.items():
-        rows = mesh.rows(shape[0], part)
-        parameters.append((name, torch.nn.Parameter(torch.randn(len(rows), *shape[1:]))))
+    mesh = Mesh(shard=shards)
+    rows = {name: torch.randn(len(mesh.rows(shape[0], part)), *shape[1:]) for name, shape in SHAPES.items()}
+    parameters = [(name, torch.nn.Parameter(value)) for name, value in rows.items()]
     types = {name: torch.float32 if name.startswith("lm_head") else torch.bfloat16 for name in SHAPES}
     parallel: Any = Part(mesh, part)
     made = Held(parameters, types, parallel, "qwen3_moe")
