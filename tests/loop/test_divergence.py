@@ -14,12 +14,12 @@ from streamrl.consumers.training.steps import Stepped
 from streamrl.core.fold import Batch
 from streamrl.core.state import FoldState
 from streamrl.errors import ConfigError, Diverged, StreamRLError, WeightsDiverged
-from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import StepResult
 from tests.support.batches import train_batch
 from tests.support.errors import raises
+from tests.support.tiny import ledger_entry
 
 SOME = StepResult(digest="", metrics={})
 INFINITE, CLIPPED = replace(SOME, finite=False), replace(SOME, gradient="zero")
@@ -68,9 +68,7 @@ def test_too_many_batches_without_gradient_end_the_run(results: list[StepResult]
     ],
 )
 async def test_a_step_with_other_digits_says_whose(digest: str, reference: str, said: str) -> None:
-    past = LedgerEntry(
-        run="demo", trainer="main", version=Version(0, 3), source="main", used=(), cursor=0, granted=0, retired=0, digest="known"
-    )
+    past = replace(ledger_entry("demo", 3), digest="known")
     made: Any = {"before": FoldState(), "state": FoldState(version=Version(0, 3)), "batch": Batch("main", ()), "arrays": None}
     result = StepResult(digest=digest, metrics={}, reference=reference)
     stepped = Stepped(**made, result=result, reward=None, metrics={}, past=replace(past, reference="before"))

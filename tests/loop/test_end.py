@@ -1,4 +1,4 @@
-"""A run ends under a key that its newest trainer writes last, by limits that count over all its trainers; with more steps it goes on."""
+"""Keys of a run: its end, written last by its newest trainer, by limits that count over all of them; what is granted never goes down."""
 
 from pathlib import Path
 
@@ -6,10 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.bus.memory import MemoryBus
+from streamrl.bus.protocol import Bus
 from streamrl.config.load import dump
 from streamrl.config.tree import Config, RunConfig
 from streamrl.consumers.training.ledger import take_fence
-from streamrl.consumers.training.loop import trained_s
+from streamrl.consumers.training.loop import raise_grant, trained_s
 from streamrl.data.model import ensure_model
 from streamrl.errors import Fenced
 from streamrl.history.replay import Range, verify
@@ -17,10 +18,10 @@ from streamrl.launch.prepare import prepare
 from streamrl.runtime.run_end import read_end, read_fence, write_end
 from streamrl.runtime.run_record import with_decay_steps, write_or_check
 from streamrl.runtime.rundir import RunDir
-from streamrl.schemas.codec import decode
-from streamrl.schemas.control import RunEnd
+from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.control import Grant, RunEnd
 from streamrl.schemas.events import Event
-from streamrl.schemas.subjects import EVENTS, Subjects
+from streamrl.schemas.subjects import EVENTS, KEY_GRANTED, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.trainers.schedule import learning_rate
 from tests.support.errors import raises
@@ -121,3 +122,45 @@ async def test_a_run_grows_and_shrinks(tmp_path: Path) -> None:
         assert "decay_steps" in dump(shrunk)
     finally:
         await bus.close()
+
+
+def grant(granted: int) -> Grant:
+    return Grant(granted=granted, version=0, retired=0)
+
+
+async def granted(bus: Bus) -> int:
+    entry = await bus.kv.get(KEY_GRANTED)
+    assert entry is not None and entry.value is not None
+    return decode(entry.value, Grant, where=KEY_GRANTED).granted
+
+
+async def test_with_its_own_last_revision_a_grant_is_raised_without_asking(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    revision = await raise_grant(bus, grant(8))
+
+    async def refuse(key: str) -> None:
+        raise AssertionError(f"asked for {key}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(bus.kv), "get", lambda self, key: refuse(key))
+        after = await raise_grant(bus, grant(16), revision=revision)
+    assert await granted(bus) == 16 and after is not None and revision is not None and after > revision
+
+
+@pytest.mark.parametrize(("other", "left"), [(12, 16), (24, 24)])
+async def test_what_another_process_has_put_is_seen_and_never_lowered(bus: Bus, other: int, left: int) -> None:
+    revision = await raise_grant(bus, grant(8))
+    await bus.kv.put(KEY_GRANTED, encode(grant(other)))
+    after = await raise_grant(bus, grant(16), revision=revision)
+    assert await granted(bus) == left
+    await raise_grant(bus, grant(18), revision=after)
+    assert await granted(bus) == max(left, 18)
+
+
+@pytest.mark.parametrize(("version", "expected"), [((1, 3), (1, 3, 24)), ((0, 9), (0, 7, 24))])
+async def test_a_new_epoch_is_told_with_all_that_was_granted(bus: Bus, version: tuple[int, int], expected: tuple[int, int, int]) -> None:
+    await bus.kv.put(KEY_GRANTED, encode(Grant(24, 7, 12)))
+    await raise_grant(bus, Grant(20, version[1], 8, epoch=version[0]))
+    entry = await bus.kv.get(KEY_GRANTED)
+    assert entry is not None and entry.value is not None
+    found = decode(entry.value, Grant)
+    assert (found.of_epoch, found.version, found.granted) == expected

@@ -29,9 +29,8 @@ def keep(task, episodes):
 
 
 def streamrl(place: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "streamrl", *arguments], cwd=place, capture_output=True, text=True, timeout=240, check=False
-    )
+    command = [sys.executable, "-m", "streamrl", *arguments]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

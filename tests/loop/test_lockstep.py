@@ -3,6 +3,7 @@
 import json
 import string
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ from streamrl.trainers.factory import make_trainer
 from streamrl.weights.manifest import Content, build
 from streamrl.weights.protocol import Part
 from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.models import ask
 from tests.support.wanted import filled
 
 REWARD = "def share_of_letters(task, episode):\n    return sum(c.isalpha() for c in episode.completion) / 8\n"
@@ -64,28 +66,17 @@ async def plain_loop(config: tree.Config, model_dir: Path) -> list[str]:
 
         await engine.stage(manifest, whole())
         await engine.commit(Version(0, step))
-        prompts, answers, logprobs, rewards, tasks = [], [], [], [], []
+        rows: list[tuple[Any, ...]] = []
         for task in range(step * config.tasks.batch_tasks, (step + 1) * config.tasks.batch_tasks):
             problem = problems[row_of(config.run.seed, task, len(problems))[1]]
             for rollout in range(config.tasks.num_rollouts):
-                request = GenerateRequest(
-                    request_id=f"{task}-{rollout}",
-                    prompt_ids=problem.prompt_ids,
-                    sampling=config.sampling,
-                    seeds=(rollout_seed(task_seed(seed, task), rollout),),
-                )
-                ids: list[int] = []
-                sampled: list[float] = []
-                async for chunk in engine.generate(request):
-                    ids += chunk.token_ids
-                    sampled += chunk.logprobs
-                    ended = chunk.finish_reason
-                text = tokenizer.decode(ids[:-1] if ended == "stop" else ids)
-                prompts.append(problem.prompt_ids)
-                answers.append(ids)
-                logprobs.append(sampled)
-                rewards.append(sum(c in string.ascii_letters for c in text) / 8)
-                tasks.append(task)
+                seeds, name = (rollout_seed(task_seed(seed, task), rollout),), f"{task}-{rollout}"
+                request = GenerateRequest(request_id=name, prompt_ids=problem.prompt_ids, sampling=config.sampling, seeds=seeds)
+                [answer] = await ask(engine, request)
+                text = tokenizer.decode(answer.ids[:-1] if answer.reason == "stop" else answer.ids)
+                reward = sum(c in string.ascii_letters for c in text) / 8
+                rows.append((problem.prompt_ids, answer.ids, answer.logprobs, reward, task))
+        prompts, answers, logprobs, rewards, tasks = map(list, zip(*rows, strict=True))
         batch = TrainBatch.from_lists(
             prompts, answers, sampler_logprobs=logprobs, rewards=rewards, tasks=tasks, version=Version(0, step), stage_step=step
         )

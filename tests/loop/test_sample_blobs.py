@@ -49,9 +49,8 @@ def routing(tokens: int, seed: int = 0) -> Experts:
 
 
 def turn(ids: list[int], experts: Experts | None) -> Segment:
-    return Segment(
-        tuple(ids), (-0.5,) * len(ids), (VersionSpan(len(ids), Version()),), experts=None if experts is None else compact(experts, 8)
-    )
+    found = None if experts is None else compact(experts, 8)
+    return Segment(tuple(ids), (-0.5,) * len(ids), (VersionSpan(len(ids), Version()),), experts=found)
 
 
 def episode(rollout: int, answer: list[int], experts: Experts | None) -> Episode:

@@ -22,14 +22,15 @@ BYTES = 10_000
 CONFIG = BusConfig(sample_blobs_bytes=200_000, patience_s=10)
 
 
-async def fill(bus: Bus, run: str, tasks: int) -> None:
+async def filled(make_bus: MakeBus, run: str, tasks: int) -> Bus:
     """A message and two blobs for each task, of which only one is named by a sample; every fifth ends with a tombstone."""
-    subjects = Subjects(run)
+    bus, subjects = await make_bus(CONFIG), Subjects(run)
     for task in range(tasks):
         for rollout in range(2):
             await bus.sample_blobs.put(f"{task}/{rollout}.00000000", os.urandom(BYTES // 2))
         subject = subjects.tombstones("main") if task % 5 == 4 else subjects.samples("main")
         await bus.publish(subject, b"x", headers={HEADER_TASK: str(task)})
+    return bus
 
 
 async def tasks_of(bus: Bus) -> set[int]:
@@ -37,8 +38,7 @@ async def tasks_of(bus: Bus) -> set[int]:
 
 
 async def test_they_make_room_though_the_stream_itself_has_some(make_bus: MakeBus, run_id: str) -> None:
-    bus = await make_bus(CONFIG)
-    await fill(bus, run_id, 12)
+    bus = await filled(make_bus, run_id, 12)
     await hold(bus, "main", 8, Version(0, 1))
     assert not await nearly_full(bus) and not await trim_if_full(bus) and await tasks_of(bus) == set(range(12))
     for task in range(12, 16):
@@ -52,8 +52,7 @@ async def test_they_make_room_though_the_stream_itself_has_some(make_bus: MakeBu
 
 
 async def test_what_a_checkpoint_holds_itself_stays_until_none_does(make_bus: MakeBus, run_id: str) -> None:
-    bus = await make_bus(CONFIG)
-    await fill(bus, run_id, 15)
+    bus = await filled(make_bus, run_id, 15)
     await hold(bus, "main", 13, Version(0, 1), carried=(2, 5))
     await hold(bus, "tap", 14, Version(0, 1), carried=(5,))
     await trim_if_full(bus)
@@ -67,8 +66,7 @@ async def test_what_a_checkpoint_holds_itself_stays_until_none_does(make_bus: Ma
 
 
 async def test_a_second_trimmer_beside_the_first_changes_nothing(make_bus: MakeBus, run_id: str) -> None:
-    bus = await make_bus(CONFIG)
-    await fill(bus, run_id, 15)
+    bus = await filled(make_bus, run_id, 15)
     await hold(bus, "main", 10, Version(0, 1))
     await asyncio.gather(*(trim_if_full(bus) for _ in range(3)))
     assert await tasks_of(bus) == set(range(9, 15)) and (await bus.state(SAMPLES)).first == 10
@@ -76,8 +74,7 @@ async def test_a_second_trimmer_beside_the_first_changes_nothing(make_bus: MakeB
 
 async def test_a_trimmer_whose_messages_go_meanwhile_looks_again(make_bus: MakeBus, run_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer's, with its checkpoint, beside the one that looks every second: it is no error that ends the trainer."""
-    bus = await make_bus(CONFIG)
-    await fill(bus, run_id, 15)
+    bus = await filled(make_bus, run_id, 15)
     await hold(bus, "main", 10, Version(0, 1))
     read, others = trimming.stretch, [4, 9]
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -29,19 +30,9 @@ class WithStragglers(Simulation):
 
 
 def straggling(stale: str, batch: int, staleness: int, stragglers: int, slow: float) -> Result:
-    world = Stragglers(
-        batch=batch,
-        staleness=staleness,
-        stale=stale,
-        steps=math.ceil(slow) + staleness + 3,
-        slots=(staleness + 1) * batch,
-        publish_lag=0.0,
-        messages="whole",
-        eager=0.0,
-        stragglers=stragglers,
-        slow=slow,
-    )
-    return WithStragglers(world).run()
+    how: Any = {"publish_lag": 0.0, "messages": "whole", "eager": 0.0, "stragglers": stragglers, "slow": slow}
+    steps, slots = math.ceil(slow) + staleness + 3, (staleness + 1) * batch
+    return WithStragglers(Stragglers(batch=batch, staleness=staleness, stale=stale, steps=steps, slots=slots, **how)).run()
 
 
 def stale_drops(result: Result) -> int:
@@ -98,10 +89,8 @@ def test_more_than_a_batch_of_stragglers_at_once_leaves_s_steps_too_few() -> Non
 @pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_under_heavy_tails_every_policy_gives_up_one_of_the_three(tail: str, staleness: int) -> None:
     def run(stale: str) -> Result:
-        world = World(
-            batch=8, staleness=staleness, stale=stale, steps=60, slots=200, tail=tail, length=1.2, messages="whole", eager=0.0, seed=3
-        )
-        return Simulation(world).run()
+        how: Any = {"batch": 8, "steps": 60, "slots": 200, "length": 1.2, "messages": "whole", "eager": 0.0, "seed": 3}
+        return Simulation(World(staleness=staleness, stale=stale, tail=tail, **how)).run()
 
     dropped, masked, waiting = run("drop"), run("mask"), run("wait")
     busy = {name: len(result.ledger) / result.time for name, result in {"drop": dropped, "mask": masked, "wait": waiting}.items()}

@@ -97,14 +97,17 @@ def write_random(path: Path, kind: str, dtype: str, options: dict[str, Any]) -> 
     return path
 
 
+def maker(folders: pytest.TempPathFactory, kind: str, sizes: dict[str, Any]) -> Models:
+    def make(dtype: str = "float32", **changes: Any) -> Path:
+        return write_random(folders.mktemp(kind), kind, dtype, sizes | changes)
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """`make_model(dtype=..., **config)`: directory of a Qwen3 of 2 layers and hidden size 32, with random weights."""
-
-    def make(dtype: str = "float32", **changes: Any) -> Path:
-        return write_random(tmp_path_factory.mktemp("qwen3"), "Qwen3", dtype, SIZES | {"tie_word_embeddings": True} | changes)
-
-    return make
+    return maker(tmp_path_factory, "Qwen3", SIZES | {"tie_word_embeddings": True})
 
 
 @pytest.fixture(scope="session")
@@ -115,11 +118,7 @@ def model_dir(make_model: Models) -> Path:
 @pytest.fixture(scope="session")
 def make_mixture(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """`make_mixture(dtype=..., **config)`: directory of a Qwen3-MoE of 2 layers with 4 experts, 2 a token, with random weights."""
-
-    def make(dtype: str = "float32", **changes: Any) -> Path:
-        return write_random(tmp_path_factory.mktemp("qwen3-moe"), "Qwen3Moe", dtype, SIZES | EXPERTS | changes)
-
-    return make
+    return maker(tmp_path_factory, "Qwen3Moe", SIZES | EXPERTS)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ from tests.support.errors import raises
 from tests.support.joint import NAME
 from tests.support.meshes import slow
 from tests.support.preloaded import PRELOADED
+from tests.support.same_tensors import same_tensors
 
 # Ends itself without any clean-up at the n-th call that the protocol makes.
 KILLED = """
@@ -242,10 +243,7 @@ def test_what_any_mesh_has_written_any_mesh_reads(tmp_path: Path, by: int) -> No
             state, extra = read_checkpoint(path, mesh, part)
             assert extra == b"extra" and state.policy.shapes == {name: tuple(value.shape) for name, value in WHOLE.items()}
             for found, whole in ((state.policy.parameters, WHOLE), (state.policy.optimizer, MOMENTS)):
-                assert found.keys() == whole.keys()
-                for name, value in found.items():
-                    wanted = rows(whole[name], mesh, part)
-                    assert value.dtype == wanted.dtype and value.shape == wanted.shape and torch.equal(value, wanted), (shards, part, name)
+                assert same_tensors(found, {name: rows(value, mesh, part) for name, value in whole.items()}), (shards, part)
 
 
 @pytest.mark.parametrize("by", [1, 3])
@@ -253,9 +251,7 @@ def test_parts_are_joined_to_the_file_that_one_rank_writes(tmp_path: Path, by: i
     path = written(tmp_path / "at", by)
     for file, whole in (("model.safetensors", WHOLE), ("optimizer.safetensors", MOMENTS)):
         join_tensors(path, file, tmp_path / file)
-        found = load_file(tmp_path / file)
-        assert found.keys() == whole.keys()
-        assert all(value.dtype == whole[name].dtype and torch.equal(value, whole[name]) for name, value in found.items())
+        assert same_tensors(load_file(tmp_path / file), whole)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -266,7 +262,7 @@ def test_torchs_own_reader_reads_the_parts(tmp_path: Path) -> None:
         shutil.copyfile(path / part_folder(Mesh(shard=3), part) / "model.safetensors", flat / f"{part}.safetensors")
     found = {name: torch.zeros_like(value) for name, value in WHOLE.items()}
     load(found, storage_reader=HuggingFaceStorageReader(str(flat)), no_dist=True)
-    assert all(torch.equal(value, WHOLE[name]) for name, value in found.items())
+    assert same_tensors(found, WHOLE)
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:

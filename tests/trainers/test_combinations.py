@@ -1,5 +1,6 @@
 """Every estimator with every policy loss and every kind of correction: a real model is moved towards what was rewarded."""
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,15 @@ from streamrl.algorithms.objective import make_objective
 from streamrl.config.check_loss import check_loss
 from streamrl.config.loss import CorrectionConfig, KLConfig, LossConfig, RejectionConfig
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Role
-from streamrl.config.tree import Config, OptimizerConfig, TasksConfig, TrainerConfig
+from streamrl.config.tree import Config, TasksConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
-from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.torch.terms import policy_tokens
 from streamrl.trainers.torch.update import Update
+from tests.support import trainers
 from tests.support.errors import raises
 from tests.support.scoring import score
 from tests.support.trainers import Models
@@ -58,9 +59,7 @@ def combinations() -> list[Any]:
     return found
 
 
-def make(directory: Path, loss: LossConfig, **changes: Any) -> Trainer:
-    trainer = TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-3, final_fraction=1.0), **changes)
-    return make_trainer(Config(trainer=trainer, loss=loss), directory)
+make = partial(trainers.make, rate=3e-3)
 
 
 def make_batch(stage_step: int = 0) -> TrainBatch:
@@ -133,7 +132,7 @@ PIPELINES = {
 
 
 @pytest.mark.parametrize("loss", PIPELINES.values(), ids=PIPELINES)
-def test_micro_batches_change_nothing_but_rounding(tiny: Path, loss: LossConfig, tmp_path: Path) -> None:
+def test_micro_batches_change_nothing_but_rounding(tiny: Path, loss: LossConfig) -> None:
     check_loss(Config(loss=loss, trainer=TrainerConfig(minibatches=2)))
     whole, cut = make(tiny, loss, minibatches=2), make(tiny, loss, minibatches=2, micro_tokens=9)
     for step in range(2):

@@ -7,7 +7,6 @@ compile them too.
 from collections.abc import Generator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,10 +29,7 @@ pytestmark = [pytest.mark.process, *COMPILES]
 ROW = 24
 PLAIN = Choices(attention="packed", row_length=ROW)
 config = partial(trainers.config, DIRECT, attention="packed", micro_tokens=ROW)
-
-
-def make(directory: Path, **trainer: Any) -> Any:
-    return make_trainer(config(**trainer), directory)
+make = partial(trainers.make, loss=DIRECT, attention="packed", micro_tokens=ROW)
 
 
 @pytest.fixture

@@ -46,12 +46,11 @@ def fails_at(trainer: Any, number: int) -> list[int]:
 @pytest.mark.parametrize("name", sorted(LOSSES))
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_step_is_repeated_as_with_half_the_budget(model_dir: Path, rollouts: Rollouts, tmp_path: Path, name: str, number: int) -> None:
-    disturbed, half = make(model_dir, LOSSES[name]), make(model_dir, LOSSES[name], micro_tokens=BUDGET // 2)
-    whole = make(model_dir, LOSSES[name])
+    disturbed, half, whole = (make(model_dir, LOSSES[name], micro_tokens=budget) for budget in (BUDGET, BUDGET // 2, BUDGET))
     disturbed.step(rollouts(0))
     disturbed.save(tmp_path / "at", b"", version=Version(0, 1)).result()
-    half.load(tmp_path / "at")
-    whole.load(tmp_path / "at")
+    for trainer in (half, whole):
+        trainer.load(tmp_path / "at")
     sizes = fails_at(disturbed, number)
     assert (found := disturbed.step(rollouts(1))) == half.step(rollouts(1))
     assert len(sizes) > number and found.micro_tokens == BUDGET // 2
@@ -59,8 +58,8 @@ def test_a_step_is_repeated_as_with_half_the_budget(model_dir: Path, rollouts: R
     # The next one is tried as it is asked for, and one that names a budget is cut by that.
     assert disturbed.step(rollouts(2)).micro_tokens == BUDGET
     asked = replace(rollouts(3), micro_tokens=BUDGET // 2)
-    half.load(tmp_path / "at")
-    disturbed.load(tmp_path / "at")
+    for trainer in (half, disturbed):
+        trainer.load(tmp_path / "at")
     assert disturbed.step(asked) == half.step(rollouts(3))
 
 
@@ -79,7 +78,7 @@ def test_packed_rows_shrink_with_the_budget_and_never_under_the_longest_sample(m
 
 
 def test_what_has_been_written_is_not_repeated(model_dir: Path, rollouts: Rollouts) -> None:
-    clean, disturbed = make(model_dir, DIRECT, minibatches=2), make(model_dir, DIRECT, minibatches=2)
+    clean, disturbed = (make(model_dir, DIRECT, minibatches=2) for _ in range(2))
     before = disturbed.digest()
     all_passes = fails_at(clean, 0)
     clean.step(rollouts())

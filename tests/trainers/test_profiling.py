@@ -52,8 +52,7 @@ def test_what_fails_leaves_a_trace_or_a_line(model_dir: Path, rollouts: Rollouts
             trainer.step(rollouts(step))
     assert [path.name for path in tmp_path.iterdir()] == ["v00000002-rank0.json.gz"]
     (tmp_path / "profile").write_text("a file")
-    trainer = make(model_dir, tmp_path / "profile")
-    assert trainer.step(rollouts(1)) == make(model_dir, None).step(rollouts(1))
+    assert make(model_dir, tmp_path / "profile").step(rollouts(1)) == make(model_dir, None).step(rollouts(1))
     assert "event=profile_lost" in caplog.text
 
 
@@ -67,8 +66,7 @@ def test_a_profiler_that_breaks_costs_a_line(
 ) -> None:
     whole = torch.profiler.profile.stop
     monkeypatch.setattr(torch.profiler.profile, method, lambda self: (whole(self) if method == "stop" else None, broken()))
-    trainer = make(model_dir, tmp_path)
-    assert trainer.step(rollouts(1)) == make(model_dir, None).step(rollouts(1))
+    assert make(model_dir, tmp_path).step(rollouts(1)) == make(model_dir, None).step(rollouts(1))
     assert "event=profile_lost" in caplog.text and not list(tmp_path.iterdir())
 
 

@@ -78,10 +78,9 @@ def test_it_changes_no_bit_and_a_wrong_version_shows(model_dir: Path, rollouts: 
         assert MEAN in other.metrics
     trainer = make(model_dir)
     batch = sampled(rollouts(10), trainer)
-    trainer.step(rollouts(0))
-    trainer.step(rollouts(1))
-    found = trainer.step(aged(replace(batch, version=rollouts(2).version), 1)).metrics
-    assert found[MAX] > 0.05
+    for step in range(2):
+        trainer.step(rollouts(step))
+    assert trainer.step(aged(replace(batch, version=rollouts(2).version), 1)).metrics[MAX] > 0.05
 
 
 def test_a_run_whose_samples_are_always_old_is_measured_now_and_then(model_dir: Path, rollouts: Rollouts) -> None:

@@ -231,7 +231,7 @@ def test_choices_of_another_model_are_refused(make_mixture: Models) -> None:
             raise AssertionError
 
 
-def test_copies_are_counted_alike_in_every_layout(make_mixture: Models, rollouts: Rollouts) -> None:
+def test_copies_are_counted_alike_in_every_layout(rollouts: Rollouts) -> None:
     batch = rollouts()
     samples = np.arange(batch.num_samples)
     fed = int((batch.lengths - 1).sum())

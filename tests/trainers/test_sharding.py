@@ -26,6 +26,7 @@ from tests.support.batches import train_batch
 from tests.support.compilers import COMPILES
 from tests.support.errors import raises
 from tests.support.meshes import STEPS, Mesh, Runs, batch, config, slow, soak
+from tests.support.same_tensors import shapes
 from tests.support.steps import check_alike, stepped
 from tests.support.trainers import Models
 
@@ -97,10 +98,8 @@ def test_critic_and_renewed_reference_are_cut_too_in_bfloat16(model_dir: Path, t
             assert other.digest() == digest
         assert make_trainer(config(dtype="bfloat16"), tmp_path / f"hf-{shards}").digest() == digest
     for file in ("model", "optimizer", "critic", "critic_optimizer", "reference"):
-        whole, parts = (meshes.parameters(tmp_path / f"{shards}", file) for shards in (1, 2))
-        assert {name: (value.shape, value.dtype) for name, value in whole.items()} == {
-            name: (value.shape, value.dtype) for name, value in parts.items()
-        }
+        whole, parts = (shapes(meshes.parameters(tmp_path / f"{shards}", file)) for shards in (1, 2))
+        assert whole == parts
     names = ("train/loss", "train/value_loss", "train/grad_norm", "train/value_grad_norm", "train/kl_loss")
     check_alike(results[2], results[1], *names, rel=0.05, abs=1e-2)
     for one, other in zip(results[1], results[2], strict=True):
@@ -142,7 +141,7 @@ def test_experts_are_published_by_the_names_of_checkpoints_whatever_holds_them(m
     assert alone.load(tmp_path / "at") == b"at"
     assert alone.digest() == digest
     exported = load_file(tmp_path / "exported" / "model.safetensors")
-    assert {name: value.shape for name, value in exported.items()} == {name: value.shape for name, value in saved.items()}
+    assert shapes(exported) == shapes(saved)
     assert combine({name: tensor_digest(host_bytes(value), 4) for name, value in exported.items()}) == digest
 
 

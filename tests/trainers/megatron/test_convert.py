@@ -25,6 +25,7 @@ from streamrl.trainers.megatron import convert as module
 from streamrl.trainers.megatron.convert import convert
 from streamrl.trainers.megatron.metadata import Reader
 from tests.support.preloaded import PRELOADED
+from tests.support.same_tensors import same_tensors
 from tests.trainers.megatron.models import KINDS, write_model
 
 
@@ -35,10 +36,7 @@ def whole(directory: Path) -> dict[str, torch.Tensor]:
 
 def same(some: Path, others: Path) -> bool:
     """Whether names, types and bits of two model directories are equal."""
-    first, second = whole(some), whole(others)
-    return first.keys() == second.keys() and all(
-        value.dtype == second[name].dtype and torch.equal(value, second[name]) for name, value in first.items()
-    )
+    return same_tensors(whole(some), whole(others))
 
 
 def converted(place: Path, kind: str, **options: Any) -> None:
@@ -77,8 +75,7 @@ def test_there_and_back_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert done == ("hf", len(source), sum(value.nbytes for value in source))
     assert (len(list((tmp_path / "back").glob("*.safetensors"))) > 1) == (file_bytes == 5000)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    held, again = (load(tmp_path / name, dtype="auto").state_dict() for name in ("model", "back"))
-    assert held.keys() == again.keys() and all(torch.equal(value, again[name]) for name, value in held.items())
+    assert same_tensors(*(load(tmp_path / name, dtype="auto").state_dict() for name in ("model", "back")))
     assert (tmp_path / "back" / "tokenizer.txt").read_text() == "its tokenizer"
     assert not list(tmp_path.glob(".*"))
 

@@ -12,6 +12,7 @@ from streamrl.trainers.megatron.convert import convert
 from streamrl.trainers.megatron.names import Place, architecture, parameters
 from tests.support.meshes import slow, soak
 from tests.support.preloaded import Forked, Preloaded
+from tests.support.same_tensors import same_tensors
 from tests.trainers.megatron.gpt_tokens import PADDED_TO, TOKENS
 from tests.trainers.megatron.models import write_model
 
@@ -39,11 +40,7 @@ LOADED = [
     soak("Qwen3", True, 1, 1),
     soak("Qwen2", True, 2, 1),
 ]
-SAVED = [
-    slow("Qwen3", True, 2, 2),
-    soak("Llama", False, 2, 1),
-    soak("Qwen3Moe", False, 1, 1),
-]
+SAVED = [slow("Qwen3", True, 2, 2), soak("Llama", False, 2, 1), soak("Qwen3Moe", False, 1, 1)]
 
 
 @pytest.mark.parametrize(("kind", "tied", "tensors", "stages"), LOADED)
@@ -82,6 +79,4 @@ def test_what_it_saved_is_converted_back(preloaded: Preloaded, tmp_path: Path, k
     ranks(preloaded, "save", tensors, stages, tmp_path, model, saved)
     (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").write_text("7\n")
     convert(tmp_path / "megatron", tmp_path / "back", model)
-    source, back = load_file(model / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
-    assert source.keys() == back.keys()
-    assert all(torch.equal(value, back[name]) for name, value in source.items())
+    assert same_tensors(*(load_file(place / "model.safetensors") for place in (model, tmp_path / "back")))

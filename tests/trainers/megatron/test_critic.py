@@ -20,6 +20,7 @@ from streamrl.trainers.ranks.local import open_trainer
 from tests.support import meshes
 from tests.support.errors import raises
 from tests.support.meshes import BOUND, Mesh, apart, batch, in_float64, parameters, slow, soak
+from tests.support.same_tensors import shapes
 from tests.support.scoring import prepared
 from tests.support.steps import check_alike
 from tests.support.trainers import Models
@@ -108,9 +109,7 @@ def check_run(made: Ran, alone: Ran, exact: dict[str, torch.Tensor]) -> None:
     digests = [result.digest for result in made.results]
     assert len(set(digests)) == STEPS and made.results[0].metrics["train/lr"] == 0 < made.results[1].metrics["train/grad_norm"]
     ours, theirs = parameters(alone.checkpoint, "critic"), parameters(made.checkpoint, "critic")
-    assert {name: (value.shape, value.dtype) for name, value in theirs.items()} == {
-        name: (value.shape, value.dtype) for name, value in ours.items()
-    }
+    assert shapes(theirs) == shapes(ours)
     far = apart(ours, exact)
     assert 0 < far < 1e-3 * float(exact["value_head.weight"].abs().max())  # else the bound would hold for anything
     assert apart(theirs, exact) <= 2 * BOUND * far

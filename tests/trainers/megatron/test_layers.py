@@ -41,7 +41,7 @@ def test_no_digit_depends_on_what_is_kept(make_model: Models, make_mixture: Mode
 
 
 @pytest.mark.slow
-def test_fewer_activations_are_kept(make_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_activations_are_kept(make_model: Models) -> None:
     """Counted by autograd: what a pass saves for the backward pass, in bytes."""
     directory = make_model(num_hidden_layers=4)
     saved = []
@@ -93,10 +93,7 @@ def test_more_layers_than_a_rank_has_are_refused(make_model: Models) -> None:
         pass
 
 
-COMPILING = [
-    slow({}),
-    *map(soak, ({"ranks": 2, "pipeline": 2}, {"ranks": 2, "context": 2}, {"experts": 1}, {"ranks": 2, "experts": 2})),
-]
+COMPILING = [slow({}), *map(soak, ({"ranks": 2, "pipeline": 2}, {"ranks": 2, "context": 2}, {"experts": 1}, {"ranks": 2, "experts": 2}))]
 
 
 def compiling(compiled: Any, mesh: dict[str, int], **trainer: Any) -> Config:
