@@ -123,11 +123,8 @@ PROBLEMS = Problems(
 
 
 def config(run: str) -> Config:
-    return Config(
-        run=RunConfig(name=run),
-        data=DataConfig(images_key="images", shuffle=False),
-        tasks=TasksConfig(batch_tasks=100, max_staleness=4, num_rollouts=2),
-    )
+    tasks = TasksConfig(batch_tasks=100, max_staleness=4, num_rollouts=2)
+    return Config(run=RunConfig(name=run), data=DataConfig(images_key="images", shuffle=False), tasks=tasks)
 
 
 def test_rows_with_the_same_images_have_one_blob_in_a_window() -> None:

@@ -36,8 +36,8 @@ from streamrl.trainers.torch.kernels import Kernels
 from tests.support import models
 from tests.support.errors import raises
 from tests.support.meshes import slow, soak
-from tests.support.models import Answer, ask
-from tests.support.publishing import load, publish
+from tests.support.models import Answer, ask, started
+from tests.support.publishing import publish
 from tests.support.scoring import score
 from tests.support.steps import check_alike
 from tests.support.trainers import Rollouts, config, make
@@ -267,16 +267,12 @@ def batch_of(answers: Sequence[Answer], ways: Sequence[Sampling]) -> TrainBatch:
 @pytest.mark.parametrize("kind", ["table", "local"])
 async def test_what_an_engine_draws_from_is_what_a_trainer_computes(kind: str, tmp_path: Path) -> None:
     engine, tensors, trainer = both(kind, tmp_path)
-    await engine.start()
-    try:
-        await load(engine, publish(tensors, Version(0, 0)))
+    async with started(engine, publish(tensors, Version(0, 0))):
         answers, ways = [], []
         for index, way in enumerate(WAYS):
             request = GenerateRequest(request_id=str(index), prompt_ids=ASKED, sampling=way, seeds=tuple(range(6)))
             answers += await ask(engine, request)
             ways += [way] * 6
-    finally:
-        await engine.stop()
     batch = batch_of(answers, ways)
     found = score(trainer, batch, Role.POLICY)
     assert found[batch.loss_mask] == pytest.approx(batch.sampler_logprobs[batch.loss_mask], abs=3e-5)

@@ -31,9 +31,7 @@ def events(path: Path) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def test_the_step_to_a_version_leaves_a_trace_and_the_digits_it_has_without(
-    model_dir: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_traced_step_has_equal_digits(model_dir: Path, rollouts: Rollouts, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     profiled, bare = make(model_dir, tmp_path / "profile"), make(model_dir, None)
     for step in range(3):

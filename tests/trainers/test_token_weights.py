@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.bus.memory import MemoryBus
 from streamrl.config.loss import CorrectionConfig, LossConfig
 from streamrl.config.registry import Role
 from streamrl.core.batches import TrainBatch
-from streamrl.data.model import ensure_model
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import TokenValues
 from streamrl.trainers.token_weights import FOLDER, TokenWeights, read_token_weights, shown
-from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import read_ledger, run_to_end
 from tests.support.scoring import score
 from tests.support.trainers import Rollouts, make
+from tests.support.ups import begun
 from tests.support.world.world import table_config
 
 HIGH = 0.5
@@ -98,14 +97,9 @@ def test_a_file_that_is_torn_gives_nothing(rollouts: Rollouts, tmp_path: Path, b
 @pytest.mark.process
 async def test_a_run_leaves_those_of_its_batches(tmp_path: Path) -> None:
     """Each file is of an entry's groups, with the mean that the ledger has. None is written while the one before still is."""
-    run, config = make_run(tmp_path, table_config(tmp_path, run={"steps": 6}, trainer={"checkpoint_every": 4}))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(config.run.name, config.bus)
-    try:
+    async with begun(tmp_path, table_config(tmp_path, run={"steps": 6}, trainer={"checkpoint_every": 4})) as (run, config, bus):
         await run_to_end(config, run, bus)
         entries = await read_ledger(bus, config.run.name)
-    finally:
-        await bus.close()
     assert len(entries) == 6
     assert read_token_weights(run.path / FOLDER, entries[0].version) != {}
     for entry in entries:
