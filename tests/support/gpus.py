@@ -1,4 +1,4 @@
-"""What tests on GPUs share. Whoever imports this has set what cuBLAS reads once, as the trainer's process does before torch begins."""
+"""Sizes and batches of tests on GPUs. The import sets what cuBLAS reads once, as the trainer's process does before torch begins."""
 
 import os
 

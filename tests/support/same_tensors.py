@@ -1,4 +1,4 @@
-"""Tensors by name, beside others."""
+"""Compare tensors by name."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import torch
 
 
 def same_tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
-    """Whether names, types, shapes and bits are equal."""
+    """Say whether names, types, shapes and bits are equal."""
     return shapes(found) == shapes(wanted) and all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 

@@ -1,4 +1,4 @@
-"""Steps of one trainer beside those of another."""
+"""Compare the steps of one trainer with those of another."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -18,7 +18,7 @@ from tests.support.trainers import Models, Rollouts, make
 
 
 def found(shape: Shape, place: Path) -> ModelFlops | None:
-    """Of transformers' model of a shape."""
+    """Count those of transformers' model of a shape."""
     write_model(shape, place)
     with torch.device("meta"):
         return flops_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place)))

@@ -45,7 +45,7 @@ RETURNS = {
         "theirs_raises": "{}['loss']",
     },
 }
-"""By arguments and name what a function gives that does nothing else."""
+"""Functions that only return a value, by their arguments and names."""
 OTHERS = """
 import sys
 import numpy as np
