@@ -57,8 +57,7 @@ def test_a_long_helper_takes_nothing_from_the_others() -> None:
         for rollout in (0, 1)
         for index, (length, own) in enumerate([(3, {}), (10 - 4 * rollout, helper)])
     ]
-    batch, messages, state = closed([rows], CONFIG)
-    arrays = assemble(batch, messages, state, CONFIG)
+    arrays = assembled(*rows)
     assert arrays.agents == ("", "helper", "", "helper")
     assert arrays.rewards.tolist() == [0.0, 0.5, 1.0, 1.0]
     made = make_objective(arrays, LossConfig(), 1)
@@ -79,9 +78,13 @@ def long(rollout: int, length: int, **values: Any) -> Sample:
     return row(1, rollout, **given)
 
 
+def assembled(*rows: Sample, config: FoldConfig = CONFIG) -> TrainBatch:
+    """What a trainer is given of one task with these samples."""
+    return assemble(*closed([list(rows)], config), config)
+
+
 def given_to_trainer(config: FoldConfig, **values: Any) -> TrainBatch:
-    batch, messages, state = closed([[long(0, 7, reward=1.0, **values), long(1, 6, reward=0.0, **values)]], config)
-    return assemble(batch, messages, state, config)
+    return assembled(long(0, 7, reward=1.0, **values), long(1, 6, reward=0.0, **values), config=config)
 
 
 def test_it_is_taken_from_the_samples_own_limit_or_the_runs_and_is_a_metric() -> None:
@@ -92,8 +95,7 @@ def test_it_is_taken_from_the_samples_own_limit_or_the_runs_and_is_a_metric() ->
     assert off.rewards.tolist() == [1.0, 0.0] and off.penalties is None
     cut = given_to_trainer(replace(CONFIG, overlong="train"), status=Status.COMPLETED)
     masked = np.array([0, 0] + [0] * 6, np.uint8)
-    batch, messages, state = closed([[long(0, 7, reward=1.0), long(1, 6, reward=0.0, loss_mask=masked)]], CONFIG)
-    assert assemble(batch, messages, state, CONFIG).rewards.tolist() == cut.rewards.tolist()
+    assert assembled(long(0, 7, reward=1.0), long(1, 6, reward=0.0, loss_mask=masked)).rewards.tolist() == cut.rewards.tolist()
     batch = given_to_trainer(CONFIG)
     assert make_objective(batch, LossConfig(), 1).metrics["rollout/overlong_penalty"] == pytest.approx(-0.0625)
     assert "rollout/overlong_penalty" not in make_objective(replace(batch, penalties=None), LossConfig(), 1).metrics
@@ -107,11 +109,11 @@ def test_rewards_are_punished_once_and_filtered_without_it() -> None:
     assert state.reward_sum == 1.0, "and so has what ends a run"
     corrected = replace(batch, groups=(state.pending[1],))
     assert assemble(corrected, messages, state, CONFIG).rewards.tolist() == [0.0, 1.0]
+    equal = [long(0, 10, reward=1.0), long(1, 3, reward=1.0)]
     with pytest.raises(AssertionError):
-        closed([[long(0, 10, reward=1.0), long(1, 3, reward=1.0)]], CONFIG)
+        closed([equal], CONFIG)
     flat = replace(CONFIG, drop_zero_variance=False)
-    batch, messages, state = closed([[long(0, 10, reward=1.0), long(1, 3, reward=1.0)]], flat)
-    assert assemble(batch, messages, state, flat).rewards.tolist() == [0.5, 1.0], "length alone teaches"
+    assert assembled(*equal, config=flat).rewards.tolist() == [0.5, 1.0], "length alone teaches"
 
 
 KIMI, ALP, COSINE = (LengthConfig(kind=kind, longest=20 * (kind != "kimi")) for kind in ("kimi", "alp", "cosine"))  # type: ignore[arg-type]
@@ -202,7 +204,7 @@ def test_parts_of_rewards_are_given_by_name() -> None:
         long(0, 7, reward=2.0, reward_parts={"right": 1.0, "form": 0.5, "more": 9.0}),
         long(1, 6, reward=0.0, reward_parts={"right": 0.0}),
     ]
-    made = assemble(*closed([rows], config), config)
+    made = assembled(*rows, config=config)
     assert {name: values.tolist() for name, values in made.reward_parts.items()} == {
         "right": [1.0, 0.0],
         "form": pytest.approx([0.5, math.nan], nan_ok=True),

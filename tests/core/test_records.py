@@ -23,6 +23,17 @@ SAMPLES = SUBJECTS.samples("main")
 TOMBSTONES = SUBJECTS.tombstones("main")
 
 
+def views_of(*rows: Sample) -> tuple[RolloutView, ...]:
+    record, _ = judge(SAMPLES, 1, encode_samples(list(rows)), None)
+    assert isinstance(record, Rollouts)
+    return record.rollouts
+
+
+def numbered(first: int, *numbers: int) -> tuple[VersionSpan, ...]:
+    """No version for so many tokens, then one token of each."""
+    return (VersionSpan(first, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
+
+
 def test_samples_become_one_view_a_rollout() -> None:
     two = [sample(1, sample=k, num_samples=2) for k in range(2)]
     record, batch = judge(SAMPLES, 9, encode_samples([*two, sample(0, reward=None)]), "3")
@@ -35,15 +46,11 @@ def test_samples_become_one_view_a_rollout() -> None:
 def test_ages_count_trained_tokens_of_all_samples() -> None:
     spans = (VersionSpan(1, None), VersionSpan(1, Version(0, 2)), VersionSpan(1, Version(0, 7)), VersionSpan(1, Version(1, 9)))
     mask = np.array([0, 0, 1, 0], np.uint8)
-    record, _ = judge(SAMPLES, 1, encode_samples([sample(0, spans=spans, loss_mask=mask)]), None)
-    assert isinstance(record, Rollouts)
-    assert (record.rollouts[0].oldest, record.rollouts[0].newest, record.rollouts[0].highest) == (7, 7, 9)
-    assert record.rollouts[0].epochs == ((0, 2, 7), (1, 9, 9))
+    (view,) = views_of(sample(0, spans=spans, loss_mask=mask))
+    assert (view.oldest, view.newest, view.highest, view.epochs) == (7, 7, 9, ((0, 2, 7), (1, 9, 9)))
     other = (VersionSpan(2, None), VersionSpan(1, Version(0, 3)), VersionSpan(1, Version(0, 5)))
-    rows = [sample(0, num_samples=2), sample(0, sample=1, num_samples=2, spans=other)]
-    record, _ = judge(SAMPLES, 1, encode_samples(rows), None)
-    assert isinstance(record, Rollouts)
-    assert (record.rollouts[0].oldest, record.rollouts[0].newest, record.rollouts[0].num_tokens) == (3, 5, 4)
+    (view,) = views_of(sample(0, num_samples=2), sample(0, sample=1, num_samples=2, spans=other))
+    assert (view.oldest, view.newest, view.num_tokens) == (3, 5, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,14 +90,12 @@ def test_views_are_what_a_look_at_every_token_gives(seed: int) -> None:
 
 def test_no_version_is_no_demonstration_unless_it_is_trained() -> None:
     row = sample(0, spans=(VersionSpan(4, None),), logprob_mode=LogprobMode.NONE, logprobs=np.zeros(4, np.float32), reward=None)
-    record, _ = judge(SAMPLES, 1, encode_samples([row]), None)
-    assert isinstance(record, Rollouts)
-    assert record.rollouts[0] == RolloutView(0, 1, 2, -1, -1, None, -1)
-    assert record.rollouts[0].demonstration
-    record, _ = judge(SAMPLES, 1, encode_samples([sample(0, loss_mask=np.zeros(4, np.uint8))]), None)
-    assert isinstance(record, Rollouts)
-    assert record.rollouts[0] == RolloutView(0, 1, 0, -1, -1, 0.0, 4, ((0, 4, 4),))
-    assert not record.rollouts[0].demonstration
+    (view,) = views_of(row)
+    assert view == RolloutView(0, 1, 2, -1, -1, None, -1)
+    assert view.demonstration
+    (view,) = views_of(sample(0, loss_mask=np.zeros(4, np.uint8)))
+    assert view == RolloutView(0, 1, 0, -1, -1, 0.0, 4, ((0, 4, 4),))
+    assert not view.demonstration
 
 
 def test_the_other_kinds_and_what_a_record_does_not_say() -> None:
@@ -142,17 +147,12 @@ def test_judge_never_raises(body: bytes, header: str | None, kind: str) -> None:
 
 
 def test_version_zero_is_a_version() -> None:
-    def spans(*numbers: int) -> tuple[VersionSpan, ...]:
-        return (VersionSpan(2, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
-
     rows = [
-        sample(0, num_samples=2, spans=spans(0, 0)),
-        sample(0, sample=1, num_samples=2, spans=spans(2, 5)),
-        sample(1, spans=spans(0, 0)),
+        sample(0, num_samples=2, spans=numbered(2, 0, 0)),
+        sample(0, sample=1, num_samples=2, spans=numbered(2, 2, 5)),
+        sample(1, spans=numbered(2, 0, 0)),
     ]
-    record, _ = judge(SAMPLES, 1, encode_samples(rows), None)
-    assert isinstance(record, Rollouts)
-    assert record.rollouts == (RolloutView(0, 2, 4, 0, 5, 0.0, 5, ((0, 0, 5),)), RolloutView(1, 1, 2, 0, 0, 1.0, 0, ((0, 0, 0),)))
+    assert views_of(*rows) == (RolloutView(0, 2, 4, 0, 5, 0.0, 5, ((0, 0, 5),)), RolloutView(1, 1, 2, 0, 0, 1.0, 0, ((0, 0, 0),)))
 
 
 @pytest.mark.parametrize(
@@ -185,17 +185,6 @@ def test_reasons_are_cut_as_ever_and_a_fork_may_be_of_the_first_version() -> Non
     assert isinstance(record, Poison) and len(record.reason) == 400
     body = encode(Mark(name=MARK_EPOCH, detail={"epoch": 1, "first": 1, "last_before": 1}))
     assert judge(SUBJECTS.marks, 7, body, None) == (Forked(7, 1, 1, 1), None)
-
-
-def views_of(*rows: Sample) -> tuple[RolloutView, ...]:
-    record, _ = judge(SAMPLES, 1, encode_samples(list(rows)), None)
-    assert isinstance(record, Rollouts)
-    return record.rollouts
-
-
-def numbered(first: int, *numbers: int) -> tuple[VersionSpan, ...]:
-    """No version for so many tokens, then one token of each."""
-    return (VersionSpan(first, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
 
 
 def test_shares_are_of_cut_rollouts_and_take_their_ages_along() -> None:
