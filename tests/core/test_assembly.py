@@ -105,11 +105,9 @@ def test_dtypes_and_columns() -> None:
     }
     assert (batch.kind, batch.version, batch.stage_step) == ("rl", Version(0, 7), 7)
     assert (batch.num_samples, batch.num_tokens, batch.lengths.tolist()) == (4, 16, [4, 4, 4, 4])
-    assert (
-        batch.temperature.tolist() == [0.5] * 4 + [1] * 12
-        and batch.top_p.tolist() == [0.75] * 4 + [1] * 12
-        and batch.top_k.tolist() == [3] * 4 + [-1] * 12
-    )
+    assert batch.temperature.tolist() == [0.5] * 4 + [1] * 12
+    assert batch.top_p.tolist() == [0.75] * 4 + [1] * 12
+    assert batch.top_k.tolist() == [3] * 4 + [-1] * 12
     assert batch.sampler_logprobs[:4].tolist() == [0, 0, -0.25, -3]
     assert batch.loss_mask[:4].tolist() == [False, False, True, True]
     assert batch.staleness[:4].tolist() == [0, 0, 3, 3]
@@ -149,8 +147,8 @@ def test_ages_add_up_from_version_zero_on() -> None:
     rows = [row(0, 0, spans=spans(4, 6)), row(0, 1, spans=spans(5, 5))]
     batch, _, state = closed([rows, [row(1, 0, spans=spans(7, 7)), row(1, 1, spans=spans(7, 7))]])
     later = replace(state, version=Version(0, 9))
-    assert ages(batch, later) == {"total": [5, 2], "in_flight": [2, 0], "publish_lag": [1, 0], "queued": [2, 2]}
     parts = ages(batch, later)
+    assert parts == {"total": [5, 2], "in_flight": [2, 0], "publish_lag": [1, 0], "queued": [2, 2]}
     assert parts["total"] == [sum(one) for one in zip(parts["in_flight"], parts["publish_lag"], parts["queued"], strict=True)]
     messages = [[row(0, 0, spans=spans(0, 2)), row(0, 1, spans=spans(1, 1))], [row(1, 0, spans=spans(0, 0)), row(1, 1, spans=spans(3, 3))]]
     config = FoldConfig(batch_tasks=2, max_staleness=9)
@@ -222,9 +220,6 @@ def test_each_turn_keeps_what_it_was_drawn_with() -> None:
 
 
 def test_ages_fall_into_parts_by_token_and_by_sample() -> None:
-    def spans(*numbers: int) -> tuple[VersionSpan, ...]:
-        return (VersionSpan(1, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
-
     mask = np.array([0, 1, 1, 1], np.uint8)
     prompt_only = row(1, 1, spans=spans(6, 6, 6), loss_mask=np.array([0, 0, 0, 1], np.uint8))
     messages = [[row(0, 0, spans=spans(3, 4, 5), loss_mask=mask), row(0, 1, spans=spans(5, 5, 5), loss_mask=mask)]]
