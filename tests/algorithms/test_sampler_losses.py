@@ -10,6 +10,13 @@ from streamrl.algorithms.sampler_losses import aipo, binary_divergence, dppo, ve
 from streamrl.algorithms.sequences import Packed, Padded
 from tests.support.float64 import gradient, t
 
+VESPO = {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0}
+
+
+def clipped(*tensors: torch.Tensor, **settings: Any) -> list[float]:
+    """Which tokens DPPO leaves out, without a KL term."""
+    return dppo(*tensors, **settings, kl=0.0)[1]["train/pg_clipfrac"].tolist()
+
 
 def test_aipo_caps_from_above_only() -> None:
     logprobs = t(-1.0, -1.0, -1.0).requires_grad_()
@@ -39,16 +46,12 @@ def test_dppo_masks_by_probability_not_by_ratio() -> None:
 
 def test_dppo_with_two_bounds_takes_the_one_of_the_way_a_token_went_and_symmetric_the_distance() -> None:
     pi, mu = t(0.75, 0.65, 0.45, 0.55), t(0.50, 0.50, 0.70, 0.65)
-    _, metrics = dppo(pi.log(), mu.log(), t(1, 1, -1, -1), bound=0.2, bound_low=0.05, kl=0.0)
-    assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 1, 1]
-    _, metrics = dppo(pi.log(), mu.log(), t(1, 1, -1, -1), bound=0.1, bound_low=0.2, kl=0.0)
-    assert metrics["train/pg_clipfrac"].tolist() == [1, 1, 1, 0]
+    assert clipped(pi.log(), mu.log(), t(1, 1, -1, -1), bound=0.2, bound_low=0.05) == [1, 0, 1, 1]
+    assert clipped(pi.log(), mu.log(), t(1, 1, -1, -1), bound=0.1, bound_low=0.2) == [1, 1, 1, 0]
     pi, mu = t(0.75, 0.75, 0.75, 0.45, 0.45, 0.51), t(0.50, 0.50, 0.50, 0.70, 0.70, 0.50)
     advantages = t(1, -1, 0, -1, 1, 1)
-    _, metrics = dppo(pi.log(), mu.log(), advantages, bound=0.2, symmetric=True, kl=0.0)
-    assert metrics["train/pg_clipfrac"].tolist() == [1, 1, 1, 1, 1, 0]
-    _, metrics = dppo(pi.log(), mu.log(), advantages, bound=0.2, kl=0.0)
-    assert metrics["train/pg_clipfrac"].tolist() == [1, 0, 0, 1, 0, 0]
+    assert clipped(pi.log(), mu.log(), advantages, bound=0.2, symmetric=True) == [1, 1, 1, 1, 1, 0]
+    assert clipped(pi.log(), mu.log(), advantages, bound=0.2) == [1, 0, 0, 1, 0, 0]
 
 
 def test_binary_divergences_are_those_of_torch_and_bound_the_whole_ones_from_below() -> None:
@@ -95,9 +98,8 @@ def test_vespo_weighs_a_sequence_by_the_product_of_its_ratios() -> None:
     logprobs = t(math.log(0.5), math.log(0.4), -1.0).requires_grad_()
     mu = t(0.0, math.log(0.2), -1.0 - math.log(2.0))
     sequences = Packed(torch.tensor([0, 0, 1]), 2)
-    settings = {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0}
     for sign, c1, c2 in ((1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):
-        loss, metrics = vespo(logprobs, mu, t(sign, sign, sign), sequences, **settings)
+        loss, metrics = vespo(logprobs, mu, t(sign, sign, sign), sequences, **VESPO)
         weight = 2.0**c1 * math.exp(-c2)
         assert metrics["train/vespo_weight"].tolist() == pytest.approx([1.0, 1.0, weight])
         assert metrics["train/ois"].tolist() == pytest.approx([1.0, 1.0, 2.0])
@@ -108,9 +110,8 @@ def test_vespo_weighs_a_sequence_by_the_product_of_its_ratios() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_vespo_of_far_sequences_is_bounded(dtype: torch.dtype) -> None:
     logprobs = torch.tensor([-1.0, -500.0, -1.0], dtype=dtype)
-    settings = {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0}
     loss, metrics = vespo(
-        logprobs, torch.tensor([-500.0, -1.0, -6.0], dtype=dtype), torch.ones(3, dtype=dtype), Packed(torch.arange(3), 3), **settings
+        logprobs, torch.tensor([-500.0, -1.0, -6.0], dtype=dtype), torch.ones(3, dtype=dtype), Packed(torch.arange(3), 3), **VESPO
     )
     assert loss.tolist() == [0, 0, pytest.approx(0.0, abs=1e-100)]
     assert metrics["train/vespo_weight"].tolist() == loss.tolist()  # of log-probs of -1
@@ -123,13 +124,11 @@ def test_dppo_keeps_what_is_at_its_bound() -> None:
     assert gradient(loss, logprobs).tolist() == [-1.5, 1.5]
     assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
     advantages = t(0.0, 0.0, 1e-6, -1e-6)
-    _, metrics = dppo(t(0.9, 0.1, 0.9, 0.1).log(), t(0.1, 0.9, 0.1, 0.9).log(), advantages, bound=0.2, kl=0.0)
-    assert metrics["train/pg_clipfrac"].tolist() == [0, 0, 1, 1]
+    assert clipped(t(0.9, 0.1, 0.9, 0.1).log(), t(0.1, 0.9, 0.1, 0.9).log(), advantages, bound=0.2) == [0, 0, 1, 1]
     logprobs, mu, advantages = t(0.75, 0.25).log(), t(0.5, 0.5).log(), t(1, -1)
-    assert dppo(t(0.45).log(), t(0.5).log(), t(-1), bound=0.2, kl=0.0)[1]["train/pg_clipfrac"].tolist() == [0]
+    assert clipped(t(0.45).log(), t(0.5).log(), t(-1), bound=0.2) == [0]
     up, down = binary_divergence(logprobs, mu, "tv").tolist()
-    _, metrics = dppo(logprobs, mu, advantages, bound=up, bound_low=down, kl=0.0)
-    assert metrics["train/pg_clipfrac"].tolist() == [0, 0]
+    assert clipped(logprobs, mu, advantages, bound=up, bound_low=down) == [0, 0]
     logprobs = t(0.75).log().requires_grad_()
     loss, _ = dppo(logprobs, t(0.5).log(), t(1), bound=0.2, kl=0.1)
     assert loss.tolist() == pytest.approx([0.1 * math.log(1.5) ** 2])
@@ -141,8 +140,7 @@ def test_vespo_reads_nothing_outside_the_mask_and_weighs_without_an_advantage_as
     mask = torch.tensor([[True, False], [True, True]])
     logprobs = torch.tensor([[-1.0, nan], [-2.0, -0.5]], dtype=torch.float64)
     mu = torch.tensor([[-1.5, nan], [-2.5, -0.5]], dtype=torch.float64)
-    settings = {"c1_positive": 2.0, "c2_positive": 3.0, "c1_negative": 3.0, "c2_negative": 2.0}
-    loss, metrics = vespo(logprobs, mu, torch.tensor([[0.0, nan], [-1.0, 1.0]], dtype=torch.float64), Padded(mask), **settings)
+    loss, metrics = vespo(logprobs, mu, torch.tensor([[0.0, nan], [-1.0, 1.0]], dtype=torch.float64), Padded(mask), **VESPO)
     whole = math.exp(0.5)
     negative, positive = whole**3 * math.exp(2 * (1 - whole)), whole**2 * math.exp(3 * (1 - whole))
     assert metrics["train/vespo_weight"][mask].tolist() == pytest.approx([negative, negative, positive])
