@@ -1,5 +1,6 @@
 """The head that is made to be compiled: held to the same log_softmax written out in float64 as the other two, compiled and not."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from streamrl.algorithms.chunked_head import CHUNK_LOGITS, CHUNK_TOKENS, chunk_k
 from streamrl.algorithms.fused_head import Plan
 from streamrl.algorithms.logprobs import LinearHead
 from streamrl.trainers import activations
-from tests.algorithms.test_logprobs import Case, Largest, M, Problem, V, grads, leaves, problem, rounded, written_out
+from tests.algorithms.test_logprobs import Case, Largest, M, Problem, V, grads, hold_to_log_softmax, leaves, problem, rounded, written_out
 from tests.support.compilers import COMPILES
 
 __all__ = ["problem"]
@@ -29,16 +30,7 @@ def chunked(given: Problem, case: Case, *, tokens: int, kernels: Any = KERNELS, 
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_equals_log_softmax_with_its_gradient(problem: Problem, case: Case, tokens: int, entropy_gradient: bool) -> None:
-    ours, plain = leaves(problem), leaves(problem)
-    logprobs, entropy = chunked(ours, case, tokens=tokens, entropy_gradient=entropy_gradient)
-    expected, expected_entropy = written_out(plain, case)
-    assert torch.allclose(logprobs, expected, atol=1e-12) and torch.allclose(entropy, expected_entropy, atol=1e-12)
-    assert entropy.requires_grad == entropy_gradient
-    slopes = torch.arange(M, dtype=torch.float64) - 3  # one of them is 0
-    (logprobs @ slopes + (entropy @ slopes.flip(0) if entropy_gradient else 0)).backward()
-    (expected @ slopes + (expected_entropy @ slopes.flip(0) if entropy_gradient else 0)).backward()
-    for mine, reference in zip(grads(ours), grads(plain), strict=True):
-        assert torch.allclose(mine, reference, atol=1e-12)
+    hold_to_log_softmax(problem, case, partial(chunked, tokens=tokens), entropy_gradient)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
