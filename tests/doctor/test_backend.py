@@ -17,19 +17,10 @@ from streamrl.config.tree import Config, TrainerConfig
 from streamrl.doctor.backend import check_backend, refuse_backend
 from streamrl.errors import ConfigError
 from streamrl.trainers.megatron import buildable
+from tests.support.plans import MODELS
 
 ROOT = Path(__file__).parents[2]
-QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151_937,
-    "tie_word_embeddings": True,
-}
+QWEN3 = MODELS["Qwen3-4B"] | {"vocab_size": 151_937}
 Refused = Callable[..., list[str]]
 pytestmark = pytest.mark.process  # `doctor` asks programs for their versions
 

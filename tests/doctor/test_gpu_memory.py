@@ -19,17 +19,9 @@ from streamrl.schemas.tasks import Sampling
 from streamrl.trainers.activations import GIB
 from streamrl.trainers.megatron.names import Place, architecture, parameters
 from streamrl.trainers.memory import models_of, rank_memory
+from tests.support.plans import MODELS
 
-QWEN_4B: dict[str, Any] = {
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 9728,
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-}
+QWEN_4B = {key: value for key, value in MODELS["Qwen3-4B"].items() if key != "model_type"}
 QWEN_1_7B = QWEN_4B | {"hidden_size": 2048, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 6144}
 ON_ONE = SglangConfig(flags={"mem_fraction_static": 0.35}, swap="flip", gpus=(0,))
 
