@@ -81,8 +81,7 @@ def test_help_loads_nothing_heavy() -> None:
 )
 def test_an_unknown_run_is_told_the_known_ones(stopped_run: RunDir, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     said = refused(capsys, *arguments)
-    assert "got 'nobody'" in said
-    assert "runs: demo" in said
+    assert "got 'nobody'" in said and "runs: demo" in said
 
 
 def test_up_refuses_what_it_cannot_start(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,8 +89,7 @@ def test_up_refuses_what_it_cannot_start(place: Path, capsys: pytest.CaptureFixt
     assert "no such file: missing.toml" in refused(capsys, "up", "missing.toml")
     (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n[tasks]\nmax_stalenes = 1\n')
     said = refused(capsys, "up", "a.toml")
-    assert "tasks.max_stalenes" in said
-    assert "did you mean tasks.max_staleness?" in said
+    assert "tasks.max_stalenes" in said and "did you mean tasks.max_staleness?" in said
     (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
     assert "--set section.key=value" in refused(capsys, "up", "a.toml", "--set", "steps")
     assert "a.jsonl" in refused(capsys, "up", "a.toml")
@@ -101,8 +99,7 @@ def test_up_refuses_what_it_cannot_start(place: Path, capsys: pytest.CaptureFixt
     run.create()
     with lock_run(run):
         said = refused(capsys, "up", "a.toml", "--name", "demo")
-    assert f"process {os.getpid()}" in said
-    assert "streamrl down demo" in said
+    assert f"process {os.getpid()}" in said and "streamrl down demo" in said
     (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
     (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
     assert "my run" in refused(capsys, "up", "a.toml", "--name", "my run")
@@ -113,8 +110,7 @@ def test_up_refuses_what_it_cannot_start(place: Path, capsys: pytest.CaptureFixt
 
 def test_kinds_and_overrides_are_looked_at(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "worker", "traner", "--run", "demo")
-    assert "did you mean 'trainer'?" in said
-    assert "rewarder, evaluator, engine, trainer" in said
+    assert "did you mean 'trainer'?" in said and "rewarder, evaluator, engine, trainer" in said
     assert "takes no --verify" in refused(capsys, "replay", "demo", "--verify", "--set", "loss.clip_low=0.1")
     assert "has no part in" in refused(capsys, "tap", "demo", "--name", "shadow", "--set", "engine.slots=1")
 
@@ -125,12 +121,10 @@ def test_status_says_what_there_is(stopped_run: RunDir, capsys: pytest.CaptureFi
     assert (line["run"], line["state"], line["supervisor"], line["summary"]["steps"]) == ("demo", "stopped", None, 7)
     assert main(["status"]) == 0
     out = capsys.readouterr().out
-    assert "demo" in out
-    assert "0.750" in out
+    assert "demo" in out and "0.750" in out
     assert main(["status", "demo"]) == 0
     out = capsys.readouterr().out
-    assert "run demo is stopped" in out
-    assert '"reward_last": 0.75' in out
+    assert "run demo is stopped" in out and '"reward_last": 0.75' in out
     assert main(["status", "demo", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["numbers"] is None
     assert main(["down", "demo"]) == 0

@@ -208,8 +208,7 @@ async def test_a_page_that_is_killed_comes_again_under_the_same_address_and_goes
         os.kill(first, signal.SIGKILL)
         await until(lambda: pages(run) not in ([], [first]) and address_of(run, pid=pages(run)[0]), within_s=60)
         assert address_of(run) == address
-    assert pages(run) == []
-    assert address_of(run) == ""
+    assert (pages(run), address_of(run)) == ([], "")
     assert notes[0] == f"page: {address}" and "signal SIGKILL" in notes[1]
     assert len(notes) == 2
     assert page_token(run) not in run.log_path("page-0").read_text()

@@ -103,5 +103,4 @@ async def test_a_worker_whose_loop_is_blocked_is_restarted_and_its_log_says_wher
 async def test_a_long_step_in_a_thread_and_a_long_load_are_no_silence(watched: Watched, how: str) -> None:
     watched.start(how)
     await watched.tick_until((watched.run.path / "over").exists)
-    assert watched.notes == []
-    assert watched.supervisor.lines()["producer-0"].restarts == 0
+    assert (watched.notes, watched.supervisor.lines()["producer-0"].restarts) == ([], 0)

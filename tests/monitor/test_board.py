@@ -61,8 +61,7 @@ def test_no_line_is_wider_than_the_screen_and_none_holds_a_command_for_it(look: 
         for line in plain(lines):
             assert cell_len(line) <= width
             assert "\x1b" not in line and "\n" not in line and "\x07" not in line and "\u202e" not in line
-    assert len(board.frame(Place(), 24)) == 24
-    assert len(board.frame(Place(), 3)) == 3
+    assert (len(board.frame(Place(), 24)), len(board.frame(Place(), 3))) == (24, 3)
 
 
 def test_the_board_tells_everything(look: Look) -> None:

@@ -53,9 +53,7 @@ def test_a_plain_line_holds_the_numbers_and_who_is_in_trouble(learned_run: RunVi
     learned_run.event(Event(kind="stalled", worker="producer-0"))
     line = plain_line(learned_run.numbers(elapsed_s=65.0, supervised=STATES))
     assert line.startswith("[1:05] training step=80/80 warmup=20 version=0.100 reward=0.8")
-    assert "heldout=0.910" in line
-    assert "staleness=1/2" in line
-    assert "stream-full=producer-0" in line
+    assert "heldout=0.910" in line and "staleness=1/2" in line and "stream-full=producer-0" in line
     assert line.endswith("workers=producer-0:waiting")
 
 

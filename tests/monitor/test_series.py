@@ -81,8 +81,7 @@ def test_engines_have_rows_of_their_own_and_the_run_has_the_worst(entry: MakeEnt
         view.engine(name, EnginePresence(engine=name, address="", serving=Version(0, number)))
     rows = windows(view, 1.0)
     assert [rows[of].values["lag/versions_behind"] for of in ("engine-0", "engine-1", "")] == [1.0, 4.0, 4.0]
-    assert rows[""].values["lag/stream_messages"] == 20.0
-    assert (rows[""].version, rows[""].step) == ("0.10", 1)
+    assert (rows[""].values["lag/stream_messages"], rows[""].version, rows[""].step) == (20.0, "0.10", 1)
 
 
 def test_a_clock_that_jumps_back_loses_nothing_and_quotients_are_of_a_windows_amounts() -> None:
@@ -123,8 +122,7 @@ def test_a_time_that_is_none_leaves_a_row_that_can_be_read(entry: MakeEntry, tim
     view.ledger(as_line(replace(entry(1), time_s=time_s)))
     view.event(Event(kind="evaluation", worker="e", detail=evaluation(1, 0.75), time_s=time_s))
     rows = view.take_rows(0.0)
-    assert [row.time_s for row in rows] == [0.0, 0.0]
-    assert [decoded(encoded(row)) for row in rows] == rows
+    assert ([row.time_s for row in rows], [decoded(encoded(row)) for row in rows]) == ([0.0, 0.0], rows)
 
 
 def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(entry: MakeEntry) -> None:
@@ -136,8 +134,7 @@ def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(
     for number in range(MOST_WORKERS + 50):
         view.metric(report(f"producer-{number}", {"producer/tasks_total": 1}, time_s=0.0))
     rows = windows(view, 1.0)
-    assert len(rows) == MOST_WORKERS + 1
-    assert rows[""].values["producer/tasks_total"] == MOST_WORKERS + 50
+    assert (len(rows), rows[""].values["producer/tasks_total"]) == (MOST_WORKERS + 1, MOST_WORKERS + 50)
     for name in ("\x1b[2J", "", "x" * 65, "a b"):
         view.metric(report(name, {"producer/tasks_total": 1}, time_s=0.0))
     rows = windows(view, 2.0)
@@ -184,8 +181,7 @@ def test_trained_tokens_and_drops_stand_in_the_rows_of_their_batches(entry: Make
     assert [row.values.get("tokens/trained_total") for row in (first, second, window)] == [60.0, 60.0, None]
     assert (first.version, second.version) == ("0.1", "0.2")
     assert [first.values[f"perf/{name}"] for name in ("train_wait_time", "train_time", "step_time")] == [0.25, 0.5, 0.75]
-    assert first.values["perf/wait_time_ratio"] == pytest.approx(1 / 3)
-    assert first.values["rollout/truncated"] == 0.125
+    assert (first.values["perf/wait_time_ratio"], first.values["rollout/truncated"]) == (pytest.approx(1 / 3), 0.125)
 
 
 def test_no_window_ends_with_what_half_a_ledger_says(entry: MakeEntry) -> None:
@@ -275,8 +271,7 @@ def test_what_is_kept_does_not_grow_with_the_run_and_no_total_is_lost(entry: Mak
         kept.append(trained.num_kept)
         assert (trained.num_batches, trained.num_reinforced, trained.num_tokens) == (count, count - 100, 100 * count)
         assert trained.drops == {"stale": 2 * count}
-        assert trained.ages == Counter(number % 5 for number in range(101, count + 1))
-        assert trained.last_cold == 100
+        assert (trained.ages, trained.last_cold) == (Counter(number % 5 for number in range(101, count + 1)), 100)
         assert trained.first_rewards(20) == [number / 1e4 for number in range(101, 121)]
         assert trained.last_rewards(20) == [number / 1e4 for number in range(count - 19, count + 1)]
         points = trained.points(warmup=False)
@@ -353,8 +348,7 @@ def test_what_comes_and_goes_without_end_is_counted_all_and_kept_in_part() -> No
         failures.add(sequence, Tombstone(task=sequence, reason="failed", detail="x" * 5000), after=0)
         if sequence in (MOST_STONES, MOST_STONES + 2000):
             counts.append(kept(failures))
-    assert failures.reasons == {"failed": MOST_STONES + 2000}
-    assert failures.num_tasks == MOST_STONES + 2000
+    assert (failures.reasons, failures.num_tasks) == ({"failed": MOST_STONES + 2000}, MOST_STONES + 2000)
     assert counts[1] < 1.01 * counts[0]
     failures.trained(MOST_STONES + 1990)
     assert (failures.reasons, failures.num_tasks) == ({"failed": 10}, 10)

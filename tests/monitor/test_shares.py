@@ -215,8 +215,7 @@ def test_a_backlog_goes_by_the_newest_fork_and_is_not_always_known() -> None:
     backlog = Backlog()
     for cursor, stored in ((10, 100.0), (20, 100.0), (30, 100.0), (20, 900.0)):
         backlog.ledger(cursor, {"tokens/stored_total": stored, "tokens/waiting": 0.0})
-    assert backlog.tokens(21) == pytest.approx(1000.0 / 20)
-    assert backlog.tokens(3) == 0.0
+    assert (backlog.tokens(21), backlog.tokens(3)) == (pytest.approx(1000.0 / 20), 0.0)
     backlog = Backlog()
     for cursor, stored in ((10, 500.0), (10, 0.0)):
         backlog.ledger(cursor, {"tokens/stored_total": stored, "tokens/waiting": 0.0})
@@ -235,8 +234,7 @@ def test_answers_make_a_distance_where_there_are_enough_known_ones() -> None:
     assert lengths.distance == 0.0
     lengths.add({"lengths/dropped": LONG})
     lengths.add({"lengths/cut": LONG, "lengths/finished": LONG})
-    assert lengths.distance == pytest.approx(2 / 3)
-    assert lengths.values["lengths/cut_p50"] == pytest.approx(200, rel=0.19)
+    assert (lengths.distance, lengths.values["lengths/cut_p50"]) == (pytest.approx(2 / 3), pytest.approx(200, rel=0.19))
     lengths = Lengths()
     lengths.add({"lengths/trained": histogram([1] * (FEWEST - 1)), "lengths/dropped": LONG})
     assert lengths.distance is None and "lengths/distance" not in lengths.values
@@ -269,8 +267,7 @@ def test_cut_answers_are_compared_with_those_of_their_time() -> None:
     assert lengths.knows_cut and lengths.values["lengths/distance"] == pytest.approx(0.5)
     lengths.forget_ledger()
     lengths.add({"lengths/trained": SHORT}, live=False)
-    assert (lengths.distance, lengths.knows_cut) == (0.0, False)
-    assert sum(lengths.counts["lengths/cut"]) == 2000
+    assert (lengths.distance, lengths.knows_cut, sum(lengths.counts["lengths/cut"])) == (0.0, False, 2000)
 
 
 def test_of_history_no_cut_answer_is_spoken_of(entry: MakeEntry) -> None:

@@ -35,8 +35,7 @@ def test_summary_has_the_promised_keys_and_numbers(learned_run: RunView, tmp_pat
     assert list(written) == KEYS.split()
     rewards = [point.reward for point in learned_run.reward_points if point.reward is not None]
     assert len(rewards) == 80
-    assert written["steps"] == 80
-    assert written["reward_first"] == pytest.approx(sum(rewards[:20]) / 20)
+    assert (written["steps"], written["reward_first"]) == (80, pytest.approx(sum(rewards[:20]) / 20))
     assert written["reward_last"] == pytest.approx(sum(rewards[-20:]) / 20)
     assert (written["loss_first"], written["loss_last"]) == (None, None)
     assert (written["heldout_first"], written["heldout_last"]) == (0.21, 0.91)
@@ -74,8 +73,7 @@ def test_an_end_before_the_ledger_was_read_claims_nothing_of_what_was_trained(le
 def test_the_line_tells_reward_and_heldout_before_and_after(learned_run: RunView) -> None:
     line = summary_line(summarize(learned_run, wall_s=75.0))
     assert line.startswith("80 steps in 1:15, reward 0.")
-    assert "held-out 0.210 -> 0.910" in line
-    assert "160 dropped, 80 swaps" in line
+    assert "held-out 0.210 -> 0.910" in line and "160 dropped, 80 swaps" in line
 
 
 def test_runs_without_evaluations_or_rewards_and_problems_of_one_evaluation(learned_run: RunView) -> None:
@@ -86,8 +84,7 @@ def test_runs_without_evaluations_or_rewards_and_problems_of_one_evaluation(lear
     learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(19, 0.5, first)))
     learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(100, 0.5, last)))
     table = problem_table([one for one in learned_run.evaluations if len(one.problems) == 2])
-    assert table is not None
-    assert [str(cell) for cell in table.columns[0].cells] == ["b"]
+    assert table is not None and [str(cell) for cell in table.columns[0].cells] == ["b"]
     assert problem_table(learned_run.evaluations[:1]) is None
 
 
@@ -110,8 +107,7 @@ def test_the_table_shows_the_same_problems_before_and_after(learned_run: RunView
     text = console.export_text()
     row = next(line for line in text.splitlines() if "2+8=" in line)
     assert row.index("7 wrong") < row.index("10 right")
-    assert "version 0.19" in text
-    assert "version 0.100" in text
+    assert "version 0.19" in text and "version 0.100" in text
 
 
 @pytest.mark.parametrize(
@@ -169,8 +165,7 @@ async def test_the_end_of_a_run_is_written_and_told_unless_nothing_was_trained(
     assert json.loads(outcome.summary_json)["steps"] == 80
     outcome.print()
     said = capsys.readouterr().out
-    assert "demo finished: 80 steps in 0:09" in said
-    assert str(run.plot_path) in said
+    assert "demo finished: 80 steps in 0:09" in said and str(run.plot_path) in said
     run = RunDir(tmp_path / "empty")
     run.create()
     outcome = await conclude(run, RunView("demo"), state="stopped", wall_s=1.0)
@@ -235,8 +230,7 @@ def test_the_first_set_is_that_of_the_held_out_rows() -> None:
 def test_every_set_has_its_rows_up_to_so_many() -> None:
     view = view_of(told("sums", 1, 0.25, **SUMS), told("words", 1, None))
     [row] = [row for row in view.take_rows(0.0) if row.kind == "evaluation"]
-    assert row.values["eval/sums"] == 0.25
-    assert row.values["eval/sums-pass@8"] == 0.75
+    assert (row.values["eval/sums"], row.values["eval/sums-pass@8"]) == (0.25, 0.75)
     kept = Evaluations()
     for number in range(MOST_SETS + 5):
         one = Evaluation(version=Version(0, 1), accuracy=0.5, num=1, set=f"s{number}")

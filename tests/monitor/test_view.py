@@ -57,8 +57,7 @@ def test_warmup_batches_count_neither_as_steps_nor_in_rewards_nor_in_ages(entry:
     view.ledger(as_line(entry(2, reward=0.25, ages=(0, 3))))
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.phase, numbers.step, numbers.warmup_step, numbers.staleness_max) == ("training", 1, 1, 3)
-    assert numbers.reward == 0.25
-    assert (numbers.staleness_in_flight, numbers.staleness_queued) == (0.25, 0.5)
+    assert (numbers.reward, numbers.staleness_in_flight, numbers.staleness_queued) == (0.25, 0.25, 0.5)
 
 
 def test_reward_is_the_mean_of_twenty_batches_and_drops_are_counted_by_reason(entry: MakeEntry) -> None:
@@ -74,8 +73,7 @@ def test_reward_is_the_mean_of_twenty_batches_and_drops_are_counted_by_reason(en
     ]
     view.ledger(as_line(entry(1, drops=drops)))
     numbers = view.numbers(elapsed_s=1.0)
-    assert numbers.drops == {"stale": 4, "poison": 1}
-    assert numbers.dropped == 5
+    assert (numbers.drops, numbers.dropped) == ({"stale": 4, "poison": 1}, 5)
 
 
 def test_tokens_of_engines_add_up_over_restarts_joins_and_sessions() -> None:
@@ -83,8 +81,7 @@ def test_tokens_of_engines_add_up_over_restarts_joins_and_sessions() -> None:
     for tokens, swaps in ((100, 1), (250, 2), (30, 1)):
         view.engine("engine-0", presence(number=1, tokens=tokens, swaps=swaps))
     view.engine("engine-1", presence(number=None, tokens=7))
-    assert view.tokens_made == 1000 + 250 + 30 + 7
-    assert view.swaps == 10 + 2 + 1
+    assert (view.tokens_made, view.swaps) == (1000 + 250 + 30 + 7, 10 + 2 + 1)
     view = RunView("demo", before=Totals(tokens_made=1000, swaps=10), joined=True)
     view.engine("engine-0", presence(number=1, tokens=900, swaps=9))
     assert (view.tokens_made, view.swaps) == (1000, 10)
@@ -117,14 +114,12 @@ def test_engines_that_vanish_or_hold_a_pinned_version_are_not_behind(entry: Make
     view.engine("engine-0", presence(number=8))
     view.engine("engine-1", replace(presence(number=2), role="evaluation"))
     numbers = view.numbers(elapsed_s=1.0)
-    assert numbers.engines_behind == 1.0
-    assert [engine.serving for engine in numbers.engines] == ["0.8", "0.2 (pinned)"]
+    assert (numbers.engines_behind, [engine.serving for engine in numbers.engines]) == (1.0, ["0.8", "0.2 (pinned)"])
     view = RunView("demo")
     view.engine("engine-0", presence(number=3, tokens=40))
     view.engine("engine-0", None)
     numbers = view.numbers(elapsed_s=1.0)
-    assert numbers.engines == ()
-    assert numbers.tokens_made == 40
+    assert (numbers.engines, numbers.tokens_made) == ((), 40)
     view = RunView("demo")
     for number in (0, 0, 2, 3, 3):
         view.engine("engine-0", presence(number=number))
@@ -198,8 +193,7 @@ def test_notices_and_events_are_kept() -> None:
     view.event(Event(kind="stalled", worker="producer-0"))
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.heldout, numbers.stalled, numbers.phase) == (0.75, ("producer-0",), "starting")
-    assert view.evaluations[0].version == Version(0, 3)
-    assert view.evaluations[0].problems[0].got == "3"
+    assert (view.evaluations[0].version, view.evaluations[0].problems[0].got) == (Version(0, 3), "3")
     view.event(Event(kind="resumed", worker="producer-0"))
     view.event(Event(kind="finished", worker="trainer-0"))
     assert view.numbers(elapsed_s=1.0).phase == "starting"
@@ -221,12 +215,10 @@ async def test_a_view_follows_ledger_events_metrics_presence_and_grant(bus: Bus,
         await bus.kv.put("presence/workers/engine-0", encode(WorkerPresence(worker="engine-0", kind="engine", pid=3)), ttl_s=60)
         await bus.kv.put(KEY_GRANTED, encode(Grant(granted=24, version=0, retired=6)))
         await follower.catch_up()
-        assert [point.number for point in view.reward_points] == [1, 2]
-        assert view.evaluations[0].accuracy == 0.5
+        assert ([point.number for point in view.reward_points], view.evaluations[0].accuracy) == ([1, 2], 0.5)
         await until(lambda: view.numbers(elapsed_s=0.0).tasks_granted == 24 and view.tokens_made == 40)
         numbers = view.numbers(elapsed_s=0.0)
-        assert [worker.worker for worker in numbers.workers] == ["engine-0"]
-        assert numbers.swaps == 2
+        assert ([worker.worker for worker in numbers.workers], numbers.swaps) == (["engine-0"], 2)
         rows: list[Row] = []
         await until(lambda: bool(rows.extend(view.take_rows(time.time())) or [row for row in rows if row.of == "trainer-0"]))
         trainer = next(row for row in rows if row.of == "trainer-0")
@@ -344,8 +336,7 @@ async def test_reading_history_is_no_training_speed(bus: Bus, run_id: str, entry
         await follower.catch_up()
         count = len(polls)
         await until(lambda: len(polls) > count + 2)
-    assert view.tokens_trained == 5_000_000
-    assert view.numbers(elapsed_s=0.0).trained_per_s == 0.0
+    assert (view.tokens_trained, view.numbers(elapsed_s=0.0).trained_per_s) == (5_000_000, 0.0)
 
 
 async def test_catching_up_gives_up_in_the_end(bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,8 +132,7 @@ def test_a_wait_is_said_within_30_s_unless_the_looker_missed_it() -> None:
     watch = Watch()
     assert looks(watch, standing_run(), 24.0, 0.0) is None
     found = looks(watch, standing_run(), 6.0, 24.0)
-    assert found is not None
-    assert found.since_s == 1000.0
+    assert found is not None and found.since_s == 1000.0
     assert watch.look(standing_run(), now_s=40.0, time_s=1040.0, away_s=0.0) == found
     assert watch.look(standing_run(issued=25), now_s=41.0, time_s=1041.0, away_s=0.0) is None
     watch = Watch()
@@ -226,11 +225,9 @@ def test_failures_are_counted_before_any_batch_and_once_a_task() -> None:
         view.tombstone(sequence, stone(sequence))
     view.tombstone(4, stone(9, "timeout", rollout=0, detail="user code made no progress for 30 s"))
     numbers = view.numbers(elapsed_s=1.0)
-    assert numbers.drops == {"failed": 6, "timeout": 1}
-    assert (numbers.dropped, numbers.failed_tasks) == (7, 3)
+    assert (numbers.drops, numbers.dropped, numbers.failed_tasks) == ({"failed": 6, "timeout": 1}, 7, 3)
     assert numbers.newest_error == "timeout: user code made no progress for 30 s"
-    assert "dropped=7" in plain_line(numbers)
-    assert "failed-tasks=3" in plain_line(numbers)
+    assert "dropped=7" in plain_line(numbers) and "failed-tasks=3" in plain_line(numbers)
     view = RunView("demo")
     view.tombstone(1, stone(5, rollout=0))
     assert view.failures.num_tasks == 0
@@ -245,8 +242,7 @@ def test_a_batch_takes_over_what_its_entry_has_and_leaves_the_newest_error(entry
     view.tombstone(3, stone(1))
     view.tombstone(7, stone(2))
     view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0, 1), "failed")])))
-    assert view.numbers(elapsed_s=1.0).drops == {"failed": 4}
-    assert view.failures.num_tasks == 1
+    assert (view.numbers(elapsed_s=1.0).drops, view.failures.num_tasks) == ({"failed": 4}, 1)
     view.tombstone(4, stone(1, detail="seen late"))
     assert view.numbers(elapsed_s=1.0).drops == {"failed": 4}
     view.ledger(as_line(entry(2, cursor=9, drops=[Drop(7, 2, (0, 1), "failed")])))

@@ -101,8 +101,7 @@ def test_a_fork_replaces_batches_that_it_makes_void(run: RunDir) -> None:
     with open_index(run) as index:
         read(index)
         series = index.series("batch", ["rollout/raw_reward"], x="version")
-    assert series.x == [1, 2, 3, 4, 5, 6]
-    assert series.values["rollout/raw_reward"] == [0.5] * 4 + [1.0] * 2
+    assert (series.x, series.values["rollout/raw_reward"]) == ([1, 2, 3, 4, 5, 6], [0.5] * 4 + [1.0] * 2)
 
 
 def test_many_batches_are_thinned_and_no_extreme_is_lost(run: RunDir) -> None:
@@ -112,8 +111,7 @@ def test_many_batches_are_thinned_and_no_extreme_is_lost(run: RunDir) -> None:
     with open_index(run) as index:
         read(index)
         series = index.series("batch", ["rollout/raw_reward"], x="version", most=500)
-    assert len(series.x) == 500
-    assert series.rows == 10_000
+    assert (len(series.x), series.rows) == (500, 10_000)
     assert max(value for value in series.values["rollout/raw_reward"] if value is not None) == 99.0
 
 
@@ -127,15 +125,13 @@ def test_amounts_of_windows_are_divided_by_the_seconds_between_rows(run: RunDir)
         rates = index.series(WINDOW, [name, "lag/stream_s"], rates=frozenset({name}))
         assert rates.values == {name: [None, 30.0, 60.0, None, 10.0], "lag/stream_s": [2.0] * 5}
         assert index.series(WINDOW, [name], rates=frozenset({name}), last=2).values[name] == [None, 10.0]
-        assert index.series(WINDOW, [name]).values[name] == [300.0] * 5
-        assert index.rate(WINDOW, name) == 10.0
+        assert (index.series(WINDOW, [name]).values[name], index.rate(WINDOW, name)) == ([300.0] * 5, 10.0)
 
 
 def test_no_metrics_and_lines_that_are_no_rows_are_no_tables(run: RunDir) -> None:
     with open_index(run) as index:
         assert not index.read_rows()
-        assert (index.tables(), index.progress().total) == ([], 0)
-        assert index.series("batch", ["rollout/raw_reward"]).x == []
+        assert (index.tables(), index.progress().total, index.series("batch", ["rollout/raw_reward"]).x) == ([], 0, [])
     write(run, batches(1, 1))
     with (run.metrics / CURRENT).open("ab") as file:
         file.write(b"\xff\xfe\n{}\n[1]\n" + b'{"time_s":1,"kind":"../../x","of":"","version":"0.1","step":1,"rollout/raw_reward":1}\n')
@@ -217,8 +213,7 @@ async def test_a_log_that_is_read_anew_says_all_once_and_knows_objectives_of_lon
         await train(bus, number)
     for earlier in (["note 1", "note 2", "note 3"], ["note 3", "note 4"]):  # the second one finds the index of the first, and looks back
         async with followed(run, bus) as (log, index):
-            assert [note.text for note in log.notes] == earlier
-            assert log.findings == (breach,)
+            assert ([note.text for note in log.notes], log.findings) == (earlier, (breach,))
             number = int(earlier[-1].removeprefix("note ")) + 1
             await say(bus, f"note {number}")
             await train(bus, number)
@@ -313,8 +308,7 @@ def test_shares_that_add_up_to_one_still_do_when_thinned_and_what_is_missing_is_
     first[100:120] = math.nan
     second = 1.0 - first
     places, (a, b, none) = shrink_to_means(np.arange(1000.0), [first, second, np.full(1000, math.nan)], 37)
-    assert len(places) == 37
-    assert places[-1] == 999
+    assert (len(places), places[-1]) == (37, 999)
     np.testing.assert_allclose(a + b, 1.0)
     assert np.isnan(none).all()
     assert a[0] < a[-1]

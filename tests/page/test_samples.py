@@ -219,8 +219,7 @@ def test_a_drop_of_a_whole_message_is_that_of_each_sample_in_it() -> None:
     assert [ends.of(greedy, 5), Ends(entry, became="trained").of(greedy, 5), ends.of(one(2, 3, 0), 6)] == ["baseline", "", "poison"]
     assert [ends.of(one(1, 0), 5), ends.of(one(2, 3), 6), ends.of(one(3, 1), 7), ends.of(one(3, 0), 7)] == ["trained", "poison", "mine", ""]
     assert ends.sequences() == [5, 7, 6]
-    assert Ends(entry, became="other").sequences() == [7]
-    assert Ends(entry, became="trained").sequences() == [5]
+    assert (Ends(entry, became="other").sequences(), Ends(entry, became="trained").sequences()) == ([7], [5])
 
 
 def test_what_stands_around_words_is_cut() -> None:

@@ -191,8 +191,7 @@ async def test_both_runs_are_there_by_version_and_by_time_and_the_other_one_is_n
         assert found.reading is None
         first, second = found.runs
         assert (first.name, first.batches, first.seconds) == ("demo", 100, 198.0)
-        assert (second.name, second.batches, second.seconds) == ("other", 50, 49.0)
-        assert second.x == list(range(1, 51))
+        assert (second.name, second.batches, second.seconds, second.x) == ("other", 50, 49.0, list(range(1, 51)))
         assert (first.last["throughput"], second.last["throughput"]) == (5.0, 10.0)
         assert (first.last["loss"], first.last["reward"]) == (2.0, None)
         assert ("tasks.batch_tasks", "3") in [(key, value) for key, _, value in found.differences]

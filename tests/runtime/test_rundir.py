@@ -45,9 +45,8 @@ def test_a_run_directory_is_closed_to_others_and_its_configuration_comes_back(tm
 def test_a_run_is_found_by_name_or_the_known_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made(tmp_path / "runs", "first")
     monkeypatch.chdir(tmp_path)
-    assert RunDir.find("first").path == run.path
-    assert RunDir.find("runs/first").path == run.path
-    assert RunDir.find(str(run.path)).path == run.path
+    for name in ("first", "runs/first", str(run.path)):
+        assert RunDir.find(name).path == run.path
     with raises(ConfigError, run="frist") as caught:
         RunDir.find("frist", base=tmp_path)
     assert "there are no runs" in caught.value.hint
@@ -73,8 +72,7 @@ def test_policies_and_exports_have_their_places(tmp_path: Path) -> None:
     assert [run.export_path(Version(epoch, 20)).name for epoch in (0, 1)] == ["v00000020", "v00000020-e1"]
     write_private(tmp_path / "x", b"one")
     write_private(tmp_path / "x", b"two")
-    assert (tmp_path / "x").read_bytes() == b"two"
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"x": b"two"}
 
 
 def test_what_is_no_run_or_place_is_said(tmp_path: Path) -> None:
@@ -99,8 +97,7 @@ def test_a_run_has_one_holder_and_a_dead_one_is_none(run: RunDir) -> None:
     assert holder(run) is None
     with lock_run(run):
         found = holder(run)
-        assert found is not None
-        assert found.pid == os.getpid()
+        assert found is not None and found.pid == os.getpid()
         with pytest.raises(LaunchError) as caught, lock_run(run):
             pass
         assert caught.value.values["pid"] == os.getpid()
@@ -141,8 +138,7 @@ def test_a_lock_that_names_nobody_is_never_signalled(run: RunDir, written: str) 
     with lock_run(run):
         run.lock_path.write_text(written.format(parent=os.getppid()))
         found = holder(run)
-        assert found is not None
-        assert found.pid == 0
+        assert found is not None and found.pid == 0
         with pytest.raises(LaunchError):
             stop_run(run, now=True, timeout_s=0.0)
 

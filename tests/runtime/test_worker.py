@@ -75,8 +75,7 @@ async def test_the_first_signal_drains(behave: Start, nats_bus: Bus, run: RunDir
     process = await behave("timed")
     assert await line(process) == "producer-0"
     entry = await nats_bus.kv.get("presence/workers/producer-0")
-    assert entry is not None
-    assert entry.value is not None
+    assert entry is not None and entry.value is not None
     presence = decode(entry.value, WorkerPresence)
     assert (presence.kind, presence.state, presence.pid) == ("producer", "loading", process.pid)
     process.send_signal(signal.SIGTERM)
