@@ -1,12 +1,13 @@
-"""Objectives of real runs: troubles are staged, and the cause that is named is the right one."""
+"""Troubles of real runs are staged: the cause that is named is the right one, and a run that cannot get on says why."""
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,26 +16,36 @@ from typing import Any
 import msgspec
 import pytest
 
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.config.slo import SloConfig
 from streamrl.config.tree import Config, RunConfig, TasksConfig
+from streamrl.data.model import ensure_model
 from streamrl.errors import StreamFull
 from streamrl.launch.objectives import Objectives, Webhook
-from streamrl.monitor.numbers import Finding
+from streamrl.launch.prepare import prepare
+from streamrl.monitor.follow import Follower
+from streamrl.monitor.numbers import Finding, RunNumbers
+from streamrl.monitor.numbers import Standing as Wait
 from streamrl.monitor.series import TRAINED, Series
 from streamrl.monitor.slo import findings_of
 from streamrl.monitor.view import RunView
+from streamrl.monitor.waits import Watch
+from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
-from streamrl.runtime.worker import connected
+from streamrl.runtime.worker import Worker, connected
 from streamrl.schemas.codec import decode, encode
-from streamrl.schemas.control import Grant, Position
+from streamrl.schemas.control import Grant, Position, WorkerPresence
 from streamrl.schemas.events import SLO_EVENT, Event
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import EVENTS, PREFIX_POSITIONS, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from tests.support.digits import TABLE, write_digits
+from tests.support.harness import make_run, services
+from tests.support.looked_at import sets
 from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, answer, said
+from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.timeout(400)
 AGAIN = pytest.mark.soak
@@ -43,6 +54,16 @@ AGAIN = pytest.mark.soak
 CODE = """
 import asyncio
 import random
+
+
+async def fails(task, engine):
+    raise ValueError(f"no tool for {task.prompt}")
+
+
+async def hangs(task, engine):
+    chat = engine.chat(task)
+    await chat.generate()
+    await asyncio.sleep(600)
 
 
 async def some_hang(task, engine):
@@ -87,14 +108,10 @@ def run(place: Path) -> RunDir:
     return RunDir(place / "runs" / "digits")
 
 
-def sets(keys: Iterable[str]) -> list[str]:
-    return [word for key in keys for word in ("--set", key)]
-
-
 @contextlib.asynccontextmanager
 async def a_run(start: Start, run: RunDir, *keys: str) -> AsyncGenerator[asyncio.subprocess.Process]:
     """A run that is up, and is ended in order."""
-    process = await start(*STREAMRL, "up", "run.toml", "--plain", *sets((*EAGER, *keys)), stdout=asyncio.subprocess.DEVNULL)
+    process = await start(*STREAMRL, "up", "run.toml", "--plain", *sets(*EAGER, *keys), stdout=asyncio.subprocess.DEVNULL)
     try:
         await until(lambda: run.state_path.exists() and run.role_path("reader").exists(), within_s=90)
         yield process
@@ -166,6 +183,16 @@ def halting(pid: Callable[[], int | None], *, part: float) -> Generator[None]:
         thread.join()
 
 
+async def fill(bus: Bus, run: str, *sizes: int) -> None:
+    """Hold the stream as a tap does, from its first message on, and fill it with messages of these sizes: nobody can free any room."""
+    position = Position(reader="tap", stream=SAMPLES, oldest_needed=1, version=Version(0, 0))
+    await bus.kv.put(f"{PREFIX_POSITIONS}tap", encode(position))
+    for size in sizes:
+        with contextlib.suppress(StreamFull):
+            while True:
+                await bus.publish(Subjects(run).samples("main"), bytes(size))
+
+
 STARVED = "slo.starvation=0.3"
 VAIN = ("tasks.drop_zero_variance=true",)
 SATURATED = ("engine.slots=2", "producer.concurrency=32")
@@ -213,12 +240,7 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir) -> None:
     async with a_run(start, run, "slo.no_progress_s=5", "bus.samples_bytes=33554432") as process:
         assert process.returncode is None
         async with connected(run, patience_s=60) as bus:
-            position = Position(reader="tap", stream=SAMPLES, oldest_needed=1, version=Version(0, 0))
-            await bus.kv.put(f"{PREFIX_POSITIONS}tap", encode(position))
-            for size in (7 << 20, 1 << 20, 1 << 8):
-                with contextlib.suppress(StreamFull):
-                    while True:
-                        await bus.publish(Subjects("digits").samples("main"), bytes(size))
+            await fill(bus, "digits", 7 << 20, 1 << 20, 1 << 8)
         await finding(run, "no_progress_s", {"full_stream"})
 
 
@@ -329,3 +351,156 @@ def test_a_webhook_that_is_dead_or_slow_keeps_nobody_waiting(hook: Hook, caplog:
     live.send({"a": 1})
     live.close()
     assert hook.got == [b'{"a":1}']
+
+
+COLD = ("warmup.max_steps=0", "data.heldout=")
+
+
+@pytest.fixture
+def streamrl(start: Start) -> Start:
+    return partial(start, *STREAMRL)
+
+
+async def line_with(process: asyncio.subprocess.Process, text: str, within_s: float = 120.0) -> str:
+    """The first line of its output with this text; fails when it ends without one."""
+    assert process.stdout is not None
+    async with asyncio.timeout(within_s):
+        async for line in process.stdout:
+            if text in line.decode():
+                return line.decode()
+    raise AssertionError(f"it never said {text!r}")
+
+
+@pytest.mark.nats
+async def test_a_run_of_which_every_task_fails_ends_with_1_and_the_error(streamrl: Start, place: Path, run: RunDir) -> None:
+    keys = ("producer.function=mine.py:fails", "producer.workers=2", "producer.concurrency=2")
+    code, out, err = await said(await streamrl("up", "run.toml", "--plain", *sets(*COLD, *keys)))
+    assert code == 1
+    assert "(3 batches) have failed" in err and "ValueError: no tool for" in err and "\nhint: " in err
+    assert "; the newest: failed: " in out
+    (listed,) = await answer(await streamrl("status", "--json"))
+    assert (listed["state"], listed["step"], listed["steps"]) == ("failed", 0, 15)
+    assert "ValueError: no tool for" in listed["error"]
+    assert "failed, 0/15 steps" in (await said(await streamrl("status", "digits")))[1]
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+async def test_a_healthy_run_goes_on_beside_an_attached_producer_that_fails_and_names_it(streamrl: Start, run: RunDir, place: Path) -> None:
+    """Its own producer takes a second and a half for a rollout, in which the other one fails more tasks than end a run by itself."""
+    keys = ("debug.token_delay_s=0.5", "producer.concurrency=2", "tasks.batch_tasks=2", "tasks.drop_zero_variance=false")
+    process = await streamrl("up", "run.toml", "--plain", *sets(*COLD, *keys, "run.steps=100000"))
+    await line_with(process, "training")
+    said_by_guest = place / "guest.txt"
+    with said_by_guest.open("w") as file:  # it says more than a pipe holds
+        guest = await streamrl("attach", "mine.py:fails", "--run", "digits", stdout=file, stderr=file)
+    assert "all by producer-1. hint: " in await line_with(process, "tasks have failed since")
+    before = json.loads(run.state_path.read_text())["step"]
+    await until(lambda: json.loads(run.state_path.read_text())["step"] > before + 3, within_s=90)
+    status = await answer(await streamrl("status", "digits", "--json"))
+    failed = {one["worker"]: one["failed_rollouts"] for one in status["numbers"]["workers"]}
+    failed.pop("producer-1", None)  # it may have left
+    assert failed and not any(failed.values())
+    assert await asyncio.wait_for(guest.wait(), 120) == 2, "it leaves by itself"
+    assert "ValueError: no tool for" in said_by_guest.read_text().rpartition("64 tasks in a row")[2]
+    process.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(process.wait(), 60) == 0
+
+
+class Standing:
+    """A run of real workers on one event loop, looked at as a supervisor does, in whose time a look takes a second."""
+
+    def __init__(self, bus: MemoryBus, view: RunView, workers: dict[str, Worker]) -> None:
+        self.bus = bus
+        self._view = view
+        self._workers = workers
+        self._watch = Watch()
+        self._looks = 0
+
+    def numbers(self) -> RunNumbers:
+        for kind, worker in self._workers.items():
+            self._view.worker(worker.name, WorkerPresence(worker=worker.name, kind=kind, state=worker.state, detail=worker.detail()))
+        return self._view.numbers(elapsed_s=1.0)
+
+    async def wait_of(self, what: str) -> Wait:
+        found: Wait | None = None
+
+        def named() -> bool:
+            nonlocal found
+            self._looks += 1
+            found = self._watch.look(self.numbers(), now_s=float(self._looks), time_s=1000.0 + self._looks, away_s=0.0)
+            return found is not None and found.what.startswith(what)
+
+        await until(named, within_s=120)
+        assert found is not None
+        return found
+
+
+@contextlib.asynccontextmanager
+async def standing_run(place: Path, kinds: Sequence[str], **sections: dict[str, object]) -> AsyncGenerator[Standing]:
+    (place / "mine.py").write_text(CODE)
+    given = {"run": {"name": "stands", "steps": 100_000}, "supervise": {"drain_s": 1.0}} | sections
+    run, config = make_run(place, table_config(place, **given))
+    ensure_model(config, run.model_dir)
+    bus, view = MemoryBus(config.run.name, config.bus), RunView(config.run.name, steps=config.run.steps)
+    try:
+        await write_or_check(bus, await prepare(config, run))
+        async with Follower(bus, view), services(config, run, bus, kinds) as workers:
+            yield Standing(bus, view, workers)
+    finally:
+        await bus.close()
+
+
+ALL = ("engine", "producer", "feeder", "trainer")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("kinds", "sections", "what", "hint"),
+    [
+        (ALL[1:], {}, "an engine: none serves a version", "streamrl worker engine"),
+        (("engine", *ALL[2:]), {}, "a producer: none is there", "streamrl attach"),
+        (ALL, {"reward": {"kind": "late"}}, "rewards: ", "late"),
+        (ALL, {"producer": {"function": "mine.py:hangs"}}, "user code: producers hold", "hangs"),
+    ],
+)
+async def test_what_workers_report_names_what_a_run_waits_for(
+    tmp_path: Path, kinds: Sequence[str], sections: dict[str, dict[str, object]], what: str, hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with standing_run(tmp_path, kinds, **sections) as run:
+        found = await run.wait_of(what)
+    assert hint in found.hint
+
+
+@pytest.mark.process
+async def test_a_run_whose_stream_is_full_says_so(tmp_path: Path) -> None:
+    async with standing_run(tmp_path, ALL, bus={"samples_bytes": 300_000}) as run:
+        await until(lambda: run.numbers().step > 1, within_s=60)
+        await fill(run.bus, "stands", 1 << 16, 1 << 12, 1 << 8)
+        found = await run.wait_of("room on a full stream, for which producer-0")
+    assert "docs/operations.md" in found.hint
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+async def test_a_run_that_goes_on_says_so_and_one_that_was_killed_is_interrupted(streamrl: Start, run: RunDir, place: Path) -> None:
+    process = await streamrl(
+        "up", "run.toml", "--plain", *sets(*COLD, "engine.workers=0", "run.steps=100000", "tasks.drop_zero_variance=false")
+    )
+    line = await line_with(process, "nothing moves since")
+    status = await answer(await streamrl("status", "digits", "--json"))
+    standing = status["numbers"]["standing"]
+    assert standing["what"].startswith("an engine: none serves") and standing["hint"] in line and "streamrl worker engine" in line
+    waits = f"waits for {standing['what']}"
+    assert waits in line and waits in run.events_path.read_text()
+    assert waits in (await said(await streamrl("status", "digits")))[1]
+    engine = await streamrl("worker", "engine", "--run", "digits")
+    await line_with(process, "the run goes on")
+    process.kill()
+    await process.wait()
+    engine.kill()
+    (listed,) = await answer(await streamrl("status", "--json"))
+    assert (listed["state"], listed["steps"]) == ("interrupted", 100000)
+    assert json.loads(run.state_path.read_text())["state"] == "running"
+    assert (await said(await streamrl("down", "digits")))[0] == 0  # frees what the killed run left in shared memory

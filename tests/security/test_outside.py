@@ -10,10 +10,12 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.permissions import OPERATOR, ROLES
+from streamrl.bus.protocol import Bus
 from streamrl.bus.server import find_binary
 from streamrl.cli import main
 from streamrl.config.load import load
@@ -22,10 +24,18 @@ from streamrl.doctor.accounts import variable
 from streamrl.doctor.run_checks import check_logins
 from streamrl.errors import ConfigError, Forbidden
 from streamrl.monitor.status import ONE_LOGIN, RunStatus, describe, print_status
+from streamrl.page.access import page_token
+from streamrl.producers.gateway.worker import addresses
 from streamrl.runtime.credentials import logins, write_cluster
+from streamrl.runtime.kinds import inherited
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.ledger import LedgerEntry
 from tests.security.conftest import client_of, wire_of
+from tests.support.harness import read_ledger
 from tests.support.needs import need
+from tests.support.processes import descendants
+from tests.support.raw_http import head, status
+from tests.support.raw_http import told as told_by
 from tests.support.role_server import started, trained, until, write_run
 
 EACH = "user = 'demo-{role}'\npassword_file = 'secrets/{role}'\n"
@@ -156,3 +166,133 @@ async def test_a_producer_of_another_host_carries_a_run(tmp_path: Path) -> None:
     logs = [path.name for path in (there / "runs" / "attached" / "demo" / "logs").iterdir()]
     # The refused one's presence may still be there when the next one takes its name.
     assert set(logs) <= {"producer-0.log", "producer-1.log"} and logs
+
+
+async def entries_of(bus: Bus, trainer: str, number: int, process: asyncio.subprocess.Process, place: Path) -> list[LedgerEntry]:
+    """The trainer's ledger, once it has so many entries."""
+    async with asyncio.timeout(80):
+        while len(found := await read_ledger(bus, "demo", trainer)) < number:
+            assert process.returncode is None, (place / "out").read_text()[-3000:]
+            await asyncio.sleep(0.2)
+    return found
+
+
+@pytest.mark.nats
+@pytest.mark.slow
+async def test_a_tap_has_the_rights_that_it_needs(tmp_path: Path) -> None:
+    toml = write_run(tmp_path, steps=100_000, checkpoint_every=2)
+    run = RunDir(tmp_path / "runs" / "demo")
+    command = ("tap", "demo", "--name", "shadow", "--lease", "3", "--set", "trainer.optimizer.learning_rate=0.02")
+    async with started(("up", str(toml)), tmp_path) as up:
+        await until(lambda: trained(tmp_path) >= 2, up, tmp_path)
+        assert BusAddress.load(run.bus_path_of("trainer")).user == "trainer"
+        # The operator's password is out of reach, as it is on another host.
+        hidden = run.bus_path.with_suffix(".hidden")
+        reader = BusAddress.load(run.bus_path_of("reader"))
+        run.bus_path.rename(hidden)
+        bus = await connect(reader, "demo", run.load_config().bus, create=False)
+        try:
+            async with started(command, tmp_path) as tap:
+                await entries_of(bus, "shadow", 10, tap, tmp_path)
+                assert await bus.kv.get("positions/shadow") is not None
+                tap.send_signal(signal.SIGINT)
+                assert await asyncio.wait_for(tap.wait(), 60) == 0, (tmp_path / "out").read_text()[-3000:]
+            first = await read_ledger(bus, "demo", "shadow")
+            async with started(command, tmp_path) as tap:
+                more = await entries_of(bus, "shadow", len(first) + 10, tap, tmp_path)
+                tap.send_signal(signal.SIGINT)
+                assert await asyncio.wait_for(tap.wait(), 60) == 0, (tmp_path / "out").read_text()[-3000:]
+            assert [entry.version.number for entry in more] == list(range(1, len(more) + 1)), "it went on where it had left"
+            assert {entry.fence for entry in more} == {1, 2}
+            main = await entries_of(bus, "main", len(more), up, tmp_path)
+            assert [entry.used for entry in more] == [entry.used for entry in main][: len(more)]
+            assert not {entry.digest for entry in more[5:]} & {entry.digest for entry in main}
+            assert {entry.fence for entry in main} == {1}
+        finally:
+            await bus.close()
+            hidden.rename(run.bus_path)
+        assert up.returncode is None
+        said = (tmp_path / "out").read_text() + "".join(path.read_text() for path in run.logs.glob("*.log"))
+        assert "orbidden" not in said and "lacks this right" not in said and "ermissions" not in said
+
+
+BUS = '[bus]\nhost = "0.0.0.0"\nadvertise = "127.0.0.1"\n[gateway]\nworkers = 1\n'
+PLANTED = "planted-secret-of-the-user"
+
+
+def of_process(pid: int, what: str) -> bytes:
+    return Path(f"/proc/{pid}/{what}").read_bytes()
+
+
+def files_below(place: Path) -> set[Path]:
+    return {path for path in place.rglob("*") if path.is_file()}
+
+
+PAGE = "page token"
+
+
+def secrets_of(run: RunDir) -> dict[str, bytes]:
+    files = {role: run.role_path(role) for role in ROLES} | {"operator": run.bus_path}
+    found = {role: BusAddress.load(path).password.encode() for role, path in files.items()}
+    key = (run.tls / "server.key").read_bytes().splitlines()[1]
+    found["gateway's key"] = run.gateway_key().encode()
+    return {**found, "engine token": run.engine_token().encode(), "server key": key, PAGE: page_token(run).encode()}
+
+
+async def session(run: RunDir) -> bytes:
+    """The key of a session that an agent has used in every place where one may stand, and in some where none may."""
+    url, key = addresses(run)["gateway-0"], run.gateway_key()
+    async with aiohttp.ClientSession() as http:
+        async with http.post(f"{url}/rl/start_session", headers={"Authorization": f"Bearer {key}"}) as answer:
+            told = await answer.json()
+        opens, call = told["api_key"], {"model": told["model"], "messages": told["messages"]}
+        for path in ("v1/chat/completions", "v1/nothing", "rl/set_reward", "rl/end_session"):
+            async with http.post(f"{url}/sessions/{opens}/{path}", json=call if path.startswith("v1") else {}) as answer:
+                assert answer.status in (200, 400, 404)
+        broken = head("/v1/chat/completions", "", f"X-Api-Key: {opens}\x01", f"Authorization: {key}\x01")
+        assert status(await told_by(url, broken)) == 400
+    return opens.encode()
+
+
+@pytest.mark.nats
+async def test_a_run_keeps_its_secrets(tmp_path: Path) -> None:
+    write_run(tmp_path, steps=100_000, checkpoint_every=2, rest=BUS)
+    run = RunDir(tmp_path / "runs" / "demo")
+    async with started(["up", "demo.toml", "--plain"], tmp_path, surroundings={"WANDB_API_KEY": PLANTED}) as process:
+        await until(lambda: trained(tmp_path) >= 2, process, tmp_path)
+        await until(lambda: addresses(run), process, tmp_path)
+        secrets = secrets_of(run) | {"a session's key": await session(run)}
+        shown = {pid: of_process(pid, "cmdline") for pid in (process.pid, *descendants(process.pid))}
+        environs = {pid: of_process(pid, "environ") for pid in shown}
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == 0, (tmp_path / "out").read_text()
+
+    kinds = {pid: next((kind for kind in (*ROLES, "nats-server.conf", "up") if kind.encode() in line), "") for pid, line in shown.items()}
+    assert set(kinds.values()) >= {"trainer", "engine", "feeder", "producer", "gateway", "nats-server.conf", "up"}
+    told = {kinds[pid] for pid, environ in environs.items() if PLANTED.encode() in environ}
+    assert told == {"up", "producer", "gateway"}, "a user's function or reward may need it, nobody else does"
+
+    private = [run.bus_path, run.engine_token_path, run.tls / "server.key", *run.credentials.iterdir(), run.bus_store / "nats-server.conf"]
+    assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
+    # The server's store has every stream and the keys, as they are on the wire.
+    files = files_below(tmp_path) - set(private)
+    assert any("KV_demo" in str(path) for path in files)
+    places = {
+        **{f"arguments of {pid}": text for pid, text in shown.items()},
+        **{f"environment of {pid}": text for pid, text in environs.items()},
+    }
+    places |= {str(path): path.read_bytes() for path in files}
+    leaks = {(name, where) for name, secret in secrets.items() for where, text in places.items() if secret in text}
+    assert leaks == {(PAGE, str(tmp_path / "out"))}, "the page's address is for whoever reads the terminal"
+    assert len(set(secrets.values())) == len(secrets) and min(map(len, secrets.values())) >= 32
+    assert json.loads(run.config_path.read_text())["bus"]["host"] == "0.0.0.0"
+    assert BusAddress.load(run.bus_path).url.startswith("tls://127.0.0.1:")
+    assert not any("refused" in path.read_text() or "denied" in path.read_text() for path in run.logs.iterdir())
+
+
+@pytest.mark.nats
+def test_a_variable_counts_as_a_secret_by_the_words_of_its_name() -> None:
+    kept = {"PATH": "/bin", "TOKENIZERS_PARALLELISM": "false", "KEYBOARD": "x"}
+    secret = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "token"), "s")
+    assert inherited({**kept, **secret}, "trainer") == kept
+    assert inherited({**kept, **secret}, "producer") == {**kept, **secret}

@@ -1,5 +1,8 @@
+"""Reports of metrics, and the names that metrics have in the source, in sets of problems and in sinks."""
+
 import ast
 import functools
+import json
 import logging
 import math
 import re
@@ -7,13 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from scripts.docs.grafana import ROWS, grafana_dashboard
+from streamrl.config.evaluation_sets import HELDOUT
 from streamrl.errors import BusUnavailable, SchemaError
+from streamrl.monitor.numbers import Evaluation
+from streamrl.monitor.series import Row, known, values_of
+from streamrl.monitor.sinks.names import prometheus_name
+from streamrl.monitor.sinks.protocol import Once
+from streamrl.runtime.kinds import inherited
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop
+from streamrl.schemas.versions import Version
 from streamrl.telemetry import names
 from streamrl.telemetry.metrics import Fold, MetricsSink, report
-from streamrl.telemetry.names import METRICS, STATES, Reduction, metric
+from streamrl.telemetry.names import METRICS, STATES, Reduction, declared, metric
+from streamrl.telemetry.set_names import SET_METRICS, set_metric
 from tests.support.errors import raises
 
 ROOT = Path(__file__).parents[2]
@@ -114,8 +126,8 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
         used, begun = used | whole, begun | {(path.name, part) for part in parts}
     assert used - METRICS.keys() == names.LENGTHS.keys()
     assert {"rollout/raw_reward", "train/mis_kl", "rollout/response_len/max"} <= used
-    # Sets of problems: test_set_names.py.
-    # Advantages, drops: see below. Links: names of blobs. Losses and corrections with slime's signatures name their metrics themselves.
+    # Sets of problems, advantages, drops: see below. Links: names of blobs.
+    # Losses and corrections with slime's signatures name their metrics themselves.
     allowed = {
         ("estimators.py", "rollout/"),
         ("links.py", "weights/"),
@@ -130,13 +142,12 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
 
 
 def test_names_follow_the_pattern_and_totals_add_up() -> None:
-    for name, declared in METRICS.items():
+    for name, one in METRICS.items():
         assert re.fullmatch(r"[a-z]+(/[a-z0-9_]+)+", name), name
         is_sum = name.endswith("_total") or "_total/" in name or name in {"train/nonfinite_tokens", *SPENT}
-        assert is_sum == (declared.reduction is Reduction.SUM), name
-        assert name.endswith("max") <= (declared.reduction is Reduction.MAX), name
-        assert declared.unit, name
-        assert declared.meaning, name
+        assert is_sum == (one.reduction is Reduction.SUM), name
+        assert name.endswith("max") <= (one.reduction is Reduction.MAX), name
+        assert one.unit and one.meaning, name
     assert metric("train/loss").name == "train/loss"
     for name in ("advantages", "returns", "values", "kl"):
         assert metric(f"rollout/{name}").reduction is Reduction.MEAN
@@ -181,3 +192,71 @@ ENTERED_IN = {
 def test_every_state_is_entered_by_somebody(kind: str) -> None:
     source = "".join(path.read_text(encoding="utf-8") for folder in ENTERED_IN[kind] for path in (ROOT / folder).rglob("*.py"))
     assert [state for state in STATES[kind] if f'"{state}"' not in source] == []
+
+
+ALL = Evaluation(
+    version=Version(0, 3),
+    accuracy=0.5,
+    num=4,
+    set="gsm8k-hard",
+    passes={1: 0.5, 8: 0.75},
+    majorities={8: 0.5},
+    truncated_ratio=0.1,
+    failed_ratio=0.0,
+    response_len=12.0,
+    took_s=3.0,
+)
+
+
+@pytest.mark.parametrize("name", ["eval/", "eval/a b", "eval/a-pass@", "eval/a-pass@x", "eval/a/b", "eval/" + "a" * 65, "evil/a"])
+def test_other_names_are_none(name: str) -> None:
+    assert set_metric(name) is None
+
+
+def test_every_value_of_an_evaluation_has_a_declared_name() -> None:
+    values = values_of(ALL)
+    assert known(values) == values
+    assert set(values) == {
+        *("eval/gsm8k-hard", "eval/gsm8k-hard-pass@1", "eval/gsm8k-hard-pass@8", "eval/gsm8k-hard-maj@8"),
+        *("eval/gsm8k-hard-truncated_ratio", "eval/gsm8k-hard-failed_ratio", "eval/gsm8k-hard-response_len", "eval/gsm8k-hard-took_s"),
+    }
+    forms = {name.replace("gsm8k-hard", "{set}").replace("@1", "@{k}").replace("@8", "@{k}") for name in values}
+    assert forms == SET_METRICS.keys()
+    assert values_of(Evaluation(version=Version(0, 3), accuracy=None, num=4)) == {}
+    found = metric("eval/gsm8k-hard-pass@8")
+    assert found.meaning.startswith("pass@8: ") and "of 8 samples" in found.meaning
+    assert "`gsm8k-hard`" in metric("eval/gsm8k-hard").meaning
+    assert declared(f"eval/{HELDOUT}") is METRICS["eval/heldout"]
+    assert prometheus_name("eval/gsm8k-hard-pass@8") == ("streamrl_eval_gsm8k_hard_pass_8", "")
+
+
+def test_every_metric_has_a_name_of_its_own_that_prometheus_takes() -> None:
+    names = [prometheus_name(name) for name in METRICS]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z_][a-z0-9_]*", called) for called, _ in names)
+    assert prometheus_name("rollouts/dropped_total/stale") == ("streamrl_rollouts_dropped_total", "stale")
+    assert prometheus_name("train/nonfinite_tokens") == ("streamrl_train_nonfinite_tokens_total", "")
+
+
+def test_the_dashboard_asks_for_declared_metrics_only() -> None:
+    asked = {name for names in ROWS.values() for name in names}
+    assert asked <= METRICS.keys()
+    panels = json.loads(grafana_dashboard())["panels"]
+    assert [one["title"] for one in panels if one["type"] == "row"] == list(ROWS)
+    called = {re.search(r"streamrl_\w+", target["expr"])[0] for one in panels for target in one.get("targets", ())}  # type: ignore[index]
+    assert called == {prometheus_name(name)[0] for name in asked}
+
+
+def test_a_window_of_the_run_does_not_repeat_what_batches_say() -> None:
+    once = Once()
+    assert once.values(Row(time_s=1.0, kind="batch", values={"train/loss": 1.0})) == {"train/loss": 1.0}
+    window = {"train/loss": 2.0, "lag/stream_s": 3.0}
+    assert once.values(Row(time_s=2.0, kind="window", values=window)) == {"lag/stream_s": 3.0}
+    assert once.values(Row(time_s=2.0, kind="window", of="trainer-0", values=window)) == window
+
+
+def test_only_the_sink_of_wandb_gets_its_key() -> None:
+    surroundings = {"WANDB_API_KEY": "k", "HF_TOKEN": "t", "PATH": "/bin"}
+    assert inherited(surroundings, "sink-wandb") == {"WANDB_API_KEY": "k", "PATH": "/bin"}
+    for kind in ("sink-tensorboard", "sink-prometheus", "trainer", "engine"):
+        assert inherited(surroundings, kind) == {"PATH": "/bin"}
