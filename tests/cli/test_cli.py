@@ -1,3 +1,5 @@
+"""The command line in this process: what it refuses, `metrics`, `init`, `config`, completion, and `eval` on model directories."""
+
 import argparse
 import json
 import os
@@ -23,7 +25,7 @@ from streamrl.config.evaluation_sets import problem_sets
 from streamrl.config.load import load
 from streamrl.config.metrics import MetricsConfig
 from streamrl.config.schema import config_schema
-from streamrl.config.tree import Config, DataConfig, ModelConfig, RunConfig
+from streamrl.config.tree import Config, DataConfig, ModelConfig
 from streamrl.data.model import write_qwen3, write_table
 from streamrl.data.problem_sets import load_set
 from streamrl.data.tokenizer import load_tokenizer
@@ -37,6 +39,7 @@ from streamrl.monitor.summary import Summary, write_summary
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from tests.support.rotation import EACH_LISTING, Rotation
+from tests.support.runs import bare_run, named_run
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
@@ -55,25 +58,16 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def stopped_run(place: Path) -> RunDir:
-    run = RunDir(place / "runs" / "demo")
-    run.create()
-    run.write_config(Config(run=RunConfig(name="demo")))
-    summary = Summary(
-        steps=7,
-        reward_first=0.25,
-        reward_last=0.75,
-        heldout_first=None,
-        heldout_last=None,
-        tokens_made=1,
-        tokens_trained=2,
-        staleness_p50=0.0,
-        staleness_max=1,
-        dropped=0,
-        swaps=3,
-        wall_s=4.0,
-    )
-    write_summary(summary, run.summary_path)
+    run = named_run(place / "runs" / "demo")
+    ends = {"reward_first": 0.25, "reward_last": 0.75, "heldout_first": None, "heldout_last": None}
+    counts = {"tokens_made": 1, "tokens_trained": 2, "staleness_p50": 0.0, "staleness_max": 1, "dropped": 0, "swaps": 3}
+    write_summary(Summary(steps=7, **ends, **counts, wall_s=4.0), run.summary_path)
     return run
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -118,17 +112,10 @@ def test_up_refuses_what_it_cannot_start(place: Path, capsys: pytest.CaptureFixt
     assert "--set section.key=value" in refused(capsys, "up", "a.toml", "--set", "steps")
     assert "a.jsonl" in refused(capsys, "up", "a.toml")
     (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
-    run = RunDir(place / "runs" / "demo")
-    run.create()
-    with lock_run(run):
+    with lock_run(bare_run(place / "runs" / "demo")):
         said = refused(capsys, "up", "a.toml", "--name", "demo")
     assert f"process {os.getpid()}" in said and "streamrl down demo" in said
-    (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
     assert "my run" in refused(capsys, "up", "a.toml", "--name", "my run")
-    (place / "a.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    (place / "a.toml").write_text('[data]\ntrain = "a.jsonl"\n')
     assert "got ''" in refused(capsys, "up", "a.toml", "--name", "")
 
 
@@ -140,26 +127,19 @@ def test_kinds_and_overrides_are_looked_at(stopped_run: RunDir, capsys: pytest.C
 
 
 def test_status_says_what_there_is(stopped_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--json"]) == 0
-    (line,) = json.loads(capsys.readouterr().out)
+    (line,) = json.loads(printed(capsys, "status", "--json"))
     assert (line["run"], line["state"], line["supervisor"], line["summary"]["steps"]) == ("demo", "stopped", None, 7)
-    assert main(["status"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "status")
     assert "demo" in out and "0.750" in out
-    assert main(["status", "demo"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "status", "demo")
     assert "run demo is stopped" in out and '"reward_last": 0.75' in out
-    assert main(["status", "demo", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["numbers"] is None
-    assert main(["down", "demo"]) == 0
-    assert capsys.readouterr().out == "run demo was not running\n"
+    assert json.loads(printed(capsys, "status", "demo", "--json"))["numbers"] is None
+    assert printed(capsys, "down", "demo") == "run demo was not running\n"
 
 
 def test_the_version_and_how_to_start_a_run_are_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status"]) == 0
-    assert "streamrl up" in capsys.readouterr().out
-    assert main(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == []
+    assert "streamrl up" in printed(capsys, "status")
+    assert json.loads(printed(capsys, "status", "--json")) == []
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert (end.value.code, capsys.readouterr().out) == (0, f"streamrl {__version__}\n")
@@ -209,16 +189,14 @@ def test_who_joins_a_stopped_run_is_told_so(stopped_run: RunDir, capsys: pytest.
 
 
 def test_a_run_whose_start_was_killed_is_no_run_and_can_be_stopped(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir(place / "runs" / "half")
-    run.create()
+    run = bare_run(place / "runs" / "half")
     run.lock_path.touch()
     said = refused(capsys, "status", "half")
     assert "`streamrl up` begins it again" in said
     with lock_run(run):
         said = refused(capsys, "status", "half")
     assert "`streamrl down half`" in said
-    assert main(["down", "half"]) == 0
-    assert capsys.readouterr().out == "run half was not running\n"
+    assert printed(capsys, "down", "half") == "run half was not running\n"
 
 
 def batch(number: int, **values: float) -> Row:
@@ -234,9 +212,7 @@ def window(of: str, number: int, behind: float) -> Row:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with nine batches and one window, in several files."""
     monkeypatch.chdir(tmp_path)
-    run = RunDir(tmp_path / "runs" / "demo")
-    run.create()
-    run.write_config(Config(run=RunConfig(name="demo")))
+    run = named_run(tmp_path / "runs" / "demo")
     file = MetricsFile(run.metrics, MetricsConfig(file_bytes=300))
     for number in range(1, 10):
         file.write([batch(number, train__lr=0.5)] if number < 4 else [batch(number)])
@@ -249,19 +225,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def test_newest_values_have_units_and_workers_and_a_run_that_is_down_is_not_followed(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["metrics", "demo"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "metrics", "demo")
     assert re.search(r"train/loss\s+2\.25\s+nats", out)
     assert re.search(r"train/lr\s+0\.5\s+1", out), "its newest value is in an older file"
     assert re.search(r"lag/versions_behind\s+3\s+versions\s+engine-0 1, engine-1 3", out)
     assert out.splitlines()[-1].endswith("version 0.9")
-    assert main(["metrics", "demo", "--follow"]) == 0
-    assert capsys.readouterr().out == ""
+    assert printed(capsys, "metrics", "demo", "--follow") == ""
 
 
 def test_names_are_chosen_by_pattern_and_json_is_json(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["metrics", "demo", "--name", "lag/*", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {
+    assert json.loads(printed(capsys, "metrics", "demo", "--name", "lag/*", "--json")) == {
         "lag/versions_behind": {
             "value": 3.0,
             "unit": "versions",
@@ -270,16 +243,14 @@ def test_names_are_chosen_by_pattern_and_json_is_json(run: RunDir, capsys: pytes
             "of": {"engine-0": 1.0, "engine-1": 3.0},
         }
     }
-    assert main(["metrics", "demo", "--name", "bus/*"]) == 0
-    assert "no values" in capsys.readouterr().out
+    assert "no values" in printed(capsys, "metrics", "demo", "--name", "bus/*")
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "jsonl"])
 def test_all_rows_are_exported(run: RunDir, ending: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_export, "_CHUNK_ROWS", 5)
     out = run.path.parent / f"out.{ending}"
-    assert main(["metrics", "demo", "--export", str(out)]) == 0
-    assert "12 rows written" in capsys.readouterr().out
+    assert "12 rows written" in printed(capsys, "metrics", "demo", "--export", str(out))
     if ending == "csv":
         frame: Any = pandas.read_csv(out, dtype={"version": str}, keep_default_na=True)
     elif ending == "parquet":
@@ -289,8 +260,7 @@ def test_all_rows_are_exported(run: RunDir, ending: str, capsys: pytest.CaptureF
     assert set(frame.columns) == {"time_s", "kind", "of", "version", "step", "train/loss", "train/lr", "lag/versions_behind"}
     assert list(frame[frame.kind == "batch"]["train/loss"]) == [number / 4 for number in range(1, 10)]
     assert frame["train/lr"].count() == 3
-    assert main(["metrics", "demo", "--export", str(out)]) == 1
-    assert "not there yet" in capsys.readouterr().err
+    assert "not there yet" in refused(capsys, "metrics", "demo", "--export", str(out))
 
 
 def test_an_export_of_some_names_has_their_columns_only(run: RunDir) -> None:
@@ -425,35 +395,29 @@ def test_runs_with_strange_files_or_without_metrics_say_so(run: RunDir, capsys: 
         path.unlink()
     with pytest.raises(ConfigError):
         Metrics(run)
-    for path in run.metrics.iterdir():
-        path.unlink()
-    assert main(["metrics", "demo"]) == 1
-    assert "no metrics yet" in capsys.readouterr().err
+    assert "no metrics yet" in refused(capsys, "metrics", "demo")
 
 
 def test_an_example_becomes_a_folder_of_ones_own(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["init", "mine", "--example", "calculator_tool"]) == 0
-    assert "  streamrl up mine/calculator.toml\n" in capsys.readouterr().out
+    assert "  streamrl up mine/calculator.toml\n" in printed(capsys, "init", "mine", "--example", "calculator_tool")
     assert load(place / "mine" / "calculator.toml").producer.function.startswith(str(place / "mine"))
     assert main(["init"]) == 0
     assert load(place / "quickstart" / "quickstart.toml").run.name == "quickstart"
-    assert main(["init", "--example", "presets"]) == 0
-    assert "  streamrl up presets/grpo.toml --set model.path=DIR --set data.train=ROWS.jsonl\n" in capsys.readouterr().out
+    assert "  streamrl up presets/grpo.toml --set model.path=DIR --set data.train=ROWS.jsonl\n" in said(
+        capsys, "init", "--example", "presets"
+    )
 
 
 def test_nothing_is_overwritten_and_what_cannot_be_copied_is_a_sentence(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "mine").mkdir()
     (place / "mine" / "train.jsonl").symlink_to("elsewhere.jsonl")
-    assert main(["init", "mine"]) == 1
-    assert "got train.jsonl" in capsys.readouterr().err
+    assert "got train.jsonl" in refused(capsys, "init", "mine")
     assert [path.name for path in (place / "mine").iterdir()] == ["train.jsonl"] and not (place / "mine" / "elsewhere.jsonl").exists()
-    assert main(["init", "--example", "calculator"]) == 1
-    said = capsys.readouterr().err
+    said = refused(capsys, "init", "--example", "calculator")
     assert "'calculator_tool'" in said and ", ".join(example_names()) in said
     assert main(["init", "--example", "../examples"]) == 1 and main(["init", "--example", ""]) == 1
     (place / "file").write_text("mine")
-    assert main(["init", "file"]) == 1
-    assert "got File exists: file" in capsys.readouterr().err
+    assert "got File exists: file" in refused(capsys, "init", "file")
     assert (place / "file").read_text() == "mine"
 
 
@@ -479,14 +443,11 @@ def test_the_whole_configuration_is_printed_without_secrets(place: Path, capsys:
     (place / "rows.jsonl").write_text('{"prompt": "1", "label": "1"}\n')
     reward = 'reward = { kind = "pkg.mod:score", options = { api_key = "tell-nobody" } }\n'
     (place / "my.toml").write_text('data.train = "rows.jsonl"\n' + reward)
-    assert main(["config", "my.toml", "--set", "run.steps=7"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "config", "my.toml", "--set", "run.steps=7")
     assert json.loads(out)["run"]["steps"] == 7 and "tell-nobody" not in out
-    assert main(["config", "--schema"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(config_schema()))
+    assert json.loads(printed(capsys, "config", "--schema")) == json.loads(json.dumps(config_schema()))
     for wrong in ([], ["my.toml", "--schema"]):
-        assert main(["config", *wrong]) == 1
-        assert "--schema" in capsys.readouterr().err
+        assert "--schema" in refused(capsys, "config", *wrong)
 
 
 @pytest.mark.process

@@ -2,12 +2,14 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
+from typing import Any
 
 import msgspec
 import pytest
 
 from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers, Standing
+from streamrl.monitor.series import Series
 from streamrl.monitor.view import RunView
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence
@@ -20,6 +22,21 @@ MakeEntry = Callable[..., LedgerEntry]
 
 def as_line(entry: LedgerEntry) -> LedgerLine:
     return decode(encode(entry), LedgerLine)
+
+
+def view_of(*entries: LedgerEntry, **given: Any) -> RunView:
+    """A view of a run with this ledger."""
+    view = RunView("demo", **given)
+    for entry in entries:
+        view.ledger(as_line(entry))
+    return view
+
+
+def windowed(**given: Any) -> RunView:
+    """A view whose first window of a second has begun."""
+    view = RunView("demo", series=Series(window_s=1.0), **given)
+    view.take_rows(0.0)
+    return view
 
 
 def kept(thing: object) -> int:

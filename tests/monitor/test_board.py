@@ -29,7 +29,7 @@ from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
-from tests.monitor.conftest import MakeEntry, as_line
+from tests.monitor.conftest import MakeEntry, view_of
 
 INK = Ink.COLOURS
 NASTY = "\x1b[2J\x1b]0;owned\x07[bold]日本語\u202e 😀\r\n" * 20
@@ -103,8 +103,7 @@ def test_where_time_and_tokens_went_fits_a_small_screen_and_comes_behind_the_lag
 
 
 def test_an_engines_line_says_how_far_it_is_behind_and_how_fast(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    view.ledger(as_line(entry(5)))
+    view = view_of(entry(5))
     for at_s, tokens in ((0.0, 0), (2.0, 500)):
         presence = EnginePresence(
             engine="engine-1-x", address="", serving=Version(0, 2), tokens_total=tokens, slots=8, running=3, waiting=2
@@ -118,8 +117,7 @@ def test_an_engines_line_says_how_far_it_is_behind_and_how_fast(entry: MakeEntry
 
 
 def test_a_reason_of_user_code_is_shown_as_it_is_but_for_commands(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    view.ledger(as_line(entry(1, drops=[Drop(sequence=1, task=1, rollouts=(0,), reason="[red]\x1b[31m")])))
+    view = view_of(entry(1, drops=[Drop(sequence=1, task=1, rollouts=(0,), reason="[red]\x1b[31m")]))
     assert any("[red]·[31m" in line for line in plain(Board(look_at(view), 80, INK).text()))
 
 

@@ -70,77 +70,55 @@ def named(numbers: RunNumbers, view: RunView) -> set[str]:
 DIED = "exit code 1; error: cannot write 1661 bytes of policy 0.0 to /dev/shm/streamrl: No space left on device"
 LOSS = "exit code 1; TypeError: my_loss() takes 1 positional argument but 2 were given"
 FAILS = f"{ENGINES_FAIL}: engine-0-abc, 12 requests in a row, the newest: status 500: out of memory"
-NO_WEIGHTS = "waits for its first weights: 0.0 could not be taken: No space left on device"
+FIRST = "waits for its first weights"
+FULL = {"producer-0": FULL_STREAM, "feeder-0": FULL_SERVER}
+NO_SPACE = "No space left on device"
+NO_WEIGHTS = f"{FIRST}: 0.0 could not be taken: {NO_SPACE}"
+WRONG_KEY = GATEWAY | {"gateway-0": f"{GATEWAY['gateway-0']}; the newest call was refused: 401 expected a key"}
+SESSIONS = GATEWAY | {"gateway-0": f"{AGENTS_WAIT}: 3 sessions are open, no call was answered for 40 s"}
+REFUSED = "waits for a version newer than 0.3, which 3 requests ask for: 0.4 could not be taken: digest"
+
+
+def died(states: dict[str, str] | None = None, **fields: str) -> dict[str, Any]:
+    """A trainer that has ended once, and no engine that serves what it has not published."""
+    return {"states": states, "workers": {"trainer-0": {"said": DIED, **fields}}, "engines": ()}
+
+
+def bare(state: str, **more: object) -> dict[str, Any]:
+    """No engine serves; that is what the one that is there says."""
+    return {"states": {"engine-0": state}, "engines": (), **more}
+
+
 STANDING: dict[str, tuple[dict[str, Any], str, str]] = {
     "the bus": ({"away": 11.0}, "bus", ""),
-    "a trainer that its publisher has ended": (
-        {"workers": {"trainer-0": {"state": "waiting", "said": DIED}}, "engines": ()},
-        "ended",
-        "No space left on device",
-    ),
-    "a trainer that loads again": (
-        {"states": {"trainer-0": "loading"}, "workers": {"trainer-0": {"said": DIED}}, "engines": ()},
-        "ended",
-        "No space left on device",
-    ),
-    "a trainer that has loaded again, and will end as before": (
-        {"workers": {"trainer-0": {"said": DIED}}, "engines": ()},
-        "ended",
-        "No space left on device",
-    ),
+    "a trainer that its publisher has ended": (died(state="waiting"), "ended", NO_SPACE),
+    "a trainer that loads again": (died({"trainer-0": "loading"}), "ended", NO_SPACE),
+    "a trainer that has loaded again, and will end as before": (died(), "ended", NO_SPACE),
     "a loss of the user's": ({"workers": {"trainer-0": {"state": "ended", "said": LOSS}}}, "ended", "my_loss() takes 1 positional"),
     "a silent worker": ({"workers": {"feeder-0": {"silent_s": 11.0}}}, "silent", "feeder-0"),
     "a model that loads": ({"states": {"engine-0": "loading"}, "engines": ()}, "loading", "engine-0"),
     "a full stream": ({"states": {"producer-0": FULL_STREAM}, "in_flight": 4}, "full_stream", "producer-0"),
-    "a full disk of the bus": (
-        {"states": {"producer-0": FULL_STREAM, "feeder-0": FULL_SERVER}, "in_flight": 4},
-        "full_server",
-        "feeder-0, producer-0",
-    ),
+    "a full disk of the bus": ({"states": FULL, "in_flight": 4}, "full_server", "feeder-0, producer-0"),
     "no trainer": ({"states": {"trainer-0": ""}}, "no_trainer", ""),
     "a long step": ({"states": {"trainer-0": "trains version 1"}}, "step", "trains version 1"),
     "no engine": ({"states": {"engine-0": ""}, "engines": ()}, "no_engine", ""),
-    "an engine that cannot take its first weights": (
-        {"states": {"engine-0": NO_WEIGHTS}, "engines": (), "in_flight": 4},
-        "no_engine",
-        "No space left on device",
-    ),
-    "a publisher that takes long": (
-        {"states": {"engine-0": "waits for its first weights"}, "trainer": Untrained(publishing="0.0"), "engines": ()},
-        "publishing",
-        "version 0.0",
-    ),
+    "an engine that cannot take its first weights": (bare(NO_WEIGHTS, in_flight=4), "no_engine", NO_SPACE),
+    "a publisher that takes long": (bare(FIRST, trainer=Untrained(publishing="0.0")), "publishing", "version 0.0"),
     "an engine's 500s, with tasks in hand": ({"states": {"producer-0": FAILS}, "in_flight": 4}, "failing_engine", "status 500: out of"),
     "an engine's 500s, with tasks given back": ({"states": {"producer-0": FAILS}}, "failing_engine", "status 500: out of memory"),
     "a version that engines refuse": (
-        {
-            "states": {"engine-0": "waits for a version newer than 0.3, which 3 requests ask for: 0.4 could not be taken: digest"},
-            "engines": (replace(ENGINE, waiting=3),),
-            "in_flight": 3,
-        },
+        {"states": {"engine-0": REFUSED}, "engines": (replace(ENGINE, waiting=3),), "in_flight": 3},
         "version",
         "0.4 could not be taken: digest",
     ),
     "no rewarder": ({"ungraded": 3}, "no_rewarder", ""),
     "a grader that hangs": ({"states": {"rewarder-0": "scores: 3 groups"}, "ungraded": 3}, "grading", "scores: 3 groups"),
     "a gateway without agents": ({"states": GATEWAY}, "agents", "none has a session open"),
-    "a gateway whose agents have stopped": (
-        {"states": {**GATEWAY, "gateway-0": f"{AGENTS_WAIT}: 3 sessions are open, no call was answered for 40 s"}, "in_flight": 2},
-        "agents",
-        "3 sessions are open",
-    ),
-    "agents with a wrong key": (
-        {"states": {**GATEWAY, "gateway-0": f"{GATEWAY['gateway-0']}; the newest call was refused: 401 expected a key"}},
-        "agents",
-        "401 expected a key",
-    ),
+    "a gateway whose agents have stopped": ({"states": SESSIONS, "in_flight": 2}, "agents", "3 sessions are open"),
+    "agents with a wrong key": ({"states": WRONG_KEY}, "agents", "401 expected a key"),
     "no producer": ({"states": {"producer-0": ""}}, "no_producer", ""),
     "a feeder that issues nothing": ({"issued": 16}, "feeder", "16 of 24"),
-    "dead letters without a task": (
-        {"trainer": Untrained(dead=9, newest_dead="its digest is another one")},
-        "dead_letters",
-        "its digest is another one",
-    ),
+    "dead letters without a task": ({"trainer": Untrained(dead=9, newest_dead="another digest")}, "dead_letters", "another digest"),
     "rewards that do not come": ({"trainer": Untrained(unrewarded=5)}, "late_rewards", "5 groups"),
     "records that are lost": ({}, "credit", "16 of them have no end"),
     "an engine that makes no tokens": ({"engines": (replace(ENGINE, running=4),), "in_flight": 4}, "stuck_engine", ""),

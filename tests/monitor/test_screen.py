@@ -34,7 +34,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import EnginePresence, WorkerPresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.versions import Version
-from tests.monitor.conftest import MakeEntry, as_line
+from tests.monitor.conftest import MakeEntry, as_line, view_of
 from tests.support.programs import surroundings
 from tests.support.tiny import write_tiny
 
@@ -66,8 +66,7 @@ def test_a_plain_line_holds_the_numbers_and_who_is_in_trouble(learned_run: RunVi
 
 
 def test_the_time_left_is_said_once_it_is_known(entry: MakeEntry) -> None:
-    view = RunView("demo", steps=40)
-    view.ledger(as_line(entry(1, source="warmup")))
+    view = view_of(entry(1, source="warmup"), steps=40)
     assert " left=- " in plain_line(view.numbers(elapsed_s=1.0))
     for number in range(2, 5):
         view.ledger(as_line(entry(number)))

@@ -30,7 +30,7 @@ from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
 from streamrl.telemetry.names import METRICS
 from streamrl.telemetry.states import STATES
-from tests.monitor.conftest import MakeEntry, as_line, evaluation, kept
+from tests.monitor.conftest import MakeEntry, as_line, evaluation, kept, view_of, windowed
 
 
 def windows(view: RunView, now_s: float) -> dict[str, Row]:
@@ -38,17 +38,13 @@ def windows(view: RunView, now_s: float) -> dict[str, Row]:
 
 
 def test_every_batch_gives_one_row_unless_an_earlier_session_did(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series())
-    view.ledger(as_line(entry(1, source="warmup", reward=None)))
-    view.ledger(as_line(entry(2, reward=0.25)))
+    view = view_of(entry(1, source="warmup", reward=None), entry(2, reward=0.25), series=Series())
     cold, first = view.take_rows(0.0)
     assert (cold.kind, cold.version, cold.step, cold.time_s) == ("batch", "0.1", 0, 1001.0)
     assert (first.kind, first.version, first.step, first.of) == ("batch", "0.2", 1, "")
     assert first.values["rollout/raw_reward"] == 0.25
     assert view.take_rows(0.0) == []
-    view = RunView("demo", series=Series(after=Version(0, 3)))
-    for number in (1, 2, 3, 4):
-        view.ledger(as_line(entry(number)))
+    view = view_of(*(entry(number) for number in (1, 2, 3, 4)), series=Series(after=Version(0, 3)))
     for number in (3, 4):
         view.ledger(as_line(entry(number, epoch=1)))
     assert [row.version for row in view.take_rows(0.0)] == ["0.4", "1.3", "1.4"]
@@ -57,8 +53,7 @@ def test_every_batch_gives_one_row_unless_an_earlier_session_did(entry: MakeEntr
         view.ledger(as_line(entry(number)))
     view.ledger(as_line(entry(2, epoch=2)))
     assert [row.version for row in view.take_rows(0.0)] == ["2.2"]
-    view = RunView("demo")
-    view.ledger(as_line(entry(1)))
+    view = view_of(entry(1))
     view.metric(report("w", {"train/loss": 2.0}, time_s=0.0))
     assert view.take_rows(100.0) == []
 
@@ -79,8 +74,7 @@ def test_reports_of_a_window_are_folded_by_reduction_for_each_worker_and_for_the
 
 
 def test_engines_have_rows_of_their_own_and_the_run_has_the_worst(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
     view.ledger(as_line(entry(10, cursor=30)))
     view.stream(last=50, num_bytes=1)
     for name, number in (("engine-0-aa", 9), ("engine-1-bb", 6)):
@@ -96,8 +90,7 @@ def test_a_clock_that_jumps_back_loses_nothing_and_quotients_are_of_a_windows_am
     view.metric(report("engine-0", {"engine/tokens_total": 7}, time_s=0.0))
     assert view.take_rows(100.0) == []
     assert windows(view, 110.0)["engine-0"].values == {"engine/tokens_total": 7.0}
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
     passes = {"engine/verify_passes_total": 10, "engine/drafted_tokens_total": 40, "engine/accepted_drafts_total": 30}
     view.metric(report("engine-0", {**passes, "engine/prompt_tokens_total": 0, "engine/cached_tokens_total": 0}, time_s=0.0))
     values = windows(view, 1.0)["engine-0"].values
@@ -106,8 +99,7 @@ def test_a_clock_that_jumps_back_loses_nothing_and_quotients_are_of_a_windows_am
 
 
 def test_only_declared_names_with_finite_values_reach_a_row(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
     made_up = {f"made/up_{number}": 1.0 for number in range(100_000)}
     view.metric(MetricReport(worker="w", mean=made_up | {"train/loss": math.nan, "engine/tokens_total": 4.0}, sum={"train/loss": 1.0}))
     view.metric(MetricReport(worker="w", mean={"train/loss": 2.0, "train/grad_norm": math.inf}))
@@ -124,17 +116,14 @@ def test_only_declared_names_with_finite_values_reach_a_row(entry: MakeEntry) ->
 
 @pytest.mark.parametrize("time_s", [math.nan, math.inf, -math.inf])
 def test_a_time_that_is_none_leaves_a_row_that_can_be_read(entry: MakeEntry, time_s: float) -> None:
-    view = RunView("demo", series=Series())
-    view.ledger(as_line(replace(entry(1), time_s=time_s)))
+    view = view_of(replace(entry(1), time_s=time_s), series=Series())
     view.event(Event(kind="evaluation", worker="e", detail=evaluation(1, 0.75), time_s=time_s))
     rows = view.take_rows(0.0)
     assert ([row.time_s for row in rows], [decoded(encoded(row)) for row in rows]) == ([0.0, 0.0], rows)
 
 
 def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    for number in range(1, MOST_ROWS + 101):
-        view.ledger(as_line(entry(number)))
+    view = view_of(*(entry(number) for number in range(1, MOST_ROWS + 101)), series=Series(window_s=1.0))
     assert view.series is not None and view.series.num_lost == 100
     assert view.take_rows(0.0)[0].version == "0.101"
     for number in range(MOST_WORKERS + 50):
@@ -148,8 +137,7 @@ def test_rows_that_nobody_takes_and_workers_without_end_are_bounded_and_counted(
 
 
 def test_tokens_are_counted_where_they_are_sampled_and_where_they_are_trained(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
     for name, tokens, role in (
         ("engine-0-aa", 40, "rollout"),
         ("engine-0-aa", 100, "rollout"),
@@ -175,8 +163,7 @@ def test_trained_tokens_and_drops_stand_in_the_rows_of_their_batches(entry: Make
     (row,) = view.take_rows(1.0)
     counted = {name: value for name, value in row.values.items() if name.startswith("rollouts/")}
     assert counted == {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
     view.live = False
     for number in (1, 2):
         line = as_line(entry(number))
@@ -191,8 +178,7 @@ def test_trained_tokens_and_drops_stand_in_the_rows_of_their_batches(entry: Make
 
 
 def test_no_window_ends_with_what_half_a_ledger_says(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
     view.stream(last=50, num_bytes=1)
     view.metric(report("engine-0", {"engine/tokens_total": 7}, time_s=0.0))
     view.live = False
@@ -210,8 +196,7 @@ def test_no_window_ends_with_what_half_a_ledger_says(entry: MakeEntry) -> None:
 
 
 def test_commits_of_engines_say_how_long_a_version_took(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
     for worker, lag_s in (("engine-0", 0.25), ("engine-0", 0.75), ("engine-1", 2.0), ("engine-1", "soon"), ("engine-1", math.nan)):
         view.event(Event(kind="weights", worker=worker, detail={"lag_s": lag_s}))
     view.event(Event(kind="weights", worker="engine-0", detail={"lag_s": 99.0}), live=False)
@@ -248,9 +233,7 @@ def test_evaluations_have_rows_at_the_steps_of_their_versions(entry: MakeEntry) 
     view.event(one)
     (row,) = view.take_rows(0.0)
     assert (row.kind, row.version, row.time_s, row.values) == ("evaluation", "0.3", 7.0, {"eval/heldout": 0.75})
-    view = RunView("demo", series=Series())
-    for number in range(1, 11):
-        view.ledger(as_line(entry(number, source="warmup" if number <= 3 else "main")))
+    view = view_of(*(entry(number, source="warmup" if number <= 3 else "main") for number in range(1, 11)), series=Series())
     for number in (7, 3, 0, 10, 12):
         view.event(Event(kind="evaluation", worker="e", detail=evaluation(number, 0.75)))
     assert [row.step for row in view.take_rows(0.0) if row.kind == "evaluation"] == [4, 0, 0, 7, 7]
@@ -567,8 +550,7 @@ def engine(name: str, tokens: int, role: str = ROLLOUT_ROLE) -> EnginePresence:
 
 
 def test_what_is_sampled_is_open_until_said_and_unknown_to_who_joins() -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
 
     def still_open(now_s: float) -> float:
         (row,) = [row for row in view.take_rows(now_s) if row.of == RUN]
@@ -584,15 +566,13 @@ def test_what_is_sampled_is_open_until_said_and_unknown_to_who_joins() -> None:
     assert still_open(2.0) == 50.0
     view.engine("engine-0-cc", engine("engine-0-cc", 7))
     assert still_open(3.0) == 57.0, "an engine that was started anew counts from 0"
-    view = RunView("demo", series=Series(window_s=1.0), joined=True)
-    view.take_rows(0.0)
+    view = windowed(joined=True)
     view.metric(report("producer-0", {"tokens/published_total": 40.0}, time_s=0.0))
     assert all("tokens/open" not in row.values for row in view.take_rows(1.0))
 
 
 def test_tokens_on_the_stream_are_those_that_wait_and_those_behind_the_cursor(entry: MakeEntry) -> None:
-    view = RunView("demo", series=Series(window_s=1.0))
-    view.take_rows(0.0)
+    view = windowed()
     assert view.numbers(elapsed_s=1.0).stream_tokens is None
     for number, stored in ((1, 300.0), (2, 500.0)):
         metrics = {"tokens/stored_total": stored, "tokens/waiting": 70.0}

@@ -85,23 +85,19 @@ def test_values_by_objective() -> None:
         batch={"staleness/p95": 1.5},
         shares={"trainer/wait_samples": 0.5},
     )
-    assert values(known) == {
-        "stream_lag_s": 5.0,
-        "no_progress_s": 7.0,
-        "p95_age": 1.5,
-        "versions_behind": 2.0,
-        "starvation": 0.5,
-        "drop_rate": 0.25,
-    }
-    others = ("p95_age", "stream_lag_s", "versions_behind", "starvation", "drop_rate", "no_progress_s")
-    assert (*others, "logprob_float32", "logprob_bfloat16", "logprob_growth") == OBJECTIVES
+    found = {"p95_age": 1.5, "stream_lag_s": 5.0, "versions_behind": 2.0, "starvation": 0.5, "drop_rate": 0.25, "no_progress_s": 7.0}
+    assert values(known) == found
+    assert (*found, "logprob_float32", "logprob_bfloat16", "logprob_growth") == OBJECTIVES
 
 
+BARREN: dict[str, Any] = {"barren_tasks": 5}
+TRUNCATED = Untrained(ended={"truncated": 3})
+STANDS = {"numbers": {"standing": Standing(what="credit", hint="see there")}}
 NAMES: list[tuple[str, dict[str, Any], str]] = [
     ("versions_behind", {}, "unknown"),
-    ("versions_behind", {"numbers": {"standing": Standing(what="credit", hint="see there")}}, "standing"),
-    ("p95_age", {"numbers": {"standing": Standing(what="credit", hint="see there")}}, "standing"),
-    ("drop_rate", {"numbers": {"standing": Standing(what="credit", hint="see there")}}, "standing"),
+    ("versions_behind", STANDS, "standing"),
+    ("p95_age", STANDS, "standing"),
+    ("drop_rate", STANDS, "standing"),
     # A full stream.
     ("stream_lag_s", {"shares": {"producer/wait_room": 0.24}}, "slow_engine"),
     ("stream_lag_s", {"shares": {"producer/wait_room": 0.25}}, "full_stream"),
@@ -149,25 +145,17 @@ NAMES: list[tuple[str, dict[str, Any], str]] = [
     ("drop_rate", {"drops": {"timeout": 3}, "shares": {"producer/reward": 0.5}}, "slow_reward"),
     ("drop_rate", {"drops": {"failed": 3}, "shares": {"producer/reward": 0.5}}, "failing_code"),
     # Without a batch.
-    ("drop_rate", {"numbers": {"barren_tasks": 5}}, "unknown"),
+    ("drop_rate", {"numbers": BARREN}, "unknown"),
     ("drop_rate", {"numbers": {"barren_tasks": 6, "failed_tasks": 3}, "stones": {"failed": 3}}, "unknown"),
-    ("drop_rate", {"numbers": {"barren_tasks": 5, "failed_tasks": 3}, "stones": {"failed": 3}}, "failing_code"),
+    ("drop_rate", {"numbers": BARREN | {"failed_tasks": 3}, "stones": {"failed": 3}}, "failing_code"),
     ("drop_rate", {"numbers": {"barren_tasks": 6, "given_up_tasks": 3}, "stones": {"lost": 3}}, "unknown"),
-    ("drop_rate", {"numbers": {"barren_tasks": 5, "given_up_tasks": 3}, "stones": {"lost": 3}}, "lost_tasks"),
-    (
-        "drop_rate",
-        {"numbers": {"barren_tasks": 5, "given_up_tasks": 2, "failed_tasks": 3}, "stones": {"lost": 2, "failed": 3}},
-        "failing_code",
-    ),
-    ("drop_rate", {"numbers": {"barren_tasks": 5, "untrained": Untrained(ended={"stale": 3, "zero_variance": 2})}}, "stale"),
-    ("drop_rate", {"numbers": {"barren_tasks": 5, "untrained": Untrained(ended={"stale": 3, "zero_variance": 3})}}, "unknown"),
-    ("drop_rate", {"numbers": {"barren_tasks": 5, "untrained": Untrained(ended={"poison": 3}, dead=3)}}, "dead_letters"),
-    (
-        "drop_rate",
-        {"numbers": {"barren_tasks": 5, "failed_tasks": 5, "untrained": Untrained(ended={"truncated": 3})}, "stones": {"failed": 5}},
-        "truncated",
-    ),
-    ("drop_rate", {"numbers": {"barren_tasks": 5}, "drops": {"late": 1}}, "late_rewards"),
+    ("drop_rate", {"numbers": BARREN | {"given_up_tasks": 3}, "stones": {"lost": 3}}, "lost_tasks"),
+    ("drop_rate", {"numbers": BARREN | {"given_up_tasks": 2, "failed_tasks": 3}, "stones": {"lost": 2, "failed": 3}}, "failing_code"),
+    ("drop_rate", {"numbers": BARREN | {"untrained": Untrained(ended={"stale": 3, "zero_variance": 2})}}, "stale"),
+    ("drop_rate", {"numbers": BARREN | {"untrained": Untrained(ended={"stale": 3, "zero_variance": 3})}}, "unknown"),
+    ("drop_rate", {"numbers": BARREN | {"untrained": Untrained(ended={"poison": 3}, dead=3)}}, "dead_letters"),
+    ("drop_rate", {"numbers": BARREN | {"failed_tasks": 5, "untrained": TRUNCATED}, "stones": {"failed": 5}}, "truncated"),
+    ("drop_rate", {"numbers": BARREN, "drops": {"late": 1}}, "late_rewards"),
     # An engine that is sick.
     ("versions_behind", {"numbers": {"engines": (engine(tokens_per_s=0.0),)}}, "unknown"),
     ("versions_behind", {"numbers": two(tokens_per_s=40.0)}, "unknown"),
@@ -215,11 +203,7 @@ def test_causes_from_both_sides_of_their_bounds() -> None:
 
 
 EVERYTHING: dict[str, Any] = {
-    "numbers": {
-        "stalled": ("producer-0",),
-        "hung_tasks": 1,
-        **two(behind=9, tokens_per_s=1.0),
-    },
+    "numbers": {"stalled": ("producer-0",), "hung_tasks": 1, **two(behind=9, tokens_per_s=1.0)},
     "drops": {"stale": 3},
     "shares": {"trainer/wait_samples": 0.2, "producer/tools": 0.2},
 }
@@ -236,8 +220,7 @@ ORDERS = {
 def test_the_likeliest_cause_comes_first() -> None:
     found = {objective: " ".join(cause.name for cause in causes(objective, signs(**EVERYTHING))) for objective in ORDERS}
     assert found == ORDERS
-    standing = Standing(what="credit", hint="see there")
-    stands = signs(**{**EVERYTHING, "numbers": {**EVERYTHING["numbers"], "standing": standing}})
+    stands = signs(**{**EVERYTHING, "numbers": EVERYTHING["numbers"] | STANDS["numbers"]})
     for objective in ORDERS:
         first = "stale hung_tool " if objective == "drop_rate" else ""
         assert [cause.name for cause in causes(objective, stands)] == f"{first}standing".split(), "what it waits for is the one cause"
@@ -317,7 +300,7 @@ def test_what_people_are_told_is_what_it_is_and_what_to_do() -> None:
 
 TOLD: list[tuple[str, dict[str, Any]]] = [
     ("versions_behind", {}),
-    ("drop_rate", {"numbers": {"standing": Standing(what="credit", hint="see there")}}),
+    ("drop_rate", STANDS),
     ("drop_rate", {"numbers": {"hung_tasks": 5, "tasks_in_flight": 16, "hung_s": 12.0}}),
     ("drop_rate", {"drops": {"timeout": 2, "filtered": 3}, "trained": 9}),
     ("starvation", {"drops": {"timeout": 3}}),

@@ -20,7 +20,7 @@ from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.events import Event
 from streamrl.schemas.versions import Version
-from tests.monitor.conftest import MakeEntry, as_line, evaluation
+from tests.monitor.conftest import MakeEntry, evaluation, view_of
 
 KEYS = (
     "steps reward_first reward_last loss_first loss_last heldout_first heldout_last evaluations tokens_made tokens_trained staleness_p50 "
@@ -46,9 +46,7 @@ def test_summary_has_the_promised_keys_and_numbers(learned_run: RunView, tmp_pat
 
 @pytest.mark.parametrize(("batches", "first", "last"), [(1, 1.0, 1.0), (2, 1.0, 2.0), (7, 2.0, 6.0), (30, 8.0, 23.0), (41, 10.5, 31.5)])
 def test_the_rewards_before_and_after_share_no_batch(entry: MakeEntry, batches: int, first: float, last: float) -> None:
-    view = RunView("demo")
-    for number in range(1, batches + 1):
-        view.ledger(as_line(entry(number, reward=float(number))))
+    view = view_of(*(entry(number, reward=float(number)) for number in range(1, batches + 1)))
     summary = summarize(view, wall_s=1.0)
     assert (summary.reward_first, summary.reward_last) == (first, last)
     curve = Curve(numbers=tuple(range(batches)), values=tuple(float(number + 1) for number in range(batches)))
@@ -92,8 +90,7 @@ def test_evaluations_of_the_warm_up_are_no_start_and_without_one_version_0_is(le
     learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(18, 0.01)))
     learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(60, 0.83)))
     assert [(one.version.number, one.accuracy) for one in learning_evaluations(learned_run)] == [(19, 0.21), (60, 0.83), (100, 0.91)]
-    view = RunView("demo")
-    view.ledger(as_line(entry(1)))
+    view = view_of(entry(1))
     for number in (0, 1):
         view.event(Event(kind="evaluation", worker="evaluator-0", detail=evaluation(number, 0.5 + number)))
     assert [one.version.number for one in learning_evaluations(view)] == [0, 1]
@@ -190,7 +187,7 @@ SUMS = {
 }
 
 
-def view_of(*events: Event) -> RunView:
+def told_of(*events: Event) -> RunView:
     view = RunView("run", steps=10)
     view.series = Series(evaluated=Position().has)
     for event in events:
@@ -212,7 +209,7 @@ def test_a_set_of_another_name_is_no_evaluation(name: str) -> None:
 
 
 def test_the_first_set_is_that_of_the_held_out_rows() -> None:
-    view = view_of(told("sums", 1, 0.25, **SUMS), told("heldout", 1, 0.5), told("sums", 2, None), told("words", 2, 0.125))
+    view = told_of(told("sums", 1, 0.25, **SUMS), told("heldout", 1, 0.5), told("sums", 2, None), told("words", 2, 0.125))
     numbers = view.numbers(elapsed_s=1.0)
     assert numbers.heldout == 0.5
     assert [(one.set, one.accuracy) for one in numbers.evaluations] == [("sums", None), ("words", 0.125)]
@@ -220,15 +217,12 @@ def test_the_first_set_is_that_of_the_held_out_rows() -> None:
     assert [part.text.strip() for part in reward_line(numbers)][-3:] == ["held-out 0.500", "sums -", "words 0.125"]
     found = summarize(view, wall_s=1.0)
     assert (found.heldout_first, found.heldout_last) == (0.5, 0.5)
-    assert {name: (one.first, one.last) for name, one in found.evaluations.items()} == {
-        "sums": (0.25, None),
-        "heldout": (0.5, 0.5),
-        "words": (0.125, 0.125),
-    }
+    ends = {name: (one.first, one.last) for name, one in found.evaluations.items()}
+    assert ends == {"sums": (0.25, None), "heldout": (0.5, 0.5), "words": (0.125, 0.125)}
 
 
 def test_every_set_has_its_rows_up_to_so_many() -> None:
-    view = view_of(told("sums", 1, 0.25, **SUMS), told("words", 1, None))
+    view = told_of(told("sums", 1, 0.25, **SUMS), told("words", 1, None))
     [row] = [row for row in view.take_rows(0.0) if row.kind == "evaluation"]
     assert (row.values["eval/sums"], row.values["eval/sums-pass@8"]) == (0.25, 0.75)
     kept = Evaluations()

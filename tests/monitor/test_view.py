@@ -33,7 +33,7 @@ from streamrl.schemas.ledger import Drop, Gap
 from streamrl.schemas.subjects import KEY_GRANTED, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import report
-from tests.monitor.conftest import MakeEntry, as_line, evaluation
+from tests.monitor.conftest import MakeEntry, as_line, evaluation, view_of, windowed
 from tests.support.processes import until
 from tests.support.tiny import ended
 
@@ -49,8 +49,7 @@ def test_an_empty_view_has_numbers() -> None:
 
 
 def test_warmup_batches_count_neither_as_steps_nor_in_rewards_nor_in_ages(entry: MakeEntry) -> None:
-    view = RunView("demo", steps=5, warmup_steps=9)
-    view.ledger(as_line(entry(1, source="warmup", reward=None, ages=(7,))))
+    view = view_of(entry(1, source="warmup", reward=None, ages=(7,)), steps=5, warmup_steps=9)
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.phase, numbers.step, numbers.warmup_step, numbers.staleness_max) == ("warm-up", 0, 1, 0)
     assert numbers.answer_probability == 0.125
@@ -61,9 +60,7 @@ def test_warmup_batches_count_neither_as_steps_nor_in_rewards_nor_in_ages(entry:
 
 
 def test_reward_is_the_mean_of_twenty_batches_and_drops_are_counted_by_reason(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    for number in range(1, 31):
-        view.ledger(as_line(entry(number, reward=0.0 if number <= 10 else 1.0)))
+    view = view_of(*(entry(number, reward=0.0 if number <= 10 else 1.0) for number in range(1, 31)))
     assert view.numbers(elapsed_s=1.0).reward == 1.0
     view = RunView("demo")
     drops = [
@@ -92,8 +89,7 @@ def test_tokens_of_engines_add_up_over_restarts_joins_and_sessions() -> None:
     first.engine("engine-0-aa", presence(number=1, tokens=200, swaps=3))
     carried = decode(encode(first.totals(wall_s=1.0)), Totals)
     for joined in (False, True):
-        view = RunView("demo", before=carried, joined=joined, series=Series(window_s=1.0))
-        view.take_rows(0.0)
+        view = windowed(before=carried, joined=joined)
         for engine, tokens in (("engine-0-aa", 200), ("engine-0-aa", 205), ("engine-1-bb", 7)):
             view.engine(engine, presence(number=1, tokens=tokens, swaps=3))
         assert view.tokens_made == 1205 + (0 if joined else 7)
@@ -103,14 +99,12 @@ def test_tokens_of_engines_add_up_over_restarts_joins_and_sessions() -> None:
 
 
 def test_engines_that_vanish_or_hold_a_pinned_version_are_not_behind(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    view.ledger(as_line(entry(10)))
+    view = view_of(entry(10))
     view.engine("engine-0", presence(number=9))
     view.engine("engine-1", presence(number=6))
     view.engine("engine-2", presence(number=None))
     assert view.numbers(elapsed_s=1.0).engines_behind == 2.5
-    view = RunView("demo")
-    view.ledger(as_line(entry(9)))
+    view = view_of(entry(9))
     view.engine("engine-0", presence(number=8))
     view.engine("engine-1", replace(presence(number=2), role="evaluation"))
     numbers = view.numbers(elapsed_s=1.0)
@@ -169,9 +163,7 @@ def test_the_median_of_counts_is_the_median_of_the_values(values: list[int]) -> 
 
 
 def test_a_gap_is_no_batch_and_makes_later_ones_void(entry: MakeEntry) -> None:
-    view = RunView("r")
-    for number in (1, 2, 3, 4):
-        view.ledger(as_line(entry(number)))
+    view = view_of(*(entry(number) for number in (1, 2, 3, 4)))
     lost = Gap(lost="samples", missing=(), highest=Version(0, 4), known_by="ledger")
     view.ledger(as_line(replace(entry(2, epoch=1, tokens=0), used=(), gap=lost)))
     assert [point.number for point in view.reward_points] == [1, 2]

@@ -27,7 +27,7 @@ from streamrl.schemas.ledger import REASON_LENGTH, Drop
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import OTHER_REASON
-from tests.monitor.conftest import MakeEntry, as_line
+from tests.monitor.conftest import MakeEntry, as_line, view_of
 
 ENGINE = EngineLine(engine="engine-0-abc", serving="0.3", running=0, waiting=0, slots=8)
 STATES = {"trainer-0": "waits for samples: 0 groups", "engine-0": "running", "feeder-0": "waits for credit", "producer-0": "running"}
@@ -206,8 +206,7 @@ def test_a_view_knows_the_wait_from_the_supervisors_events_and_shows_it(learned_
 
 
 def test_what_a_worker_says_of_itself_is_shown_beside_what_the_supervisor_knows(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    view.ledger(as_line(entry(1)))
+    view = view_of(entry(1))
     view.engine("engine-0-abc", EnginePresence(engine="engine-0-abc", address="http://h:1", serving=Version(0, 1)))
     for pid in (7, 8):
         view.worker("trainer-0", WorkerPresence(worker="trainer-0", kind="trainer", state="trains version 2", pid=pid, since_s=900.0))
@@ -338,8 +337,7 @@ def test_reasons_are_counted_together_beyond_so_many(entry: MakeEntry) -> None:
     assert (reasons.total(), reasons[OTHER_REASON]) == (40_000, 2 * (20_000 - MOST_REASONS))
     view.failures.trained(19_990)
     assert len(reasons := view.failures.given_up.reasons) == 10 and max(map(len, reasons)) == REASON_LENGTH
-    view = RunView("demo")
-    view.ledger(as_line(entry(1, cursor=5, drops=[Drop(3, 1, (0,), f"ledger {number}") for number in range(100)])))
+    view = view_of(entry(1, cursor=5, drops=[Drop(3, 1, (0,), f"ledger {number}") for number in range(100)]))
     for sequence in range(100):
         view.tombstone(6 + sequence, stone(sequence, f"stream {sequence}"))
     numbers = view.numbers(elapsed_s=1.0)

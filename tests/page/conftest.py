@@ -1,6 +1,6 @@
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,10 @@ from streamrl.monitor.metrics_file import MetricsFile
 from streamrl.monitor.series import BATCH, Row
 from streamrl.page.access import page_token, place_of
 from streamrl.page.attention import Attention
-from streamrl.page.index import open_index
+from streamrl.page.index import Index, open_index
 from streamrl.page.log import RunLog
 from streamrl.page.server import Page, served
 from streamrl.runtime.rundir import RunDir
-
-Rows = Callable[..., list[Row]]
 
 
 @pytest.fixture
@@ -30,15 +28,13 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+def batch(time_s: float, number: int, values: dict[str, float], *, epoch: int = 0) -> Row:
+    return Row(time_s=time_s, kind=BATCH, version=f"{epoch}.{number}", step=number, values=values)
+
+
 def batches(first: int, last: int, *, epoch: int = 0, reward: float = 0.5) -> list[Row]:
     return [
-        Row(
-            time_s=1e9 + number,
-            kind=BATCH,
-            version=f"{epoch}.{number}",
-            step=number,
-            values={"rollout/raw_reward": reward, "staleness/max": float(number % 3)},
-        )
+        batch(1e9 + number, number, {"rollout/raw_reward": reward, "staleness/max": float(number % 3)}, epoch=epoch)
         for number in range(first, last + 1)
     ]
 
@@ -49,12 +45,23 @@ def write(run: RunDir, rows: list[Row], **config: Any) -> None:
     file.close()
 
 
+def read(index: Index) -> None:
+    while index.read_rows():
+        pass
+
+
+@contextmanager
+def indexed(run: RunDir) -> Iterator[Index]:
+    """The index of a run, which has all rows that there are."""
+    with open_index(run) as index:
+        read(index)
+        yield index
+
+
 @asynccontextmanager
 async def page(run: RunDir, *, works: bool = False) -> AsyncIterator[tuple[str, str, aiohttp.ClientSession]]:
     """The page of a run without a log: its address, its token, and a client that is let in. It reads later rows where it `works`."""
-    with open_index(run) as index:
-        while index.read_rows():
-            pass
+    with indexed(run) as index:
         token = page_token(run)
         config = run.load_config()
         attention = Attention()

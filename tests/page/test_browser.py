@@ -15,14 +15,15 @@ import pytest
 
 from streamrl.core.lengths import histogram
 from streamrl.monitor.run_state import RunState, write_state
-from streamrl.monitor.series import BATCH, WINDOW, Row
+from streamrl.monitor.series import WINDOW, Row
 from streamrl.page.access import page_token
 from streamrl.page.address import address_of
 from streamrl.page.index import COMMITS, LEDGER_TABLE, open_index
 from streamrl.runtime.rundir import RunDir
-from tests.page.conftest import batches, page, write
+from tests.page.conftest import batch, batches, page, write
 from tests.page.test_server import beside
 from tests.support.digits import TABLE, write_digits
+from tests.support.looked_at import sets
 from tests.support.needs import browser
 from tests.support.processes import find, send, server_pid, until
 from tests.support.programs import STREAMRL, Start, said
@@ -162,7 +163,7 @@ async def test_the_overview_has_what_became_of_tokens_the_lag_in_tokens_and_leng
     ends = {"tokens/trained_total": 80.0, "tokens/masked_total": 5.0, "tokens/dropped_total/stale": 15.0}
     now = {"tokens/sampled_total": 90.0, "tokens/published_total": 60.0, "tokens/cut_total": 30.0, "lag/stream_tokens": 4321.0}
     now |= {f"lengths/{what}_{part}": 7.0 for what in ("finished", "cut", "trained", "dropped") for part in ("p50", "p95")}
-    write(run, [Row(time_s=1e9 + 10 * at, kind=BATCH, version=f"0.{at}", step=at, values=ends) for at in (1, 2)])
+    write(run, [batch(1e9 + 10 * at, at, ends) for at in (1, 2)])
     write(run, [Row(time_s=1e9 + 30 * at, kind=WINDOW, values=now) for at in (1, 2, 3)])
     async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
         for title, names in {
@@ -275,7 +276,7 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
     write_digits(tmp_path, TABLE)
     streamrl = partial(start, *STREAMRL)
     run = RunDir(tmp_path / "runs" / "digits")
-    up = await streamrl("up", "run.toml", "--plain", *(word for key in (*ENDLESS, *HELD) for word in ("--set", key)))
+    up = await streamrl("up", "run.toml", "--plain", *sets(*ENDLESS, *HELD))
     await until(lambda: address_of(run), within_s=120)
     async with opened(address_of(run)) as tab:
         await tab.wait_for_selector("section[aria-label=Reward] canvas")

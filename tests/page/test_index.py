@@ -34,14 +34,9 @@ from streamrl.schemas.events import NOTICE_EVENT, SLO_EVENT, Event
 from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
-from tests.page.conftest import batches, write
+from tests.page.conftest import batches, indexed, read, write
 from tests.support.processes import until
 from tests.support.rotation import EACH_LISTING, Rotation
-
-
-def read(index: Index) -> None:
-    while index.read_rows():
-        pass
 
 
 def test_rows_are_taken_once_over_restarts_files_that_are_put_aside_and_torn_ends(run: RunDir) -> None:
@@ -49,13 +44,12 @@ def test_rows_are_taken_once_over_restarts_files_that_are_put_aside_and_torn_end
     for first in range(1, 2001, 100):
         write(run, batches(first, first + 99), file_bytes=1 << 16)
         if first % 500 == 1:
-            with open_index(run) as index:
-                read(index)
+            with indexed(run):
+                pass
     with (run.metrics / CURRENT).open("ab") as file:
         file.write(b'{"time_s":1,"kind":"bat')
     for _ in range(2):
-        with open_index(run) as index:
-            read(index)
+        with indexed(run) as index:
             assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, 2001))
             assert index.newest["rollout/raw_reward"] == 0.5
             progress = index.progress()
@@ -80,8 +74,8 @@ def test_a_new_file_with_the_inode_of_one_that_has_gone_is_read_from_its_beginni
     """ext4 gives the inode of the oldest file, which goes, to the next new one."""
     current, gone = run.metrics / CURRENT, run.path / "gone"
     write(run, batches(1, 5))
-    with open_index(run) as index:
-        read(index)
+    with indexed(run):
+        pass
     current.rename(gone)
     write(run, batches(6, 9))
     current.rename(run.metrics / "metrics-000002.jsonl")
@@ -91,15 +85,13 @@ def test_a_new_file_with_the_inode_of_one_that_has_gone_is_read_from_its_beginni
     gone.write_bytes(rows)
     gone.rename(current)
     for _ in range(2):
-        with open_index(run) as index:
-            read(index)
+        with indexed(run) as index:
             assert index.columns("batch", ["version"])["version"].tolist() == list(range(1, 31))
 
 
 def test_a_fork_replaces_batches_that_it_makes_void(run: RunDir) -> None:
     write(run, [*batches(1, 9), *batches(5, 6, epoch=1, reward=1.0)])
-    with open_index(run) as index:
-        read(index)
+    with indexed(run) as index:
         series = index.series("batch", ["rollout/raw_reward"], x="version")
     assert (series.x, series.values["rollout/raw_reward"]) == ([1, 2, 3, 4, 5, 6], [0.5] * 4 + [1.0] * 2)
 
@@ -108,8 +100,7 @@ def test_many_batches_are_thinned_and_no_extreme_is_lost(run: RunDir) -> None:
     rows = batches(1, 10_000)
     rows[7777] = batches(7778, 7778, reward=99.0)[0]
     write(run, rows)
-    with open_index(run) as index:
-        read(index)
+    with indexed(run) as index:
         series = index.series("batch", ["rollout/raw_reward"], x="version", most=500)
     assert (len(series.x), series.rows) == (500, 10_000)
     assert max(value for value in series.values["rollout/raw_reward"] if value is not None) == 99.0
@@ -138,8 +129,7 @@ def test_no_metrics_and_lines_that_are_no_rows_are_no_tables(run: RunDir) -> Non
         file.write(b'{"time_s":1,"kind":"window","of":"../../x","version":"0.1","step":1,"rollout/raw_reward":1}\n')
         file.write(b'{"time_s":1,"kind":"window","of":"","version":"x","step":1,"rollout/raw_reward":1}\n')
     before = set(Path(run.path).iterdir())
-    with open_index(run) as index:
-        read(index)
+    with indexed(run) as index:
         assert index.tables() == ["batch"]
     assert set(Path(run.path).iterdir()) - before <= {run.path / "page"}
     with open_index(run), pytest.raises(LaunchError, match="no other page"), open_index(run):
@@ -202,9 +192,8 @@ async def followed(run: RunDir, bus: Bus) -> AsyncGenerator[tuple[Log, Index]]:
 
 
 async def test_a_log_that_is_read_anew_says_all_once_and_knows_objectives_of_long_ago(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.page.log._IDLE_S", 0.05)
-    monkeypatch.setattr("streamrl.page.log._COMMIT_S", 0.02)
-    monkeypatch.setattr("streamrl.page.log._LOOK_BACK", 2)
+    for name, value in (("_IDLE_S", 0.05), ("_COMMIT_S", 0.02), ("_LOOK_BACK", 2)):
+        monkeypatch.setattr(f"streamrl.page.log.{name}", value)
     bus = MemoryBus("demo")
     breach = Finding(objective="starvation", level=Level.BREACH, value=0.9, bound=0.5, causes=(Cause("few_producers", "why", "turn"),))
     await judge(bus, breach)
@@ -325,12 +314,8 @@ def test_bars_of_all_kinds_have_the_same_bounds_and_every_length_is_in_one(run: 
     bounds = told["bounds"]
     assert (bounds[0], bounds[-1][0] <= 40 <= bounds[-1][1]) == ((1, 1), True)
     assert [beyond[0] - one[1] for one, beyond in pairwise(bounds)] == [1] * (len(bounds) - 1)
-    assert [(one["name"], one["number"], sum(one["shares"])) for one in told["lines"]] == [
-        ("finished", 4, 1.0),
-        ("cut", 0, 0.0),
-        ("trained", 3, 1.0),
-        ("dropped", 1, 1.0),
-    ]
+    lines = [(one["name"], one["number"], sum(one["shares"])) for one in told["lines"]]
+    assert lines == [("finished", 4, 1.0), ("cut", 0, 0.0), ("trained", 3, 1.0), ("dropped", 1, 1.0)]
     assert told["lines"][2]["shares"][:2] == pytest.approx([1 / 3, 2 / 3])
     assert told["lines"][1]["p50"] is None
     assert told["said"] == "distance 0.25 of the lengths trained from those trained, dropped or cut"
@@ -357,11 +342,8 @@ def test_objectives_have_lines_once_judged_and_the_worst_of_a_run_that_is_over(r
     breach = Finding(objective="starvation", level=Level.BREACH, value=0.9, bound=0.5, causes=(Cause("few_producers", "why", "turn this"),))
     told = objectives_of(BOUNDS, (breach,), {"staleness/p95": 1.5, "starvation/trainer": 0.7})
     assert told["level"] == "breach"
-    assert [(one["objective"], one["level"], one["value"]) for one in told["lines"]] == [
-        ("p95_age", "ok", 1.5),
-        ("starvation", "breach", 0.9),
-        ("no_progress_s", "ok", None),
-    ]
+    lines = [(one["objective"], one["level"], one["value"]) for one in told["lines"]]
+    assert lines == [("p95_age", "ok", 1.5), ("starvation", "breach", 0.9), ("no_progress_s", "ok", None)]
     assert told["lines"][1]["causes"] == [{"what": "why", "hint": "turn this"}]
     told = objectives_of(BOUNDS, None, {})
     assert told["level"] is None

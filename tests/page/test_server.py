@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -14,14 +15,25 @@ from aiohttp import web
 
 from streamrl.config.tree import Config, RunConfig, TasksConfig
 from streamrl.errors import LaunchError, NotFound
-from streamrl.monitor.series import BATCH, WINDOW, Row
+from streamrl.monitor.series import WINDOW, Row
 from streamrl.page.access import page_token, place_of
 from streamrl.page.address import page_folder
 from streamrl.page.index import open_index
 from streamrl.page.others import Others, rolling_rate
 from streamrl.page.server import served
 from streamrl.runtime.rundir import RunDir
-from tests.page.conftest import batches, page, write
+from tests.page.conftest import batch, batches, indexed, page, write
+
+
+async def status(client: aiohttp.ClientSession, url: str, **given: Any) -> int:
+    async with client.get(url, **given) as answer:
+        return answer.status
+
+
+async def told(client: aiohttp.ClientSession, url: str) -> Any:
+    async with client.get(url) as answer:
+        return await answer.json()
+
 
 SECRET = ("/", "/api/run", "/api/live", "/api/series?names=rollout/raw_reward", "/api/drops", "/static/page.js", "/nothing")
 
@@ -32,23 +44,20 @@ async def test_only_who_brings_the_token_to_loopback_by_get_is_let_in(run: RunDi
         for path in SECRET:
             async with stranger.get(base + path) as answer:
                 assert (answer.status, "streamrl" in await answer.text()) == (403, True)
-            async with client.get(base + path, headers={"Host": "rebound.example:80"}) as answer:
-                assert answer.status == 403
+            assert await status(client, base + path, headers={"Host": "rebound.example:80"}) == 403
             for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
                 async with client.request(method, base + path) as answer:
                     assert answer.status == 405
         for wrong in ("", "x", token[:-1], token + "x", "é"):
-            async with client.get(f"{base}/", params={"token": wrong}, allow_redirects=False) as answer:
-                assert answer.status == 403, "a wrong token counts, whatever the cookie"
-            async with stranger.get(base, cookies={"streamrl": wrong}) as answer:
-                assert answer.status == 403
+            # A wrong token counts, whatever the cookie.
+            assert await status(client, f"{base}/", params={"token": wrong}, allow_redirects=False) == 403
+            assert await status(stranger, base, cookies={"streamrl": wrong}) == 403
         async with stranger.get(f"{base}//elsewhere.example/?token={token}", allow_redirects=False) as answer:
             assert (answer.status, answer.headers["Location"]) == (303, f"/{place_of(token)}/")
             cookie = answer.headers["Set-Cookie"]
             assert "HttpOnly" in cookie and "SameSite" in cookie
         for path in ("/nothing", "/static/../server.py", "/static/%2e%2e/server.py", "/static/vendor/"):
-            async with client.get(base + path) as answer:
-                assert answer.status == 404
+            assert await status(client, base + path) == 404
 
 
 async def test_the_cookie_stays_within_the_pages_own_folder_whatever_the_port(run: RunDir) -> None:
@@ -65,11 +74,9 @@ async def test_the_cookie_stays_within_the_pages_own_folder_whatever_the_port(ru
     async with page(run) as (base, token, client), served(other, 0) as port:
         async with client.get(f"{base}/../?token={token}") as answer:
             assert (answer.status, str(answer.url)) == (200, f"{base}/"), "the address that is printed leads there"
-        async with client.get(f"{base}/api/run") as answer:
-            assert answer.status == 200
+        assert await status(client, f"{base}/api/run") == 200
         for path in ("", "api/run", "static/page.js"):
-            async with client.get(f"http://127.0.0.1:{port}/{path}") as answer:
-                assert answer.status == 200
+            assert await status(client, f"http://127.0.0.1:{port}/{path}") == 200
     assert heard == [{}] * 3
 
 
@@ -78,8 +85,7 @@ async def test_every_answer_is_for_this_page_alone_and_its_log_may_be_away(run: 
         for path in ("/", "/api/run", "/nothing", f"/?token={token}x"):
             async with client.get(base + path) as answer:
                 assert answer.headers["Content-Security-Policy"].startswith("default-src 'self';")
-                assert answer.headers["X-Content-Type-Options"] == "nosniff"
-                assert answer.headers["Cache-Control"] == "no-store"
+                assert (answer.headers["X-Content-Type-Options"], answer.headers["Cache-Control"]) == ("nosniff", "no-store")
     monkeypatch.setattr("streamrl.page.log._ANSWER_S", 0.05)
     write(run, batches(1, 3))
     async with page(run) as (base, _, client):
@@ -87,28 +93,19 @@ async def test_every_answer_is_for_this_page_alone_and_its_log_may_be_away(run: 
             async with client.get(base + path) as answer:
                 assert answer.status == 503
                 assert "cannot be read now" in await answer.text()
-        async with client.get(f"{base}/api/versions") as answer:
-            assert (await answer.json())["engines"] == []
+        assert (await told(client, f"{base}/api/versions"))["engines"] == []
 
 
 async def test_series_are_what_the_rows_say(run: RunDir) -> None:
     write(run, batches(1, 3))
     async with page(run) as (base, _, client):
-        async with client.get(f"{base}/api/series?table=batch&x=version&names=rollout/raw_reward,train/loss") as answer:
-            found = await answer.json()
+        found = await told(client, f"{base}/api/series?table=batch&x=version&names=rollout/raw_reward,train/loss")
         assert (found["x"], found["rows"]) == ([1, 2, 3], 3)
         assert found["values"] == {"rollout/raw_reward": [0.5] * 3, "train/loss": [None] * 3}
-        async with client.get(f"{base}/api/run") as answer:
-            told = await answer.json()
-        assert (told["run"], told["tables"]["batch"]) == ("demo", ["rollout/raw_reward", "staleness/max"])
-        for query, status in (
-            ("names=nobody", 400),
-            ("x=../..&names=", 400),
-            ("table=../..&names=", 200),
-            ("points=-1&last=x&names=", 200),
-        ):
-            async with client.get(f"{base}/api/series?{query}") as answer:
-                assert answer.status == status
+        run_told = await told(client, f"{base}/api/run")
+        assert (run_told["run"], run_told["tables"]["batch"]) == ("demo", ["rollout/raw_reward", "staleness/max"])
+        for query, code in (("names=nobody", 400), ("x=../..&names=", 400), ("table=../..&names=", 200), ("points=-1&last=x&names=", 200)):
+            assert await status(client, f"{base}/api/series?{query}") == code
 
 
 async def test_a_page_that_nobody_looks_at_rests_until_somebody_does(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,8 +114,7 @@ async def test_a_page_that_nobody_looks_at_rests_until_somebody_does(run: RunDir
     write(run, batches(1, 3))
 
     async def rows() -> int:
-        async with client.get(f"{base}/api/series?names=rollout/raw_reward") as answer:
-            return (await answer.json())["rows"]
+        return (await told(client, f"{base}/api/series?names=rollout/raw_reward"))["rows"]
 
     async with page(run, works=True) as (base, _, client):
         monkeypatch.setattr("streamrl.page.attention.LOOKED_AT_S", 0.0)  # nobody is there from now on but at the moment of asking
@@ -135,17 +131,13 @@ async def test_live_events_come_at_once_and_pages_beyond_the_most_are_told_so(ru
         assert answer.headers["Content-Type"] == "text/event-stream"
         async with asyncio.timeout(20):
             assert (await answer.content.readline()).startswith(b'data: {"run":"demo"')
-        async with client.get(f"{base}/api/live") as second:
-            assert second.status == 503
+        assert await status(client, f"{base}/api/live") == 503
 
 
 async def test_a_taken_port_or_an_empty_token_is_a_sentence(run: RunDir) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        from aiohttp import web
-
-        with pytest.raises(LaunchError, match="to be free"):
-            async with served(web.Application(), taken.getsockname()[1]):
-                pass
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(LaunchError, match="to be free"):
+        async with served(web.Application(), taken.getsockname()[1]):
+            pass
     token = page_token(run)
     path = run.credentials / "page-token"
     assert (page_token(run), path.stat().st_mode & 0o777) == (token, 0o600)
@@ -167,10 +159,7 @@ def beside(run: RunDir, name: str, rows: list[Row] | None = None) -> RunDir:
 
 def timed(first: int, last: int, *, every_s: float, tokens: float) -> list[Row]:
     values = {"tokens/trained_total": tokens, "perf/step_time": every_s, "train/loss": 2.0}
-    return [
-        Row(time_s=1e9 + number * every_s, kind=BATCH, version=f"0.{number}", step=number, values=values)
-        for number in range(first, last + 1)
-    ]
+    return [batch(1e9 + number * every_s, number, values) for number in range(first, last + 1)]
 
 
 def contents(path: Path) -> dict[str, tuple[int, bytes]]:
@@ -182,9 +171,7 @@ async def test_both_runs_are_there_by_version_and_by_time_and_the_other_one_is_n
     rows = [*timed(1, 50, every_s=1.0, tokens=10.0), Row(time_s=2e9, kind=WINDOW, values={"lag/stream_s": 1.0})]
     other = beside(run, "other", rows)
     before = contents(other.path)
-    with open_index(run) as index:
-        while index.read_rows():
-            pass
+    with indexed(run) as index:
         others = Others(run, run.load_config(), index)
         assert others.names() == ["other"]
         found = await others.compare("other", "version")
@@ -240,20 +227,16 @@ async def test_only_runs_of_the_same_directory_can_be_opened(run: RunDir, tmp_pa
     (run.path.parent / "no-run").mkdir()
     (run.path.parent / "a-file").write_text("x")
     async with page(run) as (base, _, client):
-        async with client.get(f"{base}/api/others") as answer:
-            assert set(await answer.json()) == {"other", "with-file", "with-pipe"}
+        assert set(await told(client, f"{base}/api/others")) == {"other", "with-file", "with-pipe"}
         for name in (
             *("linked", "with-links", "with-file", "no-run", "a-file", "demo", "nobody"),
             *("..", "%2e%2e", "..%2Felsewhere%2Fsecret", "x" * 300),
         ):
-            async with client.get(f"{base}/api/compare/{name}") as answer:
-                assert answer.status == 404, name
+            assert await status(client, f"{base}/api/compare/{name}") == 404, name
         async with client.get(f"{base}/api/compare/with-pipe") as answer:
             assert (answer.status, (await answer.json())["runs"][1]["batches"]) == (200, 0)
-        async with client.get(f"{base}/api/compare/other?x=../..") as answer:
-            assert answer.status == 400
-        async with client.get(f"{base}/api/compare/other?x=elapsed_s") as answer:
-            assert (await answer.json())["runs"][1]["values"]["reward"] == [0.25] * 40
+        assert await status(client, f"{base}/api/compare/other?x=../..") == 400
+        assert (await told(client, f"{base}/api/compare/other?x=elapsed_s"))["runs"][1]["values"]["reward"] == [0.25] * 40
 
 
 async def test_a_configuration_that_cannot_be_read_and_many_runs_leave_the_curves(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
