@@ -14,7 +14,6 @@ import pytest
 
 from streamrl.config.load import load
 from streamrl.config.page import PageConfig
-from streamrl.config.tree import Config, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.launch import sidecars
 from streamrl.launch.code_check import check_code
@@ -27,6 +26,7 @@ from streamrl.rewards.factory import make_reward
 from streamrl.runtime.rundir import RunDir
 from tests.support.errors import raises
 from tests.support.processes import alive, find, until
+from tests.support.runs import named_run
 
 pytestmark = pytest.mark.process
 
@@ -183,10 +183,7 @@ async def test_an_import_that_does_not_end_is_ended_and_named_by_its_line(place:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "demo")
-    run.create()
-    run.write_config(Config(run=RunConfig(name="demo", dir=str(tmp_path))))
-    return run
+    return named_run(tmp_path / "demo")
 
 
 def beside(run: RunDir, notes: list[str], port: int = 0) -> AbstractAsyncContextManager[None]:

@@ -14,11 +14,11 @@ from streamrl.launch.placement import Group, Node, check_fits, fitted, groups, p
 from streamrl.launch.prepare import check_gpus, check_start
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from tests.support.errors import raises
+from tests.support.runs import bare_run
 
 
 async def test_no_run_starts_in_a_branch_or_without_room(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "faster")
-    run.create()
+    run = bare_run(tmp_path / "faster")
     (run.path / BRANCH_FILE).write_text("{}")
     with raises(ConfigError, key="run.name", path=str(run.path)):
         await check_start(Config(), run)
@@ -50,8 +50,7 @@ def written(tmp_path: Path, **keys: object) -> Config:
 )
 async def test_the_doctor_refuses_what_a_start_refuses_and_nothing_else(tmp_path: Path, keys: dict[str, object]) -> None:
     config = written(tmp_path, **keys)
-    run = RunDir(tmp_path / "runs" / "demo")
-    run.create()
+    run = bare_run(tmp_path / "runs" / "demo")
     check = await prepare.rehearse(config)
     if not keys:
         assert (check.state, (await prepare.prepare(config, run)).num_rows) == ("ok", 0)

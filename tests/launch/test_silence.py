@@ -11,13 +11,14 @@ import pytest
 
 from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus
-from streamrl.config.tree import BusConfig, Config, RunConfig, SuperviseConfig
+from streamrl.config.tree import BusConfig, Config, SuperviseConfig
 from streamrl.launch.local import LocalLauncher
 from streamrl.launch.supervisor import Supervisor
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import WorkerPresence
 from tests.support.processes import until
+from tests.support.runs import named_run
 
 pytestmark = [pytest.mark.nats, pytest.mark.process]
 
@@ -62,9 +63,7 @@ class Watched:
 
 @pytest.fixture
 async def watched(tmp_path: Path, nats_address: BusAddress, nats_bus: Bus, run_id: str) -> AsyncIterator[Watched]:
-    run = RunDir(tmp_path / run_id)
-    run.create()
-    run.write_config(Config(run=RunConfig(name=run_id), bus=BusConfig(patience_s=20.0)))
+    run = named_run(tmp_path / run_id, bus=BusConfig(patience_s=20.0))
     nats_address.save(run.bus_path)
     one = Watched(run)
     yield one

@@ -24,16 +24,16 @@ from streamrl.bus import BusAddress
 from streamrl.bus.protocol import Bus
 from streamrl.config import metrics
 from streamrl.config.metrics import MetricsConfig, TensorboardConfig, TrackioConfig, WandbConfig, check_sinks
-from streamrl.config.tree import BusConfig, Config, RunConfig, SuperviseConfig
+from streamrl.config.tree import BusConfig, SuperviseConfig
 from streamrl.errors import ConfigError
 from streamrl.launch.sinks import sinks_beside
-from streamrl.monitor.metrics_file import decoded, files
 from streamrl.monitor.series import Row
 from streamrl.monitor.sinks.position import Position, load
 from streamrl.monitor.sinks.tensorboard_files import FILE, TensorboardFiles
 from streamrl.runtime.rundir import RunDir
 from tests.support.processes import alive, descendants, find, until
 from tests.support.programs import Start, said
+from tests.support.runs import named_run, rows_of
 from tests.support.tiny import evaluated, learned
 
 pytestmark = pytest.mark.nats
@@ -80,17 +80,9 @@ class Beside:
 
 @pytest.fixture
 async def beside(tmp_path: Path, nats_address: BusAddress, nats_bus: Bus, run_id: str) -> AsyncIterator[Beside]:
-    run = RunDir(tmp_path / run_id)
-    run.create()
-    config = Config(run=RunConfig(name=run_id), bus=BusConfig(patience_s=60.0), supervise=SuperviseConfig(backoff_s=0.05))
-    run.write_config(config)
+    run = named_run(tmp_path / run_id, bus=BusConfig(patience_s=60.0), supervise=SuperviseConfig(backoff_s=0.05))
     nats_address.save(run.bus_path)
     yield Beside(run, nats_bus)
-
-
-def batches(run: RunDir) -> list[Row]:
-    rows = [decoded(line) for path in files(run.metrics) for line in path.read_bytes().splitlines()]
-    return [row for row in rows if row is not None and row.kind == "batch"]
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -130,8 +122,10 @@ async def test_all_sinks_have_what_the_file_has_and_a_port_in_use_costs_a_line(
         process = await up("learn-and-stay", sinks, f"metrics.prometheus.port={port}", "metrics.wandb.mode=online")
         await until(lambda: log.is_file() and log.read_text().count("expected to listen on") >= 2, within_s=120)
     await until(lambda: scraped(port).get(("streamrl_version", "")) == 30, within_s=120)
-    await until(lambda: bool(batches(run)) and batches(run)[-1].version.endswith(".30"), within_s=60)  # the file is written by itself
-    found, rows = scraped(port), batches(run)
+    await until(
+        lambda: bool(rows_of(run, "batch")) and rows_of(run, "batch")[-1].version.endswith(".30"), within_s=60
+    )  # the file is written by itself
+    found, rows = scraped(port), rows_of(run, "batch")
     process.send_signal(signal.SIGINT)
     code, out, err = await said(process)
     assert (code, err) == (0, ""), out

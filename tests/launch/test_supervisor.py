@@ -17,6 +17,7 @@ from streamrl.launch.up import START_ORDER
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import describe_exit
 from tests.support.processes import alive, read_pids, until
+from tests.support.runs import bare_run
 
 pytestmark = pytest.mark.process
 
@@ -75,9 +76,7 @@ class Team:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    directory = RunDir(tmp_path / "demo")
-    directory.create()
-    return directory
+    return bare_run(tmp_path / "demo")
 
 
 @pytest.fixture

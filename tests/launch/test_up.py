@@ -19,10 +19,8 @@ from streamrl.launch import up as launch
 from streamrl.launch.prepare import prepare
 from streamrl.launch.shown import Shown
 from streamrl.monitor.follow import Follower
-from streamrl.monitor.metrics_file import decoded, files
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.screen import PlainLines
-from streamrl.monitor.series import Row
 from streamrl.monitor.view import RunView
 from streamrl.runtime.lock import holder
 from streamrl.runtime.processes import signal_process
@@ -31,17 +29,13 @@ from tests.launch.conftest import Here
 from tests.support.errors import raises
 from tests.support.processes import alive, descendants, find, read_pids, server_pid, until
 from tests.support.programs import Start, said
+from tests.support.runs import rows_of
 
 pytestmark = pytest.mark.nats
 
 
 def nothing_runs(run: RunDir) -> bool:
     return server_pid(run) is None and not any(alive(pid) for pid in read_pids(run.path / "pids"))
-
-
-def rows_of(run: RunDir) -> list[Row]:
-    lines = [line for path in files(run.metrics) for line in path.read_bytes().splitlines()]
-    return [row for line in lines if (row := decoded(line)) is not None]
 
 
 def all_are_up(run: RunDir, num: int = 5) -> bool:
@@ -83,7 +77,7 @@ async def test_a_run_ends_when_its_trainer_has_finished_and_is_resumed_only_as_w
 async def test_nothing_outlives_a_supervisor_that_is_killed_and_the_run_can_be_resumed(up: Start, here: Here, run: RunDir) -> None:
     """Its workers, its nats-server and a sink; the rows of both sessions are in its directory, each batch once."""
     process = await up("learn-and-stay", 'metrics.sinks=["tensorboard"]', "run.steps=30")
-    await until(lambda: any(row.kind == "batch" for row in rows_of(run)), within_s=120)
+    await until(lambda: rows_of(run, "batch"), within_s=120)
     await until(lambda: find("streamrl.monitor.sinks", "tensorboard", "--run", str(run.path)), within_s=60)
     assert process.pid is not None and server_pid(run) is not None
     below = descendants(process.pid)
@@ -95,9 +89,8 @@ async def test_nothing_outlives_a_supervisor_that_is_killed_and_the_run_can_be_r
         file.write(b'{"time_s":17')
     notes = await here.notes("learn", "run.steps=30")
     assert "resuming" in notes.split("\n")
-    batches = [row for row in rows_of(run) if row.kind == "batch"]
-    assert [row.step for row in batches] == list(range(1, 31))
-    assert "" in {row.of for row in rows_of(run) if row.kind == "window"}
+    assert [row.step for row in rows_of(run, "batch")] == list(range(1, 31))
+    assert "" in {row.of for row in rows_of(run, "window")}
     assert all(line.endswith(b"}") for line in (run.metrics / "metrics.jsonl").read_bytes().splitlines())
 
 
@@ -132,7 +125,7 @@ async def test_a_trainer_that_leaves_with_exit_code_0_has_not_finished_the_run(h
 
 async def test_a_trainer_that_is_sent_a_signal_stops_the_run(up: Start, run: RunDir) -> None:
     process = await up("learn-and-stay", "run.steps=30")
-    await until(lambda: all_are_up(run) and run.metrics.exists() and any(row.kind == "batch" for row in rows_of(run)), within_s=120)
+    await until(lambda: all_are_up(run) and run.metrics.exists() and rows_of(run, "batch"), within_s=120)
     (trainer,) = find("trainer", str(run.path))
     os.kill(trainer, signal.SIGTERM)
     code, out, err = await said(process)

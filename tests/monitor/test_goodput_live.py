@@ -19,7 +19,6 @@ from streamrl.core.lengths import PER_OCTAVE
 from streamrl.data.model import ensure_model
 from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.lengths import quantiles
-from streamrl.monitor.metrics_file import decoded, files
 from streamrl.monitor.series import Row
 from streamrl.monitor.shares import SILENT_S, named
 from streamrl.monitor.view import RunView
@@ -36,6 +35,7 @@ from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.looked_at import sets
 from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, said
+from tests.support.runs import rows_of
 from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.process
@@ -104,8 +104,7 @@ def kill(run: RunDir, kind: str, index: int = 0) -> int:
 
 
 def rows(run: RunDir, kind: str, of: str = "") -> list[Row]:
-    found = [decoded(line) for path in files(run.metrics) for line in path.read_bytes().splitlines()]
-    return [row for row in found if row is not None and row.kind == kind and row.of == of]
+    return [row for row in rows_of(run, kind) if row.of == of]
 
 
 def total(found: list[Row], name: str) -> float:

@@ -20,7 +20,6 @@ import pytest
 
 from streamrl.cli import main
 from streamrl.config.metrics import MetricsConfig
-from streamrl.config.tree import Config, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.monitor.logs import Logs
 from streamrl.monitor.metrics_file import CURRENT, MetricsFile, decoded, encoded, files, numbered, written_version
@@ -33,14 +32,25 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.logs import LineFormatter
 from streamrl.telemetry.metrics import report
-from tests.monitor.conftest import MakeEntry, as_line
+from tests.monitor.conftest import MakeEntry, as_line, view_of
 from tests.support.errors import raises
+from tests.support.runs import named_run
 
 CONFIG = MetricsConfig()
 
 
 def row(number: int, **values: float) -> Row:
     return Row(time_s=1000.0 + number, kind="batch", version=f"0.{number}", step=number, values={"train/loss": 0.5, **values})
+
+
+def write(folder: Path, *rows: Row) -> None:
+    file = MetricsFile(folder, CONFIG)
+    file.write(rows)
+    file.close()
+
+
+def versions(folder: Path) -> list[str]:
+    return [one["version"] for one in written(folder)]
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
@@ -81,25 +91,18 @@ def test_pandas_and_duckdb_read_it_across_files(tmp_path: Path, entry: MakeEntry
 
 def test_a_second_session_appends_what_is_new_and_repeats_nothing(tmp_path: Path, entry: MakeEntry) -> None:
     for last in (5, 9):
-        view = RunView("demo", series=Series(after=written_version(tmp_path)))
-        file = MetricsFile(tmp_path, CONFIG)
-        for number in range(1, last + 1):
-            view.ledger(as_line(entry(number)))
-        file.write(view.take_rows(0.0))
-        file.close()
-    assert [one["version"] for one in written(tmp_path)] == [f"0.{number}" for number in range(1, 10)]
+        view = view_of(*(entry(number) for number in range(1, last + 1)), series=Series(after=written_version(tmp_path)))
+        write(tmp_path, *view.take_rows(0.0))
+    assert versions(tmp_path) == [f"0.{number}" for number in range(1, 10)]
 
 
 def test_windows_before_the_ledger_is_read_again_do_not_set_the_version_back(tmp_path: Path, entry: MakeEntry) -> None:
     view = RunView("demo", series=Series(window_s=1.0, after=Version(0, 50)))
     view.take_rows(0.0)
     view.ledger(as_line(entry(1)))
-    file = MetricsFile(tmp_path, CONFIG)
-    file.write(view.take_rows(1.0))
-    file.close()
+    write(tmp_path, *view.take_rows(1.0))
     assert written_version(tmp_path) == Version(0, 50)
-    file.write([Row(time_s=1.0, kind="evaluation", version="0.20", values={"eval/heldout": 0.5})])
-    file.close()
+    write(tmp_path, Row(time_s=1.0, kind="evaluation", version="0.20", values={"eval/heldout": 0.5}))
     assert written_version(tmp_path) == Version(0, 50), "an evaluation is of an older version"
 
 
@@ -107,18 +110,14 @@ def test_windows_before_the_ledger_is_read_again_do_not_set_the_version_back(tmp
 def test_a_torn_last_line_is_cut(tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(encoded(row(1)) + encoded(row(2)) + torn)
     assert written_version(tmp_path) == Version(0, 2)
-    file = MetricsFile(tmp_path, CONFIG)
-    file.write([row(3)])
-    file.close()
-    assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.2", "0.3"]
+    write(tmp_path, row(3))
+    assert versions(tmp_path) == ["0.1", "0.2", "0.3"]
     assert "event=metrics_torn" in caplog.text
 
 
 def test_a_whole_line_that_is_no_row_is_left_and_passed_over(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(encoded(row(1)) + b"what is this\n")
-    file = MetricsFile(tmp_path, CONFIG)
-    file.write([row(2)])
-    file.close()
+    write(tmp_path, row(2))
     assert (tmp_path / "metrics.jsonl").read_bytes() == encoded(row(1)) + b"what is this\n" + encoded(row(2))
     assert written_version(tmp_path) == Version(0, 2)
 
@@ -168,7 +167,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     first.close()
     second.write([row(2)])
     second.close()
-    assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.2"]
+    assert versions(tmp_path) == ["0.1", "0.2"]
 
 
 @contextlib.contextmanager
@@ -192,7 +191,7 @@ def test_no_room_leaves_whole_rows_and_writing_goes_on(tmp_path: Path, monkeypat
             assert (tmp_path / "metrics.jsonl").read_bytes() == encoded(row(1))
     file.write([row(3)])
     file.close()
-    assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.3"]
+    assert versions(tmp_path) == ["0.1", "0.3"]
 
     def refuse(descriptor: int, size: int) -> None:
         raise OSError(errno.EIO, "no")
@@ -204,7 +203,7 @@ def test_no_room_leaves_whole_rows_and_writing_goes_on(tmp_path: Path, monkeypat
         file.write([row(4)])
     file.write([row(5)])
     file.close()
-    assert [one["version"] for one in written(tmp_path)] == ["0.1", "0.3", "0.5"]
+    assert versions(tmp_path) == ["0.1", "0.3", "0.5"]
 
 
 def test_a_full_disk_costs_rows_and_one_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -249,10 +248,7 @@ def test_a_disk_that_does_not_answer_blocks_nobody_and_what_has_no_room_is_count
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / "runs" / "demo")
-    run.create()
-    run.write_config(Config(run=RunConfig(name="demo")))
-    return run
+    return named_run(tmp_path / "runs" / "demo")
 
 
 def at(second: float, text: str, worker: str = "trainer-0") -> str:
@@ -328,22 +324,20 @@ def test_what_comes_is_followed_over_rotation_and_new_workers(run: RunDir) -> No
         log.rename(log.with_name("trainer-0.log.1"))
         append(log, at(4, "d"))
 
-    steps = iter(
-        [
-            lambda: append(log, " a line\n"),
-            lambda: append(log, at(2, "b")),
-            rotate,
-            lambda: append(run.log_path("engine-0"), at(5, "e", "engine-0")),
-            lambda: log.write_text("f\n"),
-            lambda: append(log, "g"),
-        ]
-    )
+    steps = [
+        lambda: append(log, " a line\n"),
+        lambda: append(log, at(2, "b")),
+        rotate,
+        lambda: append(run.log_path("engine-0"), at(5, "e", "engine-0")),
+        lambda: log.write_text("f\n"),
+        lambda: append(log, "g"),
+    ]
 
     def over() -> bool:
-        step = next(steps, None)
-        if step is not None:
-            step()
-        return step is None
+        if not steps:
+            return True
+        steps.pop(0)()
+        return False
 
     assert words(logs.follow(over)) == ["line", "b", "c", "d", "e", "f", "g"]
 

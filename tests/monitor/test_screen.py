@@ -14,7 +14,6 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.config.load import load
-from streamrl.config.tree import Config, RunConfig
 from streamrl.monitor.board import Board
 from streamrl.monitor.board_screen import BoardDisplay, BoardScreen
 from streamrl.monitor.drawing import Ink
@@ -36,6 +35,7 @@ from streamrl.schemas.events import Event
 from streamrl.schemas.versions import Version
 from tests.monitor.conftest import MakeEntry, as_line, view_of
 from tests.support.programs import surroundings
+from tests.support.runs import bare_run, named_run
 from tests.support.tiny import write_tiny
 
 STATES = {
@@ -226,8 +226,7 @@ def test_an_up_that_is_sent_to_the_background_while_it_prepares_is_not_stopped_a
 @pytest.mark.process
 def test_top_in_the_background_prints_lines(tmp_path: Path) -> None:
     write_tiny(tmp_path)
-    run = RunDir(tmp_path / "runs" / "demo")
-    run.create()
+    run = bare_run(tmp_path / "runs" / "demo")
     run.write_config(load(tmp_path / "demo.toml"))
     ended, written = jobs(tmp_path, "behind", "-m", "streamrl", "top", "demo")
     assert ended == ["0"] and b"run demo is stopped" in written and ENTER not in written, written
@@ -285,10 +284,7 @@ async def test_keys_are_given_back_though_what_is_drawn_on_has_gone(monkeypatch:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    directory = RunDir(tmp_path / "demo")
-    directory.create()
-    directory.write_config(Config(run=RunConfig(name="demo")))
-    return directory
+    return named_run(tmp_path / "demo")
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped", "failed"])
@@ -349,17 +345,13 @@ def test_a_disk_that_takes_no_state_ends_nothing_and_is_tried_again(run: RunDir,
 
 
 def test_a_run_that_is_prepared_or_lies_in_brackets_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir(tmp_path / "new")
-    run.create()
-    with lock_run(run):
+    with lock_run(bare_run(tmp_path / "new")):
         assert [(line.run, line.state) for line in list_runs(tmp_path)] == [("new", "preparing")]
         print_runs(list_runs(tmp_path), as_json=False)
         assert "preparing" in capsys.readouterr().out
     assert [line.state for line in list_runs(tmp_path)] == ["interrupted"]
     base = tmp_path / "[b]" / "[" / "red]"
-    run = RunDir(base / "demo")
-    run.create()
-    run.write_config(Config(run=RunConfig(name="demo")))
+    named_run(base / "demo")
     print_runs(list_runs(base), as_json=False)
     assert "[/red]" in "".join(capsys.readouterr().out.split())
 

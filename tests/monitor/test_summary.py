@@ -21,6 +21,7 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.events import Event
 from streamrl.schemas.versions import Version
 from tests.monitor.conftest import MakeEntry, evaluation, view_of
+from tests.support.runs import bare_run
 
 KEYS = (
     "steps reward_first reward_last loss_first loss_last heldout_first heldout_last evaluations tokens_made tokens_trained staleness_p50 "
@@ -54,8 +55,7 @@ def test_the_rewards_before_and_after_share_no_batch(entry: MakeEntry, batches: 
 
 
 def test_an_end_before_the_ledger_was_read_claims_nothing_of_what_was_trained(learned_run: RunView, tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "demo")
-    run.create()
+    run = bare_run(tmp_path / "demo")
     assert summed_up(run, None, state="killed").unread is False, "a run that never began"
     run.config_path.touch()
     history = RunView("demo")
@@ -154,8 +154,7 @@ def test_smoothing_is_centred_and_the_plot_is_a_picture(learned_run: RunView, tm
 async def test_the_end_of_a_run_is_written_and_told_unless_nothing_was_trained(
     learned_run: RunView, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = RunDir(tmp_path / "demo")
-    run.create()
+    run = bare_run(tmp_path / "demo")
     outcome = await conclude(run, learned_run, state="finished", wall_s=9.0)
     assert run.summary_path.is_file()
     assert run.plot_path.is_file()
@@ -163,8 +162,7 @@ async def test_the_end_of_a_run_is_written_and_told_unless_nothing_was_trained(
     outcome.print()
     said = capsys.readouterr().out
     assert "demo finished: 80 steps in 0:09" in said and str(run.plot_path) in said
-    run = RunDir(tmp_path / "empty")
-    run.create()
+    run = bare_run(tmp_path / "empty")
     outcome = await conclude(run, RunView("demo"), state="stopped", wall_s=1.0)
     outcome.print()
     assert not run.summary_path.exists()

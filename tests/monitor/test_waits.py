@@ -490,12 +490,7 @@ def test_a_view_counts_what_happens_while_it_is_live(entry: MakeEntry) -> None:
 @pytest.mark.parametrize(
     ("failed", "ended", "newest", "said"),
     [
-        (
-            7624,
-            8224,
-            "failed: ValueError: no in reward.py:3",
-            "7,624 of 8,224 rollouts failed: ValueError: no in reward.py:3",
-        ),
+        (7624, 8224, "failed: ValueError: no in reward.py:3", "7,624 of 8,224 rollouts failed: ValueError: no in reward.py:3"),
         (6, 100, "timeout: 30 s\nof\x1b user code", "6 of 100 rollouts failed: timeout: 30 s of\N{MIDDLE DOT} user code"),
         (6, 100, "", "6 of 100 rollouts failed"),
         (5, 100, "failed: x", ""),

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from streamrl.bus.address import BusAddress
 from streamrl.bus.protocol import Bus
@@ -28,76 +29,68 @@ from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, with
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord
 from tests.support.errors import raises
+from tests.support.runs import bare_run
 
 
-def record(config: sections.Config, *, digest: str = "a" * 64) -> RunRecord:
-    return RunRecord(
-        run="demo",
-        config=dump(config),
-        dataset_digest=digest,
-        num_rows=4,
-        code_version="0",
-        fingerprint={},
-        created_s=float(hash(digest) % 9),
-    )
+def made(*settings: str) -> Config:
+    """A configuration that differs from the defaults by these, as the command line has them."""
+    return override(Config(data=sections.DataConfig(train="x")), settings)
+
+
+def record(config: Config, *, digest: str = "a" * 64) -> RunRecord:
+    of = {"code_version": "0", "fingerprint": {}, "created_s": float(hash(digest) % 9)}
+    return RunRecord(run="demo", config=dump(config), dataset_digest=digest, num_rows=4, **of)
+
+
+def recorded(*settings: str) -> RunRecord:
+    return record(made(*settings))
+
+
+def of_tree(tree: dict[str, Any]) -> RunRecord:
+    """A record whose configuration an earlier build has written."""
+    return replace(recorded(), config=json.dumps(tree))
 
 
 async def test_the_record_is_written_once_and_checked_afterwards(bus: Bus) -> None:
-    first = record(sections.Config())
+    first = recorded()
     assert not await write_or_check(bus, first)
-    assert await write_or_check(bus, msgspec.structs.replace(first, created_s=99.0))
+    assert await write_or_check(bus, replace(first, created_s=99.0))
     with raises(ConfigError, key="data.train"):
-        await write_or_check(bus, record(sections.Config(), digest="b" * 64))
+        await write_or_check(bus, record(made(), digest="b" * 64))
 
 
 @pytest.mark.parametrize(
-    ("config", "key"),
+    ("setting", "key"),
     [
-        (sections.Config(tasks=sections.TasksConfig(max_staleness=3)), "tasks.max_staleness"),
-        (sections.Config(run=sections.RunConfig(seed=5)), "run.seed"),
-        (sections.Config(run=sections.RunConfig(steps=5)), "trainer.optimizer.decay_steps"),
-        (
-            sections.Config(trainer=sections.TrainerConfig(optimizer=sections.OptimizerConfig(schedule="cosine"))),
-            "trainer.optimizer.schedule",
-        ),
-        (sections.Config(trainer=sections.TrainerConfig(minibatches=2)), "trainer.minibatches"),
+        ("tasks.max_staleness=3", "tasks.max_staleness"),
+        ("run.seed=5", "run.seed"),
+        ("run.steps=5", "trainer.optimizer.decay_steps"),
+        ("trainer.optimizer.schedule=cosine", "trainer.optimizer.schedule"),
+        ("trainer.minibatches=2", "trainer.minibatches"),
     ],
 )
-def test_what_decides_the_result_may_not_change(config: sections.Config, key: str) -> None:
+def test_what_decides_the_result_may_not_change(setting: str, key: str) -> None:
     with raises(ConfigError, key=key) as caught:
-        check_resume(record(sections.Config()), record(config))
+        check_resume(recorded(), recorded(setting))
     assert "--name" in caught.value.hint
 
 
 def test_how_fast_and_where_may_change_and_where_the_reward_is_asked() -> None:
-    other = sections.Config(
-        run=sections.RunConfig(dir="elsewhere", max_seconds=9.0),
-        engine=sections.EngineConfig(workers=3, threads=2),
-        trainer=sections.TrainerConfig(threads=2),
+    check_resume(
+        recorded(), recorded("run.dir=elsewhere", "run.max_seconds=9", "engine.workers=3", "engine.threads=2", "trainer.threads=2")
     )
-    check_resume(record(sections.Config()), record(other))
-
-    def judged(**options: Any) -> RunRecord:
-        return record(sections.Config(reward=sections.RewardConfig(kind="judge", options={"url": "http://a/v1", "model": "m", **options})))
-
-    check_resume(judged(), judged(url="http://b/v1", token_env="KEY"))
+    judged = ("reward.kind=judge", "reward.options.url=http://a/v1", "reward.options.model=m")
+    check_resume(recorded(*judged), recorded(*judged, "reward.options.url=http://b/v1", "reward.options.token_env=KEY"))
     with raises(ConfigError, key="reward.options.model"):
-        check_resume(judged(), judged(model="n"))
+        check_resume(recorded(*judged), recorded(*judged, "reward.options.model=n"))
 
 
 @pytest.mark.parametrize("name", ["mine.py:other", "theirs.py:score", "mine:score", "exact_match"])
 def test_a_reward_that_was_moved_with_its_run_is_the_same_and_another_is_not(name: str) -> None:
-    there = record(
-        sections.Config(reward=sections.RewardConfig(kind="/there/mine.py:score"), loss=LossConfig(policy="/there/mine.py:loss"))
-    )
-    check_resume(
-        there,
-        record(
-            sections.Config(reward=sections.RewardConfig(kind="/here/too/mine.py:score"), loss=LossConfig(policy="/here/too/mine.py:loss"))
-        ),
-    )
+    there = recorded("reward.kind=/there/mine.py:score", "loss.policy=/there/mine.py:loss")
+    check_resume(there, recorded("reward.kind=/here/too/mine.py:score", "loss.policy=/here/too/mine.py:loss"))
     with raises(ConfigError, key="reward.kind"):
-        check_resume(there, record(sections.Config(reward=sections.RewardConfig(kind=name), loss=LossConfig(policy="/there/mine.py:loss"))))
+        check_resume(there, recorded(f"reward.kind={name}", "loss.policy=/there/mine.py:loss"))
 
 
 def test_models_that_were_moved_with_their_run_are_the_same_and_others_are_not() -> None:
@@ -108,14 +101,14 @@ def test_models_that_were_moved_with_their_run_are_the_same_and_others_are_not()
             distillation=DistillationConfig(teacher=f"{folder}/teacher"),
         )
         sglang = SglangConfig(python=f"{folder}/bin/python", gpus=(len(folder),))
-        return record(sections.Config(loss=loss, engine=sections.EngineConfig(sglang=sglang)))
+        return record(replace(made(), loss=loss, engine=sections.EngineConfig(sglang=sglang)))
 
     check_resume(placed("/there/runs/demo"), placed("/here/too/runs/demo"))
     for other, key in ((placed("/there", "other"), "loss.kl.reference"), (placed("/here/too"), "loss.critic.path")):
         with raises(ConfigError, key=key):
             check_resume(placed("/there"), other)
     with raises(ConfigError, key="loss.critic.path"):
-        check_resume(placed("/there"), record(sections.Config()))
+        check_resume(placed("/there"), recorded())
 
 
 def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: Path) -> None:
@@ -126,7 +119,7 @@ def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: 
         (folder / "model.safetensors").write_bytes(weights)
         (folder / "README.md").write_text(name)
         config = sections.Config(loss=LossConfig(kl=KLConfig(reference=str(folder))))
-        return msgspec.structs.replace(record(config), models=model_digests(config, tmp_path / "none", tmp_path / "cache"))
+        return replace(record(config), models=model_digests(config, tmp_path / "none", tmp_path / "cache"))
 
     weights = bytes(range(256)) * (20 << 12)
     first = placed("a/model", weights)
@@ -143,7 +136,7 @@ def test_a_model_elsewhere_goes_on_by_its_content_and_not_by_its_name(tmp_path: 
             check_resume(first, other)
         check_resume(first, first)
     with raises(ConfigError, key="loss.kl.reference"):
-        check_resume(msgspec.structs.replace(first, models=msgspec.UNSET), others[0])
+        check_resume(replace(first, models=msgspec.UNSET), others[0])
 
 
 def test_files_of_a_model_are_read_as_a_whole_and_again_only_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +188,7 @@ def test_folders_that_cannot_be_looked_at_or_were_renamed(tmp_path: Path) -> Non
     with raises(ConfigError, path=folder) as caught:
         model_digests(config, tmp_path / "none", tmp_path / "cache")
     assert "can be read" in caught.value.message
-    run = RunDir(tmp_path / "renamed")
-    run.create()
+    run = bare_run(tmp_path / "renamed")
     run.write_config(sections.Config(run=sections.RunConfig(name="first")))
     with raises(ConfigError, key="run.name", expected="first", got="renamed") as caught:
         continued(sections.Config(run=sections.RunConfig(name="renamed")), run)
@@ -204,12 +196,12 @@ def test_folders_that_cannot_be_looked_at_or_were_renamed(tmp_path: Path) -> Non
 
 
 def test_keys_that_came_later_are_off_and_free_ones_exist() -> None:
-    tree = json.loads(dump(sections.Config()))
+    tree = json.loads(dump(made()))
     del tree["tasks"]["hold_ahead"], tree["debug"]
-    old = msgspec.structs.replace(record(sections.Config()), config=json.dumps(tree))
-    check_resume(old, record(sections.Config()))
+    old = of_tree(tree)
+    check_resume(old, recorded())
     with raises(ConfigError, key="tasks.hold_ahead"):
-        check_resume(old, record(sections.Config(tasks=sections.TasksConfig(hold_ahead=True))))
+        check_resume(old, recorded("tasks.hold_ahead=true"))
     asks = sections.RewardConfig(kind="remote", options={"url": "http://127.0.0.1:9/", "token_env": ""})
     by_row = sections.DataConfig(reward_options={kind: asks.options for kind in ("judge", "remote")})
     tree = msgspec.to_builtins(sections.Config(reward=asks, data=by_row))
@@ -221,80 +213,77 @@ def test_keys_that_came_later_are_off_and_free_ones_exist() -> None:
 
 
 def test_a_run_in_former_words_goes_on_in_present_ones() -> None:
-    def recorded(loss: dict[str, Any], correction: dict[str, Any]) -> RunRecord:
-        tree = json.loads(dump(sections.Config()))
+    def former(loss: dict[str, Any], correction: dict[str, Any]) -> RunRecord:
+        tree = json.loads(dump(made()))
         tree["loss"] = tree["loss"] | loss
         tree["loss"]["correction"] = {key: value for key, value in tree["loss"]["correction"].items() if key != "reject"} | correction
-        return msgspec.structs.replace(record(sections.Config()), config=json.dumps(tree))
+        return of_tree(tree)
 
     none = {"reject": "none", "reject_level": "token", "reject_low": 0.0, "reject_high": 0.0}
-    check_resume(recorded({}, none), record(sections.Config()))
-    gspo = record(sections.Config(loss=LossConfig(policy="gspo")))
-    check_resume(recorded({"advantage": "gspo", "policy": ""}, none), gspo)
-    check_resume(recorded({"advantage": "gspo", "policy": "gspo"}, none), gspo)
+    check_resume(former({}, none), recorded())
+    gspo = recorded("loss.policy=gspo")
+    check_resume(former({"advantage": "gspo", "policy": ""}, none), gspo)
+    check_resume(former({"advantage": "gspo", "policy": "gspo"}, none), gspo)
     with raises(ConfigError, key="loss.policy"):
-        check_resume(recorded({"advantage": "cispo", "policy": ""}, none), gspo)
+        check_resume(former({"advantage": "cispo", "policy": ""}, none), gspo)
     by_k3 = none | {"reject": "k3", "reject_high": 0.1}
     correction = CorrectionConfig(reject=(RejectionConfig(measure="k3", high=0.1),))
-    check_resume(recorded({}, by_k3), record(sections.Config(loss=LossConfig(correction=correction))))
+    check_resume(former({}, by_k3), record(replace(made(), loss=LossConfig(correction=correction))))
     with raises(ConfigError, key="loss.correction.reject"):
-        check_resume(recorded({}, by_k3), record(sections.Config()))
+        check_resume(former({}, by_k3), recorded())
 
 
 def test_a_run_that_was_begun_without_a_decision_goes_on_without_it(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "demo")
     assert continued(sections.Config(), run) == (sections.Config(), [])
     run.create()
-    old = override(sections.Config(data=sections.DataConfig(train="x")), ["tasks.inexact=allow", "tasks.check_max_len=false"])
+    old = made("tasks.inexact=allow", "tasks.check_max_len=false")
     run.write_config(old)
-    now, settings = continued(sections.Config(data=sections.DataConfig(train="x"), producer=sections.ProducerConfig(workers=3)), run)
+    now, settings = continued(made("producer.workers=3"), run)
     assert (now.tasks, now.producer.workers) == (old.tasks, 3)
     assert settings == ['tasks.inexact="allow"', "tasks.check_max_len=false"]
     check_resume(record(old), record(now))
     with raises(ConfigError, key="tasks.check_max_len"):
-        check_resume(record(old), record(sections.Config(data=sections.DataConfig(train="x"))))
+        check_resume(record(old), recorded())
     run.write_config(now)
     assert continued(now, run) == (now, [])
-    run.write_config(sections.Config(data=sections.DataConfig(train="x")))
-    assert continued(sections.Config(data=sections.DataConfig(train="x")), run)[1] == []
+    run.write_config(made())
+    assert continued(made(), run)[1] == []
     run.config_path.write_text("{")
     assert continued(sections.Config(), run) == (sections.Config(), [])
 
 
 def test_the_schedule_keeps_the_length_of_the_first_start(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "demo")
-    begun, text = with_decay_steps(sections.Config(run=sections.RunConfig(steps=40)), run, trained=False)
+    begun, text = with_decay_steps(made("run.steps=40"), run, trained=False)
     assert (begun.trainer.optimizer.decay_steps, text) == (40, "")
     run.create()
     run.write_config(begun)
     for steps in (5, 90):
-        grown, text = with_decay_steps(sections.Config(run=sections.RunConfig(steps=steps)), run, trained=True)
+        grown, text = with_decay_steps(made(f"run.steps={steps}"), run, trained=True)
         assert (grown.run.steps, grown.trainer.optimizer.decay_steps) == (steps, 40)
         assert f"run.steps is {steps}" in text and "over 40 batches" in text
         check_resume(record(begun), record(grown))
-    assert with_decay_steps(sections.Config(run=sections.RunConfig(steps=40)), run, trained=True) == (begun, "")
-    constant = sections.Config(
-        run=sections.RunConfig(steps=90), trainer=sections.TrainerConfig(optimizer=sections.OptimizerConfig(schedule="constant"))
-    )
+    assert with_decay_steps(made("run.steps=40"), run, trained=True) == (begun, "")
+    constant = made("run.steps=90", "trainer.optimizer.schedule=constant")
     assert with_decay_steps(constant, run, trained=True)[1] == "", "there is nothing to say of a schedule without a length"
-    asked = sections.Config(trainer=sections.TrainerConfig(optimizer=sections.OptimizerConfig(decay_steps=7)))
+    asked = made("trainer.optimizer.decay_steps=7")
     assert with_decay_steps(asked, run, trained=True) == (asked, "")
-    again, text = with_decay_steps(sections.Config(run=sections.RunConfig(steps=90)), run, trained=False)
+    again, text = with_decay_steps(made("run.steps=90"), run, trained=False)
     assert (again.trainer.optimizer.decay_steps, text) == (90, ""), "nothing was trained by the former length"
     with raises(ConfigError, key="trainer.optimizer.decay_steps"):
         check_resume(record(begun), record(asked))
 
 
 def test_a_run_of_an_earlier_build_keeps_its_schedule_when_it_grows(tmp_path: Path) -> None:
-    tree = json.loads(dump(sections.Config(run=sections.RunConfig(steps=40))))
+    tree = json.loads(dump(made("run.steps=40")))
     for key in ("schedule", "decay_steps", "cooldown_fraction"):
         del tree["trainer"]["optimizer"][key]
-    run = RunDir(tmp_path / "demo")
-    run.create()
+    run = bare_run(tmp_path / "demo")
     run.config_path.write_text(json.dumps(tree))
-    old = msgspec.structs.replace(record(sections.Config()), config=json.dumps(tree))
+    old = of_tree(tree)
     for steps in (40, 90):
-        grown, _ = with_decay_steps(sections.Config(run=sections.RunConfig(steps=steps)), run, trained=True)
+        grown, _ = with_decay_steps(made(f"run.steps={steps}"), run, trained=True)
         assert grown.trainer.optimizer == sections.OptimizerConfig(decay_steps=40)
         check_resume(old, record(grown))
         run.write_config(grown)
@@ -304,8 +293,7 @@ SECRET, OTHER, OPERATOR = "producers-word", "trainers-word", "operators-word"
 
 
 def make(place: Path, *values: str) -> RunDir:
-    run = RunDir(place / "runs" / "demo")
-    run.create()
+    run = bare_run(place / "runs" / "demo")
     config = override(Config(), ["run.name=demo", "data.train=rows.jsonl", "engine.kind=table", "trainer.backend=table", *values])
     run.write_config(config)
     ensure_model(config, run.model_dir)
@@ -405,7 +393,7 @@ def test_damaged_files_and_runs_of_their_own_are_left_alone(run: RunDir, tmp_pat
     whole = msgspec.msgpack.decode(zlib.decompress(packed), type=Attachment)
 
     def with_(**changes: Any) -> bytes:
-        return mark + b"\n" + zlib.compress(msgspec.msgpack.encode(msgspec.structs.replace(whole, **changes)))
+        return mark + b"\n" + zlib.compress(msgspec.msgpack.encode(replace(whole, **changes)))
 
     bomb = zlib.compressobj(1)
     bombed = mark + b"\n" + b"".join(bomb.compress(bytes(1 << 20)) for _ in range(300)) + bomb.flush()
@@ -421,8 +409,6 @@ def test_damaged_files_and_runs_of_their_own_are_left_alone(run: RunDir, tmp_pat
     unpack_attach_file(file, tmp_path / "elsewhere")
     assert not list(tmp_path.rglob("evil"))
     write_attach_file(run, tmp_path / "demo.attach")
-    there = RunDir(tmp_path / "elsewhere" / "attached" / "demo")
-    there.create()
-    there.lock_path.touch()
+    bare_run(tmp_path / "elsewhere" / "attached" / "demo").lock_path.touch()
     with pytest.raises(ConfigError, match="run of its own"):
         unpack_attach_file(tmp_path / "demo.attach", tmp_path / "elsewhere")

@@ -24,33 +24,27 @@ from streamrl.weights.factory import weights_directory
 from tests.support.errors import raises
 from tests.support.processes import until
 from tests.support.programs import Start
-
-
-def made(base: Path, name: str) -> RunDir:
-    run = RunDir(base / name)
-    run.create()
-    run.write_config(Config(run=RunConfig(name=name)))
-    return run
+from tests.support.runs import bare_run, named_run
 
 
 def test_a_run_directory_is_closed_to_others_and_its_configuration_comes_back(tmp_path: Path) -> None:
-    run = made(tmp_path, "first")
+    run = named_run(tmp_path / "first")
     run.create()
     for path in (run.path, run.logs, run.checkpoints, run.hf, run.bus_store):
         assert path.stat().st_mode & 0o777 == 0o700
     assert run.config_path.stat().st_mode & 0o777 == 0o600
-    assert made(tmp_path, "first").load_config() == Config(run=RunConfig(name="first"))
+    assert named_run(tmp_path / "first").load_config() == Config(run=RunConfig(name="first"))
 
 
 def test_a_run_is_found_by_name_or_the_known_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made(tmp_path / "runs", "first")
+    run = named_run(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
     for name in ("first", "runs/first", str(run.path)):
         assert RunDir.find(name).path == run.path
     with raises(ConfigError, run="frist") as caught:
         RunDir.find("frist", base=tmp_path)
     assert "there are no runs" in caught.value.hint
-    made(tmp_path, "first")
+    named_run(tmp_path / "first")
     with pytest.raises(ConfigError) as caught:
         RunDir.find("frist", base=tmp_path)
     assert caught.value.hint.endswith(": first")
@@ -58,7 +52,7 @@ def test_a_run_is_found_by_name_or_the_known_ones_are_told(tmp_path: Path, monke
 
 def test_runs_are_listed_newest_first(tmp_path: Path) -> None:
     for age, name in ((30, "old"), (10, "new"), (20, "middle")):
-        run = made(tmp_path, name)
+        run = named_run(tmp_path / name)
         os.utime(run.config_path, (1000 - age, 1000 - age))
     (tmp_path / "no_run").mkdir()
     assert [run.name for run in known_runs(tmp_path)] == ["new", "middle", "old"]
@@ -88,9 +82,7 @@ def test_what_is_no_run_or_place_is_said(tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    directory = RunDir(tmp_path / "demo")
-    directory.create()
-    return directory
+    return bare_run(tmp_path / "demo")
 
 
 def test_a_run_has_one_holder_and_a_dead_one_is_none(run: RunDir) -> None:

@@ -21,15 +21,14 @@ from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.subjects import Subjects
 from tests.support.programs import Start, said
+from tests.support.runs import bare_run, named_run
 
 pytestmark = pytest.mark.nats
 
 
 @pytest.fixture
 def run(tmp_path: Path, nats_address: BusAddress, run_id: str) -> RunDir:
-    directory = RunDir(tmp_path / run_id)
-    directory.create()
-    directory.write_config(Config(run=RunConfig(name=run_id), bus=BusConfig(patience_s=20.0)))
+    directory = named_run(tmp_path / run_id, bus=BusConfig(patience_s=20.0))
     nats_address.save(directory.bus_path)
     return directory
 
@@ -179,8 +178,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def former(tmp_path: Path) -> Generator[RunDir]:
-    former = RunDir(tmp_path / "demo")
-    former.create()
+    former = bare_run(tmp_path / "demo")
     yield former
     end_former(former)  # a test that has failed leaves none
 

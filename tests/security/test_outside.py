@@ -37,6 +37,7 @@ from tests.support.processes import descendants
 from tests.support.raw_http import head, status
 from tests.support.raw_http import told as told_by
 from tests.support.role_server import started, trained, until, write_run
+from tests.support.runs import bare_run
 
 EACH = "user = 'demo-{role}'\npassword_file = 'secrets/{role}'\n"
 
@@ -98,8 +99,7 @@ def cluster(tmp_path: Path, user: str, password: str) -> BusConfig:
 
 
 def test_one_login_is_written_once_and_said_to_separate_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = RunDir(tmp_path / "demo")
-    run.create()
+    run = bare_run(tmp_path / "demo")
     (tmp_path / "one").write_text("secret\n")
     for role in (OPERATOR, *ROLES):
         (tmp_path / f"each-{role}").write_text(f"{role}\n")

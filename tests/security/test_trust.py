@@ -57,6 +57,7 @@ from streamrl.weights.shm import check_own
 from tests.support.errors import raises
 from tests.support.policies import make_model, script, start_engine
 from tests.support.role_server import write_run
+from tests.support.runs import bare_run, named_run
 
 PLANTED = "planted-secret-of-the-user"
 
@@ -84,8 +85,7 @@ def test_others_stay(options: dict[str, object]) -> None:
 
 
 def test_a_worker_of_user_code_gets_them_back(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "demo")
-    run.create()
+    run = bare_run(tmp_path / "demo")
     whole = config(api_key=PLANTED)
     bare, taken = without_secrets(whole)
     run.write_config(bare)
@@ -101,8 +101,7 @@ def test_a_worker_of_user_code_gets_them_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "\n", "  \n"])
 def test_an_empty_secret_lets_nobody_in(tmp_path: Path, text: str) -> None:
-    run = RunDir(tmp_path / "demo")
-    run.create()
+    run = bare_run(tmp_path / "demo")
     run.engine_token_path.write_text(text)
     with pytest.raises(ConfigError):
         run.engine_token()
@@ -148,9 +147,7 @@ def test_verbs_that_run_what_anothers_run_names_ask_first(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run = RunDir(tmp_path / "demo")
-    run.create()
-    run.write_config(Config(run=RunConfig(name="demo"), **sections))
+    run = named_run(tmp_path / "demo", **sections)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"completion": "7"}\n')
     monkeypatch.setattr(RunDir, "foreign", "a run of user 12345")
@@ -206,9 +203,7 @@ def test_a_folder_for_weights_that_is_not_ours_is_refused(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_a_folder_of_another_user_is_refused_and_not_removed(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "demo")
-    run.create()
-    run.write_config(Config(run=RunConfig(name="demo")))
+    run = named_run(tmp_path / "demo")
     left = weights_directory(Config().weights, "demo", run.path)
     left.mkdir(mode=0o700)
     try:
@@ -280,9 +275,7 @@ async def test_grants_pointers_and_checkpoints_that_are_none_are_named_or_passed
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    run = RunDir(tmp_path / RunConfig().name)
-    run.create()
-    return run
+    return bare_run(tmp_path / RunConfig().name)
 
 
 @pytest.mark.parametrize(

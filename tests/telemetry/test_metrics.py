@@ -34,11 +34,7 @@ ROOT = Path(__file__).parents[2]
 def test_reports_group_and_fold_values_by_their_declared_reduction() -> None:
     made = report("engine-0", {"engine/tokens_total": 5, "engine/swap_ms": 0.5, "train/loss": 1.5}, time_s=7.0)
     assert made == MetricReport(
-        worker="engine-0",
-        sum={"engine/tokens_total": 5.0},
-        max={"engine/swap_ms": 0.5},
-        mean={"train/loss": 1.5},
-        time_s=7.0,
+        worker="engine-0", sum={"engine/tokens_total": 5.0}, max={"engine/swap_ms": 0.5}, mean={"train/loss": 1.5}, time_s=7.0
     )
     assert report("w", {"train/loss": math.nan, "train/tis": math.inf}, time_s=0.0).mean == {}
     fold = Fold()
@@ -181,11 +177,7 @@ def test_what_is_declared_is_reported_by_somebody() -> None:
     assert METRICS.keys() - reported - reported_names() == set()
 
 
-ENTERED_IN = {
-    "trainer": ("consumers/training",),
-    "engine": ("consumers/serving", "streamrl/engines"),
-    "producer": ("producers",),
-}
+ENTERED_IN = {"trainer": ("consumers/training",), "engine": ("consumers/serving", "streamrl/engines"), "producer": ("producers",)}
 
 
 @pytest.mark.parametrize("kind", STATES)
