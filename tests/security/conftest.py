@@ -1,5 +1,4 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -11,8 +10,10 @@ from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.permissions import OPERATOR, ROLES, User, role_users
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import BusConfig
+from streamrl.schemas.subjects import Subjects
 
 RUN = "run"
+TO = Subjects(RUN)
 QUICK = BusConfig(patience_s=10.0)
 As = Callable[[str], Awaitable[JetStreamBus]]
 
@@ -56,6 +57,20 @@ async def as_role(role_server: NatsServer, users: dict[str, User]) -> AsyncItera
         await bus.close()
 
 
-@pytest.fixture
-def repository() -> Path:
-    return Path(__file__).parents[2]
+async def furnish(operator: JetStreamBus) -> None:
+    """Store something wherever a run has something."""
+    for subject in (
+        *(TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished"), TO.tasks("main")),
+        TO.grading("main"),
+    ):
+        for number in range(3):
+            await operator.publish(subject, b"there %d" % number)
+    for key in (
+        *("granted", "latest/main", "fences/main", "positions/main", "run", "presence/engines/x", "pins/policy/0-4/holder"),
+        "checkpoints/1/0",
+    ):
+        await operator.kv.put(key, b"there")
+    for turn in ("1/0/0", "7/0/0"):
+        await operator.turns.put(turn, b"there")
+    for blobs in (operator.blobs, operator.sample_blobs):
+        await blobs.put("old", b"bytes")

@@ -18,7 +18,7 @@ from streamrl.bus.permissions import OPERATOR, ROLE_API, ROLES, allowed
 from streamrl.bus.reading import stretch
 from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, turn_bucket
 from streamrl.schemas.subjects import Subjects
-from tests.security.conftest import RUN, As, client_of, wire_of
+from tests.security.conftest import RUN, As, client_of, furnish, wire_of
 from tests.support.processes import until
 
 pytestmark = pytest.mark.nats
@@ -33,23 +33,6 @@ STREAMS = [f"{RUN}-{name}" for name in ("tasks", "samples", "grading", "ledger",
 APIS = (API, ROLE_API)
 OWN_KEY = f"$KV.{RUN}.presence.workers.own"
 FORGED = b"forged"
-
-
-async def furnish(operator: JetStreamBus) -> None:
-    for subject in (
-        *(TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished"), TO.tasks("main")),
-        TO.grading("main"),
-    ):
-        for number in range(3):
-            await operator.publish(subject, b"there %d" % number)
-    for key in (
-        *("granted", "latest/main", "fences/main", "positions/main", "run", "presence/engines/x", "pins/policy/0-4/holder"),
-        "checkpoints/1/0",
-    ):
-        await operator.kv.put(key, b"there")
-    await operator.turns.put("1/0/0", b"there")
-    await operator.blobs.put("old", b"bytes")
-    await operator.sample_blobs.put("old", b"bytes")
 
 
 async def contents(operator: JetStreamBus, stream: str) -> dict[str, str]:

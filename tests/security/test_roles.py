@@ -15,7 +15,7 @@ from streamrl.errors import Forbidden
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.weights.pins import Pins
-from tests.security.conftest import RUN, As, client_of, wire_of
+from tests.security.conftest import RUN, As, client_of, furnish, wire_of
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.nats
@@ -172,18 +172,6 @@ OPERATIONS = {
     **{f"read {name}": operation for name, operation in READS.items()},
     **CHANGES,
 }
-
-
-async def furnish(operator: JetStreamBus) -> None:
-    for subject in (TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished")):
-        await operator.publish(subject, b"there")
-    await operator.publish(TO.tasks("main"), b"task")
-    await operator.publish(TO.grading("main"), b"request")
-    await operator.kv.put("granted", b"1")
-    await Pins(operator.kv, "policy").hold(Version(0, 4), "holder")
-    await operator.blobs.put("old", b"bytes")
-    await operator.sample_blobs.put("old", b"bytes")
-    await operator.turns.put("7/0/0", b"turn")
 
 
 @pytest.mark.parametrize("role", ROLES)
