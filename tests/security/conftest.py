@@ -14,6 +14,7 @@ from streamrl.schemas.subjects import Subjects
 
 RUN = "run"
 TO = Subjects(RUN)
+KEYS = ("granted", "latest/main", "fences/main", "positions/main", "run", "presence/engines/x", "pins/policy/0-4/holder")
 QUICK = BusConfig(patience_s=10.0)
 As = Callable[[str], Awaitable[JetStreamBus]]
 
@@ -59,16 +60,11 @@ async def as_role(role_server: NatsServer, users: dict[str, User]) -> AsyncItera
 
 async def furnish(operator: JetStreamBus) -> None:
     """Store something wherever a run has something."""
-    for subject in (
-        *(TO.samples("main"), TO.ledger("main"), TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished"), TO.tasks("main")),
-        TO.grading("main"),
-    ):
+    of_main = (TO.samples("main"), TO.ledger("main"), TO.tasks("main"), TO.grading("main"))
+    for subject in (*of_main, TO.weights("policy"), TO.dead, TO.metrics("x"), TO.events("finished")):
         for number in range(3):
             await operator.publish(subject, b"there %d" % number)
-    for key in (
-        *("granted", "latest/main", "fences/main", "positions/main", "run", "presence/engines/x", "pins/policy/0-4/holder"),
-        "checkpoints/1/0",
-    ):
+    for key in (*KEYS, "checkpoints/1/0"):
         await operator.kv.put(key, b"there")
     for turn in ("1/0/0", "7/0/0"):
         await operator.turns.put(turn, b"there")

@@ -17,19 +17,13 @@ from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.permissions import OPERATOR, ROLE_API, ROLES, allowed
 from streamrl.bus.reading import stretch
 from streamrl.bus.topology import blobs_name, keys_name, sample_bucket, stored_subject, turn_bucket
-from streamrl.schemas.subjects import Subjects
-from tests.security.conftest import RUN, As, client_of, furnish, wire_of
+from tests.security.conftest import KEYS, RUN, TO, As, client_of, furnish, wire_of
 from tests.support.processes import until
 
 pytestmark = pytest.mark.nats
 
-TO = Subjects(RUN)
-STREAMS = [f"{RUN}-{name}" for name in ("tasks", "samples", "grading", "ledger", "weights", "events", "metrics", "dead")] + [
-    keys_name(RUN),
-    blobs_name(RUN),
-    blobs_name(sample_bucket(RUN)),
-    keys_name(turn_bucket(RUN)),
-]
+STREAMS = [f"{RUN}-{name}" for name in ("tasks", "samples", "grading", "ledger", "weights", "events", "metrics", "dead")]
+STREAMS += [keys_name(RUN), blobs_name(RUN), blobs_name(sample_bucket(RUN)), keys_name(turn_bucket(RUN))]
 APIS = (API, ROLE_API)
 OWN_KEY = f"$KV.{RUN}.presence.workers.own"
 FORGED = b"forged"
@@ -67,29 +61,18 @@ def others(role: str, now: dict[str, dict[str, str]]) -> dict[str, dict[str, str
 
 def targets() -> list[str]:
     """Reply subjects that would do harm if an answer were taken for a message there."""
-    harmful = [
-        f"{api}.{verb}.{stream}" for api in APIS for stream in STREAMS for verb in ("STREAM.DELETE", "STREAM.PURGE", "STREAM.UPDATE")
+    verbs = ("STREAM.DELETE", "STREAM.PURGE", "STREAM.UPDATE")
+    rest = [
+        f"CONSUMER.DELETE.{RUN}-tasks.main",
+        f"CONSUMER.DELETE.{RUN}-grading.main",
+        "STREAM.CREATE.evil",
+        f"STREAM.MSG.DELETE.{RUN}-ledger",
     ]
-    harmful += [
-        f"{api}.{rest}"
-        for api in APIS
-        for rest in (
-            f"CONSUMER.DELETE.{RUN}-tasks.main",
-            f"CONSUMER.DELETE.{RUN}-grading.main",
-            "STREAM.CREATE.evil",
-            f"STREAM.MSG.DELETE.{RUN}-ledger",
-        )
-    ]
-    harmful += [
-        f"$KV.{RUN}.{key}"
-        for key in ("granted", "latest.main", "fences.main", "positions.main", "run", "presence.engines.x", "pins.policy.0-4.h")
-    ]
+    harmful = [f"{api}.{ask}" for api in APIS for ask in [f"{verb}.{stream}" for stream in STREAMS for verb in verbs] + rest]
+    harmful += [f"$KV.{RUN}.{key.replace('/', '.')}" for key in KEYS]
     harmful += [f"$O.{RUN}.M.x", f"$O.{RUN}.C.x", f"$KV.{turn_bucket(RUN)}.1.0.0", f"$KV.{turn_bucket(RUN)}.1.0.1"]
-    harmful += [
-        *(TO.tasks("main"), TO.samples("main"), TO.tombstones("main"), TO.rewards, TO.marks, TO.ledger("main"), TO.weights("policy")),
-        TO.dead,
-    ]
-    harmful += [TO.events("finished"), TO.metrics("x"), f"$JS.ACK.{RUN}-tasks.main.1.1.1.1.0"]
+    harmful += [TO.tasks("main"), TO.samples("main"), TO.tombstones("main"), TO.rewards, TO.marks, TO.ledger("main"), TO.weights("policy")]
+    harmful += [TO.dead, TO.events("finished"), TO.metrics("x"), f"$JS.ACK.{RUN}-tasks.main.1.1.1.1.0"]
     return harmful
 
 

@@ -12,15 +12,13 @@ from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.permissions import OPERATOR, ROLES
 from streamrl.bus.topology import blobs_name, sample_bucket, stored_subject
 from streamrl.errors import Forbidden
-from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.weights.pins import Pins
-from tests.security.conftest import RUN, As, client_of, furnish, wire_of
+from tests.security.conftest import RUN, TO, As, client_of, furnish, wire_of
 from tests.support.errors import raises
 
 pytestmark = pytest.mark.nats
 
-TO = Subjects(RUN)
 PRODUCES = {"producer", "gateway"}
 WORKERS = {"trainer", "producer", "gateway", "rewarder", "engine", "feeder", "evaluator"}
 Operation = Callable[[JetStreamBus], Awaitable[object]]
