@@ -18,8 +18,6 @@ from typing import Any
 import pyte
 import pytest
 
-from streamrl.bus import connect
-from streamrl.bus.server import NatsServer
 from streamrl.monitor.metrics_file import decoded, files
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
@@ -28,6 +26,7 @@ from streamrl.schemas.events import MetricReport
 from streamrl.schemas.subjects import METRICS as REPORTS
 from streamrl.telemetry.names import LENGTHS, METRICS, declared
 from streamrl.weights.factory import weights_directory
+from tests.support.buses import bus_of
 from tests.support.digits import TABLE, write_digits
 from tests.support.harness import read_ledger
 from tests.support.looked_at import STAYS, STRICT, LookedAt, sets, that_has_finished, that_stays
@@ -104,18 +103,10 @@ async def test_a_run_whose_weights_diverge_ends_with_that_word(start: Start, tmp
 
 async def reported(run: RunDir) -> tuple[set[str], set[str]]:
     """Names of all values, and of all histograms, in the ledger and in the workers' reports."""
-    server = NatsServer(run.bus_store)
-    server.start()
-    try:
-        bus = await connect(server.address, "digits", run.load_config().bus)
-        entries = await read_ledger(bus, "digits")
-        state = await bus.state(REPORTS)
-        reports = [
-            decode((await bus.fetch(REPORTS, number)).body, MetricReport, where="reports") for number in range(state.first, state.last + 1)
-        ]
-        await bus.close()
-    finally:
-        server.stop()
+    async with bus_of(run) as bus:
+        entries, state = await read_ledger(bus, "digits"), await bus.state(REPORTS)
+        bodies = [(await bus.fetch(REPORTS, number)).body for number in range(state.first, state.last + 1)]
+    reports = [decode(body, MetricReport, where="reports") for body in bodies]
     assert reports and entries
     values = {name for entry in entries for name in entry.metrics}
     values |= {name for one in reports for group in (one.mean, one.sum, one.max, one.last) for name in group}

@@ -11,10 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from streamrl.bus import connect
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus, Message
-from streamrl.bus.server import NatsServer
 from streamrl.core.lengths import PER_OCTAVE
 from streamrl.data.model import ensure_model
 from streamrl.monitor.decoded import LedgerLine
@@ -30,6 +28,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import LEDGER, METRICS, SAMPLES, kind_of
 from streamrl.telemetry.clock import REPORT_EVERY_S
 from streamrl.telemetry.states import STATES, share
+from tests.support.buses import bus_of
 from tests.support.digits import TABLE, write_digits
 from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.looked_at import sets
@@ -130,17 +129,10 @@ def sampled_tokens(message: Message) -> dict[int, int]:
 
 async def streams(run: RunDir) -> tuple[list[LedgerEntry], dict[int, dict[int, int]]]:
     """The ledger, and the sampled tokens of each rollout by the sequence of its message."""
-    server = NatsServer(run.bus_store)
-    server.start()
-    try:
-        bus = await connect(server.address, run.name, run.load_config().bus)
-        entries = await read_ledger(bus, run.name)
+    async with bus_of(run) as bus:
         assert (await bus.state(SAMPLES)).first == 1, "the whole stream is there"
         stored = {message.sequence: of async for message in messages(bus, SAMPLES) if (of := sampled_tokens(message))}
-        await bus.close()
-    finally:
-        server.stop()
-    return entries, stored
+        return await read_ledger(bus, run.name), stored
 
 
 @pytest.mark.nats
