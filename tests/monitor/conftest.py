@@ -15,6 +15,7 @@ from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import EnginePresence
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Drop, LedgerEntry, Used
+from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.versions import Version
 
 MakeEntry = Callable[..., LedgerEntry]
@@ -24,11 +25,14 @@ def as_line(entry: LedgerEntry) -> LedgerLine:
     return decode(encode(entry), LedgerLine)
 
 
-def view_of(*entries: LedgerEntry, **given: Any) -> RunView:
-    """A view of a run with this ledger."""
+def view_of(*records: LedgerEntry | Tombstone, **given: Any) -> RunView:
+    """A view of a run with this ledger, or with tombstones, whose sequences are their places here."""
     view = RunView("demo", **given)
-    for entry in entries:
-        view.ledger(as_line(entry))
+    for sequence, record in enumerate(records, 1):
+        if isinstance(record, LedgerEntry):
+            view.ledger(as_line(record))
+        else:
+            view.tombstone(sequence, record)
     return view
 
 

@@ -189,16 +189,13 @@ def stone(task: int, reason: str = "failed", *, rollout: int | None = None, deta
 
 
 def test_failures_are_counted_before_any_batch_and_once_a_task() -> None:
-    view = RunView("demo")
-    for sequence in range(1, 4):
-        view.tombstone(sequence, stone(sequence))
-    view.tombstone(4, stone(9, "timeout", rollout=0, detail="user code made no progress for 30 s"))
+    late = stone(9, "timeout", rollout=0, detail="user code made no progress for 30 s")
+    view = view_of(stone(1), stone(2), stone(3), late)
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.drops, numbers.dropped, numbers.failed_tasks) == ({"failed": 6, "timeout": 1}, 7, 3)
     assert numbers.newest_error == "timeout: user code made no progress for 30 s"
     assert "dropped=7" in plain_line(numbers) and "failed-tasks=3" in plain_line(numbers)
-    view = RunView("demo")
-    view.tombstone(1, stone(5, rollout=0))
+    view = view_of(stone(5, rollout=0))
     assert view.failures.num_tasks == 0
     view.tombstone(2, stone(5, rollout=1, detail="another"))
     assert view.failures.num_tasks == 1
@@ -265,9 +262,7 @@ def test_a_producer_is_at_work_once_loaded_until_its_report_says_that_it_holds_a
 
 
 def test_what_has_failed_is_said_with_whose_it_was_where_there_are_others() -> None:
-    view = RunView("demo")
-    for sequence in range(1, 4):
-        view.tombstone(sequence, by("producer-1\x1b[2J", sequence))
+    view = view_of(*(by("producer-1\x1b[2J", task) for task in range(1, 4)))
     view.worker("producer-1", WorkerPresence(worker="producer-1", kind="producer", state="running", pid=1, host="here"))
     view.failures.producers["producer-1"] += 1
     assert "all by" not in failed_line(view.numbers(elapsed_s=1.0), view.failures.producers)
@@ -281,9 +276,7 @@ def test_what_is_left_out_on_purpose_is_no_failure_and_is_called_so(entry: MakeE
     for reason in ("filtered", "lost", "too-easy"):
         view.tombstone(1, stone(1, reason))
     assert (view.failures.num_tasks, view.failures.newest) == (0, "")
-    view = RunView("demo")
-    for task in range(9):
-        view.tombstone(1 + task, stone(task, "filtered"))
+    view = view_of(*(stone(task, "filtered") for task in range(9)))
     view.grant(Grant(granted=24, version=0, retired=12))
     numbers = view.numbers(elapsed_s=1.0)
     assert (numbers.dropped, numbers.drops, numbers.failed_tasks, numbers.given_up_tasks) == (18, {"filtered": 18}, 0, 9)
@@ -294,9 +287,7 @@ def test_what_is_left_out_on_purpose_is_no_failure_and_is_called_so(entry: MakeE
 
 
 def test_reasons_are_counted_together_beyond_so_many(entry: MakeEntry) -> None:
-    view = RunView("demo")
-    for sequence in range(1, 20_001):
-        view.tombstone(sequence, stone(sequence, f"too long: {sequence} {'x' * 1000}"))
+    view = view_of(*(stone(task, f"too long: {task} {'x' * 1000}") for task in range(1, 20_001)))
     reasons = view.failures.given_up.reasons
     assert len(reasons) == MOST_REASONS + 1 and max(map(len, reasons)) == REASON_LENGTH
     assert (reasons.total(), reasons[OTHER_REASON]) == (40_000, 2 * (20_000 - MOST_REASONS))
@@ -332,9 +323,7 @@ def test_what_is_given_up_pushes_no_failure_out() -> None:
     ],
 )
 def test_what_is_not_filtered_is_not_blamed_on_a_return_of_none(reasons: tuple[str, ...], said: str, hint: str) -> None:
-    view = RunView("demo")
-    for task in range(12):
-        view.tombstone(1 + task, stone(task, reasons[task % len(reasons)]))
+    view = view_of(*(stone(task, reasons[task % len(reasons)]) for task in range(12)))
     view.grant(Grant(granted=24, version=0, retired=12))
     line = barren_line(view.numbers(elapsed_s=1.0), view.failures.all_reasons)
     assert said in line and hint in line and "None" not in line
