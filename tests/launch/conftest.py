@@ -1,6 +1,9 @@
-"""The smallest run, with `up` of its own: as a process (`tiny_up.py`), or within the test."""
+"""The smallest run, with `up` of its own: as a process (`tiny_up.py`), or within the test; and a server to which runs post."""
 
 import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -67,3 +70,39 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> Here:
     monkeypatch.chdir(place)
     monkeypatch.setenv("PYTHONPATH", surroundings()["PYTHONPATH"])  # workers import tests.support.tiny
     return Here(place)
+
+
+class Hook:
+    """A server that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.got: list[bytes] = []
+        self.status = 204
+        hook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                hook.got.append(self.rfile.read(int(self.headers["Content-Length"])))
+                self.send_response(hook.status)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: object) -> None:
+                return None
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.base = f"http://127.0.0.1:{self._server.server_port}"
+        self.url = f"{self.base}/hook"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    hook = Hook()
+    yield hook
+    hook.close()

@@ -9,7 +9,6 @@ import threading
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from streamrl.schemas.events import SLO_EVENT, Event
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import EVENTS, PREFIX_POSITIONS, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
+from tests.launch.conftest import Hook
 from tests.support.digits import TABLE, write_digits
 from tests.support.harness import make_run, services
 from tests.support.looked_at import sets
@@ -264,40 +264,6 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir) -> None:
 async def test_of_two_troubles_at_once_both_are_named(start: Start, run: RunDir, keys: tuple[str, ...], causes: set[str]) -> None:
     async with a_run(start, run, STARVED, *keys):
         await finding(run, "starvation", causes)
-
-
-class Hook:
-    """A server that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.got: list[bytes] = []
-        hook = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                hook.got.append(self.rfile.read(int(self.headers["Content-Length"])))
-                self.send_response(204)
-                self.end_headers()
-
-            def log_message(self, format: str, *args: object) -> None:
-                return None
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/hook"
-        self._thread = threading.Thread(target=self.server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self._thread.join()
-        self.server.server_close()
-
-
-@pytest.fixture
-def hook() -> Generator[Hook]:
-    hook = Hook()
-    yield hook
-    hook.close()
 
 
 @pytest.mark.slow

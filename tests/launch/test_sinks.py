@@ -9,10 +9,8 @@ import signal
 import socket
 import sqlite3
 import struct
-import threading
 import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
@@ -31,6 +29,7 @@ from streamrl.monitor.series import Row
 from streamrl.monitor.sinks.position import Position, load
 from streamrl.monitor.sinks.tensorboard_files import FILE, TensorboardFiles
 from streamrl.runtime.rundir import RunDir
+from tests.launch.conftest import Hook
 from tests.support.processes import alive, descendants, find, until
 from tests.support.programs import Start, said
 from tests.support.runs import named_run, rows_of
@@ -263,18 +262,6 @@ def trackio_rows(path: Path, run: str) -> list[tuple[int, dict[str, float]]]:
         return [(step, json.loads(values)) for step, values in found]
 
 
-class Refuses(BaseHTTPRequestHandler):
-    """A service that knows no key."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(401)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("key", "why"),
     [
@@ -284,26 +271,17 @@ class Refuses(BaseHTTPRequestHandler):
     ],
 )
 async def test_a_wrong_key_or_no_service_is_one_line_and_the_rows_are_kept_offline(
-    beside: Beside, key: str, why: str, monkeypatch: pytest.MonkeyPatch
+    beside: Beside, hook: Hook, key: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
-    answering = threading.Thread(target=service.serve_forever)
-    if why == "returned error 401":
-        answering.start()
-    else:
-        service.server_close()
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{service.server_port}")
+    hook.status = 401  # it knows no key
+    if why != "returned error 401":
+        hook.close()
+    monkeypatch.setenv("WANDB_BASE_URL", hook.base)
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("HOME", str(beside.run.path.parent))
-    try:
-        async with beside.kept("wandb"):
-            await beside.train(1, 30)
-            await beside.written("wandb", "0.30")
-    finally:
-        if answering.ident is not None:
-            service.shutdown()
-            answering.join()
-            service.server_close()
+    async with beside.kept("wandb"):
+        await beside.train(1, 30)
+        await beside.written("wandb", "0.30")
     assert beside.notes == []
     log = beside.log("wandb")
     assert log.count("event=wandb_offline") == 1 and why in log and key not in log
