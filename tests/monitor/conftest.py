@@ -7,7 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from streamrl.monitor.board import Board
 from streamrl.monitor.decoded import LedgerLine
+from streamrl.monitor.drawing import Ink
+from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers, Standing
 from streamrl.monitor.series import Series
 from streamrl.monitor.view import RunView
@@ -41,6 +44,11 @@ def windowed(**given: Any) -> RunView:
     view = RunView("demo", series=Series(window_s=1.0), **given)
     view.take_rows(0.0)
     return view
+
+
+def drawn(numbers: RunNumbers, width: int) -> list[str]:
+    """Lines of the board of a run that is up."""
+    return Board(Look(run="demo", state="running", numbers=numbers), width, Ink.NONE).text()
 
 
 def kept(thing: object) -> int:

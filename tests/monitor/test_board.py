@@ -48,7 +48,7 @@ from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.ledger import Drop
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import METRICS
-from tests.monitor.conftest import MakeEntry, as_line, view_of
+from tests.monitor.conftest import MakeEntry, as_line, drawn, view_of
 from tests.support.programs import surroundings
 from tests.support.runs import bare_run, named_run
 from tests.support.tiny import write_tiny
@@ -81,14 +81,10 @@ def plain(lines: list[str]) -> list[str]:
 
 
 def test_rollouts_that_failed_lately_stand_beside_their_producer_where_there_are_any(troubled: RunNumbers) -> None:
-    def board(*workers: WorkerLine) -> str:
-        return "\n".join(Board(Look(run="demo", state="running", numbers=replace(troubled, workers=workers)), 80, Ink.NONE).text())
-
     healthy = WorkerLine(worker="producer-0", state="running")
-    assert "failed lately" not in board(healthy)
-    (line,) = (
-        line for line in board(healthy, replace(healthy, worker="producer-1", failed_rollouts=212)).splitlines() if "producer-1" in line
-    )
+    failing = replace(healthy, worker="producer-1", failed_rollouts=212)
+    assert "failed lately" not in "\n".join(drawn(replace(troubled, workers=(healthy,)), 80))
+    (line,) = (line for line in drawn(replace(troubled, workers=(healthy, failing)), 80) if "producer-1" in line)
     assert line.split() == ["producer-1", "running", "212"]
 
 
@@ -166,7 +162,7 @@ def test_a_run_that_is_unknown_away_or_over_can_be_shown_in_the_wanted_colours(l
 
 @pytest.mark.parametrize("width", [20, 80])
 def test_what_is_wrong_is_said_once_and_whole(troubled: RunNumbers, width: int) -> None:
-    text = "".join(Board(Look(run="demo", state="running", numbers=troubled), width, Ink.NONE).text())
+    text = "".join(drawn(troubled, width))
     assert troubled.standing is not None
     for words in (troubled.standing.hint, troubled.slo[0].causes[0].hint, troubled.newest_error):
         assert bare(text).count(bare(words)) == 1, f"{words!r} is not once in\n{text}"
@@ -263,7 +259,7 @@ def shown(view: RunView) -> str:
     msgspec.json.encode((detail_of(judge.look(signs, now_s=1.0, time_s=1.0)), numbers, summarize(view, wall_s=1.0)))
     lines = [plain_line(numbers), barren_line(numbers, view.failures.all_reasons), diagnose(numbers).what]
     lines += [text for _, text in warnings(numbers)]
-    return "\n".join([*lines, *Board(Look(run="demo", state="running", numbers=numbers), 100, Ink.NONE).text()])
+    return "\n".join([*lines, *drawn(numbers, 100)])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max", "sum", "last"])
@@ -300,13 +296,9 @@ STATES = {
 }
 
 
-def drawn(numbers: RunNumbers) -> str:
-    return "\n".join(Board(Look(run="demo", state="running", numbers=numbers), 120, Ink.NONE).text())
-
-
 def test_an_empty_run_can_be_shown_and_numbers_are_short() -> None:
     numbers = RunView("demo").numbers(elapsed_s=0.0)
-    assert "starting" in drawn(numbers)
+    assert "starting" in "\n".join(drawn(numbers, 120))
     assert plain_line(numbers).startswith("[0:00] starting step=0 version=-")
     assert [short(count) for count in (0, 999, 1000, 12_345, 4_560_000, 7.8e9)] == ["0", "999", "1.0k", "12.3k", "4.6M", "7.8G"]
     assert [clock(seconds) for seconds in (0, 59.9, 61, 3661)] == ["0:00", "0:59", "1:01", "1:01:01"]
@@ -347,7 +339,7 @@ def test_nights_do_not_count_and_an_engine_that_does_otherwise_than_asked_says_s
     numbers = learned_run.numbers(elapsed_s=65.0, supervised=STATES)
     assert [line.partition(": ")[0] for line in degraded_lines(numbers)] == ["engine-0-cd"]
     assert plain_line(numbers).endswith("degraded=engine-0-cd")
-    assert degraded_lines(numbers)[0] in drawn(numbers)
+    assert degraded_lines(numbers)[0] in "\n".join(drawn(numbers, 120))
 
 
 def test_plain_lines_are_sparse_but_notes_are_not_held_back(learned_run: RunView) -> None:

@@ -9,11 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.core.failed_share import FailedShare, window_of
-from streamrl.monitor.board import Board
-from streamrl.monitor.drawing import Ink
 from streamrl.monitor.failed_share import Shares, failed_rollouts_line
 from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame
-from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.screen import failed_line, plain_line
 from streamrl.monitor.trained import MOST_REASONS
@@ -27,7 +24,7 @@ from streamrl.schemas.ledger import REASON_LENGTH, Drop
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import OTHER_REASON
-from tests.monitor.conftest import MakeEntry, as_line, view_of
+from tests.monitor.conftest import MakeEntry, as_line, drawn, view_of
 
 ENGINE = EngineLine(engine="engine-0-abc", serving="0.3", running=0, waiting=0, slots=8)
 STATES = {"trainer-0": "waits for samples: 0 groups", "engine-0": "running", "feeder-0": "waits for credit", "producer-0": "running"}
@@ -62,16 +59,13 @@ def test_hung_user_code_is_said_once_it_holds_more_than_a_quarter_of_the_credits
     view = RunView("demo", steps=100)
     view.issued(24)
     view.grant(Grant(granted=24, version=3, retired=8))
-    held = MetricReport(
-        worker="producer-0", mean={"producer/in_flight_tasks": 10.0, "producer/hung_tasks": float(hung)}, max={"producer/hung_s": 21.4}
-    )
-    view.metric(held)
+    mean = {"producer/in_flight_tasks": 10.0, "producer/hung_tasks": float(hung)}
+    view.metric(MetricReport(worker="producer-0", mean=mean, max={"producer/hung_s": 21.4}))
     numbers = view.numbers(elapsed_s=60.0)
     words = "user code that has asked no engine for up to 21 s holds 5 of 16 credits. hint: a tool or reward that hangs? lower"
     assert hung_line(numbers).startswith(words) if said else not hung_line(numbers)
     assert ("hung=5/16" in plain_line(numbers)) is said
-    board = Board(Look(run="demo", state="running", numbers=numbers), 200, Ink.NONE)
-    assert any(words in line for line in board.text()) is said
+    assert any(words in line for line in drawn(numbers, 200)) is said
     view.finished = True
     assert not hung_line(view.numbers(elapsed_s=60.0))
 
@@ -85,7 +79,7 @@ def test_graders_that_hang_are_said_with_how_many_were_ended_for_it(worker: str,
     numbers = view.numbers(elapsed_s=60.0)
     said = "calls of the reward that hang: 3, for up to 8 s; 10 were ended early, as more hung than reward.max_hung"
     assert graders_line(numbers).startswith(said)
-    assert any(said in line for line in Board(Look(run="demo", state="running", numbers=numbers), 200, Ink.NONE).text())
+    assert any(said in line for line in drawn(numbers, 200))
     view.metric(MetricReport(worker=worker, mean={**own, "reward/hung": 0.0}))
     assert not graders_line(view.numbers(elapsed_s=60.0))
 
@@ -164,8 +158,7 @@ def test_a_view_knows_the_wait_from_the_supervisors_events_and_shows_it(learned_
     assert numbers.standing is not None
     assert "waits for an engine" in standing_line(numbers.standing)
     assert "waits-for='an engine" in plain_line(numbers)
-    board = Board(Look(run="demo", state="running", numbers=numbers), 80, Ink.NONE).text()
-    assert any("waits for an engine" in line for line in board[:12]), "before the tables"
+    assert any("waits for an engine" in line for line in drawn(numbers, 80)[:12]), "before the tables"
     learned_run.event(Event(kind=MOVING_EVENT, worker="supervisor"))
     assert learned_run.numbers(elapsed_s=1.0).standing is None
 
