@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -375,16 +375,18 @@ def test_of_a_run_that_is_over_only_a_summary_that_can_be_read_says_something(ru
 HOSTILE = "<script>alert(1)</script>"
 
 
+def made(ids: Sequence[int], spans: Sequence[VersionSpan] = (), *, mask: Sequence[int] | None = None, **values: Any) -> Sample:
+    """A sample whose sampled tokens are those of spans with a version, unless a mask says otherwise."""
+    kind = {"run": "demo", "policy": "policy", "source": "main", "task": 1, "rollout": 0} | values
+    sampled = np.array([span.version is not None for span in spans for _ in range(span.length)] if mask is None else mask, np.uint8)
+    return Sample(**kind, tokens=np.array(ids, np.int32), loss_mask=sampled, logprobs=-0.5 * sampled.astype(np.float32), spans=tuple(spans))
+
+
 def sample(tokenizer: Tokenizer, task: int, rollout: int, *, reward: float, answer: str, version: int) -> Sample:
     prompt, said = tokenizer.encode(f"<|user|>{task}+0<|end|><|assistant|>"), tokenizer.encode(answer + "<|end|>")
-    return Sample(
-        **{"run": "demo", "policy": "policy", "source": "main", "task": task, "rollout": rollout, "group_size": 2, "reward": reward},
-        tokens=np.array(prompt + said, np.int32),
-        loss_mask=np.array([0] * len(prompt) + [1] * len(said), np.uint8),
-        logprobs=np.array([0.0] * len(prompt) + [-0.5] * len(said), np.float32),
-        spans=(VersionSpan(len(prompt), None), VersionSpan(len(said), Version(0, version))),
-        status=Status.TRUNCATED if rollout else Status.COMPLETED,
-    )
+    spans = (VersionSpan(len(prompt), None), VersionSpan(len(said), Version(0, version)))
+    kind = {"task": task, "rollout": rollout, "group_size": 2, "reward": reward}
+    return made(prompt + said, spans, **kind, status=Status.TRUNCATED if rollout else Status.COMPLETED)
 
 
 class ReadLog(RunLog):
@@ -488,24 +490,17 @@ async def test_a_group_has_its_conversations_and_the_weights_that_are_known(run:
     async with samples(run) as (some, _):
         group = await some.group(3, 31)
         assert group.weights == {"train/tis": 1.25}
-        assert [(part["role"], part["text"]) for part in group.samples[1]["conversation"]] == [
-            ("user", "31+0"),
-            ("assistant", "31 is it!<|end|>"),
-        ]
+        parts = [(part["role"], part["text"]) for part in group.samples[1]["conversation"]]
+        assert parts == [("user", "31+0"), ("assistant", "31 is it!<|end|>")]
         assert [one["became"] for one in group.samples] == ["trained"] * 2
         assert [one["became"] for one in (await some.group(3, 103)).samples] == ["stale"] * 2
         for task in (999, 1, 41):
             with pytest.raises(NotFound, match=str(task)):
                 await some.group(3, task)
         assert [one["weights"] for one in group.samples] == [None] * 2
-        batch = train_batch(
-            [
-                {"prompt": [1] * one["mask"].index(1), "answer": [2] * sum(one["mask"]), "task": 31, "rollout": n}
-                for n, one in enumerate(group.samples)
-            ],
-            mu=-2.0,
-            reward=1.0,
-        )
+        masks = [one["mask"] for one in group.samples]
+        trained = [{"prompt": [1] * one.index(1), "answer": [2] * sum(one), "task": 31, "rollout": n} for n, one in enumerate(masks)]
+        batch = train_batch(trained, mu=-2.0, reward=1.0)
         values = TokenValues(np.full(batch.num_tokens, -0.25), np.linspace(0.5, 1.5, batch.num_tokens))
         file = TokenWeights(run.path / FOLDER, 1 << 20)
         file.put(Version(0, 3), batch, values)
@@ -520,23 +515,16 @@ async def test_a_group_has_its_conversations_and_the_weights_that_are_known(run:
 
 def test_a_turn_has_the_versions_that_sampled_it() -> None:
     old, new = Version(0, 3), Version(0, 4)
-    said = Sample(
-        **{"run": "r", "policy": "p", "source": "main", "task": 1, "rollout": 0, "started_s": 2.0, "began_s": 3.0, "finished_s": 9.0},
-        tokens=np.zeros(9, np.int32),
-        loss_mask=np.zeros(9, np.uint8),
-        logprobs=np.zeros(9, np.float32),
-        spans=tuple(VersionSpan(length, version) for length, version in ((3, None), (2, old), (1, None), (1, old), (2, new))),
-    )
+    spans = [VersionSpan(length, version) for length, version in ((3, None), (2, old), (1, None), (1, old), (2, new))]
+    said = made([0] * 9, spans, started_s=2.0, began_s=3.0, finished_s=9.0)
     two = (
         TurnSpan(start=3, length=2, asked_s=2.0, began_s=3.0, finished_s=4.0),
         TurnSpan(start=6, length=3, asked_s=7.0, finished_s=8.0),
         TurnSpan(start=9, length=0),
     )
     assert [msgspec.structs.astuple(turn) for turn in turns_of(said)] == [(2.0, 3.0, 9.0, "0.3", "0.4")]
-    assert [msgspec.structs.astuple(turn) for turn in turns_of(msgspec.structs.replace(said, turns=two))] == [
-        (2.0, 3.0, 4.0, "0.3", "0.3"),
-        (7.0, 0.0, 8.0, "0.3", "0.4"),
-    ]
+    turns = [msgspec.structs.astuple(turn) for turn in turns_of(msgspec.structs.replace(said, turns=two))]
+    assert turns == [(2.0, 3.0, 4.0, "0.3", "0.3"), (7.0, 0.0, 8.0, "0.3", "0.4")]
     assert turns_of(msgspec.structs.replace(said, finished_s=0.0)) == ()
 
 
@@ -551,12 +539,9 @@ def test_a_drop_of_a_whole_message_is_that_of_each_sample_in_it() -> None:
     entry = LedgerEntry(
         **kind, used=(Used(1, (0,), (5,)),), drops=(Drop(6, 2, (), "poison"), Drop(5, 1, (0,), "late"), Drop(7, 3, (1,), "mine"))
     )
-    tokens = np.zeros(2, np.int32)
 
     def one(task: int, rollout: int, trained: int = 1) -> Sample:
-        kind = {"run": "r", "policy": "p", "source": "main", "task": task, "rollout": rollout}
-        mask = np.array([0, trained], np.uint8)
-        return Sample(**kind, tokens=tokens, loss_mask=mask, logprobs=tokens.astype(np.float32), spans=())
+        return made([0, 0], mask=[0, trained], task=task, rollout=rollout)
 
     ends = Ends(entry)
     greedy = one(1, 0, trained=0)
@@ -587,7 +572,7 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 def spoken(tokenizer: Tokenizer, *parts: tuple[str, str], timed: bool = False) -> Sample:
-    """A spoken of texts, each by the `model` or somebody else."""
+    """A sample of texts, each by the `model` or somebody else."""
     ids, spans, turns = list[int](), list[VersionSpan](), list[TurnSpan]()
     for who, text in parts:
         some = tokenizer.encode(text)
@@ -597,12 +582,7 @@ def spoken(tokenizer: Tokenizer, *parts: tuple[str, str], timed: bool = False) -
             turns.append(TurnSpan(start=len(ids), length=len(some), engine="engine-1", finish_reason="stop", **times))
         spans.append(VersionSpan(len(some), Version(0, 3) if who == "model" else None))
         ids += some
-    kind = {"run": "r", "policy": "policy", "source": "main", "task": 1, "rollout": 0}
-    mask = np.zeros(len(ids), np.uint8)
-    logprobs = np.zeros(len(ids), np.float32)
-    return Sample(
-        **kind, tokens=np.array(ids, np.int32), loss_mask=mask, logprobs=logprobs, spans=tuple(spans), turns=tuple(turns) if timed else ()
-    )
+    return made(ids, spans, mask=[0] * len(ids), turns=tuple(turns) if timed else ())
 
 
 def said(one: Sample, tokenizer: Tokenizer, marks: Marks | None = None) -> list[tuple[str, bool, str]]:

@@ -30,19 +30,9 @@ def closing(entries: AsyncIterator[T]) -> aclosing[AsyncGenerator[T, None]]:
     return aclosing(cast("AsyncGenerator[T, None]", entries))
 
 
-async def first_of(bus: JetStreamBus, stream: str) -> bytes:
-    async with closing(bus.read(stream, after=0)) as messages:
-        return (await anext(messages)).body
-
-
-async def first_key(bus: JetStreamBus, prefix: str) -> str:
-    async with closing(bus.kv.watch(prefix)) as entries:
-        return (await anext(entries)).key
-
-
-async def watched_key(bus: JetStreamBus, key: str) -> str:
-    async with closing(bus.kv.watch_key(key)) as entries:
-        return (await anext(entries)).key
+async def first(entries: AsyncIterator[T]) -> T:
+    async with closing(entries) as found:
+        return await anext(found)
 
 
 def claimed(stream: str) -> Operation:
@@ -63,7 +53,7 @@ def put(key: str) -> Operation:
 
 
 def read(stream: str) -> Operation:
-    return lambda bus: first_of(bus, stream)
+    return lambda bus: first(bus.read(stream, after=0))
 
 
 def state(stream: str) -> Operation:
@@ -125,14 +115,15 @@ READS: dict[str, tuple[Operation, set[str]]] = {
     "a turn of a session": (lambda bus: bus.turns.get("7/0/0"), {"gateway"}),
     "keys": (lambda bus: bus.kv.keys("presence/"), {*WORKERS, "reader"}),
     "a key": (lambda bus: bus.kv.get("granted"), {*WORKERS, "reader"}),
-    "watched keys": (lambda bus: first_key(bus, "g"), {*WORKERS, "reader"}),
-    "a watched key": (lambda bus: watched_key(bus, "granted"), {*WORKERS, "reader"}),
+    "watched keys": (lambda bus: first(bus.kv.watch("g")), {*WORKERS, "reader"}),
+    "a watched key": (lambda bus: first(bus.kv.watch_key("granted")), {*WORKERS, "reader"}),
     "pinned versions": (lambda bus: Pins(bus.kv, "policy").versions(), {*WORKERS, "reader"}),
     "the queue's end": (state("tasks"), {"feeder", "trainer", "reader"}),
     "a queued task": (lambda bus: bus.fetch("tasks", 1), {"feeder", "trainer"}),
     "the end of the requests": (state("grading"), {"rewarder", "trainer", "reader"}),
     "a queued request": (lambda bus: bus.fetch("grading", 1), set()),
 }
+OWN = {"name": "own"}
 CHANGES: dict[str, tuple[Operation, set[str]]] = {
     "release a pin": (lambda bus: Pins(bus.kv, "policy").release(Version(0, 4), "holder"), {"engine", "evaluator"}),
     "claim a task": (claimed("tasks"), PRODUCES),
@@ -156,10 +147,7 @@ CHANGES: dict[str, tuple[Operation, set[str]]] = {
     "make a consumer of the tasks": (lambda bus: bus.claim("extra", max=1, wait_s=0.0), set()),
     "make a consumer of the requests": (lambda bus: bus.claim("extra", max=1, wait_s=0.0, stream="grading"), set()),
     **{
-        f"make a consumer of {stream}": (
-            ask(f"$JS.API.CONSUMER.CREATE.{stream}.own", {"stream_name": stream, "config": {"name": "own"}}),
-            set(),
-        )
+        f"make a consumer of {stream}": (ask(f"$JS.API.CONSUMER.CREATE.{stream}.own", {"stream_name": stream, "config": OWN}), set())
         for stream in (f"{RUN}-samples", f"{RUN}-ledger", f"{RUN}-weights", f"{RUN}-events", f"KV_{RUN}", f"OBJ_{RUN}")
     },
     "list the streams": (ask("$JS.API.STREAM.NAMES"), set()),
