@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import sys
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +206,7 @@ async def test_a_page_that_is_killed_comes_again_under_the_same_address_and_goes
         await until(lambda: pages(run) not in ([], [first]) and address_of(run, pid=pages(run)[0]), within_s=60)
         assert address_of(run) == address
     assert (pages(run), address_of(run)) == ([], "")
-    assert notes[0] == f"page: {address}" and "signal SIGKILL" in notes[1]
-    assert len(notes) == 2
+    assert len(notes) == 2 and notes[0] == f"page: {address}" and "signal SIGKILL" in notes[1]
     assert page_token(run) not in run.log_path("page-0").read_text()
 
 
@@ -226,17 +225,11 @@ async def test_a_page_that_hangs_writes_its_stacks_and_comes_again(run: RunDir, 
 @pytest.mark.parametrize("why", ["port", "index"])
 async def test_a_page_that_cannot_be_served_is_said_once_and_the_run_goes_on(run: RunDir, why: str) -> None:
     notes: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken, open_index(run) if why == "index" else nullcontext():
         port = taken.getsockname()[1]
-        if why == "port":
-            async with beside(run, notes, port):
-                await until(lambda: notes, within_s=60)
-                await asyncio.sleep(0)
-        else:
-            with open_index(run):
-                async with beside(run, notes):
-                    await until(lambda: notes, within_s=60)
+        async with beside(run, notes, port if why == "port" else 0):
+            await until(lambda: notes, within_s=60)
+            await asyncio.sleep(0)
     expected = f"port {port} of" if why == "port" else "no other page"
-    assert "exit code 1; " in notes[0] and expected in notes[0]
-    assert len(notes) == 1
+    assert len(notes) == 1 and "exit code 1; " in notes[0] and expected in notes[0]
     assert pages(run) == []

@@ -139,10 +139,8 @@ def test_gpus_are_asked_for_and_shared_unless_the_user_has_chosen() -> None:
     found = asks(Config(engine=EngineConfig(workers=2)), 1)
     assert (found["trainer"][1]["GPU"], found["engine"][1]["GPU"]) == (0.33, 0.33)
     chosen = RayConfig(trainer=PlaceConfig(gpus=0.5, cpus=0), engine=PlaceConfig(gpus=0.25, resources={"fast": 1}, strategy="SPREAD"))
-    found = asks(Config(ray=chosen), 1)
-    assert found == {"trainer": (1, {"GPU": 0.5}), "engine": (1, {"CPU": 1.0, "GPU": 0.25, "fast": 1})}
-    two_ranks = asks(Config(trainer=TrainerConfig(ranks=2)), 1)
-    assert two_ranks["trainer"][1]["GPU"] == 1.0
+    assert asks(Config(ray=chosen), 1) == {"trainer": (1, {"GPU": 0.5}), "engine": (1, {"CPU": 1.0, "GPU": 0.25, "fast": 1})}
+    assert asks(Config(trainer=TrainerConfig(ranks=2)), 1)["trainer"][1]["GPU"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -167,20 +165,15 @@ def node(host: str, **total: float) -> Node:
     return Node(id=host, host=host, total=total)
 
 
+PAIR = [node("a", GPU=2.0), node("b", GPU=2.0)]
+
+
 @pytest.mark.parametrize(
     ("asked", "nodes", "why"),
     [
-        (
-            [Group("engine", 3, {"GPU": 1.0}, "PACK")],
-            [node("a", GPU=2.0)],
-            r"3 engines with 1 GPU each; there is 2 GPU in all \(a: 2 GPU\)",
-        ),
-        (
-            [Group("engine", 1, {"GPU": 4.0}, "PACK")],
-            [node("a", GPU=2.0), node("b", GPU=2.0)],
-            r"there is no node with 4 GPU \(a: 2 GPU; b: 2",
-        ),
-        ([Group("trainer", 3, {"GPU": 1.0}, "STRICT_PACK")], [node("a", GPU=2.0), node("b", GPU=2.0)], "no node with 3 GPU"),
+        ([Group("engine", 3, {"GPU": 1.0}, "PACK")], PAIR[:1], r"3 engines with 1 GPU each; there is 2 GPU in all \(a: 2 GPU\)"),
+        ([Group("engine", 1, {"GPU": 4.0}, "PACK")], PAIR, r"there is no node with 4 GPU \(a: 2 GPU; b: 2"),
+        ([Group("trainer", 3, {"GPU": 1.0}, "STRICT_PACK")], PAIR, "no node with 3 GPU"),
         ([Group("trainer", 3, {"CPU": 1.0}, "STRICT_SPREAD")], [node("a", CPU=9.0), node("b", CPU=9.0)], "2 nodes for 3 workers"),
         ([Group("engine", 1, {"fast": 1.0}, "PACK")], [node("a", CPU=9.0, memory=1e9)], r"there is 0 fast in all \(a: 9 CPU\)"),
         ([Group("engine", 1, {"CPU": 1.0}, "PACK")], [], "no node is alive"),
@@ -236,8 +229,9 @@ def test_ranks_of_one_node_are_neighbours(nodes: str, places: list[int]) -> None
     ],
 )
 def test_a_bus_that_others_cannot_reach_is_refused(bus: BusConfig, said: str) -> None:
-    with raises(LaunchError, home="a", away=["b"]):
+    with raises(LaunchError, home="a", away=["b"]) as caught:
         fitted(Config(bus=bus), {"trainer-0": "a", "engine-0": "b"}, home="a", others=["a"])
+    assert said in caught.value.message
     fitted(Config(bus=BusConfig(url="tls://nats:4222"), engine=OPEN["engine"]), {"trainer-0": "a", "engine-0": "b"}, home="a", others=["a"])
 
 
