@@ -17,7 +17,6 @@ from streamrl.launch.supervisor import Supervisor
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import WorkerPresence
-from tests.support import behaving_worker
 from tests.support.processes import until
 from tests.support.runs import named_run
 
@@ -59,7 +58,7 @@ class Watched:
         await self.tick_until(lambda: self.supervisor.children["producer-0"].restarts)
 
     def _command(self, kind: str, index: int) -> Sequence[str]:
-        return (sys.executable, behaving_worker.__file__, str(self.run.path), str(index), self.how)
+        return (sys.executable, str(Path(__file__).with_name("hanging_worker.py")), str(self.run.path), str(index), self.how)
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ async def test_a_stopped_worker_is_killed_and_restarted_and_its_stacks_are_in_it
     assert "most recent call first" in watched.log
 
 
-@pytest.mark.parametrize("how", ["blocks", "blocks-at-once"])
+@pytest.mark.parametrize("how", ["blocks", "blocks at once"])
 async def test_a_worker_whose_loop_is_blocked_is_restarted_and_its_log_says_where(watched: Watched, how: str) -> None:
     """Also one that blocks before its next beat: it has loaded, and what counts is the time that it may be silent."""
     watched.start(how)

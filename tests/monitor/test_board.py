@@ -1,4 +1,4 @@
-"""What is shown of runs: the board, lines, the state that `status` tells; also on a terminal, and whatever any login may store."""
+"""The board of a run, its lines, and the state that `status` tells; also on a terminal, and whatever any login may store."""
 
 from __future__ import annotations
 

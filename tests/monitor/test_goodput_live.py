@@ -117,7 +117,7 @@ async def messages(bus: Bus, stream: str) -> AsyncGenerator[Message]:
 
 
 def sampled_tokens(message: Message) -> dict[int, int]:
-    """How many tokens of each rollout were sampled; of a message that has no samples, nothing."""
+    """Count the sampled tokens of each rollout; a message without samples has none."""
     found = Counter[int]()
     if kind_of(message.subject) == "samples":
         batch = decode_samples(message.body)

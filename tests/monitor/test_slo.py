@@ -380,7 +380,7 @@ STANDING: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a tool that hangs": ({"in_flight": 4}, "user_code", "user code: producers hold 4 tasks and ask no engine"),
 }
-"""What a run has, the cause, and what is said: what it begins with, and behind `... ` what else is in it."""
+"""Each row has what a run has, the cause, and what is said: its beginning, and behind `... ` what else is in it."""
 
 
 @pytest.mark.parametrize("trouble", STANDING)

@@ -20,7 +20,6 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.subjects import Subjects
-from tests.support import behaving_worker
 from tests.support.programs import Start, said
 from tests.support.runs import bare_run, named_run
 
@@ -40,7 +39,7 @@ def behave(run: RunDir, nats_bus: Bus, start: Start) -> Start:
 
     async def one(*behaviours: str, index: str = "0", supervised: bool = False) -> asyncio.subprocess.Process:
         supervisor = {SUPERVISOR_VARIABLE: str(os.getpid())} if supervised else {}
-        return await start(behaving_worker.__file__, str(run.path), index, *behaviours, env=supervisor)
+        return await start(str(Path(__file__).with_name("behaving_worker.py")), str(run.path), index, *behaviours, env=supervisor)
 
     return one
 

@@ -1,12 +1,10 @@
 """A worker whose `main` behaves as told: `behaving_worker.py RUN INDEX BEHAVIOUR...` (INDEX `-`: the first free one).
 
-Of several behaviours each exit code is printed. One that hangs writes `over` into the folder RUN when it comes to its end.
+Of several behaviours each exit code is printed.
 """
 
 import asyncio
 import sys
-import time
-from functools import partial
 
 from streamrl.errors import BusError, ConfigError, Fenced
 from streamrl.runtime.rundir import RunDir
@@ -62,40 +60,7 @@ async def leave(worker: Worker) -> None:
     await asyncio.to_thread(sys.exit, 0)
 
 
-HANGS_S = 6.0
-
-
-def compute() -> None:
-    """A step that needs the interpreter all the time."""
-    end_s = time.monotonic() + HANGS_S
-    while time.monotonic() < end_s:
-        sum(range(1000))
-
-
-def hold_the_loop(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-async def hang(worker: Worker, how: str) -> None:
-    if how == "loads":
-        hold_the_loop(HANGS_S)
-    if how == "blocks-at-once":
-        await asyncio.sleep(0.1)
-    worker.state = "running"
-    if how == "blocks-at-once":
-        hold_the_loop(600)
-    if how == "steps":
-        await asyncio.to_thread(compute)
-    if how == "blocks":
-        await asyncio.sleep(0.1)
-        hold_the_loop(600)
-    if how != "waits":
-        (worker.run_dir.path / "over").touch()
-    await worker.draining.wait()
-
-
 BEHAVIOURS = {
-    **{how: partial(hang, how=how) for how in ("waits", "loads", "steps", "blocks", "blocks-at-once")},
     "wait": wait_for_drain,
     "timed": be_timed,
     "ignore": ignore_drain,
