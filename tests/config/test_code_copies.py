@@ -1,7 +1,5 @@
 """The user's modules are copied at a start, and workers import the copies whatever becomes of the files."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Whole numbers that are too large are refused by their key, before anything is started."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whole conversations as training data: the template's own ids, and a mask that holds what the model is to write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

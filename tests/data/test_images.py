@@ -1,7 +1,5 @@
 """Images of rows: every form that they come in, and what is refused before anybody is given it."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The index of a file of lines says what a plain read of the file says, survives nothing that it should not, and is built again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

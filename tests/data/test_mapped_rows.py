@@ -1,7 +1,5 @@
 """Rows of each kind of file read one by one are those of the whole file; a pass gives each once; what changes under a run is found out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which row a task takes: the order of a set, and the shares of several."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

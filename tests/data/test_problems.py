@@ -1,7 +1,5 @@
 """Rows of a file, and the problems that are made of them."""
 
-from __future__ import annotations
-
 import json
 
 import msgspec

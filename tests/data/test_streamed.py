@@ -1,7 +1,5 @@
 """Rows that are read when their turn comes: as those that are read whole, and whatever cannot be used is named and ends nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

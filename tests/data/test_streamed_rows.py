@@ -1,7 +1,5 @@
 """Streamed rows with stand-ins for the file and the tokenizer: what is asked of them, and every bound from both sides."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Tokenizers of built models: of characters, and of byte pairs."""
 
-from __future__ import annotations
-
 import filecmp
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Examples as a user gets them: copied by the command line, in lockstep, so that the seed decides what comes out."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Examples of tools, agents and evaluations: they learn, and their parts do what their pages say."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

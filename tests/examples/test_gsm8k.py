@@ -1,7 +1,5 @@
 """The example as a user runs it on a CPU: local engine, table engine, reports; and what its files promise for GPUs."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

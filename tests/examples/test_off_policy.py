@@ -1,7 +1,5 @@
 """The comparisons of corrections: each method is a configuration that a run accepts, and the tables say what the runs wrote."""
 
-from __future__ import annotations
-
 import asyncio
 import csv
 import importlib

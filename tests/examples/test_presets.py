@@ -1,7 +1,5 @@
 """The presets, with a tiny model in the place of the real one: accepted as they are, and trained from for three batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run of ReMax whose trainer and producer are killed again and again: each batch has its greedy answers, and trains to the same bits."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A gateway is ended at every call on the bus; its agents go on at the next, and what they were told is what is trained."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -1,7 +1,5 @@
 """One long lockstep run in which trainer, rewarder, producer and evaluator are ended: it comes out as an undisturbed one."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Five planted faults: each makes the audit fail, where the product at the same calls passes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from pathlib import Path

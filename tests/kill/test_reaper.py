@@ -1,7 +1,5 @@
 """A run goes on past tasks that were acknowledged without a record; `test_stream` ends the trainer at each call of its reaper."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The trainer is ended between the renewal of its reference and the checkpoint that has it: the run goes on with the same reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

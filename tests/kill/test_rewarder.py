@@ -1,7 +1,5 @@
 """A rewarder stands still with requests in its hands and is overtaken: what it still publishes afterwards changes nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Producers, feeder and trainer are ended around the storing of a blob, of its sample, and its removal: nothing is trained without it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path

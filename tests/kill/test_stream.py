@@ -1,7 +1,5 @@
 """One long run in which every part is ended at every call, and the nats-server too: it goes on, and its books are in order."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

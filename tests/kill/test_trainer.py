@@ -1,7 +1,5 @@
 """The trainer dies late in its life, wakes beside its successor, and with a stream that is full: its books stay in order."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The package: its folders, its public names, what loads with it, and what its own tests need."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import subprocess

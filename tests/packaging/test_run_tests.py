@@ -1,7 +1,5 @@
 """What is called green: `scripts.run_tests` over small folders of tests that pass, fail, come back, die, or are not there."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a machine lacks, and what a session leaves behind."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

@@ -1,7 +1,5 @@
 """A sample stream that is far too small for its run: it stalls producers, loses nothing, and goes on by itself."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

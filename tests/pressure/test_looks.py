@@ -1,7 +1,5 @@
 """What a trainer asks of the sample stream, and what it holds of it while no batch closes for long."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

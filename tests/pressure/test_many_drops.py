@@ -1,7 +1,5 @@
 """So many drops before one batch that a message of the ledger cannot carry them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A producer is killed between two turns of a chat; another process goes on with the next turn, token for token."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

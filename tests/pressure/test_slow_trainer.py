@@ -1,7 +1,5 @@
 """Fast producers and a slow trainer: nothing grows, and a step longer than the ack wait takes no task from anybody."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path

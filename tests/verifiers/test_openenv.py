@@ -1,7 +1,5 @@
 """OpenEnv's real server, in its own environment, stepped by the turns of a scripted policy."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import subprocess

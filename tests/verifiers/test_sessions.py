@@ -1,7 +1,5 @@
 """A guest plays a taskset over a gateway: what arrives on the stream, and what becomes of episodes that go wrong."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Whole runs of tasksets, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

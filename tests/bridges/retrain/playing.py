@@ -1,7 +1,5 @@
 """The bridge's rollouts with a model that writes given texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

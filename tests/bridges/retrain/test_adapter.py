@@ -1,7 +1,5 @@
 """The trainer adapter: what it refuses before anything starts, what it writes, and how its runs end."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import json

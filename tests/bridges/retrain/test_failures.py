@@ -1,7 +1,5 @@
 """What becomes of environments, calculators and producers that misbehave, and what is refused before any rollout."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hyperparameters against a table of what retrain's page and its slime adapter say of each, read back from the loaded configuration."""
 
-from __future__ import annotations
-
 import re
 from functools import reduce
 from itertools import product

@@ -1,7 +1,5 @@
 """docs/retrain.md: its example trains in a run, its table names what is known, and rows whose environment misbehaves end and say why."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Episodes by the bridge against those of an independent model of retrain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any

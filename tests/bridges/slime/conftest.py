@@ -1,7 +1,5 @@
 """A user's file of hooks, written for slime: its imports, names and signatures."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

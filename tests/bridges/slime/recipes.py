@@ -3,8 +3,6 @@
 The names and values are those of THUDM/slime's `scripts/` and `examples/`; how a script is laid out here is ours.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 Arguments = dict[str, str]

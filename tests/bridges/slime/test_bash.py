@@ -1,7 +1,5 @@
 """Scripts read as text: what bash would make of the words, what only running would tell, and scripts that mean harm."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`streamrl check-hook` as a user runs it: whatever the function does, its end is a sentence."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`streamrl import-slime` and `streamrl doctor --plan` as users call them."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from pathlib import Path

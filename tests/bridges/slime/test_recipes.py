@@ -1,7 +1,5 @@
 """Slime's own recipes: their arithmetic by number, their refusals by name, and what is written is a configuration that is taken."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Sample` over our episodes, both ways: nothing is lost, and a hook cannot make tokens of the model up."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

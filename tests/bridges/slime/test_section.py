@@ -1,7 +1,5 @@
 """The section `slime`: its functions stand at our keys, again and again, and what has no place is refused with what is nearest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`post` as hooks call it: SGLang's words for question and answer, the run's engines behind them."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """slime's hooks of the trainer against closed forms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each hook is called with slime's signature by the seam that it stands at, and what is wrong with one is said."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run whose generation, reward and filters are functions written for slime; what they decided stands in its log."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
