@@ -122,11 +122,8 @@ RECIPES = re.findall(r"\n([^\n]+)\n(?:[^\n]+\n)*\n```toml\n(.*?)```", "\n" + par
 
 
 @pytest.mark.parametrize("recipe", [text for _, text in RECIPES], ids=[title for title, _ in RECIPES])
-def test_every_recipe_is_accepted_and_changes_the_loss(recipe: str, tmp_path: Path) -> None:
+def test_every_recipe_is_accepted_and_changes_the_loss(recipe: str, write, tmp_path: Path) -> None:
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    path = tmp_path / "run.toml"
-    path.write_text(f'[data]\ntrain = "train.jsonl"\n\n{recipe}')
-    config = load(path)
+    config = load(write(recipe))
     assert set(tomllib.loads(recipe)["loss"]) <= set(LossConfig.__struct_fields__)
     assert config.loss != LossConfig() or config.trainer.minibatches > 1

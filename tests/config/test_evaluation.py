@@ -38,21 +38,14 @@ options = { depth = 3 }
 prompt_key = "question"
 label_key = ""
 """
+SET = '[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\n'
 
 
-@pytest.fixture
-def write(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+@pytest.fixture(autouse=True)
+def graded(tmp_path: Path) -> None:
     (tmp_path / "grade.py").write_text(
         "def grade(task, episode, scale, api_key):\n    return 1.0\n\n\nasync def ask(task, engine):\n    return None\n"
     )
-
-    def _write(text: str) -> Path:
-        path = tmp_path / "my.toml"
-        path.write_text('[data]\ntrain = "rows.jsonl"\n' + text)
-        return path
-
-    return _write
 
 
 def test_a_set_takes_what_it_leaves_out_from_the_other_sections(write, tmp_path) -> None:
@@ -86,24 +79,9 @@ def test_sets_have_their_own_code_secrets_and_rewards(write, tmp_path) -> None:
     assert secrets == {"evaluation.sets[hard].reward": {"api_key": "s3same"}}
     assert "s3same" not in dump(told)
     assert with_secrets(told, secrets) == config
-    text = """
-    [[evaluation.sets]]
-    name = "a"
-    path = "rows.jsonl"
-    [[evaluation.sets]]
-    name = "b"
-    path = "rows.jsonl"
-    reward = { kind = "f1" }
-    [[evaluation.sets]]
-    name = "c"
-    path = "rows.jsonl"
-    reward_key = "kind"
-    reward = { kind = "dapo", key = "acc" }
-    [reward]
-    kind = "math"
-    key = "answer"
-    """
-    config = load(write('reward_key = "grade"\n' + text))
+    more = ("", 'reward = { kind = "f1" }\n', 'reward_key = "kind"\nreward = { kind = "dapo", key = "acc" }\n')
+    text = "".join(SET.replace('"a"', f'"{name}"') + line for name, line in zip("abc", more, strict=True))
+    config = load(write(f'reward_key = "grade"\n{text}[reward]\nkind = "math"\nkey = "answer"\n'))
     found = [(one.config.reward.kind, one.config.reward.key, one.config.data.reward_key) for one in problem_sets(config)]
     assert found == [("math", "answer", "grade"), ("f1", "", ""), ("dapo", "acc", "kind")]
 
@@ -114,22 +92,19 @@ def test_sets_have_their_own_code_secrets_and_rewards(write, tmp_path) -> None:
         ('[[evaluation.sets]]\npath = "rows.jsonl"', r"sets\[0\]\.name must be set"),
         ('[[evaluation.sets]]\nname = "a"', r"sets\[a\]\.path must name rows"),
         ('[[evaluation.sets]]\nname = "a b"\npath = "rows.jsonl"', r"got 'a b', in evaluation\.sets\[a b\]"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\n' * 2, "got 'a' twice"),
+        (SET * 2, "got 'a' twice"),
         ('[[evaluation.sets]]\nname = "a"\npath = "no.jsonl"', r"sets\[a\]\.path to name a file"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nn = 0', r"sets\[a\]\.n must be at least 1, got 0"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nn = 4', "at temperature 0: they would all be the same"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\npromt_key = "p"', r"got evaluation\.sets\[a\]\.promt_key"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nreward = { knd = "p" }', r"got evaluation\.sets\[a\]\.reward\.knd"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nsampling = { temprature = 1 }', r"temprature.*in evaluation\.sets\[a\]"),
-        (
-            '[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nsampling = { temperature = nan }',
-            r">= 0, got nan, in evaluation\.sets\[a\]",
-        ),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nreward = { options = { b = 1 } }', "got none in"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nreward = { kind = "late" }', "needs one at once"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nreward = { kind = "g.py:f" }', r"sets\[a\]\.reward\.kind to name a file"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nfunction = "verifiers:x"', "not evaluated by tasksets"),
-        ('[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nmax_prompt_tokens = 256', "leave no room for an answer"),
+        (SET + "n = 0", r"sets\[a\]\.n must be at least 1, got 0"),
+        (SET + "n = 4", "at temperature 0: they would all be the same"),
+        (SET + 'promt_key = "p"', r"got evaluation\.sets\[a\]\.promt_key"),
+        (SET + 'reward = { knd = "p" }', r"got evaluation\.sets\[a\]\.reward\.knd"),
+        (SET + "sampling = { temprature = 1 }", r"temprature.*in evaluation\.sets\[a\]"),
+        (SET + "sampling = { temperature = nan }", r">= 0, got nan, in evaluation\.sets\[a\]"),
+        (SET + "reward = { options = { b = 1 } }", "got none in"),
+        (SET + 'reward = { kind = "late" }', "needs one at once"),
+        (SET + 'reward = { kind = "g.py:f" }', r"sets\[a\]\.reward\.kind to name a file"),
+        (SET + 'function = "verifiers:x"', "not evaluated by tasksets"),
+        (SET + "max_prompt_tokens = 256", "leave no room for an answer"),
         ('[[evaluation.sets]]\nname = "heldout"\npath = "rows.jsonl"\n[data]\nheldout = "rows.jsonl"', "got 'heldout' twice"),
         ("[evaluation]\nevery = 5", "evaluation.every needs problems"),
         ("[evaluation]\nshare = 0.0", "share must be above 0"),
@@ -143,7 +118,7 @@ def test_what_is_wrong_with_a_set_is_said_with_its_name(write, text: str, words:
 
 
 async def test_a_reward_of_a_set_that_is_none_is_found_before_the_start(write) -> None:
-    wrong = '[[evaluation.sets]]\nname = "a"\npath = "rows.jsonl"\nreward = { kind = "exact" }\n'
+    wrong = SET + 'reward = { kind = "exact" }\n'
     with pytest.raises(ConfigError, match=r"evaluation\.sets\[a\]: reward\.kind must be"):
         await check_code(load(write(wrong)))
 

@@ -1,7 +1,6 @@
 """The sections filters, sampling, gateway and weights: what they may not say, and what they mean."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldConfig
 from streamrl.errors import ConfigError
 from tests.support.errors import raises
+from tests.support.refusals import refused
 
 
 def filters(**section: Any) -> Config:
@@ -43,9 +43,8 @@ def filters(**section: Any) -> Config:
     ],
 )
 def test_what_it_may_not_say_is_named(key: str, section: dict[str, Any]) -> None:
-    with raises(ConfigError) as caught:
+    with refused(ConfigError, f"filters.{key}"):
         filters(**section)
-    assert f"filters.{key}" in caught.value.message
 
 
 def test_what_is_said_reaches_the_record_and_what_is_not_decides_nothing() -> None:
@@ -69,31 +68,21 @@ def test_what_is_said_reaches_the_record_and_what_is_not_decides_nothing() -> No
         ("reward.overlong_buffer", {"reward": {"overlong_buffer": 65, "overlong_length": 60}}),
         ("reward.overlong_length", {"reward": {"overlong_length": 60}}),
         ("reward.overlong_buffer", {"reward": {"overlong_buffer": 8}, "loss": {"advantage": "maxrl"}}),
-    ],
-)
-def test_a_penalty_that_punishes_all_or_none_is_refused(key: str, tree: dict[str, Any]) -> None:
-    with raises(ConfigError, key=key):
-        check(convert({"data": {"train": "x"}, **tree}, where="run.toml"))
-
-
-@pytest.mark.parametrize(
-    ("key", "tree"),
-    [
         ("filters.function", {"filters": {"function": "zero_std"}}),
         ("filters.function", {"filters": {"function": "mine.py:keep"}, "reward": {"kind": "late"}}),
         ("filters.options", {"filters": {"options": {"least": 3}}}),
+        ("gateway.port", {"gateway": {"workers": 2, "port": 65535}}),
+        ("gateway.max_sessions", {"gateway": {"max_sessions": 7}, "tasks": {"num_rollouts": 8}}),
+        ("gateway.max_sessions", {"gateway": {"max_sessions": 8}, "tasks": {"num_rollouts": 8}, "loss": {"advantage": "remax"}}),
     ],
 )
-def test_a_function_that_could_not_be_asked_is_refused(key: str, tree: dict[str, Any]) -> None:
+def test_what_punishes_all_or_none_or_could_not_be_asked_or_served_is_refused(key: str, tree: dict[str, Any]) -> None:
     with raises(ConfigError, key=key):
         check(convert({"data": {"train": "x"}, **tree}, where="run.toml"))
 
 
-def test_a_logit_bias_is_by_token_in_a_file_an_override_and_a_record(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1", "label": "1"}\n')
-    file = tmp_path / "run.toml"
-    file.write_text(f"[data]\ntrain = {str(rows)!r}\n[sampling]\nlogit_bias = {{ 17 = -1, 3 = 2.5 }}\nstop = ['</a>']\nregex = '[0-9]+'\n")
+def test_a_logit_bias_is_by_token_in_a_file_an_override_and_a_record(write) -> None:
+    file = write("[sampling]\nlogit_bias = { 17 = -1, 3 = 2.5 }\nstop = ['</a>']\nregex = '[0-9]+'\n")
     config = load(file, ["sampling.logit_bias.9=1.5", "evaluation.sampling.min_p=0.05"])
     assert config.sampling.logit_bias == {17: -1.0, 3: 2.5, 9: 1.5} and config.sampling.stop == ("</a>",)
     assert config.evaluation.sampling.min_p == 0.05
@@ -101,57 +90,38 @@ def test_a_logit_bias_is_by_token_in_a_file_an_override_and_a_record(tmp_path: P
     assert override(config, ["sampling.logit_bias.3=0"]).sampling.logit_bias == {17: -1.0, 3: 0.0, 9: 1.5}
 
 
-def test_a_grammar_that_is_none_or_has_no_library_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1", "label": "1"}\n')
-    file = tmp_path / "run.toml"
-    file.write_text(f"[data]\ntrain = {str(rows)!r}\n")
+def test_a_grammar_that_is_none_or_has_no_library_is_refused_before_the_start(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write("")
     for given in ("sampling.regex='('", 'sampling.json_schema=\'{"type": "foo"}\'', 'evaluation.sampling.json_schema=\'{"type": "foo"}\''):
-        with raises(ConfigError, key=given.partition("=")[0]) as caught:
+        with refused(ConfigError, "llguidance", key=given.partition("=")[0]):
             load(file, [given])
-        assert "llguidance" in caught.value.message
     monkeypatch.setattr(check_sampling.importlib.util, "find_spec", lambda name: None)
-    with raises(ConfigError, key="sampling.regex") as caught:
+    with refused(ConfigError, hint="streamrl[grammar]", key="sampling.regex"):
         load(file, ["sampling.regex='[0-9]+'"])
-    assert "streamrl[grammar]" in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"gateway": {"workers": 2, "port": 65535}}, "gateway.port"),
-        ({"gateway": {"max_sessions": 7}, "tasks": {"num_rollouts": 8}}, "gateway.max_sessions"),
-        ({"gateway": {"max_sessions": 8}, "tasks": {"num_rollouts": 8}, "loss": {"advantage": "remax"}}, "gateway.max_sessions"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(sections: dict[str, object], key: str) -> None:
-    config = convert({"data": {"train": "x.jsonl"}, **sections}, where="a test")
-    with raises(ConfigError, key=key):
-        check(config)
-
-
-def test_a_gateway_is_off_and_changes_take_one_more_than_the_ring() -> None:
+def test_a_gateway_is_off() -> None:
     config = convert({"data": {"train": "x.jsonl"}}, where="a test")
     check(config)
     assert (config.gateway.workers, config.gateway.host, config.gateway.prompts) == (0, "127.0.0.1", "task")
-    assert WeightsConfig().buffers == 1
-    assert WeightsConfig(transport="ipc").buffers == 2
-    assert WeightsConfig(transport="ipc", ring=3).buffers == 3
-    assert WeightsConfig(transport="ipc", ring=3, also_on_bus=True).buffers == 4
-    assert WeightsConfig(transport="bus", ring=1).buffers == 2
-    assert WeightsConfig(transport="bus", ring=1, anchor_every=1).buffers == 1
 
 
 @pytest.mark.parametrize(
-    ("weights", "snapshots"),
+    ("weights", "buffers", "snapshots"),
     [
-        (WeightsConfig(), 1),
-        (WeightsConfig(transport="ipc"), 2),
-        (WeightsConfig(transport="bus"), 2),
-        (WeightsConfig(also_on_bus=True), 2),
-        (WeightsConfig(ring=3), 3),
-        (WeightsConfig(transport="ipc", ring=1), 1),
+        ({}, 1, 1),
+        ({"transport": "ipc"}, 2, 2),
+        ({"transport": "ipc", "ring": 1}, 1, 1),
+        ({"transport": "ipc", "ring": 3}, 3, 3),
+        ({"transport": "ipc", "ring": 3, "also_on_bus": True}, 4, 3),
+        ({"transport": "bus"}, 3, 2),
+        ({"transport": "bus", "ring": 1}, 2, 1),
+        ({"transport": "bus", "ring": 1, "anchor_every": 1}, 1, 1),
+        ({"also_on_bus": True}, 3, 2),
+        ({"ring": 3}, 3, 3),
     ],
 )
-def test_a_trainer_keeps_one_snapshot_where_it_is_copied_at_once(weights: WeightsConfig, snapshots: int) -> None:
-    assert weights.snapshots == snapshots
+def test_changes_take_one_more_than_the_ring_and_one_snapshot_is_kept_of_what_is_copied_at_once(
+    weights: dict[str, Any], buffers: int, snapshots: int
+) -> None:
+    assert (WeightsConfig(**weights).buffers, WeightsConfig(**weights).snapshots) == (buffers, snapshots)

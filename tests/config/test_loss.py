@@ -1,37 +1,33 @@
 """What the section `loss` may not say, each with its reason."""
 
+import contextlib
+import json
+import math
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
 import pytest
 
+from streamrl.bridges.retrain.run_files import nested
 from streamrl.config.check_loss import check_loss
 from streamrl.config.load import convert, load
 from streamrl.config.loss import CorrectionConfig, LossConfig
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 from tests.support.errors import raises
+from tests.support.refusals import refused
 
 
-def config_of(*settings: str):
-    """A configuration with `a.b=c` put in; values are Python's literals, or words."""
-    tree: dict[str, Any] = {}
+def config_of(*settings: str) -> Config:
+    """A configuration with `a.b=c` put in; values are those of JSON, `nan`, or words."""
+    keys: dict[str, Any] = {}
     for setting in settings:
         key, _, text = setting.partition("=")
-        value: object = {"true": True, "false": False}.get(text, text)
-        if isinstance(value, str):
-            for kind in (int, float):
-                try:
-                    value = kind(text)
-                    break
-                except ValueError:
-                    continue
-        table = tree
-        *sections, name = key.split(".")
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[name] = value
-    return convert(tree, where="test")
+        with contextlib.suppress(ValueError):
+            keys[key] = text
+            keys[key] = math.nan if text == "nan" else json.loads(text)
+    return convert(nested(keys), where="test")
 
 
 GOOD = [
@@ -223,38 +219,31 @@ def test_the_table_backend_says_what_it_cannot_do(setting: str) -> None:
     check_loss(config_of(*setting.split()))
 
 
-def test_paths_of_models_and_functions_start_at_the_files_folder(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+def test_paths_of_models_and_functions_start_at_the_files_folder(write, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
     for name in ("reference", "teacher"):
         (tmp_path / name).mkdir()
     text = """
-[data]
-train = "rows.jsonl"
 [loss]
 advantage = "mine.py:advantages"
 policy = "mine.py:policy"
 kl = {loss_coef = 0.1, estimator = "k3", reference = "reference"}
 distillation = {coef = 0.1, teacher = "teacher"}
 """
-    (tmp_path / "my.toml").write_text(text)
-    loss = load(tmp_path / "my.toml").loss
+    loss = load(write(text)).loss
     assert (loss.advantage, loss.policy) == (f"{tmp_path}/mine.py:advantages", f"{tmp_path}/mine.py:policy")
     assert (loss.kl.reference, loss.distillation.teacher) == (f"{tmp_path}/reference", f"{tmp_path}/teacher")
     (tmp_path / "teacher").rmdir()
     with raises(ConfigError, key="loss.distillation.teacher", path=ANY):
         load(tmp_path / "my.toml")
     (tmp_path / "teacher").mkdir()
-    (tmp_path / "my.toml").write_text(text.replace("mine.py:policy", "yours.py:policy"))
     with raises(ConfigError, key="loss.policy", path=ANY):
-        load(tmp_path / "my.toml")
+        load(write(text.replace("mine.py:policy", "yours.py:policy")))
 
 
 def test_old_names_say_the_new_ones_and_the_default_is_the_quickstarts() -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, hint="loss.correction.high now"):
         config_of("loss.tis_cap=2.0")
-    assert "loss.correction.high now" in caught.value.hint
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, hint="loss.correction.low now"):
         config_of("loss.tis_floor=0.5")
-    assert "loss.correction.low now" in caught.value.hint
     assert LossConfig().correction == CorrectionConfig(kind="truncate", level="token", high=2.0)

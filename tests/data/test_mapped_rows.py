@@ -14,6 +14,7 @@ from streamrl.data.order import row_of
 from streamrl.data.rows import open_rows
 from streamrl.errors import DataError
 from tests.support.errors import raises
+from tests.support.refusals import refused
 
 ROWS = [{"chat": [{"role": "user", "content": f"{i}+1="}], "label": str(i + 1), "more": {"n": i}} for i in range(50)]
 KINDS = ["jsonl", "parquet", "arrow", "saved"]
@@ -121,18 +122,15 @@ def test_a_state_file_that_names_no_shard_of_its_own_is_refused(tmp_path: Path, 
 
 def test_other_directories_are_refused_with_what_to_do(tmp_path: Path) -> None:
     path = write(tmp_path, "saved")
-    with raises(DataError, path=str(tmp_path)) as caught:
+    with refused(DataError, "save_to_disk", path=str(tmp_path)):
         open_mapped(str(tmp_path), tmp_path)
-    assert "save_to_disk" in caught.value.message
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["saved", "test"]}')
-    with raises(DataError, path=str(tmp_path)) as caught:
+    with refused(DataError, "saved, test", path=str(tmp_path)):
         open_mapped(str(tmp_path), tmp_path)
-    assert "saved, test" in caught.value.message
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(state | {"_indices_data_files": [{"filename": "indices.arrow"}]}))
-    with raises(DataError, path=str(path)) as caught:
+    with refused(DataError, hint="flatten_indices", path=str(path)):
         open_mapped(str(path), tmp_path)
-    assert "flatten_indices" in caught.value.hint
     (path / "state.json").write_text(json.dumps(state))
     (path / "data-00001-of-00002.arrow").write_bytes(b"ARROW1 but no more")
     with raises(DataError, path=str(path / "data-00001-of-00002.arrow")):

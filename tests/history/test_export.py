@@ -34,6 +34,7 @@ from streamrl.trainers.torch import checkpoint as files
 from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.harness import read_ledger, run_to_end, services
+from tests.support.refusals import refused
 from tests.support.torch_runs import ppo_config
 from tests.support.ups import begun
 from tests.support.world.world import table_config
@@ -197,9 +198,8 @@ async def test_it_is_what_the_trainer_exports_wherever_it_comes_from(made: Expor
 @pytest.mark.parametrize("made", ["bfloat16"], indirect=True)
 async def test_what_is_not_there_is_named_and_what_is_there_is_not_replaced(made: Exported, tmp_path: Path) -> None:
     assert choose(made.found, None) == choose(made.found, "6") == choose(made.found, "0.6") == made.newest
-    with raises(ConfigError, versions=tuple(map(str, made.found.versions))) as caught:
+    with refused(ConfigError, "0.6", versions=tuple(map(str, made.found.versions))):
         choose(made.found, "700")
-    assert "0.6" in caught.value.message
     with raises(ConfigError, versions=()):
         choose(Found({}, {}), None)
     out = tmp_path / "there"

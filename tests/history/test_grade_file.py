@@ -12,6 +12,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.history import grade_file
 from streamrl.history.grade_file import read_rows
 from tests.support.errors import raises
+from tests.support.refusals import refused
 
 CODE = """
 import os
@@ -111,16 +112,14 @@ def test_a_built_in_reward_that_may_hang_is_asked_in_a_process_that_can_be_kille
 def test_broken_rows_and_wrong_rewards_are_named_by_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"completion": "7", "grade": "gsm8k"}\n{"completion": "7", "grade": "gsm8"}\n')
-    with raises(DataError, path=str(path), line=2) as caught:
+    with refused(DataError, "line 2: ", "'gsm8'", path=str(path), line=2):
         read_rows(path, DataConfig(reward_key="grade"))
-    assert "line 2: " in caught.value.message and "'gsm8'" in caught.value.message
     with raises(DataError, path=str(path), line=1):  # and a field that no configuration has named is none
         read_rows(path)
     path = tmp_path / "rows.jsonl"
     path.write_text("{}\n" * 12)
-    with raises(DataError, line=1) as caught:
+    with refused(DataError, "line 5: ", "7 more lines", line=1):
         read_rows(path)
-    assert "line 5: " in caught.value.message and "7 more lines" in caught.value.message
     path.write_text("\n")
     with pytest.raises(DataError, match="got none"):
         read_rows(path)
