@@ -63,54 +63,9 @@ async def gives_up(args, sample, sampling_params):
     sample.status = Sample.Status.ABORTED
     return sample
 
-async def text_back(args, sample, sampling_params):
-    return "a text"
-
-async def rm(args, sample, **kwargs):
-    return float(sample.response.startswith(str(sample.label))) + kwargs.get("bonus", 0.0)
-
-async def table_rm(args, sample, **kwargs):
-    return {"score": float(sample.response.startswith("2")), "pred": sample.response}
-
-async def ranks(args, samples, **kwargs):
-    return [rank / args.n_samples_per_prompt for rank in range(len(samples))]
-
-async def nan_rm(args, sample, **kwargs):
-    return float("nan")
-
-async def text_rm(args, sample, **kwargs):
-    return "1.0"
-
-async def short_group(args, samples, **kwargs):
-    return [0.0]
-
-def plain_rm(args, sample, **kwargs):
-    return 1.0
-
-async def one_argument(args):
-    return 1.0
-
-async def exits(args, sample, **kwargs):
-    sys.exit(3)
-
-async def dies(args, sample, **kwargs):
-    os._exit(7)
-
-async def hangs(args, sample, **kwargs):
-    time.sleep(600)
-
-async def asks_too_much(args, sample, **kwargs):
-    return args.tensor_model_parallel_size
-
 def spread(args, samples, **kwargs):
     rewards = [sample.reward for sample in samples]
     return DynamicFilterOutput(keep=bool(np.std(rewards) > 1e-6), reason=f"zero_std_{rewards[0]}")
-
-def keep_all(args, samples):
-    return True
-
-def forgets(args, samples, **kwargs):
-    pass
 
 def mark_wrong(args, groups):
     for group in groups:
@@ -138,9 +93,6 @@ def removes(args, sample):
 def wants_both(args, sample, rollout_id, evaluation):
     assert rollout_id is None and evaluation is False
 
-async def wants_evaluation(args, sample, sampling_params, evaluation):
-    return await one_turn(args, sample, sampling_params)
-
 def whole_rollout(args, rollout_id, data_source, evaluation=False):
     async def work():
         assert args.rollout_batch_size == 1
@@ -165,12 +117,6 @@ def normalized(args, samples):
         done[groups == group] = (of - of.mean()) / (of.std(ddof=1) + 1e-6)
     return rewards.tolist(), done.tolist()
 
-def two_numbers(args, samples):
-    return 1.0, 0.0
-
-def reads_text(args, samples):
-    return [sample.response for sample in samples], [0.0] * len(samples)
-
 def advantages(args, rollout_data):
     import torch
 
@@ -179,9 +125,6 @@ def advantages(args, rollout_data):
         for length, reward in zip(rollout_data["response_lengths"], rollout_data["rewards"])
     ]
     rollout_data["returns"] = rollout_data["advantages"]
-
-def no_advantages(args, rollout_data):
-    pass
 
 def truncated(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs):
     import torch
@@ -195,16 +138,31 @@ def masks_first(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks
     for mask in masks:
         mask[0] = 0
     return pg_loss, masks, {}
-
-def by_name(*, args, pg_loss, loss_masks, **others):
-    return pg_loss, loss_masks, {"ones": loss_masks}
-
-def loss_alone(args, *, pg_loss, **others):
-    return pg_loss
-
-def one_mask(args, *, pg_loss, **others):
-    return pg_loss, [pg_loss[:1].detach()], {}
 '''
+SMALL_HOOKS = {
+    "async def text_back(args, sample, sampling_params)": '"a text"',
+    "async def rm(args, sample, **kwargs)": 'float(sample.response.startswith(str(sample.label))) + kwargs.get("bonus", 0.0)',
+    "async def table_rm(args, sample, **kwargs)": '{"score": float(sample.response.startswith("2")), "pred": sample.response}',
+    "async def ranks(args, samples, **kwargs)": "[rank / args.n_samples_per_prompt for rank in range(len(samples))]",
+    "async def nan_rm(args, sample, **kwargs)": 'float("nan")',
+    "async def text_rm(args, sample, **kwargs)": '"1.0"',
+    "async def short_group(args, samples, **kwargs)": "[0.0]",
+    "def plain_rm(args, sample, **kwargs)": "1.0",
+    "async def one_argument(args)": "1.0",
+    "async def exits(args, sample, **kwargs)": "sys.exit(3)",
+    "async def dies(args, sample, **kwargs)": "os._exit(7)",
+    "async def hangs(args, sample, **kwargs)": "time.sleep(600)",
+    "async def asks_too_much(args, sample, **kwargs)": "args.tensor_model_parallel_size",
+    "def forgets(args, samples, **kwargs)": "None",
+    "async def wants_evaluation(args, sample, sampling_params, evaluation)": "await one_turn(args, sample, sampling_params)",
+    "def two_numbers(args, samples)": "1.0, 0.0",
+    "def reads_text(args, samples)": "[sample.response for sample in samples], [0.0] * len(samples)",
+    "def no_advantages(args, rollout_data)": "None",
+    "def by_name(*, args, pg_loss, loss_masks, **others)": 'pg_loss, loss_masks, {"ones": loss_masks}',
+    "def loss_alone(args, *, pg_loss, **others)": "pg_loss",
+    "def one_mask(args, *, pg_loss, **others)": "pg_loss, [pg_loss[:1].detach()], {}",
+}
+"""Functions that only return a value."""
 
 
 @pytest.fixture
@@ -212,5 +170,5 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file; the working directory is its folder."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "hooks.py"
-    file.write_text(HOOKS)
+    file.write_text(HOOKS + "".join(f"\n{head}:\n    return {value}\n" for head, value in SMALL_HOOKS.items()))
     return file

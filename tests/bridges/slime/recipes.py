@@ -3,6 +3,9 @@
 The names and values are those of THUDM/slime's `scripts/` and `examples/`; how a script is laid out here is ours.
 """
 
+import json
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 Arguments = dict[str, str]
@@ -63,6 +66,11 @@ FILTERED = flags(
     """--rollout-batch-size 128 --over-sampling-batch-size 256
     --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std --num-steps-per-rollout 4"""
 )
+SFT = flags(
+    """--rollout-function-path slime.rollout.sft_rollout.generate_rollout --prompt-data /root/openhermes2_5.parquet --input-key messages
+    --rollout-shuffle --num-epoch 3 --rollout-batch-size 128 --global-batch-size 128 --loss-type sft_loss --calculate-per-token-loss
+    --disable-compute-advantages-and-returns --debug-train-only"""
+)
 
 
 def without(arguments: Arguments, *names: str) -> Arguments:
@@ -73,205 +81,146 @@ def without(arguments: Arguments, *names: str) -> Arguments:
 class Recipe(NamedTuple):
     """A script's arguments, and what has to come of them."""
 
-    arguments: Arguments
+    parts: tuple[Arguments, ...]
+    more: str
+    """Arguments that are its own, which win over those of the parts, as a later part wins over an earlier one."""
     batch: tuple[int, int, int, int]
     """Tasks, rollouts, optimizer steps of a batch; batches."""
     refused: tuple[str, ...] = ()
     """Flags, by their first refusals; the rest is written with --leave-out all."""
     entry: str = "train.py"
-    keys: tuple[tuple[str, object], ...] = ()
-    """Some keys of the configuration."""
+    keys: str = ""
+    """Some keys of the configuration, with values as JSON has them, or words."""
+
+    @property
+    def arguments(self) -> Arguments:
+        return reduce(or_, (*self.parts, flags(self.more)))
+
+    @property
+    def expected(self) -> dict[str, object]:
+        """The keys by name."""
+        with_values = (one.partition("=") for one in self.keys.split())
+        return {key: json.loads(text) if text[0] in '["0123456789' or text == "true" else text for key, _, text in with_values}
 
 
 RECIPES: dict[str, Recipe] = {
     "qwen3-4b": Recipe(
-        QWEN3_4B,
+        (QWEN3_4B,),
+        "",
         (32, 8, 1, 3000),
-        keys=(("trainer.backend", "megatron"), ("trainer.tensor", 2), ("engine.workers", 4), ("weights.transport", "ipc")),
+        keys="trainer.backend=megatron trainer.tensor=2 engine.workers=4 weights.transport=ipc",
     ),
     "qwen3-0.6b-single-gpu": Recipe(
-        without(QWEN3_4B, "recompute-granularity", "recompute-method", "recompute-num-layers", "sequence-parallel", "balance-data")
-        | flags(
-            """--rm-type math --num-rollout 10 --rollout-batch-size 2 --n-samples-per-prompt 4 --global-batch-size 8
-            --rollout-max-response-len 512 --rollout-top-p 0.95 --eval-interval 10 --skip-eval-before-train --n-samples-per-eval-prompt 1
-            --eval-max-response-len 512 --eval-top-k 1 --calculate-per-token-loss --tensor-model-parallel-size 1 --max-tokens-per-gpu 4096
-            --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.45 --sglang-cuda-graph-max-bs 8 --actor-num-gpus-per-node 1"""
-        ),
+        (without(QWEN3_4B, "recompute-granularity", "recompute-method", "recompute-num-layers", "sequence-parallel", "balance-data"),),
+        """--rm-type math --num-rollout 10 --rollout-batch-size 2 --n-samples-per-prompt 4 --global-batch-size 8
+        --rollout-max-response-len 512 --rollout-top-p 0.95 --eval-interval 10 --skip-eval-before-train --n-samples-per-eval-prompt 1
+        --eval-max-response-len 512 --eval-top-k 1 --calculate-per-token-loss --tensor-model-parallel-size 1 --max-tokens-per-gpu 4096
+        --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.45 --sglang-cuda-graph-max-bs 8 --actor-num-gpus-per-node 1""",
         (2, 4, 1, 10),
-        keys=(
-            ("trainer.backend", "torch"),
-            ("engine.sglang.gpus", [0]),
-            ("loss.reduction", "token_mean"),
-            ("sampling.top_p", 0.95),
-            ("sampling.top_k", 4096),
-            ("trainer.support_replay", True),
-        ),
+        keys="""trainer.backend=torch engine.sglang.gpus=[0] loss.reduction=token_mean sampling.top_p=0.95 sampling.top_k=4096
+        trainer.support_replay=true""",
     ),
     "glm4-9b": Recipe(
-        without(QWEN3_4B, "colocate")
-        | saved("GLM-Z1-9B-0414")
-        | flags(
-            """--context-parallel-size 2 --max-tokens-per-gpu 4608 --actor-num-gpus-per-node 4 --rollout-num-gpus 4
-            --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.8 --sglang-attention-backend fa3
-            --sglang-enable-deterministic-inference --use-wandb --wandb-project slime-dev --wandb-group glm"""
-        ),
+        (without(QWEN3_4B, "colocate"), saved("GLM-Z1-9B-0414")),
+        """--context-parallel-size 2 --max-tokens-per-gpu 4608 --actor-num-gpus-per-node 4 --rollout-num-gpus 4
+        --rollout-num-gpus-per-engine 1 --sglang-mem-fraction-static 0.8 --sglang-attention-backend fa3
+        --sglang-enable-deterministic-inference --use-wandb --wandb-project slime-dev --wandb-group glm""",
         (32, 8, 1, 3000),
-        keys=(
-            ("engine.sglang.gpus", [4, 5, 6, 7]),
-            ("trainer.micro_tokens", 9216),
-            ("engine.deterministic", True),
-            ("engine.sglang.flags.mem_fraction_static", 0.8),
-            ("metrics.sinks", ["wandb"]),
-        ),
+        keys="""engine.sglang.gpus=[4,5,6,7] trainer.micro_tokens=9216 engine.deterministic=true
+        engine.sglang.flags.mem_fraction_static=0.8 metrics.sinks=["wandb"]""",
     ),
     "qwen3-4b-fully-async": Recipe(
-        without(QWEN3_4B, "colocate", "sglang-mem-fraction-static", *EVAL)
-        | flags(
-            """--rollout-function-path fully_async_rollout.generate_rollout_fully_async --rm-type dapo --reward-key score --use-tis
-            --rollout-num-gpus-per-engine 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4"""
-        ),
+        (without(QWEN3_4B, "colocate", "sglang-mem-fraction-static", *EVAL),),
+        """--rollout-function-path fully_async_rollout.generate_rollout_fully_async --rm-type dapo --reward-key score --use-tis
+        --rollout-num-gpus-per-engine 1 --actor-num-gpus-per-node 4 --rollout-num-gpus 4""",
         (32, 8, 1, 3000),
         entry="train_async.py",
-        keys=(("tasks.max_staleness", 2), ("loss.correction.kind", "truncate"), ("loss.correction.high", 2.0), ("reward.key", "score")),
+        keys="tasks.max_staleness=2 loss.correction.kind=truncate loss.correction.high=2.0 reward.key=score",
     ),
     "qwen3-30b-a3b": Recipe(
-        QWEN3_4B
-        | OFFLOADED
-        | MIXTURE
-        | flags(
-            """--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32 --use-tis --rollout-num-gpus-per-engine 8
-            --sglang-cuda-graph-bs 1 2 4 8 16 24 32 --num-experts 128 --moe-layer-freq [1]*48"""
-        ),
+        (QWEN3_4B, OFFLOADED, MIXTURE),
+        """--rollout-batch-size 8 --n-samples-per-prompt 4 --global-batch-size 32 --use-tis --rollout-num-gpus-per-engine 8
+        --sglang-cuda-graph-bs 1 2 4 8 16 24 32 --num-experts 128 --moe-layer-freq [1]*48""",
         (8, 4, 1, 3000),
-        keys=(
-            ("trainer.experts", 8),
-            ("engine.sglang.flags.cuda_graph_bs", [1, 2, 4, 8, 16, 24, 32]),
-            ("loss.correction.kind", "truncate"),
-        ),
+        keys="trainer.experts=8 engine.sglang.flags.cuda_graph_bs=[1,2,4,8,16,24,32] loss.correction.kind=truncate",
     ),
     "moonlight-16b-a3b": Recipe(
-        without(QWEN3_4B, "global-batch-size", "attention-backend")
-        | OFFLOADED
-        | MIXTURE
-        | ROUTER_BIAS
-        | LATENT
-        | FILTERED
-        | flags(
-            """--rm-type math --rollout-max-response-len 4096 --eval-max-response-len 4096 --max-tokens-per-gpu 8192
-            --rollout-num-gpus-per-engine 8 --moe-enable-deepep --moe-token-dispatcher-type flex"""
-        ),
+        (without(QWEN3_4B, "global-batch-size", "attention-backend"), OFFLOADED, MIXTURE, ROUTER_BIAS, LATENT, FILTERED),
+        """--rm-type math --rollout-max-response-len 4096 --eval-max-response-len 4096 --max-tokens-per-gpu 8192
+        --rollout-num-gpus-per-engine 8 --moe-enable-deepep --moe-token-dispatcher-type flex""",
         (128, 8, 4, 3000),
         refused=UNREACHED,
-        keys=(("tasks.drop_zero_variance", True), ("producer.concurrency", 256), ("trainer.minibatches", 4)),
+        keys="tasks.drop_zero_variance=true producer.concurrency=256 trainer.minibatches=4",
     ),
     "deepseek-r1": Recipe(
-        without(QWEN3_4B, "global-batch-size")
-        | OFFLOADED
-        | ROUTER_BIAS
-        | LATENT
-        | FILTERED
-        | flags(
-            """--rollout-max-response-len 32768 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 4
-            --expert-model-parallel-size 32 --decoder-last-pipeline-num-layers 13 --max-tokens-per-gpu 16384
-            --rollout-num-gpus-per-engine 64 --sglang-enable-ep-moe --sglang-dp-size 8 --sglang-enable-dp-attention
-            --sglang-moe-dense-tp-size 1 --sglang-disable-radix-cache --sglang-deepep-mode auto --sglang-server-concurrency 1024
-            --actor-num-nodes 16"""
-        ),
+        (without(QWEN3_4B, "global-batch-size"), OFFLOADED, ROUTER_BIAS, LATENT, FILTERED),
+        """--rollout-max-response-len 32768 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 4
+        --expert-model-parallel-size 32 --decoder-last-pipeline-num-layers 13 --max-tokens-per-gpu 16384
+        --rollout-num-gpus-per-engine 64 --sglang-enable-ep-moe --sglang-dp-size 8 --sglang-enable-dp-attention
+        --sglang-moe-dense-tp-size 1 --sglang-disable-radix-cache --sglang-deepep-mode auto --sglang-server-concurrency 1024
+        --actor-num-nodes 16""",
         (128, 8, 4, 3000),
         refused=("--rollout-num-gpus-per-engine", "--decoder-last-pipeline-num-layers", *UNREACHED),
-        keys=(("ray.address", "auto"), ("trainer.ranks", 128), ("trainer.experts", 32)),
+        keys="ray.address=auto trainer.ranks=128 trainer.experts=32",
     ),
     "qwen3-235b-a22b": Recipe(
-        without(QWEN3_4B, "colocate", "eval-interval", "use-kl-loss", "eps-clip-high")
-        | OFFLOADED
-        | flags(
-            """--rollout-batch-size 8 --global-batch-size 64 --advantage-estimator gspo --eps-clip 4e-4 --tensor-model-parallel-size 4
-            --pipeline-model-parallel-size 4 --context-parallel-size 2 --expert-model-parallel-size 16
-            --decoder-last-pipeline-num-layers 22 --max-tokens-per-gpu 16384 --rollout-num-gpus-per-engine 32 --sglang-enable-dp-attention
-            --sglang-dp-size 4 --sglang-ep-size 32 --actor-num-nodes 8 --rollout-num-gpus 64
-            --update-weight-buffer-size $(( 1024 * 1024 * 1024 * 4 ))"""
-        ),
+        (without(QWEN3_4B, "colocate", "eval-interval", "use-kl-loss", "eps-clip-high"), OFFLOADED),
+        """--rollout-batch-size 8 --global-batch-size 64 --advantage-estimator gspo --eps-clip 4e-4 --tensor-model-parallel-size 4
+        --pipeline-model-parallel-size 4 --context-parallel-size 2 --expert-model-parallel-size 16
+        --decoder-last-pipeline-num-layers 22 --max-tokens-per-gpu 16384 --rollout-num-gpus-per-engine 32 --sglang-enable-dp-attention
+        --sglang-dp-size 4 --sglang-ep-size 32 --actor-num-nodes 8 --rollout-num-gpus 64
+        --update-weight-buffer-size $(( 1024 * 1024 * 1024 * 4 ))""",
         (8, 8, 1, 3000),
         refused=("--rollout-num-gpus-per-engine", "--decoder-last-pipeline-num-layers"),
-        keys=(("loss.policy", "gspo"), ("loss.clip_low", 4e-4), ("loss.clip_high", 4e-4)),
+        keys="loss.policy=gspo loss.clip_low=0.0004 loss.clip_high=0.0004",
     ),
     "glm4.7-30b-a3b": Recipe(
-        QWEN3_4B
-        | OFFLOADED
-        | ROUTER_BIAS
-        | LATENT
-        | flags(
-            """--rollout-batch-size 128 --global-batch-size 1024 --rollout-max-response-len 32768 --kl-coef 0.00
-            --pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 4
-            --decoder-last-pipeline-num-layers 23 --mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2
-            --rollout-num-gpus-per-engine 8 --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3
-            --sglang-max-running-requests 512 --eval-temperature 1.0"""
-        ),
+        (QWEN3_4B, OFFLOADED, ROUTER_BIAS, LATENT),
+        """--rollout-batch-size 128 --global-batch-size 1024 --rollout-max-response-len 32768 --kl-coef 0.00
+        --pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-model-parallel-size 4 --decoder-last-pipeline-num-layers 23
+        --mtp-num-layers 1 --enable-mtp-training --mtp-loss-scaling-factor 0.2 --rollout-num-gpus-per-engine 8
+        --sglang-speculative-algorithm EAGLE --sglang-speculative-num-steps 3 --sglang-max-running-requests 512 --eval-temperature 1.0""",
         (128, 8, 1, 3000),
         refused=("--decoder-last-pipeline-num-layers", "--enable-mtp-training", "--mtp-loss-scaling-factor", *UNREACHED),
-        keys=(("engine.slots", 512), ("engine.sglang.flags.speculative_algorithm", "EAGLE")),
+        keys="engine.slots=512 engine.sglang.flags.speculative_algorithm=EAGLE",
     ),
     "qwen3-30b-a3b-fsdp": Recipe(
-        without(QWEN3_4B, *PERF, *MISC, *FORM, "use-kl-loss", "load", "save", "save-interval", "ref-load")
-        | flags(
-            """--use-dynamic-batch-size --max-tokens-per-gpu 20480 --train-backend fsdp --gradient-checkpointing
-            --attn-implementation flash_attention_3 --update-weight-buffer-size 536870912 --rollout-num-gpus-per-engine 8"""
-        ),
+        (without(QWEN3_4B, *PERF, *MISC, *FORM, "use-kl-loss", "load", "save", "save-interval", "ref-load"),),
+        """--use-dynamic-batch-size --max-tokens-per-gpu 20480 --train-backend fsdp --gradient-checkpointing
+        --attn-implementation flash_attention_3 --update-weight-buffer-size 536870912 --rollout-num-gpus-per-engine 8""",
         (32, 8, 1, 3000),
-        keys=(("trainer.backend", "torch"), ("trainer.shards", 8), ("trainer.activations", 0)),
+        keys="trainer.backend=torch trainer.shards=8 trainer.activations=0",
     ),
     "qwen3-4b-base-sft": Recipe(
-        FORM
-        | saved("Qwen3-4B-Base")
-        | without(PERF, "tensor-model-parallel-size")
-        | MISC
-        | flags(
-            """--rollout-function-path slime.rollout.sft_rollout.generate_rollout --prompt-data /root/openhermes2_5.parquet
-            --input-key messages --rollout-shuffle --num-epoch 3 --rollout-batch-size 128 --global-batch-size 128 --loss-type sft_loss
-            --calculate-per-token-loss --disable-compute-advantages-and-returns --debug-train-only"""
-        )
-        | ADAM
-        | flags(
-            """--lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1 --adam-beta2 0.95 --actor-num-nodes 1
-            --actor-num-gpus-per-node 8"""
-        ),
+        (FORM, saved("Qwen3-4B-Base"), without(PERF, "tensor-model-parallel-size"), MISC, SFT, ADAM),
+        """--lr 1e-5 --lr-decay-style cosine --min-lr 1e-6 --lr-warmup-fraction 0.1 --adam-beta2 0.95 --actor-num-nodes 1
+        --actor-num-gpus-per-node 8""",
         (128, 1, 1, 3 * 1_001_551 // 128),
         entry="train_async.py",
-        keys=(
-            ("run.kind", "sft"),
-            ("data.messages_key", "messages"),
-            ("trainer.optimizer.warmup_steps", 2348),
-            ("loss.reduction", "token_mean"),
-        ),
+        keys="run.kind=sft data.messages_key=messages trainer.optimizer.warmup_steps=2348 loss.reduction=token_mean",
     ),
     "search-r1-qwen2.5-3b": Recipe(
-        without(QWEN3_4B, "rm-type", *EVAL)
-        | flags(
-            """--prompt-data /root/nq_search/train.parquet --label-key reward_model --rollout-batch-size 64 --rollout-max-response-len 500
-            --rollout-temperature 1.0 --global-batch-size 512 --kl-loss-coef 0.001 --actor-num-gpus-per-node 4 --rollout-num-gpus 4
-            --custom-rm-path generate_with_search.reward_func --custom-generate-function-path generate_with_local_search.generate"""
-        ),
+        (without(QWEN3_4B, "rm-type", *EVAL),),
+        """--prompt-data /root/nq_search/train.parquet --label-key reward_model --rollout-batch-size 64 --rollout-max-response-len 500
+        --rollout-temperature 1.0 --global-batch-size 512 --kl-loss-coef 0.001 --actor-num-gpus-per-node 4 --rollout-num-gpus 4
+        --custom-rm-path generate_with_search.reward_func --custom-generate-function-path generate_with_local_search.generate""",
         (64, 8, 1, 3000),
-        keys=(("loss.kl.loss_coef", 0.001), ("loss.kl.estimator", "low_var_kl"), ("engine.sglang.gpus", [0, 1, 2, 3])),
+        keys="loss.kl.loss_coef=0.001 loss.kl.estimator=low_var_kl engine.sglang.gpus=[0,1,2,3]",
     ),
     "qwen2.5-0.5b-gsm8k": Recipe(
-        without(QWEN3_4B, "load", "save", "save-interval", "balance-data")
-        | flags(
-            """--rollout-batch-size 4 --n-samples-per-prompt 1 --num-rollout 40 --rollout-max-response-len 2048 --global-batch-size 4
-            --tensor-model-parallel-size 1 --max-tokens-per-gpu 8092 --kl-coef 0.00 --actor-num-gpus-per-node 2 --rollout-num-gpus 2
-            --use-slime-router --deterministic-mode --train-backend megatron --rm-type math --n-samples-per-eval-prompt 1 --eval-top-k 1"""
-        ),
+        (without(QWEN3_4B, "load", "save", "save-interval", "balance-data"),),
+        """--rollout-batch-size 4 --n-samples-per-prompt 1 --num-rollout 40 --rollout-max-response-len 2048 --global-batch-size 4
+        --tensor-model-parallel-size 1 --max-tokens-per-gpu 8092 --kl-coef 0.00 --actor-num-gpus-per-node 2 --rollout-num-gpus 2
+        --use-slime-router --deterministic-mode --train-backend megatron --rm-type math --n-samples-per-eval-prompt 1 --eval-top-k 1""",
         (4, 1, 1, 40),
         refused=("--n-samples-per-prompt",),
     ),
     "qwen3-8b-opd": Recipe(
-        without(QWEN3_4B, "rm-type", "label-key", *EVAL, "eps-clip", "eps-clip-high", "colocate")
-        | flags(
-            """--custom-rm-path on_policy_distillation.reward_func --rm-url http://127.0.0.1:13141/generate
-            --custom-reward-post-process-path on_policy_distillation.post_process_rewards --num-rollout 300 --rollout-batch-size 16
-            --n-samples-per-prompt 4 --global-batch-size 64 --rollout-max-response-len 16384 --advantage-estimator on_policy_distillation
-            --actor-num-gpus-per-node 2 --rollout-num-gpus 4"""
-        ),
+        (without(QWEN3_4B, "rm-type", "label-key", *EVAL, "eps-clip", "eps-clip-high", "colocate"),),
+        """--custom-rm-path on_policy_distillation.reward_func --rm-url http://127.0.0.1:13141/generate
+        --custom-reward-post-process-path on_policy_distillation.post_process_rewards --num-rollout 300 --rollout-batch-size 16
+        --n-samples-per-prompt 4 --global-batch-size 64 --rollout-max-response-len 16384 --advantage-estimator on_policy_distillation
+        --actor-num-gpus-per-node 2 --rollout-num-gpus 4""",
         (16, 4, 1, 300),
         refused=("--rm-url", "--advantage-estimator"),
     ),

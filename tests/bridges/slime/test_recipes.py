@@ -54,7 +54,7 @@ def test_a_recipe_of_slime(name: str, tmp_path: Path) -> None:
     written = keys(done)
     found = (written["tasks.batch_tasks"], written.get("tasks.num_rollouts", 1), written["trainer.minibatches"], written["run.steps"])
     assert found == recipe.batch
-    assert {key: written.get(key) for key, _ in recipe.keys} == dict(recipe.keys)
+    assert {key: written.get(key) for key in recipe.expected} == recipe.expected
     (tmp_path / "run.toml").write_text(done.toml)
     assert [(check.name, check.found) for check in examine_plan(str(tmp_path / "run.toml")) if check.state == "fail"] == []
 
