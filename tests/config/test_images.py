@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from streamrl.cli import main
 from streamrl.config.check import check
 from streamrl.config.check_data import weight_at
 from streamrl.config.files import new_directory, write_private
@@ -15,6 +14,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
 from tests.support.errors import raises
+from tests.support.printed import printed
 from tests.support.refusals import refused
 
 
@@ -67,8 +67,7 @@ def test_what_nobody_would_look_at_or_could_store_is_refused(key: str, sections:
 def test_who_looks_at_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
     (tmp_path / "demo").mkdir()
     RunDir(tmp_path / "demo").write_config(images())
-    assert main([*arguments, "--run", "demo", "--dir", str(tmp_path)]) == 1
-    assert said in (found := capsys.readouterr().err) and "\nhint: " in found
+    assert said in (found := printed(capsys, *arguments, "--run", "demo", "--dir", str(tmp_path), code=1).err) and "\nhint: " in found
 
 
 @pytest.fixture

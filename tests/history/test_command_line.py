@@ -21,6 +21,7 @@ from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import SAMPLES
 from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.printed import printed
 from tests.support.recorded_run import FIXED
 from tests.support.world.world import table_config
 
@@ -55,8 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
     """Run a command that must succeed and prints JSON."""
-    assert main(arguments) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(printed(capsys, *arguments).out)
 
 
 def test_record_replay_branch_and_compare(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,8 +75,7 @@ def test_record_replay_branch_and_compare(runs: Path, capsys: pytest.CaptureFixt
     assert (runs / "both.png").stat().st_size > 10_000
     backtest = answer(capsys, "replay", out, "--policy-only", "--set", "tasks.max_staleness=1,4", "--set", "tasks.stale=drop", *here)
     assert [one["max_staleness"] for one in backtest["outcomes"]] == [1, 4]  # type: ignore[attr-defined]
-    assert main(["status", "--dir", str(runs)]) == 0
-    assert "fast" in capsys.readouterr().out
+    assert "fast" in printed(capsys, "status", "--dir", str(runs)).out
 
 
 LOSS = "loss.clip_low=0.1"
@@ -117,17 +116,13 @@ def test_what_a_user_gets_wrong(runs: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_refused_branch_leaves_nothing_and_a_branch_has_no_log(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here = ("--dir", str(runs))
     arguments = ("replay", "demo", "--set", LOSS, "--name", "tried", *here)
-    assert main([*arguments, "--from", "99"]) == 1
-    assert "--from below 9" in capsys.readouterr().err
+    assert "--from below 9" in printed(capsys, *arguments, "--from", "99", code=1).err
     assert not (runs / "tried").exists()
     assert main([*arguments, "--from", "7"]) == 0
-    assert main(arguments) == 1
-    assert "no run has" in capsys.readouterr().err
+    assert "no run has" in printed(capsys, *arguments, code=1).err
     for wrong in (("record", "tried", "--out", str(runs / "never")), ("dead", "list", "tried"), ("dead", "show", "tried", "3")):
-        assert main([*wrong, *here]) == 1
-        assert "got 'tried'" in capsys.readouterr().err
-    assert main(["replay", "tried", *here]) == 1
-    assert "got the branch 'tried'" in capsys.readouterr().err
+        assert "got 'tried'" in printed(capsys, *wrong, *here, code=1).err
+    assert "got the branch 'tried'" in printed(capsys, "replay", "tried", *here, code=1).err
 
 
 def test_a_reward_hours_later_is_no_arrival_of_a_back_test(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

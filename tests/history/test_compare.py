@@ -37,6 +37,7 @@ from streamrl.schemas.ledger import Choices, LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
+from tests.support.printed import printed
 from tests.support.recorded_run import Recorded
 
 
@@ -150,8 +151,7 @@ def test_a_recordings_code_runs_when_trusted(
     config["loss"]["advantage"] = f"{tmp_path}/evil.py:advantages"
     (mine / "config.json").write_text(json.dumps(config))
     command = ["replay", str(mine), *verb, "--dir", str(tmp_path / "runs")]
-    assert main(command) == 1
-    assert "--trust-code" in capsys.readouterr().err
+    assert "--trust-code" in printed(capsys, *command, code=1).err
     assert not mark.exists()
     main([*command, "--trust-code"])
     assert mark.exists()

@@ -12,6 +12,7 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.history import grade_file
 from streamrl.history.grade_file import read_rows
 from tests.support.errors import raises
+from tests.support.printed import printed
 from tests.support.refusals import refused
 
 CODE = """
@@ -51,8 +52,7 @@ def test_every_grader_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = write(
         tmp_path / "rows.jsonl", row("7", expected=1.5), row("8", expected=1.5), row("nan"), row("die", expected=1), row("hang"), several
     )
-    assert main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(printed(capsys, "reward", str(tmp_path / "run.toml"), "--check", rows, "--json", code=1).out)
     found = {one["line"]: one for one in told["rows"]}
     assert [found[line]["reward"] for line in range(1, 7)] == [1.5, 0.5, None, None, None, 2.5]
     assert found[6]["parts"] == {"right": 1.0, "bonus": 0.5, "turns": 1.0}
@@ -63,12 +63,10 @@ def test_every_grader_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_file_that_holds_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = write(tmp_path / "rows.jsonl", row("7", expected=1), row("8", expected=0), row("\x1b[2J"))
-    assert main(["reward", "--check", rows, "--kind", "exact_match"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "reward", "--check", rows, "--kind", "exact_match").out
     assert "0.333333" in out and "\x1b" not in out
     write(tmp_path / "rows.jsonl", row("8", expected=1))
-    assert main(["reward", "--check", rows, "--kind", "exact_match"]) == 1
-    assert "differs" in capsys.readouterr().out
+    assert "differs" in printed(capsys, "reward", "--check", rows, "--kind", "exact_match", code=1).out
 
 
 @pytest.mark.process
@@ -196,8 +194,7 @@ def test_the_trained_part_is_what_is_compared_and_what_hangs_is_ended(
     wrong = row(r"\boxed{7}", label=label, expected=1.0 if kind == "math" else 0.0)
     hung = row(r"\boxed{3}", label=hangs) if kind == "math" else row("hang", label=hangs)
     rows = write(tmp_path / "rows.jsonl", wrong, hung)
-    assert main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(printed(capsys, "reward", str(tmp_path / "run.toml"), "--check", rows, "--json", code=1).out)
     assert told["rows"][0]["reward"] == wrong["expected"] and set(told["rows"][0]["parts"]) >= {key}
     assert told["rows"][1]["reward"] is None
     assert told["summary"]["failed"] == 1 and told["summary"]["differ"] == 0

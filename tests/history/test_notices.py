@@ -8,13 +8,13 @@ from msgspec.structs import replace
 
 from streamrl.bus import connect
 from streamrl.bus.server import NatsServer
-from streamrl.cli import main
 from streamrl.data.model import ensure_model
 from streamrl.history.tap import TapSettings, tap
 from streamrl.runtime.worker import Worker
 from tests.history.test_command_line import train
 from tests.support.compilers import without_compiler
 from tests.support.harness import make_run
+from tests.support.printed import printed
 from tests.support.torch_runs import limited
 
 pytestmark = [
@@ -40,8 +40,7 @@ def test_replay_branch_and_tap_say_what_a_run_would(tmp_path: Path, capsys: pyte
         capsys.readouterr()
         here = (run.name, "--dir", str(tmp_path), "--json")
         for words in (("replay", *here), ("replay", *here, "--set", "loss.clip_low=0.1")):
-            assert main(words) == 0
-            assert capsys.readouterr().err.count(f"notice: {SAID}") == 1, words
+            assert printed(capsys, *words).err.count(f"notice: {SAID}") == 1, words
 
         async def tapped() -> list[str]:
             said: list[str] = []

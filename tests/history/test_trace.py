@@ -34,6 +34,7 @@ from streamrl.schemas.subjects import HEADER_SCHEMA, LEDGER, SAMPLES, Subjects, 
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
 from tests.support import recorded as runs
+from tests.support.printed import printed
 from tests.support.recorded_run import Recorded
 
 NAMES = ("drop", "fork", "late", "lockstep", "wait", "warmup")
@@ -149,8 +150,7 @@ def test_the_store_of_a_run_of_an_earlier_build(tmp_path: Path, capsys: pytest.C
     runs.unpack("drop", tmp_path)
     said: list[str] = []
     for where in ("drop", str(tmp_path / runs.RECORDING)):
-        assert main(["trace", where, "7", "--json", "--dir", str(tmp_path / "runs")]) == 0
-        life = json.loads(capsys.readouterr().out)
+        life = json.loads(printed(capsys, "trace", where, "7", "--json", "--dir", str(tmp_path / "runs")).out)
         said.append(json.dumps({key: value for key, value in life.items() if key != "messages"}))
         assert [one["sequence"] for one in life["messages"]]
     assert said[0] == said[1]

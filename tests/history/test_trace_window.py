@@ -23,6 +23,7 @@ from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from tests.support import recorded as runs
 from tests.support.golden_rows import former_samples
+from tests.support.printed import printed
 from tests.support.recorded_run import Recorded
 
 Lane = tuple[int, int]
@@ -189,8 +190,7 @@ def test_garbage_windows_are_refused(recorded: Recorded, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("arguments", [[], ["--window", "3..4"], ["5", "--out", "x.json"], ["5", "--window", "3..4", "--out", "x.json"]])
 def test_a_task_or_a_window(recorded: Recorded, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert main(["trace", str(recorded.path), *arguments]) == 1
-    assert "expected TASK[/ROLLOUT], or --window" in capsys.readouterr().err
+    assert "expected TASK[/ROLLOUT], or --window" in printed(capsys, "trace", str(recorded.path), *arguments, code=1).err
 
 
 def test_a_file_that_cannot_be_written(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

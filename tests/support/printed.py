@@ -1,12 +1,21 @@
 """Verbs of the command line, called in this process."""
 
+from typing import NamedTuple
+
 import pytest
 
 from streamrl.cli import main
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> tuple[str, str]:
+class Printed(NamedTuple):
+    out: str
+    err: str
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Printed:
     """What a verb writes to stdout and stderr; it must end with this code."""
     capsys.readouterr()
-    assert main([str(word) for word in words]) == code, capsys.readouterr().err
-    return capsys.readouterr()
+    ended = main([str(word) for word in words])
+    found = Printed(*capsys.readouterr())
+    assert ended == code, found
+    return found

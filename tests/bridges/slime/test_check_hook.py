@@ -8,16 +8,15 @@ import pytest
 
 from streamrl.bridges.slime.check_hook import try_hook
 from streamrl.bridges.slime.contracts import Asked
-from streamrl.cli import main
 from streamrl.errors import ConfigError
+from tests.support.printed import printed
 from tests.support.refusals import refused
 
 pytestmark = pytest.mark.process
 
 
 def test_what_fits_is_called(hooks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-hook", "--", "custom-rm-path", "hooks.py:rm"]) == 0
-    assert "response '2', label '2': 1.0" in capsys.readouterr().out
+    assert "response '2', label '2': 1.0" in printed(capsys, "check-hook", "--", "custom-rm-path", "hooks.py:rm").out
 
 
 @pytest.mark.parametrize(
@@ -32,8 +31,7 @@ def test_what_fits_is_called(hooks: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_what_does_not_is_said(hooks: Path, capsys: pytest.CaptureFixture[str], function: str, words: str) -> None:
     hooks.with_name("broken.py").write_text("async def rm(:\n")
     hooks.with_name("more.py").write_text("from slime.utils.mask_utils import MultiTurnLossMaskGenerator\n")
-    assert main(["check-hook", "custom_rm_path", function]) == 1
-    said = capsys.readouterr().err
+    said = printed(capsys, "check-hook", "custom_rm_path", function, code=1).err
     assert words in said and "hint: " in said
 
 
@@ -55,8 +53,7 @@ def test_one_that_hangs_is_ended_and_named_by_its_line(hooks: Path) -> None:
     ],
 )
 def test_what_is_asked_wrongly_is_said(hooks: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    assert main(["check-hook", *words]) == 1
-    assert said in capsys.readouterr().err
+    assert said in printed(capsys, "check-hook", *words, code=1).err
 
 
 def test_where_slime_is_installed_its_other_modules_are_its_own(hooks: Path) -> None:

@@ -15,6 +15,7 @@ from streamrl.config.slime_hooks import HOOKS, REFUSED
 from streamrl.errors import ConfigError
 from tests.bridges.slime.recipes import QWEN3_4B, script, without
 from tests.support.errors import raises
+from tests.support.printed import printed
 
 
 @pytest.fixture
@@ -27,48 +28,38 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_script_becomes_a_file_that_the_doctor_takes(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import-slime", "train.sh", "-o", "my.toml"]) == 0
-    said = capsys.readouterr()
+    said = printed(capsys, "import-slime", "train.sh", "-o", "my.toml")
     assert said.out == "" and "approximated:" in said.err and "written: my.toml" in said.err
-    assert main(["doctor", "my.toml", "--plan"]) == 0
-    assert "ready" in capsys.readouterr().out
-    assert main(["doctor", "my.toml", "--plan", "--set", "tasks.batch_tasks=0", "--json"]) == 1
-    [check] = json.loads(capsys.readouterr().out)
+    assert "ready" in printed(capsys, "doctor", "my.toml", "--plan").out
+    [check] = json.loads(printed(capsys, "doctor", "my.toml", "--plan", "--set", "tasks.batch_tasks=0", "--json", code=1).out)
     assert check["state"] == "fail" and "tasks.batch_tasks" in check["found"]
-    assert main(["import-slime", "train.sh", "-o", "my.toml"]) == 1
-    assert "my.toml" in capsys.readouterr().err
+    assert "my.toml" in printed(capsys, "import-slime", "train.sh", "-o", "my.toml", code=1).err
 
 
 def test_the_toml_goes_to_stdout_and_the_report_does_not(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import-slime", "train.sh"]) == 0
-    assert tomllib.loads(capsys.readouterr().out)["run"]["steps"] == 3000
-    assert main(["import-slime", "train.sh", "--json"]) == 0
-    done = json.loads(capsys.readouterr().out)
+    assert tomllib.loads(printed(capsys, "import-slime", "train.sh").out)["run"]["steps"] == 3000
+    done = json.loads(printed(capsys, "import-slime", "train.sh", "--json").out)
     assert tomllib.loads(done["toml"])["tasks"]["batch_tasks"] == 32
     assert {"approximated", "assumed"} <= {one["outcome"] for one in done["report"]["findings"]}
 
 
 def test_what_is_refused_writes_nothing_until_it_is_left_out(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.write_text(script({**QWEN3_4B, "use-stateless-adam": "", "num-rolout": "1"}))
-    assert main(["import-slime", "train.sh", "-o", "my.toml"]) == 1
-    said = capsys.readouterr().err
+    said = printed(capsys, "import-slime", "train.sh", "-o", "my.toml", code=1).err
     assert "--use-stateless-adam: " in said and "did you mean --num-rollout?" in said
     assert not Path("my.toml").exists()
     assert main(["import-slime", "train.sh", "--leave-out", "use-stateless-adam"]) == 1
     assert main(["import-slime", "train.sh", "-o", "my.toml", "--leave-out", "use-stateless-adam", "--leave-out=--num-rolout"]) == 0
     assert "# left out: " in Path("my.toml").read_text()
-    assert main(["import-slime", "train.sh", "--leave-out", "use-tis"]) == 1
-    assert "--leave-out use-tis: " in capsys.readouterr().err
+    assert "--leave-out use-tis: " in printed(capsys, "import-slime", "train.sh", "--leave-out", "use-tis", code=1).err
 
 
 def test_variables_arguments_and_rows_are_given_on_the_command_line(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = {**without(QWEN3_4B, "num-rollout"), "num-epoch": "${1:-1}", "hf-checkpoint": "$BASE/Qwen3-4B"}
     train.write_text(script(arguments))
-    assert main(["import-slime", "train.sh"]) == 1
-    said = capsys.readouterr().err
+    said = printed(capsys, "import-slime", "train.sh", code=1).err
     assert "BASE is not set" in said and "--var BASE=VALUE" in said and "--rows N" in said
-    assert main(["import-slime", "train.sh", "2", "--var", "BASE=/data", "--rows", "1000"]) == 0
-    written = tomllib.loads(capsys.readouterr().out)
+    written = tomllib.loads(printed(capsys, "import-slime", "train.sh", "2", "--var", "BASE=/data", "--rows", "1000").out)
     assert written["model"]["path"] == "/data/Qwen3-4B" and written["run"]["steps"] == 2 * 1000 // 32
     for wrong in (["--var", "BASE"], ["--var", "1=2"], ["--rows", "-3"]):
         assert main(["import-slime", "train.sh", *wrong]) == 1
@@ -88,21 +79,18 @@ def test_variables_arguments_and_rows_are_given_on_the_command_line(train: Path,
 )
 def test_a_script_without_one_training_command_is_refused(train: Path, capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:
     train.write_text(text)
-    assert main(["import-slime", "train.sh"]) == 1
-    assert said in capsys.readouterr().err
+    assert said in printed(capsys, "import-slime", "train.sh", code=1).err
 
 
 def test_a_name_in_a_script_cannot_command_the_terminal_or_the_file(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train.write_text(script({**QWEN3_4B, "wandb-group": "$'a\\nb = 1'", "hf-checkpoint": "\"$'\x1b[2J'/m\"", "x\x1b[31m": ""}))
-    assert main(["import-slime", "train.sh", "--leave-out", "all"]) == 0
-    said = capsys.readouterr()
+    said = printed(capsys, "import-slime", "train.sh", "--leave-out", "all")
     assert "\x1b" not in said.err and "\x1b" not in said.out
     assert "b" not in tomllib.loads(said.out)
 
 
 def test_each_flag_can_be_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import-slime", "--explain", "--tis-clip", "rollout_batch_size", "--sglang-mem-fraction-static=0.7"]) == 0
-    said = capsys.readouterr().out
+    said = printed(capsys, "import-slime", "--explain", "--tis-clip", "rollout_batch_size", "--sglang-mem-fraction-static=0.7").out
     assert "--tis-clip: mapped to loss.correction.high" in said and "default of slime: 2.0" in said
     assert "--rollout-batch-size: mapped to tasks.batch_tasks" in said
     assert "--sglang-mem-fraction-static: mapped to engine.sglang.flags.mem_fraction_static" in said
