@@ -57,8 +57,7 @@ def test_a_set_takes_what_it_leaves_out_from_the_other_sections(write, tmp_path)
     assert (easy.config.reward, easy.config.producer) == (config.reward, config.producer)
     assert (hard.n, hard.every, hard.num_problems, hard.pass_reward) == (8, 0, 3, 0.5)
     assert (hard.sampling.temperature, hard.sampling.top_p, hard.sampling.max_new_tokens) == (0.5, 0.9, 32)
-    assert hard.config.reward.kind == f"{tmp_path}/grade.py:grade"
-    assert hard.config.reward.options == {"api_key": "s3same", "scale": 2}
+    assert (hard.config.reward.kind, hard.config.reward.options) == (f"{tmp_path}/grade.py:grade", {"api_key": "s3same", "scale": 2})
     assert (hard.config.producer.function, hard.config.producer.options) == (f"{tmp_path}/grade.py:ask", {"depth": 3})
     assert (hard.config.data.prompt_key, hard.config.data.label_key) == ("question", "")
     assert num_workers(config, "evaluator") == 1

@@ -29,8 +29,7 @@ def test_the_built_model_loads_and_fits_its_tokenizer(tmp_path):
     directory = ensure_model(TINY, tmp_path / "runs" / "model")
     model = AutoModelForCausalLM.from_pretrained(directory)
     tokenizer = load_tokenizer(directory)
-    assert model.config.model_type == "qwen3"
-    assert model.config.eos_token_id == tokenizer.eos_id
+    assert (model.config.model_type, model.config.eos_token_id) == ("qwen3", tokenizer.eos_id)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     with torch.no_grad():
         logits = model(torch.tensor([tokenizer.encode("<|user|>1+1=<|end|>")])).logits

@@ -31,8 +31,7 @@ def test_the_format_of_a_problem_and_its_ids_fit_the_model(tokenizer):
     assert text == "<|user|>37+8=<|end|><|assistant|>"
     ids = tokenizer.encode(text)
     assert len(ids) == 8
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "37+8="
+    assert (tokenizer.decode(ids), tokenizer.decode(ids, skip_special_tokens=True)) == (text, "37+8=")
     assert len(SPECIALS) + len(CHARACTERS) == tokenizer.vocab_size == 103 <= VOCAB_SIZE == 104
     assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.stop_ids) == (0, 5, (5,))
 
@@ -90,8 +89,7 @@ def test_other_layouts_of_a_directory(characters, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 0]}')
     tokenizer = load_tokenizer(tmp_path)
-    assert tokenizer.apply_chat_template(CHAT) == "Add.<|end|>"
-    assert tokenizer.stop_ids == (5, 0)
+    assert (tokenizer.apply_chat_template(CHAT), tokenizer.stop_ids) == ("Add.<|end|>", (5, 0))
 
 
 def test_no_template(characters, tmp_path):

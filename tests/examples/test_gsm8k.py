@@ -87,8 +87,7 @@ def test_prepare_makes_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gsm8k", "tail"])
 def test_on_gpus_the_engine_has_one_and_the_trainer_another(name: str) -> None:
     config = load(EXAMPLE / f"{name}.toml")
-    assert config.engine.kind == "sglang"
-    assert config.engine.sglang.gpus == (1,)
+    assert (config.engine.kind, config.engine.sglang.gpus) == ("sglang", (1,))
     assert (config.weights.transport, config.model.dtype) == ("ipc", "bfloat16")
 
 
@@ -101,8 +100,7 @@ def test_real_weights_need_a_path_and_the_overrides_of_the_readme(tmp_path: Path
         assert f"examples/gsm8k/{file} " in command
         given = re.sub(r"/models/Qwen3-\S+", str(tmp_path / "Qwen3"), command).replace("=train.parquet", f"={EXAMPLE}/train.parquet")
         config = load(EXAMPLE / file, re.findall(r"--set (\S+)", given))
-        assert config.model.path == str(tmp_path / "Qwen3")
-        assert config.warmup.max_steps == 0
+        assert (config.model.path, config.warmup.max_steps) == (str(tmp_path / "Qwen3"), 0)
     assert "--config examples/gsm8k/gsm8k.toml" in evaluated
     config = config_of_directory(tmp_path / "Qwen3", EXAMPLE / "gsm8k.toml", re.findall(r"--with (\S+)", evaluated))
     _, [asked] = with_sets(config, [f"gsm8k={EXAMPLE}/test.parquet"])
@@ -133,9 +131,7 @@ def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
     said = execute(tmp_path, str(EXAMPLE / "report.py"), "gsm8k-local")
     run = tmp_path / "runs" / "gsm8k-local"
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
-    assert (run / "report.md").read_text() in said
-    assert "4 batches, 256 rollouts in" in said
-    assert "held-out accuracy:" in said
+    assert (run / "report.md").read_text() in said and "4 batches, 256 rollouts in" in said and "held-out accuracy:" in said
     assert (run / "report.png").stat().st_size > 10_000
     with (run / "versions.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -159,13 +155,11 @@ def test_async_and_lockstep_train_the_same_rollouts(tmp_path: Path) -> None:
     assert table in said
     cells = {label: values for label, *values in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
     # Five batches of 64 rollouts, the first of which is left out.
-    assert cells["batches before the steady part (not counted)"][:2] == ["1", "1"]
-    assert cells["rollouts"][:2] == ["256", "256"]
+    assert (cells["batches before the steady part (not counted)"][:2], cells["rollouts"][:2]) == (["1", "1"], ["256", "256"])
     assert all(float(value) > 0 for value in cells["tokens of a rollout, mean"][:2])
     for rate in ("batches/s", "rollouts/s in the second half", "tokens/s trained (without prompts)"):
         assert float(cells[rate][2].strip(" |")) > 0
-    assert cells["age of trained tokens, max"][1].strip() == "0"
-    assert cells["rollouts dropped"][:2] == ["0", "0"]
+    assert (cells["age of trained tokens, max"][1].strip(), cells["rollouts dropped"][:2]) == ("0", ["0", "0"])
     # What the sampler and the trainer say of one token under the same table differs by float32's rounding.
     assert float(cells["the same: max"][1]) < 1e-5
     for name in ("tail-local-async", "tail-local-lockstep"):

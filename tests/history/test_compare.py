@@ -46,8 +46,7 @@ async def test_a_run_and_its_branch(recorded: Recorded, tmp_path: Path, capsys: 
         run, _ = await train_branch(source, overrides=["trainer.optimizer.learning_rate=0.05"], name="fast", base=tmp_path, span=Range())
     report = await compare_runs(str(recorded.path), run.name, base=tmp_path)
     warmup = sum(e.source == "warmup" for e in recorded.ledger)
-    assert report.same_batches_to == len(recorded.ledger)
-    assert report.same_digests_to == warmup
+    assert (report.same_batches_to, report.same_digests_to) == (len(recorded.ledger), warmup)
     assert (report.a.batches, report.b.batches) == (len(recorded.ledger) - warmup,) * 2
     assert report.a.curves["rollout/raw_reward"] == report.b.curves["rollout/raw_reward"], "the rewards are in the recording"
     assert report.a.curves["train/grad_norm"].numbers == tuple(range(warmup + 1, len(recorded.ledger) + 1))
@@ -99,8 +98,7 @@ async def test_sets_of_problems_stand_side_by_side() -> None:
         ("words", None, {}),
     ]
     rows = {row[0]: row[1:] for row in compare("a", [], "b", [], evaluated_a=found, evaluated_b=found[:1]).table}
-    assert rows["eval sums"] == ("0.25", "0.5", "0.25", "0.25", "-0.25")
-    assert rows["eval sums pass@8"] == ("", "0.75", "", "0.5", "-0.25")
+    assert (rows["eval sums"], rows["eval sums pass@8"]) == (("0.25", "0.5", "0.25", "0.25", "-0.25"), ("", "0.75", "", "0.5", "-0.25"))
     assert rows["eval words"] == ("-", "-", "-", "-", "-")
 
 
@@ -193,8 +191,7 @@ def test_ages_are_what_was_served_when_a_task_began() -> None:
     assert found.waste == 0.0
     found = backtest(steady(2.0), CONFIG)
     # A task that ends at second s began at s - 2; version k is served from second k + 1 on: ages 0, 1, 2, 2.
-    assert found.staleness_mean == pytest.approx((0 + 1 + 2 + 2) / 4)
-    assert found.staleness_max == 2
+    assert (found.staleness_mean, found.staleness_max) == (pytest.approx((0 + 1 + 2 + 2) / 4), 2)
 
 
 def test_a_task_that_expires_gives_its_credit_to_others_and_what_comes_for_it_is_waste() -> None:

@@ -117,8 +117,7 @@ async def test_the_ledger_keeps_its_bytes(recorded: Recorded) -> None:
 
 def test_the_tables_open_in_arrow_pandas_and_duckdb(recorded: Recorded) -> None:
     samples = ds.dataset(recorded.path / "samples.parquet").to_table()
-    assert samples.column_names == ["sequence", "subject", *arrow_schema(*OPTIONAL).names]
-    assert samples.num_rows == recorded.recording.samples
+    assert (samples.column_names, samples.num_rows) == (["sequence", "subject", *arrow_schema(*OPTIONAL).names], recorded.recording.samples)
     used = {s for entry in recorded.ledger for group in entry.used for s in group.sequences}
     assert used <= set(samples.column("sequence").to_pylist())
     query = f"""

@@ -89,8 +89,7 @@ async def test_a_stretch_begins_at_the_nearest_checkpoint(recorded: Recorded, fi
     began = int(report.began.partition(".")[2])
     assert began == max((n for n in saved(recorded.path) if n <= first), default=0)
     end = last or len(recorded.ledger)
-    assert report.versions == end - began
-    assert report.digest == recorded.ledger[end - 1].digest
+    assert (report.versions, report.digest) == (end - began, recorded.ledger[end - 1].digest)
 
 
 async def test_a_recording_that_is_not_whole_is_refused_at_once(copy: Path) -> None:

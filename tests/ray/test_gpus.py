@@ -124,8 +124,7 @@ async def test_the_trainer_has_a_gpu_and_two_engines_share_the_other(start: Star
     assert code == 0, err
     both = set(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
     assert {found["trainer-0"], found["engine-0"]} == both
-    assert found["engine-0"] == found["engine-1"]
-    assert found["producer-0"] == ""
+    assert (found["engine-0"], found["producer-0"]) == (found["engine-1"], "")
     check_learned(json.loads(out))
     for engine in ("engine-0", "engine-1"):
         assert "device=cuda" in lines(run, engine, "event=model_built")[0]
@@ -177,6 +176,5 @@ async def test_an_engine_whose_actor_is_killed_comes_back_on_its_gpu(start: Star
 async def test_more_gpus_than_there_are_is_refused_at_once(start: Start, run: RunDir) -> None:
     code, _, err = await said(await up(start, "local", "engine.workers=2", "ray.engine.gpus=1"), WITHIN_S)
     assert code == 1
-    assert "2 engines with 1 CPU, 1 GPU each" in err
-    assert "engine.workers or trainer.ranks" in err
+    assert "2 engines with 1 CPU, 1 GPU each" in err and "engine.workers or trainer.ranks" in err
     assert not run.log_path("trainer-0").exists()
