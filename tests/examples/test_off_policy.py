@@ -14,7 +14,7 @@ import pytest
 
 from streamrl.config.load import load
 from streamrl.schemas.ledger import Drop, LedgerEntry, SourceTally, Used
-from streamrl.schemas.versions import Version
+from tests.support.ledgers import entry
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "off_policy"
 
@@ -136,21 +136,12 @@ def test_answers_count_up_and_have_the_lengths_of_their_source(lengths: ModuleTy
         assert len({row["prompt"] for row in counting.rows(source)}) == 40
 
 
-def entry(number: int, tasks: dict[int, int], dropped: tuple[int, ...], told: dict[str, int]) -> LedgerEntry:
+def trained_of(tasks: dict[int, int], dropped: tuple[int, ...], told: dict[str, int]) -> LedgerEntry:
     """Trained `tasks` (task -> age), and dropped others whole."""
-    return LedgerEntry(
-        run="r",
-        trainer="main",
-        version=Version(0, number),
-        source="x",
-        used=tuple(Used(task, (0,), (1,)) for task in tasks),
-        drops=tuple(Drop(1, task, (0,), "stale", retires=True) for task in dropped),
-        staleness=tuple(tasks.values()),
-        cursor=1,
-        granted=1,
-        retired=1,
-        sources={name: SourceTally(groups) for name, groups in told.items()},
-    )
+    used = tuple(Used(task, (0,), (1,)) for task in tasks)
+    drops = tuple(Drop(1, task, (0,), "stale", retires=True) for task in dropped)
+    sources = {name: SourceTally(groups) for name, groups in told.items()}
+    return entry(used=used, drops=drops, staleness=tuple(tasks.values()), sources=sources)
 
 
 def test_groups_are_counted_by_source_and_held_against_the_ledgers_own_count(lengths: ModuleType) -> None:
@@ -162,13 +153,13 @@ def test_groups_are_counted_by_source_and_held_against_the_ledgers_own_count(len
     first = 100  # the warm-up had a hundred tasks
     trained = {first + place: place for place in range(8)}
     told = {name: names[:8].count(name) for name in set(names[:8])}
-    (found,) = lengths.by_source([entry(1, trained, (first + 8, first + 9), told)], seed=0)
+    (found,) = lengths.by_source([trained_of(trained, (first + 8, first + 9), told)], seed=0)
     for name in lengths.SOURCES:
         ages = [place for place in range(8) if names[place] == name]
         assert found[name][:2] == (len(ages), names[8:10].count(name))
         assert found[name][2] == sum(ages) / len(ages) if ages else math.isnan(found[name][2])
     with pytest.raises(ValueError, match="sources of version"):
-        lengths.by_source([entry(1, trained, (), {"long": 8})], seed=0)
+        lengths.by_source([trained_of(trained, (), {"long": 8})], seed=0)
 
 
 def test_tables_are_means_over_seeds(lengths: ModuleType) -> None:

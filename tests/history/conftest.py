@@ -1,10 +1,12 @@
 """One small run of the table backend, recorded once; most tests read the recording and need no server."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from streamrl.cli import main
 from streamrl.history import branch_run
 from tests.support.recorded_run import FIXED, Recorded, make_recorded
 from tests.support.shared import made_once
@@ -19,6 +21,18 @@ def make(base: Path) -> Recorded:
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return made_once(tmp_path_factory, "recorded", make)
+
+
+@pytest.fixture
+def verb(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, stdout and stderr of `streamrl ...`."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        code = main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from streamrl.bus import connect
+from streamrl.bus import Bus, connect
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.server import NatsServer
 from streamrl.cli import main
@@ -15,31 +17,41 @@ from streamrl.config.tree import Config
 from streamrl.data.model import ensure_model
 from streamrl.history.record_run import record_run
 from streamrl.history.replay import verify
+from streamrl.history.tap import TapSettings, tap
 from streamrl.launch.prepare import prepare
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.run_record import write_or_check
 from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.worker import Worker
 from streamrl.schemas.subjects import SAMPLES
+from tests.support.compilers import without_compiler
 from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.printed import printed
 from tests.support.recorded_run import FIXED
+from tests.support.torch_runs import limited
 from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.nats
 
 
-async def train(config: Config, run: RunDir) -> None:
-    """Train on a server whose store lies where `streamrl up` has it; the server is stopped then."""
+@asynccontextmanager
+async def served(config: Config, run: RunDir) -> AsyncIterator[Bus]:
+    """A server whose store lies where `streamrl up` has it; it is stopped then."""
     server = NatsServer(run.bus_store)
     address = server.start()
     address.save(run.bus_path)
     try:
         bus = await connect(address, config.run.name, config.bus)
-        await write_or_check(bus, await prepare(config, run))
-        await run_to_end(config, run, bus)
+        yield bus
         await bus.close()
     finally:
         server.stop()
+
+
+async def train(config: Config, run: RunDir) -> None:
+    async with served(config, run) as bus:
+        await write_or_check(bus, await prepare(config, run))
+        await run_to_end(config, run, bus)
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +171,33 @@ async def test_the_last_message_that_a_version_needs_is_gone(tmp_path: Path, nat
         report = await verify(config, nats_bus, run.model_dir)
     assert not report.ok and report.versions < 4
     assert f"message {cursor}," in report.problem
+
+
+UNCOMPILED = "the layers are not compiled, so that training is slower: "
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
+def test_replay_branch_and_tap_say_what_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a trainer has to say of how it computes is heard wherever versions are trained: here, that the compiler is missing."""
+    config = limited(tmp_path, 0)
+    run, config = make_run(tmp_path, replace(config, run=replace(config.run, steps=2)))
+    ensure_model(config, run.model_dir)
+    asyncio.run(train(config, run))
+    compiled = replace(config, trainer=replace(config.trainer, compile="on", attention="packed"))
+    run.write_config(compiled)
+    with without_compiler():
+        capsys.readouterr()
+        here = (run.name, "--dir", str(tmp_path), "--json")
+        for words in (("replay", *here), ("replay", *here, "--set", "loss.clip_low=0.1")):
+            assert printed(capsys, *words).err.count(f"notice: {UNCOMPILED}") == 1, words
+
+        async def tapped() -> list[str]:
+            said: list[str] = []
+            async with served(compiled, run) as bus:
+                await tap(Worker(config=compiled, run_dir=run, bus=bus, kind="trainer", index=1), TapSettings(name="late"), say=said.append)
+            return said
+
+        assert [text.startswith(UNCOMPILED) for text in asyncio.run(tapped())] == [True]

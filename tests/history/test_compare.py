@@ -35,8 +35,8 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Choices, LedgerEntry
 from streamrl.schemas.subjects import Subjects
-from streamrl.schemas.versions import Version
 from tests.support.errors import raises
+from tests.support.ledgers import entry
 from tests.support.printed import printed
 from tests.support.recorded_run import Recorded
 
@@ -74,12 +74,12 @@ def test_schedules_of_the_same_length_and_choices_of_a_parent() -> None:
     assert config_differences(config, override(config, ["trainer.optimizer.decay_steps=40"])) == ()
     [other] = config_differences(config, override(config, ["trainer.optimizer.decay_steps=50"]))
     assert (other.key, other.a, other.b) == ("trainer.optimizer.decay_steps", 40, 50)
-    beside = entry(PACKED, micro_tokens=8192)
+    beside = chosen(PACKED, micro_tokens=8192)
     fold: Any = SimpleNamespace(beside=beside)
     parent, other = (Config(trainer=TrainerConfig(micro_tokens=n)) for n in (16_384, 4096))
     assert parents_cut(fold, parent, parent)(None) == Cut(8192, PACKED)
     assert parents_cut(fold, other, parent)(None) == Cut(0, None)
-    own = entry(None, micro_tokens=4096)
+    own = chosen(None, micro_tokens=4096)
     assert parents_cut(fold, other, parent)(own) == recorded_cut(own) == Cut(4096, Choices())
 
 
@@ -105,9 +105,8 @@ async def test_sets_of_problems_stand_side_by_side() -> None:
 PACKED = Choices(attention="packed", compiled=True, kept_layers=4, row_length=8192)
 
 
-def entry(choices: Choices | None, **more: Any) -> LedgerEntry:
-    own = {} if choices is None else {"choices": choices}
-    return LedgerEntry(run="r", trainer="main", version=Version(0, 1), source="", used=(), cursor=0, granted=9, retired=0, **own, **more)
+def chosen(choices: Choices | None, **more: Any) -> LedgerEntry:
+    return entry(**({} if choices is None else {"choices": choices}), **more)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def entry(choices: Choices | None, **more: Any) -> LedgerEntry:
     ],
 )
 def test_a_version_that_was_computed_otherwise_is_told_so(past: Choices | None, ours: Choices | None, said: str) -> None:
-    found = differing_choices(ours, entry(past))
+    found = differing_choices(ours, chosen(past))
     assert (said in found) if said else found == ""
 
 

@@ -27,6 +27,7 @@ from streamrl.schemas.subjects import LEDGER, Subjects
 from streamrl.schemas.versions import Version
 from tests.support.errors import raises
 from tests.support.harness import read_ledger
+from tests.support.ledgers import entry
 from tests.support.records import view
 from tests.support.refusals import refused
 from tests.support.world.place import Place, place
@@ -117,10 +118,8 @@ class Followed:
         self.parent: FollowedLedger | None = None
 
     async def write(self, version: Version, gap: Gap | UnsetType = UNSET) -> None:
-        entry = LedgerEntry(
-            run=self.subjects.run, trainer="main", version=version, source="", used=(), cursor=0, granted=9, retired=0, gap=gap
-        )
-        await self.bus.publish(self.subjects.ledger("main"), encode(entry))
+        made = entry(version.number, epoch=version.epoch, run=self.subjects.run, cursor=0, gap=gap)
+        await self.bus.publish(self.subjects.ledger("main"), encode(made))
 
     def follow(self, after: FoldState) -> FollowedLedger:
         self.parent = FollowedLedger(self.bus, asyncio.get_running_loop(), self.subjects, "main", after=after, hint="so")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from streamrl.cli import main
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.history.inspect_reward import episode_of, score_again
@@ -30,15 +30,8 @@ Say = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str]) -> Say:
-    """Exit code, stdout and stderr of `streamrl inspect ...`."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["inspect", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def said(verb: Say) -> Say:
+    return partial(verb, "inspect")
 
 
 def a_trained_task(recorded: Recorded) -> int:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,6 @@ import pytest
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Message
 from streamrl.bus.reading import stretch
-from streamrl.cli import main
 from streamrl.errors import ConfigError
 from streamrl.history.ledger_search import first_entry
 from streamrl.history.record_log import RecordedLog
@@ -34,6 +34,7 @@ from streamrl.schemas.subjects import HEADER_SCHEMA, LEDGER, SAMPLES, Subjects, 
 from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
 from tests.support import recorded as runs
+from tests.support.ledgers import entry
 from tests.support.printed import printed
 from tests.support.recorded_run import Recorded
 
@@ -165,23 +166,13 @@ async def made(*entries: LedgerEntry, issued: int = 6) -> MemoryBus:
     bus = MemoryBus("made")
     for index in range(issued):
         await bus.publish(SUBJECTS.tasks("main"), encode(msgspec.structs.replace(TASK, index=index)))
-    for entry in entries:
-        await bus.publish(SUBJECTS.ledger("main"), encode(entry))
+    await store(bus, *entries)
     return bus
 
 
-def entry(number: int, *, cursor: int, granted: int, used: tuple[Used, ...] = (), drops: tuple[Drop, ...] = ()) -> LedgerEntry:
-    return LedgerEntry(
-        run="made",
-        trainer="main",
-        version=Version(0, number),
-        source="main",
-        used=used,
-        drops=drops,
-        cursor=cursor,
-        granted=granted,
-        retired=0,
-    )
+async def store(bus: MemoryBus, *entries: LedgerEntry, trainer: str = "main") -> None:
+    for one in entries:
+        await bus.publish(SUBJECTS.ledger(trainer), encode(one))
 
 
 async def trace(bus: MemoryBus, task: int = 4, rollout: int | None = None) -> Life:
@@ -200,7 +191,7 @@ async def test_where_a_task_stands_that_has_not_ended() -> None:
     life = await trace(bus)
     assert life.detail.startswith("stored; ")
     assert [(one.state, one.why) for one in life.rollouts] == [("open", ""), ("ended", f"timeout: {stone.detail}")]
-    await bus.publish(SUBJECTS.ledger("main"), encode(entry(1, cursor=1, granted=9)))
+    await store(bus, entry())
     detail = (await trace(bus)).detail
     assert "1 of its 2 rollouts" in detail and "producer-7" in detail
     assert [one.rollout for one in (await trace(bus, rollout=1)).rollouts] == [1]
@@ -232,13 +223,13 @@ async def test_why_a_task_was_not_trained(reason: str) -> None:
     publisher = Publisher(publisher_bus, SUBJECTS, producer="producer-3")
     await publisher.end_task(4, "main", reason, "because", group_size=2, claim=Claim(deliveries=3, issued_s=1e9, claimed_s=1e9 + 1))
     drops = (Drop(1, 4, (0, 1), reason, "because", retires=True),)
-    await publisher_bus.publish(SUBJECTS.ledger("main"), encode(entry(1, cursor=1, granted=9, drops=drops)))
+    await store(publisher_bus, entry(drops=drops))
     life = await trace(publisher_bus)
     assert (life.state, life.detail) == ("dropped", f"dropped before version 0.1: {reason}: because")
     assert life.claim is not None and (life.claim.producer, life.claim.deliveries, life.claim.claimed_s) == ("producer-3", 3, 1e9 + 1)
     assert {one.state for one in life.rollouts} == {"dropped"} and all(reason in one.why for one in life.rollouts)
     assert "delivery 3" in life_text(life)
-    without = await made(entry(1, cursor=0, granted=9, drops=(Drop(0, 4, (), reason, retires=True),)))
+    without = await made(entry(cursor=0, drops=(Drop(0, 4, (), reason, retires=True),)))
     life = await trace(without)
     assert (life.state, life.detail, life.messages) == ("dropped", f"dropped before version 0.1: {reason}", ())
 
@@ -247,7 +238,7 @@ async def test_a_poisoned_message_is_shown_with_its_reason() -> None:
     bus = await made()
     await bus.publish(SUBJECTS.samples("main"), b"no Arrow data", headers={"Streamrl-Task": "4", HEADER_SCHEMA: FORMER_NAME})
     drops = (Drop(1, 4, (), "poison", "expected an Arrow stream", retires=True),)
-    await bus.publish(SUBJECTS.ledger("main"), encode(entry(1, cursor=1, granted=9, drops=drops)))
+    await store(bus, entry(drops=drops))
     life = await trace(bus)
     assert life.state == "dropped"
     assert "an Arrow stream" in life.messages[0].detail
@@ -260,9 +251,9 @@ async def test_a_poisoned_message_is_shown_with_its_reason() -> None:
 async def test_what_was_trimmed_is_said_and_the_ledger_still_tells() -> None:
     used = (Used(4, (0, 1), (1, 1)),)
     bus = await made()
-    await bus.publish(SUBJECTS.rewards, b"x", headers={"Streamrl-Task": "4"})
-    await bus.publish(SUBJECTS.rewards, b"x", headers={"Streamrl-Task": "5"})
-    await bus.publish(SUBJECTS.ledger("main"), encode(entry(1, cursor=1, granted=9, used=used)))
+    for task in ("4", "5"):
+        await bus.publish(SUBJECTS.rewards, b"x", headers={"Streamrl-Task": task})
+    await store(bus, entry(used=used))
     await bus.trim(SAMPLES, through=1)
     life = await trace(bus)
     assert (life.state, life.version, life.messages) == ("trained", "0.1", ())
@@ -275,10 +266,8 @@ async def test_an_entry_between_those_of_a_tap_is_found() -> None:
     """The tap's entries lie in the same stream, and are not the trainer's."""
     bus = MemoryBus("made")
     for number in range(1, 40):
-        used = (Used(number + 1, (0,), (1,)),)
-        await bus.publish(SUBJECTS.ledger("main"), encode(entry(number, cursor=number, granted=number + 3, used=used)))
-        for _ in range(number % 3):
-            await bus.publish(SUBJECTS.ledger("tap"), encode(entry(number, cursor=number, granted=999)))
+        await store(bus, entry(number, granted=number + 3, used=(Used(number + 1, (0,), (1,)),)))
+        await store(bus, *[entry(number, granted=999)] * (number % 3), trainer="tap")
     for task in range(2, 41):
         found = await TaskFinder(bus, None, SUBJECTS, "main").find(task)
         assert found.end is not None and found.end.version.number == task - 1
@@ -301,10 +290,8 @@ class CountedFetches(MemoryBus):
 
 async def test_the_ledger_of_a_tap_that_began_late_is_not_looked_for_where_it_cannot_be() -> None:
     bus = CountedFetches("made")
-    for number in range(1, 501):
-        await bus.publish(SUBJECTS.ledger("main"), encode(entry(number, cursor=number, granted=number + 3)))
-    for number in range(1, 9):
-        await bus.publish(SUBJECTS.ledger("tap"), encode(entry(number, cursor=number, granted=number + 3)))
+    await store(bus, *(entry(number, granted=number + 3) for number in range(1, 501)))
+    await store(bus, *(entry(number, granted=number + 3) for number in range(1, 9)), trainer="tap")
     for granted in range(3, 13):
         bus.num = 0
         begin, below = await first_entry(bus, SUBJECTS.ledger("tap"), 508, lambda one, most=granted: one.granted > most)
@@ -329,9 +316,7 @@ async def test_after_restarts_with_other_digits_the_ledger_is_not_read_from_its_
     bus = CountedEntries("made")
     for epoch, first, last in ((0, 1, 500), (1, 401, 900), (2, 701, 1200)):
         for number in range(first, last + 1):
-            used = (Used(number, (0,), (1,)),)
-            made = entry(number, cursor=number, granted=number + 3, used=used)
-            await bus.publish(SUBJECTS.ledger("main"), encode(msgspec.structs.replace(made, version=Version(epoch, number))))
+            await store(bus, entry(number, epoch=epoch, granted=number + 3, used=(Used(number, (0,), (1,)),)))
     for task, versions in ((5, ["0.5"]), (450, ["0.450", "1.450"]), (800, ["1.800", "2.800"]), (1190, ["2.1190"])):
         bus.num = 0
         found = await TaskFinder(bus, None, SUBJECTS, "main").find(task)
@@ -344,10 +329,7 @@ async def test_after_restarts_with_other_digits_the_ledger_is_not_read_from_its_
     assert [str(one.version) for one in window] == ["0.399", "0.400", *(f"1.{number}" for number in range(401, 411))]
     assert bus.num < 50
     lost = Gap(lost="end", missing=((1190, 1200),), highest=Version(2, 1200), known_by="manifest")
-    gap = msgspec.structs.replace(entry(1195, cursor=1195, granted=1198), version=Version(3, 1195), gap=lost)
-    await bus.publish(SUBJECTS.ledger("main"), encode(gap))
-    made = msgspec.structs.replace(entry(1196, cursor=1300, granted=1199), version=Version(3, 1196))
-    await bus.publish(SUBJECTS.ledger("main"), encode(made))
+    await store(bus, entry(1195, epoch=3, granted=1198, gap=lost), entry(1196, epoch=3, cursor=1300, granted=1199))
     window = await WindowReader(bus, SUBJECTS, "main").entries(1194, 1196)
     assert [str(one.version) for one in window] == ["2.1194", "2.1195", "3.1196"]
 
@@ -359,14 +341,9 @@ async def test_a_task_that_was_issued_before_a_gap_of_the_ledger() -> None:
         await bus.publish(SUBJECTS.rewards, b"x", headers={"Streamrl-Task": "15" if index == 3 else "0"})
     lost = Gap(lost="end", missing=((2, 3),), highest=Version(0, 3), known_by="manifest")
     for number, cursor, granted, task in ((1, 1, 10, 0), (2, 6, 12, 1), (3, 7, 14, 2), (4, 8, 18, 15)):
-        used = (Used(task, (0,), (3,)),)
-        made_again = msgspec.structs.replace(
-            entry(number, cursor=cursor, granted=granted, used=used), version=Version(int(number > 1), number)
-        )
-        await bus.publish(SUBJECTS.ledger("main"), encode(made_again))
+        await store(bus, entry(number, epoch=int(number > 1), cursor=cursor, granted=granted, used=(Used(task, (0,), (3,)),)))
         if number == 1:
-            gap = msgspec.structs.replace(entry(1, cursor=1, granted=10), version=Version(1, 1), gap=lost)
-            await bus.publish(SUBJECTS.ledger("main"), encode(gap))
+            await store(bus, entry(1, epoch=1, granted=10, gap=lost))
     life = await trace(bus, 15)
     assert (life.state, life.version, [one.sequence for one in life.messages]) == ("trained", "1.4", [3])
     assert "not known" in life.credit
@@ -390,39 +367,32 @@ Say = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def said(recorded: Recorded, capsys: pytest.CaptureFixture[str]) -> Say:
-    """Exit code, stdout and stderr of `streamrl trace RECORDING ...`."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["trace", *(argument.replace("RECORDING", str(recorded.path)) for argument in arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def said(verb: Say) -> Say:
+    return partial(verb, "trace")
 
 
-def test_the_verb(said: Say) -> None:
-    code, out, err = said("RECORDING", "41")
+def test_the_verb(said: Say, recorded: Recorded) -> None:
+    code, out, err = said(recorded.path, "41")
     assert (code, err) == (0, "") and out.startswith("task 41 of run parent ")
-    code, out, err = said("RECORDING", "41/2", "--json")
+    code, out, err = said(recorded.path, "41/2", "--json")
     life = json.loads(out)
     assert (code, life["task"], [one["rollout"] for one in life["rollouts"]]) == (0, 41, [2])
 
 
 @pytest.mark.parametrize("place", ["", "x", "1/", "/1", "1/2/3", "1.5", "²", "1 2", "9" * 40, "0x1"])
-def test_garbage_is_refused_with_what_was_expected(said: Say, place: str) -> None:
-    code, out, err = said("RECORDING", place)
+def test_garbage_is_refused_with_what_was_expected(said: Say, recorded: Recorded, place: str) -> None:
+    code, out, err = said(recorded.path, place)
     assert (code, out) == (1, "") and "TASK/ROLLOUT" in err and "hint:" in err
 
 
 def test_rollouts_runs_taps_and_branches_that_cannot_be_traced(said: Say, tmp_path: Path, recorded: Recorded) -> None:
-    assert "of task 41, got 3" in said("RECORDING", "41/3")[2]
-    code, _, err = said("nothing", "1", "--dir", str(tmp_path))
+    assert "of task 41, got 3" in said(recorded.path, "41/3")[2]
+    code, _, err = said("nothing", "1", "--dir", tmp_path)
     assert code == 1 and err.startswith("error: ")
     code, _, err = said(f"{recorded.path}:nobody", "3")
     assert code == 1 and "'nobody'" in err
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text("{}")
     (tmp_path / "b" / "branch.json").write_text("{}")
-    code, _, err = said("b", "1", "--dir", str(tmp_path))
+    code, _, err = said("b", "1", "--dir", tmp_path)
     assert code == 1 and "branch 'b'" in err and "branch.json" in err

@@ -17,10 +17,10 @@ from streamrl.errors import ConfigError
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.trace_events import WindowEvents
 from streamrl.history.trace_window import Arrival, Swap, WindowReader
-from streamrl.schemas.ledger import LedgerEntry, Used
+from streamrl.schemas.ledger import Used
 from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.schemas.subjects import Subjects
-from streamrl.schemas.versions import Version
+from tests.support import ledgers
 from tests.support import recorded as runs
 from tests.support.golden_rows import former_samples
 from tests.support.printed import printed
@@ -149,19 +149,9 @@ def test_clocks_that_disagree_break_no_rule(data: st.DataObject) -> None:
     """Times of several machines, some of them hours off, some not recorded."""
     events = WindowEvents("made")
     for number in range(1, 4):
-        entry = LedgerEntry(
-            run="made",
-            trainer="main",
-            version=Version(0, number),
-            source="main",
-            used=(Used(41, (0, 2), (number, number)),),
-            cursor=number,
-            granted=9,
-            retired=0,
-            time_s=data.draw(SECONDS),
-            metrics={"perf/step_s": data.draw(st.floats(-1, 100)), "perf/wait_s": data.draw(st.floats(0, 1e5))},
-        )
-        events.batch(entry, [data.draw(arrival(number))])
+        metrics = {"perf/step_s": data.draw(st.floats(-1, 100)), "perf/wait_s": data.draw(st.floats(0, 1e5))}
+        made = ledgers.entry(number, used=(Used(41, (0, 2), (number, number)),), time_s=data.draw(SECONDS), metrics=metrics)
+        events.batch(made, [data.draw(arrival(number))])
     seconds = st.floats(1e9 - 100, 1e9 + 100)
     swaps = [Swap(f"engine-{data.draw(st.integers(0, 1))}", f"0.{n}", data.draw(seconds), data.draw(st.floats(0, 50))) for n in range(4)]
     publications = sorted((time_s - data.draw(st.floats(0, 50)), time_s) for time_s in data.draw(st.lists(seconds, max_size=3)))

@@ -19,6 +19,7 @@ from streamrl.history.replay import Range, verify
 from streamrl.history.replay_report import ReplayReport
 from streamrl.history.source import open_source
 from streamrl.schemas.codec import decode, encode
+from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
 from tests.support.recorded_run import Recorded
@@ -30,19 +31,10 @@ def copy(recorded: Recorded, tmp_path: Path) -> Path:
     return Path(shutil.copytree(recorded.path, tmp_path / "copy"))
 
 
-async def replayed(path: Path, span: Range | None = None, **options: object) -> ReplayReport:
+async def replayed(path: Path, span: Range | None = None, **options: Any) -> ReplayReport:
     async with open_source(str(path)) as source:
-        return await verify(
-            source.config,
-            source.log,
-            source.model_dir,
-            checkpoints=source.checkpoints,
-            span=span,
-            config_difference=source.config_difference,
-            initial_digest=source.initial_digest,
-            highest=source.highest,
-            **options,  # type: ignore[arg-type]
-        )
+        given = {name: getattr(source, name) for name in ("checkpoints", "config_difference", "initial_digest", "highest")}
+        return await verify(source.config, source.log, source.model_dir, span=span, **given, **options)
 
 
 def change(path: Path, edit: Callable[[Any], Any]) -> None:
@@ -128,22 +120,23 @@ async def test_a_shortened_recording_of_an_earlier_build_is_refused(copy: Path) 
         await replayed(copy)
 
 
+def with_samples(copy: Path, **bounds: int) -> None:
+    """Let a recording say that its samples begin or end elsewhere."""
+    known = RecordedLog(copy).recording
+    streams = known.streams | {"samples": replace(known.streams["samples"], **bounds)}
+    (copy / "recording.json").write_bytes(msgspec.json.encode(replace(known, streams=streams)))
+
+
 async def test_a_shortened_sample_stream_is_said_at_once(recorded: Recorded, copy: Path) -> None:
-    log = RecordedLog(copy)
-    facts = log.recording.streams["samples"]
     end = recorded.ledger[9].cursor
-    shorter = replace(log.recording, streams=log.recording.streams | {"samples": replace(facts, last=end)})
-    (copy / "recording.json").write_bytes(msgspec.json.encode(shorter))
+    with_samples(copy, last=end)
     report = await replayed(copy)
     assert not report.ok and report.versions == report.equal == sum(entry.cursor <= end for entry in recorded.ledger)
     assert f"at sequence {end}" in report.lost[0]
 
 
 async def test_a_trimmed_recording_needs_a_checkpoint(copy: Path) -> None:
-    log = RecordedLog(copy)
-    facts = log.recording.streams["samples"]
-    trimmed = replace(log.recording, streams=log.recording.streams | {"samples": replace(facts, first=30)})
-    (copy / "recording.json").write_bytes(msgspec.json.encode(trimmed))
+    with_samples(copy, first=30)
     for name in ("samples", "messages"):
         change(copy / f"{name}.parquet", lambda table: table.filter(pc.field("sequence") >= 30))
     with pytest.raises(LogTruncated):
@@ -174,13 +167,9 @@ async def test_changed_samples_are_named_as_data(recorded: Recorded, copy: Path)
 
 async def test_a_lost_group_is_named(recorded: Recorded, copy: Path) -> None:
     entry = recorded.ledger[6]
-    group = entry.used[0]
-
-    def swap(entry: LedgerEntry) -> LedgerEntry:
-        return replace(entry, used=(replace(group, sequences=(1,) * len(group.sequences)), *entry.used[1:])) if entry == mine else entry
-
-    mine = entry
-    edited_entries(copy, swap)
+    group, *others = entry.used
+    swapped = replace(entry, used=(replace(group, sequences=(1,) * len(group.sequences)), *others))
+    edited_entries(copy, lambda one: swapped if one == entry else one)
     report = await replayed(copy)
     assert not report.ok and report.problem and report.first_difference is not None
     assert report.first_difference.version == str(entry.version)
@@ -210,8 +199,6 @@ def tell_fingerprint(path: Path, config: Config, digest: str, **others: str) -> 
     """Put the values behind a fingerprint into the recorded events, with some of them changed."""
 
     def add(table: pa.Table) -> pa.Table:
-        from streamrl.schemas.events import Event
-
         rows = table.to_pylist()
         for row in rows:
             event = decode(row["body"], Event)

@@ -29,18 +29,9 @@ def test_folders_of_code_are_packages_and_the_linked_ones_have_one_name():
 
 
 LIGHT = [
-    "streamrl",
-    "streamrl.bus",
-    "streamrl.bus.jetstream",
-    "streamrl.cli",
-    "streamrl.config.load",
-    "streamrl.data.problems",
-    "streamrl.engines.http",
-    "streamrl.launch.supervisor",
-    "streamrl.producers.evaluation.worker",
-    "streamrl.producers.rollouts",
-    "streamrl.producers.feeder",
-    "streamrl.runtime.worker",
+    *("streamrl", "streamrl.bus", "streamrl.bus.jetstream", "streamrl.cli", "streamrl.config.load", "streamrl.data.problems"),
+    *("streamrl.engines.http", "streamrl.launch.supervisor", "streamrl.producers.evaluation.worker", "streamrl.producers.rollouts"),
+    *("streamrl.producers.feeder", "streamrl.runtime.worker"),
 ]
 
 
@@ -70,21 +61,22 @@ def test_who_is_there_as_long_as_the_run_loads_no_more_than_it_needs(module, hea
 
 
 PUBLIC = [
-    "Chat",
-    "Config",
-    "Context",
-    "Episode",
-    "Failure",
-    "Producer",
-    "Reward",
-    "RewardValue",
-    "RolloutEngine",
-    "RolloutTask",
-    "Sampling",
-    "StreamRLError",
-    "Version",
-    "__version__",
-    "load_config",
+    *(
+        "Chat",
+        "Config",
+        "Context",
+        "Episode",
+        "Failure",
+        "Producer",
+        "Reward",
+        "RewardValue",
+        "RolloutEngine",
+        "RolloutTask",
+        "Sampling",
+        "StreamRLError",
+        "Version",
+    ),
+    *("__version__", "load_config"),
 ]
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from tests.support.programs import PIPE, Start
+from tests.support.programs import PIPE, Start, said
 
 START_S = 240.0
 """Longest that a cluster, or all workers of a run on it, may take to start: each of some ten processes imports Ray."""
@@ -13,6 +13,13 @@ async def up(start: Start, address: str, *values: str) -> asyncio.subprocess.Pro
     """`streamrl up run.toml --json` on Ray, with `--set` for each value."""
     words = [word for value in (f"ray.address={address}", *values) for word in ("--set", value)]
     return await start("-m", "streamrl", "up", "run.toml", "--json", *words)
+
+
+async def ended(process: asyncio.subprocess.Process, within_s: float = 120, *, code: int = 0) -> tuple[str, str]:
+    """What a program that ends with this code has written to stdout and stderr."""
+    found, out, err = await said(process, within_s)
+    assert found == code, err
+    return out, err
 
 
 async def two_nodes(start: Start, gpus: int = 0) -> tuple[asyncio.subprocess.Process, str]:

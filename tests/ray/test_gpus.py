@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from streamrl.runtime.rundir import RunDir
-from tests.ray.running import START_S, two_nodes, up
+from tests.ray.running import START_S, ended, two_nodes, up
 from tests.support.digits import TRANSFORMER
 from tests.support.needs import need
 from tests.support.processes import alive, find, parent, until, worker_pid
-from tests.support.programs import Start, said
+from tests.support.programs import Start
 
 pytestmark = [pytest.mark.needs("ray"), pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -100,8 +100,7 @@ async def test_each_worker_sees_the_gpus_that_it_was_given(start: Start, run: Ru
     _, address = await two_nodes(start, gpus=2)
     asked = ("engine.workers=2", "ray.trainer.gpus=1", "tasks.drop_zero_variance=false", "run.steps=100000")
 
-    code, _, err = await said(await up(start, address, *asked, "ray.engine.gpus=1"), START_S)
-    assert code == 1
+    _, err = await ended(await up(start, address, *asked, "ray.engine.gpus=1"), START_S, code=1)
     assert "1 trainer with 0.5 CPU, 1 GPU each" in err
 
     process = await up(start, address, *asked, "ray.engine.gpus=0.5")
@@ -110,8 +109,7 @@ async def test_each_worker_sees_the_gpus_that_it_was_given(start: Start, run: Ru
     assert found["engine-0"] == found["engine-1"]
     assert found["producer-0"] == found["feeder-0"] == ""
     process.send_signal(signal.SIGINT)
-    code, _, err = await said(process, START_S)
-    assert code == 0, err
+    await ended(process, START_S)
 
 
 @pytest.mark.gpu
@@ -120,8 +118,7 @@ async def test_the_trainer_has_a_gpu_and_two_engines_share_the_other(start: Star
     """By default, with nobody's number; weights go from GPU to GPU, neither of whose processes sees the other's."""
     process = await up(start, "local", "engine.workers=2", "weights.transport=ipc")
     found = await seen(run, "trainer-0", "engine-0", "engine-1", "producer-0")
-    code, out, err = await said(process, WITHIN_S)
-    assert code == 0, err
+    out, _ = await ended(process, WITHIN_S)
     both = set(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
     assert {found["trainer-0"], found["engine-0"]} == both
     assert (found["engine-0"], found["producer-0"]) == (found["engine-1"], "")
@@ -139,8 +136,7 @@ async def test_two_ranks_have_a_gpu_each_and_sum_over_nccl(start: Start, run: Ru
     """Each sees its own GPU as the first; the engine has what rank 0 or rank 1 leaves."""
     process = await up(start, "local", "trainer.ranks=2", "ray.trainer.gpus=0.6", "ray.engine.gpus=0.4")
     found = await seen(run, "trainer-0", "trainer-1", "engine-0")
-    code, out, err = await said(process, WITHIN_S)
-    assert code == 0, err
+    out, _ = await ended(process, WITHIN_S)
     both = set(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
     assert {found["trainer-0"], found["trainer-1"]} == both
     assert found["engine-0"] in both
@@ -166,15 +162,13 @@ async def test_an_engine_whose_actor_is_killed_comes_back_on_its_gpu(start: Star
     count = len(lines(run, "engine-1", COMMITTED))
     await until(lambda: len(lines(run, "engine-1", COMMITTED)) > count, within_s=120)
     process.send_signal(signal.SIGINT)
-    code, _, err = await said(process, WITHIN_S)
-    assert code == 0, err
+    await ended(process, WITHIN_S)
     assert "event=actor_lost worker=engine-1" in run.events_path.read_text()
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("transformer")
 async def test_more_gpus_than_there_are_is_refused_at_once(start: Start, run: RunDir) -> None:
-    code, _, err = await said(await up(start, "local", "engine.workers=2", "ray.engine.gpus=1"), WITHIN_S)
-    assert code == 1
+    _, err = await ended(await up(start, "local", "engine.workers=2", "ray.engine.gpus=1"), WITHIN_S, code=1)
     assert "2 engines with 1 CPU, 1 GPU each" in err and "engine.workers or trainer.ranks" in err
     assert not run.log_path("trainer-0").exists()

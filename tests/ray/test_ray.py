@@ -15,7 +15,7 @@ from streamrl.monitor.metrics_file import decoded, files
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
 from streamrl.weights.factory import weights_directory
-from tests.ray.running import two_nodes, up
+from tests.ray.running import ended, two_nodes, up
 from tests.support.processes import alive, find, parent, until, worker_pid
 from tests.support.programs import Start, said
 
@@ -35,8 +35,7 @@ async def test_a_run_on_a_ray_of_its_own_survives_its_workers_and_its_actors(sta
     # The actor takes its worker along.
     os.kill(parent(trainer), signal.SIGKILL)
     await until(lambda: not alive(trainer))
-    code, out, err = await said(process)
-    assert code == 0, err
+    out, _ = await ended(process)
     summary: Any = json.loads(out)
     assert (summary["steps"], summary["heldout_last"]) == (60, 1.0)
     events = run.events_path.read_text()
@@ -44,8 +43,7 @@ async def test_a_run_on_a_ray_of_its_own_survives_its_workers_and_its_actors(sta
     assert "event=actor_lost worker=trainer-0" in events
     assert (events.count("event=worker_restarted worker=engine-0"), events.count("event=worker_restarted worker=trainer-0")) == (1, 1)
     assert find("worker", "--run", str(run.path)) == []
-    code, out, err = await said(await start("-m", "streamrl", "replay", "digits", "--verify", "--json"))
-    assert code == 0, err
+    out, _ = await ended(await start("-m", "streamrl", "replay", "digits", "--verify", "--json"))
     assert json.loads(out)["ok"] is True
 
 
@@ -60,14 +58,13 @@ async def test_a_silent_worker_is_restarted_and_the_screen_says_why(start: Start
     said_so = "engine-0 ended with signal SIGKILL (silent for 5 s); restart 1 in 0.1 s"
     await until(lambda: said_so in run.events_path.read_text(), within_s=90)
     process.send_signal(signal.SIGINT)
-    assert (await said(process))[0] == 0
+    await ended(process)
     assert "most recent call first" in log.read_text()
 
 
 async def test_sinks_and_the_page_run_beside_a_run_on_ray(start: Start, run: RunDir) -> None:
     process = await up(start, "local", 'metrics.sinks=["tensorboard"]')
-    code, _, err = await said(process)
-    assert code == 0, err
+    await ended(process)
     rows = [row for path in files(run.metrics) for line in path.read_bytes().splitlines() if (row := decoded(line)) is not None]
     trained = [int(row.version.partition(".")[2]) for row in rows if row.kind == "batch"]
     assert trained == list(range(1, len(trained) + 1)) and len(trained) >= 15
@@ -83,19 +80,16 @@ async def test_engines_on_another_node_get_their_weights_over_the_bus(start: Sta
     assert cluster.stdin is not None and cluster.stdout is not None
     there = ("ray.trainer.resources={trainers=1}", "ray.engine.resources={engines=1}", "engine.workers=2")
 
-    code, _, err = await said(await up(start, address, *there, "ray.engine.gpus=1"))
-    assert code == 1
+    _, err = await ended(await up(start, address, *there, "ray.engine.gpus=1"), code=1)
     assert (
         "it asks for 1 trainer with 0.5 CPU, 1 trainers each; 2 engines with 0.5 CPU, 1 GPU, 1 engines each; there is 0 GPU in all" in err
     )
     assert "hint: lower engine.workers" in err
 
-    code, _, err = await said(await up(start, address, *there))
-    assert code == 1
+    _, err = await ended(await up(start, address, *there), code=1)
     assert "workers on 127.0.0.2 cannot" in err and "hint: set bus.host" in err
 
-    code, out, err = await said(await up(start, address, *there, *ACROSS))
-    assert code == 0, err
+    out, _ = await ended(await up(start, address, *there, *ACROSS))
     summary: Any = json.loads(out)
     assert (summary["steps"], summary["heldout_last"]) == (15, 1.0)
     events = run.events_path.read_text()
@@ -105,8 +99,7 @@ async def test_engines_on_another_node_get_their_weights_over_the_bus(start: Sta
 
     cluster.stdin.write(b"hold\n")
     assert (await asyncio.wait_for(cluster.stdout.readline(), 60)) == b"held\n"
-    code, _, err = await said(await up(start, address, *there, *ACROSS, "ray.start_timeout_s=3"))
-    assert code == 1
+    _, err = await ended(await up(start, address, *there, *ACROSS, "ray.start_timeout_s=3"), code=1)
     assert "ray.start_timeout_s = 3 s" in err
 
 

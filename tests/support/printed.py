@@ -16,6 +16,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -
     """What a verb writes to stdout and stderr; it must end with this code."""
     capsys.readouterr()
     ended = main([str(word) for word in words])
-    found = Printed(*capsys.readouterr())
+    out, err = capsys.readouterr()
+    found = Printed(str(out), str(err))
     assert ended == code, found
     return found
