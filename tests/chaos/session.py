@@ -127,25 +127,13 @@ class Session:
         moment = fault.moment if struck.hit else f"random (missed: {fault.moment})"
         if fault.damage and not struck.note:
             moment = f"random (nothing to damage: {fault.damage})"
-        held_s = {"SIGSTOP": fault.held_s or self._given.stop_s, "cut": self._given.away_s, "HTTP cut": self._given.away_s}.get(
-            fault.kind, 0.0
-        )
+        away_s = self._given.away_s
+        held_s = {"SIGSTOP": fault.held_s or self._given.stop_s, "cut": away_s, "HTTP cut": away_s}.get(fault.kind, 0.0)
         recovered = struck.recovery_s >= 0
-        self.write(
-            FaultLine(
-                number,
-                shape.name,
-                fault.part,
-                fault.kind,
-                moment,
-                struck.version,
-                held_s,
-                round(struck.recovery_s, 2),
-                ("recovered" if recovered else "no batch came") + (f"; {struck.note}" if struck.note else ""),
-                round(struck.attach_s, 2),
-                round(struck.engine_s, 2),
-            )
-        )
+        verdict = ("recovered" if recovered else "no batch came") + (f"; {struck.note}" if struck.note else "")
+        recovery_s, attach_s, engine_s = (round(each, 2) for each in (struck.recovery_s, struck.attach_s, struck.engine_s))
+        what = (number, shape.name, fault.part, fault.kind, moment, struck.version)
+        self.write(FaultLine(*what, held_s, recovery_s, verdict, attach_s, engine_s))
         return [] if recovered else [f"no batch came after {fault.kind} of {fault.part}, {moment}"]
 
 

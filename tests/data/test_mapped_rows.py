@@ -140,16 +140,11 @@ def test_other_directories_are_refused_with_what_to_do(tmp_path: Path) -> None:
         open_mapped(str(path), tmp_path)
 
 
-@pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "none.arrow", "none"])
-def test_no_such_file(tmp_path: Path, name: str) -> None:
-    for opened in (open_mapped, lambda text, kept: open_first(text, kept, 9)):
-        with raises(DataError, path=str(tmp_path / name)):
-            opened(str(tmp_path / name), tmp_path)
-
-
 def test_no_such_file_and_no_rows(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n \n")
-    for text in (f"{tmp_path}/empty.jsonl", f"{write(tmp_path, 'jsonl')}@[50:]", f"{write(tmp_path, 'parquet')}@[7:7]"):
+    none = [str(tmp_path / name) for name in ("none.jsonl", "none.parquet", "none.arrow", "none")]
+    empty = [f"{tmp_path}/empty.jsonl", f"{write(tmp_path, 'jsonl')}@[50:]", f"{write(tmp_path, 'parquet')}@[7:7]"]
+    for text in (*none, *empty):
         for opened in (open_mapped, lambda text, kept: open_first(text, kept, 9)):
-            with raises(DataError, rows=0):
+            with raises(DataError, **({"path": text} if text in none else {"rows": 0})):
                 opened(text, tmp_path / "kept")

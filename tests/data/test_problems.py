@@ -22,10 +22,18 @@ SUMS = [{"prompt": f"{i}+1=", "label": str(i + 1), "metadata": {"n": i}} for i i
 
 
 @pytest.fixture
-def jsonl(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in SUMS))
-    return path
+def write(tmp_path):
+    def _write(*rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return _write
+
+
+@pytest.fixture
+def jsonl(write):
+    return write(*SUMS)
 
 
 @pytest.fixture
@@ -106,16 +114,6 @@ def test_no_rows(jsonl, tmp_path):
 
 
 GOOD = {"prompt": "1", "label": "1"}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def _write(*rows):
-        path = tmp_path / "rows.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return str(path)
-
-    return _write
 
 
 def test_a_string_is_one_user_message(write, tokenizer):
@@ -252,19 +250,16 @@ def test_what_a_reward_reads_of_a_row_is_looked_at(write, tokenizer):
     fine = {"instruction_id_list": ["count:numbers"], "kwargs": [{"N": 3}]}
     rows = [{**GOOD, "info": fine}, {**GOOD, "grade": "math"}]
     broken = {**GOOD, "info": {**fine, "kwargs": [{"N": None}]}}
-    keys = {"metadata_key": "info", "reward_key": "grade"}
-    for wrong in (False, True):
-        path = write(*rows, *[broken] * wrong)
-        sections = {"data": {"train": path, **keys}, "reward": {"kind": "ifbench"}}
-        config = convert(sections, where="a test")
-        problems = load_problems(path, config.data, tokenizer)
-        if not wrong:
-            check_rows(problems, config, config.sampling, 104, trained=True)
-            continue
-        with refused(DataError, "count:numbers: expected N", line=3, key="data.metadata_key", path=path):
-            check_rows(problems, config, config.sampling, 104, trained=True)
-        other = convert({**sections, "reward": {"kind": "math"}}, where="a test")
-        check_rows(problems, other, other.sampling, 104, trained=True)
+
+    def look(kind, *rows):
+        data = {"train": (path := write(*rows)), "metadata_key": "info", "reward_key": "grade"}
+        config = convert({"data": data, "reward": {"kind": kind}}, where="a test")
+        check_rows(load_problems(path, config.data, tokenizer), config, config.sampling, 104, trained=True)
+
+    look("ifbench", *rows)
+    with refused(DataError, "count:numbers: expected N", line=3, key="data.metadata_key", path=write()):
+        look("ifbench", *rows, broken)
+    look("math", *rows, broken)
 
 
 def test_a_row_names_its_reward(write, tokenizer):

@@ -92,19 +92,16 @@ def test_other_layouts_of_a_directory(characters, tmp_path):
     assert (tokenizer.apply_chat_template(CHAT), tokenizer.stop_ids) == ("Add.<|end|>", (5, 0))
 
 
-def test_no_template(characters, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes((characters / "tokenizer.json").read_bytes())
-    tokenizer = load_tokenizer(tmp_path)
-    with raises(ConfigError, path=str(tmp_path), missing="chat_template"):
-        tokenizer.apply_chat_template(CHAT)
-
-
-def test_missing_or_broken_files(tmp_path):
+def test_missing_or_broken_files(characters, tmp_path):
     with raises(ConfigError, path=str(tmp_path), missing="tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with raises(ConfigError, path=str(tmp_path / "tokenizer.json")):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((characters / "tokenizer.json").read_bytes())
+    tokenizer = load_tokenizer(tmp_path)
+    with raises(ConfigError, path=str(tmp_path), missing="chat_template"):
+        tokenizer.apply_chat_template(CHAT)
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("a\n{% if %}")
     with raises(ConfigError, path=str(tmp_path), line=2):

@@ -1,6 +1,7 @@
 """The presets, with a tiny model in the place of the real one: accepted as they are, and trained from for three batches."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,27 +23,11 @@ ROWS = f"data.train={EXAMPLES}/quickstart/train.jsonl"
 
 def batch(step: int) -> TrainBatch:
     """Four groups of two answers, of which one is right."""
-    rng = np.random.default_rng(step)
-    samples, prompt, answer = 8, 3, 4
-    length = prompt + answer
-    mask = np.tile(np.arange(length) >= prompt, samples)
-    return TrainBatch(
-        kind="rl",
-        version=Version(0, step),
-        stage_step=step,
-        tokens=rng.integers(3, 13, samples * length).astype(np.int32),
-        offsets=np.arange(samples + 1, dtype=np.int64) * length,
-        loss_mask=mask,
-        sampler_logprobs=np.where(mask, -2.5, 0.0).astype(np.float32),
-        staleness=np.where(mask, step, 0).astype(np.int32),
-        temperature=np.ones(samples * length, np.float32),
-        top_p=np.ones(samples * length, np.float32),
-        top_k=np.full(samples * length, -1, np.int32),
-        rewards=np.arange(samples, dtype=np.float64) % 2,
-        tasks=np.arange(samples) // 2,
-        rollouts=np.arange(samples) % 2,
-        status=np.zeros(samples, np.int8),
-    )
+    rng, samples = np.random.default_rng(step), range(8)
+    prompts, answers = rng.integers(3, 13, (8, 3)).tolist(), rng.integers(3, 13, (8, 4)).tolist()
+    given: Any = {"rewards": [k % 2 for k in samples], "tasks": [k // 2 for k in samples], "rollouts": [k % 2 for k in samples]}
+    given |= {"sampler_logprobs": [[-2.5] * 4] * 8, "staleness": [[step] * 4] * 8, "version": Version(0, step)}
+    return TrainBatch.from_lists(prompts, answers, stage_step=step, **given)
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)

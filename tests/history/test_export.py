@@ -4,6 +4,7 @@ import asyncio
 import json
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,21 +87,24 @@ def logits(path: Path) -> torch.Tensor:
         return model(input_ids=torch.arange(2, 18)[None]).logits
 
 
-def in_parts(whole: Path, path: Path) -> Path:
-    """The same checkpoint as three ranks would have written it."""
-    mesh = Mesh(shard=3)
+def write_parts(path: Path, mesh: Mesh, state: Callable[[int], files.TorchState], extra: bytes) -> Path:
+    """A checkpoint as the ranks of a mesh write it."""
 
     def write(directory: Path) -> None:
-        for part in range(mesh.shard):
-            state, extra = files.read_checkpoint(whole, mesh, part)
-            if part == 0:
-                files.write_checkpoint(directory, state, extra, mesh)
-            else:
-                (directory / part_folder(mesh, part)).mkdir()
-                files.write_tensors(directory / part_folder(mesh, part), state, mesh, part)
+        files.write_checkpoint(directory, state(0), extra, mesh)
+        for part in range(1, mesh.shard):
+            (directory / part_folder(mesh, part)).mkdir()
+            files.write_tensors(directory / part_folder(mesh, part), state(part), mesh, part)
 
     write_directory(path, write, seal=True)
     return path
+
+
+def in_parts(whole: Path, path: Path) -> Path:
+    """The same checkpoint as three ranks would have written it."""
+    mesh = Mesh(shard=3)
+    states, extras = zip(*(files.read_checkpoint(whole, mesh, part) for part in range(3)), strict=True)
+    return write_parts(path, mesh, states.__getitem__, extras[0])
 
 
 def checkpoint_of(model: Any, path: Path, shards: int) -> Path:
@@ -114,14 +118,7 @@ def checkpoint_of(model: Any, path: Path, shards: int) -> Path:
         policy = files.ModelState(parameters=held, optimizer={}, digest="0" * 16, shapes=shapes)
         return files.TorchState(policy=policy, critic=None, random=files.random_state(torch.device("cpu")), stage="rl", version="0.3")
 
-    def write(directory: Path) -> None:
-        files.write_checkpoint(directory, state(0), b"", mesh)
-        for part in range(1, shards):
-            (directory / part_folder(mesh, part)).mkdir()
-            files.write_tensors(directory / part_folder(mesh, part), state(part), mesh, part)
-
-    write_directory(path, write, seal=True)
-    return path
+    return write_parts(path, mesh, state, b"")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", *ARCHITECTURES])

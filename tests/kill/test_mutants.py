@@ -23,11 +23,12 @@ DEATHS = {
     "acked on receipt": ("producer", Spot("publish samples", "before", 2), r"task \d+ is lost"),
 }
 RETIRED = "retired set missing"
-RETIRED_SAYS = r"retired by the ledger, \d+ by its entries"
-DISCARD_SAYS = r"positions/main needs sequence \d+, the sample stream begins at \d+"
+DISCARDS = "a stream that discards old messages"
 # Slow tasks stay open below others that have ended. The drain's checkpoint is as new as the ledger: after an older one, the trainer itself
 # would find that its ledger's batches do not come again.
 SLOW: dict[str, dict[str, object]] = {"reward": {"options": {"slow_s": 3.0}}, "tasks": {"drop_zero_variance": False}}
+SMALL: dict[str, dict[str, object]] = {"bus": {"samples_bytes": 300_000}}
+SECTIONS = {RETIRED: SLOW, DISCARDS: SMALL}
 
 
 async def found(w: World) -> str:
@@ -58,7 +59,7 @@ async def fill(w: World, discard: DiscardPolicy) -> None:
 
 
 async def test_the_product_passes(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
-    async with world(table_config(tmp_path, **SLOW, bus={"samples_bytes": 300_000}), own_server, children) as w:
+    async with world(table_config(tmp_path, **SLOW, **SMALL), own_server, children) as w:
         for part, spot, _ in DEATHS.values():
             await die(w, part, spot)
             assert await found(w) == "", (part, spot)
@@ -68,24 +69,17 @@ async def test_the_product_passes(tmp_path: Path, own_server: NatsServer, childr
         assert await found(w) == ""
 
 
-@pytest.mark.parametrize("mutant", DEATHS)
-async def test_a_mutant_that_dies_is_found(tmp_path: Path, own_server: NatsServer, children: Nursery, mutant: str) -> None:
-    part, spot, says = DEATHS[mutant]
-    async with world(table_config(tmp_path), own_server, children) as w:
-        await die(w, part, spot, mutant)
+@pytest.mark.parametrize("mutant", [*DEATHS, RETIRED, DISCARDS])
+async def test_a_mutant_is_found(tmp_path: Path, own_server: NatsServer, children: Nursery, mutant: str) -> None:
+    async with world(table_config(tmp_path, **SECTIONS.get(mutant, {})), own_server, children) as w:
+        if mutant == RETIRED:
+            await retire(w, RETIRED)
+            says = r"retired by the ledger, \d+ by its entries"
+        elif mutant == DISCARDS:
+            await die(w, "trainer", Spot("publish ledger", "after", 3))
+            await fill(w, DiscardPolicy.OLD)
+            says = r"positions/main needs sequence \d+, the sample stream begins at \d+"
+        else:
+            part, spot, says = DEATHS[mutant]
+            await die(w, part, spot, mutant)
         assert re.search(says, await found(w))
-
-
-async def test_a_retired_set_that_is_missing_from_the_checkpoint_is_found(
-    tmp_path: Path, own_server: NatsServer, children: Nursery
-) -> None:
-    async with world(table_config(tmp_path, **SLOW), own_server, children) as w:
-        await retire(w, RETIRED)
-        assert re.search(RETIRED_SAYS, await found(w))
-
-
-async def test_a_stream_that_discards_old_messages_is_found(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
-    async with world(table_config(tmp_path, bus={"samples_bytes": 300_000}), own_server, children) as w:
-        await die(w, "trainer", Spot("publish ledger", "after", 3))
-        await fill(w, DiscardPolicy.OLD)
-        assert re.search(DISCARD_SAYS, await found(w))

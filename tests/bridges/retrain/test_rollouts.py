@@ -113,13 +113,11 @@ async def test_how_an_episode_ends_is_its_status() -> None:
     assert full.status is Status.TRUNCATED and 1 <= len(full.turns) < 4 and full.reward == -0.5 * len(full.turns)
 
 
-@pytest.mark.parametrize(("combine", "reward"), [("sum", 0.75), ("mean", 0.25), ("last", 1.0)])
-async def test_the_turns_rewards_become_one(combine: Any, reward: float) -> None:
-    [one], _ = await played(create_retrain_bridge(Guess, combine=combine), TEXTS["wrong, look, right"])
-    assert one.reward == pytest.approx(reward)
-
-
-async def test_rewards_of_another_scale_are_put_on_0_to_1() -> None:
+async def test_the_turns_rewards_become_one_and_are_put_on_0_to_1() -> None:
+    ways: Any = {"sum": 0.75, "mean": 0.25, "last": 1.0}
+    for combine, reward in ways.items():
+        [one], _ = await played(create_retrain_bridge(Guess, combine=combine), TEXTS["wrong, look, right"])
+        assert one.reward == pytest.approx(reward), combine
     [one], _ = await played(create_retrain_bridge(Guess, reward_range=(-2, 1)), TEXTS["wrong, look, right"])
     assert (one.reward, one.reward_parts) == (pytest.approx(2.75 / 3), {})
     with pytest.raises(SchemaError, match=r"\[-1, 0.5\], got 0.75"):

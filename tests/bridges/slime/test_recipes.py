@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from streamrl.bridges.slime.script.draft import Options
-from streamrl.bridges.slime.script.flags import FLAGS, find
+from streamrl.bridges.slime.script.flags import FLAGS
 from streamrl.bridges.slime.script.importing import ALL, Imported, import_script
 from streamrl.doctor.machine import examine_plan
 from tests.bridges.slime.recipes import ADAM, MISC, PERF, QWEN3_4B, RECIPES, Arguments, Recipe, script, without
@@ -57,10 +57,6 @@ def test_a_recipe_of_slime(name: str, tmp_path: Path) -> None:
     assert {key: written.get(key) for key in recipe.expected} == recipe.expected
     (tmp_path / "run.toml").write_text(done.toml)
     assert [(check.name, check.found) for check in examine_plan(str(tmp_path / "run.toml")) if check.state == "fail"] == []
-
-
-def test_every_flag_of_every_recipe_is_known() -> None:
-    assert [name for recipe in RECIPES.values() for name in recipe.arguments if find(f"--{name}") is None] == []
 
 
 def test_each_line_says_where_it_is_from(tmp_path: Path) -> None:
@@ -152,11 +148,6 @@ def test_rows_that_name_their_reward_for_slime_are_told_of_where_it_would_look_a
     assert told(QWEN3_4B) == ["assumed"]
     assert told(without(QWEN3_4B, "rm-type")) == ["refused"]
     assert told({**QWEN3_4B, "custom-rm-path": "my.rm"}) == [], "it is called for every row"
-
-
-def test_an_unknown_flag_gets_the_nearest_name(tmp_path: Path) -> None:
-    [found] = imported(tmp_path, {**QWEN3_4B, "eps-clip-hgih": "0.3"}).report.refused
-    assert found.nearest == "did you mean --eps-clip-high?"
 
 
 @pytest.mark.parametrize(

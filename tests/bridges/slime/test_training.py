@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from streamrl.algorithms.estimators import token_advantages
 from streamrl.algorithms.policy import PolicyTokens
@@ -24,7 +26,7 @@ def batch() -> TrainBatch:
     return TrainBatch.from_lists([[1, 2]] * 4, answers, rewards=rewards, sampler_logprobs=logprobs, loss_mask=masks, tasks=[3] * 4)
 
 
-def test_processed_rewards_are_the_advantages_of_all_trained_tokens(hooks: Path) -> None:
+def test_processed_rewards_are_the_advantages_of_all_trained_tokens_and_those_of_grpo(hooks: Path) -> None:
     found = token_advantages(batch(), LossConfig(advantage=f"slime_rewards:{hooks}:normalized"))
     # (r - 1/2) / (s + 1e-6) with s = sqrt(1/3), of rewards 1, 0, 0, 1
     number = 0.5 / (np.sqrt(1 / 3) + 1e-6)
@@ -33,12 +35,8 @@ def test_processed_rewards_are_the_advantages_of_all_trained_tokens(hooks: Path)
     np.testing.assert_allclose(found.advantages, number * trained, atol=1e-12)
     assert number == pytest.approx(0.866024, abs=1e-6)
     assert found.metrics["rollout/raw_reward"] == 0.5
-
-
-def test_and_they_are_those_of_grpo(hooks: Path) -> None:
     ours = token_advantages(batch(), LossConfig(advantage="grpo"))
-    theirs = token_advantages(batch(), LossConfig(advantage=f"slime_rewards:{hooks}:normalized"))
-    np.testing.assert_allclose(ours.advantages, theirs.advantages, atol=1e-6)
+    np.testing.assert_allclose(ours.advantages, found.advantages, atol=1e-6)
 
 
 def test_advantages_are_taken_from_slimes_table(hooks: Path) -> None:
@@ -49,19 +47,19 @@ def test_advantages_are_taken_from_slimes_table(hooks: Path) -> None:
     np.testing.assert_allclose(found.advantages, np.where(mask, owner * 0.9, 0.0), rtol=1e-6)
 
 
+def tokens_of(logprobs: Tensor, at: npt.NDArray[np.int64], advantages: Tensor, difference: Tensor | float = 0.0) -> PolicyTokens:
+    """The trained tokens of the batch at these places; `difference` is log (pi / mu)."""
+    own = logprobs.detach()
+    ages = torch.zeros(7, dtype=torch.int64)
+    sequences = packed_sequences(batch(), at)
+    return PolicyTokens(logprobs, proximal=own, sampler=own - difference, advantages=advantages, staleness=ages, sequences=sequences)
+
+
 def test_truncated_weights_are_those_of_the_closed_form(hooks: Path) -> None:
-    given = batch()
-    at = np.flatnonzero(given.loss_mask)[::-1].copy()  # in any order
+    at = np.flatnonzero(batch().loss_mask)[::-1].copy()  # in any order
     difference = torch.tensor([1.5, 0.1, -2.5, 0.0, 1.5, 0.1, -2.5], dtype=torch.float64)
     logprobs = torch.full((7,), -1.0, dtype=torch.float64, requires_grad=True)
-    tokens = PolicyTokens(
-        logprobs=logprobs,
-        proximal=logprobs.detach(),
-        sampler=logprobs.detach() - difference,
-        advantages=torch.arange(1.0, 8.0, dtype=torch.float64),
-        staleness=torch.zeros(7, dtype=torch.int64),
-        sequences=packed_sequences(given, at),
-    )
+    tokens = tokens_of(logprobs, at, torch.arange(1.0, 8.0, dtype=torch.float64), difference)
     loss, metrics = UserLoss(f"slime:{hooks}:truncated")(tokens, LossConfig(correction=CorrectionConfig(kind="none", high=2.0)))
     # -A min(exp d, 2): exp 1.5 is beyond it, exp 0.1 = 1.1052, exp -2.5 = 0.0821
     weights = np.minimum(np.exp(difference.numpy()), 2.0)
@@ -73,12 +71,8 @@ def test_truncated_weights_are_those_of_the_closed_form(hooks: Path) -> None:
 
 
 def test_tokens_that_are_masked_have_no_loss_and_no_gradient(hooks: Path) -> None:
-    given = batch()
-    at = np.flatnonzero(given.loss_mask)
     logprobs = torch.full((7,), -1.0, requires_grad=True)
-    same = {"proximal": logprobs.detach(), "sampler": logprobs.detach(), "advantages": torch.ones(7)}
-    ages = torch.zeros(7, dtype=torch.int64)
-    tokens = PolicyTokens(logprobs=logprobs, staleness=ages, sequences=packed_sequences(given, at), **same)
+    tokens = tokens_of(logprobs, np.flatnonzero(batch().loss_mask), torch.ones(7))
     loss, _ = UserLoss(f"slime:{hooks}:masks_first")(tokens, LossConfig(correction=NONE))
     loss.sum().backward()
     # The first trained token of each of the samples of 2, 2, 1 and 2.
