@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from streamrl.bus.memory import MemoryBus
 from streamrl.cli import main
 from streamrl.config.load import load
-from streamrl.data.model import ensure_model
-from streamrl.launch.prepare import prepare
-from streamrl.runtime.run_record import write_or_check
-from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import read_ledger, run_to_end
 from tests.support.programs import STREAMRL, surroundings
+from tests.support.ups import begun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOCKSTEP = ("tasks.max_staleness=0", "run.until_reward=0")
@@ -28,15 +25,9 @@ async def learned(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, *over
     """Steps, first and last reward of a run on one event loop; `place` is an empty folder."""
     monkeypatch.chdir(place)
     assert main(["init", "mine", "--example", name]) == 0
-    run, config = make_run(place, load(place / _file(name), [*LOCKSTEP, *overrides]))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(config.run.name, config.bus)
-    try:
-        await write_or_check(bus, await prepare(config, run))
+    async with begun(place, load(place / _file(name), [*LOCKSTEP, *overrides])) as (run, config, bus):
         await run_to_end(config, run, bus)
         entries = [entry for entry in await read_ledger(bus, config.run.name) if entry.source == "main"]
-    finally:
-        await bus.close()
     rewards = [entry.metrics["rollout/raw_reward"] for entry in entries]
     return len(entries), fmean(rewards[:FEW]), fmean(rewards[-FEW:])
 

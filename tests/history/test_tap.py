@@ -13,10 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from msgspec.structs import replace
 
-from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
-from streamrl.data.model import ensure_model
 from streamrl.errors import BatchDiffers, ConfigError, Diverged
 from streamrl.history.record_run import record_run
 from streamrl.history.tap import TapSettings, tap, tap_config
@@ -28,8 +26,9 @@ from streamrl.schemas.control import Position
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_LATEST
 from tests.support.errors import raises
-from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import read_ledger, run_to_end
 from tests.support.recorded_run import FIXED
+from tests.support.ups import begun
 from tests.support.world.world import World, table_config, world
 
 pytestmark = pytest.mark.process
@@ -42,20 +41,16 @@ async def lockstep(base: Path, *taps: TapSettings) -> tuple[list[LedgerEntry], d
     """A lockstep run with taps beside it: its ledger, theirs, and how much there is of what only the run itself may write."""
     fixed: dict[str, dict[str, object]] = {**FIXED, "engine": {"deterministic": True}}
     config = table_config(base, run={"name": "live", "steps": 6}, tasks={"max_staleness": 0}, **fixed)
-    run, config = make_run(base, config)
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(config.run.name, config.bus)
-    workers = [Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=n + 1) for n in range(len(taps))]
-    async with asyncio.TaskGroup() as group:
-        states = [group.create_task(tap(worker, settings)) for worker, settings in zip(workers, taps, strict=True)]
-        await run_to_end(config, run, bus)
-    ledgers = {settings.name: await read_ledger(bus, "live", settings.name) for settings in taps}
-    for state, settings in zip(states, taps, strict=True):
-        assert state.result().version == ledgers[settings.name][-1].version
-    written = {stream: (await bus.state(stream)).last for stream in ("weights", "dead")}
-    main = await read_ledger(bus, "live")
-    await bus.close()
-    return main, ledgers, written
+    async with begun(base, config) as (run, config, bus):
+        workers = [Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=n + 1) for n in range(len(taps))]
+        async with asyncio.TaskGroup() as group:
+            states = [group.create_task(tap(worker, settings)) for worker, settings in zip(workers, taps, strict=True)]
+            await run_to_end(config, run, bus)
+        ledgers = {settings.name: await read_ledger(bus, "live", settings.name) for settings in taps}
+        for state, settings in zip(states, taps, strict=True):
+            assert state.result().version == ledgers[settings.name][-1].version
+        written = {stream: (await bus.state(stream)).last for stream in ("weights", "dead")}
+        return await read_ledger(bus, "live"), ledgers, written
 
 
 async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -78,35 +73,32 @@ async def test_a_tap_shadows_the_run_and_leaves_it_alone(tmp_path_factory: pytes
 async def test_a_tap_that_begins_again_with_other_values_finds_its_ledger(tmp_path: Path) -> None:
     """Its checkpoints are lost, so it trains by its ledger: other batches are refused before they are trained, other digits by numerics."""
     config = table_config(tmp_path, run={"name": "live", "steps": 4}, tasks={"max_staleness": 0}, **FIXED)
-    run, config = make_run(tmp_path, config)
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(config.run.name, config.bus)
-    await run_to_end(config, run, bus)
+    async with begun(tmp_path, config) as (run, config, bus):
+        await run_to_end(config, run, bus)
 
-    # One that is behind has no need to wait before it has caught up, and heeds its drain nevertheless.
-    worker = Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=1)
-    worker.draining.set()
-    state = await tap(worker, TapSettings(name="drained", first=1))
-    assert state.version.number <= 1  # 1, unless the first record was not there yet when it looked
-    assert [entry.version.number for entry in await read_ledger(bus, "live", "drained")] == [*range(1, state.version.number + 1)]
+        # One that is behind has no need to wait before it has caught up, and heeds its drain nevertheless.
+        worker = Worker(config=config, run_dir=run, bus=bus, kind="trainer", index=1)
+        worker.draining.set()
+        state = await tap(worker, TapSettings(name="drained", first=1))
+        assert state.version.number <= 1  # 1, unless the first record was not there yet when it looked
+        assert [entry.version.number for entry in await read_ledger(bus, "live", "drained")] == [*range(1, state.version.number + 1)]
 
-    async def again(*overrides: str, numerics: Literal["bitwise", "fast"] = "bitwise") -> list[LedgerEntry]:
-        changed = replace(config, run=replace(config.run, numerics=numerics))
-        await bus.kv.delete(f"{KEY_LATEST}/late")
-        await tap(Worker(config=changed, run_dir=run, bus=bus, kind="trainer", index=1), TapSettings(name="late", overrides=overrides))
-        return await read_ledger(bus, "live", "late")
+        async def again(*overrides: str, numerics: Literal["bitwise", "fast"] = "bitwise") -> list[LedgerEntry]:
+            changed = replace(config, run=replace(config.run, numerics=numerics))
+            await bus.kv.delete(f"{KEY_LATEST}/late")
+            await tap(Worker(config=changed, run_dir=run, bus=bus, kind="trainer", index=1), TapSettings(name="late", overrides=overrides))
+            return await read_ledger(bus, "live", "late")
 
-    first = await again()
-    assert len(first) == 4 and await again() == first
-    with pytest.raises(BatchDiffers) as differs:
-        await again("tasks.batch_tasks=1", "tasks.max_staleness=2")
-    assert differs.value.version == "0.1" and "another --name" in differs.value.hint
-    faster = "trainer.optimizer.learning_rate=0.02"
-    with raises(Diverged, version="0.1"):
-        await again(faster)
-    forked = await again(faster, numerics="fast")
-    assert forked[:4] == first and [str(entry.version) for entry in forked[4:]] == ["1.1", "1.2", "1.3", "1.4"]
-    await bus.close()
+        first = await again()
+        assert len(first) == 4 and await again() == first
+        with pytest.raises(BatchDiffers) as differs:
+            await again("tasks.batch_tasks=1", "tasks.max_staleness=2")
+        assert differs.value.version == "0.1" and "another --name" in differs.value.hint
+        faster = "trainer.optimizer.learning_rate=0.02"
+        with raises(Diverged, version="0.1"):
+            await again(faster)
+        forked = await again(faster, numerics="fast")
+        assert forked[:4] == first and [str(entry.version) for entry in forked[4:]] == ["1.1", "1.2", "1.3", "1.4"]
 
 
 def test_names_and_values_that_a_tap_cannot_have() -> None:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 from streamrl.config.evaluation import EvaluationSetConfig
 from streamrl.config.tree import Config
-from streamrl.data.model import ensure_model
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.tasks import Sampling
 from tests.support.audit.evaluations import problems_of
-from tests.support.harness import make_run, read_ledger, run_to_end
+from tests.support.harness import read_ledger, run_to_end
+from tests.support.ups import begun
 from tests.support.world.nursery import Nursery
 from tests.support.world.table import ASKING, EVALUATOR, OTHERS, REWARDER, TRAINER_AGAIN
 from tests.support.world.world import Row, World, table_config, vandals, world
@@ -31,13 +30,9 @@ def lockstep(tmp_path: Path, **sections: dict[str, object]) -> Config:
 
 async def undisturbed(tmp_path: Path) -> list[LedgerEntry]:
     """Its ledger, without a server and without rewarders."""
-    run, config = make_run(tmp_path / "calm", lockstep(tmp_path))
-    ensure_model(config, run.model_dir)
-    bus = MemoryBus(config.run.name, config.bus)
-    await run_to_end(config, run, bus)
-    found = await read_ledger(bus, config.run.name)
-    await bus.close()
-    return found
+    async with begun(tmp_path / "calm", lockstep(tmp_path)) as (run, config, bus):
+        await run_to_end(config, run, bus)
+        return await read_ledger(bus, config.run.name)
 
 
 async def test_every_call(tmp_path: Path, own_server: NatsServer, children: Nursery) -> None:
