@@ -1,9 +1,12 @@
 """Files, overrides and records of configurations: what is read, what is refused, and what earlier versions wrote."""
 
 import json
+import math
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import ANY
 
+import msgspec
 import pytest
 
 from streamrl.config.check import check
@@ -11,7 +14,11 @@ from streamrl.config.former import LATER_DECISIONS, in_present_words
 from streamrl.config.load import convert, dump, from_json, load, override, override_keys
 from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
 from streamrl.config.tree import Config, DataConfig, OptimizerConfig, RunConfig, TasksConfig
+from streamrl.core.fold_config import fold_config
+from streamrl.core.state import initial_state
+from streamrl.doctor.run_checks import check_budgets
 from streamrl.errors import ConfigError
+from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import Subjects
 from tests.support.errors import raises
 from tests.support.refusals import refused
@@ -426,3 +433,39 @@ def test_gradient_checkpointing_beside_activations_or_of_another_type_is_refused
     for given in ({"gradient_checkpointing": "yes"}, {"activations": -1}, {"activations": "some"}, {"activations": True}):
         with pytest.raises(ConfigError, match="activations"):
             convert({"trainer": given}, where="x.toml")
+
+
+def counts(section: msgspec.Struct, prefix: str = "") -> Iterator[str]:
+    """Keys of whole numbers, those of sections within sections too."""
+    for field in msgspec.structs.fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, msgspec.Struct):
+            yield from counts(value, f"{prefix}{field.encode_name}.")
+        elif type(value) is int:
+            yield prefix + field.encode_name
+
+
+KEYS = sorted(set(counts(Config())) - {"run.seed"})
+
+
+def test_whole_numbers_that_are_too_large_are_refused_by_their_key(write) -> None:
+    file = write(TABLE)
+    for key in KEYS:
+        for value in (2**63 - 1, 2**63, 10**30):
+            with refused(ConfigError, key):
+                load(file, [f"{key}={value}"])
+    with pytest.raises(ConfigError, match="seed"):
+        load(file, ["run.seed=9223372036854775808"])
+    assert load(file, ["run.seed=9223372036854775807"]).run.seed == 2**63 - 1
+
+
+def test_the_largest_that_are_taken_have_room_wherever_they_go(write) -> None:
+    file = write(TABLE)
+    most = 2**31 - 1
+    keys = ("tasks.batch_tasks", "tasks.max_staleness", "run.steps", "warmup.max_steps")
+    config = load(file, [f"{key}={most}" for key in keys])
+    state = initial_state(fold_config(config))
+    assert msgspec.msgpack.decode(encode(state.grant)) and state.granted == 2**31 * most
+    check(config)
+    budgets = load(file, [f"bus.{name}={2**53}" for name in ("samples_bytes", "blobs_bytes", "sample_blobs_bytes")])
+    assert check_budgets(budgets).state == "warn" and math.isfinite(budgets.bus.samples_bytes)
