@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,18 @@ def verb(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, st
     """Exit code, stdout and stderr of `streamrl ...`."""
 
     def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
         code = main([str(word) for word in words])
         out, err = capsys.readouterr()
         return code, out, err
 
     return run
+
+
+@pytest.fixture
+def said(verb: Callable[..., tuple[int, str, str]], request: pytest.FixtureRequest) -> Callable[..., tuple[int, str, str]]:
+    """The same of the verb that a module is about, its `VERB`."""
+    return partial(verb, request.module.VERB)
 
 
 @pytest.fixture

@@ -41,24 +41,27 @@ def row(completion: str, **fields: Any) -> dict[str, Any]:
     return {"prompt": "3+4=", "label": "7", "completion": completion, "metadata": {"weight": 0.0}, **fields}
 
 
+def told(place: Path, capsys: pytest.CaptureFixture[str], reward: str, *rows: dict[str, Any]) -> dict[str, Any]:
+    """What the check of these rows by a run's reward prints; some of them are wrong."""
+    (place / "run.toml").write_text(f'[data]\ntrain = "rows.jsonl"\n{reward}')
+    checked = write(place / "rows.jsonl", *rows)
+    return json.loads(printed(capsys, "reward", place / "run.toml", "--check", checked, "--json", code=1).out)
+
+
 @pytest.mark.process
 def test_every_grader_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "code.py").write_text(CODE)
-    (tmp_path / "run.toml").write_text(
-        '[data]\ntrain = "rows.jsonl"\n[reward]\nkind = "code.py:score"\ntimeout_s = 1.5\nchildren = 1\n[reward.options]\nbonus = 0.5\n'
-    )
+    reward = '[reward]\nkind = "code.py:score"\ntimeout_s = 1.5\nchildren = 1\noptions.bonus = 0.5\n'
     several = {**row("", expected=2.5, metadata={"weight": 0.5}), "turns": ["6", "7"]}
     del several["completion"]
-    rows = write(
-        tmp_path / "rows.jsonl", row("7", expected=1.5), row("8", expected=1.5), row("nan"), row("die", expected=1), row("hang"), several
-    )
-    told = json.loads(printed(capsys, "reward", str(tmp_path / "run.toml"), "--check", rows, "--json", code=1).out)
-    found = {one["line"]: one for one in told["rows"]}
+    rows = (row("7", expected=1.5), row("8", expected=1.5), row("nan"), row("die", expected=1), row("hang"), several)
+    heard = told(tmp_path, capsys, reward, *rows)
+    found = {one["line"]: one for one in heard["rows"]}
     assert [found[line]["reward"] for line in range(1, 7)] == [1.5, 0.5, None, None, None, 2.5]
     assert found[6]["parts"] == {"right": 1.0, "bonus": 0.5, "turns": 1.0}
     assert "must be finite" in found[3]["error"] and "exit code 3" in found[4]["error"] and "1.5 s of user code" in found[5]["error"]
     assert [line for line in found if found[line]["timed_out"]] == [5] and found[5]["seconds"] >= 1.4
-    assert told["summary"] == {"rows": 6, "mean": 1.5, "failed": 3, "timed_out": 1, "differ": 2}
+    assert heard["summary"] == {"rows": 6, "mean": 1.5, "failed": 3, "timed_out": 1, "differ": 2}
 
 
 def test_a_file_that_holds_is_said_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,26 +74,19 @@ def test_a_file_that_holds_is_said_in_words(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.process
 def test_rows_have_their_own_rewards_and_parts_as_in_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.toml").write_text(
-        '[data]\ntrain = "rows.jsonl"\nreward_key = "grade"\nreward_options = { gsm8k = { marked_only = true } }\n'
-        '[reward]\nkind = "math"\nkey = "boxed"\nchildren = 1\n'
-    )
-    rows = write(
-        tmp_path / "rows.jsonl",
+    reward = 'reward_key = "grade"\nreward_options = { gsm8k = { marked_only = true } }\n[reward]\nkind = "math"\nchildren = 1\n'
+    rows = (
         row("14/2", expected=0),  # right, and the part that is trained is whether it was boxed
         row("\\boxed{8}", expected=1),
         row("7.0", expected=0, grade="exact_match"),
         row("7", expected=0, grade="gsm8k"),
         row("7", expected=1, grade={"kind": "gsm8k", "options": {"marked_only": False}}),
     )
-    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"])
-    found = json.loads(capsys.readouterr().out)["rows"]
+    found = told(tmp_path, capsys, f'{reward}key = "boxed"\n', *rows)["rows"]
     # A row's own reward has to have the part, too.
     assert [one["reward"] for one in found] == [0.0, 1.0, None, None, None]
     assert "reward.key = 'boxed'" in found[2]["error"] and found[0]["parts"] == {"answer": 1.0, "boxed": 0.0}
-    (tmp_path / "run.toml").write_text((tmp_path / "run.toml").read_text().replace('key = "boxed"\n', ""))
-    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--json"])
-    assert [one["reward"] for one in json.loads(capsys.readouterr().out)["rows"]] == [1.0, 0.0, 0.0, 0.0, 1.0]
+    assert [one["reward"] for one in told(tmp_path, capsys, reward, *rows)["rows"]] == [1.0, 0.0, 0.0, 0.0, 1.0]
 
 
 @pytest.mark.process
@@ -188,15 +184,11 @@ def test_the_trained_part_is_what_is_compared_and_what_hangs_is_ended(
 ) -> None:
     (tmp_path / "code.py").write_text(CODE)
     key, label, hangs = ("boxed", "8", "x^{100}(1+x)^{999}") if kind == "math" else ("bonus", "8", "7")
-    (tmp_path / "run.toml").write_text(
-        f'[data]\ntrain = "rows.jsonl"\n[reward]\nkind = "{kind}"\nkey = "{key}"\ntimeout_s = 2.0\nchildren = 1\n'
-    )
     wrong = row(r"\boxed{7}", label=label, expected=1.0 if kind == "math" else 0.0)
     hung = row(r"\boxed{3}", label=hangs) if kind == "math" else row("hang", label=hangs)
-    rows = write(tmp_path / "rows.jsonl", wrong, hung)
-    told = json.loads(printed(capsys, "reward", str(tmp_path / "run.toml"), "--check", rows, "--json", code=1).out)
-    assert told["rows"][0]["reward"] == wrong["expected"] and set(told["rows"][0]["parts"]) >= {key}
-    assert told["rows"][1]["reward"] is None
-    assert told["summary"]["failed"] == 1 and told["summary"]["differ"] == 0
-    main(["reward", str(tmp_path / "run.toml"), "--check", rows, "--kind", "exact_match"])
+    found = told(tmp_path, capsys, f'[reward]\nkind = "{kind}"\nkey = "{key}"\ntimeout_s = 2.0\nchildren = 1\n', wrong, hung)
+    first, second = found["rows"]
+    assert first["reward"] == wrong["expected"] and set(first["parts"]) >= {key} and second["reward"] is None
+    assert found["summary"]["failed"] == 1 and found["summary"]["differ"] == 0
+    main(["reward", str(tmp_path / "run.toml"), "--check", str(tmp_path / "rows.jsonl"), "--kind", "exact_match"])
     assert "0 failed" in capsys.readouterr().out, "the run's key is of the run's reward"

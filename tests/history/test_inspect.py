@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,11 +26,7 @@ from tests.support.golden_rows import former_samples
 from tests.support.recorded_run import Recorded
 
 Say = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def said(verb: Say) -> Say:
-    return partial(verb, "inspect")
+VERB = "inspect"
 
 
 def a_trained_task(recorded: Recorded) -> int:

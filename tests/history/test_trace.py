@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -364,11 +363,7 @@ async def test_what_user_code_says_moves_no_cursor_and_unissued_tasks_are_refuse
 
 
 Say = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def said(verb: Say) -> Say:
-    return partial(verb, "trace")
+VERB = "trace"
 
 
 def test_the_verb(said: Say, recorded: Recorded) -> None:

@@ -6,13 +6,13 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from streamrl.bus.protocol import Bus
-from streamrl.cli import main
 from streamrl.config.load import load
 from streamrl.config.tree import Config
 from streamrl.launch.prepare import prepare
@@ -61,17 +61,10 @@ Say = Callable[..., Awaitable[tuple[int, str, str]]]
 
 
 @pytest.fixture
-def streamrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Say:
+def streamrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., tuple[int, str, str]]) -> Say:
     """Exit code, stdout and stderr of a verb, in a thread: the run goes on meanwhile."""
     monkeypatch.chdir(tmp_path)
-
-    async def run(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = await asyncio.to_thread(main, words)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+    return partial(asyncio.to_thread, verb)
 
 
 @asynccontextmanager

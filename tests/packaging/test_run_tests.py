@@ -72,8 +72,12 @@ def run(folder: Path, *arguments: str) -> Said:
     return Said(done.returncode, [line for line in lines if line.startswith("tests: ")], lines[-1])
 
 
-def retried(test: str, first: str, then: str) -> str:
+def retried(test: str, first: str, then: str = "passed") -> str:
     return f"retried: test_{test}: first {first}, then {then}"
+
+
+def wanting(test: str, why: str = "failed") -> str:
+    return f"FAILED {why}: test_{test}"
 
 
 def again(passed: int) -> str:
@@ -81,37 +85,25 @@ def again(passed: int) -> str:
 
 
 RETRY, RETRY_WORKERS = f"{ALONE}|--retry", f"{WORKERS}|--retry"
+KILLED = "pytest did not come to its end: status -9"
 NOT_COLLECTED = "FAILED cannot be collected: test_b.py"
 CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "all pass": ([PASSES, ODD_NAMES], RETRY, "4/0", []),
     "all pass, in workers": ([PASSES, ODD_NAMES], RETRY_WORKERS, "4/0", []),
-    "one fails once": ([PASSES, FAILS_ONCE], RETRY, "2/0", [again(1), retried("b.py::test_comes_back", "failed", "passed")]),
+    "one fails once": ([PASSES, FAILS_ONCE], RETRY, "2/0", [again(1), retried("b.py::test_comes_back", "failed")]),
     "one fails once, in workers": ([PASSES, FAILS_ONCE], RETRY_WORKERS, "2/0", [again(1)]),
     "one fails once, and nothing is retried": ([PASSES, FAILS_ONCE], ALONE, "1/1", []),
-    "one always fails": (
-        [PASSES + FAILS],
-        RETRY,
-        "1/1",
-        [retried("a.py::test_fails", "failed", "failed"), "FAILED failed: test_a.py::test_fails"],
-    ),
+    "one always fails": ([PASSES + FAILS], RETRY, "1/1", [retried("a.py::test_fails", *["failed"] * 2), wanting("a.py::test_fails")]),
     "one fails after its test": ([TEARDOWN], RETRY, "0/1", [retried("a.py::test_a", "failed", "failed")]),
     # Those after the one that died have no result either; one that passed before it is not run again.
     "one kills pytest once": (
-        [FIRST, DIES_ONCE, PASSES],
-        RETRY,
-        "3/0",
-        [
-            "pytest did not come to its end: status -9",
-            retried("b.py::test_dies_once", "no result", "passed"),
-            retried("c.py::test_passes", "no result", "passed"),
-        ],
+        *([FIRST, DIES_ONCE, PASSES], RETRY, "3/0"),
+        [KILLED, retried("b.py::test_dies_once", "no result"), retried("c.py::test_passes", "no result")],
     ),
     "one kills pytest once, and nothing is retried": ([PASSES, DIES_ONCE], ALONE, "1/1", []),
     "one always kills pytest": (
-        [PASSES, DIES, PASSES],
-        RETRY,
-        "1/2",
-        [retried("b.py::test_dies", "no result", "no result"), "FAILED no result: test_c.py::test_passes"],
+        *([PASSES, DIES, PASSES], RETRY, "1/2"),
+        [retried("b.py::test_dies", *["no result"] * 2), wanting("c.py::test_passes", "no result")],
     ),
     "one ends pytest as if all were well": ([PASSES + LEAVES], RETRY, "1/1", ["pytest did not come to its end: status 0"]),
     "one kills its worker once": ([PASSES, DIES_ONCE, PASSES], RETRY_WORKERS, "3/0", [again(1)]),
@@ -128,10 +120,8 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "the session fails though its tests pass": ([PASSES, SPOILS], ALONE, "1/1", []),
     "one may be skipped": ([PASSES, SKIPS], f"{ALONE}|--may-skip|needs gpu:", "1/0", ["skipped 1, as it may be: needs gpu: none here"]),
     "one may not be skipped": (
-        [PASSES, SKIPS],
-        f"{ALONE}|--may-skip|needs redis:",
-        "1/1",
-        ["FAILED skipped: test_b.py::test_skips: needs gpu: none here"],
+        *([PASSES, SKIPS], f"{ALONE}|--may-skip|needs redis:", "1/1"),
+        [wanting("b.py::test_skips: needs gpu: none here", "skipped")],
     ),
     "a file skips itself": ([PASSES, SKIPS_ITSELF + PASSES], f"{ALONE}|--may-skip|needs gpu:", "1/1", []),
     "a step before the tests has failed": ([PASSES], f"{ALONE}|--also-failed|the quickstart", "1/1", ["FAILED the quickstart"]),

@@ -1,6 +1,6 @@
 """Episodes by the bridge against those of an independent model of retrain."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -88,16 +88,23 @@ async def test_tokens_log_probs_and_turn_boundaries_are_the_engines() -> None:
         np.testing.assert_array_equal(turn["old_per_token_logps"], action["old_per_token_logps"])
 
 
+def changing(change: Callable[[list[Any], bool], list[Any]]) -> type[Guess]:
+    """`Guess` whose conversation is another one after each step; it is told whether the episode has ended."""
+
+    class Changing(Guess):
+        async def step(self, action: Any) -> Any:
+            given = await super().step(action)
+            self.talk[:] = change(self.talk, given[2])
+            return given
+
+    return Changing
+
+
 async def test_the_prompt_of_a_turn_is_all_that_came_before_it() -> None:
     """retrain's adapter takes the first 2 t + 1 messages, which is wrong as soon as a step adds two of them or none."""
 
-    class Chatty(Guess):
-        async def step(self, action: Any) -> Any:
-            given = await super().step(action)
-            self.talk.append({"role": "user", "content": "and again"})
-            return given
-
-    _, engine = await played(create_retrain_bridge(Chatty), ["3", LOOK, "7"])
+    chatty = changing(lambda talk, ended: [*talk, {"role": "user", "content": "and again"}])
+    _, engine = await played(create_retrain_bridge(chatty), ["3", LOOK, "7"])
     last = QWEN.decode(engine.context.engine.asked[-1].prompt_ids)  # pyright: ignore[reportAttributeAccessIssue]
     assert [last.count(text) for text in ("2+3?", "wrong", "and again", "<tool_response>\n7")] == [1, 1, 2, 1]
 
@@ -151,39 +158,22 @@ async def test_an_environment_plays_one_episode_after_another_and_no_two_at_a_ti
 
 
 async def test_an_environment_that_rewrites_its_conversation_or_is_silent_begins_a_chat() -> None:
-    class Forgets(Guess):
-        async def step(self, action: Any) -> Any:
-            given = await super().step(action)
-            if not given[2]:
-                self.talk[:] = [{"role": "user", "content": "so far: nothing"}]
-            return given
-
-    episodes, engine = await played(create_retrain_bridge(Forgets), ["3", "7"])
+    forgets = changing(lambda talk, ended: talk if ended else [{"role": "user", "content": "so far: nothing"}])
+    episodes, engine = await played(create_retrain_bridge(forgets), ["3", "7"])
     assert [one.turns for one in episodes] == [("3",), ("7",)] and [one.reward for one in episodes] == [None, 0.5]
     samples = samples_of(engine.context.task, branched(episodes), producer="p")
     assert [sample.reward for sample in samples] == [0.5, 0.5], "they share the rollout's reward"
     assert [[t["final_combined_reward"] for t in processed_trajectory(sample, QWEN)] for sample in samples] == [[-0.5], [1.0]]
 
-    class Silent(Guess):
-        async def step(self, action: Any) -> Any:
-            given = await super().step(action)
-            if not given[2]:
-                del self.talk[-1]
-            return given
-
-    episodes, engine = await played(create_retrain_bridge(Silent), ["3", "7"])
+    silent = changing(lambda talk, ended: talk if ended else talk[:-1])
+    episodes, engine = await played(create_retrain_bridge(silent), ["3", "7"])
     assert QWEN.decode(engine.context.engine.asked[-1].prompt_ids).count("assistant") == 2  # pyright: ignore[reportAttributeAccessIssue]
     assert [one.turns for one in episodes] == [("3",), ("7",)]
 
 
 async def test_an_environment_need_not_keep_the_models_own_messages() -> None:
-    class Forgetful(Guess):
-        async def step(self, action: Any) -> Any:
-            given = await super().step(action)
-            self.talk[:] = [message for message in self.talk if message["role"] != "assistant"]
-            return given
-
-    [one], _ = await played(create_retrain_bridge(Forgetful), ["3", LOOK, "7"])
+    forgetful = changing(lambda talk, ended: [message for message in talk if message["role"] != "assistant"])
+    [one], _ = await played(create_retrain_bridge(forgetful), ["3", LOOK, "7"])
     assert one.turns == ("3", LOOK, "7")
 
 
