@@ -75,8 +75,7 @@ def test_files_modules_and_attributes_are_found_once(folder: Path) -> None:
 def test_the_error_says_what_is_wrong(folder: Path, reference: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         find(reference)
-    assert "producer.function" in str(caught.value)
-    assert caught.value.hint
+    assert "producer.function" in str(caught.value) and caught.value.hint
 
 
 ROOT = Path(__file__).parents[2]
@@ -98,8 +97,7 @@ def test_every_name_has_its_code_and_settings_in_the_section() -> None:
             field(Config(), f"loss.{key}")
     for known in POLICY_LOSSES.values():
         assert known.keys <= set(LossConfig.__struct_fields__)
-    assert set(FORMER_ADVANTAGES) <= set(POLICY_LOSSES)
-    assert set(FORMER_ADVANTAGES.values()) <= set(ESTIMATORS)
+    assert set(FORMER_ADVANTAGES) <= set(POLICY_LOSSES) and set(FORMER_ADVANTAGES.values()) <= set(ESTIMATORS)
     for name, kind in ENGINES.items():
         assert (name in EngineConfig.__struct_fields__) == kind.server
         assert EngineConfig(kind=name).traits == kind

@@ -53,8 +53,7 @@ def test_flags_pass_through_and_an_interpreter_is_found_from_the_file(write, tmp
 def test_what_would_break_is_refused_with_a_hint(write, text: str, message: str, hint: str):
     with pytest.raises(ConfigError) as caught:
         load(write(text))
-    assert message in caught.value.message
-    assert caught.value.hint and hint in caught.value.hint
+    assert message in caught.value.message and caught.value.hint and hint in caught.value.hint
 
 
 @pytest.mark.parametrize(

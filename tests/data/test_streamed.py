@@ -56,8 +56,7 @@ def test_they_are_as_those_that_are_read_whole(tmp_path: Path, tokenizer: Tokeni
     config = of(path)
     whole = load_problems(str(path), config.data, tokenizer)
     rows = rows_of(config, tokenizer, tmp_path)
-    assert not isinstance(rows, MixedRows)
-    assert rows.take([7, 3, 3, 19]) == whole.take([7, 3, 3, 19])
+    assert not isinstance(rows, MixedRows) and rows.take([7, 3, 3, 19]) == whole.take([7, 3, 3, 19])
     assert [rows.order(9, place, shuffle=True) for place in range(45)] == [whole.order(9, place, shuffle=True) for place in range(45)]
     assert isinstance(open_task_rows(of(path, reading="whole"), tokenizer, tmp_path), type(whole))
 

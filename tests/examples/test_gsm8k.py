@@ -47,11 +47,8 @@ def test_every_answer_is_the_final_number_of_its_solution(name: str, num: int) -
     assert len(rows) == num
     for row in rows:
         answer = final_answer(row["label"])
-        assert answer is not None
-        assert answer.marked
-        assert answer.value == Fraction(row["answer"])
-        assert row["prompt"]
-        assert "<<" not in row["label"]
+        assert answer is not None and answer.marked and answer.value == Fraction(row["answer"])
+        assert row["prompt"] and "<<" not in row["label"]
 
 
 def test_the_short_rows_are_those_of_the_training_file() -> None:
@@ -116,8 +113,7 @@ def test_lengths_belong_to_rows_and_have_a_heavy_tail(example: Any) -> None:
     drawn = np.array([[length(row, k, **options) for k in range(8)] for row in range(480)])
     assert drawn[3, 5] == length(3, 5, **options)
     assert 54 < np.median(drawn) < 75
-    assert drawn.max() == 2048
-    assert drawn.min() >= 1
+    assert drawn.max() == 2048 and drawn.min() >= 1
     batches = drawn.reshape(-1, config.tasks.batch_tasks * 8)
     assert np.mean(batches.max(axis=1) / batches.mean(axis=1)) > 9
 

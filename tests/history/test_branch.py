@@ -149,8 +149,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 async def test_its_log_gives_policy_and_critic_again(learned: Recorded) -> None:
     norms = [entry.metrics["train/value_norm"] for entry in learned.ledger]
     assert len(norms) == len(set(norms)) == 6
-    assert learned.ledger[0].metrics["train/lr"] == 0.0
-    assert learned.ledger[1].metrics["train/lr"] > 0.0
+    assert learned.ledger[0].metrics["train/lr"] == 0.0 and learned.ledger[1].metrics["train/lr"] > 0.0
     report = await replayed(learned.path)
     assert (report.versions, report.equal, report.first_difference) == (6, 6, None)
     report = await replayed(learned.path, Range(first=4))
@@ -168,9 +167,7 @@ async def test_another_critic_is_told(learned: Recorded, tmp_path: Path) -> None
 
     edited_entries(path, moved)
     report = await replayed(path)
-    assert report.equal == 5
-    assert report.first_difference is not None
-    assert report.first_difference.version == "0.3"
+    assert report.equal == 5 and report.first_difference is not None and report.first_difference.version == "0.3"
     assert "critic" in report.first_difference.what
 
 

@@ -186,8 +186,7 @@ def test_ages_are_what_was_served_when_a_task_began() -> None:
     assert found.batches == 4
     # Batch k closes at second k + 1, when k versions have been made and the newest of them was served to it.
     assert (found.staleness_mean, found.staleness_max) == (0.0, 0)
-    assert found.wait_s == pytest.approx(1.0) and found.total_s == pytest.approx(5.0)
-    assert found.waste == 0.0
+    assert found.wait_s == pytest.approx(1.0) and found.total_s == pytest.approx(5.0) and found.waste == 0.0
     found = backtest(steady(2.0), CONFIG)
     # A task that ends at second s began at s - 2; version k is served from second k + 1 on: ages 0, 1, 2, 2.
     assert (found.staleness_mean, found.staleness_max) == (pytest.approx((0 + 1 + 2 + 2) / 4), 2)
@@ -212,23 +211,20 @@ def test_a_bound_drops_what_a_looser_one_trains_and_waiting_wastes_nothing() -> 
     assert (loose.batches, loose.staleness_max, loose.stale_rollouts) == (5, 4, 0)
     tight = backtest(recorded, replace(CONFIG, max_staleness=3))
     assert (tight.batches, tight.stale_rollouts) == (4, 2)
-    assert tight.waste == pytest.approx(2 / 10)
-    assert tight.staleness_max <= 3
+    assert tight.waste == pytest.approx(2 / 10) and tight.staleness_max <= 3
     slow = [group(0, 0.5, 9.0), group(1, 0.5, 9.0)]
     quick = [group(n, 0.9 + (n - 2) // 2, 1.0 + (n - 2) // 2) for n in range(2, 10)]
     recorded = history(*sorted([*slow, *quick], key=lambda arrival: arrival.time_s))
     drop, wait = (backtest(recorded, replace(CONFIG, max_staleness=1, stale=policy)) for policy in ("drop", "wait"))
     assert drop.stale_rollouts == 2 and wait.stale_rollouts == 0
-    assert wait.batches == 5 and drop.batches == 4
-    assert wait.wait_s > drop.wait_s
+    assert wait.batches == 5 and drop.batches == 4 and wait.wait_s > drop.wait_s
 
 
 def test_a_task_comes_later_where_its_credit_does() -> None:
     """Bound 0 grants two tasks a version: the next two cannot have begun before the first two were trained."""
     burst = history(*(group(n, 0.5, 1.0) for n in range(8)))
     free, lockstep = backtest(burst, CONFIG), backtest(burst, replace(CONFIG, max_staleness=0))
-    assert free.batches == lockstep.batches == 4
-    assert free.staleness_max == 3 and lockstep.staleness_max == 0
+    assert free.batches == lockstep.batches == 4 and free.staleness_max == 3 and lockstep.staleness_max == 0
     # A pair takes half a second from its grant on, then a second of training.
     assert (free.total_s, free.wait_s) == (pytest.approx(5.0), pytest.approx(1.0))
     assert (lockstep.total_s, lockstep.wait_s) == (pytest.approx(1.0 + 1.0 + 3 * 1.5), pytest.approx(1.0 + 3 * 0.5))

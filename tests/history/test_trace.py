@@ -239,8 +239,7 @@ async def test_a_poisoned_message_is_shown_with_its_reason() -> None:
     drops = (Drop(1, 4, (), "poison", "expected an Arrow stream", retires=True),)
     await store(bus, entry(drops=drops))
     life = await trace(bus)
-    assert life.state == "dropped"
-    assert "an Arrow stream" in life.messages[0].detail
+    assert life.state == "dropped" and "an Arrow stream" in life.messages[0].detail
     assert life.messages[0].drops == (f"poison: {drops[0].detail} (before version 0.1)",)
     # A message of another task that names none in its headers is nobody's.
     await bus.publish(SUBJECTS.samples("main"), b"\\x00" * 64)

@@ -56,8 +56,7 @@ def edited_entries(path: Path, edit: Callable[[Any], Any]) -> None:
 async def test_a_recording_gives_the_ledger_again_also_from_metrics_alone(recorded: Recorded, copy: Path) -> None:
     report = await replayed(recorded.path)
     assert report.ok and report.same_fingerprint, report.lines
-    assert report.versions == report.equal == len(recorded.ledger) >= 16
-    assert report.digest == recorded.ledger[-1].digest
+    assert report.versions == report.equal == len(recorded.ledger) >= 16 and report.digest == recorded.ledger[-1].digest
     assert report.began == "0.0" and report.ended == str(recorded.ledger[-1].version)
     warmup = [entry for entry in recorded.ledger if entry.source == "warmup"]
     trained = [entry for entry in recorded.ledger if entry.source != "warmup"]
@@ -172,8 +171,7 @@ async def test_a_lost_group_is_named(recorded: Recorded, copy: Path) -> None:
     edited_entries(copy, lambda one: swapped if one == entry else one)
     report = await replayed(copy)
     assert not report.ok and report.problem and report.first_difference is not None
-    assert report.first_difference.version == str(entry.version)
-    assert f"task {group.task} " in report.first_difference.what
+    assert report.first_difference.version == str(entry.version) and f"task {group.task} " in report.first_difference.what
     assert report.first_difference.cause == "schema", "message 1 is no Arrow data"
     assert report.versions == 6, "all before it were compared"
 

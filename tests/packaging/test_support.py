@@ -97,8 +97,7 @@ def session(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_what_is_left_fails_the_session_and_is_named(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     (tmp_path / "test_a.py").write_text(LEAVES)
     done = session(tmp_path, *arguments)
-    assert done.returncode == FAILED
-    assert "run-7: version-3" in done.stdout and "of-before" not in done.stdout
+    assert done.returncode == FAILED and "run-7: version-3" in done.stdout and "of-before" not in done.stdout
 
 
 @pytest.mark.process

@@ -92,8 +92,7 @@ def lines(run: RunDir, worker: str, event: str) -> list[str]:
 
 
 def check_learned(summary: Mapping[str, Any]) -> None:
-    assert summary["steps"] == 60
-    assert summary["reward_last"] >= summary["reward_first"] + 0.1
+    assert summary["steps"] == 60 and summary["reward_last"] >= summary["reward_first"] + 0.1
 
 
 async def test_each_worker_sees_the_gpus_that_it_was_given(start: Start, run: RunDir) -> None:
@@ -106,8 +105,7 @@ async def test_each_worker_sees_the_gpus_that_it_was_given(start: Start, run: Ru
     process = await up(start, address, *asked, "ray.engine.gpus=0.5")
     found = await seen(run, "trainer-0", "engine-0", "engine-1", "producer-0", "feeder-0")
     assert {found["trainer-0"], found["engine-0"]} == {"0", "1"}
-    assert found["engine-0"] == found["engine-1"]
-    assert found["producer-0"] == found["feeder-0"] == ""
+    assert found["engine-0"] == found["engine-1"] and found["producer-0"] == found["feeder-0"] == ""
     process.send_signal(signal.SIGINT)
     await ended(process, START_S)
 

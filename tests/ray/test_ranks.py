@@ -76,8 +76,7 @@ async def test_a_rank_that_dies_takes_all_back_to_the_checkpoint_and_they_come_a
     summary: Any = json.loads(out)
     assert summary["steps"] == 8
     events = run.events_path.read_text()
-    assert "restart 1 of all 2" in events
-    assert events.count("event=worker_restarted worker=trainer-") == 2
+    assert "restart 1 of all 2" in events and events.count("event=worker_restarted worker=trainer-") == 2
     assert run.log_path("trainer-1").read_text().count("event=following rank=1") == 2
     assert ("weights.transport = bus" in events) == (nodes == 2)
     assert run.load_config().weights.transport == ("bus" if nodes == 2 else "shm")
