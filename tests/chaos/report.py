@@ -30,6 +30,10 @@ MISDEEDS = {
 HEAD = (
     "| {first} | fault | strikes | held [s] | recovery, median / max [s] | after it had ended, max [s] | recovered | in runs judged right |"
 )
+INSIDE = (
+    "*Before*, *within* and *after* in turn; one strike in four falls on who is sent to (the nats-server; for requests the engine), "
+    "the others on the sender."
+)
 
 
 class Strike:
@@ -92,16 +96,14 @@ def speeds(strikes: Sequence[Strike], lines: Sequence[SpeedLine]) -> list[str]:
         samples, wall_s, processor_s = (sum(getattr(line, what) for line in of) for what in ("samples", "wall_s", "processor_s"))
         rows.append(f"| {shape} | {samples / wall_s:.0f} | {1000 * wall_s / samples:.2f} | {1000 * processor_s / samples:.2f} |")
     rows += ["", "| comes back | n | median [s] | p95 [s] | max [s] |", "|---|---|---|---|---|"]
+    struck = [strike.line for strike in strikes]
     back = {
-        "a killed engine: until a producer is connected to its successor": [s.line.engine_s for s in strikes if s.line.engine_s >= 0],
-        "a killed attached producer: from `streamrl attach` to its first samples on the server": [
-            s.line.attach_s for s in strikes if s.line.attach_s >= 0
-        ],
-        "the whole run: from `streamrl up` to the next entry of its ledger": [
-            s.line.recovery_s for s in strikes if s.line.part == WHOLE and s.line.recovery_s >= 0
-        ],
+        "a killed engine: until a producer is connected to its successor": [one.engine_s for one in struck],
+        "a killed attached producer: from `streamrl attach` to its first samples on the server": [one.attach_s for one in struck],
+        "the whole run: from `streamrl up` to the next entry of its ledger": [one.recovery_s for one in struck if one.part == WHOLE],
     }
-    return rows + [f"| {name} | " + " | ".join(spread(times)) + " |" for name, times in back.items()]
+    known = {name: [time for time in times if time >= 0] for name, times in back.items()}
+    return rows + [f"| {name} | " + " | ".join(spread(times)) + " |" for name, times in known.items()]
 
 
 def table(strikes: Iterable[Strike], first: str, name: Callable[[Strike], str], order: Sequence[str] = ()) -> list[str]:
@@ -120,16 +122,9 @@ def row(name: str, fault: str, group: Sequence[Strike]) -> str:
     times = [strike.line.recovery_s for strike in group if strike.recovered] or [float("nan")]
     after = max((strike.afterwards_s for strike in group), default=0.0)
     recovered, right = (sum(getattr(strike, what) for strike in group) for what in ("recovered", "right"))
-    cells = (
-        name,
-        fault,
-        str(len(group)),
-        " or ".join(f"{each:g}" for each in held) if any(held) else "",
-        f"{statistics.median(times):.2f} / {max(times):.2f}",
-        f"{after:.2f}",
-        f"{recovered} of {len(group)}",
-        f"{right} of {len(group)}",
-    )
+    held_s = " or ".join(f"{each:g}" for each in held) if any(held) else ""
+    recovery = f"{statistics.median(times):.2f} / {max(times):.2f}"
+    cells = (name, fault, str(len(group)), held_s, recovery, f"{after:.2f}", *(f"{one} of {len(group)}" for one in (recovered, right)))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -165,19 +160,7 @@ def report(logs: Sequence[Sequence[Line]]) -> dict[str, str]:
     summary, parts = "\n".join(parts), []
     parts += ["### At random moments", "", *table(aimless, "part", lambda strike: strike.line.part, EVERYBODY)]
     by_moment = table(moments, "in the writing of", lambda strike: strike.line.moment.partition(" ")[2])
-    parts += [
-        "",
-        "### Inside writes",
-        "",
-        "*Before*, *within* and *after* in turn; one strike in four falls on who is sent to (the nats-server; for requests the engine), "
-        "the others on the sender.",
-        "",
-        *by_moment,
-        "",
-        "### What was found of the runs",
-        "",
-        *runs_table(runs),
-    ]
+    parts += ["", "### Inside writes", "", INSIDE, "", *by_moment, "", "### What was found of the runs", "", *runs_table(runs)]
     return {"summary": summary, "details": "\n".join(parts)}
 
 

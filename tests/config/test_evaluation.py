@@ -105,7 +105,6 @@ def test_sets_have_their_own_code_secrets_and_rewards(write, tmp_path) -> None:
         (SET + 'function = "verifiers:x"', "not evaluated by tasksets"),
         (SET + "max_prompt_tokens = 256", "leave no room for an answer"),
         ('[[evaluation.sets]]\nname = "heldout"\npath = "rows.jsonl"\n[data]\nheldout = "rows.jsonl"', "got 'heldout' twice"),
-        ("[evaluation]\nevery = 5", "evaluation.every needs problems"),
         ("[evaluation]\nshare = 0.0", "share must be above 0"),
     ],
 )

@@ -43,11 +43,6 @@ def test_what_fits_is_called_and_its_answer_shown(hooks: Path, flag: str, name: 
     assert words in "\n".join(tried(flag, hooks, name, **more))
 
 
-def test_functions_are_found_by_file_and_by_module(hooks: Path) -> None:
-    for reference in ("hooks.py:rm", "hooks:rm", "hooks.rm"):
-        assert len(run_trial(Asked("custom_rm_path", reference))) == 4
-
-
 @pytest.mark.parametrize(
     ("flag", "name", "error", "words"),
     [
