@@ -34,25 +34,25 @@ async def learned(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, *over
 
 def run_example(name: str, place: Path, *overrides: str) -> dict[str, Any]:
     """The summary of a run with processes of its own; `place` is an empty folder."""
-    done = execute(place, "init", "mine", "--example", name)
-    assert done.returncode == 0, done.stderr
-    done = execute(place, "up", _file(name), *(word for text in (*LOCKSTEP, *overrides) for word in ("--set", text)))
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(place, *STREAMRL, "init", "mine", "--example", name)
+    python(place, *STREAMRL, "up", _file(name), *(word for text in (*LOCKSTEP, *overrides) for word in ("--set", text)))
     [summary] = place.glob("runs/*/summary.json")
     return json.loads(summary.read_text())
 
 
-def execute(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """A command of `streamrl`."""
-    command = [sys.executable, *STREAMRL, *words]
-    return subprocess.run(command, cwd=place, env=surroundings(), text=True, capture_output=True, timeout=170, check=False)
+def python(place: Path, *words: object, code: int = 0) -> tuple[str, str]:
+    """Return what a Python program writes to stdout and stderr; it must end with this code."""
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=place, env=surroundings(), text=True, capture_output=True, timeout=170, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
 
 
 def remade(name: str, place: Path) -> dict[str, bytes]:
     """The files that the example's script writes."""
     script = place / "make_problems.py"
     script.write_text((EXAMPLES / name / script.name).read_text())
-    subprocess.run([sys.executable, str(script)], check=True)
+    python(place, script)
     return {path.name: path.read_bytes() for path in place.glob("*.jsonl")}
 
 

@@ -15,7 +15,7 @@ from streamrl.config.plugins import resolve
 from streamrl.producers.gateway.worker import addresses
 from streamrl.runtime.rundir import RunDir
 from streamrl.sandbox import run_python
-from tests.examples.runs import EXAMPLES, execute, learned, remade, run_example
+from tests.examples.runs import EXAMPLES, learned, python, remade, run_example
 from tests.support.memory import freed_after_test
 from tests.support.processes import until
 from tests.support.programs import STREAMRL, Start, said
@@ -64,8 +64,7 @@ def test_three_roles_learn_together(tmp_path: Path) -> None:
         (["replay", str(run), "--verify"], "have the digest of the ledger"),
         (["inspect", str(run), "300/3"], "agent rewriter/2"),
     ):
-        done = execute(tmp_path, *words)
-        assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
+        assert told in python(tmp_path, *STREAMRL, *words)[0]
 
 
 @pytest.mark.nats
@@ -205,11 +204,8 @@ def test_the_example_is_evaluated_on_three_sets(tmp_path: Path) -> None:
 
     # Afterwards, from the checkpoint: the same weights, sampling and seeds, and so the same answers.
     words = ["eval", "eval-multi-task", "--version", "24", "--json"]
-    done = execute(tmp_path, *words)
-    assert done.returncode == 0, done.stderr
-    again = {one["set"]: one for one in json.loads(done.stdout)}
+    again = {one["set"]: one for one in json.loads(python(tmp_path, *STREAMRL, *words)[0])}
     for name, one in last.items():
         assert (again[name]["accuracy"], again[name]["pass"], again[name]["version"]) == (one["accuracy"], one["pass"], "0.24")
     words[3] = "7"
-    gone = execute(tmp_path, *words)
-    assert gone.returncode == 1 and "got 7: there are 0.12, 0.24" in gone.stderr
+    assert "got 7: there are 0.12, 0.24" in python(tmp_path, *STREAMRL, *words, code=1)[1]

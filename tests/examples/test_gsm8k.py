@@ -4,8 +4,6 @@ import csv
 import importlib
 import json
 import re
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from streamrl.config.tree import ModelConfig
 from streamrl.data.model import write_qwen3
 from streamrl.history.evaluate import config_of_directory, with_sets
 from streamrl.rewards.numbers import final_answer
+from tests.examples.runs import python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 SMALL = ("model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.intermediate=48")
@@ -26,12 +25,6 @@ SMALL = ("model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1
 
 def read(name: str) -> list[dict[str, Any]]:
     return pq.read_table(EXAMPLE / f"{name}.parquet").to_pylist()
-
-
-def execute(directory: Path, *command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=directory, capture_output=True, text=True, timeout=170)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture
@@ -69,7 +62,7 @@ def test_prepare_makes_the_rows(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out"
     out.mkdir()
-    execute(tmp_path, str(EXAMPLE / "prepare.py"), str(tmp_path), str(out))
+    python(tmp_path, EXAMPLE / "prepare.py", tmp_path, out)
     rows = [
         {"prompt": "How many?", "label": "He has 6*7 = 42 apples.\n#### 42", "answer": "42"},
         {"prompt": "How much?", "label": "It is 1,000 + 234 = $1,234.\n#### 1,234", "answer": "1234"},
@@ -78,7 +71,7 @@ def test_prepare_makes_the_rows(tmp_path: Path) -> None:
     assert [json.loads(line) for line in (out / "short.jsonl").read_text().splitlines()] == rows
     (tmp_path / "test.jsonl").write_text(json.dumps({"question": "?", "answer": "no number"}) + "\n")
     with pytest.raises(AssertionError, match="#### number"):
-        execute(tmp_path, str(EXAMPLE / "prepare.py"), str(tmp_path), str(out))
+        python(tmp_path, EXAMPLE / "prepare.py", tmp_path, out)
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "tail"])
@@ -123,8 +116,8 @@ def test_lengths_belong_to_rows_and_have_a_heavy_tail(example: Any) -> None:
 def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
     limits = ("run.steps=4", "warmup.max_steps=6", "evaluation.num_problems=4", "sampling.max_new_tokens=24", "tasks.batch_tasks=8")
     sets = [word for text in (*SMALL, *limits) for word in ("--set", text)]
-    execute(tmp_path, "-m", "streamrl", "up", str(EXAMPLE / "local.toml"), "--plain", *sets)
-    said = execute(tmp_path, str(EXAMPLE / "report.py"), "gsm8k-local")
+    python(tmp_path, "-m", "streamrl", "up", EXAMPLE / "local.toml", "--plain", *sets)
+    said, _ = python(tmp_path, EXAMPLE / "report.py", "gsm8k-local")
     run = tmp_path / "runs" / "gsm8k-local"
     assert json.loads((run / "summary.json").read_text())["steps"] == 4
     assert (run / "report.md").read_text() in said and "4 batches, 256 rollouts in" in said and "held-out accuracy:" in said
@@ -146,7 +139,7 @@ def test_the_loop_runs_on_a_cpu_and_is_reported(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_async_and_lockstep_train_the_same_rollouts(tmp_path: Path) -> None:
     sets = ("--set", "run.steps=5", "--set", "debug.token_delay_s=0.004")
-    said = execute(tmp_path, str(EXAMPLE / "async_vs_lockstep.py"), "--out", str(tmp_path / "table.md"), *sets)
+    said, _ = python(tmp_path, EXAMPLE / "async_vs_lockstep.py", "--out", tmp_path / "table.md", *sets)
     table = (tmp_path / "table.md").read_text()
     assert table in said
     cells = {label: values for label, *values in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}

@@ -5,7 +5,6 @@ import csv
 import importlib
 import math
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ import pytest
 
 from streamrl.config.load import load
 from streamrl.schemas.ledger import Drop, LedgerEntry, SourceTally, Used
+from tests.examples.runs import python
 from tests.support.ledgers import entry
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "off_policy"
@@ -23,10 +23,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "off_policy"
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example's folder is no package."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
-
-
-def execute(*command: str, timeout_s: float = 170) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=timeout_s)
 
 
 def test_every_method_is_accepted_at_every_age() -> None:
@@ -42,16 +38,15 @@ def test_every_method_is_accepted_at_every_age() -> None:
 @pytest.mark.process
 @pytest.mark.slow
 def test_a_run_is_kept_as_a_table_and_not_made_again(tmp_path: Path) -> None:
-    command = [str(EXAMPLE / "curves.py"), "run", "--out", str(tmp_path), "--parallel", "1", "--seeds", "1", "--ages", "2"]
+    command = [EXAMPLE / "curves.py", "run", "--out", tmp_path, "--parallel", "1", "--seeds", "1", "--ages", "2"]
     command += ["--batches", "4", "--set", "warmup.max_steps=3", "--set", "tasks.batch_tasks=8"]
-    done = execute(*command, "--methods", "decoupled")
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(tmp_path, *command, "--methods", "decoupled")
     rows = list(csv.DictReader((tmp_path / "decoupled-2-0.csv").read_text(encoding="utf-8").splitlines()))
     assert [int(row["batch"]) for row in rows] == [0, 1, 2, 3]
     assert {float(row["staleness_mean"]) for row in rows} == {2.0}
     assert all(0 < float(row["ess_token"]) <= 1 for row in rows)
     assert not (tmp_path / "runs" / "decoupled-2-0").exists()
-    assert "batches" not in execute(*command, "--methods", "decoupled").stdout
+    assert "batches" not in python(tmp_path, *command, "--methods", "decoupled")[0]
 
 
 @pytest.mark.process
@@ -74,17 +69,14 @@ def test_the_table_and_the_picture_show_what_the_runs_wrote(tmp_path: Path) -> N
             writer.writerow(["method", "age", "seed", "batch", "reward", "staleness_mean"])
             # Only the last 20 batches count.
             writer.writerows([method, 8, seed, batch, reward if batch >= 5 else 0.0, 8.0] for batch in range(25))
-    done = execute(str(EXAMPLE / "curves.py"), "report", str(tmp_path), "--picture", str(tmp_path / "curves.png"))
-    assert done.returncode == 0, done.stderr
-    assert "| no correction | 0.60 (0.50-0.70) |" in done.stdout and "| CISPO | 0.90 (0.90-0.90) |" in done.stdout
-    assert "8.0 versions" in done.stdout
+    said, _ = python(tmp_path, EXAMPLE / "curves.py", "report", tmp_path, "--picture", tmp_path / "curves.png")
+    assert "| no correction | 0.60 (0.50-0.70) |" in said and "| CISPO | 0.90 (0.90-0.90) |" in said and "8.0 versions" in said
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.process
 def test_a_folder_without_tables_is_named(tmp_path: Path) -> None:
-    done = execute(str(EXAMPLE / "curves.py"), "report", str(tmp_path))
-    assert done.returncode != 0 and "curves.py run --out" in done.stderr
+    assert "curves.py run --out" in python(tmp_path, EXAMPLE / "curves.py", "report", tmp_path, code=1)[1]
 
 
 def test_every_method_is_accepted_at_every_bound_and_none_is_another() -> None:

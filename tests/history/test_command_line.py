@@ -179,7 +179,7 @@ UNCOMPILED = "the layers are not compiled, so that training is slower: "
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled:UserWarning")
 def test_replay_branch_and_tap_say_what_a_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What a trainer has to say of how it computes is heard wherever versions are trained: here, that the compiler is missing."""
+    """Check that replay, branch and tap say what a run would of how its trainer computes: here, that the compiler is missing."""
     config = limited(tmp_path, 0)
     run, config = make_run(tmp_path, replace(config, run=replace(config.run, steps=2)))
     ensure_model(config, run.model_dir)

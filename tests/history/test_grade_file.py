@@ -42,7 +42,7 @@ def row(completion: str, **fields: Any) -> dict[str, Any]:
 
 
 def told(place: Path, capsys: pytest.CaptureFixture[str], reward: str, *rows: dict[str, Any]) -> dict[str, Any]:
-    """What the check of these rows by a run's reward prints; some of them are wrong."""
+    """Return what the check of these rows by a run's reward prints; some of them are wrong."""
     (place / "run.toml").write_text(f'[data]\ntrain = "rows.jsonl"\n{reward}')
     checked = write(place / "rows.jsonl", *rows)
     return json.loads(printed(capsys, "reward", place / "run.toml", "--check", checked, "--json", code=1).out)

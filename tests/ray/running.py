@@ -16,7 +16,7 @@ async def up(start: Start, address: str, *values: str) -> asyncio.subprocess.Pro
 
 
 async def ended(process: asyncio.subprocess.Process, within_s: float = 120, *, code: int = 0) -> tuple[str, str]:
-    """What a program that ends with this code has written to stdout and stderr."""
+    """Return what a program that ends with this code has written to stdout and stderr."""
     found, out, err = await said(process, within_s)
     assert found == code, err
     return out, err

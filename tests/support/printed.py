@@ -13,7 +13,7 @@ class Printed(NamedTuple):
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Printed:
-    """What a verb writes to stdout and stderr; it must end with this code."""
+    """Return what a verb writes to stdout and stderr; it must end with this code."""
     capsys.readouterr()
     ended = main([str(word) for word in words])
     out, err = capsys.readouterr()
