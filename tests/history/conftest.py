@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli import main
 from streamrl.history import branch_run
+from tests.support.printed import Printed, printed
 from tests.support.recorded_run import FIXED, Recorded, make_recorded
 from tests.support.shared import made_once
 from tests.support.world.world import table_config
@@ -24,21 +24,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     return made_once(tmp_path_factory, "recorded", make)
 
 
-@pytest.fixture
-def verb(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Exit code, stdout and stderr of `streamrl ...`."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+Verb = Callable[..., Printed]
 
 
 @pytest.fixture
-def said(verb: Callable[..., tuple[int, str, str]], request: pytest.FixtureRequest) -> Callable[..., tuple[int, str, str]]:
+def verb(capsys: pytest.CaptureFixture[str]) -> Verb:
+    """`verb(*words, code=0)`: what `streamrl ...` prints."""
+    return partial(printed, capsys)
+
+
+@pytest.fixture
+def said(verb: Verb, request: pytest.FixtureRequest) -> Verb:
     """The same of the verb that a module is about, its `VERB`."""
     return partial(verb, request.module.VERB)
 

@@ -23,9 +23,10 @@ from streamrl.schemas.tasks import RewardSpec, RolloutTask
 from streamrl.schemas.versions import Version
 from tests.support import recorded as runs
 from tests.support.golden_rows import former_samples
+from tests.support.printed import Printed
 from tests.support.recorded_run import Recorded
 
-Say = Callable[..., tuple[int, str, str]]
+Say = Callable[..., Printed]
 VERB = "inspect"
 
 
@@ -36,18 +37,18 @@ def a_trained_task(recorded: Recorded) -> int:
 
 def test_a_group_side_by_side_and_one_of_it(recorded: Recorded, said: Say) -> None:
     task = a_trained_task(recorded)
-    code, out, err = said(recorded.path, task)
-    assert (code, err) == (0, "") and out.startswith(f"task {task}: 3 samples of 3 rollouts\nprompt  ")
+    out, err = said(recorded.path, task)
+    assert err == "" and out.startswith(f"task {task}: 3 samples of 3 rollouts\nprompt  ")
     assert out.count("trained") == 3 and max(map(len, out.splitlines())) <= WIDTH
-    shown = json.loads(said(recorded.path, task, "--json", "--tokens")[1])
+    shown = json.loads(said(recorded.path, task, "--json", "--tokens").out)
     tokenizer = load_tokenizer(RecordedLog(recorded.path).model_dir)
     for one in shown:
         ids = [token["id"] for token in one["tokens"]]
         assert tokenizer.decode(ids) == one["prompt"] + one["answer"] and len(ids) == one["num_tokens"]
         assert sum(token["trained"] for token in one["tokens"]) == one["num_trained"] > 0
         assert all((token["version"] is None) == (token["logprob"] is None) for token in one["tokens"])
-    code, out, _ = said(recorded.path, f"{task}/1", "--tokens")
-    assert code == 0 and "LOG-PROB" in out and max(map(len, out.splitlines())) <= WIDTH
+    out, _ = said(recorded.path, f"{task}/1", "--tokens")
+    assert "LOG-PROB" in out and max(map(len, out.splitlines())) <= WIDTH
     [row] = [one for one in shown if one["rollout"] == 1]
     assert f"{row['tokens'][-1]['logprob']:.6f}" in out
 
@@ -57,31 +58,29 @@ def test_samples_of_an_earlier_build(name: str, tmp_path: Path, said: Say) -> No
     runs.unpack(name, tmp_path)
     rows = runs.ledger(tmp_path / runs.RECORDING)
     path = tmp_path / runs.RECORDING
-    code, out, err = said(path, 5)
-    assert code == 0 or "has none" in err
-    code, out, err = said(path, "--sequence", 2)
-    assert (code, err) == (0, "") and "VERSION  MASK" in out and rows
+    assert said(path, 5).err == ""
+    out, err = said(path, "--sequence", 2)
+    assert err == "" and "VERSION  MASK" in out and rows
 
 
 def test_a_message_by_its_sequence(recorded: Recorded, said: Say) -> None:
     sequence = recorded.ledger[-1].used[-1].sequences[-1]
-    code, out, err = said(recorded.path, "--sequence", sequence)
-    assert (code, err) == (0, "") and f"message {sequence}" in out
+    out, err = said(recorded.path, "--sequence", sequence)
+    assert err == "" and f"message {sequence}" in out
     last = recorded.messages[-1][0]
-    assert f"it has 1 to {last}, got {last + 1}" in said(recorded.path, "--sequence", last + 1)[2]
-    assert "got 0" in said(recorded.path, "--sequence", 0)[2]
+    assert f"it has 1 to {last}, got {last + 1}" in said(recorded.path, "--sequence", last + 1, code=1).err
+    assert "got 0" in said(recorded.path, "--sequence", 0, code=1).err
     poison = next(number for number, _, body, _ in recorded.messages if body == b"no Arrow data")
-    code, _, err = said(recorded.path, "--sequence", poison)
-    assert code == 1 and "expected an Arrow stream" in err
+    assert "expected an Arrow stream" in said(recorded.path, "--sequence", poison, code=1).err
 
 
 @pytest.mark.process
 def test_the_reward_again(recorded: Recorded, said: Say) -> None:
     """The run's own gives what is stored; the recording's code is not run before somebody says so."""
     task = a_trained_task(recorded)
-    code, _, err = said(recorded.path, task, "--reward")
-    assert code == 1 and "reward.kind = " in err and "--trust-code" in err
-    again = json.loads(said(recorded.path, task, "--reward", "--trust-code", "--json")[1])
+    err = said(recorded.path, task, "--reward", code=1).err
+    assert "reward.kind = " in err and "--trust-code" in err
+    again = json.loads(said(recorded.path, task, "--reward", "--trust-code", "--json").out)
     assert again["note"] == "" and len(again["samples"]) == 3
     for one in again["samples"]:
         assert (one["now"], one["now_parts"], one["error"]) == (one["stored"], one["stored_parts"], "")
@@ -102,20 +101,17 @@ def test_another_reward(recorded: Recorded, said: Say, tmp_path: Path, monkeypat
         "def dies(task, episode):\n"
         "    os._exit(3)\n"
     )
-    again = json.loads(said(recorded.path, task, "--reward", "other.py:number", "--json")[1])
-    shown = json.loads(said(recorded.path, task, "--json")[1])
+    again = json.loads(said(recorded.path, task, "--reward", "other.py:number", "--json").out)
+    shown = json.loads(said(recorded.path, task, "--json").out)
     values = {one["rollout"]: one for one in again["samples"]}
     assert "not this one" in values[1]["error"] and values[1]["now"] is None
     for one in shown:
         if one["rollout"] != 1:
             assert values[one["rollout"]]["now"] == one["num_tokens"] + len(str(one["label"]))
             assert values[one["rollout"]]["stored"] == one["reward"]
-    code, out, _ = said(recorded.path, task, "--reward", "other.py:dies")
-    assert code == 0 and "exit code 3" in out
-    code, _, err = said(recorded.path, task, "--reward", "other.py:nothing")
-    assert code == 1 and "'nothing'" in err
-    code, _, err = said(recorded.path, task, "--reward", "missing.py:f")
-    assert code == 1 and "there is none" in err
+    assert "exit code 3" in said(recorded.path, task, "--reward", "other.py:dies").out
+    assert "'nothing'" in said(recorded.path, task, "--reward", "other.py:nothing", code=1).err
+    assert "there is none" in said(recorded.path, task, "--reward", "missing.py:f", code=1).err
 
 
 @pytest.mark.process
@@ -135,15 +131,14 @@ async def test_a_reward_that_is_named_is_asked_whatever_the_row_names(recorded: 
 
 def test_a_run_without_rewards_or_tokenizer_is_refused(tmp_path: Path, said: Say, recorded: Recorded) -> None:
     runs.unpack("late", tmp_path)
-    code, _, err = said(tmp_path / runs.RECORDING, "--sequence", 2, "--reward")
-    assert code == 1 and "reward.kind = 'late'" in err
+    assert "reward.kind = 'late'" in said(tmp_path / runs.RECORDING, "--sequence", 2, "--reward", code=1).err
     shutil.copytree(recorded.path, tmp_path / "copy", symlinks=True)
     recording = tmp_path / "copy" / "recording.json"
     facts = json.loads(recording.read_text())
     facts["model"] = str(tmp_path / "nowhere")
     recording.write_text(json.dumps(facts))
-    code, _, err = said(tmp_path / "copy", a_trained_task(recorded))
-    assert code == 1 and "tokenizer" in err and str(tmp_path / "nowhere") in err
+    err = said(tmp_path / "copy", a_trained_task(recorded), code=1).err
+    assert "tokenizer" in err and str(tmp_path / "nowhere") in err
 
 
 @pytest.mark.parametrize(
@@ -160,8 +155,8 @@ def test_a_run_without_rewards_or_tokenizer_is_refused(tmp_path: Path, said: Say
     ],
 )
 def test_what_cannot_be_shown_is_refused(recorded: Recorded, said: Say, arguments: list[str], expected: str) -> None:
-    code, out, err = said(recorded.path, *arguments)
-    assert (code, out) == (1, "") and expected in err and "hint:" in err
+    out, err = said(recorded.path, *arguments, code=1)
+    assert out == "" and expected in err and "hint:" in err
 
 
 def test_text_that_moves_the_cursor_is_escaped_and_counts_are_shown() -> None:

@@ -34,7 +34,7 @@ from streamrl.schemas.tasks import RolloutTask
 from streamrl.schemas.versions import Version
 from tests.support import recorded as runs
 from tests.support.ledgers import entry
-from tests.support.printed import printed
+from tests.support.printed import Printed, printed
 from tests.support.recorded_run import Recorded
 
 NAMES = ("drop", "fork", "late", "lockstep", "wait", "warmup")
@@ -361,32 +361,30 @@ async def test_what_user_code_says_moves_no_cursor_and_unissued_tasks_are_refuse
         await TaskFinder(MemoryBus("made"), None, SUBJECTS, "main").check_issued(0)
 
 
-Say = Callable[..., tuple[int, str, str]]
+Say = Callable[..., Printed]
 VERB = "trace"
 
 
 def test_the_verb(said: Say, recorded: Recorded) -> None:
-    code, out, err = said(recorded.path, "41")
-    assert (code, err) == (0, "") and out.startswith("task 41 of run parent ")
-    code, out, err = said(recorded.path, "41/2", "--json")
-    life = json.loads(out)
-    assert (code, life["task"], [one["rollout"] for one in life["rollouts"]]) == (0, 41, [2])
+    out, err = said(recorded.path, "41")
+    assert err == "" and out.startswith("task 41 of run parent ")
+    life = json.loads(said(recorded.path, "41/2", "--json").out)
+    assert (life["task"], [one["rollout"] for one in life["rollouts"]]) == (41, [2])
 
 
 @pytest.mark.parametrize("place", ["", "x", "1/", "/1", "1/2/3", "1.5", "²", "1 2", "9" * 40, "0x1"])
 def test_garbage_is_refused_with_what_was_expected(said: Say, recorded: Recorded, place: str) -> None:
-    code, out, err = said(recorded.path, place)
-    assert (code, out) == (1, "") and "TASK/ROLLOUT" in err and "hint:" in err
+    out, err = said(recorded.path, place, code=1)
+    assert out == "" and "TASK/ROLLOUT" in err and "hint:" in err
 
 
 def test_rollouts_runs_taps_and_branches_that_cannot_be_traced(said: Say, tmp_path: Path, recorded: Recorded) -> None:
-    assert "of task 41, got 3" in said(recorded.path, "41/3")[2]
-    code, _, err = said("nothing", "1", "--dir", tmp_path)
-    assert code == 1 and err.startswith("error: ")
-    code, _, err = said(f"{recorded.path}:nobody", "3")
-    assert code == 1 and "'nobody'" in err
+    assert "of task 41, got 3" in said(recorded.path, "41/3", code=1).err
+    err = said("nothing", "1", "--dir", tmp_path, code=1).err
+    assert err.startswith("error: ")
+    assert "'nobody'" in said(f"{recorded.path}:nobody", "3", code=1).err
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text("{}")
     (tmp_path / "b" / "branch.json").write_text("{}")
-    code, _, err = said("b", "1", "--dir", tmp_path)
-    assert code == 1 and "branch 'b'" in err and "branch.json" in err
+    err = said("b", "1", "--dir", tmp_path, code=1).err
+    assert "branch 'b'" in err and "branch.json" in err

@@ -28,6 +28,7 @@ from streamrl.schemas.subjects import METRICS
 from tests.history.test_trace_window import check_format, named, written
 from tests.support.digits import TABLE, write_digits
 from tests.support.harness import make_run, read_ledger, services
+from tests.support.printed import Printed
 from tests.support.world.nursery import Nursery
 from tests.support.world.process import Request
 
@@ -57,12 +58,12 @@ OPTIONS = (
     *("run.steps=100000", "tasks.drop_zero_variance=false", "tasks.batch_tasks=2", "warmup.max_steps=0", "bus.ack_wait_s=2"),
     *("producer.children=1", "reward.children=1"),
 )
-Say = Callable[..., Awaitable[tuple[int, str, str]]]
+Say = Callable[..., Awaitable[Printed]]
 
 
 @pytest.fixture
-def streamrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., tuple[int, str, str]]) -> Say:
-    """Exit code, stdout and stderr of a verb, in a thread: the run goes on meanwhile."""
+def streamrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: Callable[..., Printed]) -> Say:
+    """The fixture `verb` in a thread: the run goes on meanwhile."""
     monkeypatch.chdir(tmp_path)
     return partial(asyncio.to_thread, verb)
 
@@ -93,10 +94,8 @@ async def kill_once_reported(bus: Bus, nursery: Nursery, run: RunDir, task: int)
     return one.worker
 
 
-async def answer(said: Awaitable[tuple[int, str, str]]) -> Any:
-    code, out, err = await said
-    assert code == 0, err
-    return json.loads(out)
+async def answer(said: Awaitable[Printed]) -> Any:
+    return json.loads((await said).out)
 
 
 async def test_a_run_of_two_turns_up_and_over(streamrl: Say, tmp_path: Path, children: Nursery) -> None:
@@ -121,8 +120,7 @@ async def test_a_run_of_two_turns_up_and_over(streamrl: Say, tmp_path: Path, chi
 
         # It is over: the same from its store, and no engine answers.
         assert await answer(streamrl("trace", "digits", "3/1", "--json")) == life
-        code, _, err = await streamrl("inspect", "digits", "--prompt", "7")
-        assert code == 1 and "is up" in err
+        assert "is up" in (await streamrl("inspect", "digits", "--prompt", "7", code=1)).err
 
 
 async def look(streamrl: Say, place: Path, killed: str) -> Any:
@@ -137,14 +135,13 @@ async def look(streamrl: Say, place: Path, killed: str) -> Any:
     times += [second["asked_s"], second["began_s"], second["finished_s"], sample["scored_s"]]
     assert None not in times and times == sorted(times)
     assert second["before"] >= 1 and first["engine"].startswith("engine-0")
-    text = (await streamrl("trace", "digits", "3/1"))[1]
+    text = (await streamrl("trace", "digits", "3/1")).out
     assert "turn 2" in text and "tools" in text and "not recorded" not in text
     assert f"had by    {killed}" in text and "left no record" not in text
 
     # The newest tasks: wherever they are, that is said.
-    code, _, err = await streamrl("trace", "digits", "999999")
-    newest = int(err.partition("0 to ")[2].split()[0])
-    assert code == 1 and newest > 3
+    newest = int((await streamrl("trace", "digits", "999999", code=1)).err.partition("0 to ")[2].split()[0])
+    assert newest > 3
     open_now = await answer(streamrl("trace", "digits", str(newest), "--json"))
     assert open_now["detail"] and open_now["credit"].startswith("granted after version")
 
@@ -157,11 +154,10 @@ async def look(streamrl: Say, place: Path, killed: str) -> Any:
     assert found["engine"].startswith("engine-0") and found["logprob_sum"] <= 0 and sum(found["versions"].values()) == len(found["tokens"])
     row = await answer(streamrl("inspect", "digits", "--row", "0", "--seed", "5", "--json"))
     assert row["prompt_tokens"] >= 1
-    assert "--row from 0 to" in (await streamrl("inspect", "digits", "--row", "99999"))[2]
+    assert "--row from 0 to" in (await streamrl("inspect", "digits", "--row", "99999", code=1)).err
 
     # A window of what is trained now: engines, publications and arrows are in it.
-    code, out, err = await streamrl("trace", "digits", "--window", "1..3", "--out", "w.json")
-    assert (code, err) == (0, ""), out
+    assert (await streamrl("trace", "digits", "--window", "1..3", "--out", "w.json")).err == ""
     lanes = check_format(written(place / "w.json"))
     assert len(named(lanes, "batch")) == 3 and named(lanes, "publish") and named(lanes, "stage 0.") and named(lanes, "tools")
     assert json.loads((place / "w.json").read_text())["otherData"]["batches"] == 3

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from streamrl.cli import main
 from streamrl.errors import ConfigError
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.trace_events import WindowEvents
@@ -23,10 +23,12 @@ from streamrl.schemas.subjects import Subjects
 from tests.support import ledgers
 from tests.support import recorded as runs
 from tests.support.golden_rows import former_samples
-from tests.support.printed import printed
+from tests.support.printed import Printed
 from tests.support.recorded_run import Recorded
 
 Lane = tuple[int, int]
+Say = Callable[..., Printed]
+VERB = "trace"
 
 
 def check_format(events: list[dict[str, Any]]) -> dict[Lane, list[dict[str, Any]]]:
@@ -88,11 +90,10 @@ async def samples_in(log: RecordedLog, first: int, last: int) -> tuple[int, int]
     return total, trained
 
 
-async def test_a_window_of_a_run_of_today(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_window_of_a_run_of_today(recorded: Recorded, tmp_path: Path, said: Say) -> None:
     out = tmp_path / "window.json"
     total, trained = await samples_in(RecordedLog(recorded.path), 8, 14)
-    code = await asyncio.to_thread(main, ["trace", str(recorded.path), "--window", "8..14", "--out", str(out)])
-    assert (code, capsys.readouterr().err) == (0, "")
+    assert (await asyncio.to_thread(said, recorded.path, "--window", "8..14", "--out", out)).err == ""
     events = written(out)
     lanes = check_format(events)
     assert [one["args"]["version"] for one in named(lanes, "batch")] == [f"0.{number}" for number in range(8, 15)]
@@ -110,10 +111,10 @@ async def test_a_window_of_a_run_of_today(recorded: Recorded, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("name", ["fork", "drop", "warmup", "late"])
-def test_a_window_of_a_run_of_an_earlier_build(name: str, tmp_path: Path) -> None:
+def test_a_window_of_a_run_of_an_earlier_build(name: str, tmp_path: Path, said: Say) -> None:
     facts = runs.unpack(name, tmp_path)
     out, last = tmp_path / "window.json", len(facts["digests"])
-    assert main(["trace", str(tmp_path / runs.RECORDING), "--window", f"1..{last}", "--out", str(out), "--json"]) == 0
+    said(tmp_path / runs.RECORDING, "--window", f"1..{last}", "--out", out, "--json")
     lanes = check_format(written(out))
     assert len(named(lanes, "batch")) == last and named(lanes, "generate" if name != "warmup" else "task")
 
@@ -172,20 +173,18 @@ async def test_a_window_that_is_too_large_is_refused(recorded: Recorded) -> None
 
 
 @pytest.mark.parametrize("window", ["", "a..b", "3..", "..3", "3.9", "-1..4", "9..3", "0..3", "1..99999"])
-def test_garbage_windows_are_refused(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str], window: str) -> None:
-    out = tmp_path / "window.json"
-    assert main(["trace", str(recorded.path), f"--window={window}", "--out", str(out)]) == 1
-    assert "error: expected --window FROM..TO" in capsys.readouterr().err and not out.exists()
+def test_garbage_windows_are_refused(recorded: Recorded, tmp_path: Path, said: Say, window: str) -> None:
+    err = said(recorded.path, f"--window={window}", "--out", tmp_path / "window.json", code=1).err
+    assert "error: expected --window FROM..TO" in err and not (tmp_path / "window.json").exists()
 
 
 @pytest.mark.parametrize("arguments", [[], ["--window", "3..4"], ["5", "--out", "x.json"], ["5", "--window", "3..4", "--out", "x.json"]])
-def test_a_task_or_a_window(recorded: Recorded, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    assert "expected TASK[/ROLLOUT], or --window" in printed(capsys, "trace", str(recorded.path), *arguments, code=1).err
+def test_a_task_or_a_window(recorded: Recorded, said: Say, arguments: list[str]) -> None:
+    assert "expected TASK[/ROLLOUT], or --window" in said(recorded.path, *arguments, code=1).err
 
 
-def test_a_file_that_cannot_be_written(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["trace", str(recorded.path), "--window", "8", "--out", str(tmp_path / "nowhere" / "w.json")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written(recorded: Recorded, tmp_path: Path, said: Say) -> None:
     (tmp_path / "folder").mkdir()
-    assert main(["trace", str(recorded.path), "--window", "8", "--out", str(tmp_path / "folder")]) == 1
+    for out in ("nowhere/w.json", "folder"):
+        assert "cannot be written" in said(recorded.path, "--window", "8", "--out", tmp_path / out, code=1).err
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
