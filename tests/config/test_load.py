@@ -31,10 +31,9 @@ def test_reads_sections_and_keeps_defaults(write, tmp_path):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path, write) -> None:
-    with raises(ConfigError, path=str(tmp_path / "nothing.toml")):
-        load(tmp_path / "nothing.toml")
-    with raises(ConfigError, path=str(tmp_path)):
-        load(tmp_path)
+    for path in (tmp_path / "nothing.toml", tmp_path):
+        with raises(ConfigError, path=str(path)):
+            load(path)
     with pytest.raises(ConfigError, match=r"my\.toml.*line 4"):
         load(write("[tasks]\nbatch_tasks =\n"))
     path = tmp_path / "latin.toml"
@@ -282,12 +281,9 @@ def test_dumps_round_trip_without_credentials(write) -> None:
     config = Config()
     with_secret = from_json(dump(config).replace('"url": ""', '"url": "nats://me:hunter2@host:4222"'))
     assert "hunter2" not in dump(with_secret) and '"nats://host:4222"' in dump(with_secret)
-    with raises(ConfigError, where="here", line=1):
-        from_json("{", where="here")
-    with raises(ConfigError, got="list"):
-        from_json("[]")
-    with raises(ConfigError, key="nothing"):
-        from_json('{"nothing": 1}')
+    for text, values in (("{", {"where": "here", "line": 1}), ("[]", {"got": "list"}), ('{"nothing": 1}', {"key": "nothing"})):
+        with raises(ConfigError, **values):
+            from_json(text, where="here")
 
 
 OLD_REJECT = {"reject": "k3", "reject_level": "sequence_mean", "reject_low": 0.0, "reject_high": 0.1}

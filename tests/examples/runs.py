@@ -1,8 +1,6 @@
 """Examples as a user gets them: copied by the command line, in lockstep, so that the seed decides what comes out."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,7 +10,8 @@ import pytest
 from streamrl.cli import main
 from streamrl.config.load import load
 from tests.support.harness import read_ledger, run_to_end
-from tests.support.programs import STREAMRL, surroundings
+from tests.support.programs import STREAMRL
+from tests.support.pythons import python
 from tests.support.ups import begun
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,14 +37,6 @@ def run_example(name: str, place: Path, *overrides: str) -> dict[str, Any]:
     python(place, *STREAMRL, "up", _file(name), *(word for text in (*LOCKSTEP, *overrides) for word in ("--set", text)))
     [summary] = place.glob("runs/*/summary.json")
     return json.loads(summary.read_text())
-
-
-def python(place: Path, *words: object, code: int = 0) -> tuple[str, str]:
-    """Return what a Python program writes to stdout and stderr; it must end with this code."""
-    command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=place, env=surroundings(), text=True, capture_output=True, timeout=170, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout, done.stderr
 
 
 def remade(name: str, place: Path) -> dict[str, bytes]:

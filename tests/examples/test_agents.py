@@ -15,10 +15,11 @@ from streamrl.config.plugins import resolve
 from streamrl.producers.gateway.worker import addresses
 from streamrl.runtime.rundir import RunDir
 from streamrl.sandbox import run_python
-from tests.examples.runs import EXAMPLES, learned, python, remade, run_example
+from tests.examples.runs import EXAMPLES, learned, remade, run_example
 from tests.support.memory import freed_after_test
 from tests.support.processes import until
 from tests.support.programs import STREAMRL, Start, said
+from tests.support.pythons import python
 
 AGENT = EXAMPLES / "openai_agent"
 CALCULATOR = EXAMPLES / "calculator_tool"

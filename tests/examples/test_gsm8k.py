@@ -17,7 +17,7 @@ from streamrl.config.tree import ModelConfig
 from streamrl.data.model import write_qwen3
 from streamrl.history.evaluate import config_of_directory, with_sets
 from streamrl.rewards.numbers import final_answer
-from tests.examples.runs import python
+from tests.support.pythons import python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 SMALL = ("model.hidden=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.intermediate=48")

@@ -13,8 +13,8 @@ import pytest
 
 from streamrl.config.load import load
 from streamrl.schemas.ledger import Drop, LedgerEntry, SourceTally, Used
-from tests.examples.runs import python
 from tests.support.ledgers import entry
+from tests.support.pythons import python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "off_policy"
 

@@ -2,8 +2,6 @@
 
 import os
 import runpy
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from streamrl.config.load import load
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.problems import load_problems
 from streamrl.data.tokenizer import load_tokenizer
+from tests.support.pythons import python
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,8 +45,7 @@ for module in sys.argv[1:]:
 
 @pytest.mark.process
 def test_light_modules_load_no_framework():
-    done = subprocess.run([sys.executable, "-c", IMPORTED, *LIGHT], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    python(ROOT, "-c", IMPORTED, *LIGHT)
 
 
 @pytest.mark.process
@@ -56,8 +54,7 @@ def test_light_modules_load_no_framework():
 )
 def test_who_is_there_as_long_as_the_run_loads_no_more_than_it_needs(module, heavy):
     code = f"import sys, {module}; print(sorted(set({heavy!r}.split()) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+    assert python(ROOT, "-c", code)[0].strip() == "[]"
 
 
 PUBLIC = [
@@ -94,8 +91,7 @@ SET = "import os, sys, tests.conftest; assert 'torch' not in sys.modules; print(
 @pytest.mark.process
 def test_a_process_of_tests_has_one_thread() -> None:
     surroundings = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", SET], cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
-    assert done.stdout == "1\n", done.stderr
+    assert python(ROOT, "-c", SET, env=surroundings)[0] == "1\n"
 
 
 QUICKSTART = ROOT / "examples" / "quickstart"

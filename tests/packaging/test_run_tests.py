@@ -58,16 +58,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> Said:
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.run_tests", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    command, pipe = [sys.executable, "-m", "scripts.run_tests", *arguments], subprocess.PIPE
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.splitlines()
     return Said(done.returncode, [line for line in lines if line.startswith("tests: ")], lines[-1])
 

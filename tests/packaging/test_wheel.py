@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pythons import python
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("streamrl", "producers", "consumers", "schemas")
 pytestmark = pytest.mark.process
@@ -23,9 +25,7 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path / name)
     code = "import setuptools.build_meta as build; print(build.build_wheel('dist'))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return tmp_path / "dist" / done.stdout.split()[-1]
+    return tmp_path / "dist" / python(tmp_path, "-W", "ignore", "-c", code)[0].split()[-1]
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,12 @@
 """Whole runs of tasksets, as a user starts them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from streamrl.runtime.rundir import RunDir
+from tests.support.pythons import python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "verifiers_taskset" / "bandit.toml"
 
@@ -16,11 +15,7 @@ pytestmark = [pytest.mark.nats, pytest.mark.timeout(900)]
 
 def streamrl(folder: Path, *arguments: str) -> str:
     """Output of a command; fails when it does."""
-    done = subprocess.run(
-        [sys.executable, "-m", "streamrl", *arguments], cwd=folder, text=True, capture_output=True, check=False, timeout=800
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return "".join(python(folder, "-m", "streamrl", *arguments, within_s=800))
 
 
 def up(folder: Path, python: str, *settings: str, config: Path = EXAMPLE) -> dict[str, float]:

@@ -3,8 +3,6 @@
 import ast
 import asyncio
 import json
-import subprocess
-import sys
 import tomllib
 from collections import deque
 from pathlib import Path
@@ -21,6 +19,7 @@ from streamrl.errors import ConfigError, SchemaError, TrainingError
 from streamrl.runtime.rundir import RunDir
 from tests.bridges.retrain import reference as model
 from tests.support.processes import alive, server_pid, until, worker_pid
+from tests.support.pythons import python
 
 TABLE = {"streamrl_engine.kind": "table", "streamrl_trainer.backend": "table", "streamrl_data.chat_template": False}
 TABLE |= {"streamrl_page.enabled": False, "slime_rollout_max_response_len": 1, "slime_normalize_advantages": False}
@@ -143,8 +142,7 @@ def test_a_class_of_the_script_itself_is_found_by_its_file(tmp_path: Path) -> No
     (tmp_path / "script.py").write_text(
         "from streamrl.bridges.retrain.run_files import reference\nclass Maze: ...\nprint(reference(Maze, 'environment'))\n"
     )
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{tmp_path / 'script.py'}:Maze"
+    assert python(tmp_path, "script.py")[0].strip() == f"{tmp_path / 'script.py'}:Maze"
 
 
 def test_files_hold_what_they_were_given(tmp_path: Path) -> None:
@@ -203,10 +201,8 @@ def test_neither_retrain_nor_slime_nor_ray_is_needed_and_torch_is_not_loaded(tmp
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "create_retrain_bridge('retrain.environment:get_environment')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "retrain.environment with the environment" in done.stderr, done.stderr
-    assert "hint: install it" in done.stderr
+    _, err = python(tmp_path, "-c", code, code=1)
+    assert "retrain.environment with the environment" in err and "hint: install it" in err
 
 
 async def test_a_runs_long_line_does_not_end_it() -> None:

@@ -211,7 +211,6 @@ def test_gpus_of_others_are_left_alone(tmp_path: Path) -> None:
     assert free_gpus({**given, "CUDA_VISIBLE_DEVICES": "-1"}) == free_gpus({**given, "CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == []
     assert free_gpus({**given, "CUDA_VISIBLE_DEVICES": "GPU-8932f937,1,9,2"}) == ["GPU-8932f937", "1"]
     assert free_gpus({"PATH": str(tmp_path / "nowhere")}) == []
-    with pytest.raises(ConfigError, match="which GPUs are free"):
-        free_gpus(smi(tmp_path, "no devices", code=9))
-    with pytest.raises(ConfigError, match="which GPUs are free"):
-        free_gpus(smi(tmp_path, "what, is, this\\n"))
+    for text, code in (("no devices", 9), ("what, is, this\\n", 0)):
+        with pytest.raises(ConfigError, match="which GPUs are free"):
+            free_gpus(smi(tmp_path, text, code))
