@@ -27,29 +27,21 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
 
 
-def test_what_is_missing_skips_with_the_reason() -> None:
+@pytest.mark.parametrize("named", ["", "ray", "zmq, ray", "all"])
+def test_what_is_missing_skips_or_fails_if_it_is_required_with_the_reason(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
+    if named:
+        monkeypatch.setenv(SWITCH, named)
     need("zmq")
-    with pytest.raises(pytest.skip.Exception, match=r"^needs ray: none$"):
+    with pytest.raises((pytest.fail if named else pytest.skip).Exception, match=r"^needs ray: none$"):
         need("ray")
 
 
-@pytest.mark.parametrize("named", ["ray", "zmq, ray", "all"])
-def test_what_is_missing_and_required_fails_with_the_reason(monkeypatch: pytest.MonkeyPatch, named: str) -> None:
-    monkeypatch.setenv(SWITCH, named)
-    need("zmq")
-    with pytest.raises(pytest.fail.Exception, match=r"^needs ray: none$"):
-        need("ray")
-
-
-def test_all_is_everything_but_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_is_everything_but_gpus_and_a_need_that_is_not_known_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert required() == set()
     monkeypatch.setenv(SWITCH, "all")
     assert required() == REASONS.keys() - GPUS
     monkeypatch.setenv(SWITCH, "all,gpu")
     assert required() == REASONS.keys() - {"two gpus"}
-
-
-def test_a_need_that_is_not_known_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "sglang,host")
     with pytest.raises(pytest.UsageError, match="got host"):
         required()
