@@ -87,9 +87,10 @@ def main() -> None:
     arguments = parser.parse_args()
 
     import torch
-    from datasets import Dataset
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder / MODEL, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(arguments.folder / MODEL, dtype=torch.float32, attn_implementation=arguments.attention)
