@@ -1,5 +1,5 @@
 # make up         install once, then train the quickstart until it has visibly learned (about a minute on two cores)
-# make test-fast  the tests that start no process: while you edit
+# make test-fast  the tests that start no process and no whole run: while you edit
 # make test       lint, layer rules, types and tests: before a pull request. .ci/run runs more: the tests marked slow, SGLang, megatron, verifiers
 # make soak       hours, before a release: every test, kill -9 of whole runs, mutants; writes docs/reliability.md and the tables of mutants
 #                 (STEPS="tests chaos mutants" for some of these)
@@ -52,8 +52,8 @@ pytest: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m scripts.run_tests --tier $(TIER) --together $(TEST_ARGS) "$(PYTEST_ARGS) --ignore=tests/sglang --ignore=tests/verifiers" $(MORE_TESTS)
 
 test-fast: $(VENV)/.installed-dev
-	@began=$$(date +%s); $(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not process and not slow and not soak" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
-	echo "test-fast: $$(($$(date +%s) - began)) s; tests that start a process were left out: make test"; exit $$code
+	@began=$$(date +%s); $(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not process and not whole and not slow and not soak" --ignore=tests/sglang --ignore=tests/verifiers; code=$$?; \
+	echo "test-fast: $$(($$(date +%s) - began)) s; tests that start a process or a whole run were left out: make test"; exit $$code
 
 test-sglang: $(VENV)/.installed-dev
 	$(VENV)/bin/python -m pytest $(SGLANG_PYTEST_ARGS)

@@ -12,6 +12,8 @@ from streamrl.history.replay import verify
 from tests.support.harness import read_ledger
 from tests.support.world.place import place
 
+pytestmark = pytest.mark.whole
+
 
 def half(path: Path) -> None:
     file = path / "state.npz"

@@ -28,6 +28,8 @@ from streamrl.schemas.weights import Manifest
 from tests.support.harness import read_ledger, services
 from tests.support.world.place import Place, place
 
+pytestmark = pytest.mark.whole
+
 END = 24
 
 

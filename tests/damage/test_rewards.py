@@ -22,6 +22,8 @@ from streamrl.schemas.subjects import SAMPLES, Subjects
 from tests.support.harness import read_ledger
 from tests.support.world.place import Place, place
 
+pytestmark = pytest.mark.whole
+
 END = 24
 
 

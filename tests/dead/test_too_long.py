@@ -21,6 +21,8 @@ from tests.support.harness import make_run, read_ledger, run_to_end
 from tests.support.rows import sample
 from tests.support.world.world import table_config
 
+pytestmark = pytest.mark.whole
+
 RANDOM: dict[str, dict[str, object]] = {"reward": {"kind": "random"}}
 """Rewards that need no processes."""
 

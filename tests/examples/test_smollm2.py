@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,9 @@ from typing import Any
 import pytest
 
 from streamrl.config.load import load
-from tests.examples.runs import EXAMPLES, execute
+from tests.examples.runs import EXAMPLES
+from tests.support.programs import STREAMRL
+from tests.support.pythons import python
 
 EXAMPLE = EXAMPLES / "smollm2"
 
@@ -81,7 +82,7 @@ def test_each_calculation_is_what_its_steps_give(module: Any) -> None:
 @pytest.mark.process
 def test_the_files_are_taken_once_model_and_rows_are_there(tmp_path: Path) -> None:
     place = tmp_path / "mine"
-    assert execute(tmp_path, "init", "mine", "--example", "smollm2").returncode == 0
+    python(tmp_path, *STREAMRL, "init", "mine", "--example", "smollm2")
     (place / "SmolLM2-135M-Instruct").mkdir()
     (place / "sglang" / "bin").mkdir(parents=True)
     (place / "sglang" / "bin" / "python").symlink_to(sys.executable)
@@ -95,9 +96,8 @@ def test_the_files_are_taken_once_model_and_rows_are_there(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.nats
 def test_three_batches_of_the_real_weights_replay_digit_for_digit(tmp_path: Path) -> None:
-    assert execute(tmp_path, "init", "mine", "--example", "smollm2").returncode == 0
-    prepared = subprocess.run([sys.executable, "mine/prepare.py"], cwd=tmp_path, text=True, capture_output=True, timeout=300, check=False)
-    assert prepared.returncode == 0, prepared.stderr
+    python(tmp_path, *STREAMRL, "init", "mine", "--example", "smollm2")
+    python(tmp_path, "mine/prepare.py", within_s=300)
     small = (
         "run.steps=3",
         "tasks.batch_tasks=2",
@@ -105,17 +105,12 @@ def test_three_batches_of_the_real_weights_replay_digit_for_digit(tmp_path: Path
         "data.heldout=mine/sums-heldout.jsonl@[0:8]",
         "evaluation.every=3",
     )
-    done = execute(tmp_path, "up", "mine/cpu.toml", *(word for text in small for word in ("--set", text)))
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(tmp_path, *STREAMRL, "up", "mine/cpu.toml", *(word for text in small for word in ("--set", text)))
     summary = json.loads((tmp_path / "runs" / "smollm2-cpu" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["failed_rollouts"] == 0
-    replayed = execute(tmp_path, "replay", "smollm2-cpu", "--verify", "--json")
-    report = json.loads(replayed.stdout)
-    assert replayed.returncode == 0 and report["ok"] and report["equal"] == report["versions"] == 3
-    drawn = subprocess.run(
-        [sys.executable, "mine/curve.py", "smollm2-cpu"], cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False
-    )
-    assert drawn.returncode == 0, drawn.stderr
+    report = json.loads(python(tmp_path, *STREAMRL, "replay", "smollm2-cpu", "--verify", "--json")[0])
+    assert report["ok"] and report["equal"] == report["versions"] == 3
+    python(tmp_path, "mine/curve.py", "smollm2-cpu")
     with (tmp_path / "smollm2-cpu.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["version"] for row in rows if row["reward"]] == ["0.1", "0.2", "0.3"]

@@ -19,6 +19,8 @@ from tests.support.processes import until
 from tests.support.producing import Loop, samples_in, tombstones_in
 from tests.support.raw_http import chunked, connected, head, status, told
 
+pytestmark = pytest.mark.whole
+
 CHAT = "/v1/chat/completions"
 CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}
 BODY = msgspec.json.encode(CALL)

@@ -22,6 +22,8 @@ from streamrl.schemas.subjects import kind_of
 from tests.support.gateways import PROMPT, Gateway, gateway, one_session, shown, tool_policy
 from tests.support.producing import Loop, samples_in
 
+pytestmark = pytest.mark.whole
+
 CHAT = "/v1/chat/completions"
 CALL: dict[str, Any] = {"model": "policy", "messages": PROMPT}
 

@@ -7,7 +7,6 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 from hypothesis import given as drawn
@@ -167,6 +166,8 @@ async def test_the_agent_of_the_documentation_works(loop: Loop, monkeypatch: pyt
 
 
 async def test_anthropics_sdk_chats_and_streams(loop: Loop) -> None:
+    import anthropic  # a second and a half, which those who collect this file need not wait
+
     async with gateway(loop) as gate:
         await loop.issue(1, num_rollouts=1)
         told = await gate.start()

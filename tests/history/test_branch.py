@@ -25,7 +25,7 @@ from tests.support.errors import raises
 from tests.support.recorded_run import Recorded, make_recorded
 from tests.support.torch_runs import ppo_config
 
-pytestmark = pytest.mark.usefixtures("unplotted")
+pytestmark = [pytest.mark.usefixtures("unplotted"), pytest.mark.whole]
 
 
 def contents(path: Path) -> dict[str, str]:

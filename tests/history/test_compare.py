@@ -40,6 +40,8 @@ from tests.support.ledgers import entry
 from tests.support.printed import printed
 from tests.support.recorded_run import Recorded
 
+pytestmark = pytest.mark.whole
+
 
 async def test_a_run_and_its_branch(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with open_source(str(recorded.path)) as source:

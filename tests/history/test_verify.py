@@ -24,6 +24,8 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
 from tests.support.recorded_run import Recorded
 
+pytestmark = pytest.mark.whole
+
 
 @pytest.fixture
 def copy(recorded: Recorded, tmp_path: Path) -> Path:

@@ -46,7 +46,7 @@ def model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "intermediate_size": 24,
         "num_hidden_layers": 2,
