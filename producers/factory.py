@@ -10,7 +10,6 @@ from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.engines.channel import ChannelEngine
 from streamrl.engines.protocol import Engine
-from streamrl.errors import ConfigError
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.crew import default_count
 from streamrl.producers.children.frames import Hello
@@ -33,13 +32,8 @@ if TYPE_CHECKING:
 
 def policy_tokenizer(worker: Worker) -> tuple[Tokenizer, int]:
     """The policy's tokenizer and the token that ends a turn; raises ConfigError when it has none."""
-    path = worker.run_dir.policy_dir(worker.config)
-    tokenizer = load_tokenizer(path)
-    if not tokenizer.stop_ids:
-        raise ConfigError(
-            f"expected an end-of-sequence token in the tokenizer at {path}, got none", hint="set eos_token in tokenizer_config.json"
-        )
-    return tokenizer, tokenizer.stop_ids[0]
+    tokenizer = load_tokenizer(worker.run_dir.policy_dir(worker.config))
+    return tokenizer, tokenizer.end_id
 
 
 def make_pool(worker: Worker, *, role: str = ROLLOUT_ROLE) -> EnginePool:

@@ -60,6 +60,8 @@ class Unusable(msgspec.Struct, frozen=True, kw_only=True):
     """TOO_LONG or BROKEN."""
     detail: str
     """What was expected and got, with file and line."""
+    hint: str = ""
+    """What to do about it; empty where nothing in particular is known."""
 
 
 class TaskRows(Protocol):

@@ -195,9 +195,10 @@ class Hope:
 
 
 def _hopeless(one: Unusable | Refused, bad: int, num: int) -> DataError:
+    own = one.hint if isinstance(one, Unusable) else ""
     return DataError(
         f"expected rows that can be used, got {bad} of {num} that cannot; one of them: {one.detail}",
-        hint="name the right fields in [data] (prompt_key, label_key ...), raise data.max_prompt_tokens, or mend the file",
+        hint=own or "name the right fields in [data] (prompt_key, label_key ...), raise data.max_prompt_tokens, or mend the file",
         reason=one.reason,
         bad=bad,
         rows=num,
@@ -205,4 +206,4 @@ def _hopeless(one: Unusable | Refused, bad: int, num: int) -> DataError:
 
 
 def _broken(row: int, error: DataError) -> Unusable:
-    return Unusable(row=row, reason=BROKEN, detail=error.message[:_LONGEST_DETAIL])
+    return Unusable(row=row, reason=BROKEN, detail=error.message[:_LONGEST_DETAIL], hint=error.hint)

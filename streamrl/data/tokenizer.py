@@ -54,6 +54,18 @@ class Tokenizer:
         """Ids that end a completion, the end-of-sequence token's first."""
 
     @property
+    def end_id(self) -> int:
+        """The first id that ends a completion; raises ConfigError where there is none, for no answer would end by itself."""
+        if not self.stop_ids:
+            raise ConfigError(
+                f"expected a token that ends an answer in {self._where}, got none",
+                hint="set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json",
+                path=self._where,
+                missing="eos_token",
+            )
+        return self.stop_ids[0]
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids this tokenizer can give; a model's embedding may be longer."""
         return self._backend.get_vocab_size(with_added_tokens=True)

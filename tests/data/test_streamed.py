@@ -69,6 +69,10 @@ def test_a_set_of_which_the_first_rows_cannot_be_used_does_not_start(tmp_path: P
     with refused(DataError, "has: label, prompt", "line 1", bad=256, rows=256):
         try_rows(of(path, prompt_key="question"), tokenizer, tmp_path, vocab_size=104)
     assert not (tmp_path / "kept").exists(), "a look at the first rows goes through no file"
+    base = Tokenizer(tokenizer._backend, special=tokenizer.special, template="")
+    with raises(DataError, bad=256, rows=256) as caught:
+        try_rows(of(path), base, tmp_path, vocab_size=104)
+    assert "data.chat_template = false" in caught.value.hint, "what is wrong with all of them says what to do"
     with raises(ConfigError, key="data.chat_template_kwargs"):
         try_rows(of(path, chat_template_kwargs={"enable_thinkng": 1}), tokenizer, tmp_path, vocab_size=104)
 

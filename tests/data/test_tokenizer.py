@@ -111,6 +111,16 @@ def test_missing_or_broken_files(characters, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_model_without_a_token_that_ends_an_answer_is_refused(characters: Path, tmp_path: Path) -> None:
+    for file in characters.iterdir():
+        settings = json.loads(file.read_text()) if file.name in ("tokenizer_config.json", "generation_config.json") else None
+        text = json.dumps({key: value for key, value in settings.items() if "eos" not in key}) if settings else file.read_text()
+        (tmp_path / file.name).write_text(text)
+    assert load_tokenizer(characters).end_id == 5
+    with raises(ConfigError, missing="eos_token", path=str(tmp_path)):
+        _ = load_tokenizer(tmp_path).end_id
+
+
 def test_what_templates_of_the_hub_use_besides(tmp_path: Path) -> None:
     """A tag for trainers of whole conversations, and the filter's options."""
     write_tokenizer(tmp_path)
