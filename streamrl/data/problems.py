@@ -61,7 +61,7 @@ class Unusable(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     """What was expected and got, with file and line."""
     hint: str = ""
-    """What to do about it; empty where nothing in particular is known."""
+    """Advice, empty where there is none in particular."""
 
 
 class TaskRows(Protocol):

@@ -1,6 +1,7 @@
 """Rows that are read when their turn comes: as those that are read whole, and whatever cannot be used is named and ends nothing else."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from streamrl.config.tree import Config
 from streamrl.data.mixed import MixedRows
 from streamrl.data.problems import BROKEN, Problem, Unusable, load_problems
 from streamrl.data.streamed import open_task_rows, rows_digest, try_rows
-from streamrl.data.tokenizer import Tokenizer
+from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError, DataError
 from tests.support.errors import raises
 from tests.support.refusals import refused
@@ -63,15 +64,19 @@ def test_a_row_that_cannot_be_used_is_named_and_its_neighbours_are_not(tmp_path:
     assert try_rows(config, tokenizer, tmp_path, vocab_size=104) == [("", [found], 3)]
 
 
-def test_a_set_of_which_the_first_rows_cannot_be_used_does_not_start(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_set_of_which_the_first_rows_cannot_be_used_does_not_start(tmp_path: Path, tokenizer: Tokenizer, characters: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{GOOD}\n" * 300)
     with refused(DataError, "has: label, prompt", "line 1", bad=256, rows=256):
         try_rows(of(path, prompt_key="question"), tokenizer, tmp_path, vocab_size=104)
     assert not (tmp_path / "kept").exists(), "a look at the first rows goes through no file"
-    base = Tokenizer(tokenizer._backend, special=tokenizer.special, template="")
+    base = tmp_path / "base"
+    shutil.copytree(characters, base)
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": ""}))
     with raises(DataError, bad=256, rows=256) as caught:
-        try_rows(of(path), base, tmp_path, vocab_size=104)
+        try_rows(of(path), load_tokenizer(base), tmp_path, vocab_size=104)
     assert "data.chat_template = false" in caught.value.hint, "what is wrong with all of them says what to do"
     with raises(ConfigError, key="data.chat_template_kwargs"):
         try_rows(of(path, chat_template_kwargs={"enable_thinkng": 1}), tokenizer, tmp_path, vocab_size=104)
