@@ -93,11 +93,19 @@ def test_the_files_are_taken_once_model_and_rows_are_there(tmp_path: Path) -> No
     assert (gpu.tasks.batch_tasks, gpu.tasks.num_rollouts) == (32, 16)
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the example with the real weights and the rows, as a user prepares it."""
+    place = tmp_path_factory.mktemp("smollm2")
+    python(place, *STREAMRL, "init", "mine", "--example", "smollm2")
+    python(place, "mine/prepare.py", within_s=300)
+    return place
+
+
 @pytest.mark.slow
 @pytest.mark.nats
-def test_three_batches_of_the_real_weights_replay_digit_for_digit(tmp_path: Path) -> None:
-    python(tmp_path, *STREAMRL, "init", "mine", "--example", "smollm2")
-    python(tmp_path, "mine/prepare.py", within_s=300)
+@pytest.mark.timeout(900)
+def test_three_batches_of_the_real_weights_replay_digit_for_digit(prepared: Path) -> None:
     small = (
         "run.steps=3",
         "tasks.batch_tasks=2",
@@ -105,13 +113,27 @@ def test_three_batches_of_the_real_weights_replay_digit_for_digit(tmp_path: Path
         "data.heldout=mine/sums-heldout.jsonl@[0:8]",
         "evaluation.every=3",
     )
-    python(tmp_path, *STREAMRL, "up", "mine/cpu.toml", *(word for text in small for word in ("--set", text)))
-    summary = json.loads((tmp_path / "runs" / "smollm2-cpu" / "summary.json").read_text())
+    python(prepared, *STREAMRL, "up", "mine/cpu.toml", *(word for text in small for word in ("--set", text)), within_s=600)
+    summary = json.loads((prepared / "runs" / "smollm2-cpu" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["failed_rollouts"] == 0
-    report = json.loads(python(tmp_path, *STREAMRL, "replay", "smollm2-cpu", "--verify", "--json")[0])
+    report = json.loads(python(prepared, *STREAMRL, "replay", "smollm2-cpu", "--verify", "--json", within_s=300)[0])
     assert report["ok"] and report["equal"] == report["versions"] == 3
-    python(tmp_path, "mine/curve.py", "smollm2-cpu")
-    with (tmp_path / "smollm2-cpu.csv").open(newline="") as file:
+    python(prepared, "mine/curve.py", "smollm2-cpu")
+    with (prepared / "smollm2-cpu.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["version"] for row in rows if row["reward"]] == ["0.1", "0.2", "0.3"]
-    assert {row["version"] for row in rows if row["heldout"]} >= {"0.0", "0.3"} and (tmp_path / "curve.png").stat().st_size
+    assert {row["version"] for row in rows if row["heldout"]} >= {"0.0", "0.3"} and (prepared / "curve.png").stat().st_size
+
+
+@pytest.mark.soak
+@pytest.mark.nats
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_it_learns_on_two_cores(prepared: Path, seed: int) -> None:
+    name = f"learns-{seed}"
+    sets = ("run.seed", seed), ("run.name", name)
+    python(
+        prepared, *STREAMRL, "up", "mine/cpu.toml", *(word for key, value in sets for word in ("--set", f"{key}={value}")), within_s=3500
+    )
+    summary = json.loads((prepared / "runs" / name / "summary.json").read_text())
+    assert summary["steps"] == 24 and summary["heldout_last"] >= summary["heldout_first"] + 0.2
