@@ -36,6 +36,11 @@ def read(run: RunDir, since: float | None = None) -> list[dict[str, float | str]
     return found
 
 
+def kind_of(name: str) -> str:
+    """Give the name of a run without the number behind its last hyphen."""
+    return name.rpartition("-")[0] or name
+
+
 def draw(runs: dict[str, list[dict[str, float | str]]], path: Path) -> None:
     """Draw held-out shares against minutes, batches and rollouts; runs whose names differ in their number alone share a colour."""
     import matplotlib as mpl
@@ -44,16 +49,17 @@ def draw(runs: dict[str, list[dict[str, float | str]]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), sharey=True, constrained_layout=True)
-    kinds = list(dict.fromkeys(name.rpartition("-")[0] or name for name in runs))
+    kinds = list(dict.fromkeys(map(kind_of, runs)))
     for name, rows in runs.items():
-        kind = name.rpartition("-")[0] or name
+        kind = kind_of(name)
+        first = name == next(one for one in runs if kind_of(one) == kind)
         evaluated = [row for row in rows if row["heldout"] != ""]
         shares = [float(row["heldout"]) for row in evaluated]
         minutes = [float(row["seconds"]) / 60 for row in evaluated]
         batches = [int(str(row["version"]).rpartition(".")[2]) for row in evaluated]
         rollouts = [float(row["rollouts"]) / 1000 for row in evaluated]
         for axis, across in zip(axes, (minutes, batches, rollouts), strict=True):
-            label = kind if name == next(one for one in runs if (one.rpartition("-")[0] or one) == kind) else None
+            label = kind if first else None
             axis.plot(across, shares, marker="o", markersize=3, linewidth=1.2, color=f"C{kinds.index(kind)}", label=label)
     for axis, what in zip(axes, ("minutes", "batches", "thousand rollouts"), strict=True):
         axis.set(xlabel=what, ylim=(0, 1))

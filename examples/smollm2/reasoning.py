@@ -13,7 +13,7 @@ SIZES = {
     "gcd": {"max_value": 100},
     "chain_sum": {"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
 }
-"""What makes a task as hard as this model can bear: it must be right now and then, or there is nothing to learn from."""
+"""Sizes at which this model is right now and then; where it never is, there is nothing to learn from."""
 
 
 def main(names: list[str]) -> None:

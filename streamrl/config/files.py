@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
+from streamrl.errors import ConfigError
+
 
 def write_private(path: Path, data: bytes) -> None:
     """Replace `path` by `data` in one step, readable by the owner only and on disk when this returns; raises OSError.
@@ -28,6 +30,12 @@ def write_private(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def check_new(path: Path) -> None:
+    """Raise ConfigError where something is at `path`, a broken link too."""
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"expected a new directory, got {path}, which is there already", hint="name another", path=str(path))
 
 
 @contextlib.contextmanager

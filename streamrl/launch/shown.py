@@ -137,7 +137,7 @@ class Shown:
         known = bool(since_newest_batch(numbers, stones))
         if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks, known=known, now_s=now_s):
             self.note(barren_line(numbers, stones))
-        if low := self._low_reward.look(view.reward_points, numbers.untrained):
+        if not self._low_reward.over and (low := self._low_reward.look(view.reward_points, numbers.untrained)):
             self.note(low)
         self._tell(partial(self._display.show, numbers, view))
 

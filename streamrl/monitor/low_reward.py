@@ -26,23 +26,24 @@ class LowReward:
     def __init__(self, run: str, per_batch: int) -> None:
         self._run = run
         self._per_batch = per_batch
-        self._over = False
+        self.over = False
+        """True once the first rollouts have been judged: no look says anything any more."""
 
     def look(self, batches: Sequence[Point], untrained: Untrained) -> str:
-        """Return a line for people the first time that enough rollouts have come and earn too little; else an empty text.
+        """Return a line for people once enough rollouts have come and earn too little, and an empty text otherwise.
 
         Args:
             batches: of reinforcement learning, from the run's beginning.
             untrained: the trainer's words on what has come since the newest.
         """
-        if self._over:
+        if self.over:
             return ""
         parts = [(one.num_batches * self._per_batch, one.reward) for one in batches if one.reward is not None]
         parts += [(untrained.rewarded, untrained.reward)] if untrained.rewarded else []
         count = sum(number for number, _ in parts)
         if count < LEAST:
             return ""
-        self._over = True
+        self.over = True
         mean = sum(number * reward for number, reward in parts) / count
         if not 0 <= mean < LOW or any(abs(reward) > _SPREAD for _, reward in parts):
             return ""

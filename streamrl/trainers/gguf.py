@@ -6,10 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from streamrl.config.files import new_directory
+from streamrl.config.files import check_new, new_directory
 from streamrl.errors import ConfigError, TrainingError
-
-_NEEDS = "streamrl[gguf]"
 
 
 class Written(NamedTuple):
@@ -33,8 +31,7 @@ def write_from_gguf(source: Path, dest: Path) -> Written:
         ConfigError: `dest` exists, a package is missing, or transformers cannot read the file.
         TrainingError: `dest` cannot be written.
     """
-    if dest.exists() or dest.is_symlink():
-        raise ConfigError(f"expected a new directory, got {dest}, which is there already", hint="name another", path=str(dest))
+    check_new(dest)
     _check_packages()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,6 +73,6 @@ def _check_packages() -> None:
     if missing:
         raise ConfigError(
             f"expected the packages accelerate and gguf, without which transformers reads no GGUF, got no {' and no '.join(missing)}",
-            hint=f"pip install '{_NEEDS}'",
+            hint="pip install 'streamrl[gguf]'",
             got=missing,
         )

@@ -79,7 +79,7 @@ def long(rollout: int, length: int, **values: Any) -> Sample:
 
 
 def assembled(*rows: Sample, config: FoldConfig = CONFIG) -> TrainBatch:
-    """What a trainer is given of one task with these samples."""
+    """Make what a trainer is given of one task with these samples."""
     return assemble(*closed([list(rows)], config), config)
 
 

@@ -30,7 +30,7 @@ def views_of(*rows: Sample) -> tuple[RolloutView, ...]:
 
 
 def numbered(first: int, *numbers: int) -> tuple[VersionSpan, ...]:
-    """No version for so many tokens, then one token of each."""
+    """Make spans: so many tokens without a version, then one token of each."""
     return (VersionSpan(first, None), *(VersionSpan(1, Version(0, number)) for number in numbers))
 
 

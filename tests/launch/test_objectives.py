@@ -1,4 +1,4 @@
-"""Troubles of real runs are staged: the cause that is named is the right one, and a run that cannot get on says why."""
+"""A run in trouble names the right cause, and one that cannot get on says why."""
 
 import asyncio
 import contextlib

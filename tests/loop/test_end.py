@@ -77,7 +77,7 @@ async def test_a_trainer_that_has_been_replaced_cannot_end_the_run() -> None:
 
 
 async def train(config: Config, run: RunDir, bus: MemoryBus, steps: int) -> tuple[Config, str]:
-    """One `up` of the run: first start or resumed; gives what it ran with and what is said of its schedule."""
+    """Start or resume the run once; return what it ran with and what it says of its schedule."""
     config, text = with_decay_steps(replace(config, run=replace(config.run, steps=steps)), run, trained=True)
     await write_or_check(bus, await prepare(config, run))
     run.write_config(config)

@@ -443,7 +443,7 @@ class Pty:
 
 
 def jobs(folder: Path, places: str, *words: str) -> tuple[list[str], bytes]:
-    """What became of a program in `front` of a terminal and `behind`, in the background, and what it wrote there."""
+    """Tells what became of a program in `front` of a terminal and `behind`, in the background, and what it wrote there."""
     terminal = Pty()
     command = [sys.executable, "-c", SESSION, places, *words]
     env = surroundings({"TERM": "xterm"})

@@ -233,11 +233,11 @@ async def test_shares_add_up_to_one_in_every_window_over_the_deaths_of_engine_an
 
 STEPS = 120
 WITHIN = 2 ** (1 / PER_OCTAVE) - 1
-"""What a bucket is wide."""
+"""Width of a bucket."""
 
 
 class Seen:
-    """What a run's streams hold at its end."""
+    """Holds what a run's streams have at its end."""
 
     def __init__(self) -> None:
         self.view = RunView("lengths")

@@ -1,4 +1,4 @@
-"""A run whose first rollouts earn almost nothing is told so, once, and no other."""
+"""Only a run whose first rollouts earn almost nothing says so, and only once."""
 
 from __future__ import annotations
 

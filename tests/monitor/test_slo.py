@@ -1,4 +1,4 @@
-"""Everything that can be the matter with a run, as workers tell it in numbers: what is named, and that nothing else is."""
+"""Each trouble of a run, as workers tell it in numbers, is named, and nothing else is."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from streamrl.config.files import check_new
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.megatron.distributed import TRACKER, Piece, Saved, pieces, write
@@ -58,8 +59,7 @@ def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: 
         CheckpointDamaged: a file of `source` is truncated or missing.
         TrainingError: `dest` cannot be written.
     """
-    if dest.exists() or dest.is_symlink():
-        raise ConfigError(f"expected a new directory, got {dest}, which is there already", hint="name another", path=str(dest))
+    check_new(dest)
     if (source / "config.json").is_file() and not (source / ".metadata").is_file():
         if model is not None:
             raise ConfigError(

@@ -89,7 +89,7 @@ async def test_tokens_log_probs_and_turn_boundaries_are_the_engines() -> None:
 
 
 def changing(change: Callable[[list[Any], bool], list[Any]]) -> type[Guess]:
-    """`Guess` whose conversation is another one after each step; it is told whether the episode has ended."""
+    """Start another conversation after each step of `Guess`, and note whether the episode has ended."""
 
     class Changing(Guess):
         async def step(self, action: Any) -> Any:
