@@ -172,7 +172,7 @@ async def test_it_issues_what_is_granted_and_waits_for_more(bus, config):
         assert await issued(bus, 8) == plan_tasks(first, 0, 8, PROBLEMS, config)
         second = await grant(bus, 600, 1, 4)
         assert (await issued(bus, 600))[8:] == plan_tasks(second, 8, 600, PROBLEMS, config)
-        await until(lambda: feeder.num_issued >= 600)  # it counts a task once its receipt is here, which is after the stream has it
+        await until(lambda: feeder.num_issued >= 600)  # the receipt comes after the stream has the task
         assert feeder.num_issued == 600
 
 
@@ -199,6 +199,7 @@ async def test_claimed_tasks_are_not_issued_again(bus, config):
         async with asyncio.timeout(20):
             while len(leases) < 2:
                 leases += await bus.claim("main", max=4, wait_s=1)
+            await until(lambda: feeder.num_issued >= 2)  # the receipt comes after the stream has the task
     assert [(lease.sequence, decode(lease.body, RolloutTask).index) for lease in leases] == [(5, 4), (6, 5)]
     assert feeder.num_issued == 2
 

@@ -247,8 +247,9 @@ from streamrl.runtime.collection import THRESHOLDS, collect_rarely, keep_all, ke
 class Node:
     pass
 
+own = gc.get_freeze_count()  # Python 3.12 freezes a few hundred objects itself
 keep_all()
-assert gc.get_freeze_count() == 0  # not a worker
+assert gc.get_freeze_count() == own  # not a worker
 collect_rarely()
 assert gc.get_threshold() == THRESHOLDS
 kept = [Node() for _ in range(1000)]
