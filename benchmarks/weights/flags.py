@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from benchmarks.shapes import Shape
+from benchmarks.shapes import Shape, num_elements
+from streamrl.errors import ConfigError
 
-_STATIC = {"tiny": 0.2, "tiny-moe": 0.2, "0.6B": 0.4, "4B": 0.5, "8B": 0.55, "30B-A3B": 0.5, "30B-A3B-6": 0.3}
-"""SGLang's share of the memory, for both sets of weights and the KV cache; graphs, and a trainer on the same GPU, live in the rest."""
+_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+_MOST_STATIC = 0.92
+"""The largest share that leaves room for activations and graphs."""
+_CPU_STATIC = 0.2
 _COMMON: dict[str, Any] = {
     "load_format": "dummy",
     "sampling_backend": "pytorch",
@@ -28,23 +32,54 @@ _EXPERTS: dict[str, Any] = {
 }
 
 
-def server_flags(shape: Shape, *, streams: int, cpu: bool, default_graphs: bool) -> dict[str, Any]:
-    """What to put into `engine.sglang.flags`.
+def static_share(shape: Shape, gpu_bytes: int, *, tensor_parallel: int, streams: int, tokens: int, beside: int = 0) -> float:
+    """Return SGLang's share of a GPU's memory (`mem_fraction_static`), in hundredths.
+
+    It holds both sets of weights and the keys and values of all requests at their mean length, so that none is retracted, or as many of
+    them as fit. Graphs, activations, and a trainer on the same GPU live in the rest.
+
+    Args:
+        shape: the model.
+        gpu_bytes: memory of one GPU.
+        tensor_parallel: GPUs that one engine is spread over.
+        streams: requests decoding at once.
+        tokens: mean length of a request, prompt included.
+        beside: bytes that others need on the same GPU.
+
+    Raises:
+        ConfigError: the two sets of weights alone do not fit.
+    """
+    item = _ITEM_BYTES[shape.dtype]
+    weights = 2 * item * num_elements(shape) // tensor_parallel
+    keys_and_values = 2 * item * shape.layers * shape.kv_heads * shape.head_dim * streams * tokens // tensor_parallel
+    most = _MOST_STATIC - beside / gpu_bytes
+    if weights * 1.05 > most * gpu_bytes:
+        raise ConfigError(
+            f"{shape.name}: expected GPUs that hold two sets of its weights, {weights / 2**30:.1f} GiB on each of {tensor_parallel}, in "
+            f"{_MOST_STATIC:.0%} of their memory beside {beside / 2**30:.1f} GiB of the trainer's; got {gpu_bytes / 2**30:.1f} GiB",
+            hint="spread the engine over more GPUs with --tensor-parallel, or give the trainer's weights a GPU with --trainer-device",
+            shape=shape.name,
+        )
+    return min(math.floor(100 * most) / 100, math.ceil(100 * (weights + keys_and_values) * 1.05 / gpu_bytes) / 100)
+
+
+def server_flags(shape: Shape, *, streams: int, default_graphs: bool, share: float | None) -> dict[str, Any]:
+    """Return the flags for `engine.sglang.flags`.
 
     Args:
         shape: the model.
         streams: requests decoding at once.
-        cpu: run without a GPU.
+        share: `mem_fraction_static` on a GPU; None runs without one.
         default_graphs: capture graphs at all of SGLang's default sizes, prefill included (a start takes a minute longer). Otherwise
             decode graphs are captured at three sizes, the largest of them `streams`, and prefill runs eagerly.
     """
     flags = {
         **_COMMON,
-        "mem_fraction_static": _STATIC[shape.name],
+        "mem_fraction_static": _CPU_STATIC if share is None else share,
         # Half of the default pessimism about how many tokens requests will make: their real number is known here, and it fits.
         "schedule_conservativeness": 0.3,
     }
-    if cpu:
+    if share is None:
         return {**flags, **_CPU}
     flags["attention-backend"] = "triton"
     if shape.experts:

@@ -18,7 +18,7 @@ from benchmarks.report import Check
 from benchmarks.shapes import num_elements, parameters, write_model
 from benchmarks.weights.checks import check_updates
 from benchmarks.weights.engine import BenchEngine
-from benchmarks.weights.flags import server_flags
+from benchmarks.weights.flags import server_flags, static_share
 from benchmarks.weights.load import LoadProcess, LoadSpec
 from benchmarks.weights.options import LARGE, OURS, Mode, Options, Window, resolve
 from benchmarks.weights.records import RunRecord, UpdateRecord, WindowRecord
@@ -60,8 +60,17 @@ def measure(options: Options, out: Path, command: str) -> None:
 
 def engine_config(options: Options) -> EngineConfig:
     """The engine's configuration, as a run's TOML would give it."""
-    cpu = not torch.cuda.is_available()
-    flags = server_flags(options.model, streams=options.streams, cpu=cpu, default_graphs=options.default_graphs)
+    share = None
+    if torch.cuda.is_available():
+        share = static_share(
+            options.model,
+            torch.cuda.get_device_properties(0).total_memory,
+            tensor_parallel=options.tensor_parallel,
+            streams=options.streams,
+            tokens=PROMPT_TOKENS + options.mean_tokens,
+            beside=_beside(options),
+        )
+    flags = server_flags(options.model, streams=options.streams, default_graphs=options.default_graphs, share=share)
     sglang = SglangConfig(
         python=options.python,
         tensor_parallel=options.tensor_parallel,
@@ -219,6 +228,14 @@ def _max_len(options: Options) -> int:
 def _slots(options: Options) -> int:
     """Snapshots the trainer's device holds: two, so that one is written while the other is read, or one where two would not fit."""
     return 1 if num_elements(options.model) > LARGE else 2
+
+
+def _beside(options: Options) -> int:
+    """Bytes of the trainer's weights and snapshots on a GPU of the engine."""
+    devices = options.trainer_device.split(",")
+    if not {f"cuda:{gpu}" for gpu in range(options.tensor_parallel)} & set(devices):
+        return 0
+    return (1 + _slots(options)) * 2 * num_elements(options.model) // len(devices)
 
 
 def _memory(moment: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import distributed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import SHAPES, num_elements, parameters, shape_of, write_model
-from benchmarks.weights.flags import server_flags
+from benchmarks.weights.flags import server_flags, static_share
 from benchmarks.weights.load import version_runs, wanted_tokens
 from benchmarks.weights.options import PLANS, Mode, Options, Window, parse_plan, resolve
 from benchmarks.weights.run import engine_config
@@ -69,9 +69,30 @@ def test_what_cannot_be_had_is_refused_before_anything_starts(shape, values, num
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_no_flag_is_one_that_a_run_would_refuse(shape):
-    for cpu in (False, True):
-        flags = server_flags(shape_of(shape), streams=64, cpu=cpu, default_graphs=False)
+    for share in (0.5, None):
+        flags = server_flags(shape_of(shape), streams=64, default_graphs=False, share=share)
         assert not set(flags) & {*OURS, *FIXED}
+
+
+@pytest.mark.parametrize(
+    ("shape", "gib", "tensor_parallel", "tokens", "beside", "share"),
+    [
+        ("8B", 79, 1, 1500, 0, 0.76),  # 30.5 GiB of weights, 26.4 of keys and values
+        ("8B", 140, 1, 1500, 0, 0.43),
+        ("8B", 40, 1, 1500, 0, 0.92),  # what fits of the keys and values
+        ("8B", 79, 1, 1500, 30, 0.54),
+        ("30B-A3B", 79, 2, 1000, 0, 0.84),
+        ("30B-A3B", 140, 2, 1000, 0, 0.48),
+    ],
+)
+def test_the_engines_share_holds_two_sets_of_weights_and_the_streams(shape, gib, tensor_parallel, tokens, beside, share):
+    given = {"tensor_parallel": tensor_parallel, "streams": 128, "tokens": tokens, "beside": beside * 2**30}
+    assert static_share(shape_of(shape), gib * 2**30, **given) == pytest.approx(share, abs=0.005)
+
+
+def test_weights_that_fit_no_share_are_refused():
+    with raises(ConfigError, shape="30B-A3B"):
+        static_share(shape_of("30B-A3B"), 79 * 2**30, tensor_parallel=1, streams=1, tokens=1)
 
 
 def test_lanes_ask_for_mixed_lengths_and_versions_are_kept_as_runs():
