@@ -55,10 +55,11 @@ SHAPES = {shape.name: shape for shape in _SHAPES}
 
 
 def shape_of(name: str) -> Shape:
-    """The shape of that name. Raises ConfigError when there is none."""
-    if name not in SHAPES:
+    """Return the shape of that name, written in any case. Raises ConfigError when there is none."""
+    found = {known.lower(): shape for known, shape in SHAPES.items()}.get(name.lower())
+    if found is None:
         raise ConfigError(f"expected a shape out of {', '.join(SHAPES)}, got {name!r}", shape=name)
-    return SHAPES[name]
+    return found
 
 
 def model_config(shape: Shape) -> dict[str, Any]:

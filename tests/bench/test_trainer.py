@@ -126,7 +126,8 @@ def test_what_cannot_be_measured_is_refused(values: dict[str, Any], found: dict[
 
 def test_rows_and_layers_are_chosen_by_arithmetic_and_settings_are_the_products() -> None:
     assert [specs.row_length(longest) for longest in (100, 7200, 8192, 8193, 16_384)] == [400, 8192, 8192, 16_384, 16_384]
-    small, large = shape_of("0.6B"), shape_of("4B")
+    small, large = shape_of("0.6B"), shape_of("4b")
+    assert large.name == "4B"
     assert specs.layers_kept(small, 8192, 149e9) == 28 and specs.layers_kept(large, 8192, 149e9) == 36
     assert 0 < specs.layers_kept(large, 16_384, 149e9) < 36 and specs.layers_kept(large, 8192, 80e9) == 0
     assert specs.layers_kept(large, 8192, float("inf")) == 36
