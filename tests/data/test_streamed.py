@@ -26,7 +26,7 @@ BAD = {
     "sampling beyond the vocabulary": '{"prompt": "1", "label": "1", "draw": {"logit_bias": {"9999": 1}}}',
     "greedy": '{"prompt": "1", "label": "1", "draw": {"temperature": 0}}',
     "an instruction without kwargs": '{"prompt": "1", "label": "1", "grade": "ifeval", "info": {"instruction_id_list": ["x"]}}',
-    "deep": '{"prompt": "1", "label": "1", "info": {"a": ' + "[" * 5000 + "]" * 5000 + "}}",
+    "deep": '{"prompt": "1", "label": "1", "info": {"a": ' + "[" * 100_000 + "]" * 100_000 + "}}",
     "large": '{"prompt": "1", "label": "1", "info": {"a": "' + "x" * (5 << 20) + '"}}',
 }
 GOOD = '{"prompt": "37+8=", "label": "45"}'

@@ -105,7 +105,7 @@ def test_calls_that_are_written_oddly_are_read() -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": ', "no </tool_call>"),
         ("hermes", '<tool_call>{"name": "f", "arguments": 5}</tool_call>', "table of arguments"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "name of a tool"),
-        ("hermes", "<tool_call>" + "[" * 5000 + "</tool_call>", "levels deep"),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "levels deep"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": ' + "[" * 100 + "]" * 100 + "}}</tool_call>", "levels deep"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "invalid"),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\n5", "has no </parameter>"),
