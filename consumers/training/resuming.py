@@ -136,8 +136,7 @@ class Resuming:
             )
 
     def _check_ledger(self, version: Version) -> None:
-        ahead = version.number < self._ledger.last_number and not self._stream_lost
-        if ahead and not self._ledger.leads_on(version.number):
+        if not self._stream_lost and not self._ledger.leads_on(version.number):
             raise LogTruncated(
                 f"the ledger does not lead from version {version} to {self._ledger.last_number}: entries between them were lost",
                 hint="a checkpoint after the gap is needed",
