@@ -246,8 +246,12 @@ async def test_agents_that_do_not_come_are_what_it_waits_for_and_why_they_are_re
     session = waiting.result()
     scene.sessions.calls.answered()
     assert scene.sessions.doing().startswith("serves sessions: 1 open")
-    await elapse(11.0)
-    assert scene.sessions.doing() == quiet(1, 11)
+    await elapse(9.9)
+    assert scene.sessions.doing().startswith("serves sessions: 1 open")
+    await elapse(0.1)
+    assert scene.sessions.doing() == quiet(1, 10)
+    scene.sessions.calls.refused("no")
+    assert scene.sessions.doing() == f"{quiet(1, 0)}{REFUSED}no"
     asked = scene.call(session)
     await soon()
     assert scene.sessions.doing().startswith("serves sessions: 1 open"), "an engine is asked"
@@ -550,11 +554,19 @@ async def test_now_and_then_what_others_have_left_is_swept() -> None:
 async def test_calls_are_counted_and_how_many_a_second() -> None:
     calls = Calls()
     assert (calls.num_answered, calls.num_refused, calls.per_s) == (0, 0, 0.0)
-    calls.num_answered, calls.num_refused = 6, 2
+
+    def hear(answered: int, refused: int) -> None:
+        for _ in range(answered):
+            calls.answered()
+        for _ in range(refused):
+            calls.refused("why " * 100)
+
+    hear(6, 2)
+    assert len(calls.newest_refusal) == 300
     await elapse(0.5)
     assert (calls.take(), calls.per_s) == ((6, 2), 12.0)
-    calls.num_answered, calls.num_refused = 10, 3
+    hear(4, 1)
     await elapse(2.0)
     assert (calls.take(), calls.per_s) == ((4, 1), 2.0)
-    calls.num_answered = 12
-    assert (calls.take(), calls.per_s) == ((2, 0), 2000.0)
+    hear(2, 0)
+    assert (calls.take(), calls.per_s, calls.newest_refusal) == ((2, 0), 2000.0, "")
