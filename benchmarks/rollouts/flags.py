@@ -71,7 +71,7 @@ FLAG_SETS: Mapping[str, FlagSet] = MappingProxyType(
         "no-overlap": FlagSet({"disable_overlap_schedule": True}, "less bookkeeping where a forward pass is shorter than it"),
     }
 )
-LONE_SETS = (CONFIGURED, "defaults", "fa3", "no-prefix-cache", "prefill-interval", "receive-interval")
+LONE_SETS = (CONFIGURED, "defaults", "no-prefix-cache", "fa3", "receive-interval", "prefill-interval", "decode-graphs")
 """What a sweep compares unless it is told otherwise; the last start is for those of them that helped, together."""
 
 
@@ -132,6 +132,7 @@ def combined(speeds: Sequence[Speed]) -> dict[str, Any]:
     base = next((speed for speed in speeds if speed.name == CONFIGURED), None)
     if base is None:
         return {}
+    speeds = [speed for speed in speeds if speed.name in FLAG_SETS]
     rising = sorted(speeds, key=lambda speed: gain(speed, base))
     helped = [speed.name for speed in rising if gain(speed, base) >= _SMALLEST_GAIN]
     changes: dict[str, Any] = {}

@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ from streamrl.schemas.tasks import RolloutTask
 
 logger = logging.getLogger(__name__)
 
+_ALONE = 0.8
+"""Part of a sweep's time in which single sets are begun; the rest is for those that helped, together."""
 PACKAGES = ("torch", "sglang", "aiohttp")
 _LIST_FLAGS = """
 import importlib.util, pathlib
@@ -67,23 +69,23 @@ def measure(spec: RolloutsSpec, out: Path, command: str) -> None:
         ConfigError: `out` holds another run, or the run's file cannot be used.
         LaunchError, EngineError: a part of the stack does not start, or ends.
     """
-    out = new_directory(out)
-
-    async def write_all(scratch: Path) -> None:
-        append(out, [header("rollouts", command, spec, PACKAGES)])
-        async with contextlib.aclosing(_records(spec, scratch, out)) as records:
-            async for record in records:
-                append(out, [record])
-
     with tempfile.TemporaryDirectory(prefix="streamrl-bench-") as scratch:
-        asyncio.run(write_all(Path(scratch)))
+        config, secret_options = without_secrets(config_of(spec, Path(scratch)))
+        run = RunDir(Path(config.run.dir) / config.run.name)
+        run.create()
+        run.write_secret_options(secret_options)
+        out = new_directory(out)
+        append(out, [header("rollouts", command, spec, PACKAGES)])
+        asyncio.run(_append_all(out, _records(spec, config, run, out)))
 
 
-async def _records(spec: RolloutsSpec, directory: Path, out: Path) -> AsyncIterator[Record]:
-    config, secret_options = without_secrets(config_of(spec, directory))
-    run = RunDir(Path(config.run.dir) / config.run.name)
-    run.create()
-    run.write_secret_options(secret_options)
+async def _append_all(out: Path, records: AsyncGenerator[Record]) -> None:
+    async with contextlib.aclosing(records):
+        async for record in records:
+            append(out, [record])
+
+
+async def _records(spec: RolloutsSpec, config: Config, run: RunDir, out: Path) -> AsyncGenerator[Record]:
     inputs = await check_inputs(config, run, lambda text: logger.info("event=note text=%s", text))
     rows = await asyncio.to_thread(open_task_rows, config, load_tokenizer(inputs.model), run.data)
     if spec.sweep:
@@ -92,15 +94,14 @@ async def _records(spec: RolloutsSpec, directory: Path, out: Path) -> AsyncItera
             async for record in records:
                 found += [record] if isinstance(record, Round) else []
                 yield record
-        changes = changes_of(found)
-        config = config_with(config, changes)
+        config = config_with(config, changes_of(found))
         yield Fact(BEST, best_of(speeds_of(found)), config.engine.sglang.flags)
     async with started(config, run) as stack, contextlib.aclosing(rounds(spec, config, stack, inputs.model, rows)) as records:
         async for record in records:
             yield record
 
 
-async def rounds(spec: RolloutsSpec, config: Config, stack: Stack, model_dir: Path, rows: TaskRows | MixedRows) -> AsyncIterator[Record]:
+async def rounds(spec: RolloutsSpec, config: Config, stack: Stack, model_dir: Path, rows: TaskRows | MixedRows) -> AsyncGenerator[Record]:
     """Start the engines, and have the stack make rollouts of each length, and the plain clients ask for as many.
 
     Args:
@@ -172,17 +173,17 @@ async def asked(addresses: Sequence[Address], tasks: Sequence[RolloutTask], conf
     return {"rollouts": answers, "failed": wanted - answers, "tokens": tokens, "seconds": time.monotonic() - began_s}
 
 
-async def swept(spec: RolloutsSpec, config: Config, model_dir: Path, rows: TaskRows | MixedRows, out: Path) -> AsyncIterator[Record]:
+async def swept(spec: RolloutsSpec, config: Config, model_dir: Path, rows: TaskRows | MixedRows, out: Path) -> AsyncGenerator[Record]:
     """Start a server for each set of flags, and have the plain client ask it for rollouts of each length."""
     known = await asyncio.to_thread(known_flags, config)
-    until_s = time.monotonic() + spec.sweep_s
+    began_s = time.monotonic()
     found: list[Round] = []
-    sets = [(name, FLAG_SETS[name].changes) for name in spec.sets]
+    sets = [(name, FLAG_SETS[name].changes) for name in spec.compared]
     while sets:
         name, changes = sets.pop(0)
         if unknown := unknown_flags(changes, known):
             yield Fact(LEFT_OUT, name, f"this SGLang has no {', '.join(unknown)}")
-        elif time.monotonic() > until_s:
+        elif time.monotonic() - began_s > spec.sweep_s * (1.0 if name == COMBINED else _ALONE):
             yield Fact(LEFT_OUT, name, f"no time left of --sweep-s {spec.sweep_s:g}")
         else:
             logger.info("event=flags set=%s", name)
@@ -235,4 +236,4 @@ def changes_of(found: Sequence[Round]) -> Mapping[str, Any]:
     """The changes of the set that was the fastest."""
     speeds = speeds_of(found)
     best = best_of(speeds)
-    return combined([one for one in speeds if one.name != COMBINED]) if best == COMBINED else FLAG_SETS[best].changes
+    return combined(speeds) if best == COMBINED else FLAG_SETS[best].changes

@@ -36,9 +36,8 @@ class Address(msgspec.Struct, frozen=True):
     """Whether it is SGLang's own server, and not one of ours."""
 
 
-def body_of(tasks: Sequence[RolloutTask], *, listed: bool) -> dict[str, Any]:
-    """The request for an answer to each task's prompt, with log-probs; `listed`: of one task, all answers of the group."""
-    task = tasks[0]
+def body_of(task: RolloutTask, *, grouped: bool) -> dict[str, Any]:
+    """The request for an answer to a task's prompt, with log-probs; `grouped`: for all of its answers."""
     sampling = task.sampling
     params = {
         "max_new_tokens": sampling.max_new_tokens,
@@ -50,7 +49,7 @@ def body_of(tasks: Sequence[RolloutTask], *, listed: bool) -> dict[str, Any]:
     }
     prompt = list(task.prompt_ids)
     return {
-        "input_ids": [prompt] * task.num_rollouts if listed else prompt,
+        "input_ids": [prompt] * task.num_rollouts if grouped else prompt,
         "sampling_params": params,
         "return_logprob": True,
     }
@@ -76,7 +75,7 @@ async def ask(addresses: Sequence[Address], tasks: Sequence[RolloutTask], *, tas
     async def lane() -> None:
         nonlocal answers, tokens
         for task in requests:
-            body, kind = body_of([task], listed=grouped), list[Result] if grouped else Result
+            body, kind = body_of(task, grouped=grouped), list[Result] if grouped else Result
             found: Any = await next(turns).post("/generate", body, timeout_s=_PATIENCE_S, expect=kind)
             rows: list[Result] = found if grouped else [found]
             for row in rows:

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from benchmarks.rollouts.flags import FLAG_SETS, LONE_SETS
+from benchmarks.rollouts.flags import CONFIGURED, FLAG_SETS, LONE_SETS
 from streamrl.config.check import check
 from streamrl.config.load import load
-from streamrl.config.tree import Config
+from streamrl.config.tree import Config, EvaluationConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
 
@@ -21,7 +21,7 @@ STACK, PLAIN, TOGETHER = "the whole stack", "plain client", "plain client, group
 LEFT_OUT, BEST, SLOTS = "left out", "best flags", "slots"
 """Names of facts."""
 MOST_SETS = 7
-"""A sweep starts a server for each, and the stack is one start more."""
+"""A sweep starts a server for each, and one more for those that helped, together."""
 
 
 class RolloutsSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +57,13 @@ class RolloutsSpec(msgspec.Struct, frozen=True, kw_only=True):
             )
         if unknown := [name for name in self.sets if name not in FLAG_SETS]:
             raise ConfigError(f"--sets: expected some of {', '.join(FLAG_SETS)}, got {unknown[0]!r}", option="--sets", got=unknown[0])
-        if len(self.sets) > MOST_SETS:
-            raise ConfigError(f"--sets: expected at most {MOST_SETS}, got {len(self.sets)}", option="--sets", got=len(self.sets))
+        if (count := len(self.compared)) > MOST_SETS:
+            raise ConfigError(f"--sets: expected at most {MOST_SETS}, {CONFIGURED!r} included, got {count}", option="--sets", got=count)
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The sets of the sweep, in their order; what the others are compared with comes first."""
+        return tuple(dict.fromkeys((CONFIGURED, *self.sets)))
 
     def rounds_of(self) -> Sequence[tuple[int, int]]:
         """(tokens of an answer, rollouts) of each length."""
@@ -90,7 +95,7 @@ def config_of(spec: RolloutsSpec, directory: Path) -> Config:
         run=replace(config.run, name="bench-rollouts", dir=str(directory / "runs")),
         model=replace(config.model, max_len=max(config.model.max_len, config.data.max_prompt_tokens + longest)),
         data=replace(config.data, heldout=""),
-        evaluation=replace(config.evaluation, sets=(), engines=0),
+        evaluation=EvaluationConfig(),
         warmup=replace(config.warmup, max_steps=0),
         bus=replace(config.bus, url=""),
         gateway=replace(config.gateway, workers=0),
