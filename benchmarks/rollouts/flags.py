@@ -23,7 +23,7 @@ from benchmarks.raw import Round
 from streamrl.config.tree import Config
 
 CONFIGURED, COMBINED = "as configured", "all that helped"
-"""What the others are compared with; and the set made of those that were faster."""
+"""The set that others are compared with, and the one that is made of those that were faster."""
 SWEEP = "flags, "
 """A cell of the sweep begins with this."""
 _SMALLEST_GAIN = 1.03
@@ -34,9 +34,9 @@ class FlagSet(msgspec.Struct, frozen=True):
     """Changes of a run's flags."""
 
     changes: Mapping[str, Any]
-    """By name; None leaves the flag to SGLang."""
+    """Values by name of the flag; None leaves it to SGLang."""
     why: str
-    """What it may help with."""
+    """A few words on how it may help."""
 
 
 FLAG_SETS: Mapping[str, FlagSet] = MappingProxyType(
@@ -72,7 +72,7 @@ FLAG_SETS: Mapping[str, FlagSet] = MappingProxyType(
     }
 )
 LONE_SETS = (CONFIGURED, "defaults", "no-prefix-cache", "fa3", "receive-interval", "prefill-interval", "decode-graphs")
-"""What a sweep compares unless it is told otherwise; the last start is for those of them that helped, together."""
+"""A sweep compares these unless it is told otherwise; the last start is for those of them that helped, together."""
 
 
 def flags_with(flags: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def speeds_of(found: Sequence[Round]) -> list[Speed]:
 
 
 def gain(speed: Speed, base: Speed) -> float:
-    """How many times as fast as `base` a set is: the geometric mean over the lengths that both have; 0 if there is none."""
+    """The speed of a set over that of `base`: the geometric mean over the lengths that both have; 0 if there is none."""
     product, count = 1.0, 0
     for tokens, value in speed.tokens_per_s.items():
         if base.tokens_per_s.get(tokens, 0.0) > 0:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -76,7 +77,10 @@ def measure(spec: RolloutsSpec, out: Path, command: str) -> None:
         run.write_secret_options(secret_options)
         out = new_directory(out)
         append(out, [header("rollouts", command, spec, PACKAGES)])
-        asyncio.run(_append_all(out, _records(spec, config, run, out)))
+        try:
+            asyncio.run(_append_all(out, _records(spec, config, run, out)))
+        finally:
+            shutil.copytree(run.logs, out / "logs")
 
 
 async def _append_all(out: Path, records: AsyncGenerator[Record]) -> None:
@@ -228,7 +232,7 @@ def known_flags(config: Config) -> str:
         return subprocess.run([python, "-c", _LIST_FLAGS], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise EngineError(
-            f"expected SGLang in the environment of {python}, got: {error}", hint="name its interpreter in engine.sglang.python"
+            f"expected SGLang in the environment of {python}, got none", hint="name its interpreter in engine.sglang.python", python=python
         ) from error
 
 

@@ -28,12 +28,12 @@ _PROGRAM = "sglang.launch_server"
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a server is, and what it asks of its clients."""
+    """The address of a server and the key that it asks of its clients."""
 
     url: str
     key: str
     sglang: bool
-    """Whether it is SGLang's own server, and not one of ours."""
+    """True for SGLang's own server, false for one of ours."""
 
 
 def body_of(task: RolloutTask, *, grouped: bool) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def address_of(words: Sequence[str]) -> Address:
 
 
 class Watch:
-    """What was seen of servers and processors while it was open."""
+    """Looks at servers and processors while it is open."""
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}

@@ -62,7 +62,7 @@ def share_of(row: Row) -> float | None:
 
 
 def where_it_goes(row: Row, slots: float) -> str:
-    """What is known of the time that the stack needs beyond a plain client; empty where it is as fast, or nobody else was asked."""
+    """Say what is known of the time that the stack needs beyond a plain client; empty where it is as fast, or nobody else was asked."""
     values = {name: middle.p50 for name, middle in row.values.items()}
     share = share_of(row)
     if share is None or share >= LEAST:

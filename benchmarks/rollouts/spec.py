@@ -1,4 +1,4 @@
-"""What `bench rollouts` is asked, and the configuration that it gives the stack."""
+"""The options of `bench rollouts`, and the configuration that it gives the stack."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class RolloutsSpec(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = (10, 300)
     """Lengths of the answers, which do not end by themselves."""
     plain: bool = False
-    """Whether the servers are asked by a plain client, too."""
+    """Have a plain client ask the same servers, too."""
     sweep: bool = False
-    """Whether sets of SGLang's flags are compared first, and the best of them is taken."""
+    """Compare sets of SGLang's flags first, and take the best of them."""
     sets: tuple[str, ...] = LONE_SETS
     """Sets of flags that the sweep compares."""
     sweep_s: float = 360.0

@@ -159,7 +159,7 @@ async def serving(config: Config, stack: Stack) -> list[EnginePresence]:
 
 
 class Tally:
-    """What has come of a number of tasks, told record by record."""
+    """Counts what comes of a number of tasks, record by record."""
 
     def __init__(self, tasks: int) -> None:
         self.rollouts = 0
@@ -173,7 +173,7 @@ class Tally:
 
     @property
     def complete(self) -> bool:
-        """Whether all rollouts of all tasks have ended."""
+        """True once all rollouts of all tasks have ended."""
         return not self._missing
 
     def add(self, incoming: Incoming) -> None:

@@ -219,13 +219,12 @@ def test_the_report_says_the_share_where_time_goes_and_the_lines_of_the_best_set
     report = build_report(raw_of("rollouts", RolloutsSpec(config="run.toml"), rounds, facts))
     assert [(target.got, target.met) for target in report.targets] == [("10 tokens: 64.0%", False)]
     text = render(report)
-    assert 'attention_backend = "fa3"' in text and "defaults was left out: no time left" in text
-    assert "producer-0 97%, engine-0 20%" in text and "At its limit: producer-0" in text and "Of 64 slots 30 were in use" in text
+    assert all(said in text for said in ('attention_backend = "fa3"', "no time left", "producer-0 97%", "limit: producer-0", "64 slots 30"))
     fast = build_report(raw_of("rollouts", RolloutsSpec(config="run.toml"), [*rounds[2:4], of_round("10 tokens", STACK, 0.84)], facts[:1]))
-    assert fast.targets[0].met is True and "At its limit" not in render(fast)
+    assert fast.targets[0].met is True and "limit:" not in render(fast)
     assert measure.changes_of(rounds) == {"attention_backend": "fa3"}
     alone = build_report(raw_of("rollouts", RolloutsSpec(config="run.toml"), [rounds[-1]]))
-    assert alone.targets[0].met is None and "At its limit" not in render(alone)
+    assert alone.targets[0].met is None and "limit:" not in render(alone)
 
 
 class InProcess:

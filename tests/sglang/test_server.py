@@ -241,7 +241,7 @@ async def test_of_completions_asked_for_together_each_can_be_aborted_also_one_th
     asking = asyncio.create_task(ask(sglang_engine, request))
     async with asyncio.timeout(60):
         while not (await sglang_engine.info()).waiting:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
     for index in (0, waits):
         await sglang_engine.abort(f"group.{index}")
     answers = await asking

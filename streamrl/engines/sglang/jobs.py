@@ -101,7 +101,7 @@ class Job:
 
     @property
     def _streams(self) -> bool:
-        """Whether tokens are asked for as they come."""
+        """True where tokens are asked for as they come."""
         return self.request.stream or must_cut(self.request.sampling)
 
     def cut(self, index: int | None = None) -> None:
