@@ -3,9 +3,10 @@
 import json
 import os
 import tomllib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -31,6 +32,7 @@ from benchmarks.rollouts.report import build_report
 from benchmarks.rollouts.spec import BEST, LEFT_OUT, MOST_SETS, PLAIN, SLOTS, STACK, TOGETHER, RolloutsSpec, config_of, with_tokens
 from benchmarks.rollouts.stack import Tally
 from streamrl.bus.memory import MemoryBus
+from streamrl.bus.protocol import Bus
 from streamrl.cli import main
 from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import Incoming
@@ -45,6 +47,7 @@ from tests.bench.known import raw_of
 from tests.support.errors import raises
 from tests.support.harness import make_run, services
 
+T = TypeVar("T")
 RUN = """
 [run]
 name = "q"
@@ -230,9 +233,9 @@ def test_the_report_says_the_share_where_time_goes_and_the_lines_of_the_best_set
 class InProcess:
     """Workers on the test's event loop over a bus in memory."""
 
-    def __init__(self, run: RunDir, bus: MemoryBus) -> None:
+    def __init__(self, run: RunDir, bus: Bus) -> None:
         self.run = run
-        self.bus = bus
+        self.bus: Bus = bus
 
     @asynccontextmanager
     async def working(self, config: Config, kinds: Sequence[str]) -> AsyncGenerator[None]:
@@ -242,7 +245,7 @@ class InProcess:
     def names(self) -> Mapping[int, str]:
         return {os.getpid(): "all"}
 
-    async def until(self, done):
+    async def until(self, done: Awaitable[T]) -> T:
         return await done
 
 
@@ -252,17 +255,19 @@ async def test_stack_and_plain_clients_make_as_many_rollouts_of_each_length(run_
     run, config = make_run(tmp_path / "runs", config)
     ensure_model(config, run.model_dir)
     rows = open_task_rows(config, load_tokenizer(run.model_dir), run.data)
-    stack = InProcess(run, MemoryBus(config.run.name, config.bus))
+    bus = MemoryBus(config.run.name, config.bus)
+    stack = InProcess(run, bus)
     found = [record async for record in measure.rounds(spec, config, stack, run.model_dir, rows)]
-    await stack.bus.close()
-    assert found[0] == Fact(SLOTS, "all engines", 16)
-    made = [(one.cell, one.contender, one.values["rollouts"], one.values["tokens"], one.values["failed"]) for one in found[1:]]
+    await bus.close()
+    measured = [one for one in found if isinstance(one, Round)]
+    assert found[0] == Fact(SLOTS, "all engines", 16) and len(measured) == len(found) - 1
+    made = [(one.cell, one.contender, one.values["rollouts"], one.values["tokens"], one.values["failed"]) for one in measured]
     assert made == [
         (f"{tokens} tokens", contender, count, count * tokens, 0)
         for tokens, count in ((2, 16), (5, 8))
         for contender in (STACK, PLAIN, TOGETHER)
     ]
-    assert all(one.values["seconds"] > 0 for one in found[1:])
+    assert all(one.values["seconds"] > 0 for one in measured)
 
 
 @pytest.mark.slow
