@@ -21,6 +21,8 @@ from benchmarks.hung.spec import HungSpec
 from benchmarks.loop.ways import LoopSpec, Way
 from benchmarks.names import names, numbers
 from benchmarks.report import Report, render, write_between
+from benchmarks.rollouts.flags import LONE_SETS
+from benchmarks.rollouts.spec import RolloutsSpec
 from benchmarks.trainer.spec import Contender, TrainerSpec, named_shape
 from benchmarks.weights.options import Options
 from streamrl.config.engines import SglangConfig
@@ -50,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     _add_rewards(kinds)
     _add_gateway(kinds)
     _add_trainer(kinds)
+    _add_rollouts(kinds)
     return bench
 
 
@@ -243,6 +246,42 @@ def _trainer(given: argparse.Namespace) -> int:
 
     given.settings = tuple(given.settings)
     return _run(given, "trainer", TrainerSpec, measure, report_of)
+
+
+def _add_rollouts(kinds: Any) -> None:
+    rollouts = kinds.add_parser("rollouts", help="rollouts/s of the whole stack, trainer apart, beside a plain client of its servers")
+    flag = rollouts.add_argument
+    flag("config", nargs="?", default="", metavar="TOML", help="file of a run; its engine, rows, prompts and numbers are taken")
+    flag("--set", dest="changes", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key; may be repeated")
+    flag("--tokens", type=partial(numbers, "--tokens"), default="10,300", help="tokens of an answer, none shorter (default 10,300)")
+    count = "rollouts of a round, one number for all lengths or one for each (default 2048)"
+    flag("--rollouts", type=_counts, default="2048", metavar="N[,N]", help=count)
+    flag("--plain", action="store_true", help="ask the same servers for the same by a plain HTTP client, too")
+    flag("--sweep", action="store_true", help="compare sets of SGLang's flags first, one server each, and give the stack the best")
+    flag("--sets", type=_flag_sets, default=",".join(LONE_SETS), help=f"of the sweep, at most 7 (default {','.join(LONE_SETS)})")
+    flag("--sweep-s", type=float, default=360.0, metavar="SECONDS", help="no set is begun later (default 360)")
+    flag("--start-s", type=float, default=150.0, metavar="SECONDS", help="a server that starts more slowly is left out (default 150)")
+    _add_common(rollouts, rounds=1, out="bench-rollouts", run=_rollouts)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(number for part in text.split(",") for number in numbers("--rollouts", part))
+
+
+def _flag_sets(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+
+
+def _rollouts(given: argparse.Namespace) -> int:
+    from benchmarks.rollouts.report import report_of
+
+    def measure(spec: RolloutsSpec, out: Path, command: str) -> None:
+        from benchmarks.rollouts.measure import measure  # not for --report: it loads the stack
+
+        measure(spec, out, command)
+
+    given.changes = tuple(given.changes)
+    return _run(given, "rollouts", RolloutsSpec, measure, report_of)
 
 
 def _add_weights(kinds: Any) -> None:

@@ -21,7 +21,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """What was asked for, and where."""
 
     benchmark: str
-    """`bus`, `engine`, `eval`, `gateway`, `hung`, `loop`, `loop --screens`, `trainer` or `weights`."""
+    """`bus`, `engine`, `eval`, `gateway`, `hung`, `loop`, `loop --screens`, `rollouts`, `trainer` or `weights`."""
     command: str
     machine: Machine
     spec: dict[str, Any]

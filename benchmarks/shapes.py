@@ -45,6 +45,7 @@ _MIXTURE = Shape(
 _SHAPES = (
     _TINY,
     msgspec.structs.replace(_TINY, name="tiny-moe", layers=2, experts=8, experts_per_token=2, expert_intermediate=64),
+    Shape(name="135M", hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49_152, tied=True),
     Shape(name="0.6B", hidden=1024, layers=28, heads=16, kv_heads=8, intermediate=3072, tied=True),
     Shape(name="4B", hidden=2560, layers=36, heads=32, kv_heads=8, intermediate=9728, tied=True),
     Shape(name="8B", hidden=4096, layers=36, heads=32, kv_heads=8, intermediate=12_288),

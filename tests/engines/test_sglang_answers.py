@@ -17,7 +17,7 @@ from streamrl.engines.experts import Routing, from_sglang, from_text, read_routi
 from streamrl.engines.extras import read_extras, write_extras
 from streamrl.engines.live_swap.messages import stamp_of, version_of
 from streamrl.engines.protocol import Chunk, GenerateRequest
-from streamrl.engines.sglang.answers import Row, Style, body_of, check_sampling, joined, must_cut
+from streamrl.engines.sglang.answers import Row, Style, body_of, check_sampling, group_body, joined, must_cut
 from streamrl.engines.wire import MetaInfo, Result
 from streamrl.errors import EngineError, SchemaError
 from streamrl.schemas.samples import LogprobMode, VersionSpan
@@ -66,6 +66,17 @@ def test_a_request_asks_for_what_is_needed_and_no_more():
     body = body_of(request_of(top_p=0.9, top_k=50), "id", 1, style, limit=5, serving=NEW, stream=True)
     assert body["sampling_params"]["sampling_seed"] == 9, "SGLang's seeds are signed"
     assert body["return_sampling_mask"] and body["return_routed_experts"] and "extra_key" not in body
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_group_is_asked_for_in_one_request_with_an_id_and_where_it_draws_by_them_a_seed_for_each(seeded: bool):
+    style = msgspec.structs.replace(STYLE, seeded=seeded)
+    one, other = (body_of(request_of(), f"id{index}", index, style, limit=5, serving=NEW, stream=False) for index in range(2))
+    body = group_body([one, other])
+    assert (body["rid"], body["input_ids"]) == (["id0", "id1"], [[5, 6], [5, 6]])
+    assert body["sampling_params"] == ([one["sampling_params"], other["sampling_params"]] if seeded else one["sampling_params"])
+    alone = ("rid", "input_ids", "sampling_params")
+    assert {name: body[name] for name in body if name not in alone} == {name: one[name] for name in one if name not in alone}
 
 
 def test_every_token_gets_its_stamped_version():

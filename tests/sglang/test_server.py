@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from streamrl.schemas.samples import LogprobMode
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
 from tests.sglang.conftest import engine_over
-from tests.sglang.cpu import MAX_LEN, ROOT, cpu_config, write_model
+from tests.sglang.cpu import MAX_LEN, ROOT, SLOTS, cpu_config, write_model
 from tests.support import models
 from tests.support.models import ask, build
 from tests.support.publishing import load, publish
@@ -229,6 +230,26 @@ async def test_a_penalty_is_that_of_the_other_engines_one_token_later(sglang_eng
         [answer] = await ask(sglang_engine, GenerateRequest(request_id="p", prompt_ids=PROMPT, seeds=(1,), sampling=sampling))
         expected = truncated(model, answer.ids, sampling, [PROMPT[-1], *answer.ids[:-1]])
         assert max(abs(a - b) for a, b in zip(answer.logprobs, expected, strict=True)) < 2e-5
+
+
+async def test_of_completions_asked_for_together_each_can_be_aborted_also_one_that_waits_for_a_slot(sglang_engine: SglangEngine, epochs):
+    await load(sglang_engine, publish(models.tensors(build("qwen3", seed=6)), Version(next(epochs), 0)))
+    limit, waits = 400, SLOTS + 1
+    request = GenerateRequest(
+        request_id="group", prompt_ids=PROMPT, seeds=tuple(range(SLOTS + 2)), sampling=Sampling(max_new_tokens=limit, ignore_eos=True)
+    )
+    asking = asyncio.create_task(ask(sglang_engine, request))
+    async with asyncio.timeout(60):
+        while not (await sglang_engine.info()).waiting:
+            await asyncio.sleep(0)
+    for index in (0, waits):
+        await sglang_engine.abort(f"group.{index}")
+    answers = await asking
+    assert {index for index, answer in enumerate(answers) if answer.reason == "abort"} == {0, waits}
+    assert [len(answer.ids) for answer in answers[1:waits]] == [limit] * SLOTS
+    assert len(answers[0].ids) < limit and not answers[waits].ids
+    info = await sglang_engine.info()
+    assert (info.running, info.waiting) == (0, 0)
 
 
 async def test_a_stop_string_ends_a_completion_that_the_server_would_go_on_with(sglang_engine: SglangEngine, epochs, tmp_path):

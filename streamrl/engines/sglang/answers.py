@@ -100,6 +100,17 @@ def body_of(request: GenerateRequest, rid: str, index: int, style: Style, *, lim
     return body
 
 
+def group_body(bodies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One JSON body for completions of one request: lists of what tells them apart, and prompts, whose number says how many they are."""
+    params = [body["sampling_params"] for body in bodies]
+    return {
+        **bodies[0],
+        "rid": [body["rid"] for body in bodies],
+        "input_ids": [body["input_ids"] for body in bodies],
+        "sampling_params": params if any(one != params[0] for one in params) else params[0],
+    }
+
+
 def truncates(sampling: Sampling) -> bool:
     """Whether tokens are drawn from a part of the vocabulary."""
     return sampling.temperature > 0 and sampling.cuts

@@ -57,6 +57,11 @@ class SglangClient:
         data = await self._call("POST", "/generate", self._encoder.encode(body), None)
         return self._decode("/generate", data, Result)
 
+    async def generate_group(self, body: Any) -> list[Result]:
+        """Whole answers, of a body with lists of prompts and ids; all of them come once the last has ended."""
+        data = await self._call("POST", "/generate", self._encoder.encode(body), None)
+        return self._decode("/generate", data, list[Result])
+
     async def stream(self, body: Any) -> AsyncIterator[Result]:
         """The parts of a streamed answer. Each holds its new tokens only."""
         try:

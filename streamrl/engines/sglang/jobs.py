@@ -1,11 +1,15 @@
-"""One request on its way through an SGLang server: a task for each completion, which waits its turn, asks and hands on."""
+"""One request on its way through an SGLang server.
+
+Its completions are asked for together, in one HTTP request, which costs SGLang's front end a fraction of one for each and brings them to
+its scheduler at once. Where chunks are wanted as they come, or answers may be long, each completion has a task and a request of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from enum import Enum
 from typing import Any
@@ -13,13 +17,16 @@ from typing import Any
 from streamrl.engines.handover import Handover
 from streamrl.engines.lost import Lost
 from streamrl.engines.protocol import Chunk, GenerateRequest
-from streamrl.engines.sglang.answers import Row, Style, aborted, body_of, joined, must_cut
+from streamrl.engines.sglang.answers import Row, Style, aborted, body_of, group_body, joined, must_cut
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.counts import Counts
 from streamrl.engines.texts import Decode
 from streamrl.errors import EngineError, EngineUnavailable, StreamRLError
 from streamrl.schemas.versions import Version
 
+GROUPED_TOKENS = 1024
+"""Most new tokens of completions that are asked for together. Until the last of them has ended the others count as running: of long ones
+that would be for long, and the cost of a request is little beside theirs."""
 ABORT_S = 10.0
 ABORT_AGAIN_S = 0.25
 """SGLang ignores an abort that overtakes its request, so it is said again until the completion has ended."""
@@ -88,7 +95,14 @@ class Job:
         """Begin all completions."""
         self._counts.waiting += len(self.completions)
         self._counts.moved()
-        self._tasks = [asyncio.create_task(self._run(completion)) for completion in self.completions]
+        together = len(self.completions) > 1 and self._limit <= GROUPED_TOKENS and not self._streams
+        groups = [self.completions] if together else [(completion,) for completion in self.completions]
+        self._tasks = [asyncio.create_task(self._run(group)) for group in groups]
+
+    @property
+    def _streams(self) -> bool:
+        """True where tokens are asked for as they come."""
+        return self.request.stream or must_cut(self.request.sampling)
 
     def cut(self, index: int | None = None) -> None:
         """End completion `index`, or all of them, with what they have."""
@@ -117,40 +131,63 @@ class Job:
         completion.stage = stage
         self._counts.moved()
 
-    async def _run(self, completion: Completion) -> None:
+    async def _run(self, group: Sequence[Completion]) -> None:
         try:
-            await self._serve(completion)
+            serving = await self._turn_or_cut(group)
+            for completion in (one for one in group if serving is None or one.cut.is_set()):
+                self.queue.put_nowait(aborted(completion.index, self._style))
+                self._move(completion, Stage.ENDED)
+            left = [completion for completion in group if completion.stage is Stage.WAITING]
+            if serving is not None and left:
+                await self._serve(left, serving)
         except StreamRLError as error:
             self.queue.put_nowait(error)
         finally:
-            self._move(completion, Stage.ENDED)
-            completion.ended.set()
+            for completion in group:
+                self._move(completion, Stage.ENDED)
+                completion.ended.set()
 
-    async def _serve(self, completion: Completion) -> None:
-        request = self.request
-        serving = await self._turn_or_cut(completion)
-        if serving is None:
-            self.queue.put_nowait(aborted(completion.index, self._style))
+    async def _serve(self, group: Sequence[Completion], serving: Version) -> None:
+        request, streams = self.request, self._streams
+        for completion in group:
+            self._move(completion, Stage.SENT)
+        rows = [Row(request, completion.index, self._style, serving, self._decode) for completion in group]
+        bodies = [
+            body_of(request, completion.rid, completion.index, self._style, limit=self._limit, serving=serving, stream=streams)
+            for completion in group
+        ]
+        if len(group) > 1:
+            results = await self._client.generate_group(group_body(bodies))
+            if len(results) != len(rows):
+                raise self._partial()
+            for row, result in zip(rows, results, strict=True):
+                self._hand_on(row.take(result))
             return
-        self._move(completion, Stage.SENT)
-        row = Row(request, completion.index, self._style, serving, self._decode)
-        streams = request.stream or must_cut(request.sampling)
-        body = body_of(request, completion.rid, completion.index, self._style, limit=self._limit, serving=serving, stream=streams)
         parts: list[Chunk] = []
-        async for chunk in self._chunks(row, body, streams):
+        async for chunk in self._chunks(rows[0], bodies[0], streams):
             self._counts.add(chunk, len(request.prompt_ids))
             if request.stream:
                 self.queue.put_nowait(chunk)
             parts.append(chunk)
         if not parts or parts[-1].finish_reason is None:
-            raise EngineUnavailable(
-                f"expected a whole completion of {request.request_id!r} from SGLang at engine {self._style.engine}, got a part",
-                hint="see the server's log",
-            )
+            raise self._partial()
         if not request.stream:
             self.queue.put_nowait(joined(parts))
-        if row.cut:
-            await self._abort(completion)
+        if rows[0].cut:
+            await self._abort(group[0])
+
+    def _hand_on(self, chunk: Chunk | None) -> None:
+        """Hand on a whole completion."""
+        if chunk is None or chunk.finish_reason is None:
+            raise self._partial()
+        self._counts.add(chunk, len(self.request.prompt_ids))
+        self.queue.put_nowait(chunk)
+
+    def _partial(self) -> EngineUnavailable:
+        return EngineUnavailable(
+            f"expected whole completions of {self.request.request_id!r} from SGLang at engine {self._style.engine}, got a part",
+            hint="see the server's log",
+        )
 
     async def _chunks(self, row: Row, body: dict[str, Any], streams: bool) -> AsyncIterator[Chunk]:
         if not streams:
@@ -164,10 +201,14 @@ class Job:
                     if chunk.finish_reason is not None:
                         return
 
-    async def _turn_or_cut(self, completion: Completion) -> Version | None:
-        """The version served when its turn has come; None when it is cut before."""
-        turn = asyncio.ensure_future(self._turn(self.request.least))
-        cut = asyncio.ensure_future(completion.cut.wait())
+    async def _turn_or_cut(self, group: Sequence[Completion]) -> Version | None:
+        """The version served when their turn has come; None when all of them are cut before."""
+
+        async def all_cut() -> None:
+            for completion in group:
+                await completion.cut.wait()
+
+        turn, cut = asyncio.ensure_future(self._turn(self.request.least)), asyncio.ensure_future(all_cut())
         try:
             await asyncio.wait((turn, cut), return_when=asyncio.FIRST_COMPLETED)
             return None if cut.done() else turn.result()

@@ -1,0 +1,1 @@
+"""`bench rollouts`: samples made by the whole stack without a trainer, beside the same servers asked by a plain HTTP client."""
