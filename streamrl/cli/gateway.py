@@ -6,6 +6,8 @@ import argparse
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from streamrl.cli.workers import stoppable
+
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
 
@@ -19,7 +21,7 @@ def add_verbs(verbs: Any) -> None:
     gateway.add_argument("--show", action="store_true", help="only say where the gateways of the run are, and where their key is")
     gateway.add_argument("--dir", default="runs", help="directory that holds the runs")
     gateway.add_argument("--trust-code", action="store_true", help="run the code that another user's run names")
-    gateway.set_defaults(run_verb=run_gateway)
+    gateway.set_defaults(run_verb=stoppable(run_gateway))
 
 
 def run_gateway(arguments: argparse.Namespace) -> int:

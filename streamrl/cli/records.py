@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.cli.numbers import not_negative
+from streamrl.cli.workers import stoppable
 from streamrl.config.code import check_trust, loss_code
 from streamrl.errors import ConfigError, SchemaError
 
@@ -58,7 +59,7 @@ def add_verbs(verbs: Any) -> None:
     tap.add_argument("--lease", dest="lease_s", type=int, default=60, metavar="SECONDS", help="how long its position outlives it")
     _overrides(tap, "train with this value; may be repeated")
     tap.add_argument("--dir", default="runs", help="directory that holds the runs")
-    tap.set_defaults(run_verb=run_tap)
+    tap.set_defaults(run_verb=stoppable(run_tap))
 
 
 def run_record(arguments: argparse.Namespace) -> int:

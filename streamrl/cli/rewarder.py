@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.cli.workers import stoppable
 from streamrl.config.code import check_trust, judging_code, reward_addresses
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def add_verbs(verbs: Any) -> None:
     rewarder.add_argument("--concurrency", type=int, help="groups in flight; producer.concurrency if left out")
     rewarder.add_argument("--dir", default="runs", help="directory that holds the runs")
     rewarder.add_argument("--trust-code", action="store_true", help="run the code that another user's run names")
-    rewarder.set_defaults(run_verb=run_rewarder)
+    rewarder.set_defaults(run_verb=stoppable(run_rewarder))
 
 
 def run_rewarder(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from streamrl.config.code import check_trust, engine_code, judging_code, loss_co
 from streamrl.config.data import has_images
 from streamrl.errors import ConfigError
 from streamrl.runtime.kinds import MAINS, USER_CODE
+from streamrl.runtime.service import SUPERVISOR_VARIABLE, stops_at_once
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
 
 if TYPE_CHECKING:
@@ -28,7 +30,7 @@ def add_verbs(verbs: Any) -> None:
     worker.add_argument("--index", type=int, help="number within the kind; the first free one if left out")
     worker.add_argument("--dir", default="runs", help="directory that holds the runs")
     _trust(worker)
-    worker.set_defaults(run_verb=run_worker_verb)
+    worker.set_defaults(run_verb=stoppable(run_worker_verb))
 
     attach = verbs.add_parser("attach", help="join a running run with your own producer; Ctrl-C leaves again")
     attach.add_argument("function", metavar="FILE.py:NAME", help="function of (task, engine) that returns an episode, or single_turn")
@@ -44,7 +46,7 @@ def add_verbs(verbs: Any) -> None:
     attach.add_argument("--concurrency", type=int, help="tasks in flight; producer.concurrency if left out")
     attach.add_argument("--dir", default="runs", help="directory that holds the runs")
     _trust(attach)
-    attach.set_defaults(run_verb=run_attach)
+    attach.set_defaults(run_verb=stoppable(run_attach))
 
     credentials = verbs.add_parser("credentials", help="write a file with which a process of another host can join a run")
     credentials.add_argument("run", metavar="RUN", help="name or directory of the run")
@@ -56,6 +58,16 @@ def add_verbs(verbs: Any) -> None:
     credentials.set_defaults(run_verb=run_credentials)
 
 
+def stoppable(run_verb: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """The verb of a worker that ends at once, and cleanly, when it is told to stop while it starts."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        with stops_at_once():
+            return run_verb(arguments)
+
+    return run
+
+
 def _trust(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--trust-code", action="store_true", help="run the code that another user's run names")
 
@@ -65,7 +77,6 @@ def run_worker_verb(arguments: argparse.Namespace) -> int:
     from streamrl.runtime.kinds import check_kind
     from streamrl.runtime.run_bus import check_up
     from streamrl.runtime.rundir import RunDir
-    from streamrl.runtime.service import SUPERVISOR_VARIABLE
     from streamrl.runtime.worker import run_worker
 
     kind = check_kind(arguments.kind)

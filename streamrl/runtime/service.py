@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Generator
 from enum import IntEnum
+from types import FrameType
 
 from streamrl.config.system import death_signal
 
@@ -73,6 +76,25 @@ def die_with_parent(parent: int) -> None:
 def _end_without(parent: int) -> None:
     if os.getppid() != parent:  # this process has been handed to another one
         os._exit(Exit.FAILED)
+
+
+@contextlib.contextmanager
+def stops_at_once() -> Generator[None]:
+    """While open, SIGTERM and SIGINT end this process with the exit code of a worker that has drained.
+
+    It is for a worker that starts: it holds nothing yet, and its imports and the wait for its bus may take long.
+    """
+    code = Exit.DRAINED if SUPERVISOR_VARIABLE in os.environ else Exit.DONE
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        os._exit(code)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def describe_exit(code: int) -> str:

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -251,7 +251,6 @@ def first_cause(error: BaseException) -> BaseException:
 
 async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main: Main, supervisor: int, pulse: Pulse) -> bool:
     """Run `main` beside what every worker does; returns whether it was told to drain."""
-    drained = False
     async with connected(run, role=kind, name=kind) as bus:
         if index is None:
             index = await free_index(bus, kind, num_workers(config, kind))
@@ -259,23 +258,23 @@ async def _serve(kind: str, run: RunDir, config: Config, index: int | None, main
         worker = Worker(config=config, run_dir=run, bus=bus, kind=kind, index=index, bus_url=url, pulse=pulse)
         # The supervisor has pointed stderr of its workers at their log files.
         configure_logging(worker.name, file=None if supervisor else run.log_path(worker.name))
-        with signals_drain(worker.draining):
-            await worker.present()
-            tasks = (_heartbeat(worker), _beat(worker), _tell_times(worker))
-            hearts = [asyncio.create_task(task) for task in tasks]
-            logger.info("event=started run=%s worker=%s pid=%d", run.name, worker.name, os.getpid())
-            try:
-                await main(worker)
-            finally:
-                for heart in hearts:
-                    heart.cancel()
-                await asyncio.gather(*hearts, return_exceptions=True)
-            # Where the bus is gone as well, the key lapses by itself.
-            async with farewell():
-                await worker.tell_times(left=worker.draining.is_set())
-                await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
-            drained = worker.draining.is_set()
-            logger.info("event=ended worker=%s drained=%s", worker.name, drained)
+        drain_on_signals(worker.draining)
+        await worker.present()
+        tasks = (_heartbeat(worker), _beat(worker), _tell_times(worker))
+        hearts = [asyncio.create_task(task) for task in tasks]
+        logger.info("event=started run=%s worker=%s pid=%d", run.name, worker.name, os.getpid())
+        try:
+            await main(worker)
+        finally:
+            for heart in hearts:
+                heart.cancel()
+            await asyncio.gather(*hearts, return_exceptions=True)
+        # Where the bus is gone as well, the key lapses by itself.
+        async with farewell():
+            await worker.tell_times(left=worker.draining.is_set())
+            await bus.kv.delete(f"{PREFIX_PRESENCE}workers/{worker.name}")
+        drained = worker.draining.is_set()
+        logger.info("event=ended worker=%s drained=%s", worker.name, drained)
     return drained
 
 
@@ -323,11 +322,11 @@ async def free_index(bus: Bus, kind: str, first: int) -> int:
     return index
 
 
-@contextlib.contextmanager
-def signals_drain(draining: asyncio.Event) -> Generator[None]:
-    """While open, the first SIGTERM or SIGINT sets `draining` and the second ends the process at once.
+def drain_on_signals(draining: asyncio.Event) -> None:
+    """Have the first SIGTERM or SIGINT set `draining` and the second end the process at once, until this process has ended.
 
-    Plain handlers, not the loop's: they also run while the loop is busy with a long computation.
+    Plain handlers, not the loop's: they also run while the loop is busy with a long computation. They stay when the loop is closed: a
+    worker that is told to stop in its last moments ends as it would have.
     """
     loop = asyncio.get_running_loop()
     asked = False
@@ -342,14 +341,11 @@ def signals_drain(draining: asyncio.Event) -> Generator[None]:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         asked = True
-        loop.call_soon_threadsafe(drain, number)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(drain, number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
 
 
 async def _beat(worker: Worker) -> None:

@@ -37,7 +37,8 @@ async def test_rewarders_join_are_killed_and_leave(tmp_path: Path) -> None:
         shutil.copy(here / "reward.py", there / "reward.py")
         async with started([*command, "--reward", "reward.py:letters"], there) as guest:
             logs = RunDir(there / "runs" / "attached" / "demo").path / "logs"
-            await until(lambda: any("event=started" in log.read_text() for log in logs.glob("rewarder-*.log")), guest, there)
+            own_start = re.compile(rf"event=started .*pid={guest.pid}\b")  # the guest before has left a log too
+            await until(lambda: any(own_start.search(log.read_text()) for log in logs.glob("rewarder-*.log")), guest, there)
             # The run's own one is stopped dead: the guest has all the work, and what it held.
             before = trained(here)
             os.kill(int(re.findall(r"event=started .*pid=([0-9]+)", own.read_text())[-1]), signal.SIGKILL)

@@ -1,6 +1,7 @@
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import Generator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from streamrl.config.tree import BusConfig, Config, RunConfig
 from streamrl.errors import BusError, BusUnavailable, ConfigError, Fenced
 from streamrl.launch.down import stop_run
 from streamrl.runtime.bus_server import end_former, run_bus_server
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.processes import started
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import SUPERVISOR_VARIABLE, Exit
@@ -20,7 +22,7 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.control import WorkerPresence
 from streamrl.schemas.events import Event, MetricReport
 from streamrl.schemas.subjects import Subjects
-from tests.support.programs import Start, said
+from tests.support.programs import STREAMRL, Start, said
 from tests.support.runs import bare_run, named_run
 
 pytestmark = pytest.mark.nats
@@ -93,6 +95,57 @@ async def test_the_second_signal_ends_the_process_at_once(behave: Start) -> None
     assert await line(process) == "draining"
     process.send_signal(signal.SIGINT)
     assert (await said(process))[0] == -signal.SIGINT
+
+
+@pytest.mark.parametrize("verb", ["attach letters.py:letters", "rewarder"])
+async def test_a_guest_that_is_told_to_stop_while_it_reads_its_file_stops_cleanly(start: Start, tmp_path: Path, verb: str) -> None:
+    attach = tmp_path / "demo.attach"
+    os.mkfifo(attach)
+    process = await start(*STREAMRL, *verb.split(), "--credentials", str(attach))
+    with await asyncio.to_thread(attach.open, "wb"):  # which waits for a reader
+        process.send_signal(signal.SIGTERM)
+        assert await said(process) == (Exit.DONE, "", "")
+
+
+@pytest.mark.parametrize(
+    ("verb", "number", "code"),
+    [
+        ("worker feeder --run", signal.SIGTERM, Exit.DRAINED),
+        ("gateway --run", signal.SIGINT, Exit.DONE),
+        ("tap --name aside", signal.SIGTERM, Exit.DONE),
+    ],
+)
+async def test_a_worker_that_is_told_to_stop_while_it_waits_for_its_bus_stops_cleanly(
+    start: Start, tmp_path: Path, verb: str, number: signal.Signals, code: Exit
+) -> None:
+    run = named_run(tmp_path / "demo")
+    supervisor = {SUPERVISOR_VARIABLE: str(os.getpid())} if code == Exit.DRAINED else {}
+    with socket.create_server(("127.0.0.1", 0)) as silent, lock_run(run):
+        silent.setblocking(False)
+        BusAddress(url=f"nats://127.0.0.1:{silent.getsockname()[1]}").save(run.bus_path)
+        process = await start(*STREAMRL, *verb.split(), str(run.path), env=supervisor)
+        connection, _ = await asyncio.wait_for(asyncio.get_running_loop().sock_accept(silent), 120)
+        with connection:
+            process.send_signal(number)
+            assert (await said(process))[0] == code
+
+
+ENDING = """
+import asyncio, signal
+from streamrl.runtime.worker import drain_on_signals
+
+async def main():
+    drain_on_signals(asyncio.Event())
+
+asyncio.run(main())
+signal.raise_signal(signal.SIGTERM)
+print("goes on to its end", flush=True)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+async def test_a_first_signal_in_the_last_moments_changes_nothing(start: Start) -> None:
+    assert (await said(await start("-c", ENDING)))[:2] == (-signal.SIGTERM, "goes on to its end\n")
 
 
 async def test_a_worker_by_hand_takes_a_name_that_nobody_has(behave: Start) -> None:

@@ -27,7 +27,7 @@ from streamrl.monitor.view import RunView
 from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE, Exit, die_with_parent
-from streamrl.runtime.worker import connected, report_failure, signals_drain
+from streamrl.runtime.worker import connected, drain_on_signals, report_failure
 from streamrl.schemas.subjects import METRICS
 from streamrl.telemetry.logs import configure_logging
 
@@ -97,28 +97,28 @@ async def serve(kind: str, run: RunDir, pulse: Pulse, *, joined: bool) -> None:
     """Read the bus and write rows until a signal drains it; raises what the sink has raised."""
     config = run.load_config()
     draining = asyncio.Event()
-    with signals_drain(draining):
-        pulse.beat(loading=True)
-        async with connected(run, role=READER, name=f"sink-{kind}") as bus:
-            # Opening a sink takes seconds, in which the workers report and the supervisor stores the totals.
-            after, before = (await bus.state(METRICS)).last, await read_totals(bus)
-        position = load(run.sink_dir(kind) / "position.json")
-        sink = Guarded(open_sink(kind, config, run, position))
-        with contextlib.closing(RowWriter(sink)) as rows:
-            async with connected(run, role=READER, name=f"sink-{kind}", gather=True) as bus:
-                series = Series(window_s=config.metrics.window_s, after=position.newest, evaluated=msgspec.structs.replace(position).has)
-                view = RunView(run.name, before=before, joined=joined, series=series)
-                async with Follower(bus, view, trainer=config.trainer.name, rows=rows, after=after) as follower:
-                    beat_s = 0.0
-                    while not draining.is_set() and sink.failure is None:
-                        if time.monotonic() >= beat_s and not sink.hangs:
-                            pulse.beat(loading=False)
-                            beat_s = time.monotonic() + BEAT_S
-                        await asyncio.sleep(_LOOK_S)
-                    with contextlib.suppress(BusError):
-                        await follower.catch_up(within_s=_LAST_S)
-        if sink.failure is not None:
-            raise sink.failure
+    drain_on_signals(draining)
+    pulse.beat(loading=True)
+    async with connected(run, role=READER, name=f"sink-{kind}") as bus:
+        # Opening a sink takes seconds, in which the workers report and the supervisor stores the totals.
+        after, before = (await bus.state(METRICS)).last, await read_totals(bus)
+    position = load(run.sink_dir(kind) / "position.json")
+    sink = Guarded(open_sink(kind, config, run, position))
+    with contextlib.closing(RowWriter(sink)) as rows:
+        async with connected(run, role=READER, name=f"sink-{kind}", gather=True) as bus:
+            series = Series(window_s=config.metrics.window_s, after=position.newest, evaluated=msgspec.structs.replace(position).has)
+            view = RunView(run.name, before=before, joined=joined, series=series)
+            async with Follower(bus, view, trainer=config.trainer.name, rows=rows, after=after) as follower:
+                beat_s = 0.0
+                while not draining.is_set() and sink.failure is None:
+                    if time.monotonic() >= beat_s and not sink.hangs:
+                        pulse.beat(loading=False)
+                        beat_s = time.monotonic() + BEAT_S
+                    await asyncio.sleep(_LOOK_S)
+                with contextlib.suppress(BusError):
+                    await follower.catch_up(within_s=_LAST_S)
+    if sink.failure is not None:
+        raise sink.failure
 
 
 def main() -> int:
