@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 READY_S = 30.0
 """A store of many gigabytes takes seconds to recover after a kill."""
+LOGIN_S = 30
+"""The server waits this long for a client's login, which comes late on a busy machine; its own 2 s are too few there."""
 STOP_S = 10.0
 PORT_TRIES = 5
 
@@ -228,11 +230,12 @@ class NatsServer:
             "  max_memory_store: 1GB",
             *(["  sync_interval: always"] if self._sync_always else []),
             "}",
-            f"authorization {_quoted({'token': self._token})}" if self._token else f"accounts {_quoted(accounts(self._users))}",
+            f"authorization {_quoted(({'token': self._token} if self._token else {}) | {'timeout': LOGIN_S})}",
+            *([] if self._token else [f"accounts {_quoted(accounts(self._users))}"]),
         ]
         if self._tls:
             files = {"cert_file": str(self._tls.path.resolve()), "key_file": str(self._tls.key_path.resolve())}
-            lines.append(f"tls {_quoted(files)}")
+            lines.append(f"tls {_quoted({**files, 'timeout': LOGIN_S})}")
         return "\n".join(lines) + "\n"
 
     def _wait_ready(self) -> bool:

@@ -12,10 +12,11 @@ import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 
-from streamrl.bus import connect
+from streamrl.bus import BusAddress, connect
 from streamrl.bus.jetstream import transport
 from streamrl.bus.jetstream.bus import JetStreamBus
 from streamrl.bus.jetstream.client import DirectClient
+from streamrl.bus.jetstream.connection import Connection
 from streamrl.bus.jetstream.transport import GATHER_S, WideTransport
 from streamrl.bus.protocol import Message
 from streamrl.bus.server import NatsServer
@@ -55,6 +56,26 @@ async def heard(bus: JetStreamBus, count: int) -> list[Message]:
             if len(found) == count:
                 break
     return found
+
+
+async def test_a_login_that_came_too_late_is_tried_again() -> None:
+    answers = [b"-ERR 'Authentication Timeout'\r\n", b"PONG\r\n"]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_name": "busy", "auth_required": true, "max_payload": 1024}\r\n')
+        await reader.readuntil(b"PING\r\n")
+        writer.write(answers.pop(0))
+        if not answers:
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = BusAddress(url=f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}", user="streamrl", password="secret")
+    connection = Connection(address, name="late", patience_s=60.0)
+    async with server:
+        await connection.open()
+        assert connection.connected and not answers
+        await connection.close()
 
 
 @pytest.mark.nats

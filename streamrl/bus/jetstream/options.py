@@ -58,6 +58,8 @@ def _tls(ca_file: str, ca_pem: str) -> ssl.SSLContext:
 def refusal(error: Exception, address: BusAddress) -> BusUnavailable | None:
     """The named error for what no retry mends (credentials, certificates); None for anything else."""
     text = str(error).lower()
+    if "authentication timeout" in text:
+        return None  # a busy machine: what was sent to log in came too late
     if "authorization" in text or "authentication" in text:
         who = f"user {address.user!r}" if address.user else "these credentials"
         return BusUnavailable(
