@@ -31,8 +31,6 @@ from tests.support.runs import named_run
 pytestmark = pytest.mark.process
 
 GOOD = """
-import threading, time
-
 def letters(task, episode):
     return 1.0
 
@@ -63,9 +61,9 @@ def advantages(batch, arrays):
     return 0.0
 
 NUMBER = 3
-threading.Thread(target=time.sleep, args=(600,)).start()
 print("said while it is imported")
 """
+LINGERS = "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n"
 TOML = """
 [data]
 train = "train.jsonl"
@@ -80,7 +78,7 @@ backend = "{backend}"
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
-    (tmp_path / "good.py").write_text(GOOD)
+    (tmp_path / "good.py").write_text(GOOD + LINGERS)
     return tmp_path
 
 
@@ -128,6 +126,7 @@ async def test_what_does_not_fit_is_named_in_the_words_of_who_builds_it(place: P
     with raises(ConfigError, key=key) as found:
         await look(place, override)
     config = load(place / "my.toml", (override,))
+    (place / "good.py").write_text(GOOD)  # this process must not linger
     with raises(ConfigError, key=key) as built:
         make_producer(config.producer.function) if key.startswith("producer") else make_reward(config.reward)
     assert (found.value.message, found.value.hint) == (built.value.message, built.value.hint)
