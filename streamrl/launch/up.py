@@ -430,7 +430,7 @@ class Session:
         most = self._config.supervise.max_failed_batches * self._config.tasks.batch_tasks
         if not most or view.failures.num_tasks < most or 2 * view.failures.num_tasks < view.num_barren_tasks:
             return None
-        if not alone_to_blame(view.failures.producers, view.working_producers or view.loaded_producers, most=most):
+        if not alone_to_blame(view.failures.producers, view.working_producers, most=most):
             return None
         reasons = ", ".join(f"{reason} {count}" for reason, count in view.failures.reasons.most_common())
         return LaunchError(

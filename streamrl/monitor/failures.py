@@ -133,7 +133,7 @@ def alone_to_blame(failed: Mapping[str, int], working: Collection[str], *, most:
 
     Args:
         failed: tasks since the newest batch, by producer.
-        working: producers that are there and hold tasks or have published.
+        working: producers whose failures count (`RunView.working_producers`).
         most: failed tasks at which a run is given up.
     """
     return all(failed.get(name, 0) * len(working) >= most for name in working)

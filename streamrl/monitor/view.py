@@ -286,8 +286,8 @@ class RunView:
 
     @property
     def working_producers(self) -> set[str]:
-        """Those that are there, have loaded, and are not known to be without work."""
-        return {name for name in self.loaded_producers if not self._in_hand.is_idle(name)}
+        """Producers that have loaded and are not known to be without work; where all are without, every one that has loaded."""
+        return {name for name in self.loaded_producers if not self._in_hand.is_idle(name)} or self.loaded_producers
 
     @property
     def loaded_producers(self) -> set[str]:

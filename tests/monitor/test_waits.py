@@ -243,14 +243,17 @@ def test_a_run_is_given_up_when_no_producer_at_work_fails_less_than_its_part(
 
 def test_a_producer_is_at_work_once_loaded_until_its_report_says_that_it_holds_and_gives_nothing() -> None:
     view = RunView("demo")
-    for name, state in (("producer-0", "running"), ("producer-1", "loading"), ("engine-0", "running")):
+    for name, state in (("producer-0", "running"), ("producer-1", "loading"), ("producer-2", "running"), ("engine-0", "running")):
         view.worker(name, WorkerPresence(worker=name, kind=name[:-2], state=state, pid=1, host="here"))
-    assert view.working_producers == {"producer-0"}
+    assert view.working_producers == {"producer-0", "producer-2"}
     for held, published, at_work in ((0, 0, False), (1, 0, True), (0, 3, True), (0, 0, False)):
         report = {"producer/in_flight_tasks": float(held)}
         view.metric(MetricReport(worker="producer-0", mean=report, sum={"producer/rollouts_total": float(published)}))
         assert ("producer-0" in view.working_producers) is at_work
-    view.worker("producer-0", None)
+    view.metric(MetricReport(worker="producer-2", mean={"producer/in_flight_tasks": 0.0}, sum={"producer/rollouts_total": 0.0}))
+    assert view.working_producers == {"producer-0", "producer-2"}, "none is at work: all that have loaded"
+    for name in ("producer-0", "producer-2"):
+        view.worker(name, None)
     assert not view.working_producers
 
 
