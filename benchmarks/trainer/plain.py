@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM
 
 from benchmarks.shapes import shape_of
 from benchmarks.trainer.contender import Ran
@@ -63,6 +62,8 @@ class PlainLoop:
     """Implements `Stepper`."""
 
     def __init__(self, spec: TrainerSpec, model_dir: Path, device: torch.device, watch: Stopwatch) -> None:
+        from transformers import AttentionInterface, AutoModelForCausalLM
+
         self._shape = shape_of(spec.shape)
         self._asked = spec.kept_layers
         self._device = device
