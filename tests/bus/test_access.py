@@ -21,7 +21,7 @@ from tests.support.processes import until
 
 pytestmark = pytest.mark.nats
 
-QUICK = BusConfig(patience_s=10.0)
+QUICK = BusConfig(patience_s=60.0)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ async def test_tls_with_a_token(tmp_path: Path, certificate: tuple[Path, Path]) 
     try:
         token_file = tmp_path / "token"
         token_file.write_text("a-token\n")
-        config = BusConfig(url=server.address.url, token_file=str(token_file), ca_file=str(certificate[0]), patience_s=10)
+        config = BusConfig(url=server.address.url, token_file=str(token_file), ca_file=str(certificate[0]), patience_s=60.0)
         address = BusAddress.from_config(config)
         assert address.url.startswith("tls://")
         bus = await connect(address, "run", config)

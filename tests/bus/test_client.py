@@ -43,7 +43,7 @@ def test_headers_are_read_as_the_client_reads_them() -> None:
 
 @pytest_asyncio.fixture
 async def gathering(own_server: NatsServer) -> AsyncIterator[JetStreamBus]:
-    bus = await connect(own_server.address, "run", BusConfig(patience_s=10.0), gather=True)
+    bus = await connect(own_server.address, "run", BusConfig(patience_s=60.0), gather=True)
     yield bus
     await bus.close()
 
@@ -80,7 +80,7 @@ async def test_a_login_that_came_too_late_is_tried_again() -> None:
 
 @pytest.mark.nats
 async def test_what_fails_in_a_callback_ends_nothing(own_server: NatsServer) -> None:
-    bus = await connect(own_server.address, "run", BusConfig(patience_s=10.0))
+    bus = await connect(own_server.address, "run", BusConfig(patience_s=60.0))
     errors: list[Exception] = []
 
     async def note(error: Exception) -> None:
@@ -113,7 +113,7 @@ async def test_a_socket_that_gathers_wakes_a_few_times_for_many_messages(own_ser
 
     count = 60
     hearing = asyncio.create_task(heard(gathering, count))
-    other = await connect(own_server.address, "run", BusConfig(patience_s=10.0))
+    other = await connect(own_server.address, "run", BusConfig(patience_s=60.0))
     try:
         await other.publish(TO.events("x"), b"0")
         transport_of: Any = gathering.connection.client._transport

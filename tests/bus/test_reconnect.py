@@ -274,6 +274,6 @@ async def test_a_closed_bus_refuses_work_at_once_and_ends_its_readers(own_server
     await asyncio.sleep(0.1)
     await bus.close()
     await bus.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):  # less than the patience
         results = await asyncio.gather(reader, bus.publish(TO.marks, b"x"), bus.state("samples"), bus.kv.get("a"), return_exceptions=True)
     assert [type(result) for result in results] == [BusUnavailable] * 4

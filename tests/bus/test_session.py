@@ -30,7 +30,7 @@ TO = Subjects("run")
 
 @pytest_asyncio.fixture
 async def bus(own_server: NatsServer) -> AsyncIterator[JetStreamBus]:
-    bus = await connect(own_server.address, "run", BusConfig(patience_s=10.0))
+    bus = await connect(own_server.address, "run", BusConfig(patience_s=60.0))
     yield bus
     await bus.close()
 

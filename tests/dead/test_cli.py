@@ -31,7 +31,7 @@ from tests.support.bad_messages import patched, template
 pytestmark = pytest.mark.nats
 ROOT = Path(__file__).parents[2]
 GOOD = patched(template((0, 1)), 3, 0)
-CONFIG = BusConfig(patience_s=5.0, samples_bytes=10_000_000, blobs_bytes=10_000_000)
+CONFIG = BusConfig(patience_s=60.0, samples_bytes=10_000_000, blobs_bytes=10_000_000)
 
 
 async def bad_messages(address: BusAddress, run: str) -> None:

@@ -51,7 +51,7 @@ class Fleet:
         await self.until(lambda: name in self.pool.engines)
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not holds():
                 await asyncio.sleep(0.01)
 

@@ -37,7 +37,7 @@ open("result", "w").write("x")
         result = await sandbox.run_python(code, stdin="21\n", files=files)
         assert result.stderr == "42 ['data.bin', 'lib', 'main.py'] True\n", result
         assert (result.stdout, result.exit_code, result.reason, result.detail) == ("False False\n", 0, "ok", "")
-        assert 0 < result.seconds < 10
+        assert 0 < result.seconds < 60
 
 
 async def test_programs_have_their_input_packages_and_arguments(sandbox: Sandbox) -> None:

@@ -15,7 +15,7 @@ from streamrl.schemas.subjects import Subjects
 RUN = "run"
 TO = Subjects(RUN)
 KEYS = ("granted", "latest/main", "fences/main", "positions/main", "run", "presence/engines/x", "pins/policy/0-4/holder")
-QUICK = BusConfig(patience_s=10.0)
+QUICK = BusConfig(patience_s=60.0)
 As = Callable[[str], Awaitable[JetStreamBus]]
 
 

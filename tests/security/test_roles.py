@@ -167,7 +167,7 @@ async def test_a_role_may_do_its_own_work_and_nothing_else(role: str, as_role: A
     wrong: list[str] = []
     for name, (operation, roles) in OPERATIONS.items():
         try:
-            async with asyncio.timeout(4):
+            async with asyncio.timeout(20):
                 await operation(bus)
             if role not in roles:
                 wrong.append(f"{role} can {name}")
@@ -219,7 +219,7 @@ async def test_who_watches_one_key_is_sent_no_other(as_role: As) -> None:
 
 async def test_a_producer_of_a_source_nobody_made_is_told_at_once(as_role: As) -> None:
     producer = await as_role("producer")
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(20):
         with raises(Forbidden, subject="$STREAMRL.API.CONSUMER.CREATE.run-tasks.extra.run.tasks.extra"):
             await producer.claim("extra", max=1, wait_s=0.0)
 

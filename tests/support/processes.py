@@ -36,7 +36,7 @@ def _stat(pid: int) -> tuple[str, str]:
     return state, number
 
 
-async def until(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
+async def until(condition: Callable[[], object], *, within_s: float = 60.0) -> None:
     """Wait until `condition` holds; fail after a time that no healthy machine needs."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -74,7 +74,7 @@ class Loop:
             await self.bus.publish(self.subjects.tasks(source), encode(task), expect_last=self.num_tasks)
             self.num_tasks += 1
 
-    async def records(self, count: int, *, timeout_s: float = 30.0) -> list[Message]:
+    async def records(self, count: int, *, timeout_s: float = 60.0) -> list[Message]:
         """The first `count` messages of the sample stream, waiting for them."""
         found: list[Message] = []
         async with asyncio.timeout(timeout_s):
@@ -84,7 +84,7 @@ class Loop:
                     break
         return found
 
-    async def queue_is_empty(self, *, timeout_s: float = 30.0) -> None:
+    async def queue_is_empty(self, *, timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
             while (await self.bus.state(TASKS)).messages:
                 await asyncio.sleep(0.02)

@@ -244,7 +244,7 @@ async def test_a_pinned_version_that_was_never_published_or_is_gone_stands_for_t
 
 
 async def until_pinned(pins: Pins, expected: set[Version]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await pins.versions() != expected:
             await asyncio.sleep(0.05)
 
