@@ -94,7 +94,7 @@ def names_in(source: str) -> tuple[set[str], set[str]]:
     whole: set[str] = set()
     begun: set[str] = set()
     parts: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if BEGINNING.search(source) else ():
         if isinstance(node, ast.JoinedStr):
             parts.update(id(value) for value in node.values)
             first = node.values[0] if node.values else None
