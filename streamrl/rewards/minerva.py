@@ -79,6 +79,8 @@ _UNIT_NAMES = {
     "dollar": "dollars usd",
     "cent": "cents",
     "degree": "degrees",
+    "celsius": "",
+    "fahrenheit": "",
     "radian": "radians rad",
 }
 _SIDE_BY_SIDE = re.compile(r"(?<![\w.^_{}])-?\d[\d.]*\s+\d")

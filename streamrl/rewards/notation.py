@@ -58,10 +58,12 @@ _LAYOUT = re.compile(r"\\(?:displaystyle|textstyle|limits|[bB]igg?[lr]?|(?:left|
 _DELIMITERS = re.compile(r"\\[()\[\]]")
 _DOTS = re.compile(r"\\(?:ldots|cdots|dotsc|dots)(?![a-zA-Z])|\u2026|\.\.\.")
 _SPACES = re.compile(r"(?<!\\)\\[,;: !]|~|\\(?:thinspace|enspace|hspace\{[^{}]{0,9}\})(?![a-zA-Z])")
+_TEMPERATURE = re.compile(r"\s?\^\{?\\circ\}?\s?(?:\\(?:text|mathrm)\s?\{\s?)?([CF])(?![a-zA-Z])\}?")
+_SCALES = {"C": r"\text{ celsius}", "F": r"\text{ fahrenheit}"}
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
 _POWERS_PYTHON = re.compile(r"(?<=[\w)}])\s?\*\*\s?(?=[\w({-])")
 _GROUPED = re.compile(
-    r"(?<![\d.,])(?<!\d[ '_~])[1-9]\d{0,2}(?P<by>\\[,;: !]|\\thinspace\s?|~|\{,\}|,\\!|['_ ])\d{3}(?:(?P=by)\d{3}){0,20}"
+    r"(?<![\d.,])(?<!\d[ '_~])[1-9]\d{0,2}(?P<by>\\[,;: !]|\\thinspace\s?|~|\{\\?,\}|,\\!|['_ ])\d{3}(?:(?P=by)\d{3}){0,20}"
     r"(?P<decimals>,\d{1,2}(?![\d,]))?(?!\d|(?P=by)\d|\s?/)"
 )
 _DOTTED = re.compile(r"(?<![\d.,])(\d{1,3}(?:\.\d{3})+),(\d{1,60})(?![\d.,])")
@@ -71,7 +73,7 @@ _SHORT_FRACTION = re.compile(r"\\frac\s?(\d)\s?(\d)")
 _HALF_SHORT_FRACTION = re.compile(r"\\frac\s?(?:\{(\w{1,20})\}\s?(\d)|(\d)\s?\{(\w{1,20})\})")
 _MIXED = re.compile(
     r"(?<![\w.}\\^_/])(?P<whole>\d{1,9})(?:(?:\\[,;: ]|~|\s){0,3}\{?\\frac\s?\{\s?(?P<top>\d{1,9})\s?\}\s?\{\s?(?P<bottom>\d{1,9})\s?\}\}?"
-    r"|(?:\s|\\[,; ]|\s?-\s?and\s?-\s?|\sand\s|\s?\+\s?(?=\d+/\d+\s?$))(?P<upper>\d{1,9})\s?/\s?(?P<lower>\d{1,9})(?![\d/.]))"
+    r"|(?:(?:\s|\\[,; ]){1,3}|\s?-\s?and\s?-\s?|\sand\s|\s?\+\s?(?=\d+/\d+\s?$))(?P<upper>\d{1,9})\s?/\s?(?P<lower>\d{1,9})(?![\d/.]))"
 )
 
 
@@ -92,6 +94,7 @@ def tidied(text: str, *, spaced: bool = False) -> str:
     text = _POWERS_PYTHON.sub("^", _STRONG.sub(r"\1", text))
     text = _EMPHASIS.sub("", text)
     text = _DELIMITERS.sub("", _LAYOUT.sub("", text))
+    text = _TEMPERATURE.sub(lambda match: _SCALES[match[1]], text)
     text = _DOTS.sub(r"\\dots ", text)
     text = _FRACTIONS.sub(r"\\frac", text).replace(r"\%", "%").replace(r"\$", "$")
     text = _GROUPED.sub(lambda match: match[0] if match["by"] == " " and not spaced else _ungrouped(match), text)

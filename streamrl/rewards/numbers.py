@@ -17,7 +17,7 @@ from streamrl.rewards.notation import plain, tidied
 
 _MARKER = re.compile(r"####|\\boxed\s?\{|\\fbox\s?\{|\banswer\s?(?:is|=|:)", re.IGNORECASE)
 _REMARK = re.compile(
-    r"\s*(?:in)?(?:not|correct|right|wrong|valid|reasonable|consistent|accurate|plausible|verified|confirmed|clear|obvious|sound|final|therefore|thus"
+    r"\s*(?:in)?(?:not|correct|right|wrong|valid|reasonable|consistent|accurate|plausible|verified|confirmed|clear|obvious|sound"
     r"|(?:as follows|below|above|given|found|obtained|shown)\b)",
     re.IGNORECASE,
 )
@@ -67,6 +67,7 @@ def final_answer(text: str) -> Answer | None:
     """The final number of a solution; None where there is none. Markers with no number behind any of them give none."""
     text = without_reasoning(text) or ""
     markers = list(_MARKER.finditer(text))
+    remarked: Fraction | None = None
     firm = next((place for place, marker in enumerate(markers) if _is_firm(marker)), len(markers))
     for place in range(len(markers) - 1, max(-1, len(markers) - 1 - _MOST_MARKERS), -1):
         marker = markers[place]
@@ -78,7 +79,11 @@ def final_answer(text: str) -> Answer | None:
         if not _is_firm(marker) and firm < place and not _LEADING.match(behind):
             continue  # a remark on what has been marked
         if (value := _first_number(behind)) is not None:
-            return Answer(value, True)
+            if _is_firm(marker) or not _REMARK.match(behind):
+                return Answer(value, True)
+            remarked = value if remarked is None else remarked
+    if remarked is not None:
+        return Answer(remarked, True)
     if markers and not (firm == len(markers) and all(_REMARK.match(_behind(text, marker)) for marker in markers[-_MOST_MARKERS:])):
         return None
     found = numbers(text[-_LINE:])
