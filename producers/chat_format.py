@@ -52,7 +52,7 @@ class ChatFormat:
 
     def opens_thought(self, token_ids: Sequence[int]) -> bool:
         """Whether the model's turn after these tokens begins within a thought, which its template has opened."""
-        return self._tokenizer.decode(token_ids[-16:]).rstrip().endswith("<think>")
+        return opens_thought(self._tokenizer, token_ids)
 
     def reply(self, role: str, content: str, *, last_token: int) -> list[int]:
         """`replies` of one message."""
@@ -135,6 +135,11 @@ class ChatFormat:
         if shown and len(self._shown) < _ROLES:
             self._shown.add(key)
         return shown
+
+
+def opens_thought(tokenizer: Tokenizer, token_ids: Sequence[int]) -> bool:
+    """Tell whether what follows these tokens begins within a thought."""
+    return tokenizer.decode(token_ids[-16:]).rstrip().endswith("<think>")
 
 
 class _Rendering:

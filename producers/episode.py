@@ -129,6 +129,8 @@ class Episode(msgspec.Struct, kw_only=True):
     """How its chat left others (`streamrl.producers.branches`), from which `branch` is known once all episodes of the rollout are."""
     started_s: float = 0.0
     finished_s: float = 0.0
+    thinking: bool = False
+    """True if its last turn begins within a thought that the prompt has opened; set before it is scored."""
     scored_s: float = 0.0
     """Unix seconds at which its reward was known; set by the worker."""
     is_answer: bool = False
@@ -143,6 +145,15 @@ class Episode(msgspec.Struct, kw_only=True):
     def completion(self) -> str:
         """Text of the last turn."""
         return self.turns[-1] if self.turns else ""
+
+    @property
+    def asked_ids(self) -> Sequence[int]:
+        """The last tokens before its last turn: of its prompt, or of the environment."""
+        turns = [place for place, segment in enumerate(self.segments) if segment.is_model and segment.token_ids]
+        place = turns[-1] if turns else 0
+        while place and (self.segments[place].is_model or not self.segments[place].token_ids):
+            place -= 1  # a turn may be handed over in pieces
+        return self.segments[place].token_ids
 
     @property
     def num_sampled(self) -> tuple[int, ...]:

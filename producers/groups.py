@@ -12,6 +12,7 @@ import msgspec
 
 from streamrl.engines.protocol import Engine
 from streamrl.errors import EngineError, SchemaError, StreamRLError
+from streamrl.producers.chat_format import opens_thought
 from streamrl.producers.children.graders import Hung
 from streamrl.producers.children.jobs import NOTHING, Job, Keeping, job
 from streamrl.producers.children.pool import Children
@@ -183,6 +184,8 @@ class GroupRunner:
     async def _score(self, task: RolloutTask, job: Job | None, episodes: Sequence[Episode], failures: dict[int, Failure]) -> Group:
         rewarded = {(episode.rollout, episode.agent) for episode in episodes if episode.reward is not None}
         waiting = {episode.rollout for episode in episodes if (episode.rollout, episode.agent) not in rewarded}
+        for episode in episodes:
+            episode.thinking = opens_thought(self._tokenizer, episode.asked_ids)
         if waiting:
             with phase("reward"):
                 values = await self._values(task, job, episodes)

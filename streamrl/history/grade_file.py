@@ -218,7 +218,8 @@ async def _graded(row: Row, score: Any) -> Graded:
         reward=row.reward,
     )
     answer = Segment([0], [0.0], (VersionSpan(1, Version(0, 0)),))
-    episode = Episode(segments=(Segment([0]), answer), finish_reason="stop", turns=row.turns)
+    thinking = isinstance(row.prompt, str) and len(row.turns) == 1 and row.prompt.rstrip().endswith("<think>")
+    episode = Episode(segments=(Segment([0]), answer), finish_reason="stop", turns=row.turns, thinking=thinking)
     start_s = time.perf_counter()
     try:
         given: RewardValue | Exception | Failure

@@ -21,6 +21,7 @@ from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import ConfigError, DataError
 from streamrl.history.source import Source
 from streamrl.history.trace_text import printable
+from streamrl.producers.chat_format import opens_thought
 from streamrl.producers.children.calls import Limits
 from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Scoring
@@ -155,7 +156,7 @@ def episode_of(sample: Sample, task: RolloutTask, tokenizer: Tokenizer) -> Episo
         else:
             segments.append(Segment(ids, logprobs, (VersionSpan(span.length, span.version),)))
     turns = [list(segment.token_ids) for segment in segments if segment.is_model]
-    return Episode(
+    found = Episode(
         segments=tuple(segments),
         finish_reason=sample.finish_reason,
         status=sample.status,
@@ -170,6 +171,8 @@ def episode_of(sample: Sample, task: RolloutTask, tokenizer: Tokenizer) -> Episo
         started_s=sample.started_s,
         finished_s=sample.finished_s,
     )
+    found.thinking = opens_thought(tokenizer, found.asked_ids)
+    return found
 
 
 def _prompt_length(sample: Sample) -> int:

@@ -7,11 +7,16 @@ from typing import ClassVar
 
 from streamrl.config import reward_kinds
 from streamrl.rewards import minerva
-from streamrl.rewards.answers import labels, last_box
+from streamrl.rewards.answers import HEADING, answering, labels, last_box
+from streamrl.rewards.numbers import begins_with
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
 from streamrl.schemas.tasks import RolloutTask
 
-_ANSWER = re.compile(r"answer\s{0,8}:\s{0,8}([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(
+    r"answer[*_`]{0,3}\s{0,8}[:\uff1a][*_`]{0,3}\s{0,8}([^\n]+)"  # also **Answer:** 34
+    rf"|{HEADING}([^\n]+)",
+    re.IGNORECASE | re.MULTILINE,
+)
 _TAIL = 300
 _STRICT_TAIL = 100
 
@@ -30,12 +35,12 @@ class Dapo:
 
     def grade(self, task: RolloutTask, episode: ScoredEpisode) -> RewardValue:
         """The answer is what stands behind the last `Answer:` of the last 300 characters, or, strictly, the last box of the last 100."""
-        wanted = labels(task)
+        wanted, text = labels(task), answering(episode) or ""
         if self._strict:
-            right = last_box(episode.completion[-_STRICT_TAIL:]) in wanted
+            right = last_box(text[-_STRICT_TAIL:]) in wanted
         else:
-            found = behind_marker(episode.completion)
-            right = found is not None and any(minerva.same(label, found) for label in wanted)
+            found = behind_marker(text)
+            right = found is not None and any(minerva.same(label, found) or begins_with(label, found) for label in wanted)
         return _value(right)
 
 
@@ -54,9 +59,12 @@ class BoxedDapo:
 
 
 def behind_marker(completion: str) -> str | None:
-    """What stands behind the last `Answer:` of the last 300 characters; None where there is none."""
-    found = _ANSWER.findall(completion[-_TAIL:])
-    return found[-1] if found else None
+    """What stands behind the last `Answer:` of the last 300 characters, taken out of its box; None where there is none."""
+    found = list(_ANSWER.finditer(completion[-_TAIL:]))
+    if not found:
+        return None
+    line = found[-1][1] or found[-1][2]
+    return last_box(line) or line
 
 
 def _value(right: bool) -> RewardValue:

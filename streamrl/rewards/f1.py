@@ -7,7 +7,7 @@ import string
 from collections import Counter
 from typing import ClassVar
 
-from streamrl.rewards.answers import labels, without_reasoning
+from streamrl.rewards.answers import answering, labels
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
 from streamrl.schemas.tasks import RolloutTask
 
@@ -24,7 +24,7 @@ class F1:
 
     def grade(self, task: RolloutTask, episode: ScoredEpisode) -> RewardValue:
         """In [0, 1]; reasoning up to `</think>` is left out."""
-        text = without_reasoning(episode.completion)
+        text = answering(episode)
         wanted = labels(task)
         f1, precision, recall = max((f1_of(label, text) for label in wanted) if text is not None else [(0.0, 0.0, 0.0)])
         return RewardValue(f1, {"f1": f1, "precision": precision, "recall": recall})

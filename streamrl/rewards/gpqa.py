@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from streamrl.errors import SchemaError
-from streamrl.rewards.answers import last_box, without_reasoning
+from streamrl.rewards.answers import answering, last_box
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
 from streamrl.schemas.tasks import RolloutTask
 
 _DEFAULT = "ABCDEFGHIJ"
 _MARKER = re.compile(r"\b(?:answer|choice|option)\b(?:\s{1,8}is\b)?\s{0,8}[:=]?\s{0,8}", re.IGNORECASE)
+_MOST_MARKERS = 50
+_LINE = 2000
+"""Characters behind a marker that are looked at."""
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathbf|mathrm)\s{0,8}\{([^{}]{0,200})\}")
 
 
@@ -31,16 +34,15 @@ class Gpqa:
         choices = [str(choice) for choice in task.metadata.get("choices") or ()]
         letters = _letters(task, choices)
         wanted = _wanted(task, letters, choices)
-        text = without_reasoning(episode.completion)
+        text = answering(episode)
         found = None if text is None else chosen(text, letters, choices)
         return RewardValue(float(found == wanted), {"answer": float(found == wanted), "answered": float(found is not None)})
 
 
-def letter_of(completion: str, metadata: Mapping[str, Any]) -> str | None:
-    """The letter that a completion chooses of those of its row, which the reward could use; None where it chooses none."""
+def letter_of(text: str, metadata: Mapping[str, Any]) -> str | None:
+    """The letter that a text, without reasoning, chooses of those of its row; None where it chooses none."""
     choices = [str(choice) for choice in metadata.get("choices") or ()]
-    text = without_reasoning(completion)
-    return None if text is None else chosen(text, _said(metadata, choices), choices)
+    return chosen(text, _said(metadata, choices), choices)
 
 
 def chosen(text: str, letters: str, choices: Sequence[str] = ()) -> str | None:
@@ -51,7 +53,8 @@ def chosen(text: str, letters: str, choices: Sequence[str] = ()) -> str | None:
     """
     box = last_box(text)
     places = [box] if box is not None else []
-    places += [text[match.end() :].partition("\n")[0] for match in reversed(list(_MARKER.finditer(text)))]
+    markers = list(_MARKER.finditer(text))[-_MOST_MARKERS:]
+    places += [text[match.end() : match.end() + _LINE].partition("\n")[0] for match in reversed(markers)]
     for place in places:
         if found := _at_once(place, letters, choices):
             return found

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NoReturn
 from streamrl.config import reward_kinds
 from streamrl.config.instructions import instructions_of
 from streamrl.errors import ConfigError, SchemaError
-from streamrl.rewards.answers import without_reasoning
+from streamrl.rewards.answers import answering
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
 from streamrl.schemas.tasks import RolloutTask
 
@@ -57,7 +57,7 @@ class Instructions:
         Raises:
             SchemaError: the row's metadata cannot be used.
         """
-        text = (without_reasoning(episode.completion) or "").strip()
+        text = (answering(episode) or "").strip()
         try:
             checks = [self._library.check(name, arguments) for name, arguments in instructions_of(self.kind, task.metadata)]
         except SchemaError as error:

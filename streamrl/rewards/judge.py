@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from streamrl.config import reward_kinds
 from streamrl.errors import RewardError
+from streamrl.rewards.answers import answering
 from streamrl.rewards.asking import Asking
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
 from streamrl.rewards.remote import each, place
@@ -73,7 +74,8 @@ class Judge:
         """All places are filled at once: braces in a text of the model's are text."""
         filled = {
             "prompt": prompt_text(task.prompt),
-            "response": episode.completion,
+            # A thought that the prompt has opened is no response.
+            "response": (answering(episode) or "") if episode.thinking else episode.completion,
             "label": "" if task.label is None else str(task.label),
             "low": f"{self._options.low:g}",
             "high": f"{self._options.high:g}",

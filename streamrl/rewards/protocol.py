@@ -58,6 +58,11 @@ class ScoredEpisode(Protocol):
         ...
 
     @property
+    def thinking(self) -> bool:
+        """Whether the last turn begins within a thought that its prompt has opened (`<think>` of a chat template)."""
+        ...
+
+    @property
     def status(self) -> Status: ...
 
     @property

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import re
 import secrets
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,15 +15,33 @@ import msgspec
 
 from streamrl.config import reward_kinds
 from streamrl.errors import LaunchError, RewardError, SchemaError
-from streamrl.rewards.answers import without_reasoning
+from streamrl.rewards.answers import answering, without_reasoning
 from streamrl.rewards.protocol import RewardValue, ScoredEpisode
 from streamrl.rewards.remote import each
 from streamrl.sandbox import Limits, Sandbox
 from streamrl.schemas.tasks import RolloutTask
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"(?P<indent>[ \t]*(?:>[ \t]?|(?:[-*+]|\d{1,3}[.)])[ \t]+)*)(?P<marks>`{3,}|~{3,})[ \t]*(?P<info>[^`]*)")
+_LANGUAGE = re.compile(r"[{.]{0,2}(?P<name>[a-zA-Z]*)")
+_QUOTED = re.compile(r"^[ \t]*>[ \t]?")
+_PYTHON = ("python", "py")
 _LONGEST = 1 << 16
 """Characters of a program."""
+_CALL = """\
+import json, sys
+def run(program, name, arguments, word, compile=compile, exec=exec, dumps=json.dumps, write=sys.stdout.write):
+    names = {"__name__": "program"}
+    exec("from typing import *\\nimport collections, math\\n", names)
+    exec(compile(program, "program.py", "exec"), names)
+    owner = names.get("Solution")
+    found = names[name] if name in names else getattr(owner(), name)
+    given = found(**arguments) if isinstance(arguments, dict) else found(*arguments)
+    if hasattr(given, "__next__"):
+        given = list(given)
+    write(chr(10) + word + dumps(given, default=list))
+run(*json.load(sys.stdin))
+"""
+"""Calls a function. What it should give is not there to be read."""
 _ASSERTS = """\
 import json, sys
 def run(program, test, word, compile=compile, exec=exec, out=sys.stdout, write=sys.stdout.write):
@@ -34,9 +55,15 @@ run(*json.load(sys.stdin))
 
 
 class Case(msgspec.Struct, frozen=True):
-    """One test: code that raises where the program is wrong, or what it reads and is to print."""
+    """One test: code that raises where the program is wrong, a call and what it is to give, or what it reads and is to print."""
 
     code: str = ""
+    function: str = ""
+    """Name of a function, or of a method of a class `Solution`; empty: there is none to call."""
+    arguments: list[Any] | dict[str, Any] = []
+    """The arguments of the call, by place or by name."""
+    gives: tuple[Any, ...] = ()
+    """Values of which the call is to give one."""
     stdin: str = ""
     stdout: str = ""
 
@@ -65,7 +92,7 @@ class PythonTests:
         return await each(episodes, lambda episode: self._one(task, cases, episode))
 
     async def _one(self, task: RolloutTask, cases: Sequence[Case], episode: ScoredEpisode) -> RewardValue:
-        code = program_of(episode.completion)
+        code = program_of(answering(episode) or "")
         passed = cut = 0
         if code:
             try:
@@ -79,6 +106,11 @@ class PythonTests:
 
     async def _passes(self, code: str, case: Case) -> str:
         """`passed`, or why not."""
+        if case.function:
+            word = secrets.token_hex(16)
+            given = msgspec.json.encode([code, case.function, case.arguments, word])
+            result = await self._sandbox.run_python(_CALL, stdin=given, limits=self._limits)
+            return "passed" if result.reason == "ok" and _gave(result.stdout, word, case.gives) else result.reason
         if not case.code:
             result = await self._sandbox.run_python(code, stdin=case.stdin, limits=self._limits)
             return "passed" if result.reason == "ok" and _lines(result.stdout) == _lines(case.stdout) else result.reason
@@ -94,16 +126,59 @@ class PythonTests:
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block that says Python, else the last one, else the whole; empty: none, or too long."""
+    """The last fenced block that says Python, else the last one, else the whole; empty: none, or too long.
+
+    Fences are those of Markdown: of backticks or tildes, indented in a list or quoted. One that is not closed goes on to the end.
+    """
     text = without_reasoning(completion) or ""
-    blocks = _FENCE.findall(text[-2 * _LONGEST :])
-    python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
+    blocks = _blocks(text[-2 * _LONGEST :])
+    python = [code for language, code in blocks if language in _PYTHON]
     code = (python or [code for _, code in blocks] or ["" if "```" in text else text])[-1]
     return code if code.strip() and len(code) <= _LONGEST and "\0" not in code else ""
 
 
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """(language, code) of each fenced block."""
+    found: list[tuple[str, str]] = []
+    lines: list[str] = []
+    opened: re.Match[str] | None = None
+    for line in text.splitlines(keepends=True):
+        fence = _FENCE.fullmatch(line.rstrip("\r\n"))
+        if opened is None:
+            opened, lines = fence, []
+        elif fence is None or not fence["marks"].startswith(opened["marks"]):
+            lines.append(line)
+        else:
+            found.append((_language(opened), _outdented(lines, opened["indent"])))
+            # One that names Python begins the next block where nothing has closed this one.
+            opened, lines = fence if _language(fence) in _PYTHON else None, []
+    if opened is not None:
+        found.append((_language(opened), _outdented(lines, opened["indent"])))
+    return found
+
+
+def _language(fence: re.Match[str]) -> str:
+    name = _LANGUAGE.match(fence["info"])
+    return "" if name is None else name["name"].lower()
+
+
+def _outdented(lines: Sequence[str], indent: str) -> str:
+    """Lines without their fence's indentation, and without one that all of them have."""
+    if ">" in indent:
+        lines, indent = [_QUOTED.sub("", line, count=1) for line in lines], ""
+    return textwrap.dedent("".join(_without(line, len(indent.expandtabs(4))) for line in lines))
+
+
+def _without(line: str, width: int) -> str:
+    begin = len(line) - len(line.lstrip(" \t"))
+    spaces = line[:begin].expandtabs(4)
+    return line if "\t" in line[:begin] and width == 0 else spaces[width:] + line[begin:]
+
+
 def cases_of(task: RolloutTask, key: str) -> list[Case]:
     """The tests of a row: asserts (texts), cases `{stdin, stdout}` (also `{input, output}`), or one table of lists of them.
+
+    Cases and tables that have a `fn_name` are calls of this function.
 
     Raises:
         SchemaError: none, or of another form.
@@ -123,22 +198,84 @@ def cases_of(task: RolloutTask, key: str) -> list[Case]:
 
 
 def _columns(task: RolloutTask, key: str, table: Mapping[str, Any]) -> list[Any]:
-    """`{inputs: [...], outputs: [...]}`, as APPS and TACO have it."""
+    """`{inputs: [...], outputs: [...]}`, as APPS and TACO have it, with `fn_name` where a function is called."""
     for inputs, outputs in (("inputs", "outputs"), ("input", "output"), ("stdin", "stdout")):
         read, printed = table.get(inputs), table.get(outputs)
         if isinstance(read, list) and isinstance(printed, list) and len(read) == len(printed):
-            return [{"stdin": one, "stdout": other} for one, other in zip(read, printed, strict=True)]
+            named = {name: found for name in _FUNCTION if (found := table.get(name) or task.metadata.get(name))}
+            # APPS has each value in a list of its own.
+            wrapped = bool(named) and all(isinstance(one, list) and len(one) == 1 for one in printed)
+            pairs = zip(read, printed, strict=True)
+            return [{"stdin": one, "stdout": other, **named, **({_WRAPPED: True} if wrapped else {})} for one, other in pairs]
     return [table]
+
+
+_FUNCTION = ("fn_name", "func_name", "function_name", "entry_point")
+_KIND = ("type", "testtype")
+_CALLS = ("function_call", "functional", "call", "call_based")
+_READS = ("stdin_stdout", "stdin", "stdio", "io")
+_WRAPPED = "wrapped"
 
 
 def _case(task: RolloutTask, key: str, given: Any) -> Case:
     if isinstance(given, str) and given.strip():
         return Case(code=given)
     if isinstance(given, Mapping):
+        kind = next((given[field] for field in _KIND if given.get(field)), None)
+        # As LiveCodeBench has it, the name is the row's.
+        names = (source[field] for source in (given, task.metadata) for field in _FUNCTION if source.get(field))
+        name = None if kind in _READS else next(names, None)
+        right = kind is None or kind in (_CALLS if name else _READS)
         for read, printed in (("stdin", "stdout"), ("input", "output")):
-            if printed in given and set(given) <= {read, printed}:
+            if right and printed in given and set(given) <= {read, printed, *_FUNCTION, *_KIND, _WRAPPED}:
+                if name is not None:
+                    return _call(task, key, name, given.get(read), given[printed], wrapped=bool(given.get(_WRAPPED)))
                 return Case(stdin=_text(given.get(read)), stdout=_text(given[printed]))
     raise _wrong(task, key, f"{given!r:.80}")
+
+
+def _call(task: RolloutTask, key: str, name: Any, arguments: Any, gives: Any, *, wrapped: bool) -> Case:
+    if not isinstance(name, str) or not name.rpartition(".")[2].isidentifier():
+        raise _wrong(task, key, f"the function {name!r:.80}")
+    if isinstance(arguments, str):  # a line of JSON for each, as LiveCodeBench has it
+        arguments, gives = [_read(line) for line in arguments.splitlines() if line.strip()], _read(gives)
+    if not isinstance(arguments, list | tuple | Mapping):
+        arguments = [arguments]
+    found = dict(arguments) if isinstance(arguments, Mapping) else list(arguments)
+    return Case(function=name.rpartition(".")[2], arguments=found, gives=(gives, gives[0]) if wrapped else (gives,))
+
+
+def _read(text: Any) -> Any:
+    if not isinstance(text, str):
+        return text
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+
+
+def _gave(printed: str, word: str, values: Sequence[Any]) -> bool:
+    """Tell whether the last line is the word and one of the values."""
+    line = printed.rstrip("\n").rpartition("\n")[2]
+    if not line.startswith(word):
+        return False
+    try:
+        given = json.loads(line[len(word) :])
+    except (ValueError, RecursionError):
+        return False
+    return any(_like(value, given) for value in values)
+
+
+def _like(value: Any, given: Any) -> bool:
+    """Tell whether two values of JSON are the same; numbers that are not whole, nearly."""
+    if isinstance(value, list | tuple) and isinstance(given, list):
+        return len(value) == len(given) and all(_like(one, other) for one, other in zip(value, given, strict=True))
+    if isinstance(value, Mapping) and isinstance(given, dict):
+        texts = {str(name): one for name, one in value.items()}
+        return texts.keys() == given.keys() and all(_like(one, given[name]) for name, one in texts.items())
+    if isinstance(value, float) or isinstance(given, float):
+        return isinstance(value, int | float) and isinstance(given, int | float) and math.isclose(value, given, rel_tol=1e-6, abs_tol=1e-9)
+    return value == given
 
 
 def _text(given: Any) -> str:

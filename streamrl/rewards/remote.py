@@ -41,6 +41,8 @@ class Remote:
             "label": task.label,
             "metadata": {**task.metadata, **episode.metadata},
         }
+        if episode.thinking:
+            body["thinking"] = True
         return as_value(await self._asking.post(body, where=place(task, episode)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from streamrl.config.reward_kinds import BOXED
-from streamrl.rewards.answers import last_box, without_reasoning
+from streamrl.rewards.answers import answering, boxed_answers, last_box
 from streamrl.rewards.dapo import behind_marker
 from streamrl.rewards.gpqa import letter_of
 from streamrl.rewards.minerva import normalized
@@ -35,7 +35,9 @@ def answer_of(kind: str, episode: ScoredEpisode, metadata: Mapping[str, Any]) ->
     left = episode.metadata.get(ANSWER)
     if isinstance(left, str | int | float):
         return str(left).strip() or None
-    text = episode.completion
+    text = answering(episode)
+    if text is None:
+        return None
     if kind == "gsm8k":
         found = final_answer(text)
         return None if found is None else str(found.value)
@@ -44,5 +46,5 @@ def answer_of(kind: str, episode: ScoredEpisode, metadata: Mapping[str, Any]) ->
     if kind == "dapo":
         return normalized(behind_marker(text) or last_box(text) or "") or None
     if kind in _BOXES or kind.startswith(BOXED):
-        return last_box(without_reasoning(text) or "") or None
-    return text.strip() or None
+        return next(iter(boxed_answers(text)), None) or None
+    return (text if episode.thinking else episode.completion).strip() or None

@@ -103,6 +103,18 @@ def test_a_built_in_reward_that_may_hang_is_asked_in_a_process_that_can_be_kille
         main(["reward", "--check", rows, "--kind", "exact_match"])
 
 
+def test_a_prompt_that_opens_a_thought_is_one(tmp_path: Path) -> None:
+    rows = [
+        row(text, prompt=prompt, expected=expected)
+        for prompt, text, expected in (
+            ("3+4=<think>\n", "#### 7", 0.0),
+            ("3+4=<think>\n", "hm</think>#### 7", 1.0),
+            ("3+4=<think>\n\n</think>\n\n", "#### 7", 1.0),
+        )
+    ]
+    assert main(["reward", "--check", write(tmp_path / "rows.jsonl", *rows), "--kind", "gsm8k"]) == 0
+
+
 def test_broken_rows_and_wrong_rewards_are_named_by_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"completion": "7", "grade": "gsm8k"}\n{"completion": "7", "grade": "gsm8"}\n')

@@ -19,6 +19,7 @@ class Episode(msgspec.Struct):
     status: Status = Status.COMPLETED
     metadata: dict[str, Any] = {}
     agent: str = ""
+    thinking: bool = False
 
     @property
     def turns(self) -> Sequence[str]:

@@ -29,4 +29,4 @@ def test_what_rows_and_servers_are_given() -> None:
     asked = instructions_of("ifbench", json.loads(INSTRUCTIONS)["metadata"])
     assert asked == [("count:word_count_range", {"min_words": 20, "max_words": 40}), ("format:title_case", {})]
     forms = [cases_of(task(None, metadata={"tests": json.loads(line)}), "tests") for line in TESTS.splitlines()]
-    assert list(map(len, forms)) == [2, 2, 1]
+    assert list(map(len, forms)) == [2, 2, 1, 1, 1] and [cases[0].function for cases in forms] == ["", "", "", "add", "add"]

@@ -57,6 +57,32 @@ async def test_what_is_read_and_printed(tests: Any) -> None:
     assert (right.value, wrong.value) == (1, 0)
 
 
+CALLS = {
+    "apps": {"fn_name": "add", "inputs": [[1, 2], [-1, 1]], "outputs": [3, 0]},
+    "apps, wrapped": {"fn_name": "add", "inputs": [[1, 2], [-1, 1]], "outputs": [[3], [0]]},
+    "as a text": json.dumps({"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}),
+    "open-r1": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": 3}],
+    "livecodebench": [{"input": "1\n2", "output": "3", "testtype": "functional", "func_name": "add"}],
+    "by name": [{"fn_name": "Solution.add", "input": {"a": 0.1, "b": 0.2}, "output": 0.3}],
+}
+
+
+@pytest.mark.parametrize("form", CALLS)
+async def test_a_function_is_called(form: str) -> None:
+    method = "class Solution:\n    def add(self, a: int, b: int) -> Optional[int]:\n        print('adding')\n        return a + b"
+    completions = [ADD, method, "def add(a, b): return 4", "def sub(a, b): return 3", "def add(a, b): print(3)", "import sys\nsys.exit()"]
+    values = await scored([fenced(code) for code in completions], CALLS[form])
+    assert [value.value for value in values] == [1, 1, 0, 0, 0, 0]
+
+
+def test_a_name_may_be_that_of_the_row_and_null_is_none() -> None:
+    pairs = {"inputs": ["1"], "outputs": ["1"]}
+    [call] = cases_of(task(metadata={"tests": pairs, "fn_name": "f"}), "tests")
+    [read] = cases_of(task(metadata={"tests": {**pairs, "fn_name": None}}), "tests")
+    [told] = cases_of(task(metadata={"tests": [{"type": "stdin_stdout", "input": "1", "output": "1"}], "fn_name": "f"}), "tests")
+    assert (call.function, call.arguments, call.gives, read.function, told.function) == ("f", [1], (1,), "", "")
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -83,7 +109,22 @@ async def test_programs_that_hang_or_take_all_memory_are_cut() -> None:
     assert values[0].parts["timeout"] == 1
 
 
-@pytest.mark.parametrize("tests", [None, [], "", "  ", [1], [{"stdin": "1"}], {"inputs": ["1"], "outputs": []}, "[1, ", {"a": 1}])
+@pytest.mark.parametrize(
+    "tests",
+    [
+        None,
+        [],
+        "",
+        "  ",
+        [1],
+        [{"stdin": "1"}],
+        {"inputs": ["1"], "outputs": []},
+        "[1, ",
+        {"a": 1},
+        {"fn_name": 1, "inputs": [[1]], "outputs": [1]},
+        [{"type": "picture", "input": "1", "output": "1"}],
+    ],
+)
 def test_a_row_without_usable_tests_is_named(tests: Any) -> None:
     with pytest.raises(SchemaError, match="row 7"):
         cases_of(task(None, metadata={"tests": tests}), "tests")
@@ -103,7 +144,21 @@ def test_the_program_of_a_completion() -> None:
         ("a = 1", "a = 1"),
         ("<think>```python\na\n```</think>b = 1", "b = 1"),
         ("<think>a", ""),
-        ("```python\na", ""),
+        ("```python\na", "a"),
+        ("1. Do:\n   ```python\n   if a:\n       b\n   ```", "if a:\n    b\n"),
+        ("- a\n\t```py\n\tb\n\t```", "b\n"),
+        ("- ```python\n  a\n  ```", "a\n"),
+        ("> ```python\n> a:\n>   b\n> ```", "a:\n  b\n"),
+        ("```python\n    a\n    b\n```", "a\nb\n"),
+        ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
+        ("````python\na\n```\nb\n````", "a\n```\nb\n"),
+        ("```Python3 title=x\na\n```", "a\n"),
+        ("```{python}\na\n```", "a\n"),
+        ("```python\na\n```python\nb\n```", "b\n"),
+        ("```python\na\n``` It prints a.", "a\n"),
+        ("```python\na\n```\n```output\n3\n```", "a\n"),
+        ("```python\na\n```\n```pycon\n>>> 1\n```", "a\n"),
+        ("```python\na\n```\nand so\n```python\nb", "b"),
         ("", ""),
         ("```python\n" + "a" * 70_000 + "\n```", ""),
         ("```" * 100_000, ""),

@@ -11,6 +11,7 @@ import pytest
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.errors import BusUnavailable, EngineError, SchemaError
+from streamrl.producers.chat_format import opens_thought
 from streamrl.producers.episode import Episode
 from streamrl.producers.gateway.entries import TASK_PROMPT, Ended, Entry, Started, Tokens, Turn, packed_ids
 from streamrl.producers.gateway.errors import ApiError
@@ -159,6 +160,26 @@ async def refused(coroutine: Any) -> ApiError:
 def key(session: Session, **fields: Any) -> SessionKey:
     assert session.started is not None
     return SessionKey(session.context.task.index, session.context.rollout_index, fields.get("nonce", session.started.nonce))
+
+
+@virtual
+async def test_a_thought_that_the_prompt_of_a_session_opens_is_known_by_its_episode() -> None:
+    opened = tuple(map(ord, "2+3?<think>"))
+    again = Turn(
+        parent=0,
+        said=b"2",
+        heard=(b"go on",),
+        context=packed_ids([ord("?")]),
+        tokens=turn(54).tokens,
+        sampling=Sampling(),
+        seed=1,
+        request=b"2",
+        made_s=6.0,
+    )
+    scene = Scene()
+    await scene.stored(4, [STARTED, turn(53), Ended()], [STARTED, turn(53), again, Ended()])
+    one, two = await scene.give(4, prompt_ids=opened)
+    assert [opens_thought(Letters(), episode.asked_ids) for episode in (one, two)] == [True, False]  # type: ignore[arg-type]
 
 
 @virtual
