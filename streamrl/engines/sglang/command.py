@@ -18,6 +18,7 @@ SPARE_TOKENS = 8
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "streamrl"
 PLUGIN_TARGET = "streamrl.engines.sglang.plugin:register"
+QUICK_START = "streamrl.engines.sglang.quick_start"
 
 
 def arguments(
@@ -75,6 +76,11 @@ def _words(name: str, value: Any) -> list[str]:
 def interpreter(sglang: SglangConfig) -> str:
     """The interpreter that has SGLang."""
     return sglang.python or sys.executable
+
+
+def program(sglang: SglangConfig) -> tuple[str, ...]:
+    """What the interpreter runs: SGLang's server, started by `streamrl.engines.sglang.quick_start` or by itself."""
+    return ("-m", *((QUICK_START,) if sglang.quick_start else ()), "sglang.launch_server")
 
 
 def environment(
