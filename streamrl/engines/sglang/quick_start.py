@@ -24,14 +24,16 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from streamrl.config.system import dies_with_parent
 
 SCHEDULER = "sglang.srt.managers.scheduler"
 DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
-_SEVERAL = ("--dp", "--data-parallel", "--pp", "--pipeline-parallel", "--nnodes", "--ep-join", "--use-ray", "--enable-memory-saver", "--numa")
-_SEVERAL += ("--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker", "--detokenizer-worker")
+_SEVERAL = (
+    *("--dp", "--data-parallel", "--pp", "--pipeline-parallel", "--nnodes", "--ep-join", "--numa", "--enable-memory-saver"),
+    *("--use-ray", "--grpc", "--smg-grpc", "--encoder-only", "--tokenizer-worker", "--detokenizer-worker"),
+)
 """Flags that begin like this change which processes there are, or how they are spawned."""
 _OTHER_MODELS = ("--speculative", "--model-impl", "--json-model-override", "--model-config")
 """With flags that begin like this a server may look for another model than the one in `config.json`."""
@@ -92,7 +94,7 @@ class Waiting:
 class Popen(popen_spawn_posix.Popen):
     """Spawns a process, or uses one that waits."""
 
-    waiting: list[Waiting] = []
+    waiting: ClassVar[list[Waiting]] = []
 
     def __init__(self, process_obj: BaseProcess) -> None:
         self._taken: Waiting | None = None
@@ -147,7 +149,9 @@ class Popen(popen_spawn_posix.Popen):
 
 
 def changed(imported: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The name of a variable that a module may have read at its import and that a spawned process would see with another value; empty: none.
+    """Return the name of a variable that a module may have read at its import and that has another value now; empty: there is none.
+
+    A switch that is off is as good as none.
 
     Args:
         imported: environment of a process that has imported SGLang.
@@ -178,7 +182,8 @@ def wait(descriptor: int, module: str) -> None:
     environment: dict[str, str] = json.loads(text)
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
-    os.environ.update(environment)
+    # What is the same stays untouched: a process's title is written over its first variables, if they are where they were.
+    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
     tracker, pipe, _, *others = descriptors
     for number, fd in enumerate(others, start=_FIRST_FD):
         os.dup2(fd, number, inheritable=False)
