@@ -45,8 +45,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
     dir: str = "runs"
     """Directory that holds the run directories."""
     kernels: str = ""
-    """Folder of the kernels that Triton, torch, FlashInfer and SGLang compile, which later runs use again; empty: `streamrl/kernels` in
-    the user's cache (XDG_CACHE_HOME). A library's own variable, such as TRITON_CACHE_DIR, goes before it."""
+    """Folder of the kernels that Triton, torch, FlashInfer and SGLang compile, which later runs use again; empty: a folder in the
+    user's cache ($XDG_CACHE_HOME, or ~/.cache). A library's own variable, such as TRITON_CACHE_DIR, goes before it."""
     seed: int = 0
     """Seed of everything random in the run."""
     steps: PositiveInt = 100

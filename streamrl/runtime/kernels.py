@@ -30,8 +30,8 @@ VARIABLES: Mapping[str, str] = MappingProxyType(
         "SGLANG_DG_CACHE_DIR": "deep_gemm",
     }
 )
-"""The variable that names a library's folder, and what it is called here. TORCH_EXTENSIONS_DIR is not among them: torch's own folder, in the
-user's cache too, keeps versions of Python and CUDA apart, and one that is named does not."""
+"""The variable that names a library's folder, and what it is called here. TORCH_EXTENSIONS_DIR is not among them: torch's own folder, in
+the user's cache too, keeps versions of Python and CUDA apart, and one that is named does not."""
 COMPILING = ("trainer", "engine")
 """Kinds of worker that compile kernels."""
 _GPUS = Path("/proc/driver/nvidia/gpus")

@@ -21,7 +21,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing import context, popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, ClassVar
@@ -116,23 +117,23 @@ class Popen(popen_spawn_posix.Popen):
                 return
             self._taken.process.kill()
             self._taken, self._fds = None, []
-        super()._launch(process_obj)
+        super()._launch(process_obj)  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
     def _use(self, taken: Waiting, process_obj: BaseProcess) -> bool:
         if why := taken.refusal(os.environ):
             print(f"event=streamrl_spawned module={taken.module} reason={why}", flush=True)
             return False
         body = io.BytesIO()
-        context.set_spawning_popen(self)
+        set_spawning_popen(self)
         try:
             reduction.dump(spawn.get_preparation_data(process_obj.name), body)
             reduction.dump(process_obj, body)
         finally:
-            context.set_spawning_popen(None)
+            set_spawning_popen(None)
         sentinel, child_sentinel = os.pipe()
         child_reads, writes = os.pipe()
         try:
-            taken.hand_over([resource_tracker.getfd(), child_reads, child_sentinel, *self._fds], os.environ)
+            taken.hand_over([resource_tracker.getfd() or 0, child_reads, child_sentinel, *self._fds], os.environ)
             with open(writes, "wb", closefd=False) as pipe:
                 pipe.write(body.getbuffer())
         except OSError:  # it has died of something just now: seen by its sentinel, as with any process
