@@ -38,7 +38,7 @@ MARKS = {
     "producer-0": (("process", "event=started "), ("engine found", "event=engine_found")),
     "evaluator-0": (("process", "event=started "), ("engine found", "event=engine_found")),
 }
-"""By log file: what is shown, and what the first line of it matches."""
+"""The words that are shown for each log file, and what the first line of it matches."""
 PLAIN = {"processes": "event=streamrl_(used|spawned)", "graphs": "event=streamrl_graphs"}
 """Lines of the server's log that are kept as they are."""
 
@@ -53,7 +53,7 @@ def time_of(line: str) -> float | None:
 
 
 def marks(run: RunDir, began_s: float) -> list[tuple[float, str]]:
-    """What the logs say, in the order of time."""
+    """Seconds since the start and words for what the logs say, in the order of time."""
     found: list[tuple[float, str]] = []
     for worker, wanted in MARKS.items():
         path = run.log_path(worker)

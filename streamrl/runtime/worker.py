@@ -54,7 +54,7 @@ _HEARTBEAT_S = 2.0
 
 
 def is_loading(state: str) -> bool:
-    """Whether a worker in this state has not begun its work."""
+    """Check if a worker in this state has not begun its work."""
     return state.partition(":")[0] == LOADING
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 from streamrl.config.engines import SglangConfig
 from streamrl.engines.sglang.command import program
 from streamrl.engines.sglang.quick_start import DETOKENIZER, SCHEDULER, changed, other_models, processes
-from tests.support.processes import group_of
+from tests.support.processes import group_of, until
 from tests.support.role_server import ROOT
 
 CHILD = """
@@ -74,7 +74,7 @@ def start(folder: Path, *arguments: str, later: Mapping[str, str] | None = None,
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[dict[str, Any], list[str]]:
-    """What the server told, and the events that were printed before."""
+    """The server's last line, and the events that were printed before."""
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     *events, told = out.splitlines()
@@ -116,10 +116,7 @@ def test_none_outlives_its_server(number: signal.Signals, tmp_path: Path):
     assert lines[2].startswith("{") and len(left) >= 3, "two schedulers still wait"
     process.send_signal(number)
     process.communicate(timeout=60)
-    deadline = time.monotonic() + 30
-    while group_of(process.pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert group_of(process.pid) == set()
+    asyncio.run(until(lambda: not group_of(process.pid)))
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,13 @@ _SEVERAL = (
 _OTHER_MODELS = ("--speculative", "--model-impl", "--json-model-override", "--model-config")
 """With flags that begin like this a server may look for another model than the one in `config.json`."""
 _CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "AUTO"}
-"""What SGLang sets before it spawns, and CUDA reads when SGLang is imported."""
+"""Variables that SGLang sets before it spawns, and that CUDA reads when SGLang is imported."""
 _READ_AT_IMPORT = re.compile(r"(?!SGLANG_RUN_ID$)(SGLANG|SGL|CUDA|LD|PYTHON|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER)_?")
 _OFF = ("", "0", "false")
 _FIRST_FD = 500
 """Descriptors of a taken-over process get numbers from here on: lower ones may be in use."""
 _WAIT_S = 600.0
-"""How long a process waits to be used."""
+"""Seconds that a process waits to be used."""
 _MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 
 
@@ -234,7 +234,7 @@ def other_models(arguments: Sequence[str], models: Path) -> tuple[str, ...]:
 
 
 def _value(arguments: Sequence[str], flag: str) -> str:
-    """What follows a flag; empty: it is not there."""
+    """The word that follows a flag; empty: it is not there."""
     return next((arguments[place + 1] for place, word in enumerate(arguments[:-1]) if word == flag), "")
 
 
