@@ -22,7 +22,7 @@ from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
 from streamrl.engines.server import serve
 from streamrl.errors import BusError, EngineDied, EngineError
 from streamrl.runtime.collection import keep_all
-from streamrl.runtime.worker import LOADING, WEIGHTS_FAIL, Worker, farewell
+from streamrl.runtime.worker import WEIGHTS_FAIL, Worker, farewell, loading_model
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
@@ -72,7 +72,7 @@ async def main(worker: Worker) -> None:
 
 async def _one_life(worker: Worker, model_dir: Path, clock: StateClock) -> None:
     config = worker.config
-    worker.state = LOADING
+    worker.state = loading_model(config)
     clock.enter("setup")
     engine = await asyncio.to_thread(
         make_engine,

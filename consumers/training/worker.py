@@ -19,7 +19,7 @@ from streamrl.data.model import ensure_model
 from streamrl.data.vocabulary import vocab_size
 from streamrl.runtime.collection import keep_all
 from streamrl.runtime.run_end import write_end
-from streamrl.runtime.worker import Worker
+from streamrl.runtime.worker import Worker, loading_model
 from streamrl.schemas.control import RunEnd
 from streamrl.schemas.events import NUMERICS_EVENT
 from streamrl.schemas.versions import Version
@@ -63,6 +63,7 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, RunEnd | None] | Non
     The backend is made in the thread that steps it: torch's thread count belongs to the thread that set it, and digits depend on it.
     """
     config, run_dir = worker.config, worker.run_dir
+    worker.state = loading_model(config)
     model_dir = ensure_model(config, run_dir.model_dir)
     group = form_process_group(worker, call) if config.trainer.ranks > 1 else None
     if group is None and config.trainer.ranks > 1:

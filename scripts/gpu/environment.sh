@@ -9,7 +9,8 @@ if [ -e "$kit/activate.sh" ]; then
     source "$kit/activate.sh"
 fi
 export PYTHONPATH="$code${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 OMP_NUM_THREADS=4
-triton_cache=${TRITON_CACHE_DIR:-$HOME/.triton/cache}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$HOME/.triton/cache}
+triton_cache=$TRITON_CACHE_DIR
 if [ -e "${TRITON:-$kit/triton.tar.gz}" ] && [ ! -e "$triton_cache" ]; then
     mkdir -p "$triton_cache" && tar xzf "${TRITON:-$kit/triton.tar.gz}" -C "$triton_cache"
 fi

@@ -34,6 +34,9 @@ class SglangConfig(Section, frozen=True, kw_only=True):
     """Any other flag of SGLang's launch_server, as `mem_fraction_static = 0.8`; true gives `--flag`, false leaves it out."""
     env: dict[str, str] = {}
     """Environment variables of the server; no secrets, the configuration is stored with the run."""
+    quick_start: bool = True
+    """Import SGLang in all of a server's processes at the same time, and of its models the one that is served; false: SGLang imports its
+    server first, then its other processes, and all models that it knows."""
     start_timeout_s: PositiveFloat = 900.0
     """Time a server gets until it answers; the first start of a model on a GPU compiles kernels for minutes."""
     restarts: NonNegativeInt = 3

@@ -44,6 +44,9 @@ class RunConfig(Section, frozen=True, kw_only=True):
     """Reinforcement learning; or supervised fine-tuning (docs/sft.md): the rows' own answers are trained on, over the same bus."""
     dir: str = "runs"
     """Directory that holds the run directories."""
+    kernels: str = ""
+    """Folder of the kernels that Triton, torch, FlashInfer and SGLang compile, which later runs use again; empty: a folder in the
+    user's cache ($XDG_CACHE_HOME, or ~/.cache). A library's own variable, such as TRITON_CACHE_DIR, goes before it."""
     seed: int = 0
     """Seed of everything random in the run."""
     steps: PositiveInt = 100

@@ -14,6 +14,7 @@ from streamrl.config.code_copies import VARIABLE as CODE_VARIABLE
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
 from streamrl.runtime import beats
+from streamrl.runtime.kernels import kernel_folders
 from streamrl.runtime.kinds import environment, inherited
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import STACKS_SIGNAL, SUPERVISOR_VARIABLE
@@ -107,6 +108,7 @@ class LocalLauncher:
         It has its own session, so that Ctrl-C in the terminal reaches the supervisor alone, which then drains in order.
         """
         surroundings = {**inherited(os.environ, kind), **environment(self._config, kind), SUPERVISOR_VARIABLE: str(os.getpid())}
+        surroundings |= kernel_folders(self._config, kind, surroundings)
         if self._run.code.is_dir():
             surroundings[CODE_VARIABLE] = str(self._run.code)
         command = [*self._command(kind, index)]

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from streamrl.monitor.drawing import Cell, Line, Part, visible
-from streamrl.monitor.numbers import Evaluation, RunNumbers, is_producer
+from streamrl.monitor.numbers import Evaluation, RunNumbers, WorkerLine, is_producer
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.waits import credits_of, graders_line, hung_line, standing_line
+from streamrl.runtime.worker import is_loading
 
 if TYPE_CHECKING:
     from streamrl.monitor.view import RunView
@@ -53,7 +54,7 @@ class PlainLines:
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + self._every_s
-            say(plain_line(numbers), self._out)
+            say(plain_line(numbers, now_s=time.time()), self._out)
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -170,8 +171,15 @@ def failed_line(numbers: RunNumbers, producers: Counter[str]) -> str:
 
 
 def is_normal(state: str) -> bool:
-    """Whether a worker in this state is at work, or waits for what others are at."""
-    return state in ("running", "done") or state.startswith(_AT_WORK)
+    """Whether a worker in this state is at work, loads, or waits for what others are at."""
+    return state in ("running", "done") or is_loading(state) or state.startswith(_AT_WORK)
+
+
+def _told(worker: WorkerLine, now_s: float) -> str:
+    """A worker's state, and for how long it has been loading."""
+    known = is_loading(worker.state) and worker.since_s and now_s
+    seconds = f" ({max(0.0, now_s - worker.since_s):.0f} s)" if known else ""
+    return f"{worker.worker}:{worker.state.replace(': ', ' ', 1) if seconds else worker.state}{seconds}"
 
 
 def degraded_lines(numbers: RunNumbers) -> list[str]:
@@ -179,8 +187,8 @@ def degraded_lines(numbers: RunNumbers) -> list[str]:
     return [f"{engine.engine}: {engine.degraded}" for engine in numbers.engines if engine.degraded]
 
 
-def plain_line(numbers: RunNumbers) -> str:
-    """The numbers of a run as one line."""
+def plain_line(numbers: RunNumbers, *, now_s: float = 0.0) -> str:
+    """The numbers of a run as one line; `now_s`: Unix seconds, 0 where it does not matter for how long something has been so."""
     steps = f"{numbers.step}/{numbers.steps}" if numbers.steps else str(numbers.step)
     fields = [numbers.phase, f"step={steps}"]
     if numbers.warmup_step:
@@ -213,9 +221,9 @@ def plain_line(numbers: RunNumbers) -> str:
         fields.append(f"stream-full={','.join(numbers.stalled)}")
     if hung_line(numbers):
         fields.append(f"hung={numbers.hung_tasks}/{credits_of(numbers)}")
-    troubled = [f"{worker.worker}:{worker.state}" for worker in numbers.workers if not is_normal(worker.state)]
-    if troubled:
-        fields.append(f"workers={','.join(troubled)}")
+    told = [_told(worker, now_s) for worker in numbers.workers if is_loading(worker.state) or not is_normal(worker.state)]
+    if told:
+        fields.append(f"workers={','.join(told)}")
     if degraded := [engine.engine for engine in numbers.engines if engine.degraded]:
         fields.append(f"degraded={','.join(degraded)}")
     if numbers.slo:

@@ -26,7 +26,7 @@ from streamrl.monitor.slo import findings_of, worst_of
 from streamrl.monitor.trained import Trained, drops_of, known_reason, num_used, stretched_rewards
 from streamrl.monitor.waits import standing_of
 from streamrl.monitor.worker_lines import worker_lines
-from streamrl.runtime.worker import LOADING
+from streamrl.runtime.worker import is_loading
 from streamrl.schemas.control import ROLLOUT_ROLE, EnginePresence, Grant, Untrained, WorkerPresence
 from streamrl.schemas.events import MOVING_EVENT, SLO_EVENT, STANDING_EVENT, Event, MetricReport
 from streamrl.schemas.samples import Tombstone
@@ -292,7 +292,7 @@ class RunView:
     @property
     def loaded_producers(self) -> set[str]:
         """Producers that are there and have loaded."""
-        return {name for name, one in self._workers.items() if is_producer(name) and one.state != LOADING}
+        return {name for name, one in self._workers.items() if is_producer(name) and not is_loading(one.state)}
 
     @property
     def evaluations(self) -> list[Evaluation]:

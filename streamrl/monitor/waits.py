@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from streamrl.errors import SchemaError
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
-from streamrl.runtime.worker import AGENTS_WAIT, ENGINES_FAIL, LOADING
+from streamrl.runtime.worker import AGENTS_WAIT, ENGINES_FAIL, is_loading
 from streamrl.schemas.events import FULL_BLOBS, FULL_SERVER, STANDING_EVENT, Event
 
 STILL_S = 25.0
@@ -132,7 +132,7 @@ def _worker(numbers: RunNumbers) -> Standing | None:
         if worker.state in ("waiting", "ended", "fenced"):
             paused = "another has taken over" if worker.state == "fenced" else "it is started again"
             return Standing(cause="ended", what=f"{worker.worker}, which has ended ({paused}){said}", hint=_log(worker.worker))
-        if worker.silent_s > _SILENT_S and worker.state != LOADING:
+        if worker.silent_s > _SILENT_S and not is_loading(worker.state):
             return Standing(
                 cause="silent",
                 what=f"{worker.worker}, which is silent: it has been stopped, or its event loop is blocked",
@@ -142,8 +142,10 @@ def _worker(numbers: RunNumbers) -> Standing | None:
             what = f"{worker.worker}, which has just been started again and had ended{said}"
             return Standing(cause="ended", what=what, hint=_log(worker.worker))
     for worker in numbers.workers:
-        if worker.state == LOADING and not worker.worker.startswith("evaluator-"):
-            return Standing(cause="loading", what=f"{worker.worker}, which is loading", hint=_log(worker.worker), normal=True)
+        if is_loading(worker.state) and not worker.worker.startswith("evaluator-"):
+            return Standing(
+                cause="loading", what=f"{worker.worker}, which is {worker.state.replace(':', '', 1)}", hint=_log(worker.worker), normal=True
+            )
     return None
 
 
@@ -316,7 +318,10 @@ def _log(worker: str) -> str:
 
 def standing_line(found: Standing) -> str:
     """A wait in one line, with what to do."""
-    return f"nothing moves since {time.strftime('%H:%M:%S', time.localtime(found.since_s))}; waits for {found.what}. hint: {found.hint}"
+    since = time.strftime("%H:%M:%S", time.localtime(found.since_s))
+    if found.cause == "loading":
+        return f"since {since} the run waits for {found.what}, as long as that takes; {found.hint}"
+    return f"nothing moves since {since}; waits for {found.what}. hint: {found.hint}"
 
 
 def standing_of(event: Event) -> Standing:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
+from streamrl.runtime.kernels import kernel_folders
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker
@@ -94,8 +95,8 @@ def environment(config: Config, kind: str) -> dict[str, str]:
 
 
 def take_environment(config: Config, kind: str) -> None:
-    """Set `environment` in this process, for it and for those that it starts; what the user has set stays."""
-    for name, value in environment(config, kind).items():
+    """Set `environment` and `kernel_folders` in this process, for it and for those that it starts; what the user has set stays."""
+    for name, value in (environment(config, kind) | kernel_folders(config, kind, os.environ)).items():
         os.environ.setdefault(name, value)
 
 

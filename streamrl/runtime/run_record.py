@@ -24,6 +24,7 @@ from streamrl.schemas.subjects import KEY_RUN
 
 FREE_KEYS = (
     "run.dir",
+    "run.kernels",
     "run.steps",
     "run.max_seconds",
     "run.until_reward",
@@ -55,6 +56,7 @@ FREE_KEYS = (
     "engine.port",
     "engine.sglang.python",
     "engine.sglang.gpus",
+    "engine.sglang.quick_start",
     "trainer.ranks",
     "trainer.shards",
     "trainer.tensor",

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 Main = Callable[["Worker"], Awaitable[None]]
 
 LOADING = "loading"
-"""State of a worker that has not begun its work."""
+"""State of a worker that has not begun its work; behind a colon it may say what it loads."""
 ENGINES_FAIL = "waits for engines that fail"
 """The state of one begins with this whose every request fails at its engines."""
 ENGINES_LEFT_OUT = "leaves out engines that fail"
@@ -50,6 +51,16 @@ AGENTS_WAIT = "waits for agents"
 PRESENCE_TTL_S = 6.0
 _FAREWELL_S = 5.0
 _HEARTBEAT_S = 2.0
+
+
+def is_loading(state: str) -> bool:
+    """Check if a worker in this state has not begun its work."""
+    return state.partition(":")[0] == LOADING
+
+
+def loading_model(config: Config) -> str:
+    """The state of a worker that loads the run's model."""
+    return f"{LOADING}: {Path(config.model.path).name or 'the built model'}"
 
 
 class Worker:
@@ -104,14 +115,14 @@ class Worker:
     def state(self, state: str) -> None:
         if state.partition(":")[0] != self._state.partition(":")[0]:
             self._since_s = time.time()
-        loaded = (state == LOADING) != (self._state == LOADING)
+        loaded = is_loading(state) != is_loading(self._state)
         self._state = state
         if loaded:
             self.beat()  # at once: one that hangs before its next would count as loading, for which there is an hour
 
     def beat(self) -> None:
         """Say to who has started this process that its loop turns."""
-        self._pulse.beat(loading=self._state == LOADING)
+        self._pulse.beat(loading=is_loading(self._state))
 
     def _trouble(self) -> str:
         return "" if self._state.startswith((LOADING, "stalled")) else self.trouble()
@@ -129,7 +140,7 @@ class Worker:
 
         `tasks`: what a producer has in hand.
         """
-        if self._state == LOADING:
+        if is_loading(self._state):
             self.state = "running"
         await self._sink.put(values, histograms, tasks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from streamrl.config.engines import EngineConfig, SglangConfig
-from streamrl.engines.sglang.command import arguments, environment, holds_weights, visible_devices, write_site
+from streamrl.engines.sglang.command import MOST_IN_GRAPH, arguments, environment, graph_sizes, holds_weights, visible_devices, write_site
 from streamrl.engines.sglang.server import SglangServer
 
 SECRET = Path("/nowhere/server.yaml")
@@ -46,6 +47,25 @@ def test_a_server_has_a_tokenizer_where_it_is_to_know_grammars():
     assert "--skip-tokenizer-init" not in argv and value_of("--grammar-backend", argv) == "xgrammar"
     argv = words(grammar_backend="xgrammar", flags={"grammar_backend": "none"})
     assert value_of("--grammar-backend", argv) == "xgrammar", "as configurations from before the key have it"
+
+
+@pytest.mark.parametrize("slots", [1, 8, 16, 17, 33, 64, 100, 128, 200, 256, 500, 512, 1000])
+def test_graphs_are_few_and_pad_little(slots: int):
+    sizes = graph_sizes(slots)
+    assert sizes[-1] == min(slots, MOST_IN_GRAPH) and len(sizes) <= 12 and list(sizes) == sorted(set(sizes))
+    for below, size in itertools.pairwise((0, *sizes)):
+        padding = (size - below - 1) / size
+        assert padding <= 0.25 if size > 64 else padding < 0.5 or size <= 16
+
+
+def test_decode_graphs_have_the_sizes_that_slots_have_unless_the_user_names_graphs():
+    argv = words()
+    assert value_of("--cuda-graph-bs-decode", argv) == value_of("--cuda-graph-max-bs-decode", argv) == "16"
+    assert value_of("--cuda-graph-bs-decode", words(flags={"disable_prefill_cuda_graph": True})) == "16"
+    named: list[dict[str, Any]] = [{"cuda_graph_max_bs": 8}, {"cuda-graph-bs-decode": [4]}, {"disable_cuda_graph": True}, {"device": "cpu"}]
+    for flags in named:
+        own = [word for word in words(flags=flags) if "graph" in word]
+        assert own == [f"--{name.replace('_', '-')}" for name in flags if "graph" in name], "what the user has said, and no more"
 
 
 def test_any_value_becomes_words():

@@ -12,7 +12,7 @@ from streamrl.core.failed_share import FailedShare, window_of
 from streamrl.monitor.failed_share import Shares, failed_rollouts_line
 from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame
 from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
-from streamrl.monitor.screen import failed_line, plain_line
+from streamrl.monitor.screen import failed_line, is_normal, plain_line
 from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.untrained import barren_line
 from streamrl.monitor.view import RunView
@@ -120,6 +120,17 @@ def test_a_load_and_a_step_are_said_late_and_a_finished_run_waits_for_nothing() 
         assert looks(watch, numbers, LONG_S - 10, 0.0) is None
         assert looks(watch, numbers, 20.0, LONG_S - 10) is not None
     assert looks(Watch(), replace(standing_run(), phase="finished"), 100.0, 0.0) is None
+
+
+@pytest.mark.parametrize(("state", "what"), [("loading", "loading"), ("loading: SmolLM2", "loading SmolLM2")])
+def test_a_worker_that_loads_says_what_and_is_no_alarm(state: str, what: str) -> None:
+    since_s = 1000.0
+    numbers = standing_run({"engine-0": state, "producer-0": state})
+    found = diagnose(numbers)
+    assert (found.cause, found.what, found.normal) == ("loading", f"engine-0, which is {what}", True) and is_normal(state)
+    assert found.what in standing_line(found) and standing_line(found).startswith("since ")
+    workers = [replace(worker, since_s=since_s) for worker in numbers.workers if worker.worker == "engine-0"]
+    assert f"workers=engine-0:{what} (12 s)" in plain_line(replace(numbers, workers=tuple(workers)), now_s=since_s + 12.2)
 
 
 def makes_tokens(watch: Watch, seconds: float, start_s: float, **more: int) -> tuple[int, Standing | None]:

@@ -31,29 +31,12 @@ from tests.sglang.conftest import engine_over
 from tests.sglang.cpu import MAX_LEN, ROOT, SLOTS, cpu_config, write_model
 from tests.support import models
 from tests.support.models import ask, build
+from tests.support.processes import command_of, group_of
 from tests.support.publishing import load, publish
 
 pytestmark = pytest.mark.process
 
 PROMPT = (5, 9, 11, 7)
-
-
-def group_of(pid: int) -> set[int]:
-    """Processes of a group that still live."""
-    found = set()
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            try:
-                text = (path / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(text[2]) == pid and text[0] != "Z":
-                found.add(int(path.name))
-    return found
-
-
-def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 def server_of(config: EngineConfig, folder: Path) -> SglangServer:

@@ -14,9 +14,9 @@ from streamrl.bus import BusAddress
 from streamrl.runtime.run_bus import open_bus
 from streamrl.runtime.rundir import RunDir
 from tests.sglang.cpu import FLAGS
-from tests.sglang.test_server import command_of, group_of
 from tests.support.audit.audit import audit
 from tests.support.harness import read_ledger
+from tests.support.processes import command_of, group_of
 from tests.support.role_server import ROOT, started, until
 
 pytestmark = [pytest.mark.nats, pytest.mark.slow, pytest.mark.timeout(400)]

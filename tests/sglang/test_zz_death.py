@@ -15,9 +15,10 @@ from streamrl.engines.sglang.server import SglangServer
 from streamrl.errors import EngineDied, EngineError
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
-from tests.sglang.test_server import PROMPT, command_of, group_of
+from tests.sglang.test_server import PROMPT
 from tests.support import models
 from tests.support.models import ask, build
+from tests.support.processes import command_of, group_of
 from tests.support.publishing import load, publish
 
 

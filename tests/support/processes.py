@@ -27,6 +27,24 @@ def parent(pid: int) -> int:
     return int(_stat(pid)[1])
 
 
+def group_of(pid: int) -> set[int]:
+    """Processes of a group that still live."""
+    found = set()
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                text = (path / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(text[2]) == pid and text[0] != "Z":
+                found.add(int(path.name))
+    return found
+
+
+def command_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def _stat(pid: int) -> tuple[str, str]:
     try:
         # The name of the program stands in parentheses and may hold spaces.

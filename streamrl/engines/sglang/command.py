@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
@@ -15,9 +16,12 @@ from streamrl.config.engines import EngineConfig, SglangConfig
 
 SPARE_TOKENS = 8
 """SGLang keeps a few positions of its context length for itself; requests are cut at the model's longest length by us."""
+MOST_IN_GRAPH = 512
+"""Larger batches run without a graph: their forward pass takes longer than its launch, and each graph holds memory."""
 PLUGIN_GROUP = "sglang.srt.plugins"
 PLUGIN_NAME = "streamrl"
 PLUGIN_TARGET = "streamrl.engines.sglang.plugin:register"
+QUICK_START = "streamrl.engines.sglang.quick_start"
 
 
 def arguments(
@@ -57,7 +61,8 @@ def arguments(
     }
     if not has_weights:
         flags["load_format"] = "dummy"
-    flags |= {name.lstrip("-").replace("-", "_"): value for name, value in sglang.flags.items()}
+    own = {name.lstrip("-").replace("-", "_"): value for name, value in sglang.flags.items()}
+    flags |= _graph_flags(config.slots, own) | own
     if sglang.grammar_backend:
         flags["grammar_backend"] = sglang.grammar_backend
     return tuple(word for name, value in flags.items() for word in _words(name, value))
@@ -75,6 +80,32 @@ def _words(name: str, value: Any) -> list[str]:
 def interpreter(sglang: SglangConfig) -> str:
     """The interpreter that has SGLang."""
     return sglang.python or sys.executable
+
+
+def graph_sizes(slots: int) -> tuple[int, ...]:
+    """The numbers of sequences that CUDA graphs of decoding are captured for: at most twelve, the largest one `slots` or `MOST_IN_GRAPH`.
+
+    A batch is padded to the next size. Above 64 the padding is at most a quarter of it; below, where a forward pass takes the time that it
+    takes to read the weights, less than half. Sizes are multiples of 16, for Triton compiles its kernels once more for others.
+    """
+    sizes = [min(slots, MOST_IN_GRAPH)]
+    while sizes[-1] > 16:
+        less = 3 * sizes[-1] / 4 if sizes[-1] > 64 else sizes[-1] / 2
+        sizes.append(min(16 * math.ceil(less / 16), 16 * math.ceil(sizes[-1] / 16) - 16))
+    return tuple(reversed(sizes))
+
+
+def _graph_flags(slots: int, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags for the sizes of decode graphs; none where the user has named graphs in any way, or there is no GPU."""
+    if flags.get("device") == "cpu" or any("cuda_graph" in name for name in flags if "prefill" not in name):
+        return {}
+    sizes = graph_sizes(slots)
+    return {"cuda_graph_max_bs_decode": sizes[-1], "cuda_graph_bs_decode": sizes}
+
+
+def program(sglang: SglangConfig) -> tuple[str, ...]:
+    """What the interpreter runs: SGLang's server, started by `streamrl.engines.sglang.quick_start` or by itself."""
+    return ("-m", *((QUICK_START,) if sglang.quick_start else ()), "sglang.launch_server")
 
 
 def environment(

@@ -24,7 +24,7 @@ from streamrl.config.engines import EngineConfig
 from streamrl.config.files import write_private
 from streamrl.config.system import dies_with_parent
 from streamrl.engines.sglang.client import SglangClient
-from streamrl.engines.sglang.command import arguments, count_gpus, environment, holds_weights, interpreter, write_site
+from streamrl.engines.sglang.command import arguments, count_gpus, environment, holds_weights, interpreter, program, write_site
 from streamrl.errors import EngineDied, EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ class SglangServer:
         env = environment(sglang, os.environ, site=site, plugin=plugin, index=self._index, num_gpus=count_gpus())
         python = interpreter(sglang)
         logger.info("event=sglang_starting engine=%s python=%s log=%s arguments=%s", self._name, python, self.log_path, " ".join(argv))
-        self._spawn([python, "-W", "ignore::UserWarning", "-m", "sglang.launch_server", *argv], env)
+        self._spawn([python, "-W", "ignore::UserWarning", *program(sglang), *argv], env)
         await self.client.close()
         self.client = SglangClient(f"http://127.0.0.1:{port}", self._key, name=self._name)
         await self._until_ready()
