@@ -96,11 +96,24 @@ def sees_all(config: Any) -> bool:
     Args:
         config: of the text model, as transformers has it.
     """
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return all(kind == "full_attention" for kind in kinds)
-    windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    return not windowed and not getattr(config, "is_encoder_decoder", False)
+    windows = windows_of(config)
+    return windows is not None and all(window is None for window in windows)
+
+
+def windows_of(config: Any) -> list[int | None] | None:
+    """How many tokens each layer attends to, itself among them, None: all before it; None where a layer does anything else.
+
+    Args:
+        config: of the text model, as transformers has it.
+    """
+    kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    if kinds is None:
+        windowed = window is not None and getattr(config, "use_sliding_window", True)
+        kinds = ["sliding_attention" if windowed else "full_attention"] * getattr(config, "num_hidden_layers", 1)
+    all_ways = any(getattr(config, name, False) for name in ("is_encoder_decoder", "use_bidirectional_attention"))
+    if all_ways or set(kinds) - {"full_attention", "sliding_attention"}:
+        return None
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _share_of_experts(config: Any) -> float | None:

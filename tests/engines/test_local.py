@@ -79,6 +79,7 @@ def requests(count: int, *, longest_prompt: int = 20, temperature: float = 1.0) 
 CASES = [
     *(("qwen3", "functional"), ("qwen3", "modules"), ("qwen3-untied", "functional"), ("qwen2", "functional"), ("llama", "functional")),
     *(("llama", "modules"), ("llama-full", "functional"), ("mistral", "auto"), ("gemma2", "auto"), ("qwen3-moe", "auto")),
+    ("gemma3", "auto"),
 ]
 
 

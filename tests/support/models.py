@@ -37,7 +37,10 @@ _SHAPE: dict[str, Any] = {
 
 
 def config(kind: str) -> PretrainedConfig:
-    """A tiny configuration; `llama-full` has no grouped heads, `mistral` a window of 6, `gemma2` a window and capped scores."""
+    """A tiny configuration; `llama-full` has no grouped heads, `mistral` a window of 6, `gemma2` a window and capped scores.
+
+    `gemma3` has windows of 8 in two of its three layers, whose rotations differ from those of the third.
+    """
     if kind == "qwen3":
         return transformers.Qwen3Config(**_SHAPE, tie_word_embeddings=True)
     if kind == "qwen3-untied":
@@ -53,6 +56,10 @@ def config(kind: str) -> PretrainedConfig:
         return transformers.MistralConfig(**_SHAPE, sliding_window=6, tie_word_embeddings=False)
     if kind == "gemma2":
         return transformers.Gemma2Config(**_SHAPE, sliding_window=6, query_pre_attn_scalar=8, attn_logit_softcapping=2.0)
+    if kind == "gemma3":
+        three = {**_SHAPE, "num_hidden_layers": 3, "num_key_value_heads": 1}
+        kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+        return transformers.Gemma3TextConfig(**three, sliding_window=8, query_pre_attn_scalar=8, layer_types=kinds)
     if kind == "qwen3-moe":
         return transformers.Qwen3MoeConfig(**_SHAPE, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
     if kind == "glm4-moe":

@@ -24,6 +24,7 @@ from streamrl.errors import ConfigError, TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
+from tests.support import models
 from tests.support.batches import by_turn
 from tests.support.errors import raises
 from tests.support.scoring import score
@@ -111,6 +112,31 @@ def test_other_models_score_as_transformers_does(make_model: Models, rollouts: R
         getattr(transformers, f"{name}{head}")(getattr(transformers, f"{name}Config")(**sizes)).save_pretrained(tmp_path / name)
         trainer = make(tmp_path / name)
         assert as_transformers(trainer, tmp_path / name, batch) and trainer.step(batch).finite, name
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_windows_stay_in_packed_rows(kind: str, make_batch: Rollouts, tmp_path: Path) -> None:
+    """Samples of 8 to 26 tokens, three times the window."""
+    models.build(kind, seed=0).save_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(2, models.VOCABULARY, (4, 26)).tolist()
+    batch = make_batch([{"prompt": ids[:5], "answer": ids[5 : 8 + 6 * k], "mu": [-1.0] * (3 + 6 * k)} for k, ids in enumerate(tokens)])
+    policies = [CausalLM(tmp_path, torch.float32, CPU, kernels=Kernels(attention=name)) for name in ("packed", "sdpa")]
+    assert [(one.packs, one.free_masks, one.windowed) for one in policies] == [(True, False, True), (False, False, True)]
+    weights = torch.linspace(-1, 1, batch.num_tokens)
+    gradients: list[dict[str, torch.Tensor]] = []
+    for policy, layout, long in zip(policies, ("packed", "rows"), ({"row_length": 40}, {}), strict=True):
+        found = np.zeros(batch.num_tokens, np.float32)
+        for plan in plan_micro_batches(batch, batch.loss_mask, np.arange(batch.num_samples), budget=10_000, **LAYOUTS[layout] | long):
+            logprobs = policy.predict(plan, batch)[0]
+            (logprobs * weights[torch.from_numpy(plan.target)]).sum().backward()
+            found[plan.target] = logprobs.detach().numpy()
+        expected = np.where(batch.loss_mask, plain_logprobs(tmp_path, batch), 0)
+        assert np.abs(found - expected).max() < 2e-5
+        gradients.append({name: p.grad for name, p in policy.parameters() if p.grad is not None})
+    packed, alone = gradients
+    assert packed.keys() == alone.keys()
+    for name, mine in packed.items():
+        assert torch.allclose(mine, alone[name], rtol=1e-3, atol=1e-4 * float(alone[name].abs().max())), name
 
 
 def test_a_head_that_does_more_than_project_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:

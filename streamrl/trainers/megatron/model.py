@@ -89,7 +89,7 @@ class MegatronLM:
         self._frequencies: Tensor = rope.inv_freq.float().to(device)
         self.name, self.device, self.dtype, self.width, self.vocab_size = "GPTModel", device, dtype, self.arch.hidden, self.arch.vocabulary
         self.packs = kernels.attention == "packed"
-        self.free_masks = not self.packs
+        self.windowed, self.free_masks = False, not self.packs
         self.gathers_once = False
         self._parallel = parallel
         replica = parallel.copy * experts + (parallel.lane if experts > 1 else 0)

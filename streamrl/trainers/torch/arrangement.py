@@ -90,7 +90,8 @@ class Arrangement:
         self._attention = kernels.attention
         # Where ranks share rows, also of a model that is only looked at: each has a part of them.
         asked = [*trained, *(frozen if parallel.context is not None else [])]
-        if kernels.attention == "packed" and (others := [model for model in asked if not model.packs]):
+        shared = parallel.context is not None
+        if kernels.attention == "packed" and (others := [one for one in asked if not one.packs or (shared and one.windowed)]):
             self._attention = "sdpa"
             self._say_not_packed(others[0].name)
         self._room = self._reckon(copies) if kernels.kept_layers == "auto" else None
@@ -229,7 +230,7 @@ class Arrangement:
         context = self._parallel.mesh.context
         asked += [f"trainer.context = {context}"] if context > 1 else []
         asked += [] if self._kernels.free_compile or not self._kernels.compile else ["trainer.compile = 'on'"]
-        why = f"{model} cannot be run on packed rows: some of its layers do not attend to all that is before a token"
+        why = f"{model} cannot be run on {'rows that ranks share' if context > 1 else 'packed rows'}: some of its layers do not attend to all that is before a token"
         if asked:
             key = asked[0].split()[0]
             hint = "set trainer.context = 1" if context > 1 else f"set {key} = 'auto'"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ def packed_attention(
     max_length_k: int = 0,
     context_order: Tensor | None = None,
     context_group: str = "",
+    sliding_window: int | None = None,
+    windows: list[int | None] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sample of a row.
@@ -73,29 +76,33 @@ def packed_attention(
         max_length_k: no sample is longer.
         context_order: [2 N] int64, the chunks of a row that ranks share, see `Cut`; None: the row is this rank's alone.
         context_group: name of the process group of these ranks.
+        sliding_window: a query looks at so many keys, its own among them; None: at all that are before it. Not where ranks share a row.
+        windows: gets `sliding_window`, so that one can see what each layer hands over; None: nobody looks.
 
     Returns:
         [1, L, N, D], and no attention weights; of a row that is shared this rank's columns.
     """
+    if windows is not None:
+        windows.append(sliding_window)
     if cu_seq_lens_q is None:
-        return _causal(query, key, value, scaling).transpose(1, 2), None
+        return _causal(query, key, value, scaling, sliding_window).transpose(1, 2), None
     flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if context_order is not None:
-        assert cu_seq_lens_k is not None
+        assert cu_seq_lens_k is not None and sliding_window is None
         keys, values = gather_keys(key, value, context_order, context_group)
         chunks = query[0].transpose(0, 1).chunk(2)
         longest = (max_length_q, max_length_k)
         attend = by_flash if flash else by_piece
         found = [attend(own, keys, values, cu_seq_lens_q[i], cu_seq_lens_k[i], longest, scaling) for i, own in enumerate(chunks)]
         return torch.cat(found)[None], None
-    if flash:
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling)[None], None
-    return _by_sample(query, key, value, cu_seq_lens_q, scaling).transpose(1, 2), None
+    if flash and (sliding_window is None or _takes("window_size")):
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window)[None], None
+    return _by_sample(query, key, value, cu_seq_lens_q, scaling, sliding_window).transpose(1, 2), None
 
 
-def _each_sample(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float | None) -> Tensor:
+def _each_sample(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, scaling: float | None, window: int | None) -> Tensor:
     spans = [(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist()) if a < b]
-    return torch.cat([_causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling) for a, b in spans], 2)
+    return torch.cat([_causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, window) for a, b in spans], 2)
 
 
 # Not compiled: the samples' lengths, which are numbers there, would be compiled in.
@@ -125,23 +132,40 @@ _QUERIES = 1024
 by_piece: Any = torch.compiler.disable(_each_piece)
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    grouped = query.shape[1] != key.shape[1]
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
+    grouped, length = query.shape[1] != key.shape[1], query.shape[2]
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, query, key, value, scale=scaling, enable_gqa=grouped)
+    if window is None or length <= window:
+        return attend(is_causal=True)
+    mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+    return attend(attn_mask=mask)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scaling: float | None) -> Tensor:
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, scaling: float | None, window: int | None
+) -> Tensor:
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return by_flash(query, key, value, cu_seqlens, cu_seqlens, (longest, longest), scaling)
+    return by_flash(query, key, value, cu_seqlens, cu_seqlens, (longest, longest), scaling, window)
 
 
 def by_flash(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: tuple[int, int], scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: tuple[int, int],
+    scaling: float | None,
+    window: int | None = None,
 ) -> Tensor:
-    """Queries [L, N, D] of pieces that begin at `starts`, of their keys [L', K, D] at `key_starts`; the last query sees the last key."""
+    """Queries [L, N, D] of pieces that begin at `starts`, of their keys [L', K, D] at `key_starts`; the last query sees the last key.
+
+    Of `window` keys, its own among them, where that is given: torch must take `window_size` then.
+    """
     from torch.nn.attention import varlen
 
-    options: dict[str, Any] = {"window_size": (-1, 0)} if _takes("window_size") else {"is_causal": True}
+    before = -1 if window is None else window - 1
+    options: dict[str, Any] = {"window_size": (before, 0)} if _takes("window_size") else {"is_causal": True}
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and _takes("enable_gqa"):
         options["enable_gqa"] = True

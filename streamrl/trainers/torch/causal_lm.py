@@ -30,7 +30,7 @@ from streamrl.errors import ConfigError
 from streamrl.tensors.building import BUILDING
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.drawn import drawn, logit_bias
-from streamrl.trainers.flops import flops_of, sees_all
+from streamrl.trainers.flops import flops_of, windows_of
 from streamrl.trainers.torch import attention as packed_rows
 from streamrl.trainers.torch import experts
 from streamrl.trainers.torch.context import Context, Share
@@ -84,15 +84,18 @@ class CausalLM:
         self.routers = routers_of(self.module)
         """Of a mixture of experts; none of another model."""
         self._check_head()
-        # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
-        maskable = attention != "flash" and self._takes_positions and sees_all(text)
+        windows = windows_of(text)
+        self.windowed = windows is None or any(window is not None for window in windows)
+        """Whether some layers do not attend to all that is before a token."""
+        placed = attention != "flash" and self._takes_positions
         capped = getattr(text, "attn_logit_softcapping", None)  # which `packed_attention` does not do
-        self.packs = maskable and attention == "packed" and not capped and self._packing_works()
+        self.packs = placed and attention == "packed" and windows is not None and not capped and self._packing_works(windows)
         """Whether it can be run on packed rows."""
         if attention == "packed" and not self.packs:
             logger.warning("event=rows_not_packed model=%s", self.name)
             self.module.set_attn_implementation("sdpa")
-        self.free_masks = maskable and not self.packs and self._masks_work()
+        # An explicit mask would replace or bypass sliding windows, linear attention and state-space layers.
+        self.free_masks = placed and not self.windowed and not self.packs and self._masks_work()
         self._unit: Gathered | None = None
         self._context: Context | None = None
         self._layers = Layers(self._stack(), self.vocab_size)
@@ -353,15 +356,19 @@ class CausalLM:
         return self._close(self._head(shared), self._head(torch.cat([first, second[4:]])))
 
     @torch.no_grad()
-    def _packing_works(self) -> bool:
-        """Whether two samples in one packed row give the states of two rows."""
+    def _packing_works(self, windows: Sequence[int | None]) -> bool:
+        """Whether two samples in one packed row give the states of two rows, and each layer tells the attention its window.
+
+        Rows long enough to see a window by what comes out would take too long, and one key of thousands too many changes hardly anything.
+        """
+        told: list[int | None] = []
         ids = torch.arange(2, 10, device=self.device)[None] % self.vocab_size
         starts = torch.tensor([0, 5, 8, 8], dtype=torch.int32, device=self.device)
-        options = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8}
+        options = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 8, "max_length_k": 8, "windows": told}
         positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]], device=self.device)
         row = self.body(input_ids=ids, position_ids=positions, use_cache=False, **options).last_hidden_state[0]
         alone = [self.body(input_ids=part, use_cache=False).last_hidden_state[0] for part in (ids[:, :5], ids[:, 5:])]
-        return self._close(self._head(row), self._head(torch.cat(alone)))
+        return told == list(windows) and self._close(self._head(row), self._head(torch.cat(alone)))
 
     def _stack(self) -> list[Any]:
         """The body's layers; none where they are not known."""

@@ -32,6 +32,8 @@ class LanguageModel(Protocol):
     vocab_size: int
     packs: bool
     """Whether it can be run on packed rows."""
+    windowed: bool
+    """Whether some layers do not attend to all that is before a token, so that ranks cannot share its rows."""
     free_masks: bool
     """Whether several samples may stand in a row that is not packed, and share prompts."""
     name: str
