@@ -55,7 +55,12 @@ class Tokenizer:
 
     @property
     def end_id(self) -> int:
-        """The first id that ends a completion; raises ConfigError where there is none, for no answer would end by itself."""
+        """The first id that ends a completion; raises as `check_end`."""
+        self.check_end()
+        return self.stop_ids[0]
+
+    def check_end(self) -> None:
+        """Raise ConfigError where no token ends a completion, for no answer would end by itself."""
         if not self.stop_ids:
             raise ConfigError(
                 f"expected a token that ends an answer in {self._where}, got none",
@@ -63,7 +68,6 @@ class Tokenizer:
                 path=self._where,
                 missing="eos_token",
             )
-        return self.stop_ids[0]
 
     @property
     def vocab_size(self) -> int:

@@ -86,7 +86,7 @@ async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] 
         raise LaunchError(f"expected room for the versions of weights: {weights.found}", hint=weights.hint)
     await write_rows(config, model, note)
     tokenizer, size = load_tokenizer(model), vocab_size(model)
-    _ = tokenizer.end_id  # producers need it; a model without one is refused before they start
+    tokenizer.check_end()
     check_vocabulary(config.sampling, size, "sampling")
     for one in problem_sets(config):
         check_vocabulary(one.sampling, size, "evaluation.sampling" if one.key == "data.heldout" else f"{one.key}.sampling")

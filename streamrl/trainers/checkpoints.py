@@ -157,18 +157,25 @@ def begin_directory(path: Path) -> Path:
 
 
 def write_directory(
-    path: Path, write: Callable[[Path], None], *, seal: bool = False, begun: Path | None = None, others: Others | None = None
+    path: Path,
+    write: Callable[[Path], None],
+    *,
+    seal: bool = False,
+    replace: bool = True,
+    begun: Path | None = None,
+    others: Others | None = None,
 ) -> None:
     """Make the directory `path` with what `write` puts into the empty directory it is given.
 
     All files and directories are synced before the rename, so `path` has its whole content or does not exist, across a
-    kill and (as far as the disk keeps its word) across a power loss. An existing `path` is replaced.
+    kill and (as far as the disk keeps its word) across a power loss.
 
     Args:
         path: the directory.
         write: fills it.
         seal: note the digest of every file beside them, and read all of it back before the rename, from the disk where the system
             forgets pages on request.
+        replace: an existing `path` is replaced; False: it is left as it is, and nothing is written.
         begun: of `begin_directory`, where other ranks fill it too.
         others: waits for them; asked whatever becomes of `write`.
 
@@ -188,7 +195,7 @@ def write_directory(
         if seal:
             check_files(temporary, known=theirs.keys() - unread)
         os.chmod(temporary, 0o755)
-        _exchange(temporary, path)
+        (_exchange if replace else os.rename)(temporary, path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):

@@ -118,7 +118,7 @@ def test_a_model_without_a_token_that_ends_an_answer_is_refused(characters: Path
         (tmp_path / file.name).write_text(text)
     assert load_tokenizer(characters).end_id == 5
     with raises(ConfigError, missing="eos_token", path=str(tmp_path)):
-        _ = load_tokenizer(tmp_path).end_id
+        load_tokenizer(tmp_path).check_end()
 
 
 def test_what_templates_of_the_hub_use_besides(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -79,7 +78,6 @@ def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: 
             path=str(source),
         )
     _check_room(dest, nbytes)
-    hidden = dest.with_name(f".{dest.name}.converted")
 
     def guarded(directory: Path) -> None:
         try:
@@ -87,12 +85,7 @@ def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: 
         except (OSError, RuntimeError) as error:  # torch gives an OSError of its files as a RuntimeError
             raise _unwritable(dest, error) from error
 
-    write_directory(hidden, guarded)
-    try:
-        os.rename(hidden, dest)
-    except OSError as error:
-        shutil.rmtree(hidden)
-        raise _unwritable(dest, error) from error
+    write_directory(dest, guarded, replace=False)
     return Converted(to, len(tensors(arch)), nbytes)
 
 
