@@ -122,7 +122,10 @@ def check_trainer_memory(config: Config, gpu_bytes: int) -> Check | None:
 
 
 def check_shared_gpus(config: Config, gpu_bytes: int) -> Check | None:
-    """Whether trainer and SGLang fit one GPU together, whichever starts first; None where they share none, or that is not known."""
+    """Whether trainer and SGLang fit one GPU together; None where they share none, or that is not known.
+
+    What does not fit in any order of their starts fails; what does not where the engine starts first is a warning.
+    """
     found, models = _reckoned(config, gpu_bytes), models_of(config, read_shape)
     engines = _engines_beside(config)
     if found is None or models is None or not engines:
@@ -150,8 +153,15 @@ def check_shared_gpus(config: Config, gpu_bytes: int) -> Check | None:
     text += f"; it takes {key} = {fraction:g} of the memory, {fraction * gpu_bytes / GIB:.1f}"
     if 100 * fraction < least - 1:
         return Check("shared gpu", "fail", f"{text}: too little for its weights", f"raise it above {weights / gpu_bytes:.2f}; {fits}")
+    # SGLang takes its fraction of what is free when it starts: before the first step, which waits for it, the trainer has no gradients
+    # and moments yet, and at most all else; several engines start one after the other.
+    held = found.nbytes - found.growing
+    taken = (gpu_bytes - held) * (1 - (1 - fraction) ** engines)
+    if trainer + taken > gpu_bytes:
+        text += f", or {taken / GIB:.1f} behind a trainer that has no gradients and moments yet ({held / GIB:.1f})"
+        text += f": at least {trainer / GIB:.1f} + {taken / GIB:.1f} = {(trainer + taken) / GIB:.1f} GiB in all"
+        return Check("shared gpu", "fail", text, fits)
     if trainer + engines * fraction * gpu_bytes > gpu_bytes:
-        # A warning: an engine that starts behind the trainer takes its fraction of what that has left.
         total = (trainer + engines * fraction * gpu_bytes) / GIB
         return Check("shared gpu", "warn", f"{text}: {total:.1f} GiB in all where the engine starts first", fits)
     return Check("shared gpu", "ok", text)

@@ -16,6 +16,9 @@ from streamrl.trainers.activations import GIB, ModelShape, gathered_bytes, looke
 from streamrl.trainers.mesh import gathers_once
 from streamrl.weights.protocol import COMPARED_BYTES
 
+GROWING = 12
+"""Bytes of a parameter's gradient and of its two moments, all in float32."""
+
 
 class Models(NamedTuple):
     """The models of a trainer."""
@@ -33,6 +36,8 @@ class RankMemory(NamedTuple):
     """What is there from the first step on, by what it is for."""
     token: int
     """What each token of the longest row takes at least."""
+    growing: int
+    """Of what lasts the gradients and moments, which are there from the first step on, and not before."""
     making: int
     """Of the largest model, whole: a rank holds that for a moment, before it is cut."""
 
@@ -114,7 +119,8 @@ def rank_memory(config: Config, models: Models, *, gpu_bytes: int, compiled: boo
         lasting.append(("of the last gradient (trainer.gradient_cosine)", 4 * part))
     token = max(pass_bytes(shape, itemsize=itemsize, compiled=compiled, context=trainer.context) for _, shape in models.trained)
     making = itemsize * max(shape.parameters for _, shape in [*models.trained, *models.frozen])
-    return RankMemory(lasting, token, making)
+    growing = sum(GROWING * -(-shape.parameters // shards) for _, shape in models.trained)
+    return RankMemory(lasting, token, growing, making)
 
 
 def _megatron_memory(config: Config, models: Models, *, compiled: bool) -> RankMemory:
@@ -156,4 +162,5 @@ def _megatron_memory(config: Config, models: Models, *, compiled: bool) -> RankM
     if trainer.gradient_cosine:
         lasting.append(("of the last gradient (trainer.gradient_cosine)", 4 * part))
     # Policy and critic go through a micro-batch one after the other.
-    return RankMemory(lasting, max(token_bytes(shape) for _, shape in models.trained), itemsize * part)
+    growing = sum(GROWING * largest_part(shape) for _, shape in models.trained)
+    return RankMemory(lasting, max(token_bytes(shape) for _, shape in models.trained), growing, itemsize * part)
