@@ -39,15 +39,15 @@ class ChatFormat:
         return self._tokenizer.encode(text)
 
     def opening(self, messages: Sequence[Message], tools: Any = None, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-        """`prompt`; or the contents themselves where prompts are not chat messages."""
+        """`prompt`; or the contents themselves, behind what the tokenizer begins a text with, where prompts are not chat messages."""
         if self._chat_template:
             return self.prompt(messages, tools, template_kwargs)
-        return self._tokenizer.encode("".join(message["content"] for message in messages))
+        return self._tokenizer.encode("".join(message["content"] for message in messages), add_special_tokens=True)
 
     def text_prompt(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-        """A text as a prompt: one user message, or the text itself where prompts are not chat messages."""
+        """A text as a prompt: one user message, or the text itself, as `opening`, where prompts are not chat messages."""
         if not self._chat_template:
-            return self._tokenizer.encode(text)
+            return self._tokenizer.encode(text, add_special_tokens=True)
         return self.prompt([{"role": "user", "content": text}], template_kwargs=template_kwargs)
 
     def opens_thought(self, token_ids: Sequence[int]) -> bool:

@@ -18,8 +18,8 @@ from streamrl.schemas.tasks import RolloutTask, Sampling
 class Tokenizer(Protocol):
     """The part of `streamrl.data.tokenizer` that producers use."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens written out in it included; nothing is added."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text, special tokens written out in it included; nothing is added unless asked for (such as a leading bos)."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...

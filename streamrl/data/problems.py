@@ -28,6 +28,7 @@ BROKEN = "row_broken"
 WITH_IMAGES = 16
 """Rows that are held at a time where each may have `data.max_image_bytes`."""
 _CHUNK = 1024
+_BASE = "write prompts as texts, with data.chat_template = false, or put a chat_template.jinja beside the tokenizer"
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -159,9 +160,14 @@ def prompt_text(
 
     `template_kwargs` are the row's own, over those of `config`.
     """
+    untold = not isinstance(prompt, str) and not tokenizer.chat_template
+    if untold or not (config.chat_template or isinstance(prompt, str)):
+        raise ConfigError(
+            f"expected a text as prompt{' of a model without a chat template' if untold else ''}, got chat messages",
+            hint=_BASE if untold else "set data.chat_template = true",
+            key="data.chat_template",
+        )
     if not config.chat_template:
-        if not isinstance(prompt, str):
-            raise ConfigError("expected a string prompt, got chat messages", hint="set data.chat_template = true", key="data.chat_template")
         return prompt
     messages: Sequence[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     given = {**config.chat_template_kwargs, **(template_kwargs or {})}

@@ -69,6 +69,26 @@ class Tokenizer:
                 missing="eos_token",
             )
 
+    def check_model(self, vocab_size: int) -> None:
+        """Raise ConfigError where a text gives ids that a model of `vocab_size` ids does not have; a model may have more ids than needed.
+
+        Special tokens that end no answer may lie beyond, for a text gives them only where they are written out in it: Gemma 3 1B has
+        one for images, which it cannot see.
+        """
+        special = {index for index, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        unseen = special.difference(self.stop_ids)
+        beyond = {index: text for text, index in self._backend.get_vocab().items() if index >= vocab_size and index not in unseen}
+        if beyond:
+            first = min(beyond)
+            raise ConfigError(
+                f"expected token ids below the model's vocab_size of {vocab_size} in {self._where}, got {len(beyond)} beyond, the first "
+                f"{first} ({beyond[first]!r})",
+                hint="is the tokenizer that of another model, or were tokens added without resize_token_embeddings()?",
+                path=self._where,
+                vocab_size=vocab_size,
+                got=first,
+            )
+
     @property
     def vocab_size(self) -> int:
         """Number of ids this tokenizer can give; a model's embedding may be longer."""

@@ -73,8 +73,9 @@ async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] 
 
     Raises:
         DataError: a row that was read whole, or none of the first training rows, can be used; names the file and the line.
-        ConfigError: a function cannot be used, `model.path` names no model, one with fewer positions than `model.max_len`, a dense one
-            with `loss.experts`, or one with sliding windows with `trainer.context`.
+        ConfigError: a function cannot be used, `model.path` names no model, one with fewer positions than `model.max_len`, one with
+            fewer token ids than its tokenizer, or without a token that ends an answer, a dense one with `loss.experts`, or one with sliding
+            windows with `trainer.context`.
         LaunchError: the model cannot be built, or shared memory does not hold its versions.
     """
     modules = await check_code(run.with_secret_options(config), note=note)
@@ -87,6 +88,7 @@ async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] 
     await write_rows(config, model, note)
     tokenizer, size = load_tokenizer(model), vocab_size(model)
     tokenizer.check_end()
+    tokenizer.check_model(size)
     check_vocabulary(config.sampling, size, "sampling")
     for one in problem_sets(config):
         check_vocabulary(one.sampling, size, "evaluation.sampling" if one.key == "data.heldout" else f"{one.key}.sampling")

@@ -12,7 +12,6 @@ from streamrl.config.files import check_new
 from streamrl.errors import ConfigError
 from streamrl.trainers.checkpoints import write_directory
 
-
 _ANSWER = "answer"
 _ROPE_SCALING = ("rope.scaling.type", "rope.scaling.factor")
 

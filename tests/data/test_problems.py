@@ -9,9 +9,11 @@ import pytest
 
 from streamrl.config.load import convert, load
 from streamrl.config.tree import DataConfig
+from streamrl.data.characters import write_tokenizer
 from streamrl.data.problems import load_problems
 from streamrl.data.row_checks import check_rows
 from streamrl.data.rows import digest, open_rows
+from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError, DataError
 from streamrl.schemas.tasks import RewardSpec
 from tests.support.chat_templates import family
@@ -192,6 +194,27 @@ def test_bad_rows_are_counted_and_the_first_is_named(write, tokenizer, rows, con
     with raises(DataError, path=path, **values) as caught:
         load_problems(path, DataConfig(**config), tokenizer)
     assert ("got an empty list" in caught.value.message) == (rows[0]["prompt"] == [])
+
+
+CHAT_ROW = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}
+
+
+@pytest.mark.parametrize(
+    ("row", "chat_template", "hint"),
+    [(GOOD, False, ""), (GOOD, True, "data.chat_template = false"), (CHAT_ROW, True, "as texts"), (CHAT_ROW, False, "as texts")],
+)
+def test_a_base_model_takes_texts_and_no_chats(write, tmp_path, row, chat_template, hint):
+    """No hint leads to the next refusal."""
+    write_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    config, path, base = DataConfig(chat_template=chat_template), write(row), load_tokenizer(tmp_path)
+    if not hint:
+        [problem] = load_problems(path, config, base).problems
+        assert base.decode(problem.prompt_ids) == row["prompt"]
+        return
+    with raises(DataError, path=path, line=1) as caught:
+        load_problems(path, config, base)
+    assert hint in caught.value.hint
 
 
 def test_variables_of_the_template_for_the_run_and_for_a_row(write):

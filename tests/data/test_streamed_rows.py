@@ -50,6 +50,8 @@ class Rows:
 class Letters:
     """A token a letter, none for a tilde; tells what it was asked."""
 
+    chat_template = "the contents"
+
     def __init__(self) -> None:
         self.asked: list[Any] = []
 

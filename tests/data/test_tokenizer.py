@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,6 +120,36 @@ def test_a_model_without_a_token_that_ends_an_answer_is_refused(characters: Path
     assert load_tokenizer(characters).end_id == 5
     with raises(ConfigError, missing="eos_token", path=str(tmp_path)):
         load_tokenizer(tmp_path).check_end()
+
+
+@pytest.mark.parametrize(
+    ("model", "added", "kind", "fits"),
+    [
+        (0, 0, "plain", True),
+        (20, 0, "plain", True),
+        (-1, 0, "plain", False),
+        (2, 2, "plain", True),
+        (1, 2, "plain", False),
+        (0, 2, "special", True),
+        (0, 2, "end", False),
+    ],
+)
+def test_a_model_with_fewer_ids_than_its_tokenizer_is_refused(
+    characters: Path, tmp_path: Path, model: int, added: int, kind: str, fits: bool
+) -> None:
+    """`model`: its ids beyond those of the tokenizer, to which tokens are `added`; special ones that end no answer may lie beyond."""
+    backend = tokenizers.Tokenizer.from_file(str(characters / "tokenizer.json"))
+    size = backend.get_vocab_size() + model
+    (backend.add_tokens if kind == "plain" else backend.add_special_tokens)([f"<more{n}>" for n in range(added)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    if kind == "end":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": size}))
+    tokenizer = load_tokenizer(tmp_path)
+    if fits:
+        tokenizer.check_model(size)
+        return
+    with raises(ConfigError, path=str(tmp_path), vocab_size=size, got=size):
+        tokenizer.check_model(size)
 
 
 def test_what_templates_of_the_hub_use_besides(tmp_path: Path) -> None:

@@ -63,9 +63,9 @@ class Counting:
         self._tokenizer = tokenizer
         self.chars = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **options: Any) -> list[int]:
         self.chars += len(text)
-        return self._tokenizer.encode(text)
+        return self._tokenizer.encode(text, **options)
 
     def decode(self, ids: Any) -> str:
         return self._tokenizer.decode(ids)

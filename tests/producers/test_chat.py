@@ -1,17 +1,24 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
+from streamrl.config.tree import DataConfig
 from streamrl.core.seeds import rollout_seed
-from streamrl.data.tokenizer import Tokenizer
+from streamrl.data.characters import write_tokenizer
+from streamrl.data.problems import load_problems
+from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.engines.extras import INEXACT
 from streamrl.engines.protocol import Chunk, GenerateRequest
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import EngineError, SchemaError
+from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode, Segment, samples_of
 from streamrl.producers.functions import FunctionProducer
 from streamrl.producers.protocol import Failure
@@ -72,6 +79,20 @@ async def test_without_a_template_a_reply_is_the_text_itself(engine: TableEngine
     turn = await chat.generate()
     assert turn.text == "7"
     assert tokenizer.decode(chat.episode().segments[2].token_ids) == "7"
+
+
+def test_without_a_template_a_text_begins_as_a_row_does(tmp_path: Path) -> None:
+    """Gemma is useless without the token that begins a text."""
+    write_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 0)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "3+4=", "label": "7"}')
+    tokenizer = load_tokenizer(tmp_path)
+    [row] = load_problems(str(tmp_path / "rows.jsonl"), DataConfig(chat_template=False), tokenizer).problems
+    chat = ChatFormat(tokenizer, chat_template=False)
+    assert row.prompt_ids[0] == 0
+    assert chat.text_prompt("3+4=") == chat.opening([{"role": "user", "content": "3+4="}]) == list(row.prompt_ids)
 
 
 async def test_one_turn_of_a_chat_equals_the_built_in_producer(engine: TableEngine, tokenizer: Tokenizer) -> None:

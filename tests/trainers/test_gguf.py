@@ -162,7 +162,12 @@ def write_gemma(path: Path, model: Any, *, template: str = GEMMA_TEMPLATE, layer
     writer.add_token_list(GEMMA_TOKENS)
     writer.add_token_scores([0.0] * len(GEMMA_TOKENS))
     writer.add_token_types([gguf.TokenType.CONTROL] * 6 + [gguf.TokenType.NORMAL] * (len(GEMMA_TOKENS) - 6))
-    for add, number in ((writer.add_pad_token_id, 0), (writer.add_eos_token_id, 1), (writer.add_bos_token_id, 2), (writer.add_unk_token_id, 3)):
+    for add, number in (
+        (writer.add_pad_token_id, 0),
+        (writer.add_eos_token_id, 1),
+        (writer.add_bos_token_id, 2),
+        (writer.add_unk_token_id, 3),
+    ):
         add(number)
     writer.add_add_space_prefix(False)
     if template:

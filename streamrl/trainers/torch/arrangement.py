@@ -230,7 +230,8 @@ class Arrangement:
         context = self._parallel.mesh.context
         asked += [f"trainer.context = {context}"] if context > 1 else []
         asked += [] if self._kernels.free_compile or not self._kernels.compile else ["trainer.compile = 'on'"]
-        why = f"{model} cannot be run on {'rows that ranks share' if context > 1 else 'packed rows'}: some of its layers do not attend to all that is before a token"
+        rows = "rows that ranks share" if context > 1 else "packed rows"
+        why = f"{model} cannot be run on {rows}: some of its layers do not attend to all that is before a token"
         if asked:
             key = asked[0].split()[0]
             hint = "set trainer.context = 1" if context > 1 else f"set {key} = 'auto'"
