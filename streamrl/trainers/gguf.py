@@ -44,10 +44,9 @@ def write_from_gguf(source: Path, dest: Path) -> Written:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        read, found = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32, output_loading_info=True
-        )
+        read, found = load(source.parent, gguf_file=source.name, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     except (ValueError, KeyError, OSError, NotImplementedError) as error:
         raise ConfigError(
