@@ -101,7 +101,7 @@ def sees_all(config: Any) -> bool:
 
 
 def windows_of(config: Any) -> list[int | None] | None:
-    """How many tokens each layer attends to, itself among them, None: all before it; None where a layer does anything else.
+    """Return the tokens that each layer attends to, the query's own among them, None: all before it; None where a layer does otherwise.
 
     Args:
         config: of the text model, as transformers has it.

@@ -37,7 +37,7 @@ class RankMemory(NamedTuple):
     token: int
     """What each token of the longest row takes at least."""
     growing: int
-    """Of what lasts the gradients and moments, which are there from the first step on, and not before."""
+    """Gradients and moments among what lasts, which are there from the first step on, and not before."""
     making: int
     """Of the largest model, whole: a rank holds that for a moment, before it is cut."""
 

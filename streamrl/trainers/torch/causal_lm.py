@@ -86,7 +86,7 @@ class CausalLM:
         self._check_head()
         windows = windows_of(text)
         self.windowed = windows is None or any(window is not None for window in windows)
-        """Whether some layers do not attend to all that is before a token."""
+        """True where some layers do not attend to all that is before a token."""
         placed = attention != "flash" and self._takes_positions
         capped = getattr(text, "attn_logit_softcapping", None)  # which `packed_attention` does not do
         self.packs = placed and attention == "packed" and windows is not None and not capped and self._packing_works(windows)

@@ -33,7 +33,7 @@ class LanguageModel(Protocol):
     packs: bool
     """Whether it can be run on packed rows."""
     windowed: bool
-    """Whether some layers do not attend to all that is before a token, so that ranks cannot share its rows."""
+    """True where some layers do not attend to all that is before a token, so that ranks cannot share its rows."""
     free_masks: bool
     """Whether several samples may stand in a row that is not packed, and share prompts."""
     name: str
