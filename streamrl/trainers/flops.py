@@ -111,7 +111,8 @@ def windows_of(config: Any) -> list[int | None] | None:
         windowed = window is not None and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if windowed else "full_attention"] * getattr(config, "num_hidden_layers", 1)
     all_ways = any(getattr(config, name, False) for name in ("is_encoder_decoder", "use_bidirectional_attention"))
-    if all_ways or set(kinds) - {"full_attention", "sliding_attention"}:
+    known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
+    if all_ways or set(kinds) - known:
         return None
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
