@@ -40,7 +40,10 @@ _OTHER_MODELS = ("--speculative", "--model-impl", "--json-model-override", "--mo
 """With flags that begin like this a server may look for another model than the one in `config.json`."""
 _CUDA = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "AUTO"}
 """Variables that SGLang sets before it spawns, and that CUDA reads when SGLang is imported."""
-_READ_AT_IMPORT = re.compile(r"(?!SGLANG_RUN_ID$)(SGLANG|SGL|CUDA|LD|PYTHON|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER)_?")
+# The two that are left out are set by the server and read when a process works, the second for images and sound.
+_READ_AT_IMPORT = re.compile(
+    r"(?!(SGLANG_RUN_ID|SGLANG_USE_CUDA_IPC_TRANSPORT)$)(SGLANG|SGL|CUDA|LD|PYTHON|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER)_?"
+)
 _OFF = ("", "0", "false")
 _FIRST_FD = 500
 """Descriptors of a taken-over process get numbers from here on: lower ones may be in use."""
