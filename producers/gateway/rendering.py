@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -13,14 +13,13 @@ from streamrl.data.tool_calls import NONE, ParsedTurn, ToolCall, tool_call_forma
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.completions import text_of
-from streamrl.producers.gateway.content import ContentTokenizer
+from streamrl.producers.gateway.content import BoundedTokenizer
 from streamrl.producers.gateway.entries import Tokens
 from streamrl.producers.gateway.errors import refused
 from streamrl.producers.gateway.messages import ASSISTANT, Message
 from streamrl.producers.protocol import Context
 from streamrl.schemas.tasks import Sampling
 
-T = TypeVar("T")
 _STAND_IN = "0123456789"
 
 
@@ -35,7 +34,7 @@ class Rendering:
     def __init__(self, context: Context, like: Rendering | None = None) -> None:
         self.tokenizer = context.tokenizer
         self.chat_template = context.chat_template
-        self.content = ContentTokenizer(context.tokenizer, context.max_len) if like is None else like.content
+        self.content = BoundedTokenizer(context.tokenizer, context.max_len) if like is None else like.content
         """The same for what agents have written."""
         self._format = ChatFormat(self.content, chat_template=context.chat_template) if like is None else like._format
         self._calls = tool_call_format(context.tokenizer, context.tool_calls) if context.chat_template else NONE
@@ -44,19 +43,9 @@ class Rendering:
     def prompt(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """A conversation up to where the model begins to write; raises ApiError when the template refuses it."""
         try:
-            return self._in_either_form(lambda as_text: self._opening(messages, tools, as_text))
+            return self._format.opening([message.for_template() for message in messages], tools, self._given)
         except (ConfigError, SchemaError) as error:
             raise refused(error.message, hint=error.hint, param="messages") from error
-
-    def _opening(self, messages: Sequence[Message], tools: Any, as_text: bool) -> list[int]:
-        return self._format.opening([message.for_template(as_text=as_text) for message in messages], tools, self._given)
-
-    def _in_either_form(self, render: Callable[[bool], T]) -> T:
-        """Some templates want the arguments of calls as tables, some as text."""
-        try:
-            return render(False)
-        except ConfigError:
-            return render(True)
 
     def replies(self, messages: Sequence[Message], tools: Any, *, last_token: int) -> list[int]:
         """From the end of a model's turn, over these messages, to where it begins to write again.
@@ -83,15 +72,14 @@ class Rendering:
 
     def _written(self, message: Message, tools: Any) -> list[int]:
         """A turn of the assistant as the model would have written it, up to what closes it."""
-        text = self._in_either_form(lambda as_text: self._turn(message, tools, as_text)) if self.chat_template else message.content
-        return self.content.encode(text)
+        return self.content.encode(self._turn(message, tools) if self.chat_template else message.content)
 
-    def _turn(self, message: Message, tools: Any, as_text: bool) -> str:
+    def _turn(self, message: Message, tools: Any) -> str:
         opening = [{"role": "user", "content": "."}]
         render = partial(self.content.apply_chat_template, tools=tools, template_kwargs=self._given)
         before = render(opening, add_generation_prompt=True)
         closing = render([*opening, {"role": ASSISTANT, "content": _STAND_IN}], add_generation_prompt=False)
-        whole = render([*opening, message.for_template(as_text=as_text)], add_generation_prompt=False)
+        whole = render([*opening, message.for_template()], add_generation_prompt=False)
         end = closing.partition(_STAND_IN)[2]
         if not whole.startswith(before) or not whole.endswith(end):
             raise SchemaError(
