@@ -38,7 +38,7 @@ class _Repo(NamedTuple):
 
     @property
     def command(self) -> str:
-        """What fetches it by hand."""
+        """The command that fetches it by hand."""
         return f"hf download {'--repo-type dataset ' if self.kind == 'dataset' else ''}{self.name} --local-dir DIR"
 
 
@@ -95,7 +95,7 @@ def _model(repo: _Repo) -> Path:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a model's files are all there: the cache may have some of them."""
+    """Tell whether a model's files are all there: the cache may have some of them."""
     index = path / "model.safetensors.index.json"
     weights = set(re.findall(r'"([^"/]+\.safetensors)"', index.read_text(encoding="utf-8"))) if index.is_file() else {"model.safetensors"}
     return all((path / name).is_file() for name in ("config.json", "tokenizer.json", *weights))
@@ -169,7 +169,7 @@ def _snapshot(repo: _Repo, patterns: Sequence[str], *, offline: bool) -> Path | 
 
 
 def _asked(repo: _Repo, ask: Any) -> Any:
-    """What the Hub answers; raises ConfigError where it does not."""
+    """The Hub's answer; raises ConfigError where there is none."""
     try:
         return ask(importlib.import_module("huggingface_hub"))
     except Exception as error:  # whatever the network, the Hub or its library raises

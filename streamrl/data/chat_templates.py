@@ -26,14 +26,14 @@ from streamrl.errors import ConfigError
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 """Special tokens that a template is given by name, where the tokenizer has them."""
 _OWN = ("messages", "tools", "documents", "add_generation_prompt", *SPECIAL)
-"""What a template is given by name besides the variables of the caller."""
+"""Names that a template is given besides the variables of the caller."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of a template where a tokenizer has several: the one that is meant, and the one that is meant where there are tools."""
 _PROBE = "7510001357"
 """A text that any template keeps as it is."""
 _USER = {"role": "user", "content": "."}
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What a template raises: `raise_exception`, or Python's own errors, as where it adds to a content that is missing."""
+"""Errors of templates: those of `raise_exception`, or Python's own, as where one adds to a content that is missing."""
 _Given = Mapping[str, Any]
 
 
@@ -139,7 +139,7 @@ class ChatTemplates:
 
 
 class _Template:
-    """One template, and which form of messages it shows."""
+    """One template, and the form of messages that it shows."""
 
     def __init__(self, source: str, special: Mapping[str, str], where: str) -> None:
         self._compiled = _compile(source, where)
@@ -154,7 +154,7 @@ class _Template:
         return self._render([self._in_form(message) for message in messages], tools, given)
 
     def shows_tools(self, tools: Any) -> bool:
-        """Whether some conversation looks different with tools; one that the template refuses is none to judge by."""
+        """Tell whether some conversation looks different with tools; one that the template refuses is none to judge by."""
         if self._with_tools is None:
             self._with_tools = "tools" in self.variables and self._differs(tools)
         return self._with_tools
@@ -173,7 +173,7 @@ class _Template:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether it shows a content that is a list of parts, and none that is a text."""
+        """True for a template that shows a content that is a list of parts, and none that is a text."""
         for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
             if self._shows([{"role": "user", "content": content}]):
                 return isinstance(content, list)
@@ -181,12 +181,12 @@ class _Template:
 
     @property
     def shows_calls(self) -> bool:
-        """Whether calls of tools are in its text."""
+        """True for a template that has calls of tools in its text."""
         return self._call_form is not None
 
     @cached_property
     def _call_form(self) -> tuple[bool, _Given] | None:
-        """Whether arguments of calls are to be JSON text, and how a turn of calls says that it has no content; None: it shows none."""
+        """The form in which it shows calls: arguments as JSON text or not, and how a turn of calls has no content; None: it shows none."""
         forms = product((False, True), ({}, {"content": None}, {"content": ""}))
         return next((form for form in forms if self._shows(_called(*form))), None)
 

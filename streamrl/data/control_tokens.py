@@ -22,7 +22,7 @@ _FIRST = 0xE000
 """The character behind a mark says which text it stands for; Unicode leaves 6,400 from here on to whoever wants them."""
 _MOST = 6399
 _BARS = (("<|", "<｜"), ("|>", "｜>"))
-"""How tokens begin or end that some vocabularies do not call special, though their templates set turns apart with them."""
+"""Beginnings and ends of tokens that some vocabularies do not call special, though their templates set turns apart with them."""
 
 
 class Piece(NamedTuple):
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
     """Its place in the text, in characters."""
     text: str
     veiled: bool
-    """Whether it is the text of a control token in some content, which is to be encoded as any other text."""
+    """True for the text of a control token in some content, which is to be encoded as any other text."""
 
 
 class ControlTokens:
@@ -86,11 +86,11 @@ class ControlTokens:
 
 
 def has_marks(text: str) -> bool:
-    """Whether something in a rendered text is veiled."""
+    """Tell whether something in a rendered text is veiled."""
     return _MARK in text
 
 
 def is_barred(text: str) -> bool:
-    """Whether a token is written as those that set turns apart, such as `<｜User｜>`."""
+    """Tell whether a token is written as those that set turns apart, such as `<｜User｜>`."""
     begins, ends = _BARS
     return text.startswith(begins) or text.endswith(ends)

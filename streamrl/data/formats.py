@@ -1,4 +1,4 @@
-"""What a name of rows stands for: one file of some format, the shards of a folder or a pattern; and the formats that are read whole.
+"""A name of rows stands for one file of some format, the shards of a folder or a pattern; and the formats that are read whole.
 
 JSON Lines, Parquet and Arrow are read a row at a time (`streamrl.data.mapped_rows`). An array in a `.json` file, `.csv`, `.tsv` and what
 gzip has packed cannot be: they are decoded as a whole, up to LARGEST bytes. What is not read is refused with the line that converts it.
@@ -33,7 +33,7 @@ _CONVERT = {
     ".pkl": "python -c \"import pandas; pandas.read_pickle('{}').to_json('rows.jsonl', orient='records', lines=True)\"",
     ".feather": "python -c \"import pandas; pandas.read_feather('{}').to_parquet('rows.parquet')\"",
 }
-"""By suffix, the command that makes of a file one that is read."""
+"""Commands that make of a file one that is read, by its suffix."""
 _PACKED = {
     ".tar.gz": "tar xzf {}",
     ".tgz": "tar xzf {}",
@@ -47,7 +47,7 @@ _broken_lines = msgspec.json.Decoder()
 
 
 class Kind(StrEnum):
-    """How a set is read."""
+    """Ways in which a set is read."""
 
     LINES = "lines"
     PARQUET = "parquet"
@@ -57,7 +57,7 @@ class Kind(StrEnum):
 
 
 class Found(NamedTuple):
-    """What a name stands for."""
+    """The files of a name."""
 
     kind: Kind
     path: Path
@@ -336,4 +336,4 @@ def _names(files: Sequence[Path]) -> str:
 
 
 _READERS = {".json": _of_array, ".csv": _of_csv(","), ".tsv": _of_csv("\t")}
-"""By suffix, without `.gz`; any other is JSON Lines."""
+"""Readers by suffix, without `.gz`; any other is JSON Lines."""

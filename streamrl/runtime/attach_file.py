@@ -26,7 +26,7 @@ MAX_BYTES = 256 << 20
 """Of the file, and of what it unpacks to."""
 _MARK = b"streamrl-attach-1\n"
 _TEMPLATE = re.compile(rf"{TEMPLATES_DIR}/[\w-]+\.jinja", re.ASCII)
-"""How a further template of a tokenizer is called in the file."""
+"""Name of a further template of a tokenizer in the file."""
 
 
 class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

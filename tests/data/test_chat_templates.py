@@ -91,7 +91,7 @@ def reference(name: str) -> Any:
 
 
 def theirs(name: str, messages: list[dict[str, Any]], tools: Any, prompt: bool) -> str | None:
-    """What transformers renders: with texts or with parts, whichever the template shows, and arguments in the form that it takes."""
+    """Render with transformers: with texts or with parts, whichever the template shows, and arguments in the form that it takes."""
     marked = reference(name).apply_chat_template([{"role": "user", "content": "4711"}], tokenize=False) if shows_texts(name) else ""
     given = messages if "4711" in marked else in_parts(messages)
     for form in (given, with_text(given)):

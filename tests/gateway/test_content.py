@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.data.tokenizer import Tokenizer
-from streamrl.producers.gateway.content import BoundedTokenizer
 from streamrl.producers.gateway.errors import ApiError
+from streamrl.producers.gateway.rendering import BoundedTokenizer
 from tests.support.gateways import PROMPT, one_session
 from tests.support.policies import make_model
 from tests.support.producing import Loop, samples_in
