@@ -140,7 +140,7 @@ class BoundedTokenizer:
             messages, tools=tools, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs
         )
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text that was rendered here, or of any other; raises ApiError where there are more than the model can read.
 
         Tokenising is slow, and holds up everybody else: a text of megabytes is refused by its beginning.
@@ -149,7 +149,7 @@ class BoundedTokenizer:
         while self._max_len and looked_at < len(text):
             self.check(len(self._tokenizer.encode(text[:looked_at])) - 1)  # its last token may become part of a longer one
             looked_at *= 2
-        found = self._tokenizer.encode(text) if text else []
+        found = self._tokenizer.encode(text, add_special_tokens=add_special_tokens) if text else []
         self.check(len(found))
         return found
 

@@ -108,7 +108,7 @@ class Tokenizer:
 
         In a text that `apply_chat_template` has given, the contents of messages give no control tokens.
         """
-        if not has_marks(text):
+        if add_special_tokens or not has_marks(text):
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self.encode_with_offsets(text)[0]
 
@@ -116,7 +116,7 @@ class Tokenizer:
         """`encode` of each text, faster."""
         found = [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
         for place, text in enumerate(texts):
-            if has_marks(text):
+            if has_marks(text) and not add_special_tokens:
                 found[place] = self.encode(text)
         return found
 
