@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from streamrl.data.messages import plain_messages
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.protocol import Tokenizer
 
@@ -42,7 +43,7 @@ class ChatFormat:
         """`prompt`; or the contents themselves, behind what the tokenizer begins a text with, where prompts are not chat messages."""
         if self._chat_template:
             return self.prompt(messages, tools, template_kwargs)
-        return self._tokenizer.encode("".join(message["content"] for message in messages), add_special_tokens=True)
+        return self._tokenizer.encode("".join(message.get("content", "") for message in plain_messages(messages)), add_special_tokens=True)
 
     def text_prompt(self, text: str, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """A text as a prompt: one user message, or the text itself, as `opening`, where prompts are not chat messages."""
@@ -69,8 +70,8 @@ class ChatFormat:
         """Tokens from the end of a model's turn to where it begins to write again.
 
         Args:
-            messages: one or several, each with `role` (`tool`, `user` or `system`) and `content` (text); those of tools may have `name` and
-                `tool_call_id`.
+            messages: one or several, each with `role` (`tool`, `user` or `system`) and `content`
+                (text, or its parts); those of tools may have `name` and `tool_call_id`.
             last_token: the turn's last token; when it closes the turn, nothing closes it again.
             tools: as in the prompt; for templates in which they change more than its beginning.
             template_kwargs: variables of the template, which decide how the next turn begins (`enable_thinking`).
@@ -79,10 +80,9 @@ class ChatFormat:
             SchemaError: messages of another form; the template does not render messages one after the other.
             ConfigError: it knows no such role, or reads no such variable.
         """
+        messages = plain_messages(messages)
         for message in messages:
             _check(message)
-        if not messages:
-            raise SchemaError("expected at least one message for the model, got none")
         if not self._chat_template:
             return self._tokenizer.encode("".join(message["content"] for message in messages))
         stand_in = _Rendering(self._tokenizer, tools, template_kwargs or {})
@@ -163,16 +163,15 @@ class _Rendering:
         yield self.turn()
         results = [message for message in messages if message["role"] == "tool"]
         if results:
-            for arguments in ({}, "{}"):  # templates want one or the other
-                calls = [
-                    {
-                        "id": message.get("tool_call_id") or f"call{number:05}",
-                        "type": "function",
-                        "function": {"name": message.get("name") or "tool", "arguments": arguments},
-                    }
-                    for number, message in enumerate(results)
-                ]
-                yield {**self.turn(), "tool_calls": calls}
+            calls = [
+                {
+                    "id": message.get("tool_call_id") or f"call{number:05}",
+                    "type": "function",
+                    "function": {"name": message.get("name") or "tool", "arguments": {}},
+                }
+                for number, message in enumerate(results)
+            ]
+            yield {**self.turn(), "tool_calls": calls}
 
     def after(self, turn: Message, messages: Sequence[Message]) -> str:
         """What the template writes after the stand-in's content; what stands before it may change with the messages."""
@@ -188,9 +187,9 @@ class _Rendering:
         return after
 
 
-def _check(message: Any) -> None:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-        raise SchemaError(f"expected a message with role and content, both texts, got {message!r}"[:300])
+def _check(message: Message) -> None:
+    if "content" not in message:
+        raise SchemaError(f"expected a message with role and content, got {message!r}"[:300])
     if message["role"] == "assistant":
         raise SchemaError(
             "an assistant's message is the model's turn, got one from the environment",

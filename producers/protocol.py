@@ -19,14 +19,17 @@ class Tokenizer(Protocol):
     """The part of `streamrl.data.tokenizer` that producers use."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text, special tokens written out in it included; nothing is added unless asked for (such as a leading bos)."""
+        """Token ids of a text, control tokens in it included, except those in the contents of a rendered one.
+
+        Nothing is added unless asked for (such as a leading bos).
+        """
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
     @property
     def chat_template(self) -> str:
-        """Its source (Jinja), or empty."""
+        """The source of its templates (Jinja), or empty."""
         ...
 
     @property
@@ -42,7 +45,7 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Messages as text, special tokens written out."""
+        """Messages as text for `encode`, as `streamrl.data.tokenizer.Tokenizer` renders them."""
         ...
 
 

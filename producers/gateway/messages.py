@@ -37,24 +37,20 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
             return said(self.content, self.tool_calls)
         return _digest([self.role, self.content, self.name, self.tool_call_id])
 
-    def for_template(self, *, as_text: bool = False) -> dict[str, Any]:
-        """As chat templates take it; `as_text`: the arguments of calls too."""
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates take it."""
         found: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning:
             found["reasoning_content"] = self.reasoning
         if self.tool_calls:
             found["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call, as_text)}}
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in self.tool_calls
             ]
         for name, value in (("tool_call_id", self.tool_call_id), ("name", self.name)):
             if value:
                 found[name] = value
         return found
-
-
-def _arguments(call: ToolCall, as_text: bool) -> Any:
-    return _encoder.encode(call.arguments).decode() if as_text else call.arguments
 
 
 def said(content: str, tool_calls: Sequence[ToolCall]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def _check_sets(config: Config) -> None:
 
 def _check_there(key: str, text: str, *, directory: bool = False, rows: bool = False) -> None:
     path, kind = Path(text), "a directory" if directory else "a file"
-    if path.is_dir() if directory else path.is_file() or (rows and (path / "state.json").is_file()):
+    if path.is_dir() if directory else path.is_file() or (rows and (path.is_dir() or glob.has_magic(text))):
         return
     there = ("a directory" if path.is_dir() else "something else") if path.exists() else f"no such {kind.split()[1]}"
     relative = "relative paths in the TOML file are relative to its folder, those of --set to the working directory"
@@ -70,7 +71,7 @@ def _check_sources(config: Config) -> None:
     for one in config.data.sources:
         path = Path(parse_dataset(one.train).path)
         refuse(
-            not path.exists(),
+            not path.exists() and not glob.has_magic(str(path)),
             f"expected the rows of source {one.name!r}, got no such file: {path}",
             hint="relative paths in the TOML file are relative to its folder",
             key="data.sources",

@@ -14,7 +14,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     """Training and held-out problems: JSONL, Parquet or Arrow files, or saved `datasets`, each optionally sliced as `path@[a:b]`."""
 
     train: str = ""
-    """Training rows."""
+    """Training rows: a file, a folder, a pattern of Parquet files, or a dataset of the Hub (docs/data.md)."""
     sources: tuple[SourceConfig, ...] = ()
     """Several sets of training rows instead of `data.train`."""
     curriculum: str = ""
@@ -33,7 +33,7 @@ class DataConfig(Section, frozen=True, kw_only=True):
     metadata_key: str = ""
     """Field with a table handed to rewards and producers; empty: none."""
     tools_key: str = ""
-    """Field with tool definitions for the chat template; empty: none."""
+    """Field with tool definitions for the chat template, as a list or its JSON text; empty: none."""
     reward_key: str = ""
     """Field with the row's own reward: the name of a built-in kind, or a table of `kind` and `options`; rows without one have the run's.
     Empty: all have the run's."""

@@ -28,6 +28,7 @@ from streamrl.config.former import (
     in_present_words,
     kept_layers,
 )
+from streamrl.config.hub import from_hub
 from streamrl.config.paths import resolve
 from streamrl.config.slime import lowered, raised
 from streamrl.config.tree import Config
@@ -51,17 +52,19 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, plan: bool = False)
     """Read a TOML file, put `a.b=c` overrides over it, and check the whole.
 
     Relative paths in the file are relative to its folder, those in overrides to the working directory; `run.dir` is always
-    relative to the working directory. Of a `plan`, for another machine or for later, no file that it names is looked for.
+    relative to the working directory. Models and rows of the Hugging Face Hub may be named in place of paths; they are fetched where they
+    are not in its cache. Of a `plan`, for another machine or for later, no file that it names is looked for.
 
     Raises ConfigError: missing or malformed file, unknown key (with the nearest known one),
     wrong type, a value out of its range, sections that contradict each other, a file that is named but not there.
     """
     source = Path(path)
-    tree = resolve(_read(source), source.resolve().parent)
+    tree, base = _read(source), source.resolve().parent
+    tree = resolve(tree if plan else from_hub(tree, base), base)
     given: dict[str, Any] = {}
     for override in overrides:
         _place(given, *_parse_override(override))
-    merged = _merge(tree, resolve(given, Path.cwd()))
+    merged = _merge(tree, resolve(given if plan else from_hub(given, Path.cwd()), Path.cwd()))
     config = convert(merged, where=str(source))
     check(config)
     if not plan:

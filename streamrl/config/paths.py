@@ -110,7 +110,10 @@ def _resolve_sets(tree: dict[str, Any], base: Path) -> None:
 
 def _dataset(text: str, base: Path) -> str:
     dataset = parse_dataset(text)
-    return str(dataset._replace(path=_absolute(dataset.path, base)))
+    path, named = _absolute(dataset.path, base), base / Path(dataset.path).expanduser()
+    if Path(path).suffix != named.suffix:  # a link to a file without the name that says its format, as in the Hub's cache
+        path = os.path.abspath(named)
+    return str(dataset._replace(path=path))
 
 
 def _function(text: str, base: Path) -> str:

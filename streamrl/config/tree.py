@@ -66,7 +66,8 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     """The policy's architecture and where its weights come from."""
 
     path: str = ""
-    """Hugging Face model directory (config, weights, tokenizer). Empty: a small Qwen3 and its tokenizer are built."""
+    """Hugging Face model directory (config, weights, tokenizer), or a name of the Hub such as `Qwen/Qwen3-0.6B`. Empty: a small Qwen3 and
+    its tokenizer are built."""
     hidden: PositiveInt = 128
     """Width of the built model."""
     layers: PositiveInt = 2

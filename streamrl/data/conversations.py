@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from streamrl.data.messages import plain_messages
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.errors import SchemaError
 
@@ -52,31 +53,31 @@ def encode_conversation(
     Args:
         tokenizer: with a chat template.
         messages: with `role` and `content`, and what else the template reads (`tool_calls`, `reasoning_content`, `name`). An assistant's
-            with `weight` or `step_loss_mask` of 0 is not trained.
+            with `weight` or `step_loss_mask` of 0 is not trained. Control tokens in its texts are tokens, in others' they are characters.
         tools: definitions for templates that show them.
         template_kwargs: further variables of the template.
 
     Raises:
-        SchemaError: a message of another form; no turn that is trained; a turn whose place the template does not show; a text that writes
-            out a token which begins or ends turns.
-        ConfigError: the template refuses the messages.
+        SchemaError: a message of another form; no turn that is trained; a turn whose place the template does not show; a text of the
+            assistant's that writes out a token which begins or ends turns.
+        ConfigError: the template refuses the messages, or shows no tools where there are some.
     """
-    for message in messages:
-        _check(message)
-    rendered = _Rendered(tokenizer, messages, tools, template_kwargs or {})
+    plain, given = plain_messages(messages), template_kwargs or {}
+    tokenizer.check_shown(plain, tools, given)
+    rendered = _Rendered(tokenizer, plain, tools, given)
     ids, offsets = tokenizer.encode_with_offsets(rendered.text)
     begins = [0, *(end for _, end in offsets[:-1])]  # a vocabulary may leave spaces out of its offsets
     stops = [begin if token in tokenizer.stop_ids else -1 for token, begin in zip(ids, begins, strict=True)]
     mask = [False] * len(ids)
     behind = 0
-    for index, message in enumerate(messages):
+    for index, message in enumerate(plain):
         if message["role"] != "assistant":
             continue
         start, end = rendered.turn(index, behind)
         last = next((place for place, begin in enumerate(stops) if begin >= end), None)
-        following = rendered.place(index + 1) if index + 1 < len(messages) else None
+        following = rendered.place(index + 1) if index + 1 < len(plain) else None
         if last is None or (following is not None and begins[last] > following):
-            raise SchemaError(f"the chat template writes no token that ends the assistant's turn, message {index + 1} of {len(messages)}")
+            raise SchemaError(f"the chat template writes no token that ends the assistant's turn, message {index + 1} of {len(plain)}")
         behind = offsets[last][1]
         if all(message.get(name) != 0 for name in WEIGHTS):
             for place in range(last + 1):
@@ -140,23 +141,24 @@ class _Rendered:
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         return self._tokenizer.apply_chat_template(
-            messages, tools=self._tools, add_generation_prompt=add_generation_prompt, template_kwargs=self._template_kwargs
+            messages,
+            tools=self._tools,
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=self._template_kwargs,
+            own_turns=True,
         )
 
     def _refuse_tokens(self, token_ids: set[int]) -> None:
-        """Written out in a text these would begin or end a turn."""
-        special = set(self._tokenizer.special_texts)
-        forbidden = [text for text in map(self._tokenizer.text_of, sorted(token_ids)) if text in special]
+        """Raise SchemaError where the assistant's texts write out a token of these: it would begin or end a turn."""
+        forbidden = [text for text in map(self._tokenizer.text_of, sorted(token_ids)) if text in self._tokenizer.control_texts]
         for number, message in enumerate(self._messages, 1):
-            for text in _texts(message):
+            for text in _texts(message) if message["role"] == "assistant" else ():
                 if found := next((one for one in forbidden if one in text), None):
-                    raise SchemaError(f"expected texts without {found!r}, which begins or ends turns, got one in message {number}")
-
-
-def _check(message: Any) -> None:
-    content = message.get("content") if isinstance(message, Mapping) else message
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(content, str | None):
-        raise SchemaError(f"expected a message with a role and a content, both texts, got {message!r}"[:300])
+                    raise SchemaError(
+                        f"expected texts without {found!r}, which begins or ends turns, got one in message {number}",
+                        hint="the template writes it: take it out of the text",
+                        number=number,
+                    )
 
 
 def _texts(value: Any) -> Iterable[str]:

@@ -1,4 +1,7 @@
-"""Rows that are read when their turn comes: JSON Lines by an index of offsets, Parquet by row groups, Arrow files from mapped memory."""
+"""Rows that are read when their turn comes: JSON Lines by an index of offsets, Parquet by row groups, Arrow files from mapped memory.
+
+What can only be read as a whole (`streamrl.data.formats`) is held.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ import numpy as np
 
 from streamrl.config.paths import DatasetPath, parse_dataset
 from streamrl.core.seeds import mix64
-from streamrl.data.arrow_files import arrow_files, open_arrow
+from streamrl.data.arrow_files import open_arrow
+from streamrl.data.formats import Kind, find, one_schema, read_held
 from streamrl.data.line_index import LONGEST_ROW, LineIndex, first_lines, line_index, open_data, sampled_digest
 from streamrl.data.order import permuted, row_of
 from streamrl.errors import DataError
@@ -59,19 +63,22 @@ def open_mapped(text: str, kept: Path) -> MappedRows:
     """The rows that `path` or `path@[a:b]` names, without reading them all.
 
     Args:
-        text: a JSON Lines file, `.parquet`, `.arrow`, or a directory that `datasets.Dataset.save_to_disk` has written.
+        text: of a format that `streamrl.data.formats.find` tells apart.
         kept: folder for indices.
 
     Raises:
         DataError: no such set, one that cannot be read, or no rows.
     """
     dataset = parse_dataset(text)
-    path = Path(dataset.path)
-    if path.is_dir() or path.suffix == ".arrow":
-        rows: MappedRows = _ArrowRows(path, dataset)
-    elif path.suffix == ".parquet":
-        rows = _ParquetRows(path, dataset)
+    kind, path, files = find(dataset.path)
+    if kind == Kind.ARROW:
+        rows: MappedRows = _ArrowRows(path, files, dataset)
+    elif kind == Kind.PARQUET:
+        rows = _ParquetRows(path, files, dataset)
+    elif kind == Kind.HELD:
+        rows = _HeldRows(path, dataset)
     else:
+        path = files[0]
         rows = _LineRows(path, dataset, line_index(path, kept / f"{hashlib.sha256(str(path).encode()).hexdigest()[:16]}.index"))
     return _some(rows, dataset)
 
@@ -82,9 +89,8 @@ def open_first(text: str, kept: Path, most: int) -> MappedRows:
     Args and raises as `open_mapped`.
     """
     dataset = parse_dataset(text)
-    path = Path(dataset.path)
-    whole = path.is_dir() or path.suffix in (".arrow", ".parquet") or dataset.start or (dataset.stop or 0) < 0
-    if whole:
+    kind, _, [path, *_] = find(dataset.path)
+    if kind != Kind.LINES or dataset.start or (dataset.stop or 0) < 0:
         return open_mapped(text, kept)
     stop = most if dataset.stop is None else min(most, dataset.stop)
     return _some(_LineRows(path, DatasetPath(str(path), 0, stop), first_lines(path, most)), dataset)
@@ -103,9 +109,8 @@ def blocks_digest(text: str) -> str:
     The path is no part of it. Raises DataError as `open_mapped`.
     """
     dataset = parse_dataset(text)
-    path = Path(dataset.path)
     total = hashlib.sha256(f"{dataset.start}:{dataset.stop}".encode())
-    for one in arrow_files(path) if path.is_dir() else [path]:
+    for one in find(dataset.path).files:
         with open_data(one) as file:
             total.update(sampled_digest(file).encode())
     return total.hexdigest()
@@ -188,11 +193,25 @@ class _LineRows(_Files):
         return DataError(f"expected a JSON object at {self.path} line {line}, got: {found}", hint=hint, path=self.path, line=line)
 
 
-class _ArrowRows(_Files):
+class _HeldRows(_Files):
     def __init__(self, path: Path, dataset: DatasetPath) -> None:
-        files = arrow_files(path)
+        super().__init__(path, [path])
+        self._rows = read_held(path)
+        with open_data(path) as file:
+            self.digest = sampled_digest(file)
+        self._cut(dataset, len(self._rows))
+
+    def read(self, row: int) -> dict[str, Any]:
+        return self._rows[self._first + row]
+
+    def line(self, row: int) -> int:
+        return self._rows.line(self._first + row)
+
+
+class _ArrowRows(_Files):
+    def __init__(self, path: Path, files: Sequence[Path], dataset: DatasetPath) -> None:
         super().__init__(path, files)
-        self._table = open_arrow(path, files)
+        self._table = open_arrow(path, list(files))
         self._cut(dataset, self._table.num_rows)
         counts = [chunk.num_rows for chunk in self._table.to_batches()]
         self.digest = hashlib.sha256(np.array(counts, np.int64).tobytes() + str(self._table.schema).encode()).hexdigest()
@@ -208,21 +227,28 @@ class _ParquetRows(_Files):
     and permuted as any other.
     """
 
-    def __init__(self, path: Path, dataset: DatasetPath) -> None:
+    def __init__(self, path: Path, files: Sequence[Path], dataset: DatasetPath) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        super().__init__(path, [path])
-        open_data(path).close()
-        try:
-            self._file = pq.ParquetFile(path, memory_map=True)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"expected a Parquet file, got {path}: {error}", hint="was it written completely?", path=str(path)) from error
-        groups = [self._file.metadata.row_group(index) for index in range(self._file.num_row_groups)]
+        super().__init__(path, files)
+        shards: list[pq.ParquetFile] = []
+        for file in files:
+            open_data(file).close()
+            try:
+                shards.append(pq.ParquetFile(file, memory_map=True))
+            except (pa.ArrowException, OSError) as error:
+                hint = "was it written completely?"
+                raise DataError(f"expected a Parquet file, got {file}: {error}", hint=hint, path=str(file)) from error
+        schemas = [shard.schema_arrow for shard in shards]
+        one_schema(path, files, schemas)
+        self._groups = [(shard, index) for shard in shards for index in range(shard.num_row_groups)]
+        """File and number in it of each row group, in the order of the rows."""
+        groups = [shard.metadata.row_group(index) for shard, index in self._groups]
         counts = np.array([group.num_rows for group in groups], np.int64)
         self._bytes = [max(1, group.total_byte_size) for group in groups]
         self._starts = np.concatenate(([0], np.cumsum(counts)))
-        self.digest = hashlib.sha256(counts.tobytes() + str(self._file.schema_arrow).encode()).hexdigest()
+        self.digest = hashlib.sha256(counts.tobytes() + str(schemas[0]).encode()).hexdigest()
         self._cut(dataset, int(self._starts[-1]))
         first, stop = self._first, self._first + self._count
         used = [g for g in range(len(groups)) if self._starts[g] < stop and self._starts[g + 1] > first and counts[g]]
@@ -279,7 +305,8 @@ class _ParquetRows(_Files):
         import pyarrow as pa
 
         try:
-            return self._file.read_row_group(group, use_threads=False)
+            shard, index = self._groups[group]
+            return shard.read_row_group(index, use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"expected row group {group} of {self.path} to be readable (row {self.line(row)}), got: {error}",

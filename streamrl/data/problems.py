@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from streamrl.config.row_rewards import row_reward
 from streamrl.config.tree import DataConfig
 from streamrl.data.conversations import split
 from streamrl.data.images import ImageReader, RowImage, has_image_parts
+from streamrl.data.messages import plain_messages, plain_tools
 from streamrl.data.order import row_of
 from streamrl.data.rows import BadRows, digest, open_rows
 from streamrl.data.tokenizer import Tokenizer
@@ -171,6 +173,7 @@ def prompt_text(
         return prompt
     messages: Sequence[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     given = {**config.chat_template_kwargs, **(template_kwargs or {})}
+    tokenizer.check_shown(messages, tools, given)
     return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, template_kwargs=given)
 
 
@@ -178,7 +181,7 @@ def problem_text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, pat
     """`prompt_text` of a row; raises DataError that names it."""
     try:
         return prompt_text(problem.prompt, config, tokenizer, tools=problem.tools, template_kwargs=problem.chat_template_kwargs or None)
-    except ConfigError as error:
+    except (ConfigError, SchemaError) as error:
         values = error.values | {"path": path, "line": problem.line}
         raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
 
@@ -196,10 +199,10 @@ def read_problem(row: dict[str, Any], config: DataConfig, *, row_number: int, li
 
     prompt, label = (_conversation if config.messages_key else _prompt)(row, config, wrong)
     prompt, images = _images(row, prompt, config, wrong, path, line)
+    prompt, label, tools = _plain(row, prompt, label, config, path, line)
     metadata = (row.get(config.metadata_key) if config.metadata_key else None) or {}
     if not isinstance(metadata, dict):
         raise wrong("metadata_key", "a table")
-    tools = row.get(config.tools_key) if config.tools_key else None
     given = (row.get(config.chat_template_kwargs_key) if config.chat_template_kwargs_key else None) or {}
     if not isinstance(given, dict):
         raise wrong("chat_template_kwargs_key", "a table")
@@ -244,11 +247,46 @@ def _conversation(row: dict[str, Any], config: DataConfig, wrong: Wrong) -> tupl
     messages = row.get(config.messages_key)
     if messages is None or not _are_messages(messages):
         raise wrong("messages_key", "a list of chat messages")
-    # Parquet gives each message all fields.
-    head, answer = split([{name: value for name, value in message.items() if value is not None} for message in messages])
+    head, answer = split(messages)
     if not head or not answer:
         raise wrong("messages_key", "a message for the assistant and a turn of the assistant's after it")
     return head, answer
+
+
+def _plain(row: dict[str, Any], prompt: Any, label: Any, config: DataConfig, path: str, line: int) -> tuple[Any, Any, Any]:
+    """Prompt, label and tools in the one form in which tasks have them, whatever the form of the file."""
+    option = "messages_key" if config.messages_key else "prompt_key"
+    try:
+        if not isinstance(prompt, str):
+            num = len(prompt)
+            prompt = plain_messages(prompt)
+            label = plain_messages(label, first=num + 1) if config.messages_key else label
+        option = "tools_key"
+        tools = plain_tools(row.get(config.tools_key)) if config.tools_key else None
+        option = "label_key"
+        _check_numbers(label)
+        option = "metadata_key"
+        _check_numbers((row.get(config.metadata_key) if config.metadata_key else None), nan=True)
+    except SchemaError as error:
+        raise DataError(
+            f"{error.message}, under {getattr(config, option)!r} at {path} line {line}",
+            hint=error.hint,
+            **(error.values | {"path": path, "line": line, "key": f"data.{option}"}),
+        ) from error
+    return prompt, label, tools
+
+
+def _check_numbers(value: Any, *, nan: bool = False) -> None:
+    """Raise SchemaError for a number that no answer equals, NaN unless `nan` says that it may be there, or that a task cannot carry."""
+    if isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_numbers(one, nan=nan)
+    elif isinstance(value, float) and math.isnan(value) and not nan:
+        raise SchemaError(
+            "expected a label, got NaN, which no answer equals", hint="pandas writes NaN for what is missing: leave the row out", got="NaN"
+        )
+    elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise SchemaError(f"expected an integer of at most 64 bits, got {str(value)[:40]}", hint="write it as text, in quotes", got="int")
 
 
 def _images(row: dict[str, Any], prompt: Any, config: DataConfig, wrong: Wrong, path: str, line: int) -> tuple[Any, tuple[RowImage, ...]]:

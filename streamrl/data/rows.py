@@ -1,20 +1,23 @@
-"""Dataset files: JSONL, Parquet and Arrow, whole or as a slice (`rows.jsonl@[0:100]`), with errors that name the line."""
+"""Dataset files of all formats (`streamrl.data.formats`), whole or as a slice (`rows.jsonl@[0:100]`), with errors that name the line."""
 
 from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from streamrl.config.paths import parse_dataset
-from streamrl.data.arrow_files import arrow_files, open_arrow
+from streamrl.data.arrow_files import open_arrow
+from streamrl.data.formats import Kind, find, one_schema, read_held
+from streamrl.data.messages import without_nulls
 from streamrl.errors import DataError
 
 _canonical = msgspec.json.Encoder(order="deterministic")
@@ -36,37 +39,51 @@ class Rows(Protocol):
     def path(self) -> str: ...
 
 
+R = TypeVar("R", bound=Rows)
+
+
 def open_rows(text: str) -> Rows:
     """The rows that `path` or `path@[a:b]` names.
 
-    `.parquet` is Parquet, `.arrow` Arrow, a directory a saved `datasets`, anything else JSONL (blank lines are no rows).
+    Their formats are those that `streamrl.data.formats.find` tells apart; anything else is JSONL (blank lines are no rows).
 
     Every used row is decoded once here, so that a broken one is found before the run starts. A byte-order mark is no part of the
     first. Raises DataError: missing or unreadable file, lines that are no JSON objects (the first: `values["line"]`), no rows at all.
     """
     dataset = parse_dataset(text)
-    path = Path(dataset.path)
-    if not path.exists():
+    kind, path, files = find(dataset.path)
+    if not files[0].exists():
         raise DataError(
             f"expected a dataset file, got no such file: {path}",
             hint="check the path; in a TOML file it is relative to its folder",
             path=str(path),
         )
     window = slice(dataset.start, dataset.stop)
-    if path.is_dir() or path.suffix == ".arrow":
-        rows: Rows = _sliced(path, open_arrow(path, arrow_files(path)), window)
+    if kind == Kind.ARROW:
+        rows: Rows = _sliced(path, open_arrow(path, list(files)), window)
+    elif kind == Kind.PARQUET:
+        rows = _parquet(path, files, window)
+    elif kind == Kind.HELD:
+        rows = _checked(read_held(files[0]).cut(window))
     else:
-        rows = _parquet(path, window) if path.suffix == ".parquet" else _jsonl(path, window)
+        rows = _jsonl(files[0], window)
     if len(rows) == 0:
         raise DataError(f"expected at least one row in {dataset}, got none", hint="check the file and its slice", path=str(path), rows=0)
     return rows
 
 
 def digest(rows: Rows) -> str:
-    """SHA-256 (hex) over the rows' contents in order: the same for one dataset as JSONL and as Parquet, whatever its formatting."""
+    """SHA-256 (hex) over the rows' contents in order: the same for one dataset as JSONL and as Parquet, whatever its formatting.
+
+    Fields that are null are no part of it, at any depth: Arrow gives each row all fields of the table.
+    """
     total = hashlib.sha256()
     for row in rows:
-        encoded = _canonical.encode(row)
+        plain = without_nulls(row)
+        try:
+            encoded = _canonical.encode(plain)
+        except OverflowError:  # an integer beyond 64 bits, in a field that no task has
+            encoded = json.dumps(plain, sort_keys=True, default=str).encode()
         total.update(len(encoded).to_bytes(8, "little") + encoded)
     return total.hexdigest()
 
@@ -167,7 +184,11 @@ def _jsonl(path: Path, window: slice) -> JsonlRows:
     starts, stops = np.concatenate(([begin], edges + 1)), np.concatenate((edges, [len(data)]))
     filled = np.array([bool(data[start:stop].strip()) for start, stop in zip(starts, stops, strict=True)])
     lines = np.flatnonzero(filled) + 1
-    rows = JsonlRows(str(path), data, starts[filled][window], stops[filled][window], lines[window])
+    return _checked(JsonlRows(str(path), data, starts[filled][window], stops[filled][window], lines[window]))
+
+
+def _checked(rows: R) -> R:
+    """The rows, after a look at each; raises DataError for the first that cannot be read."""
     bad = BadRows(len(rows))
     for index in range(len(rows)):
         with bad:
@@ -176,15 +197,18 @@ def _jsonl(path: Path, window: slice) -> JsonlRows:
     return rows
 
 
-def _parquet(path: Path, window: slice) -> TableRows:
+def _parquet(path: Path, files: Sequence[Path], window: slice) -> TableRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        table = pq.read_table(path, memory_map=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(f"expected a Parquet file, got {path}: {error}", hint="was it written completely?", path=str(path)) from error
-    return _sliced(path, table, window)
+    tables: list[Any] = []
+    for file in files:
+        try:
+            tables.append(pq.ParquetFile(file, memory_map=True).read())
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"expected a Parquet file, got {file}: {error}", hint="was it written completely?", path=str(file)) from error
+    schema = one_schema(path, files, [table.schema for table in tables])
+    return _sliced(path, pa.concat_tables([table.select(schema.names).cast(schema) for table in tables]), window)
 
 
 def _sliced(path: Path, table: Any, window: slice) -> TableRows:

@@ -1,29 +1,26 @@
 """A tokenizer read from a Hugging Face model directory without importing transformers (which takes seconds).
 
-`tokenizers` does the encoding, jinja2 the chat template; both give what `AutoTokenizer` gives (tested on it).
+`tokenizers` does the encoding, jinja2 the chat template; both give what `AutoTokenizer` gives (tested on it), except that no content of a
+message becomes a control token (`streamrl.data.control_tokens`).
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
+from streamrl.data.chat_templates import DEFAULT, SPECIAL, ChatTemplates
+from streamrl.data.control_tokens import ControlTokens, has_marks, is_barred
+from streamrl.data.messages import plain_messages, plain_tools
 from streamrl.errors import ConfigError
 
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-_OWN = ("messages", "tools", "add_generation_prompt", *_SPECIAL)
-"""What a template is given by name besides the variables of the caller."""
+TEMPLATE_FILE, TEMPLATES_DIR = "chat_template.jinja", "additional_chat_templates"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE, "generation_config.json")
+"""What `load_tokenizer` reads, besides TEMPLATES_DIR."""
 
 
 class Tokenizer:
@@ -31,27 +28,39 @@ class Tokenizer:
 
     Args:
         backend: the encoder.
-        special: the texts of `bos_token`, `eos_token`, `pad_token` and `unk_token`, where there are any.
-        template: chat template (Jinja), or empty.
+        special: the texts of `bos_token`, `eos_token`, `pad_token` and others, where there are any.
+        template: chat template (Jinja), or empty; or several by name.
         stop_ids: further ids that end a completion, besides the end-of-sequence token's.
         where: directory it came from, for messages.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, *, special: Mapping[str, str], template: str, stop_ids: Sequence[int] = (), where: str = ""
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special: Mapping[str, str],
+        template: str | Mapping[str, str],
+        stop_ids: Sequence[int] = (),
+        where: str = "",
     ) -> None:
         self.special = dict(special)
         self._backend = backend
         self._where = where
-        self.chat_template = template
-        """Its source (Jinja), or empty."""
-        self._template = _compile(template, where) if template else None
-        self._variables = _variables(self._template, template)
+        sources = {DEFAULT: template} if isinstance(template, str) and template else dict(template or {})
+        self.chat_template = "\n".join(sources.values())
+        """The source of its templates (Jinja), one after the other, or empty."""
+        self._templates = ChatTemplates(sources, special, where)
         self.eos_id = self._id_of("eos_token")
         self.pad_id = self._id_of("pad_token")
         own = () if self.eos_id is None else (self.eos_id,)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*own, *stop_ids)))
         """Ids that end a completion, the end-of-sequence token's first."""
+        added = backend.get_added_tokens_decoder()
+        self.control_texts = tuple(
+            token.content for number, token in added.items() if token.special or number in self.stop_ids or is_barred(token.content)
+        )
+        """How its control tokens are written: those that no content of a message becomes."""
+        self._control = ControlTokens(self.control_texts)
 
     @property
     def end_id(self) -> int:
@@ -94,23 +103,42 @@ class Tokenizer:
         """Number of ids this tokenizer can give; a model's embedding may be longer."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    @property
-    def special_texts(self) -> list[str]:
-        """How its special tokens are written."""
-        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
-
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text, special tokens written out in it included; nothing is added unless asked for (such as a leading bos)."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text, control tokens written out in it included; nothing is added unless asked for (such as a leading bos).
+
+        In a text that `apply_chat_template` has given, the contents of messages give no control tokens.
+        """
+        if add_special_tokens or not has_marks(text):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encode_with_offsets(text)[0]
 
     def encode_many(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """`encode` of each text, faster."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        found = [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        for place, text in enumerate(texts):
+            if has_marks(text) and not add_special_tokens:
+                found[place] = self.encode(text)
+        return found
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """`encode`, and for each token the characters that it stands for, from (inclusive) and to (exclusive)."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        return encoding.ids, encoding.offsets
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for piece in self._control.pieces(text):
+            # In two parts it is no control token; each stands at one of the two characters that veil it.
+            parts = (piece.text[:1], piece.text[1:]) if piece.veiled else (piece.text,)
+            for place, part in enumerate(parts, piece.start):
+                encoding = self._backend.encode(part, add_special_tokens=False)
+                ids += encoding.ids
+                if piece.veiled:
+                    offsets += [(place, place + 1)] * len(encoding.ids)
+                else:
+                    offsets += [(place + start, place + end) for start, end in encoding.offsets]
+        return ids, offsets
+
+    def unveiled(self, rendered: str) -> str:
+        """A text that `apply_chat_template` has given, as people read it: encoded, its contents may become control tokens."""
+        return self._control.unveiled(rendered)
 
     def text_of(self, token_id: int) -> str:
         """How one token is written; empty for an id without a token."""
@@ -127,58 +155,48 @@ class Tokenizer:
         tools: Any = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        own_turns: bool = False,
     ) -> str:
-        """Messages as text, special tokens written out.
+        """Messages as text for `encode`: the template's special tokens written out, those of contents veiled.
+
+        All that renders conversations comes here: rows, chats, the gateway, and whole conversations as training data.
 
         Args:
-            messages: with `role` and `content`.
-            tools: definitions for templates that show them.
+            messages: with `role` and `content`, in any form that `streamrl.data.messages` knows.
+            tools: definitions, as a list of tables or its JSON text.
             add_generation_prompt: whether the text ends where the model begins to write.
             template_kwargs: further variables of the template, such as `enable_thinking`.
+            own_turns: whether the assistant's messages are what the model is to write, so that control tokens in them are tokens.
 
         Raises:
-            ConfigError: there is no template, it refuses the messages, or it reads no such variable.
+            SchemaError: messages or tools of another form, or a message that says nothing.
+            ConfigError: there is no template, it refuses the messages, shows no tools where there are some, or reads no such variable.
         """
-        if self._template is None:
-            raise ConfigError(
-                f"expected a chat template in {self._where}, got none",
-                hint="set data.chat_template = false, or put a chat_template.jinja beside the tokenizer",
-                path=self._where,
-                missing="chat_template",
-            )
-        given = template_kwargs or {}
-        if given:
-            self.check_template_kwargs(given)
-        try:
-            return self._template.render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, **self.special, **given
-            )
-        except (jinja2.TemplateError, TypeError) as error:  # TypeError: a template that adds to a missing content
-            raise ConfigError(
-                f"the chat template in {self._where} refuses these messages: {error}",
-                hint="check their roles and contents",
-                path=self._where,
-                refused=str(error),
-            ) from error
+        plain, definitions = plain_messages(messages), plain_tools(tools)
+        veiled = [self._control.veil(one, only_marks=own_turns and one["role"] == "assistant") for one in plain]
+        return self._templates.render(
+            veiled,
+            self._control.veil(definitions),
+            add_generation_prompt=add_generation_prompt,
+            template_kwargs=self._control.veil(template_kwargs or {}),
+        )
+
+    def check_shown(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise ConfigError where the chat template leaves these tools, or the calls of a message, out of the text without a word."""
+        self._templates.check_shown(plain_messages(messages), plain_tools(tools), template_kwargs or {})
 
     def check_template_kwargs(self, given: Mapping[str, Any]) -> None:
         """Raise ConfigError for a variable that the chat template does not read: Jinja itself would pass it over."""
-        known = self._variables.difference(_OWN)
-        if unknown := sorted(set(given) - known):
-            raise ConfigError(
-                f"expected variables that the chat template in {self._where} reads ({', '.join(sorted(known)) or 'it reads none'}), "
-                f"got {', '.join(unknown)}",
-                hint="check data.chat_template_kwargs",
-                key="data.chat_template_kwargs",
-                got=unknown,
-            )
+        self._templates.check_template_kwargs(given)
 
     def _id_of(self, name: str) -> int | None:
         return self._backend.token_to_id(self.special[name]) if name in self.special else None
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Read `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja` and `generation_config.json`; raises ConfigError.
+    """Read TOKENIZER_FILES and the templates in TEMPLATES_DIR; raises ConfigError.
 
     Takes milliseconds for a small vocabulary, a few tenths of a second for 150,000 tokens.
     """
@@ -198,26 +216,27 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     settings = _read_json(path / "tokenizer_config.json")
-    special = {name: _content(settings[name]) for name in _SPECIAL if settings.get(name)}
+    settings = {**_read_json(path / "special_tokens_map.json"), **{key: value for key, value in settings.items() if value is not None}}
+    special = {name: _content(settings[name]) for name in SPECIAL if settings.get(name)}
     stops = _read_json(path / "generation_config.json").get("eos_token_id") or ()
     return Tokenizer(
         backend,
         special=special,
-        template=_read_template(path, settings),
+        template=_read_templates(path, settings),
         stop_ids=[stops] if isinstance(stops, int) else stops,
         where=str(path),
     )
 
 
-def _read_template(path: Path, settings: Mapping[str, Any]) -> str:
-    """The template file, else the one inside the settings (one text, or several by name of which `default` is meant)."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+def _read_templates(path: Path, settings: Mapping[str, Any]) -> str | dict[str, str]:
+    """The template files by name, else what the settings hold: one text, or several by name."""
+    files = {file.stem: file for file in sorted((path / TEMPLATES_DIR).glob("*.jinja"))}
+    if (path / TEMPLATE_FILE).is_file():
+        files[DEFAULT] = path / TEMPLATE_FILE
+    if files:
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     inside = settings.get("chat_template") or ""
-    if isinstance(inside, list):
-        inside = {entry["name"]: entry["template"] for entry in inside}.get("default", "")
-    return inside
+    return {entry["name"]: entry["template"] for entry in inside} if isinstance(inside, list) else inside
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -233,56 +252,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _content(token: str | Mapping[str, Any]) -> str:
     return token if isinstance(token, str) else token["content"]
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what the model has written, for those who train on whole conversations."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node | list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(template: str, where: str) -> jinja2.Template:
-    """The environment that Hugging Face templates are written for: sandboxed, blocks trimmed, with its three extra functions."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = to_json
-    functions: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    environment.globals.update(functions)
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"expected a Jinja chat template in {where}, got at its line {error.lineno}: {error.message}",
-            hint="fix chat_template.jinja",
-            path=where,
-            line=error.lineno,
-        ) from error
-
-
-def _variables(template: jinja2.Template | None, source: str) -> frozenset[str]:
-    """Names that a template looks for in what it is given."""
-    if template is None:
-        return frozenset()
-    found = jinja2.meta.find_undeclared_variables(template.environment.parse(source))
-    return frozenset(found - template.environment.globals.keys())

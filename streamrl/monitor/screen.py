@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
@@ -87,7 +87,7 @@ def summary_rows(numbers: RunNumbers) -> list[tuple[Part, Cell]]:
             f"lag {numbers.stream_lag} messages, {short(numbers.stream_bytes)}B   swaps {numbers.swaps}   "
             f"tasks {numbers.tasks_ended} ended of {numbers.tasks_granted}",
         ),
-        ("dropped", drops_text(numbers)),
+        ("dropped", drops_text(numbers.dropped, numbers.drops)),
     ]
     return [(Part(word, "bold cyan"), said) for word, said in rows]
 
@@ -155,10 +155,10 @@ def staleness_text(numbers: RunNumbers) -> str:
     return f"p50 {numbers.staleness_p50:g}  max {numbers.staleness_max}" + (f"   ({known})" if known else "")
 
 
-def drops_text(numbers: RunNumbers) -> str:
+def drops_text(dropped: int, drops: Mapping[str, int]) -> str:
     """Number of rollouts dropped, and why."""
-    reasons = ", ".join(f"{visible(reason)} {count}" for reason, count in sorted(numbers.drops.items(), key=lambda item: -item[1]))
-    return f"{numbers.dropped} ({reasons})" if reasons else "0"
+    reasons = ", ".join(f"{visible(reason)} {count}" for reason, count in sorted(drops.items(), key=lambda item: -item[1]))
+    return f"{dropped} ({reasons})" if reasons else str(dropped)
 
 
 def failed_line(numbers: RunNumbers, producers: Counter[str]) -> str:

@@ -12,7 +12,7 @@ import msgspec
 from streamrl.monitor.failed_share import failed_of
 from streamrl.monitor.numbers import Evaluation, Point, Problem
 from streamrl.monitor.rates import counted_quantile
-from streamrl.monitor.screen import clock, decimal, short
+from streamrl.monitor.screen import clock, decimal, drops_text, short
 from streamrl.monitor.view import REWARD_WINDOW, RunView
 
 if TYPE_CHECKING:
@@ -155,10 +155,11 @@ def summary_line(summary: Summary) -> str:
         parts.append(f"loss {decimal(summary.loss_first)} -> {decimal(summary.loss_last)}")
     if summary.heldout_first is not None and summary.heldout_last is not None:
         parts.append(f"held-out {decimal(summary.heldout_first)} -> {decimal(summary.heldout_last)}")
+    count, _, why = drops_text(summary.dropped, summary.drops).partition(" ")
     parts += [
         f"{short(summary.tokens_made)} tokens made, {short(summary.tokens_trained)} trained",
         f"staleness p50 {summary.staleness_p50:g} max {summary.staleness_max}",
-        f"{summary.dropped} dropped",
+        f"{count} dropped {why}".rstrip(),
         f"{summary.swaps} swaps",
     ]
     if summary.slo:

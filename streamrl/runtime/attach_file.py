@@ -6,6 +6,8 @@ weights, no options that look like secrets. What it names is checked before it i
 
 from __future__ import annotations
 
+import re
+import shutil
 import zlib
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from streamrl.bus.address import BusAddress
 from streamrl.config.code import rollout_code
 from streamrl.config.files import write_private
 from streamrl.config.load import dump, from_json, override
-from streamrl.data.tokenizer import load_tokenizer
+from streamrl.data.tokenizer import TEMPLATES_DIR, TOKENIZER_FILES, load_tokenizer
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import check_name
@@ -23,7 +25,8 @@ from streamrl.schemas.subjects import check_name
 MAX_BYTES = 256 << 20
 """Of the file, and of what it unpacks to."""
 _MARK = b"streamrl-attach-1\n"
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_TEMPLATE = re.compile(rf"{TEMPLATES_DIR}/[\w-]+\.jinja", re.ASCII)
+"""Name of a further template of a tokenizer in the file."""
 
 
 class Attachment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -63,7 +66,8 @@ def write_attach_file(run: RunDir, path: Path, *, role: str = "producer") -> Non
         config = run.load_config()
         policy = run.policy_dir(config)
         load_tokenizer(policy)  # says what is wrong with it
-        files = {name: (policy / name).read_bytes() for name in _TOKENIZER if (policy / name).is_file()}
+        templates = [f"{TEMPLATES_DIR}/{file.name}" for file in (policy / TEMPLATES_DIR).glob("*.jinja")]
+        files = {name: (policy / name).read_bytes() for name in (*TOKENIZER_FILES, *templates) if (policy / name).is_file()}
         packed = Attachment(run.name, dump(config), address, run.engine_token() if role == "producer" else "", files, role)
         write_private(path.absolute(), _MARK + zlib.compress(msgspec.msgpack.encode(packed)))
     except OSError as error:
@@ -119,8 +123,10 @@ def unpack_attach_file(path: Path, base: Path, *, role: str = "producer", bus_ur
     address = msgspec.structs.replace(found.bus, url=bus_url) if bus_url else found.bus
     run.create()
     run.model_dir.mkdir(mode=0o700, exist_ok=True)
-    for name in _TOKENIZER:
+    shutil.rmtree(run.model_dir / TEMPLATES_DIR, ignore_errors=True)
+    for name in (*TOKENIZER_FILES, *filter(_TEMPLATE.fullmatch, found.tokenizer)):
         if name in found.tokenizer:
+            (run.model_dir / name).parent.mkdir(exist_ok=True)
             write_private(run.model_dir / name, found.tokenizer[name])
         else:
             (run.model_dir / name).unlink(missing_ok=True)

@@ -128,11 +128,11 @@ def test_a_string_is_one_user_message(write, tokenizer):
 
 def test_messages_tools_and_metadata(write, tokenizer):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    path = write({"chat": messages, "answer": 3, "info": {"level": 1}, "functions": ["f"]})
+    path = write({"chat": messages, "answer": 3, "info": {"level": 1}, "functions": [{"name": "f"}]})
     config = DataConfig(prompt_key="chat", label_key="answer", metadata_key="info", tools_key="functions")
     problem = load_problems(path, config, tokenizer)[0]
-    assert tokenizer.decode(problem.prompt_ids) == '<|system|>["f"]<|end|><|system|>s<|end|><|user|>u<|end|><|assistant|>'
-    assert (problem.label, problem.metadata, problem.tools, problem.prompt) == (3, {"level": 1}, ["f"], messages)
+    assert tokenizer.decode(problem.prompt_ids) == '<|system|>[{"name": "f"}]<|end|><|system|>s<|end|><|user|>u<|end|><|assistant|>'
+    assert (problem.label, problem.metadata, problem.tools, problem.prompt) == (3, {"level": 1}, [{"name": "f"}], messages)
 
 
 def test_long_prompts_are_left_out_and_counted(write, tokenizer, caplog):

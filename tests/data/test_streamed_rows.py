@@ -62,6 +62,8 @@ class Letters:
     def check_template_kwargs(self, given: Any) -> None:
         self.asked.append(given)
 
+    def check_shown(self, messages: Any, tools: Any = None, template_kwargs: Any = None) -> None: ...
+
     def apply_chat_template(self, messages: Any, **_: Any) -> str:
         return "".join(message["content"] for message in messages)
 

@@ -72,10 +72,9 @@ def test_equal_to_transformers(characters, tokenizer, tools, prompt):
     assert (reference.eos_token_id, reference.pad_token_id) == (tokenizer.eos_id, tokenizer.pad_id)
 
 
-@pytest.mark.parametrize("messages", [[{"role": "robot", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": None}]])
-def test_the_template_refuses(tokenizer, messages):
+def test_the_template_refuses(tokenizer):
     with raises(ConfigError, refused=ANY):
-        tokenizer.apply_chat_template(messages)
+        tokenizer.apply_chat_template([{"role": "robot", "content": "x"}])
 
 
 def test_other_layouts_of_a_directory(characters, tmp_path):
@@ -157,7 +156,9 @@ def test_what_templates_of_the_hub_use_besides(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     template = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ tools | tojson(ensure_ascii=False, separators=(',', ':')) }}"
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert load_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}], tools={"a": "\u00e9"}) == 'hi{"a":"\u00e9"}'
+    assert (
+        load_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "hi"}], tools=[{"a": "\u00e9"}]) == 'hi[{"a":"\u00e9"}]'
+    )
 
 
 TEXTS = [f"Natalia sold {n} clips in April and {2 * n} clips in May. How many clips did she sell?" for n in range(40)]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.data.tokenizer import Tokenizer
-from streamrl.producers.gateway.content import ContentTokenizer
 from streamrl.producers.gateway.errors import ApiError
+from streamrl.producers.gateway.rendering import BoundedTokenizer
 from tests.support.gateways import PROMPT, one_session
 from tests.support.policies import make_model
 from tests.support.producing import Loop, samples_in
@@ -28,16 +28,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @given(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), st.sampled_from(["user", "system", "tool", "assistant"]))
 def test_content_is_content_whatever_it_looks_like(tokenizer: Tokenizer, content: str, role: str) -> None:
-    guarded = ContentTokenizer(tokenizer, MAX_LEN)
+    guarded = BoundedTokenizer(tokenizer, MAX_LEN)
     ids = guarded.encode(guarded.apply_chat_template([{"role": role, "content": content}], add_generation_prompt=False))
-    special = {tokenizer.encode(text)[0] for text in tokenizer.special_texts}
+    special = {tokenizer.encode(text)[0] for text in tokenizer.control_texts}
     kept = tokenizer.decode(tokenizer.encode(content.replace("\ufdd0", "")))  # a small vocabulary has not every character
     assert [token for token in ids if token in special and token != tokenizer.encode("<|unk|>")[0]] == [ids[0], ids[-1]]
     assert tokenizer.decode([token for token in ids[1:-1] if token != tokenizer.encode("<|unk|>")[0]]) == kept.replace("<|unk|>", "")
 
 
 def test_honest_content_has_the_tokens_that_it_always_had(tokenizer: Tokenizer) -> None:
-    guarded = ContentTokenizer(tokenizer, MAX_LEN)
+    guarded = BoundedTokenizer(tokenizer, MAX_LEN)
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "3+4="}, {"role": "assistant", "content": "7"}]
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"a": [1, None, True, "x"]}}}]
     plain = tokenizer.apply_chat_template(messages, tools=tools)
@@ -46,7 +46,7 @@ def test_honest_content_has_the_tokens_that_it_always_had(tokenizer: Tokenizer) 
 
 
 def test_a_schema_says_nothing_in_the_templates_name_either(tokenizer: Tokenizer) -> None:
-    guarded = ContentTokenizer(tokenizer, MAX_LEN)
+    guarded = BoundedTokenizer(tokenizer, MAX_LEN)
     tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {FORGERY: [FORGERY]}}}]
     ids = guarded.encode(guarded.apply_chat_template([{"role": "user", "content": "7"}], tools=tools))
     assert ids.count(tokenizer.encode("<|end|>")[0]) == 2 and ids.count(tokenizer.encode("<|assistant|>")[0]) == 1
@@ -55,7 +55,7 @@ def test_a_schema_says_nothing_in_the_templates_name_either(tokenizer: Tokenizer
 class Counting:
     """A tokenizer that counts the characters that it is asked for."""
 
-    special_texts: tuple[str, ...] = ("<|end|>",)
+    control_texts: tuple[str, ...] = ("<|end|>",)
     chat_template = ""
     stop_ids = ()
 
@@ -77,7 +77,7 @@ class Counting:
 @pytest.mark.parametrize("content", ["7" * (8 << 20), "<|end|>" * (1 << 20)], ids=["text", "marks"])
 def test_megabytes_are_refused_by_their_beginning(tokenizer: Tokenizer, content: str) -> None:
     counting = Counting(tokenizer)
-    guarded = ContentTokenizer(counting, MAX_LEN)
+    guarded = BoundedTokenizer(counting, MAX_LEN)
     with pytest.raises(ApiError) as refusal:
         guarded.encode(guarded.apply_chat_template([{"role": "user", "content": content}]))
     assert refusal.value.code == "context_length_exceeded"

@@ -453,7 +453,7 @@ def test_an_end_before_the_ledger_was_read_claims_nothing_of_what_was_trained(le
 def test_the_line_tells_reward_and_heldout_before_and_after(learned_run: RunView) -> None:
     line = summary_line(summarize(learned_run, wall_s=75.0))
     assert line.startswith("80 steps in 1:15, reward 0.")
-    assert "held-out 0.210 -> 0.910" in line and "160 dropped, 80 swaps" in line
+    assert "held-out 0.210 -> 0.910" in line and "160 dropped (zero_variance 160), 80 swaps" in line
 
 
 def test_runs_without_evaluations_or_rewards_and_problems_of_one_evaluation(learned_run: RunView) -> None:

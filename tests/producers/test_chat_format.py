@@ -12,7 +12,7 @@ from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.producers.chat_format import ChatFormat
 from tests.support.chat_templates import CLOSING, TEMPLATES, family, tokenizer_for
-from tests.support.conversations import TOOLS, Round, contents, played, rounds
+from tests.support.conversations import Round, contents, played, rounds, tools_for
 from tests.support.errors import raises
 from tests.support.policies import make_model
 
@@ -94,7 +94,7 @@ def test_appended_tokens_say_what_the_template_says_of_the_whole(name: str) -> N
     def check(system: str, question: str, made: list[Round]) -> None:
         opening = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         tokens, messages, turns = played(name, tokenizer, opening, made)
-        assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(messages, tools=TOOLS)
+        assert tokenizer.decode(tokens) == tokenizer.unveiled(tokenizer.apply_chat_template(messages, tools=tools_for(tokenizer)))
         for place, ids in turns:
             assert tokens[place : place + len(ids)] == ids
 

@@ -11,7 +11,7 @@ from streamrl.data.tokenizer import Tokenizer
 from streamrl.data.tool_calls import tool_call_format
 from streamrl.producers.chat_format import ChatFormat
 from tests.support.chat_templates import CLOSING, tokenizer_for
-from tests.support.conversations import TOOLS, Round, called, contents, played, rounds
+from tests.support.conversations import Round, called, contents, played, rounds, tools_for
 from tests.support.needs import chat_templates
 
 pytestmark = pytest.mark.needs("chat templates")
@@ -52,7 +52,7 @@ def test_appended_tokens_say_what_the_template_says_of_the_whole(name: str, shap
     def check(system: str, question: str, made: list[Round]) -> None:
         opening = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         tokens, messages, _ = played(shape, tokenizer, opening, made)
-        assert tokenizer.decode(tokens) == tokenizer.apply_chat_template(messages, tools=TOOLS)
+        assert tokenizer.decode(tokens) == tokenizer.unveiled(tokenizer.apply_chat_template(messages, tools=tools_for(tokenizer)))
 
     check()
 
@@ -61,13 +61,14 @@ def test_appended_tokens_say_what_the_template_says_of_the_whole(name: str, shap
 @pytest.mark.parametrize("role", ["tool", "user"])
 def test_what_is_appended_is_how_the_template_ends_such_a_conversation(name: str, role: str) -> None:
     tokenizer, closing = real(name)
+    tools = tools_for(tokenizer)
     asked: list[dict[str, Any]] = [{"role": "user", "content": "look"}, {"role": "assistant", "content": "", "reasoning_content": "hm"}]
     if role == "tool":
         asked[1]["tool_calls"] = [called("deepseek" if name.startswith("deepseek") else "other", 0)]
     else:
         asked[1]["content"] = "no"
     messages = [{"role": role, "content": "five"}]
-    reply = ChatFormat(tokenizer, chat_template=True).replies(messages, last_token=tokenizer.encode(closing)[0], tools=TOOLS)
+    reply = ChatFormat(tokenizer, chat_template=True).replies(messages, last_token=tokenizer.encode(closing)[0], tools=tools)
     text = tokenizer.decode(reply)
     assert "five" in text
-    assert tokenizer.apply_chat_template([*asked, *messages], tools=TOOLS).endswith(text)
+    assert tokenizer.apply_chat_template([*asked, *messages], tools=tools).endswith(text)

@@ -134,6 +134,7 @@ LLAMA3 = """\
 DEEPSEEK = """\
 {{- bos_token }}
 {%- for m in messages if m.role == 'system' %}{{- m.content }}{%- endfor %}
+{%- if tools %}{{- '\\n## Tools\\n' + (tools | tojson) + '\\n' }}{%- endif %}
 {%- set state = namespace(tool=false, first=true) %}
 {%- for m in messages %}
 {%- if m.role == 'user' %}{%- set state.tool = false %}{{- '<｜User｜>' + m.content }}

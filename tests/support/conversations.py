@@ -68,11 +68,16 @@ def called(name: str, number: int) -> Message:
     }
 
 
+def tools_for(tokenizer: Tokenizer) -> Any:
+    """TOOLS, or None for a template that shows none."""
+    return TOOLS if "tools" in tokenizer.chat_template else None
+
+
 def played(name: str, tokenizer: Tokenizer, opening: list[Message], made: list[Round]) -> tuple[list[int], list[Message], list[Place]]:
     """A conversation as a producer has it: (all tokens, the same in messages, where each turn stands with its tokens)."""
     form, chat = tool_call_format(tokenizer), ChatFormat(tokenizer, chat_template=True)
-    messages = list(opening)
-    tokens = chat.prompt(messages, TOOLS)
+    messages, tools = list(opening), tools_for(tokenizer)
+    tokens = chat.prompt(messages, tools)
     turns: list[Place] = []
     for each in made:
         calls = [called(name, number) for number in range(each.calls)]
@@ -80,7 +85,7 @@ def played(name: str, tokenizer: Tokenizer, opening: list[Message], made: list[R
         answers: list[Message] = [{"role": "tool" if calls else "user", "content": text} for text in each.answers]
         text = written(name, each, calls)
         if not any(mark in each.content + each.thought for mark in LOOKS):
-            parsed = form.parse(text, TOOLS, thinking=chat.opens_thought(tokens))
+            parsed = form.parse(text, tools, thinking=chat.opens_thought(tokens))
             assert (parsed.content, parsed.reasoning) == (each.content, each.thought)
             assert [call.name for call in parsed.tool_calls] == ["look"] * each.calls
         ids = [token for character in text for token in tokenizer.encode(character)] if each.alone else tokenizer.encode(text)
@@ -88,7 +93,7 @@ def played(name: str, tokenizer: Tokenizer, opening: list[Message], made: list[R
             ids += tokenizer.encode(CLOSING[name])
         turns.append((len(tokens), ids))
         tokens = [*tokens, *ids]
-        tokens += chat.replies(answers, last_token=ids[-1], tools=TOOLS)
+        tokens += chat.replies(answers, last_token=ids[-1], tools=tools)
         messages += [message | ({"tool_calls": calls} if calls else {}), *answers]
     return tokens, messages, turns
 

@@ -35,7 +35,7 @@ class Letters:
 
     chat_template = ""
     stop_ids: tuple[int, ...] = (0,)
-    special_texts: tuple[str, ...] = ()
+    control_texts: tuple[str, ...] = ()
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(letter) for letter in text]
