@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.monitor.drawing import visible
 from streamrl.monitor.numbers import Evaluation, Learning, Verdict
@@ -72,6 +73,8 @@ def verdict(evidence: Evidence, signs: Signs, pace: Pace, *, over: bool = False)
 
 def learned(evidence: Evidence) -> tuple[Learning, str]:
     """Decide if it learns, with the evidence in words. Problems held out decide where they can; else the rewards, or losses, do."""
+    first, last = ([value for value in part if math.isfinite(value)] for part in (evidence.first, evidence.last))
+    evidence = replace(evidence, first=first, last=last)
     heldout, of_heldout = _by_heldout(evidence.evaluations)
     trend = _trend(evidence.first, evidence.last)
     of_batches = _batches_words(evidence, trend)

@@ -72,6 +72,8 @@ LEARNT = [
     ("a little among noise", rewards(*wavy(0.48, 0.52, 40, 0.2)), Learning.UNDECIDED, "No clear change yet: reward"),
     ("never a reward", rewards(*[0.0] * 40), Learning.UNDECIDED, "No clear change yet: reward is 0.00 in each of 40 batches"),
     ("two constants", rewards(*[0.25] * 6, *[0.75] * 6), Learning.RISING, "Learning: reward 0.25 -> 0.75 in 12 batches"),
+    ("what is no number", rewards(*[math.nan, math.inf] * 3, *RISES[6:]), Learning.RISING, "in 40 batches"),
+    ("nothing that is a number", rewards(*[math.nan] * 12), Learning.EARLY, "12 batches without a reward"),
     ("losses fall", rewards(*RISES[::-1], is_loss=True), Learning.RISING, "Learning: loss 0.71 -> 0.41 in 40 batches"),
     ("losses rise", rewards(*RISES, is_loss=True), Learning.FALLING, "Getting worse: loss 0.41 -> 0.71 in 40 batches"),
     (
