@@ -269,6 +269,11 @@ class SampleBatch:
         parts = self._column("reward_parts")
         return np.array([dict(row or ()).get(name, np.nan) for row in parts.to_pylist()], np.float64)
 
+    def reward_part_names(self) -> frozenset[str]:
+        """Names of the parts that its samples' rewards have."""
+        parts = self._column("reward_parts")
+        return frozenset(name for row in parts.to_pylist() for name, _ in row or ()) if len(parts.keys) else frozenset()
+
     def rows(self) -> list[Sample]:
         """Every row as a Sample (views of the same bytes); raises SchemaError when a label or metadata is no JSON."""
         return [self._row(index, values) for index, values in enumerate(self.batch.to_pylist())]

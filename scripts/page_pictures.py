@@ -29,7 +29,7 @@ async def picture(
     context = await chromium.new_context(color_scheme="dark" if scheme == "dark" else "light", viewport={"width": 1180, "height": height})
     tab = await context.new_page()
     await tab.goto(address)
-    await tab.goto(f"{address.partition('?')[0]}#{place}")
+    await tab.goto(f"{tab.url}#{place}")  # below the run's own folder, which the token has led to
     await tab.wait_for_selector(wait_for)
     if group:
         await tab.get_by_label("reward ≤").fill("0.5")

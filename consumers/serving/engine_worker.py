@@ -88,6 +88,7 @@ async def _one_life(worker: Worker, model_dir: Path, clock: StateClock) -> None:
         recording=recording_of(config),
     )
     engine.timed(clock)
+    worker.gpus = float(engine.gpus)
     try:
         # A server takes minutes to start; a worker that is told to drain meanwhile does not wait for it.
         await until_drained(worker.draining, engine.start(), ends_with_work=True)

@@ -32,7 +32,7 @@ from streamrl.errors import BatchDiffers
 from streamrl.schemas.ledger import Choices, LedgerEntry, Used
 from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
-from streamrl.telemetry.names import dropped_tokens, staleness_part
+from streamrl.telemetry.names import dropped_tokens, reward_part, staleness_part
 from streamrl.trainers.protocol import StepResult, Trainer
 
 logger = logging.getLogger(__name__)
@@ -242,6 +242,9 @@ def measure(batch: Batch, arrays: TrainBatch, state: FoldState) -> dict[str, flo
     greedy = [reward for group in batch.groups if (reward := group.baseline_reward) is not None]
     if greedy:
         metrics["rollout/baseline_reward"] = float(np.mean(greedy))
+    for name, values in arrays.reward_parts.items():
+        if (known := values[np.isfinite(values)]).size:
+            metrics[reward_part(name)] = float(known.mean())
     if arrays.kind == "rl":
         metrics |= _spread(batch, arrays)
     return metrics | _tokens(batch, arrays, state)

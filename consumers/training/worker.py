@@ -73,6 +73,7 @@ def train(worker: Worker, call: Caller) -> tuple[FoldState, RunEnd | None] | Non
     others = others_of(leading, config.trainer) if leading is not None else None
     trainer = leading or make()
     numerics = numerics_fingerprint(config)
+    worker.gpus = float(config.trainer.ranks) if numerics.get("cuda") else 0.0
     fingerprint = fingerprint_digest(numerics)
     call(worker.event(NUMERICS_EVENT, {"fingerprint": fingerprint, "values": numerics}))
     publisher = make_publisher(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from streamrl.telemetry.names import METRICS, Metric
+from streamrl.telemetry.names import METRICS, REWARD_PART, Metric
 from streamrl.telemetry.set_names import SET_METRICS
 
 
 def metrics_table() -> str:
     """Name, unit, reduction and meaning, in the order of their declaration."""
-    declared = (*METRICS.values(), *SET_METRICS.values())
+    declared = (*METRICS.values(), REWARD_PART, *SET_METRICS.values())
     rows = [f"| `{one.name}` | {one.unit} | {one.reduction} | {told(one)} |" for one in declared]
     return "\n".join(["| name | unit | reduction | meaning |", "|---|---|---|---|", *rows])
 

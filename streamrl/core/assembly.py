@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,8 @@ from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.samples import LogprobMode, Status, role_of
 
 _MOST_SOURCES = 64
+MOST_PARTS = 8
+"""Parts of rewards beside the objectives."""
 """Names of sources that an entry tells of."""
 
 
@@ -151,7 +153,9 @@ def assemble(
         penalties=penalties,
         length_rewards=added,
         baselines=_baselines(packed, _Packed(batch, messages, baselines=True), config) if _has_baselines(batch) else None,
-        reward_parts={} if warmup else {name: samplewise(partial(SampleBatch.reward_part, name=name)) for name in config.objectives},
+        reward_parts={}
+        if warmup
+        else {name: samplewise(partial(SampleBatch.reward_part, name=name)) for name in packed.parts(config.objectives)},
         routed_experts=tokenwise(routed) if routed is not None and packed.says("routed_experts") else None,
         candidates=packed.sets(candidates) if candidates is not None and packed.says("candidates") and not warmup else None,
         tasks=packed.tasks,
@@ -269,6 +273,11 @@ class _Packed:
         self._tokens = np.repeat(starts[self._rows] - self.offsets[:-1], lengths) + np.arange(self.offsets[-1])
         self.tasks = self.samplewise(lambda message: message.ints("task")).astype(np.int64)
         self.rollouts = self.samplewise(lambda message: message.ints("rollout")).astype(np.int64)
+
+    def parts(self, objectives: Iterable[str]) -> list[str]:
+        """Names of the parts of rewards that are wanted: the objectives, and at most `MOST_PARTS` of those that samples have."""
+        found = frozenset[str]().union(*(message.reward_part_names() for message in self._messages))
+        return list(dict.fromkeys((*objectives, *sorted(found)[:MOST_PARTS])))
 
     def tokenwise(self, column: Callable[[SampleBatch], npt.NDArray[Any]]) -> npt.NDArray[Any]:
         """[T] of a column that has a value for each token."""

@@ -89,7 +89,7 @@ class TrainBatch(msgspec.Struct, frozen=True, kw_only=True):
     """[N]; the reward of the task's greedy answer, which is no sample of the batch, with what length adds to it; of an agent's sample the
     mean reward of the greedy rollout's agents of its role. None: there are no greedy answers."""
     reward_parts: dict[str, npt.NDArray[np.float64]] = {}
-    """[N] each; the parts of the rewards that `loss.objectives` names, NaN where a sample has none of the name."""
+    """[N] each; the parts of the rewards: those that `loss.objectives` names, and the first of others. NaN where a sample has none."""
     min_p: npt.NDArray[np.float32] | None = None
     """[T]; 0.0 = off; None: off everywhere."""
     logit_biases: LogitBiases | None = None

@@ -104,6 +104,8 @@ class HostedEngine(Engine, WeightHost, Protocol):
     """What people may want to know about it once it runs."""
     lost: Lost
     """What it has sampled for nobody."""
+    gpus: int
+    """On which it computes; 0: on the CPU."""
 
     def timed(self, clock: StateClock) -> None:
         """Before the start: have `clock` enter the engine's states (`streamrl.telemetry.names.STATES`)."""

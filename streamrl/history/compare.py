@@ -16,9 +16,9 @@ from rich.text import Text
 from streamrl.errors import ConfigError
 from streamrl.history.differences import Difference, config_differences
 from streamrl.history.source import read_config, read_side
+from streamrl.monitor.glance import ends
 from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.plot import smooth
-from streamrl.monitor.summary import ends
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import WARMUP_SOURCE
 

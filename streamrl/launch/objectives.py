@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from streamrl.config.tree import Config
+from streamrl.monitor.glance import signs_of
 from streamrl.monitor.numbers import Finding, RunNumbers
-from streamrl.monitor.slo import Judge, Signs, detail_of, line_of
+from streamrl.monitor.slo import Judge, detail_of, line_of
 from streamrl.monitor.view import RunView
 
 logger = logging.getLogger(__name__)
@@ -51,22 +52,11 @@ class Objectives:
             self._newest, self._moved_s = newest, now_s
         found: tuple[Finding, ...] = ()
         if not over:
-            signs = Signs(
-                numbers=numbers,
-                batch=newest.metrics if newest else {},
-                window=view.series.window if view.series else {},
-                decided=view.series.decided if view.series else {},
-                stones=view.failures.all_reasons,
-                still_s=now_s - self._moved_s,
-                distances=view.trained.distances.of_engines() if self._config.tasks.inexact != "allow" else {},
-                float32=(self._config.trainer.dtype or self._config.model.dtype) == "float32",
-                batch_tasks=self._config.tasks.batch_tasks,
-                num_rollouts=self._config.group_size,
-            )
+            signs = signs_of(view, numbers, self._config, still_s=now_s - self._moved_s)
             found = self._judge.look(signs, now_s=now_s, time_s=time.time())
         view.judged(found)
         levels = tuple((one.objective, one.level) for one in found)
-        causes = tuple(tuple(cause.name for cause in one.causes) for one in found)
+        causes = tuple(tuple(cause.name for cause in one.causes) for one in found if one.reached is None)
         # Levels hold before they count; what else is seen of the same trouble may change with every window.
         if levels != self._levels or (causes != self._causes and now_s - self._told_s >= self._config.slo.hold_s):
             self._levels, self._causes, self._told_s = levels, causes, now_s

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
@@ -17,8 +18,9 @@ from streamrl.errors import BusError
 from streamrl.launch.objectives import Objectives
 from streamrl.monitor.failures import Barren, Pace
 from streamrl.monitor.follow import Follower
+from streamrl.monitor.glance import glance_of, judged, verdict_over
 from streamrl.monitor.low_reward import LowReward
-from streamrl.monitor.numbers import WorkerLine
+from streamrl.monitor.numbers import Glance, WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, StateFile
 from streamrl.monitor.screen import Display, failed_line, one_line
 from streamrl.monitor.slo import detail_of
@@ -102,7 +104,11 @@ class Shown:
         await asyncio.gather(*self._publishing, return_exceptions=True)
 
     def write_state(self, state: str, view: RunView, error: str = "") -> None:
-        """For those who look at the run directory alone."""
+        """For those who look at the run directory alone, once the run has ended."""
+        numbers = replace(view.numbers(elapsed_s=0.0), verdict=verdict_over(view), left_s=None)
+        self._write_state(state, view, glance_of(numbers) if view.live else None, error)
+
+    def _write_state(self, state: str, view: RunView, glance: Glance | None, error: str = "") -> None:
         found = RunState(
             state=state,
             step=view.trained.num_reinforced,
@@ -111,13 +117,14 @@ class Shown:
             lengths=dict(view.lengths.counts),
             length_distance=view.lengths.distance,
             length_cut=view.lengths.knows_cut,
+            glance=glance,
         )
         self._state.tell(found, now_s=time.monotonic())
 
     def _show(self, bus: Bus, view: RunView, follower: Follower, workers: Mapping[str, WorkerLine]) -> None:
         for text in view.take_notices():
             self.note(text)
-        numbers = view.numbers(elapsed_s=follower.elapsed_s, supervised=workers)
+        numbers = judged(view, self._config, elapsed_s=follower.elapsed_s, supervised=workers)
         now_s = time.monotonic()
         found = self._watch.look(numbers, now_s=now_s, time_s=time.time(), away_s=now_s - follower.answered_s)
         found = None if self.draining else found
@@ -132,7 +139,7 @@ class Shown:
             self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
         if self._objectives is not None:
             self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")
-        self.write_state(RUNNING, view)
+        self._write_state(RUNNING, view, glance_of(numbers))
         stones = view.failures.all_reasons
         known = bool(since_newest_batch(numbers, stones))
         if self._barren.due(numbers, least=_BARREN_BATCHES * self._config.tasks.batch_tasks, known=known, now_s=now_s):

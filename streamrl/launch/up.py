@@ -29,6 +29,7 @@ from streamrl.launch.protocol import Launcher
 from streamrl.launch.shown import Shown
 from streamrl.launch.sinks import sinks_beside
 from streamrl.launch.supervisor import Supervisor
+from streamrl.monitor.accounting import devices_of
 from streamrl.monitor.failed_share import Shares
 from streamrl.monitor.failures import alone_to_blame
 from streamrl.monitor.follow import Follower, read_totals
@@ -344,6 +345,7 @@ class Session:
             before=await read_totals(bus),
             series=series,
             shares=Shares(window_of(self._config.tasks.batch_tasks, self._config.group_size)),
+            devices=devices_of(self._config),
         )
         trainer = self._config.trainer.name
         async with Follower(bus, view, started_s=self._started_s, trainer=trainer, carry_totals=True, rows=rows) as follower:

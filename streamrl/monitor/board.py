@@ -8,6 +8,7 @@ import msgspec
 
 from streamrl.monitor.drawing import Cell, Ink, Line, Part, columns, fitted, folded, painted, parts_of
 from streamrl.monitor.failed_share import line_of_numbers
+from streamrl.monitor.glance import account_words
 from streamrl.monitor.lengths import distance_text, quantiles, side_by_side
 from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
@@ -150,7 +151,7 @@ def _sections(look: Look, width: int) -> list[tuple[str, list[Line]]]:
         said = "nothing is known of it yet" if look.summary is None else summary_line(look.summary)
         return [("", [*_told([said], "", width), *notes])]
     tables: list[tuple[str, list[Line]]] = [
-        ("", columns(summary_rows(numbers), width)),
+        ("", [*_told(_verdict(numbers), "bold", width), *columns(summary_rows(numbers), width), *_told(_account(numbers), "", width)]),
         ("alerts", _told(_alerts(numbers), "yellow", width)),
         ("notes", notes),
         ("newest failure", _told(_failures(numbers), "red" if numbers.failed_tasks else "", width)),
@@ -175,6 +176,15 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[Cell]], width: int, *,
 def _told(texts: Iterable[str], style: str, width: int) -> list[Line]:
     """Texts of which nothing may be cut: what to do stands at their end."""
     return [[Part(line, style)] for text in texts for line in folded(text, width)]
+
+
+def _verdict(numbers: RunNumbers) -> list[str]:
+    return [numbers.verdict.text] if numbers.verdict is not None else []
+
+
+def _account(numbers: RunNumbers) -> list[str]:
+    words = account_words(numbers.account)
+    return ["; ".join(words)] if words else []
 
 
 def _alerts(numbers: RunNumbers) -> list[str]:

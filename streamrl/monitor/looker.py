@@ -14,7 +14,9 @@ from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import BusError, ConfigError, SchemaError, StreamRLError
+from streamrl.monitor.accounting import devices_of
 from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.glance import judged
 from streamrl.monitor.look import Look, SampleLine, look_of
 from streamrl.monitor.recent import Recent
 from streamrl.monitor.screen import clock, one_line
@@ -91,6 +93,7 @@ class Looker:
                 before=await read_totals(bus),
                 joined=True,
                 series=Series(window_s=config.metrics.window_s),
+                devices=devices_of(config),
             )
             self._samples = self._samples or Samples(_tokenizer(self._run, config))
             async with Follower(bus, view, trainer=config.trainer.name) as follower:
@@ -110,7 +113,7 @@ class Looker:
         line = describe(self._run)
         self._last = look_of(
             view,
-            view.numbers(elapsed_s=follower.elapsed_s),
+            judged(view, config, elapsed_s=follower.elapsed_s),
             self._recent,
             state=line.state,
             away=f"its bus does not answer, for {clock(quiet_s)}" if quiet_s >= _QUIET_S else "",

@@ -70,6 +70,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     value: float
     bound: float
+    reached: float | None = None
+    """The newest value that was at the level, where `value` is below it by now; None: it still is at it."""
     causes: tuple[Cause, ...] = ()
     """The likeliest first."""
     since_s: float = 0.0
@@ -158,6 +160,71 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     num_batches: int = 1
 
 
+class Account(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts trained, and the time of workers and GPUs, over all sessions of a run (`streamrl.monitor.accounting`)."""
+
+    rollouts_trained: int = 0
+    rollouts_ended: int = 0
+    """Trained, or decided against for any reason, failures included. Those in flight and those that wait for a batch are neither."""
+    trained_share: float | None = None
+    """Trained of those that have ended; None: none has."""
+    tokens_trained: int = 0
+    """In trained batches, prompts and warm-up included."""
+    trainer_s: float = 0.0
+    """Worker-seconds: the time that the trainer's processes were up, waiting included."""
+    engine_s: float = 0.0
+    """The same of engines for rollouts."""
+    trainer_gpu_s: float = 0.0
+    """GPU-seconds of the trainer: its time up, times its GPUs; 0 on the CPU."""
+    engine_gpu_s: float = 0.0
+    """The same of engines for rollouts."""
+    gpu_s: float = 0.0
+    """The sum of both, and where they share GPUs the larger one."""
+    shared: bool = False
+    """Trainer and engines compute on the same GPUs."""
+    tokens_per_gpu_s: float | None = None
+    """`tokens_trained` over `gpu_s`; None: on the CPU, or not known."""
+    tokens_per_worker_s: float | None = None
+    """On the CPU: `tokens_trained` over the worker-seconds of both."""
+    complete: bool = True
+    """False: there was a session of a build before this account, and its seconds are missing."""
+
+
+class Learning(StrEnum):
+    """Answers to the question if a run learns, as far as its numbers tell."""
+
+    LOADING = "loading"
+    EARLY = "early"
+    UNDECIDED = "undecided"
+    RISING = "learning"
+    FALLING = "worse"
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One sentence on a run (`streamrl.monitor.verdict`)."""
+
+    learning: Learning
+    text: str
+    """It says if the run learns, by what evidence, and what the bottleneck is."""
+
+
+class Glance(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a run that people look at first."""
+
+    verdict: Verdict | None
+    account: Account
+    reward: float | None = None
+    """Mean of the last 20 batches."""
+    loss: float | None = None
+    """In runs of kind `sft`: of the newest batch."""
+    heldout: float | None = None
+    heldout_set: str = HELDOUT
+    heldout_interval: tuple[float, float] | None = None
+    """95 % bootstrap interval."""
+    steps_per_minute: float | None = None
+    left_s: float | None = None
+
+
 class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """A run at one moment. Rates are per second over the last ten seconds, staleness in versions."""
 
@@ -168,6 +235,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Batches trained by reinforcement learning."""
     steps: int
     """Where the run ends; 0: not known."""
+    steps_per_minute: float | None = None
+    """As fast as the newest batches, pauses left out; None: too few to say, or the run stands."""
     left_s: float | None
     """Seconds to `steps`, as fast as the newest batches; None: not known, as while it warms up, stands, or has just begun."""
     warmup_step: int
@@ -182,6 +251,10 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Over the whole run, as the means of at most 40 equally long stretches."""
     heldout: float | None
     """Newest mean of the first set of problems."""
+    heldout_interval: tuple[float, float] | None = None
+    """Its 95 % bootstrap interval; None: not known."""
+    heldout_set: str = HELDOUT
+    """Name of that set."""
     evaluations: tuple[Evaluation, ...] = ()
     """The newest of each of the other sets, without its problems."""
     tokens_made: int
@@ -253,6 +326,13 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """What the supervisor has found the run to wait for; None while it moves."""
     slo: tuple[Finding, ...]
     """Objectives that are not met, as the supervisor finds them."""
+    account: Account = Account()
+    verdict: Verdict | None = None
+    """None: nobody has judged."""
+    trainer_tokens_per_s: float | None = None
+    """Tokens under the loss mask that the trainer takes in a second of its steps, waiting left out; of the newest 20 batches."""
+    trainer_waits: float | None = None
+    """Part of the trainer's time in which it waited for samples, of the same batches."""
     engines: tuple[EngineLine, ...]
     workers: tuple[WorkerLine, ...]
     elapsed_s: float

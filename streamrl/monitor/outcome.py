@@ -57,6 +57,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             return
         before = ", before this session" if self.unread else ""
         out.print(Text(f"{self.run.name} {self.state}{before}: {summary_line(self.summary)}"))
+        if self.summary.verdict:
+            out.print(Text(f"  {self.summary.verdict}"))
         if failed := failed_rollouts_line(self.summary.failed_rollouts, self.summary.ended_rollouts, self.summary.newest_error):
             out.print(Text(f"  {failed}"))
         for path in (self.run.summary_path, self.run.plot_path):

@@ -32,6 +32,10 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     tokens_by_engine: dict[str, int] = {}
     """What of `tokens_made` engines have counted that may still report: they outlive the supervisor, and their presence outlives them."""
     swaps_by_engine: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    """The sums of `streamrl.monitor.accounting.Spent`."""
+    untimed: bool = False
+    """There was a session whose seconds nobody has counted, of a build before there were such."""
 
 
 class Growing:
@@ -86,14 +90,14 @@ class Rate:
         return (high - low) / (end - start) if end > start else 0.0
 
 
-def left_s(times_s: Sequence[float], num_left: int) -> float | None:
-    """Seconds that `num_left` more batches take, by the newest of those that ended at `times_s`; None: too few to say."""
+def batch_s(times_s: Sequence[float]) -> float | None:
+    """Mean seconds from one batch to the next, by the newest of those that ended at `times_s`, pauses left out; None: too few to say."""
     newest = times_s[-_LEFT_BATCHES - 1 :]
     steps = [later - earlier for earlier, later in itertools.pairwise(newest) if later > earlier > 0]
     if len(steps) < _FEWEST:
         return None
     longest = _PAUSE * statistics.median(steps)
-    return max(0, num_left) * statistics.fmean(step for step in steps if step <= longest)
+    return statistics.fmean(step for step in steps if step <= longest)
 
 
 def counted_quantile(counts: Counter[int], part: float) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from streamrl.config.files import write_private
+from streamrl.monitor.numbers import Glance
 from streamrl.runtime.rundir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,7 @@ PREPARING = "preparing"
 RUNNING = "running"
 INTERRUPTED = "interrupted"
 LENGTHS_S = 20.0
-"""So often is it written for lengths alone, which change with every answer: a write waits for the disk."""
+"""Seconds between two writes for lengths and times alone, which change with every answer: a write waits for the disk."""
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +38,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """How far those of trained answers are from those of all that were decided on; None: too few to say."""
     length_cut: bool = False
     """Whether cut answers are in it."""
+    glance: Glance | None = None
+    """The numbers that people look at first; None: of an earlier build, or nothing is known yet."""
 
 
 class StateFile:
@@ -52,7 +55,7 @@ class StateFile:
         self._told_s = -math.inf
 
     def tell(self, state: RunState, *, now_s: float) -> None:
-        """Write what is new of it: at once where more than lengths is, and those every `LENGTHS_S` at `now_s` on the monotonic clock."""
+        """Write what is new of it: a step or the state at once, the rest every `LENGTHS_S` at `now_s` on the monotonic clock."""
         if state == self._told or (_but_lengths(state) == _but_lengths(self._told) and now_s - self._told_s < LENGTHS_S):
             return
         try:
@@ -63,7 +66,11 @@ class StateFile:
 
 
 def _but_lengths(state: RunState | None) -> tuple[object, ...] | None:
-    return None if state is None else (state.state, state.step, state.steps, state.error)
+    if state is None:
+        return None
+    glance = state.glance
+    seen = None if glance is None else (glance.verdict and glance.verdict.learning, glance.heldout)
+    return state.state, state.step, state.steps, state.error, seen
 
 
 def write_state(run: RunDir, state: RunState) -> None:

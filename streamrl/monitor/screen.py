@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _BARS = "▁▂▃▄▅▆▇█"
 _PLAIN_EVERY_S = 3.0
 _SETS_SHOWN = 3
-_AT_WORK = ("waits for", "trains", "follows", "evaluates")
+_AT_WORK = ("waits for", "trains", "follows", "evaluates", "goes through")
 """How states begin that are no trouble by themselves; a run in which nothing moves is said as a whole."""
 
 
@@ -114,7 +114,8 @@ def progress(numbers: RunNumbers) -> str:
     warmup = f"warm-up {numbers.warmup_step}" if numbers.warmup_step else ""
     if warmup and numbers.answer_probability is not None and numbers.phase == "warm-up":
         warmup += f" (whole answers {numbers.answer_probability:.2f})"
-    return "   ".join(part for part in (steps, warmup, f"version {numbers.version}", left_text(numbers)) if part)
+    pace = "" if numbers.steps_per_minute is None else f"{numbers.steps_per_minute:.3g} a minute"
+    return "   ".join(part for part in (steps, warmup, f"version {numbers.version}", left_text(numbers), pace) if part)
 
 
 def left_text(numbers: RunNumbers) -> str:
@@ -129,12 +130,17 @@ def reward_line(numbers: RunNumbers) -> Line:
     line = [Part(sparkline(numbers.rewards), "green")]
     line.append(Part(f"  {decimal(numbers.reward)}" if numbers.reward is not None else "-", "bold"))
     if numbers.heldout is not None:
-        line.append(Part(f"   held-out {decimal(numbers.heldout)}"))
+        line.append(Part(f"   held-out {decimal(numbers.heldout)}{interval_text(numbers.heldout_interval)}"))
     told = [evaluation_text(one) for one in numbers.evaluations]
     line += [Part(f"   {text}") for text in told[:_SETS_SHOWN]]
     if len(told) > _SETS_SHOWN:
         line.append(Part(f"   and {len(told) - _SETS_SHOWN} sets more"))
     return line
+
+
+def interval_text(interval: tuple[float, float] | None) -> str:
+    """A 95 % interval behind its mean; empty where it is not known."""
+    return "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
 def evaluation_text(one: Evaluation) -> str:

@@ -171,6 +171,8 @@ def values_of(one: Evaluation) -> dict[str, float]:
     name = f"eval/{one.set}"
     values = {name: one.accuracy, f"{name}-truncated_ratio": one.truncated_ratio, f"{name}-failed_ratio": one.failed_ratio}
     values |= {f"{name}-response_len": one.response_len, f"{name}-took_s": one.took_s}
+    if one.interval is not None:
+        values |= {f"{name}-ci_low": one.interval[0], f"{name}-ci_high": one.interval[1]}
     values |= {f"{name}-pass@{k}": value for k, value in one.passes.items()}
     values |= {f"{name}-maj@{k}": value for k, value in one.majorities.items()}
     return {name: value for name, value in values.items() if value is not None}

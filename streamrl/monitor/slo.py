@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.config.slo import SloConfig
 from streamrl.errors import SchemaError
@@ -19,6 +20,7 @@ from streamrl.monitor.engine_lines import worker_of
 from streamrl.monitor.numbers import Cause, Finding, Level, RunNumbers
 from streamrl.monitor.series import RUN, TRAINED
 from streamrl.monitor.untrained import cause_of, since_newest_batch
+from streamrl.monitor.waits import loading
 from streamrl.runtime.worker import ENGINES_FAIL, ENGINES_LEFT_OUT, WEIGHTS_FAIL
 from streamrl.schemas.events import FULL_SERVER, SLO_EVENT, Event
 
@@ -94,9 +96,12 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drop_rate(self) -> float | None:
-        """Part of the rollouts decided on in the window that were dropped; None: none was. What has ended without a batch has been, too."""
+        """Part of the rollouts decided on in the window that were dropped; None: none was.
+
+        Tasks that have ended without a batch count with the batch that they wait for, as if it closed now.
+        """
         dropped = sum(self.dropped.values()) + self.barren * self.num_rollouts
-        trained = self.decided.get(TRAINED, 0) * self.num_rollouts
+        trained = (self.decided.get(TRAINED, 0) + (self.batch_tasks if self.barren else 0)) * self.num_rollouts
         return dropped / (dropped + trained) if dropped + trained > 0 else None
 
     @property
@@ -109,7 +114,9 @@ class Signs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def values(signs: Signs) -> dict[str, float]:
-    """What is held against the bounds, by objective; what is not known is not there."""
+    """The values that are held against the bounds, by objective; those not known are left out, and while a model loads all but its time."""
+    if loading(signs.numbers):
+        return {"no_progress_s": signs.still_s}
     found: dict[str, float] = {"stream_lag_s": signs.numbers.stream_s, "no_progress_s": signs.still_s}
     if (age := signs.batch.get("staleness/p95")) is not None:
         found["p95_age"] = age
@@ -169,7 +176,7 @@ class Judge:
             if held.level != Level.OK:
                 named = causes(objective, signs)[:_MOST_CAUSES]
                 one = Finding(objective=objective, level=held.level, value=held.value, bound=bound, causes=named, since_s=held.since_s)
-                found.append(one)
+                found.append(replace(one, reached=held.reached) if held.passing else one)
         return tuple(sorted(found, key=lambda one: -_SEVERITY[one.level]))
 
 
@@ -178,9 +185,16 @@ class _Held:
 
     def __init__(self, now_s: float) -> None:
         self.level, self.since_s, self.value = Level.OK, 0.0, 0.0
+        self.passing, self.reached = False, 0.0
+        """The newest value is below the level; and the newest one that was not."""
         self._coming, self._began_s = Level.OK, now_s
 
     def see(self, seen: Level, now_s: float, time_s: float, hold_s: float) -> None:
+        self._judge(seen, now_s, time_s, hold_s)
+        self.passing = _SEVERITY[seen] < _SEVERITY[self.level]
+        self.reached = self.reached if self.passing else self.value
+
+    def _judge(self, seen: Level, now_s: float, time_s: float, hold_s: float) -> None:
         if seen == self.level:
             self._coming = seen
             return
@@ -212,7 +226,7 @@ def causes(objective: str, signs: Signs) -> tuple[Cause, ...]:
             if find is _standing:
                 break
     return tuple({cause.name: cause for cause in found}.values()) or (
-        Cause("unknown", "nothing that is known", "`streamrl top` shows where time goes; the logs are in logs/"),
+        Cause("unknown", "no likely cause was found", "`streamrl top` shows where time goes; the logs are in logs/"),
     )
 
 
@@ -259,6 +273,16 @@ def _vain(signs: Signs) -> Cause | None:
     reasons = signs.dropped or since_newest_batch(signs.numbers, signs.stones)
     cause = cause_of(reasons, signs.numbers.drops) if reasons else None
     return (_rewards(signs) or cause) if cause is not None and cause.name == "hung_tool" else cause
+
+
+def _grading(signs: Signs) -> Cause | None:
+    """Rewarders that more groups wait for than a batch has."""
+    waiting = signs.numbers.ungraded
+    if waiting <= signs.batch_tasks:
+        return None
+    return Cause(
+        "slow_reward", f"{waiting} groups wait for rewarders, more than a batch", "raise reward.workers, or make the reward faster"
+    )
 
 
 def _sick(signs: Signs) -> Cause | None:
@@ -379,7 +403,7 @@ def _foreign(signs: Signs) -> Cause | None:
 
 
 _Search = Callable[[Signs], Cause | None]
-_SUPPLY: Sequence[_Search] = (_standing, _full, _engines, _hung, _vain, _sick, _rewards, _tools, _saturated, _sampling)
+_SUPPLY: Sequence[_Search] = (_standing, _full, _engines, _hung, _vain, _sick, _rewards, _grading, _tools, _saturated, _sampling)
 _SEARCHES: Mapping[str, Sequence[_Search]] = {
     "p95_age": (_standing, _weights, _sick, _publishing, _hung, _slow_trainer, _rewards, _tools, _saturated, _sampling),
     "stream_lag_s": (_standing, _full, _slow_trainer, *_SUPPLY),
@@ -390,6 +414,18 @@ _SEARCHES: Mapping[str, Sequence[_Search]] = {
     **dict.fromkeys(_LOGPROBS, (_foreign,)),
 }
 OBJECTIVES = tuple(_SEARCHES)
+_MEASURED: Mapping[str, str] = {
+    "p95_age": "age in versions of the newest batch's trained tokens, 95th percentile",
+    "stream_lag_s": "seconds since the oldest message that no batch has come to",
+    "versions_behind": "versions that the worst engine is behind now",
+    "starvation": "part of the newest window in which the trainer waits for samples",
+    "drop_rate": "part of the rollouts decided on in the newest window that was dropped",
+    "no_progress_s": "seconds since the newest batch, or the start of this session",
+    "logprob_float32": "nats between trainer and engine under the same weights, median of the newest 3 batches",
+    "logprob_bfloat16": "nats between trainer and engine under the same weights, median of the newest 3 batches",
+    "logprob_growth": "that distance over what it was in the engine's first 5 batches",
+}
+"""The meaning of an objective's value, for people."""
 
 
 def worst_of(*levels: Level) -> Level:
@@ -417,6 +453,13 @@ class _Detail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def line_of(one: Finding) -> str:
-    """A finding in one line, with what to do."""
+    """A finding in one line: what is measured, over which time, and what to do."""
     why = "; ".join(f"{cause.what}. hint: {cause.hint}" for cause in one.causes)
-    return f"{one.level}: slo.{one.objective} is {one.value:.3g}, bound {one.bound:g}: {why}"
+    said = [_MEASURED[one.objective]] if one.objective in _MEASURED else []  # of another build
+    if one.reached is None:
+        is_now = f"is {one.value:.3g}"
+    else:
+        is_now = f"was {one.reached:.3g} and is {one.value:.3g} now"
+        said.append(f"the {one.level} level ends once it has stayed so low for slo.hold_s")
+    what = f" ({'; '.join(said)})" if said else ""
+    return f"{one.level}: slo.{one.objective} {is_now}, bound {one.bound:g}{what}: {why}"

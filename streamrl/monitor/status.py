@@ -14,11 +14,13 @@ import msgspec
 
 from streamrl.bus.reading import read_key
 from streamrl.errors import BusUnavailable, ConfigError
+from streamrl.monitor.accounting import devices_of
 from streamrl.monitor.board import Board
 from streamrl.monitor.drawing import ink_of
 from streamrl.monitor.failed_share import failed_rollouts_line, line_of_numbers
 from streamrl.monitor.failures import MOST_CHARS
 from streamrl.monitor.follow import Follower, read_totals
+from streamrl.monitor.glance import account_words, judged
 from streamrl.monitor.look import Look
 from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.run_state import INTERRUPTED, PREPARING, RUNNING, read_state
@@ -126,14 +128,19 @@ async def read_status(run: RunDir) -> RunStatus:
     try:
         async with connected(run, role="reader", patience_s=5.0) as bus:
             view = RunView(
-                run.name, steps=config.run.steps, warmup_steps=config.warmup.max_steps, before=await read_totals(bus), joined=True
+                run.name,
+                steps=config.run.steps,
+                warmup_steps=config.warmup.max_steps,
+                before=await read_totals(bus),
+                joined=True,
+                devices=devices_of(config),
             )
             async with Follower(bus, view, trainer=trainer) as follower:
                 await follower.catch_up()
                 await asyncio.sleep(_RATE_LOOK_S)
                 latest = await read_key(bus.kv, f"{KEY_LATEST}/{trainer}", Latest)
                 kept = tuple(str(one.version) for one in latest.kept) if latest is not None else ()
-                numbers = view.numbers(elapsed_s=view.before.wall_s)
+                numbers = judged(view, config, elapsed_s=view.before.wall_s)
                 return RunStatus(line=line, numbers=numbers, checkpoints=kept, one_login=one_login)
     except BusUnavailable:
         return RunStatus(line=line, numbers=None, checkpoints=on_disk, one_login=one_login)
@@ -179,7 +186,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
     elif sys.stdout.isatty():
         print("\n".join(Board(_look(line, numbers), shutil.get_terminal_size().columns, ink_of(sys.stdout)).text()))
     else:
-        for said in (plain_line(numbers), *degraded_lines(numbers)):
+        glance = [numbers.verdict.text if numbers.verdict else "", "; ".join(account_words(numbers.account))]
+        for said in (plain_line(numbers), *filter(None, glance), *degraded_lines(numbers)):
             say(said, sys.stdout)
         for worker in numbers.workers:
             failed = f"; {worker.failed_rollouts} rollouts failed lately" if worker.failed_rollouts else ""

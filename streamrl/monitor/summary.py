@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamrl.monitor.failed_share import failed_of
-from streamrl.monitor.numbers import Evaluation, Point, Problem
+from streamrl.monitor.glance import account_words, ends, learning, verdict_over
+from streamrl.monitor.numbers import Account, Evaluation, Point, Problem
 from streamrl.monitor.rates import counted_quantile
 from streamrl.monitor.screen import clock, decimal, drops_text, short
-from streamrl.monitor.view import REWARD_WINDOW, RunView
+from streamrl.monitor.view import RunView
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -76,6 +77,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Weight versions that engines took while they ran."""
     wall_s: float
     """Time that the run was up, all its sessions together."""
+    account: Account | None = None
+    """Share of the rollouts trained, time of workers and GPUs; None: of an earlier build."""
+    verdict: str = ""
+    """One sentence: has it learned, and what was its bottleneck."""
 
 
 def summarize(view: RunView, *, wall_s: float) -> Summary:
@@ -105,12 +110,9 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         slo={objective: str(level) for objective, level in view.slo_worst.items()},
         swaps=view.swaps,
         wall_s=round(wall_s, 2),
+        account=view.account,
+        verdict=verdict_over(view).text,
     )
-
-
-def ends(count: int) -> int:
-    """Number of batches of `count` that are compared at the beginning and at the end: none is on both sides, unless it is the only one."""
-    return max(1, min(REWARD_WINDOW, count // 2))
 
 
 def _mean_loss(points: Sequence[Point]) -> float | None:
@@ -121,11 +123,6 @@ def _mean_loss(points: Sequence[Point]) -> float | None:
 def learning_evaluations(view: RunView) -> list[Evaluation]:
     """Evaluations from the end of the warm-up on, by version, the newest of each; all of them if there are none after it."""
     return learning(view, view.evaluations)
-
-
-def learning(view: RunView, ordered: list[Evaluation]) -> list[Evaluation]:
-    """The same of any set."""
-    return [one for one in ordered if one.version.number > view.trained.last_cold] or ordered
 
 
 def _set_summary(found: Sequence[Evaluation]) -> SetSummary:
@@ -161,6 +158,7 @@ def summary_line(summary: Summary) -> str:
         f"staleness p50 {summary.staleness_p50:g} max {summary.staleness_max}",
         f"{count} dropped {why}".rstrip(),
         f"{summary.swaps} swaps",
+        *(account_words(summary.account) if summary.account is not None else []),
     ]
     if summary.slo:
         parts.append("slo " + ", ".join(f"{level} {objective}" for objective, level in summary.slo.items()))

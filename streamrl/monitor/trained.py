@@ -38,6 +38,12 @@ class _Batch(msgspec.Struct, frozen=True):
     drops: Counter[str]
     rollouts: int
     """Number of rollouts that were trained."""
+    learned: float
+    """Number of tokens under the loss mask; 0: not known."""
+    step_s: float
+    """Seconds of its step, waiting left out; 0: not known."""
+    wait_s: float
+    """Seconds that it was waited for."""
 
 
 class Trained:
@@ -100,7 +106,8 @@ class Trained:
             num_tokens=entry.num_tokens,
             time_s=entry.time_s,
         )
-        return _Batch(point, Counter(ages), self._known(drops_of(entry)), num_used(entry))
+        times = (entry.metrics.get(name, 0.0) for name in ("rollout/tokens_trained", "perf/step_s", "perf/wait_s"))
+        return _Batch(point, Counter(ages), self._known(drops_of(entry)), num_used(entry), *times)
 
     def _known(self, drops: Counter[str]) -> Counter[str]:
         known = Counter[str]()
@@ -150,6 +157,16 @@ class Trained:
     def last_rewards(self, most: int) -> list[float]:
         """Of the newest batches that have one, the newest last."""
         return list(itertools.islice(self._rewards(reversed(self._tail)), most))[::-1]
+
+    def pace(self, most: int) -> tuple[float, float] | None:
+        """Return the tokens under the loss mask a second of steps, and the part of steps and waiting together that was waiting.
+
+        Of the newest `most` batches, the warm-up left out; None: not known.
+        """
+        told = (batch for batch in reversed(self._tail) if not batch.point.warmup and batch.step_s > 0)
+        newest = list(itertools.islice(told, most))
+        step_s, wait_s = sum(batch.step_s for batch in newest), sum(batch.wait_s for batch in newest)
+        return (sum(batch.learned for batch in newest) / step_s, wait_s / (step_s + wait_s)) if newest else None
 
     @staticmethod
     def _rewards(batches: Iterator[_Batch] | Sequence[_Batch]) -> Iterator[float]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import msgspec
 
 from streamrl.core.failed_share import LEAST_ROLLOUTS
+from streamrl.monitor.accounting import Devices, Spent, account
 from streamrl.monitor.arrivals import Arrivals
 from streamrl.monitor.decoded import LedgerLine, evaluation_of
 from streamrl.monitor.engine_lines import engine_line, worker_of
@@ -19,8 +20,8 @@ from streamrl.monitor.failures import REASONS, Failures, num_rollouts
 from streamrl.monitor.goodput import Backlog, Goodput
 from streamrl.monitor.in_hand import InHand
 from streamrl.monitor.lengths import Lengths
-from streamrl.monitor.numbers import EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine, is_producer
-from streamrl.monitor.rates import Growing, Rate, Totals, counted_quantile, left_s
+from streamrl.monitor.numbers import Account, EngineLine, Evaluation, Finding, Level, Point, RunNumbers, Standing, WorkerLine, is_producer
+from streamrl.monitor.rates import Growing, Rate, Totals, batch_s, counted_quantile
 from streamrl.monitor.series import RUN, Row, Series
 from streamrl.monitor.slo import findings_of, worst_of
 from streamrl.monitor.trained import Trained, drops_of, known_reason, num_used, stretched_rewards
@@ -55,6 +56,7 @@ class RunView:
         before: totals of earlier sessions.
         joined: this view looks at a session that others have begun; `before` holds what its engines have counted so far.
         series: makes the rows of `take_rows`; None: there are none.
+        devices: of the run, by its configuration.
 
     What it keeps does not grow with the run.
     """
@@ -69,12 +71,16 @@ class RunView:
         joined: bool = False,
         series: Series | None = None,
         shares: Shares | None = None,
+        devices: Devices | None = None,
     ) -> None:
         self.run = run
         self.shares = shares or Shares(LEAST_ROLLOUTS)
         self.steps = steps
         self.warmup_steps = warmup_steps
         self.before = before or Totals()
+        self.spent = Spent(self.before.seconds)
+        self._devices = devices or Devices()
+        self._untimed = self.before.untimed or (self.before.wall_s > 0 and not self.before.seconds)
         self.series = series
         self.live = True
         """Whether what is fed happens now, and is not read from history: until it is, no window ends and no task counts as barren."""
@@ -168,6 +174,7 @@ class RunView:
     def metric(self, one: MetricReport) -> None:
         """One worker's report."""
         self.lengths.add(one.histograms)
+        self.spent.add(one)
         if self._goodput is not None:
             self._goodput.add(one.sum)
         if self.series is not None:
@@ -251,6 +258,8 @@ class RunView:
             wall_s=wall_s,
             tokens_by_engine=self._made.seen,
             swaps_by_engine=self._swapped.seen,
+            seconds=self.spent.sums,
+            untimed=self._untimed,
         )
 
     @property
@@ -262,6 +271,18 @@ class RunView:
     def swaps(self) -> int:
         """Versions committed by the engines, earlier sessions included."""
         return self.before.swaps + self._swapped.total
+
+    @property
+    def account(self) -> Account:
+        """The account of this moment."""
+        return account(
+            self.spent.sums,
+            self._devices,
+            rollouts_trained=self.trained.num_rollouts,
+            rollouts_dropped=self.all_drops.total(),
+            tokens_trained=self.tokens_trained,
+            complete=not self._untimed,
+        )
 
     @property
     def all_drops(self) -> Counter[str]:
@@ -367,7 +388,9 @@ class RunView:
         newest, drops, held = self._newest, self.all_drops, self._in_hand.tasks
         measured = newest.metrics if newest else {}
         rewards, held_out = self.trained.last_rewards(REWARD_WINDOW), self.evaluated.newest
-        reinforced, left = self.reward_points, self.steps - self.trained.num_reinforced
+        reinforced, left = self.reward_points, max(0, self.steps - self.trained.num_reinforced)
+        pace = self.trained.pace(REWARD_WINDOW)
+        each_s = None if self.standing else batch_s([one.time_s for one in reinforced])
         number = newest.version.number if newest else 0
         behind = [number - engine.serving.number for engine in self._engines.values() if engine.serving and engine.role == ROLLOUT_ROLE]
         return RunNumbers(
@@ -375,7 +398,8 @@ class RunView:
             phase=self.phase(),
             step=self.trained.num_reinforced,
             steps=self.steps,
-            left_s=left_s([one.time_s for one in reinforced], left) if self.steps and not self.standing else None,
+            steps_per_minute=None if each_s is None else 60.0 / each_s,
+            left_s=each_s * left if self.steps and each_s is not None else None,
             warmup_step=self.trained.num_batches - self.trained.num_reinforced,
             warmup_steps=self.warmup_steps,
             version=str(newest.version) if newest else "-",
@@ -384,6 +408,8 @@ class RunView:
             loss=reinforced[-1].loss if reinforced else None,
             rewards=stretched_rewards(reinforced, SPARK_POINTS),
             heldout=held_out.accuracy if held_out else None,
+            heldout_interval=held_out.interval if held_out else None,
+            heldout_set=self.evaluated.first_set,
             evaluations=self.evaluated.others,
             tokens_made=self.tokens_made,
             tokens_trained=self.tokens_trained,
@@ -426,6 +452,9 @@ class RunView:
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
             standing=self.standing,
             slo=self.slo,
+            account=self.account,
+            trainer_tokens_per_s=pace[0] if pace else None,
+            trainer_waits=pace[1] if pace else None,
             engines=tuple(self._engine_line(name, engine) for name, engine in sorted(self._engines.items())),
             workers=worker_lines(self._workers, supervised or {}, held, self.failures.lately(self._stream_last)),
             elapsed_s=elapsed_s,

@@ -90,6 +90,15 @@ class Watch:
         )
 
 
+def loading(numbers: RunNumbers) -> tuple[str, ...]:
+    """Workers that load a model while the run cannot go on without it: the trainer's, and engines while none of them serves a version."""
+    names = [one.worker for one in numbers.workers if is_loading(one.state)]
+    trainers = [name for name in names if name.startswith("trainer-")]
+    engines = [name for name in names if name.startswith("engine-")]
+    serving = any(not one.pinned and one.serving != "-" for one in numbers.engines)
+    return (*trainers, *engines) if trainers or (not serving and numbers.loss is None) else ()
+
+
 def progress_of(numbers: RunNumbers) -> tuple[object, ...]:
     """What changes when a run gets on."""
     return (
@@ -122,7 +131,9 @@ def diagnose(numbers: RunNumbers, *, away_s: float = 0.0) -> Standing:
         if (found := find(numbers)) is not None:
             return found
     return Standing(
-        cause="unknown", what="nothing that is known", hint="`streamrl status` shows what each worker does; their logs are in logs/"
+        cause="unknown",
+        what="something that no worker names",
+        hint="`streamrl status` shows what each worker does; their logs are in logs/",
     )
 
 

@@ -28,7 +28,7 @@ from streamrl.errors import LaunchError, SchemaError
 from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files, files_before, inode_of, newest_file
 from streamrl.monitor.series import BATCH, RUN, WINDOW, Row
 from streamrl.page.address import page_folder
-from streamrl.page.tables import Numbers, Tables, as_json, shrink, shrink_to_means
+from streamrl.page.tables import Numbers, Tables, as_json, rolling, shrink, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.names import declared
@@ -172,10 +172,12 @@ class Index:
         last: int = 0,
         mean: bool = False,
         rates: frozenset[str] = frozenset(),
+        smooth: int = 1,
     ) -> Series:
         """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each.
 
         Where there are more rows, points are extremes, or with `mean` means. `rates`: which of the names are amounts, wanted a second.
+        `smooth`: each value is the mean of those of so many rows that end with it.
         """
         with self._lock:
             start = max(0, self._tables.rows(table) - last) if last else 0
@@ -184,6 +186,8 @@ class Index:
             if rates:
                 seconds = self._seconds(table, start)
                 columns = [column / seconds if name in rates else column for name, column in zip(names, columns, strict=True)]
+        if smooth > 1:
+            columns = [rolling(column, np.ones(len(column)), smooth) for column in columns]
         if x == "time_s":
             places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
         thin_x, thin = (shrink_to_means if mean else shrink)(places, columns, max(2, min(most, MOST_POINTS)))

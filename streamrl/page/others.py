@@ -19,7 +19,7 @@ from streamrl.monitor.metrics_file import files
 from streamrl.monitor.series import BATCH
 from streamrl.page.address import page_folder
 from streamrl.page.index import Index, Progress
-from streamrl.page.tables import Numbers, as_json, shrink_to_means
+from streamrl.page.tables import Numbers, as_json, rolling, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import RUN_ID
 
@@ -175,7 +175,7 @@ def _curves(name: str, index: Index, x: str) -> Curves:
     # A clock that was set back takes no time away.
     elapsed = np.maximum.accumulate(times - times[0]) if len(times) else times
     values = {curve: columns[metric] for curve, metric in _CURVES.items()}
-    values["throughput"] = rolling_rate(columns[_AMOUNT], columns[_SECONDS], ROLLING)
+    values["throughput"] = rolling(columns[_AMOUNT], columns[_SECONDS], ROLLING)
     places, thin = shrink_to_means(columns["version"] if x == "version" else elapsed, list(values.values()), _POINTS)
     return Curves(
         name=name,
@@ -190,17 +190,7 @@ def _curves(name: str, index: Index, x: str) -> Curves:
 def newest_rate(index: Index) -> float | None:
     """Tokens trained a second over the newest batches of a run; None where there is none."""
     columns = index.columns(BATCH, [_AMOUNT, _SECONDS], last=ROLLING)
-    return _last(rolling_rate(columns[_AMOUNT], columns[_SECONDS], ROLLING), 1)
-
-
-def rolling_rate(amounts: Numbers, seconds: Numbers, most: int) -> Numbers:
-    """[rows] amount a second over up to `most` rows that end with each; NaN where there is none."""
-    there = ~np.isnan(amounts) & (seconds > 0)
-    sums = [np.concatenate([[0.0], np.cumsum(np.where(there, column, 0.0))]) for column in (amounts, seconds)]
-    ends = np.arange(1, len(amounts) + 1)
-    starts = np.maximum(0, ends - most)
-    amount, taken = (column[ends] - column[starts] for column in sums)
-    return np.divide(amount, taken, out=np.full(len(amounts), np.nan), where=there & (taken > 0))
+    return _last(rolling(columns[_AMOUNT], columns[_SECONDS], ROLLING), 1)
 
 
 def _last(column: Numbers, most: int) -> float | None:

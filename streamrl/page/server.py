@@ -17,8 +17,10 @@ from aiohttp.typedefs import Handler
 
 from streamrl.config.tree import Config
 from streamrl.errors import BusError, LaunchError, NotFound, StreamRLError
-from streamrl.monitor.run_state import INTERRUPTED, RUNNING, read_state
+from streamrl.monitor.glance import account_words
+from streamrl.monitor.run_state import INTERRUPTED, RUNNING, RunState, read_state
 from streamrl.monitor.series import WINDOW
+from streamrl.monitor.summary import read_summary
 from streamrl.page.access import add_headers, guard, place_of
 from streamrl.page.attention import Attention
 from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
@@ -158,6 +160,7 @@ class Page:
             "trained_per_s": newest_rate(self._index),
             "sampled_per_s": self._index.rate(WINDOW, "tokens/sampled_total"),
             "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
+            "glance": _glance(self._run, state),
             "lengths": lengths_of(state),
             "worst": {} if running else worst_over(self._run, self._config.slo),
         }
@@ -219,7 +222,10 @@ class Page:
         return response
 
     async def _get_series(self, request: web.Request) -> web.Response:
-        """`?table=&names=a,b&x=time_s&points=&last=&thin=mean&rates=a`: columns of one table, to extremes or means; `rates` a second."""
+        """`?table=&names=a,b&x=time_s&points=&last=&thin=mean&rates=a`: columns of one table, to extremes or means; `rates` a second.
+
+        `smooth=20`: each value is the mean of 20 rows.
+        """
         query = request.query
         names = [name for name in query.get("names", "").split(",") if name][:_MOST_NAMES]
         rates = frozenset(query.get("rates", "").split(","))
@@ -231,8 +237,12 @@ class Page:
         table, mean = query.get("table", "batch"), query.get("thin") == "mean"
         if table not in await asyncio.to_thread(self._index.tables):
             return _json({"table": table, "x": [], "values": {name: [] for name in names}, "rows": 0})
-        most, last = _number(query, "points", MOST_POINTS), _number(query, "last", 0)
-        return _json(await asyncio.to_thread(lambda: self._index.series(table, names, x=x, most=most, last=last, mean=mean, rates=rates)))
+        most, last, smooth = _number(query, "points", MOST_POINTS), _number(query, "last", 0), _number(query, "smooth", 1)
+        return _json(
+            await asyncio.to_thread(
+                lambda: self._index.series(table, names, x=x, most=most, last=last, mean=mean, rates=rates, smooth=smooth)
+            )
+        )
 
     async def _get_versions(self, request: web.Request) -> web.Response:
         return _json(await asyncio.to_thread(versions_of, self._index))
@@ -277,6 +287,17 @@ class Page:
 
     async def _get_group(self, request: web.Request) -> web.Response:
         return _json(await self._samples.group(int(request.match_info["number"]), int(request.match_info["task"])))
+
+
+def _glance(run: RunDir, state: RunState | None) -> dict[str, Any]:
+    """The numbers that people look at first, of the supervisor or, where it has left none, of the summary; empty: neither has any."""
+    if state is not None and (glance := state.glance) is not None:
+        account, verdict = glance.account, glance.verdict.text if glance.verdict is not None else ""
+        return {**msgspec.to_builtins(glance), "verdict": verdict, "account": account_words(account)}
+    summary = read_summary(run.summary_path)
+    if summary is None or summary.account is None:
+        return {}
+    return {"verdict": summary.verdict, "account": account_words(summary.account), "heldout": summary.heldout_last}
 
 
 def versions_of(index: Index) -> dict[str, Any]:

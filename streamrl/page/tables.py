@@ -200,6 +200,16 @@ def _extremes(column: Numbers, starts: npt.NDArray[np.int64]) -> Numbers:
     return np.stack([np.where(rising, least, most), np.where(rising, most, least)], 1).ravel()
 
 
+def rolling(amounts: Numbers, seconds: Numbers, most: int) -> Numbers:
+    """[rows] of amounts and seconds: the rate over up to `most` rows that end with each; NaN where there is none."""
+    there = ~np.isnan(amounts) & (seconds > 0)
+    sums = [np.concatenate([[0.0], np.cumsum(np.where(there, column, 0.0))]) for column in (amounts, seconds)]
+    ends = np.arange(1, len(amounts) + 1)
+    starts = np.maximum(0, ends - most)
+    amount, taken = (column[ends] - column[starts] for column in sums)
+    return np.divide(amount, taken, out=np.full(len(amounts), np.nan), where=there & (taken > 0))
+
+
 def as_json(values: Iterable[float]) -> list[float | None]:
     """Numbers as JSON has them: None for NaN."""
     return [None if math.isnan(value) else value for value in values]

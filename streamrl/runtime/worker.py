@@ -97,6 +97,8 @@ class Worker:
         """What people should know of it before what it does, such as a call of user code that blocks; empty: nothing."""
         self.detail: Callable[[], dict[str, Any]] = dict
         """Asked with each heartbeat: what else people may want to know of it."""
+        self.gpus: float | None = None
+        """Number of GPUs that it computes on, a trainer with all its ranks; 0: it is on the CPU. None: not known yet."""
         self._besides, self._besides_since_s = "", 0.0
         self._reports: ClockReports | None = None
         subject = self.subjects.metrics(self.name)
@@ -146,7 +148,7 @@ class Worker:
 
     def timed(self, kind: str, clock: StateClock) -> None:
         """Have what `clock` counts reported from now on, as the states of a kind of worker; whether it is `loading` or not."""
-        self._reports = ClockReports(clock, kind, self._sink.put)
+        self._reports = ClockReports(clock, kind, self._sink.put, gpus=lambda: self.gpus)
 
     async def tell_times(self, *, left: bool = False) -> None:
         """Report what the worker's clock has counted, if it has one; `left`: for the last time, since it was told to end."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
-from streamrl.telemetry.states import seconds
+from streamrl.telemetry.states import gpus_of, seconds
 
 REPORT_EVERY_S = 2.0
 
@@ -91,12 +91,21 @@ class ClockReports:
         clock: of the worker.
         kind: whose states they are (`streamrl.telemetry.names.STATES`).
         put: publishes values and says whether the bus took them.
+        gpus: asked at each report: GPUs that a trainer's ranks or an engine compute on; 0: they are on the CPU; None: not known.
     """
 
-    def __init__(self, clock: StateClock, kind: str, put: Callable[[Mapping[str, float]], Awaitable[bool]]) -> None:
+    def __init__(
+        self,
+        clock: StateClock,
+        kind: str,
+        put: Callable[[Mapping[str, float]], Awaitable[bool]],
+        *,
+        gpus: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._clock = clock
         self._kind = kind
         self._put = put
+        self._gpus = gpus
         self._left: dict[str, float] = {}
 
     async def report(self) -> None:
@@ -107,5 +116,7 @@ class ClockReports:
         self._left = dict(values)
         if self._kind == "producer":
             values["producer/slots"] = float(self._clock.slots)
+        elif (gpus := self._gpus()) is not None:
+            values[gpus_of(self._kind)] = gpus
         if await self._put(values):
             self._left = {}

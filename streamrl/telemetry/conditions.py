@@ -81,6 +81,7 @@ CONSTANTS: Mapping[str, str] = MappingProxyType(
         "producer/failures_total": "0 while no task is given back to the queue, or unreadable",
         **dict.fromkeys(("producer/share/wait_room", "bus/full_total"), "0 while there is room on the sample stream"),
         "producer/slots": "`producer.concurrency`, as it was set",
+        **dict.fromkeys(("trainer/gpus", "engine/gpus"), "a process keeps the GPUs that it began with"),
         "train/unlearned_total": "0 while every batch gives the policy a gradient",
         "train/nonfinite_tokens": "0 while log-probabilities are finite",
     }

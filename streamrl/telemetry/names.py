@@ -14,7 +14,7 @@ from streamrl.schemas.ledger import FILTER
 from streamrl.telemetry.conditions import CONDITIONS, CONSTANTS
 from streamrl.telemetry.metric import Metric, Reduction
 from streamrl.telemetry.set_names import set_metric
-from streamrl.telemetry.states import DOWN, STATES, seconds, share
+from streamrl.telemetry.states import DOWN, STATES, gpus_of, seconds, share
 
 _MEAN, _SUM, _MAX, _LAST = Reduction.MEAN, Reduction.SUM, Reduction.MAX, Reduction.LAST
 
@@ -320,6 +320,8 @@ _DECLARED = (
     # Where time goes. The seconds come from workers, the shares from the fold; the shares of a kind add up to one.
     *_of_states(),
     Metric("producer/slots", _LAST, "slots", "tasks that a producer can have in hand"),
+    Metric(gpus_of("trainer"), _LAST, "GPUs", "GPUs that the trainer's ranks compute on; 0: they are on the CPU"),
+    Metric(gpus_of("engine"), _LAST, "GPUs", "GPUs that an engine for rollouts computes on; 0: it is on the CPU"),
     Metric("engine/saturated_s", _SUM, "s", "time in which all slots were busy and requests waited for one"),
     Metric("starvation/trainer", _LAST, "fraction", "part of the window in which the trainer's rank 0 waited for samples"),
     Metric("starvation/producers", _LAST, "fraction", "part of the slots' window in which they were free for want of credit"),
@@ -393,11 +395,27 @@ def of_engine(name: str, engine: str) -> str:
     return f"{name}/{re.sub(r'[^A-Za-z0-9_.:-]', '_', worker) or 'unknown'}"
 
 
+REWARD_PART = Metric(
+    *("rollout/reward_part/{part}", _MEAN, "reward", "part `{part}` of the rewards, mean over the samples of the batch that have it"),
+    when="rewards come in named parts from producers",
+)
+"""The form of its name, in which `{part}` stands for the part."""
+_PART_OF = REWARD_PART.name.partition("{")[0]
+
+
+def reward_part(part: str) -> str:
+    """The metric of a part of the rewards; letters that no name has are written as `_`."""
+    return _PART_OF + (re.sub(r"[^A-Za-z0-9_.:-]", "_", part)[:64] or "_")
+
+
 def declared(name: str) -> Metric | None:
-    """The declaration of `name`, also of a set of problems or an engine, or None."""
+    """The declaration of `name`, also of a set of problems, a part of the rewards or an engine, or None."""
     if (found := METRICS.get(name) or set_metric(name)) is not None:
         return found
     stem, _, worker = name.rpartition("/")
+    if name.startswith(_PART_OF):
+        meaning = REWARD_PART.meaning.format(part=worker)
+        return replace(REWARD_PART, name=name, meaning=meaning) if reward_part(worker) == name else None
     if stem not in BY_ENGINE or not _WORKER.fullmatch(worker):
         return None
     return replace(METRICS[stem], name=name, meaning=f"{METRICS[stem].meaning}; of what {worker} sampled")

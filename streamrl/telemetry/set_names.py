@@ -10,6 +10,8 @@ from streamrl.telemetry.metric import Metric, Reduction
 
 _PART = {
     "": ("reward", "mean reward of the answers of the set `{set}`, over its problems, by version"),
+    "-ci_low": ("reward", "lower end of the 95 % bootstrap interval of that mean"),
+    "-ci_high": ("reward", "upper end of that interval"),
     "-pass@{k}": ("fraction", "pass@{k}: problems of which one of {k} samples is right, estimated without bias"),
     "-maj@{k}": ("reward", "maj@{k}: reward of the answer that most of {k} samples give"),
     "-truncated_ratio": ("fraction", "answers that a length limit cut"),
@@ -28,7 +30,7 @@ SET_METRICS: Mapping[str, Metric] = MappingProxyType(
 )
 """By form, in which `{set}` and `{k}` stand for a name and a number."""
 _FORM = re.compile(
-    r"eval/(?P<set>[A-Za-z0-9_-]{1,64}?)(?P<part>|-(?:pass|maj)@(?P<k>\d{1,6})|-truncated_ratio|-failed_ratio|-response_len|-took_s)"
+    r"eval/(?P<set>[A-Za-z0-9_-]{1,64}?)(?P<part>|-(?:pass|maj)@(?P<k>\d{1,6})|-ci_low|-ci_high|-truncated_ratio|-failed_ratio|-response_len|-took_s)"
 )
 
 

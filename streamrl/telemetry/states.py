@@ -47,3 +47,8 @@ def seconds(kind: str, state: str) -> str:
 def share(kind: str, state: str) -> str:
     """The metric of a state's share of a window."""
     return f"{kind}/share/{state}"
+
+
+def gpus_of(kind: str) -> str:
+    """The metric of the GPUs that a trainer or an engine computes on."""
+    return f"{kind}/gpus"

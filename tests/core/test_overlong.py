@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from streamrl.algorithms.objective import make_objective
 from streamrl.config.loss import LossConfig
 from streamrl.config.reward import LengthConfig
-from streamrl.core.assembly import assemble
+from streamrl.core.assembly import MOST_PARTS, assemble
 from streamrl.core.batches import TrainBatch
 from streamrl.core.fold import fold
 from streamrl.core.length_rewards import length_rewards
@@ -208,4 +208,8 @@ def test_parts_of_rewards_are_given_by_name() -> None:
     assert {name: values.tolist() for name, values in made.reward_parts.items()} == {
         "right": [1.0, 0.0],
         "form": pytest.approx([0.5, math.nan], nan_ok=True),
+        "more": pytest.approx([9.0, math.nan], nan_ok=True),
     }
+    many = {f"p{number}": float(number) for number in range(MOST_PARTS + 1)}
+    made = assembled(long(0, 7, reward=2.0, reward_parts=many), long(1, 6, reward=0.0), config=config)
+    assert list(made.reward_parts) == ["right", "form", *list(many)[:MOST_PARTS]]

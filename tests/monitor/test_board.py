@@ -29,7 +29,7 @@ from streamrl.monitor.drawing import Ink, Part, columns, fitted, folded, ink_of,
 from streamrl.monitor.failures import MOST_CHARS
 from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
-from streamrl.monitor.rates import left_s
+from streamrl.monitor.rates import batch_s
 from streamrl.monitor.run_state import LENGTHS_S, RunState, StateFile, read_state, write_state
 from streamrl.monitor.screen import PlainLines, clock, decimal, degraded_lines, plain_line, progress, short, sparkline, warnings
 from streamrl.monitor.series import Series
@@ -330,10 +330,9 @@ def test_the_time_left_is_said_once_it_is_known(entry: MakeEntry) -> None:
 
 def test_nights_do_not_count_and_an_engine_that_does_otherwise_than_asked_says_so(learned_run: RunView) -> None:
     times = [1000.0 + 2 * number for number in range(8)]
-    assert left_s([*times, *(40_000 + one for one in times)], 10) == pytest.approx(20.0)
-    assert left_s(times, 0) == left_s(times, -3) == 0.0
-    assert left_s([0.0] * 30, 5) is None, "entries that do not say when"
-    assert left_s([], 5) is left_s(times[:3], 5) is None
+    assert batch_s([*times, *(40_000 + one for one in times)]) == pytest.approx(2.0)
+    assert batch_s([0.0] * 30) is None, "entries that do not say when"
+    assert batch_s([]) is batch_s(times[:3]) is None
     serving = EnginePresence(engine="engine-0-cd", address="http://127.0.0.1:2", serving=Version(0, 99), degraded="every update pauses it")
     learned_run.engine("engine-0-cd", serving)
     numbers = learned_run.numbers(elapsed_s=65.0, supervised=STATES)

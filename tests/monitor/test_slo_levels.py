@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.config.slo import SloConfig
-from streamrl.monitor.numbers import Cause, EngineLine, Finding, Level, RunNumbers, Standing
+from streamrl.monitor.numbers import Cause, EngineLine, Finding, Level, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.slo import OBJECTIVES, Judge, Signs, causes, detail_of, findings_of, line_of, values, worst_of
 from streamrl.monitor.view import RunView
 from streamrl.schemas.control import Untrained
@@ -58,8 +58,8 @@ SIGNS: list[tuple[dict[str, Any], str, Any]] = [
     ({"numbers": {"barren_tasks": 9}, "batch_tasks": 6}, "barren", 3),
     ({"numbers": {"barren_tasks": 6}, "batch_tasks": 9}, "barren", 0),
     ({"drops": {"stale": 3}, "trained": 2, "num_rollouts": 4}, "drop_rate", 3 / 11),
-    ({"numbers": {"barren_tasks": 3}, "trained": 2, "num_rollouts": 4}, "drop_rate", 0.5),
-    ({"numbers": {"barren_tasks": 2}, "drops": {"late": 4}, "num_rollouts": 4}, "drop_rate", 1.0),
+    ({"numbers": {"barren_tasks": 3}, "trained": 2, "num_rollouts": 4}, "drop_rate", 0.4),
+    ({"numbers": {"barren_tasks": 2}, "drops": {"late": 4}, "num_rollouts": 4}, "drop_rate", 2 / 3),
     ({"trained": 2}, "drop_rate", 0.0),
     ({"drops": {"stale": 1}}, "drop_rate", 1.0),
     ({"shares": {"trainer/wait_samples": 0.0}, "batch": {"perf/wait_s": 1.0, "perf/step_s": 1.0}}, "starved", 0.0),
@@ -287,9 +287,27 @@ def test_a_finding_has_what_it_was_held_against() -> None:
     assert len(named) == 2
 
 
+def test_a_breach_that_passes_says_what_it_was_and_a_model_that_loads_breaks_no_other_bound() -> None:
+    judge = Judge(SloConfig(no_progress_s=1800.0, stream_lag_s=60.0, drop_rate=0.9, hold_s=30.0))
+    seen = []
+    for now_s, late, barren in ((0.0, 0, 20), (10.0, 94, 0), (40.0, 94, 0), (50.0, 60, 0), (80.0, 60, 0)):
+        numbers = {"barren_tasks": barren, "stream_s": 0.0}
+        given = signs(numbers=numbers, drops={"late": late}, trained=0 if barren else 100 - late, batch_tasks=10)
+        seen.append([(one.level, one.value, one.reached) for one in judge.look(given, now_s=now_s, time_s=now_s)])
+    assert seen == [[], [], [("breach", 0.94, None)], [("breach", 0.6, 0.94)], []]
+    loads = {"stream_s": 1e6, "workers": (WorkerLine(worker="trainer-0", state="loading"),)}
+    assert judge.look(signs(numbers=loads), now_s=200.0, time_s=200.0) == judge.look(signs(numbers=loads), now_s=300.0, time_s=300.0) == ()
+
+
 def test_what_people_are_told_is_what_it_is_and_what_to_do() -> None:
     one = Finding(objective="drop_rate", level=Level.WARN, value=0.81234, bound=0.5, causes=(Cause("a", "b", "c"), Cause("d", "e", "f")))
-    assert line_of(one) == "warn: slo.drop_rate is 0.812, bound 0.5: b. hint: c; e. hint: f"
+    what = "part of the rollouts decided on in the newest window that was dropped"
+    ends = "the warn level ends once it has stayed so low for slo.hold_s"
+    lines = [
+        f"warn: slo.drop_rate is 0.812, bound 0.5 ({what}): b. hint: c; e. hint: f",
+        f"warn: slo.drop_rate was 0.9 and is 0.3 now, bound 0.5 ({what}; {ends}): ",
+    ]
+    assert [line_of(one), line_of(replace(one, reached=0.9, value=0.3, causes=()))] == lines
     assert worst_of() == Level.OK and worst_of(Level.WARN, Level.BREACH, Level.OK) == Level.BREACH
     told = detail_of([one])
     assert told["level"] == "warn" and findings_of(Event(kind="slo", worker="w", detail=told)) == (one,)

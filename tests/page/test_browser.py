@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from streamrl.core.lengths import histogram
+from streamrl.monitor.glance import account_words
+from streamrl.monitor.numbers import Account, Glance, Learning, Verdict
 from streamrl.monitor.run_state import RunState, write_state
-from streamrl.monitor.series import WINDOW, Row
+from streamrl.monitor.series import EVALUATION, WINDOW, Row
 from streamrl.page.access import page_token
 from streamrl.page.address import address_of
 from streamrl.page.index import COMMITS, LEDGER_TABLE, open_index
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batch, batches, page, write
 from tests.page.test_server import beside
@@ -166,6 +169,7 @@ async def test_the_overview_has_what_became_of_tokens_the_lag_in_tokens_and_leng
     write(run, [batch(1e9 + 10 * at, at, ends) for at in (1, 2)])
     write(run, [Row(time_s=1e9 + 30 * at, kind=WINDOW, values=now) for at in (1, 2, 3)])
     async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        await unfold(tab)
         for title, names in {
             "Tokens a second": ("sampled", "published", "cut, never published"),
             "What became of published tokens, by batch": ("trained", "masked", "dropped: stale"),
@@ -183,11 +187,51 @@ async def test_the_overview_has_what_became_of_tokens_the_lag_in_tokens_and_leng
         ]
 
 
+async def test_the_first_row_says_whether_it_learns_and_the_rest_is_unfolded_and_stays_so(run: RunDir) -> None:
+    parts = {"rollout/reward_part/right": 0.75, "rollout/reward_part/short": 0.25}
+    write(run, [batch(1e9 + at, at, {"rollout/raw_reward": at / 40, **parts}) for at in range(1, 41)])
+    asked = {"eval/gsm8k": 0.5, "eval/gsm8k-ci_low": 0.4, "eval/gsm8k-ci_high": 0.6}
+    write(run, [Row(time_s=1e9 + at, kind=EVALUATION, version=f"0.{at}", step=at, values=asked) for at in (10, 40)])
+    verdict = Verdict(learning=Learning.RISING, text=f"Learning {HOSTILE}: reward 0.3 -> 0.8; engines make 8.0k tokens/s: add engines.")
+    account = Account(rollouts_ended=40, trained_share=0.75, trainer_s=100.0, engine_s=90.0, trainer_gpu_s=100.0, gpu_s=100.0)
+    glance = Glance(verdict=verdict, account=account, heldout_set="gsm8k", steps_per_minute=7.25, left_s=3725.0)
+    write_state(run, RunState(state="running", step=40, steps=99, glance=glance))
+    with lock_run(run):
+        async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+            await tab.wait_for_selector("section[aria-label=Held-out] canvas")
+            assert await tab.locator("p.verdict").inner_text() == verdict.text
+            for title, names in {"Reward": ("mean of 20 batches", "right", "short"), "Held-out": ("gsm8k", "95 % from", "to")}.items():
+                said = await tab.locator(f"section[aria-label='{title}'] .u-legend").inner_text()
+                assert [name for name in names if name not in said] == []
+            tiles = [
+                (await tab.locator(f"section[aria-label='{name}']").inner_text()).split("\n")[0] for name in ("Steps a minute", "Time left")
+            ]
+            assert tiles == ["7.25", "1:02:05"]
+            told = await tab.locator("p.soft:has-text('rollouts trained')").inner_text()
+            assert told.split(" · ") == account_words(account)
+            tops = [
+                (await tab.locator(f"section[aria-label='{name}']").bounding_box() or {})["y"]
+                for name in ("Reward", "Held-out", "Time left")
+            ]
+            assert len(set(tops)) == 1, "one row"
+            hidden = tab.locator("section[aria-label='Reward, batch by batch'] canvas")
+            assert await hidden.count() == 0
+            await unfold(tab)
+            await hidden.wait_for()
+            await tab.reload()
+            await hidden.wait_for()
+            await unfold(tab)
+            await hidden.wait_for(state="detached")
+            write_state(run, RunState(state="running", step=41, steps=99))
+            await tab.wait_for_selector("p.verdict", state="hidden")
+
+
 async def test_lengths_by_their_end_are_histograms_below_each_other_with_their_distance(run: RunDir) -> None:
     write(run, batches(1, 3))
     counts = {"lengths/finished": histogram([2, 40]), "lengths/trained": histogram([2, 2, 2]), "lengths/cut": histogram([40])}
     write_state(run, RunState(state="finished", step=3, lengths=counts, length_distance=0.5, length_cut=True))
     async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        await unfold(tab)
         rows = tab.locator("section.box:has(h2:text-is('Answer lengths by their end')) tbody tr")
         await rows.first.wait_for()
         assert [text.split("\t")[:3] for text in await rows.all_inner_texts()] == [
@@ -284,6 +328,7 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
         await tab.wait_for_selector("td:has(span:text-is('starvation')) + td .bad:text-is('breach')")
         assert await tab.locator("tr:has(span:text-is('starvation')) td").last.inner_text() != ""
         assert await tab.locator("td:has(span:text-is('p95_age')) + td").inner_text() == "ok"
+        await unfold(tab)
         for title in ("Where the trainer\\'s time goes", "Where the time of producers\\' slots goes", "Where the engines\\' time goes"):
             await tab.wait_for_selector(f"section[aria-label='{title}'] canvas")
         (trainer,) = find("worker", "trainer", str(run.path))
@@ -328,6 +373,11 @@ async def test_it_goes_on_while_a_run_trains_and_its_trainer_and_server_are_kill
     assert (second[0], address in second[1]) == (0, True)
     over.send_signal(signal.SIGINT)
     assert (await said(over))[0] == 0
+
+
+async def unfold(tab: Page) -> None:
+    """Show all charts of the overview."""
+    await tab.get_by_text("All charts", exact=True).click()
 
 
 async def fulfil(answer: Any, route: Route) -> None:

@@ -12,15 +12,22 @@ import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 
 from streamrl.config.tree import Config, RunConfig, TasksConfig
 from streamrl.errors import LaunchError, NotFound
+from streamrl.monitor.glance import account_words
+from streamrl.monitor.numbers import Account, Glance, Learning, Verdict
+from streamrl.monitor.run_state import RunState, write_state
 from streamrl.monitor.series import WINDOW, Row
+from streamrl.monitor.summary import summarize, write_summary
+from streamrl.monitor.view import RunView
 from streamrl.page.access import page_token, place_of
 from streamrl.page.address import page_folder
 from streamrl.page.index import open_index
-from streamrl.page.others import Others, rolling_rate
+from streamrl.page.others import Others
 from streamrl.page.server import served
+from streamrl.page.tables import rolling
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batch, batches, indexed, page, write
 
@@ -104,8 +111,25 @@ async def test_series_are_what_the_rows_say(run: RunDir) -> None:
         assert found["values"] == {"rollout/raw_reward": [0.5] * 3, "train/loss": [None] * 3}
         run_told = await told(client, f"{base}/api/run")
         assert (run_told["run"], run_told["tables"]["batch"]) == ("demo", ["rollout/raw_reward", "staleness/max"])
+        smooth = await told(client, f"{base}/api/series?table=batch&x=version&names=staleness/max&smooth=2")
+        assert smooth["values"]["staleness/max"] == [1.0, 1.5, 1.0], "0, 1 and 2 of three batches, each with the one before"
         for query, code in (("names=nobody", 400), ("x=../..&names=", 400), ("table=../..&names=", 200), ("points=-1&last=x&names=", 200)):
             assert await status(client, f"{base}/api/series?{query}") == code
+
+
+async def test_what_is_looked_at_first_is_the_supervisors_or_the_summarys_and_else_nothing(run: RunDir) -> None:
+    async with page(run) as (base, _, client):
+        assert (await told(client, f"{base}/api/run"))["glance"] == {}
+        account = Account(rollouts_trained=3, rollouts_ended=4, trained_share=0.75)
+        summary = replace(summarize(RunView("demo"), wall_s=1.0), account=account)
+        write_summary(summary, run.summary_path)
+        write_state(run, RunState(state="finished", step=8))
+        found = (await told(client, f"{base}/api/run"))["glance"]
+        assert (found["verdict"], found["account"]) == (summary.verdict, account_words(account))
+        glance = Glance(verdict=Verdict(learning=Learning.EARLY, text="early"), account=Account(), steps_per_minute=3.0)
+        write_state(run, RunState(state="finished", step=9, glance=glance))
+        found = (await told(client, f"{base}/api/run"))["glance"]
+        assert (found["verdict"], found["account"], found["steps_per_minute"]) == ("early", [], 3.0)
 
 
 async def test_a_page_that_nobody_looks_at_rests_until_somebody_does(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +282,6 @@ async def test_a_configuration_that_cannot_be_read_and_many_runs_leave_the_curve
 
 def test_a_rate_is_taken_over_the_rows_that_have_both_numbers() -> None:
     amounts, seconds = np.array([math.nan, 10.0, 20.0, math.nan, 30.0]), np.array([1.0, 1.0, 0.0, 1.0, 2.0])
-    assert [None if math.isnan(one) else one for one in rolling_rate(amounts, seconds, 20).tolist()] == [None, 10.0, None, None, 40 / 3]
-    assert rolling_rate(np.full(5, 6.0), np.array([1.0, 1, 1, 2, 2]), 2).tolist() == [6, 6, 6, 4, 3]
-    assert rolling_rate(np.empty(0), np.empty(0), 20).tolist() == []
+    assert [None if math.isnan(one) else one for one in rolling(amounts, seconds, 20).tolist()] == [None, 10.0, None, None, 40 / 3]
+    assert rolling(np.full(5, 6.0), np.array([1.0, 1, 1, 2, 2]), 2).tolist() == [6, 6, 6, 4, 3]
+    assert rolling(np.empty(0), np.empty(0), 20).tolist() == []

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ from streamrl.telemetry import names
 from streamrl.telemetry.clock import ClockReports, StateClock
 from streamrl.telemetry.logs import LineFormatter, RepeatedTracebacks, bound_logs, configure_logging, mask_secrets
 from streamrl.telemetry.metrics import Fold, MetricsSink, report
-from streamrl.telemetry.names import METRICS, Reduction, declared, metric
+from streamrl.telemetry.names import METRICS, Reduction, declared, metric, reward_part
 from streamrl.telemetry.set_names import SET_METRICS, set_metric
 from streamrl.telemetry.states import STATES, seconds, share
 from tests.support.errors import raises
@@ -202,6 +202,7 @@ ALL = Evaluation(
     passes={1: 0.5, 8: 0.75},
     majorities={8: 0.5},
     truncated_ratio=0.1,
+    interval=(0.25, 0.75),
     failed_ratio=0.0,
     response_len=12.0,
     took_s=3.0,
@@ -218,6 +219,7 @@ def test_every_value_of_an_evaluation_has_a_declared_name() -> None:
     assert known(values) == values
     assert set(values) == {
         *("eval/gsm8k-hard", "eval/gsm8k-hard-pass@1", "eval/gsm8k-hard-pass@8", "eval/gsm8k-hard-maj@8"),
+        *("eval/gsm8k-hard-ci_low", "eval/gsm8k-hard-ci_high"),
         *("eval/gsm8k-hard-truncated_ratio", "eval/gsm8k-hard-failed_ratio", "eval/gsm8k-hard-response_len", "eval/gsm8k-hard-took_s"),
     }
     forms = {name.replace("gsm8k-hard", "{set}").replace("@1", "@{k}").replace("@8", "@{k}") for name in values}
@@ -228,6 +230,14 @@ def test_every_value_of_an_evaluation_has_a_declared_name() -> None:
     assert "`gsm8k-hard`" in metric("eval/gsm8k-hard").meaning
     assert declared(f"eval/{HELDOUT}") is METRICS["eval/heldout"]
     assert prometheus_name("eval/gsm8k-hard-pass@8") == ("streamrl_eval_gsm8k_hard_pass_8", "")
+
+
+def test_a_part_of_the_rewards_has_a_metric_whatever_its_name() -> None:
+    for part in ("right", "short-enough", "a b/c", "", "x" * 99):
+        name = reward_part(part)
+        found = metric(name)
+        assert (found.name, found.unit, prometheus_name(name)[1]) == (name, "reward", "")
+    assert declared("rollout/reward_part/") is declared("rollout/reward_part/a/b") is declared("rollout/reward_part/a b") is None
 
 
 def test_every_metric_has_a_name_of_its_own_that_prometheus_takes() -> None:
@@ -335,6 +345,18 @@ async def test_what_the_bus_does_not_take_is_reported_later() -> None:
     hand.now_s += 1.0
     await reports.report()
     assert said == [{"producer/slot_setup_s": amount, "producer/slots": 3.0} for amount in (3.0, 6.0, 3.0)]
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(None, {}), (0.0, {"engine/gpus": 0.0}), (2.0, {"engine/gpus": 2.0})])
+async def test_an_engine_reports_its_gpus_once_it_knows_them(gpus: float | None, said: dict[str, float]) -> None:
+    heard: list[dict[str, float]] = []
+
+    async def put(values: Mapping[str, float]) -> bool:
+        heard.append({name: value for name, value in values.items() if not name.endswith("_s")})
+        return True
+
+    await ClockReports(StateClock("setup"), "engine", put, gpus=lambda: gpus).report()
+    assert heard == [said]
 
 
 def test_seconds_go_to_the_state_that_was_entered_last() -> None:

@@ -59,6 +59,7 @@ class BatchingEngine:
         self.policy = policy
         self.detail: dict[str, Any] = {}
         self.lost = Lost()
+        self.gpus = 0
         self.model = model
         self._slots = slots
         self._texts = Texts(model_dir, engine=engine_id)

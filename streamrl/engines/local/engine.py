@@ -47,6 +47,7 @@ class LocalEngine(BatchingEngine):
         routed: bool = False,
         recording: Recording = NOTHING,
     ) -> None:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         model = LocalModel(
             model_dir,
             slots=config.slots,
@@ -54,9 +55,10 @@ class LocalEngine(BatchingEngine):
             threads=config.threads,
             deterministic=config.deterministic,
             forward=forward,
-            device=torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")),
+            device=place,
             dtype=getattr(torch, dtype) if dtype else None,
             routed=routed,
             recording=recording,
         )
         super().__init__(model, slots=config.slots, engine_id=engine_id, policy=policy, model_dir=model_dir, grammars=True)
+        self.gpus = int(place.type == "cuda")

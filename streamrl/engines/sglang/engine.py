@@ -61,6 +61,7 @@ class SglangEngine:
         self.detail: dict[str, Any] = {}
         """What people may want to know about it, once it runs."""
         self.lost = Lost()
+        self.gpus = 0 if config.sglang.flags.get("device") == "cpu" else config.sglang.tensor_parallel
         self.texts = Texts(model_dir, engine=engine_id)
         self._config = config
         self._model_dir = model_dir

@@ -30,13 +30,15 @@ function onTop([x, ...lines]) {
 }
 
 // series: [{ table, name, label, rate }] - `rate`: an amount of a row, drawn a second.
+// `edge`: the bound of an interval, drawn thin. `smooth`: each value is the mean over so many rows.
 // `stepped`: a value holds until the next one. `stacked`: shares that add up to one, drawn on top of each other, thinned to their means.
 export class Chart {
-  constructor(place, title, series, x = "version", { stacked = false, stepped = false } = {}) {
+  constructor(place, title, series, x = "version", { stacked = false, stepped = false, smooth = 1 } = {}) {
     this.paths = stepped ? uPlot.paths.stepped({ align: 1 }) : undefined;
     this.series = series;
     this.x = x;
     this.stacked = stacked;
+    this.smooth = smooth;
     this.plot = null;
     this.room = element("div", { class: "plot" });
     this.none = element("p", { class: "none" }, "no values yet");
@@ -66,19 +68,19 @@ export class Chart {
     }
     const raw = joined;
     if (this.stacked) joined = onTop(joined);
-    this.data = { values: joined, raw, labels: present.map((part) => part.label), sparse: tables.size > 1 };
+    this.data = { values: joined, raw, labels: present.map((part) => part.label), edges: present.map((part) => part.edge), sparse: tables.size > 1 };
     if (this.plot && this.drawn === this.data.labels.join("\n")) this.plot.setData(joined);
     else { this.#end(); this.#draw(this.data); }
   }
 
-  #draw({ values, labels, sparse }) {
+  #draw({ values, labels, edges, sparse }) {
     const stacked = this.stacked;
     const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line") } };
     const time = this.x === "time_s";
     const lines = labels.map((label, at) => ({
-      label, stroke: style(`--s${at % 9}`), width: stacked ? 0.5 : 1.5, spanGaps: sparse, paths: this.paths, fill: stacked ? style(`--s${at % 9}`) : undefined,
+      label, stroke: style(`--s${at % 9}`), width: stacked ? 0.5 : edges[at] ? 0.75 : 1.5, dash: edges[at] ? [4, 4] : undefined, spanGaps: sparse, paths: this.paths, fill: stacked ? style(`--s${at % 9}`) : undefined,
       value: (plot, value, series, row) => number(stacked && row !== null ? this.data.raw[series][row] : stacked ? null : value, stacked ? 3 : 4),
-      points: { show: !stacked && values[at + 1].filter((one) => one !== null && one !== undefined).length < 40 },
+      points: { show: !stacked && values[at + 1].filter((one) => one !== null && one !== undefined).length < (edges[at] ? 2 : 40) },
     }));
     this.drawn = labels.join("\n");
     this.plot = new uPlot(
@@ -112,15 +114,16 @@ export async function fill(charts, run, last = 0) {
   for (const chart of charts)
     for (const one of chart.series)
       if ((run.tables[one.table] || []).includes(one.name)) {
-        const key = JSON.stringify([chart.x, chart.stacked, one.table]);
+        const key = JSON.stringify([chart.x, chart.stacked, chart.smooth, one.table]);
         (wanted[key] ||= new Set()).add(one.name);
         if (one.rate) (rates[key] ||= new Set()).add(one.name);
       }
   const answers = {};
   await Promise.all(Object.entries(wanted).map(async ([key, names]) => {
-    const [x, stacked, table] = JSON.parse(key);
-    const query = new URLSearchParams({ table, x, names: [...names].join(","), points: stacked ? 250 : 1000, last, thin: stacked ? "mean" : "extremes", rates: [...(rates[key] || [])].join(",") });
-    (answers[[x, stacked]] ||= {})[table] = await get(`api/series?${query}`);
+    const [x, stacked, smooth, table] = JSON.parse(key);
+    const means = stacked || smooth > 1;
+    const query = new URLSearchParams({ table, x, names: [...names].join(","), points: means ? 250 : 1000, last, thin: means ? "mean" : "extremes", smooth, rates: [...(rates[key] || [])].join(",") });
+    (answers[[x, stacked, smooth]] ||= {})[table] = await get(`api/series?${query}`);
   }));
-  for (const chart of charts) chart.show(answers[[chart.x, chart.stacked]] || {});
+  for (const chart of charts) chart.show(answers[[chart.x, chart.stacked, chart.smooth]] || {});
 }

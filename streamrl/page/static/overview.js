@@ -1,9 +1,11 @@
 // What one looks at first: is it learning, how fast, how stale, what is lost.
 import { Chart, fill } from "./charts.js";
 import { lengths } from "./lengths.js";
-import { box, clock, element, get, number, paced, table } from "./tools.js";
+import { box, clock, element, get, lasting, number, paced, table } from "./tools.js";
 
 const batch = (name, label) => ({ table: "batch", name, label });
+const PART = "rollout/reward_part/";
+const SMOOTH = 20;
 const since = (name, label, rate) => ({ table: "window", name, label, rate });
 
 function chartsOf(run) {
@@ -15,11 +17,11 @@ function chartsOf(run) {
   const quantiles = (part) => ["finished", "cut", "trained", "dropped"].map((what) => since(`lengths/${what}_${part}`, what));
   // Of sets of problems: their means, and what else is known of each.
   const told = run.tables.evaluation || [];
-  const of = (names) => names.map((name) => ({ table: "evaluation", name, label: name === "eval/heldout" ? "held-out" : name.slice(5) }));
+  const of = (names) => names.map((name) => ({ table: "evaluation", name, label: setName(name.slice(5)) }));
   const rates = told.filter((name) => /-(pass|maj)@(?!1$)\d+$/.test(name));
-  const means = told.filter((name) => !/-((pass|maj)@\d+|truncated_ratio|failed_ratio|response_len|took_s)$/.test(name));
+  const means = told.filter((name) => !/-((pass|maj)@\d+|ci_low|ci_high|truncated_ratio|failed_ratio|response_len|took_s)$/.test(name));
   const all = [
-    ["Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), ...of(means)]],
+    ["Reward, batch by batch", "version", [batch("rollout/raw_reward", "mean of the batch"), ...of(means)]],
     ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", true), since("tokens/published_total", "published", true), since("tokens/cut_total", "cut, never published", true)]],
     ["What became of published tokens, by batch", "version", [batch("tokens/trained_total", "trained"), batch("tokens/masked_total", "masked"), ...lost.map((name) => batch(name, `dropped: ${name.slice("tokens/dropped_total/".length)}`))]],
     ["Staleness of trained tokens, versions", "version", [batch("staleness/mean", "mean"), batch("staleness/p95", "p95"), batch("staleness/max", "max")]],
@@ -45,6 +47,25 @@ function chartsOf(run) {
   return all;
 }
 
+const setName = (set) => (set === "heldout" ? "held-out" : set);
+
+// Whether it is learning: the newest batches' mean with its parts, and the first set of problems with its interval.
+function firstCharts(run) {
+  const parts = (run.tables.batch || []).filter((name) => name.startsWith(PART)).map((name) => batch(name, name.slice(PART.length)));
+  const set = (run.glance && run.glance.heldout_set) || "heldout", name = `eval/${set}`;
+  const bound = (end, label) => ({ table: "evaluation", name: `${name}-ci_${end}`, label, edge: true });
+  const loss = (run.tables.batch || []).includes("rollout/raw_reward") ? [] : [batch("train/loss", "loss")];
+  return [
+    [loss.length && run.tables.batch ? "Loss" : "Reward", "version", [batch("rollout/raw_reward", `mean of ${SMOOTH} batches`), ...parts, ...loss], { smooth: SMOOTH }],
+    ["Held-out", "version", [{ table: "evaluation", name, label: setName(set) }, bound("low", "95 % from"), bound("high", "to")]],
+  ];
+}
+
+// What a reader has unfolded stays so.
+const FOLD = "streamrl.charts";
+const kept = () => { try { return localStorage.getItem(FOLD) === "open"; } catch { return false; } };
+const keep = (open) => { try { localStorage.setItem(FOLD, open ? "open" : "closed"); } catch { /* a browser that keeps nothing */ } };
+
 const signs = { ok: "good", warn: "warn", breach: "bad" };
 const level = (word) => element("span", { class: `name ${signs[word] || "soft"}` }, word || "not judged yet");
 
@@ -61,15 +82,30 @@ function objectives(run) {
   return box("Objectives", table(["objective", "state", "value", "bound", "since", "likely cause", "what to turn"], cells, [2, 3]));
 }
 
+function say(line, text) {
+  line.hidden = !text;
+  if (line.textContent !== text) line.textContent = text; // a reader of the screen is told of changes only
+}
+
+function tile(place, name, value, below) {
+  place.replaceChildren(element("b", {}, value), element("span", {}, name), element("p", { class: "soft" }, below));
+}
+
 export function overview(place, run) {
+  const said = element("p", { class: "verdict", role: "status" });
+  const account = element("p", { class: "soft" });
+  const first = element("div", { class: "first" });
+  const pace = element("section", { class: "card tile", "aria-label": "Steps a minute" });
+  const left = element("section", { class: "card tile", "aria-label": "Time left" });
   const cards = element("div", { class: "cards" });
   const held = element("div", { role: "status" });
   const room = element("div", { class: "charts" });
   const notes = element("div");
   const spread = element("div");
-  place.append(cards, held, room, spread, notes);
-  const charts = [];
-  let known = "";
+  const fold = element("details", { open: kept() }, element("summary", {}, "All charts"), room, spread);
+  place.append(said, first, account, cards, held, fold, notes);
+  const front = [], charts = [];
+  let known = "", unfolded = "";
 
   let judged = "", counted = "";
   function tell() {
@@ -79,10 +115,16 @@ export function overview(place, run) {
     const told = JSON.stringify([run.worst, run.objectives]);
     if (told !== judged) held.replaceChildren(objectives(run));
     judged = told;
-    const newest = run.newest;
+    const newest = run.newest, glance = run.glance || {};
+    const set = glance.heldout_set || "heldout", interval = glance.heldout_interval;
+    const within = interval ? `, 95 % ${number(interval[0], 2)} to ${number(interval[1], 2)}` : "";
+    say(said, glance.verdict || "");
+    say(account, (glance.account || []).join(" · "));
+    tile(pace, "steps a minute", number(glance.steps_per_minute, 3), `step ${run.step} of ${run.steps || "–"}`);
+    tile(left, "time left", run.state === "running" ? lasting(glance.left_s) : "–", run.state);
     const values = [
       ["reward", number(newest["rollout/raw_reward"], 3)],
-      ["held-out", number(newest["eval/heldout"], 3)],
+      [`${setName(set)}${within}`, number(newest[`eval/${set}`], 3)],
       ["step", `${run.step}/${run.steps}`],
       ["tokens/s sampled", number(run.sampled_per_s, 3)],
       ["tokens/s trained", number(run.trained_per_s, 3)],
@@ -95,25 +137,34 @@ export function overview(place, run) {
   }
 
   async function draw() {
-    const names = JSON.stringify(run.tables);
+    const names = JSON.stringify([run.tables, run.glance && run.glance.heldout_set]);
     if (names !== known) {
       known = names;
+      for (const chart of front.splice(0)) chart.close();
+      first.replaceChildren();
+      for (const [title, x, series, options] of firstCharts(run)) front.push(new Chart(first, title, series, x, options));
+      first.append(pace, left);
+    }
+    const wanted = fold.open ? names : "";
+    if (wanted !== unfolded) {
+      unfolded = wanted;
       for (const chart of charts.splice(0)) chart.close();
       room.replaceChildren();
-      for (const [title, x, series, options] of chartsOf(run)) charts.push(new Chart(room, title, series, x, options));
+      for (const [title, x, series, options] of wanted ? chartsOf(run) : []) charts.push(new Chart(room, title, series, x, options));
     }
-    await fill(charts, run);
-    const said = (await get("api/notes")).slice(0, 20);
+    await fill([...front, ...charts], run);
+    const lately = (await get("api/notes")).slice(0, 20);
     notes.replaceChildren(
-      ...(said.length ? [box("Said lately", table(["at", "by", "what"], said.map((one) => [clock(one.time_s), one.worker, one.text || one.kind])))] : []),
+      ...(lately.length ? [box("Said lately", table(["at", "by", "what"], lately.map((one) => [clock(one.time_s), one.worker, one.text || one.kind])))] : []),
     );
   }
 
   tell();
   const drawing = paced(draw);
+  fold.addEventListener("toggle", () => { keep(fold.open); drawing.again(true); });
   let seen = run.changes;
   return {
     update() { tell(); if (run.changes !== seen) { seen = run.changes; drawing.again(); } },
-    close() { drawing.close(); for (const chart of charts) chart.close(); },
+    close() { drawing.close(); for (const chart of [...front, ...charts]) chart.close(); },
   };
 }

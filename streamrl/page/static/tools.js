@@ -50,6 +50,14 @@ export function clock(seconds) {
   return seconds ? new Date(seconds * 1000).toLocaleTimeString() : "–";
 }
 
+// Seconds as people say them: 0:45, 12:30, 1:05:00.
+export function lasting(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.floor(seconds), two = (count) => String(count).padStart(2, "0");
+  const hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}
+
 const kind = (numeric, at) => (numeric.includes(at) ? "num" : "text");
 
 export function cells(rows, numeric = []) {
@@ -67,13 +75,14 @@ export function box(title, ...children) {
 
 const RETRY = 5000;
 
-// Calls `work` at once and again when asked to, or when the server gave no answer; one at a time and at most every `every` milliseconds.
+// Calls `work` at once and again when asked to, or when the server gave no answer; one at a time and at most every `every` milliseconds,
+// but where it is asked for `now`.
 export function paced(work, every = 5000) {
   let running = false, again = false, closed = false, last = 0, timer = 0;
-  async function go() {
+  async function go(now = false) {
     if (closed) return;
     if (running) { again = true; return; }
-    const wait = last + every - Date.now();
+    const wait = now ? 0 : last + every - Date.now();
     if (wait > 0) { clearTimeout(timer); timer = setTimeout(go, wait); return; }
     running = true;
     last = Date.now();
