@@ -127,7 +127,7 @@ class HeldRows:
         return self._lines[index]
 
     def cut(self, window: slice) -> HeldRows:
-        """Those of the rows that a slice names."""
+        """Return the rows that a slice names."""
         return HeldRows(self.path, self._rows[window], self._lines[window])
 
 

@@ -20,7 +20,7 @@ from streamrl.errors import ConfigError
 
 TEMPLATE_FILE, TEMPLATES_DIR = "chat_template.jinja", "additional_chat_templates"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE, "generation_config.json")
-"""What `load_tokenizer` reads, besides TEMPLATES_DIR."""
+"""Names of the files that `load_tokenizer` reads, besides TEMPLATES_DIR."""
 
 
 class Tokenizer:
@@ -59,7 +59,7 @@ class Tokenizer:
         self.control_texts = tuple(
             token.content for number, token in added.items() if token.special or number in self.stop_ids or is_barred(token.content)
         )
-        """How its control tokens are written: those that no content of a message becomes."""
+        """Texts of its control tokens, which no content of a message becomes."""
         self._control = ControlTokens(self.control_texts)
 
     @property

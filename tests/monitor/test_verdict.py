@@ -243,7 +243,7 @@ def test_gpu_seconds_are_the_time_up_by_the_gpus_loading_included_and_a_shared_g
     assert (shared.gpu_s, shared.shared, shared.tokens_per_gpu_s) == (100.0, True, 60.0)
 
 
-NOBODY = {"rollouts_trained": 0, "rollouts_dropped": 0, "tokens_trained": 0}
+NOBODY: dict[str, Any] = {"rollouts_trained": 0, "rollouts_dropped": 0, "tokens_trained": 0}
 SHARE = "75% of 40 rollouts trained"
 WORDS = [
     (counted(ON_GPUS, Devices(2)), [SHARE, "trainer 100 GPU-seconds, engines 100 GPU-seconds", "30 tokens trained a GPU-second"]),

@@ -139,13 +139,13 @@ async def main():
 
 asyncio.run(main())
 signal.raise_signal(signal.SIGTERM)
-print("goes on to its end", flush=True)
+print("ends", flush=True)
 signal.raise_signal(signal.SIGTERM)
 """
 
 
 async def test_a_first_signal_in_the_last_moments_changes_nothing(start: Start) -> None:
-    assert (await said(await start("-c", ENDING)))[:2] == (-signal.SIGTERM, "goes on to its end\n")
+    assert (await said(await start("-c", ENDING)))[:2] == (-signal.SIGTERM, "ends\n")
 
 
 async def test_a_worker_by_hand_takes_a_name_that_nobody_has(behave: Start) -> None:

@@ -231,7 +231,7 @@ def test_gemma_keeps_its_windows_and_ends_an_answer_as_its_template_does(gemma: 
 
 
 @pytest.mark.parametrize(("key", "options"), [("missing", {"layers": 4}), ("got", {"factor": 8})])
-def test_a_file_that_is_not_read_whole_is_refused(gemma: Any, key: str, options: dict[str, int], tmp_path: Path) -> None:
+def test_a_file_that_is_not_read_whole_is_refused(gemma: Any, key: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Tensors of which there is a second file, and positions that are scaled, which transformers does not read."""
     write_gemma(tmp_path / "part.gguf", gemma, **options)
     with raises(ConfigError, **{"path": str(tmp_path / "part.gguf"), key: ANY}):

@@ -124,9 +124,10 @@ def test_windows_stay_in_packed_rows(kind: str, make_batch: Rollouts, tmp_path: 
     assert [(one.packs, one.free_masks, one.windowed) for one in policies] == [(True, False, True), (False, False, True)]
     weights = torch.linspace(-1, 1, batch.num_tokens)
     gradients: list[dict[str, torch.Tensor]] = []
-    for policy, layout, long in zip(policies, ("packed", "rows"), ({"row_length": 40}, {}), strict=True):
+    layouts: list[dict[str, Any]] = [LAYOUTS["packed"] | {"row_length": 40}, LAYOUTS["rows"]]
+    for policy, layout in zip(policies, layouts, strict=True):
         found = np.zeros(batch.num_tokens, np.float32)
-        for plan in plan_micro_batches(batch, batch.loss_mask, np.arange(batch.num_samples), budget=10_000, **LAYOUTS[layout] | long):
+        for plan in plan_micro_batches(batch, batch.loss_mask, np.arange(batch.num_samples), budget=10_000, **layout):
             logprobs = policy.predict(plan, batch)[0]
             (logprobs * weights[torch.from_numpy(plan.target)]).sum().backward()
             found[plan.target] = logprobs.detach().numpy()

@@ -104,7 +104,7 @@ def _graph_flags(slots: int, flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def program(sglang: SglangConfig) -> tuple[str, ...]:
-    """What the interpreter runs: SGLang's server, started by `streamrl.engines.sglang.quick_start` or by itself."""
+    """Arguments of the interpreter: they start SGLang's server, by `streamrl.engines.sglang.quick_start` or directly."""
     return ("-m", *((QUICK_START,) if sglang.quick_start else ()), "sglang.launch_server")
 
 
