@@ -1,4 +1,4 @@
-"""A multi-turn agent with a tool, as a producer of streamrl: the model calls a calculator, which does one step at a time, and answers.
+"""A multi-turn agent with a tool, as a producer of streamrl: the model calls a calculator, which does one step a call, and answers.
 
 calculator_openai.py is the same agent on OpenAI's SDK; the calculator and the reward are these.
 
@@ -13,35 +13,39 @@ import random
 import re
 from pathlib import Path
 
-CALL = re.compile(r"calc\((-?\d{1,9}) ([+*-]) (-?\d{1,9})\)")
-TURNS = 4
-HELD_OUT = 192
+CALL = re.compile(r"calc\((-?\d{1,12}(?: [+*-] -?\d{1,12})+)\)")
+TURNS = 5
+TRAIN = {1: 240, 2: 480, 3: 480}
+HELD_OUT = {1: 40, 2: 80, 3: 80}
+"""Rows by the number of their steps."""
 EXAMPLES = [
+    {"role": "system", "content": "Use the calculator, one step at a time."},
     {"role": "user", "content": "What is 312 * 47?"},
     {"role": "assistant", "content": "calc(312 * 47)"},
     {"role": "tool", "content": "14664"},
     {"role": "assistant", "content": "14664"},
     {"role": "user", "content": "What is 528 * 36 - 145?"},
-    {"role": "assistant", "content": "calc(528 * 36)"},
-    {"role": "tool", "content": "19008"},
+    {"role": "assistant", "content": "calc(528 * 36 - 145)"},
+    {"role": "tool", "content": "19008 - 145"},
     {"role": "assistant", "content": "calc(19008 - 145)"},
     {"role": "tool", "content": "18863"},
     {"role": "assistant", "content": "18863"},
 ]
 
 
-def calculate(left: int, sign: str, right: int) -> int:
-    """Do one step."""
-    return {"+": left + right, "-": left - right, "*": left * right}[sign]
+def reduce(expression: str) -> str:
+    """Do the first step of an expression of whole numbers, products before sums: `7 + 2 * 3` becomes `7 + 6`."""
+    terms = expression.split()
+    at = 2 * (terms[1::2].index("*") if "*" in terms[1::2] else 0)
+    left, right = int(terms[at]), int(terms[at + 2])
+    result = {"+": left + right, "-": left - right, "*": left * right}[terms[at + 1]]
+    return " ".join([*terms[:at], str(result), *terms[at + 3 :]])
 
 
 def result_of(text: str) -> str | None:
     """Give what the calculator says to a turn of the model; None where the turn is no call, and so the answer."""
     call = CALL.fullmatch(text.strip())
-    if call is None:
-        return None
-    left, sign, right = call.groups()
-    return str(calculate(int(left), sign, int(right)))
+    return None if call is None else reduce(call[1])
 
 
 async def agent(task, engine):
@@ -63,25 +67,30 @@ def score(task, episode):
 
 
 def rows(count: int, steps: int, rng: random.Random) -> list[dict[str, object]]:
-    """Make questions of one step or of two, no two alike: a product of numbers of three to five digits, and a number more or less."""
+    """Make questions of so many steps, no two alike: a product with a number of three to five digits, then more to add or subtract."""
     found: dict[str, str] = {}
     while len(found) < count:
-        left, right, more = (rng.randint(100, 10**digits - 1) for digits in (rng.randint(3, 5), 3, rng.randint(3, 4)))
-        question, result = f"What is {left} * {right}", left * right
-        if steps == 2:
-            sign = rng.choice("+-")
-            question, result = f"{question} {sign} {more}", calculate(result, sign, more)
-        found[f"{question}?"] = str(result)
+        expression = f"{rng.randint(100, 10 ** rng.randint(3, 5) - 1)} * {rng.randint(100, 999)}"
+        for _ in range(steps - 1):
+            expression += f" {rng.choice('+-')} {rng.randint(100, 10 ** rng.randint(3, 4) - 1)}"
+        result = expression
+        for _ in range(steps):
+            result = reduce(result)
+        found[f"What is {expression}?"] = result
     return [{"prompt": [*EXAMPLES, {"role": "user", "content": question}], "label": label} for question, label in found.items()]
 
 
 def split(seed: int = 0) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Make 1,200 rows to train on, one of one step for each two of two steps, and the held-out ones, those of one step first."""
+    """Make the rows to train on, in any order, and the held-out ones, those of fewer steps first."""
     rng = random.Random(seed)
-    one, two = rows(400 + HELD_OUT // 3, 1, rng), rows(800 + 2 * HELD_OUT // 3, 2, rng)
-    train = one[HELD_OUT // 3 :] + two[2 * HELD_OUT // 3 :]
+    train: list[dict[str, object]] = []
+    held_out: list[dict[str, object]] = []
+    for steps, count in HELD_OUT.items():
+        found = rows(count + TRAIN[steps], steps, rng)
+        held_out += found[:count]
+        train += found[count:]
     rng.shuffle(train)
-    return train, one[: HELD_OUT // 3] + two[: 2 * HELD_OUT // 3]
+    return train, held_out
 
 
 if __name__ == "__main__":

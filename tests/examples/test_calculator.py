@@ -32,13 +32,14 @@ RESULT = "the result"
 """A turn that repeats what the tool has said."""
 SAID = {
     "What is 345 * 678?": ["calc(345 * 678)", RESULT],
-    "What is 345 * 678 - 400?": ["calc(345 * 678)", "calc(233910 - 400)", RESULT],
+    "What is 345 * 678 - 400?": ["calc(345 * 678 - 400)", "calc(233910 - 400)", RESULT],
+    "What is 345 * 678 + 400?": ["calc(345 * 678)", "calc(233910 + 400)", RESULT],
     "What is 10 + 11?": ["calc(10 + 11)"] * 9,
     "What is 2 * 600?": ["calc(2 * 600)", "It is 1200."],
     "What is 300 * 300?": ["calc(300 x 300)"],
 }
 """What the model says to each question, turn by turn."""
-TURNS_AND_REWARDS = [(2, 1.0), (3, 1.0), (4, 0.0), (2, 0.0), (1, 0.0)]
+TURNS_AND_REWARDS = [(2, 1.0), (3, 1.0), (3, 1.0), (5, 0.0), (2, 0.0), (1, 0.0)]
 
 
 class Speaker:
@@ -75,23 +76,33 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_each_calculation_is_what_its_steps_give(module: Any) -> None:
     calculator = module("calculator")
     train, heldout = calculator.split()
-    questions = [row["prompt"][-1]["content"] for row in train + heldout]
-    assert len(set(questions)) == len(train) + len(heldout) == 1200 + calculator.HELD_OUT
-    assert [" - " in one or " + " in one for one in questions[1200:]] == [False] * 64 + [True] * 128
-    for question, row in zip(questions, train + heldout, strict=True):
-        # Products come first, so the order of the steps is that of arithmetic.
-        assert eval(question.removeprefix("What is ").removesuffix("?")) == int(row["label"])
+    expressions = [row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?") for row in train + heldout]
+    assert len(set(expressions)) == len(expressions) == 1200 + 200
+    assert [len(one.split()) // 2 for one in expressions[1200:]] == [1] * 40 + [2] * 80 + [3] * 80
+    assert [str(eval(one)) for one in expressions] == [row["label"] for row in train + heldout]
 
 
 @pytest.mark.parametrize(
     ("text", "result"),
-    [("calc(12 * -7)", "-84"), (" calc(1 - 3)\n", "-2"), ("calc(1 + 2 + 3)", None), ("calc(1/2)", None), ("It is calc(1 + 2)", None)],
+    [
+        ("calc(12 * -7)", "-84"),
+        (" calc(1 - 3)\n", "-2"),
+        ("calc(1 + 2 + 3)", "3 + 3"),
+        ("calc(7 - 2 * 3)", "7 - 6"),
+        ("calc(5 - -2 - 1)", "7 - 1"),
+        ("calc(1/2)", None),
+        ("calc(12)", None),
+        ("calc((1 + 2) * 3)", None),
+        ("It is calc(1 + 2)", None),
+    ],
 )
 def test_a_turn_is_a_call_or_the_answer(module: Any, text: str, result: str | None) -> None:
     assert module("calculator").result_of(text) == result
 
 
-@pytest.mark.parametrize(("text", "reward"), [("12", 1.0), (" 12\n", 1.0), ("calc(3 * 4)", 0.0), ("12 12", 0.0), ("1 12", 0.0), ("", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "reward"), [("12", 1.0), (" 12\n", 1.0), ("calc(3 * 4)", 0.0), ("It is 12", 0.0), ("1 12", 0.0), ("", 0.0)]
+)
 def test_the_answer_is_the_last_turn_and_nothing_else(module: Any, text: str, reward: float) -> None:
     assert module("calculator").score(SimpleNamespace(label="12"), SimpleNamespace(completion=text)) == reward
 
@@ -150,6 +161,8 @@ def test_one_file_is_taken_with_either_agent(tmp_path: Path, module: Any, overri
     (tmp_path / "sglang" / "bin" / "python").symlink_to(sys.executable)
     config = load(tmp_path / "calculator.toml", overrides)
     assert (config.producer.workers == 0) == (config.gateway.workers == 1)
-    size = module("calculator").HELD_OUT
-    assert [one.path.rpartition("@")[2] for one in config.evaluation.sets] == [f"[0:{size // 3}]", f"[{size // 3}:{size}]"]
-    assert config.evaluation.num_problems == size
+    parts = list(module("calculator").HELD_OUT.values())
+    ends = [sum(parts[: index + 1]) for index in range(len(parts))]
+    slices = [one.path.rpartition("@")[2] for one in config.evaluation.sets]
+    assert slices == [f"[{end - part}:{end}]" for end, part in zip(ends, parts, strict=True)]
+    assert config.evaluation.num_problems == ends[-1]
