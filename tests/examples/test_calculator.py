@@ -151,18 +151,18 @@ async def test_the_agent_on_openais_sdk_makes_the_rollouts_that_the_producer_mak
 
 
 @pytest.mark.parametrize("overrides", [[], ["producer.workers=0", "gateway.workers=1"]])
-def test_one_file_is_taken_with_either_agent(tmp_path: Path, module: Any, overrides: list[str]) -> None:
-    for name in ("calculator.toml", "calculator.py"):
+def test_the_files_are_taken_with_either_agent(tmp_path: Path, module: Any, overrides: list[str]) -> None:
+    for name in ("calculator.toml", "calculator-cpu.toml", "calculator.py"):
         (tmp_path / name).write_bytes((EXAMPLE / name).read_bytes())
     for name in ("calculator.jsonl", "calculator-heldout.jsonl"):
         (tmp_path / name).write_text('{"prompt": "a", "label": "b"}\n')
     (tmp_path / "SmolLM2-135M-Instruct").mkdir()
     (tmp_path / "sglang" / "bin").mkdir(parents=True)
     (tmp_path / "sglang" / "bin" / "python").symlink_to(sys.executable)
-    config = load(tmp_path / "calculator.toml", overrides)
-    assert (config.producer.workers == 0) == (config.gateway.workers == 1)
+    gpu, cpu = (load(tmp_path / name, overrides) for name in ("calculator.toml", "calculator-cpu.toml"))
+    assert (gpu.engine.kind, cpu.engine.kind, gpu.gateway.port) == ("sglang", "local", cpu.gateway.port)
     parts = list(module("calculator").HELD_OUT.values())
     ends = [sum(parts[: index + 1]) for index in range(len(parts))]
-    slices = [one.path.rpartition("@")[2] for one in config.evaluation.sets]
+    slices = [one.path.rpartition("@")[2] for one in gpu.evaluation.sets]
     assert slices == [f"[{end - part}:{end}]" for end, part in zip(ends, parts, strict=True)]
-    assert config.evaluation.num_problems == ends[-1]
+    assert gpu.evaluation.num_problems == ends[-1]
