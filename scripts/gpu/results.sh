@@ -2,13 +2,15 @@
 # results.sh RUN[+RUN...]...: the runs of docs/results.md; each argument has a GPU, and its runs go one after the other. At most LIMIT seconds
 # (default 560) in all. A RUN is TASK:SEED or TASK:SEED:WAY.
 #
-#   sums calculator instructions gcd chain_sum gsm8k      examples/smollm2/gpu.toml with the rows of that task
-#   gemma                                                 the same with Gemma 3 270M and GSM8K as texts: examples/smollm2/gemma.py, which
+#   sums instructions gcd chain_sum gsm8k                 examples/smollm2/gpu.toml with the rows of that task
+#   calculator gateway                                    examples/smollm2/calculator.toml, whose rows are written here: the agent by `Chat`,
+#                                                         and on OpenAI's SDK in GUESTS processes (with the Python of SGLang, which needs it)
+#   gemma                                                 gpu.toml with Gemma 3 270M and GSM8K as texts: examples/smollm2/gemma.py, which
 #                                                         is run first where FOLDER has no gemma-3-270m (with the wheels in WHEELS)
 #   trl                                                   benchmarks/peers: TRL on the rows of `sums`
 #   WAY                                                   arguments more, of the variable WAY_..., as WAY_all="--set tasks.drop_zero_variance=false"
 #
-# FOLDER (default examples/smollm2) holds the model and the rows. STEPS, ARGS ("--set a.b=c ...") are handed to every run.
+# FOLDER (default examples/smollm2) holds the model and the rows of the others. STEPS, ARGS ("--set a.b=c ...") are handed to every run.
 # OUT (default ./out) gets TASK-SEED.csv, .json (summary), .txt (what `up` printed at its end) and logs.tar.gz.
 set -uo pipefail
 # shellcheck disable=SC1091
@@ -23,17 +25,17 @@ cp "$code"/examples/smollm2/*.toml "$code"/examples/smollm2/*.py "$work/"
 if [[ " $*" == *[\ +]gemma:* ]] && [ ! -e "$folder/gemma-3-270m" ]; then
     python3 "$work/gemma.py" "$code/examples/gsm8k" "$folder" ${WHEELS:+"$WHEELS"} || exit 1
 fi
+python3 "$work/calculator.py"
 nvidia-smi --query-gpu=index,name,driver_version --format=csv,noheader
 
-# What a task changes of gpu.toml.
+# What a task changes of its file.
 changes() {
     local rows=(--set "data.train=$folder/$1.jsonl" --set "data.heldout=$folder/$1-heldout.jsonl")
     case $1 in
         sums) echo "${rows[@]}" ;;
         gcd | chain_sum) echo "${rows[@]}" --set evaluation.num_problems=256 --set run.steps=40 ;;
-        calculator)
-            echo "${rows[@]}" --set producer.function=calculator.py:agent --set reward.kind=calculator.py:score --set model.max_len=256 \
-                --set data.max_prompt_tokens=176 --set evaluation.num_problems=256 ;;
+        calculator) ;;
+        gateway) echo --set producer.workers=0 --set gateway.workers=1 ;;
         instructions)
             echo "${rows[@]}" --set reward.kind=instructions.py:score --set sampling.max_new_tokens=40 \
                 --set evaluation.sampling.max_new_tokens=40 --set evaluation.num_problems=96 --set model.max_len=160 --set run.steps=40 ;;
@@ -52,6 +54,20 @@ changes() {
     esac
 }
 
+# The agent on OpenAI's SDK, in GUESTS processes (default 2), from when the gateway of a run listens until it is gone.
+guest() {
+    local port=$((8322 + $1)) key=$work/runs/$2/credentials/gateway-key end=$((SECONDS + $3)) guests=() i
+    until [ -e "$key" ] && (exec 3<> "/dev/tcp/127.0.0.1/$port") 2> /dev/null; do
+        if [ -e "$2.ended" ] || [ "$SECONDS" -ge "$end" ]; then return 1; fi
+        sleep 1
+    done
+    for ((i = 0; i < ${GUESTS:-2}; i++)); do
+        timeout "$((end - SECONDS))" "$python" calculator_openai.py "http://127.0.0.1:$port" "$key" --sessions "$((512 / ${GUESTS:-2}))" &
+        guests+=($!)
+    done
+    wait "${guests[@]}"
+}
+
 one() {
     local gpu=$1 task=$2 seed=$3 variant=${4:-} name
     name=$task-$seed${variant:+-$variant}
@@ -68,11 +84,23 @@ one() {
         grep -E "held-out|memory|Error|gradient" "$name.log"
         return
     fi
-    local set
+    local set file=gpu.toml guest="" steps=110
+    case $task in calculator | gateway) file=calculator.toml steps=60 ;; esac
     read -ra set <<< "$(changes "$task") ${ARGS:-} ${!way:-}"
-    timeout --signal=INT --kill-after=25 "$((left - 25))" python3 -m streamrl up gpu.toml --plain --name "$name" --set run.dir="$work/runs" --set "run.seed=$seed" \
-        --set "model.path=$folder/SmolLM2-135M-Instruct" --set "engine.sglang.python=$python" --set run.steps="${STEPS:-110}" "${set[@]}" > "$name.log" 2>&1
+    rm -f "$name.ended"
+    if [ "$task" = gateway ]; then
+        set+=(--set "gateway.port=$((8322 + gpu))")
+        guest "$gpu" "$name" "$left" > "$name-guest.log" 2>&1 &
+        guest=$!
+    fi
+    timeout --signal=INT --kill-after=25 "$((left - 25))" python3 -m streamrl up "$file" --plain --name "$name" --set run.dir="$work/runs" --set "run.seed=$seed" \
+        --set "model.path=$folder/SmolLM2-135M-Instruct" --set "engine.sglang.python=$python" --set run.steps="${STEPS:-$steps}" "${set[@]}" > "$name.log" 2>&1
     echo "== $name: exit code $?"
+    touch "$name.ended"
+    if [ -n "$guest" ]; then
+        wait "$guest"
+        tail -n 3 "$name-guest.log"
+    fi
     python3 curve.py "$name" --dir "$work/runs" --out "$work/curve-$name" --since "$began" && cp "$work/curve-$name/$name.csv" "$out/"
     cp "$work/runs/$name/summary.json" "$out/$name.json" 2> /dev/null
     { awk 'NR % 15 == 1' "$name.log" | cut -c1-230 | tail -n 14; tail -n 14 "$name.log" | cut -c1-230; } > "$out/$name.txt"

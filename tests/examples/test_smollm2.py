@@ -91,15 +91,6 @@ def test_topics_of_held_out_instructions_are_in_no_row_that_is_trained(module: A
     assert (len(train), len(heldout)) == (48, 12) and not train & heldout
 
 
-def test_each_calculation_is_what_its_steps_give(module: Any) -> None:
-    calculator = module("calculator")
-    for row in calculator.rows(40, seed=0):
-        question = row["prompt"][-1]["content"].removeprefix("What is ").removesuffix("?")
-        # Products come first, so the order of the steps is that of arithmetic.
-        assert eval(question) == int(row["label"])
-    assert calculator.CALL.fullmatch("calc(12 * -7)") and not calculator.CALL.fullmatch("calc(1 + 2 + 3)")
-
-
 @pytest.mark.process
 def test_the_files_are_taken_once_model_and_rows_are_there(tmp_path: Path) -> None:
     place = tmp_path / "mine"

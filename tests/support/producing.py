@@ -14,6 +14,7 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus, Message
 from streamrl.config.tree import BusConfig, Config, DataConfig, EngineConfig, ModelConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.data.tokenizer import Tokenizer
+from streamrl.engines.protocol import Engine
 from streamrl.engines.server import serve
 from streamrl.engines.table.engine import TableEngine
 from streamrl.runtime.rundir import RunDir
@@ -94,15 +95,23 @@ class Loop:
         """A table engine behind HTTP, announced on the bus until the end."""
         logits = script(self.tokenizer, {(0, "<|assistant|>"): "7"}) if logits is None else logits
         engine = await start_engine(self.run_dir.model_dir, logits, engine_id=name, **options)  # type: ignore[arg-type]
+        try:
+            async with self.announced(engine, name):
+                yield engine
+        finally:
+            await engine.stop()
+
+    @contextlib.asynccontextmanager
+    async def announced(self, engine: Engine, name: str) -> AsyncIterator[None]:
+        """An engine behind HTTP, announced on the bus until the end."""
         server = await serve(engine, "127.0.0.1", 0)
         presence = EnginePresence(engine=name, address=server.address, serving=Version(0, 0), slots=64)
         await self.bus.kv.put(f"presence/engines/{name}", encode(presence))
         try:
-            yield engine
+            yield
         finally:
             await self.bus.kv.delete(f"presence/engines/{name}")
             await server.stop()
-            await engine.stop()
 
     @contextlib.asynccontextmanager
     async def serving(self, main: Callable[[Worker], object], worker: Worker) -> AsyncIterator[asyncio.Task[object]]:
