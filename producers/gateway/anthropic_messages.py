@@ -1,24 +1,27 @@
 """`/v1/messages`: a subset of Anthropic's API: messages, system, tools and their results, thoughts, stop sequences, streams.
 
-Pure translation: the session sees what `/v1/chat/completions` would have given it. Other fields are refused by name.
+Pure translation: the session sees what `/v1/chat/completions` would have given it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
-from streamrl.producers.gateway.blocks import Conversation, call_of, items, table, text, texts, tool_of
+from streamrl.producers.gateway.blocks import Conversation, call_of, format_of, items, table, text, texts, tool_of
 from streamrl.producers.gateway.errors import refused
-from streamrl.producers.gateway.front import Answer, Call, answered, ask
-from streamrl.producers.gateway.messages import ASSISTANT, Message
+from streamrl.producers.gateway.fields import MESSAGES, sampled
+from streamrl.producers.gateway.front import Answer, Call, answered, ask, given_back, replied
+from streamrl.producers.gateway.messages import ASSISTANT, Given, Message
 from streamrl.producers.gateway.placing import by_messages
+from streamrl.producers.gateway.session import LARGE
 from streamrl.producers.gateway.sse import pieces, stream
 
-_HANDLED = ("model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "thinking", "metadata")
 _TEXT = ("type", "text", "cache_control", "citations")
 _STOPS = {"stop": "end_turn", "length": "max_tokens"}
 
@@ -27,19 +30,28 @@ async def anthropic_messages(call: Call, request: web.Request) -> web.StreamResp
     """Answer a call of messages."""
     body = call.body
     messages, tools = conversation_of(body), tools_of(body)
-    fields = call.fields(*_HANDLED) | {"max_tokens": body.get("max_tokens")}
     if body.get("max_tokens") is None:
         raise refused("expected max_tokens, which this API wants", param="max_tokens")
+    fields = sampled(body, MESSAGES) | {"max_tokens": body["max_tokens"]} | format_asked(body)
     if stops := body.get("stop_sequences"):
         fields["stop"] = stops
-    refuse_others(body)
-    streams = call.flag("stream")
+    given, streams = choice_of(body), call.flag("stream")
     what = [message.for_template() for message in messages]
     asked = ask(call, "messages", what, by_messages(messages, tools, call.session.rules), fields, tools=tools)
-    answer = await answered(call, asked, "msg")
+    answer = await answered(call, asked, "msg", given)
     if streams:
-        return await stream(request, events_of(answer), named=True)
-    return web.Response(body=msgspec.json.encode(_whole(answer)), content_type="application/json")
+        return await stream(request, events_of(answer), headers=call.headers, named=True)
+    return replied(call, _whole(answer))
+
+
+async def count_tokens(call: Call, request: web.Request) -> web.StreamResponse:
+    """Answer how many tokens a conversation has up to where the model would write, rendered anew."""
+    messages, tools = conversation_of(call.body), tools_of(call.body)
+    sampled(call.body, MESSAGES)
+    rules = call.session.rules
+    count = partial(rules.rendering.prompt, messages, tools or rules.task.tools or None)
+    ids = await asyncio.to_thread(count) if call.size > LARGE else count()
+    return replied(call, {"input_tokens": len(ids)})
 
 
 def conversation_of(body: Mapping[str, Any]) -> list[Message]:
@@ -103,19 +115,28 @@ def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
     return found
 
 
-def refuse_others(body: Mapping[str, Any]) -> None:
-    """Raise ApiError where a field asks for what no engine does."""
+def choice_of(body: Mapping[str, Any]) -> Given:
+    """How the calls of the turn are given back; raises ApiError."""
     choice = body.get("tool_choice")
-    kind = table(choice, "tool_choice", ("type", "disable_parallel_tool_use")).get("type") if choice is not None else "auto"
-    if kind != "auto" and not (kind == "none" and not body.get("tools")):
-        raise refused(f"expected tool_choice auto, got {kind!r:.80}", hint="the model chooses", param="tool_choice")
-    thinking = body.get("thinking")
-    if thinking is not None and table(thinking, "thinking", ("type",)).get("type") != "disabled":
-        raise refused(
-            f"expected no thinking, got {thinking!r:.80}",
-            hint="leave it out: data.chat_template_kwargs of the run decides whether the model thinks",
-            param="thinking",
-        )
+    if choice is None:
+        return "all calls"
+    fields = table(choice, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
+    single = fields.get("disable_parallel_tool_use")
+    if single is not None and not isinstance(single, bool):
+        raise refused(f"expected true or false, got {single!r:.80}", param="tool_choice.disable_parallel_tool_use")
+    return given_back(fields, None if single is None else not single)
+
+
+def format_asked(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The format of the answer as a field of sampling; raises ApiError."""
+    where, given = "output_format", body.get("output_format")
+    if (config := body.get("output_config")) is not None:
+        inner = table(config, "output_config", ("effort", "format")).get("format")
+        where, given = ("output_config.format", inner) if inner is not None else (where, given)
+    if given is None:
+        return {}
+    fields = table(given, where, ("type", "schema"))
+    return format_of(fields.get("type"), fields.get("schema"), given, where)
 
 
 def blocks_of(answer: Answer) -> list[dict[str, Any]]:

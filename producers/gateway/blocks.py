@@ -117,3 +117,16 @@ def tool_of(name: Any, description: Any, parameters: Any, where: str) -> dict[st
         raise refused(f"expected the tool's parameters as a JSON schema, got {parameters!r:.80}", param=where)
     given = {"name": name, "description": text(description, where), "parameters": parameters}
     return {"type": "function", "function": {field: value for field, value in given.items() if value}}
+
+
+def format_of(kind: Any, schema: Any, given: Any, where: str) -> dict[str, Any]:
+    """The format of an answer as a field of sampling: none for a text; raises ApiError."""
+    match kind:
+        case None | "text":
+            return {}
+        case "json_object":
+            return {"json_schema": '{"type":"object"}'}
+        case "json_schema" if isinstance(schema, Mapping):
+            return {"json_schema": msgspec.json.encode(schema).decode()}
+        case _:
+            raise refused(f"expected a format of type text, json_object or json_schema, got {given!r:.80}", param=where)

@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-import msgspec
 from aiohttp import web
 
+from streamrl.producers.gateway.blocks import format_of
 from streamrl.producers.gateway.errors import refused
-from streamrl.producers.gateway.front import Answer, Call, answered, ask
+from streamrl.producers.gateway.fields import CHAT, sampled
+from streamrl.producers.gateway.front import Answer, Call, answered, ask, given_back, replied
 from streamrl.producers.gateway.placing import by_messages
 from streamrl.producers.gateway.sse import pieces, stream
-from streamrl.producers.gateway.wire_messages import message_fields, read_messages
-
-_HANDLED = ("model", "messages", "tools", "tool_choice", "response_format", "modalities", "function_call", "functions", "logprobs")
+from streamrl.producers.gateway.wire_messages import message_fields, plain_tool, read_messages
 
 
 async def chat_completions(call: Call, request: web.Request) -> web.StreamResponse:
     """Answer a call of messages."""
     messages = read_messages(call.body.get("messages"), "messages")
     tools = read_tools(call.body)
-    fields = call.fields(*_HANDLED) | _format(call.body.get("response_format"))
-    _check_others(call)
+    fields = sampled(call.body, CHAT) | _format(call.body.get("response_format"))
+    given = given_back(call.body.get("tool_choice"), call.body.get("parallel_tool_calls"))
+    check_template(call)
+    call.flag("logprobs")
     streams, counts = call.flag("stream"), _counts(call.body)
     what = [message.for_template() for message in messages]
     asked = ask(call, "chat", what, by_messages(messages, tools, call.session.rules), fields, tools=tools)
-    answer = await answered(call, asked, "chatcmpl")
+    answer = await answered(call, asked, "chatcmpl", given)
     if streams:
-        return await stream(request, _events(call, answer, counts=counts))
-    return web.Response(body=msgspec.json.encode(_whole(call, answer)), content_type="application/json")
+        return await stream(request, _events(call, answer, counts=counts), headers=call.headers)
+    return replied(call, _whole(call, answer))
 
 
 def read_tools(body: Mapping[str, Any]) -> list[Any] | None:
@@ -39,59 +40,40 @@ def read_tools(body: Mapping[str, Any]) -> list[Any] | None:
         return None
     if not isinstance(given, list):
         raise refused(f"expected tools as a list, got {given!r:.80}", param="tools")
-    items = cast("list[Any]", given)
-    for number, tool in enumerate(items):
+    found: list[Any] = []
+    for number, tool in enumerate(cast("list[Any]", given)):
         function: Any = cast("Mapping[str, Any]", tool).get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(cast("Mapping[str, Any]", function).get("name"), str):
             raise refused(f"expected tools of type function with a name, got {tool!r:.80}", param=f"tools[{number}]")
-    return items
+        found.append(plain_tool(cast("Mapping[str, Any]", tool)))
+    return found
 
 
-def _check_others(call: Call) -> None:
-    """Fields that change what is asked, at values that nobody can hold to."""
-    body = call.body
-    if body.get("tool_choice") not in (None, "auto") and not (body["tool_choice"] == "none" and not body.get("tools")):
-        raise refused(
-            f"expected tool_choice auto, got {body['tool_choice']!r:.80}",
-            hint="the model chooses; leave it out, or leave the tools out",
-            code="unsupported_parameter",
-            param="tool_choice",
-        )
-    if body.get("parallel_tool_calls") not in (None, True):
-        raise refused(
-            "expected parallel_tool_calls true, got false",
-            hint="a model is not held to one call",
-            code="unsupported_parameter",
-            param="parallel_tool_calls",
-        )
-    if body.get("modalities") not in (None, ["text"]):
-        raise refused(f"expected the modality text, got {body['modalities']!r:.80}", code="unsupported_parameter", param="modalities")
-    for name in ("function_call", "functions"):
-        if body.get(name) is not None:
-            raise refused(f"expected no {name}, which tools have replaced", code="unsupported_parameter", param=name)
-    call.flag("logprobs")
-    if body.get("top_logprobs"):
-        raise refused(
-            "expected top_logprobs 0, got more", hint="engines keep the sampled token's", code="unsupported_parameter", param="top_logprobs"
-        )
+def check_template(call: Call) -> None:
+    """Raise ApiError where a call wants other variables of the chat template than its task has."""
+    given = call.body.get("chat_template_kwargs")
+    if given is None:
+        return
+    if not isinstance(given, Mapping):
+        raise refused(f"expected chat_template_kwargs as a table, got {given!r:.80}", param="chat_template_kwargs")
+    context = call.session.context
+    there = {**context.template_kwargs, **(context.task.chat_template_kwargs or {})}
+    for name, value in cast("Mapping[str, Any]", given).items():
+        if name not in there or there[name] != value:
+            raise refused(
+                f"expected {f'{name} = {there[name]!r:.80}' if name in there else f'no {name}'}, got {value!r:.80}",
+                hint="prompts are the run's: set data.chat_template_kwargs there, or leave it out",
+                code="unsupported_parameter",
+                param=f"chat_template_kwargs.{name:.80}",
+            )
 
 
 def _format(given: Any) -> dict[str, Any]:
     """`response_format` as a field of sampling."""
-    fields: Mapping[str, Any] = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
-    match fields.get("type") if given is not None else "text":
-        case "text":
-            return {}
-        case "json_object":
-            return {"json_schema": '{"type":"object"}'}
-        case "json_schema":
-            schema: Any = fields.get("json_schema")
-            inner: Any = cast("Mapping[str, Any]", schema).get("schema") if isinstance(schema, Mapping) else None
-            if isinstance(inner, Mapping):
-                return {"json_schema": msgspec.json.encode(inner).decode()}
-        case _:
-            pass
-    raise refused(f"expected a format of type text, json_object or json_schema, got {given!r:.80}", param="response_format")
+    fields: Any = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {"type": "text" if given is None else ""}
+    nested = fields.get("json_schema")
+    inner: Any = cast("Mapping[str, Any]", nested).get("schema") if isinstance(nested, Mapping) else None
+    return format_of(fields.get("type"), inner, given, "response_format")
 
 
 def _counts(body: Mapping[str, Any]) -> bool:

@@ -5,26 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
-import msgspec
 from aiohttp import web
 
 from streamrl.producers.gateway.chat_completions import token_places
 from streamrl.producers.gateway.errors import refused
-from streamrl.producers.gateway.front import Answer, Call, answered, ask
+from streamrl.producers.gateway.fields import COMPLETIONS, sampled
+from streamrl.producers.gateway.front import Answer, Call, answered, ask, replied
 from streamrl.producers.gateway.placing import by_text, by_tokens
 from streamrl.producers.gateway.sampling import MAX_TOKEN
 from streamrl.producers.gateway.sse import pieces, stream
-
-_HANDLED = ("model", "prompt", "logprobs", "echo", "suffix")
 
 
 async def completions(call: Call, request: web.Request) -> web.StreamResponse:
     """Answer a call of text or token ids."""
     prompt, rules = call.body.get("prompt"), call.session.rules
-    fields = call.fields(*_HANDLED)
-    for name in ("echo", "suffix"):
-        if call.body.get(name):
-            raise refused(f"expected no {name}", hint="leave it out", code="unsupported_parameter", param=name)
+    fields = sampled(call.body, COMPLETIONS)
     logprobs = call.body.get("logprobs")
     if logprobs not in (None, False, True, 0, 1):
         raise refused(f"expected logprobs of at most 1, got {logprobs!r:.80}", code="unsupported_parameter", param="logprobs")
@@ -33,8 +28,8 @@ async def completions(call: Call, request: web.Request) -> web.StreamResponse:
     )
     answer = await answered(call, ask(call, "text", prompt, place, fields), "cmpl")
     if call.flag("stream"):
-        return await stream(request, _events(call, answer))
-    return web.Response(body=msgspec.json.encode(_whole(call, answer)), content_type="application/json")
+        return await stream(request, _events(call, answer), headers=call.headers)
+    return replied(call, _whole(call, answer))
 
 
 def read_ids(given: Any, param: str) -> list[int]:

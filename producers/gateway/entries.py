@@ -90,6 +90,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tur
     """Of its prompt: 0 where the prompt begins with the task's, else a number for each prompt of the agent's own."""
     said: bytes
     """Digest of what it says, by its parsed value."""
+    said_in_part: tuple[bytes, ...] = ()
+    """Digests of it with its first call alone, and with its calls as text, where these are others: agents may ask for them so."""
     tokens: Tokens
     sampling: Sampling
     seed: int

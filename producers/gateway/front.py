@@ -5,23 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import msgspec
+from aiohttp import web
 
 from streamrl.data.tool_calls import ParsedTurn
 from streamrl.producers.gateway.errors import ApiError, refused
-from streamrl.producers.gateway.messages import digest_of
+from streamrl.producers.gateway.messages import Given, digest_of
 from streamrl.producers.gateway.placing import Place
 from streamrl.producers.gateway.session import Ask, Session
 from streamrl.producers.gateway.tree import Node, Tree
 
-HARMLESS = frozenset(
-    {
-        *("user", "metadata", "store", "stream", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "return_token_ids", "return_tokens_as_token_ids", "cache_salt", "priority", "request_id"),
-        *("logprobs", "top_logprobs", "parallel_tool_calls", "routed_experts_prompt_start"),
-    }
-)
-"""Fields that change no token."""
+IGNORED = "X-StreamRL-Ignored"
+"""Header of an answer: names of the fields of its call that have no effect."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +33,13 @@ class Call:
     """As the request calls it."""
     size: int = 0
     """Bytes of the request."""
+    ignored: Sequence[str] = ()
+    """Names of its fields that have no effect, though it may expect one."""
 
-    def fields(self, *handled: str) -> dict[str, Any]:
-        """What is left of the body for its sampling, without what is `handled` elsewhere and what changes no token."""
-        return {name: value for name, value in self.body.items() if name not in HARMLESS and name not in handled}
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {IGNORED: ", ".join(self.ignored)} if self.ignored else {}
 
     def flag(self, name: str) -> bool:
         """A field that is true or false; raises ApiError."""
@@ -96,14 +96,31 @@ def ask(call: Call, kind: str, what: Any, place: Any, fields: Mapping[str, Any],
     return Ask(place=checked, fields=fields, where=where, request=request, key=call.key, seed=seed, tools=tools, size=call.size)
 
 
-async def answered(call: Call, asked: Ask, prefix: str) -> Answer:
+async def answered(call: Call, asked: Ask, prefix: str, given: Given = "all calls") -> Answer:
     """Make the call; returns once its turn is stored."""
     session = call.session
     node = await session.call(asked)
-    return answer_of(session, node, asked.tools, call.model, prefix)
+    return answer_of(session, node, asked.tools, call.model, prefix, given)
 
 
-def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str) -> Answer:
+def given_back(choice: Any, parallel: Any, where: str = "tool_choice") -> Given:
+    """How the calls of a turn are given back to who asks with this `tool_choice` and these `parallel_tool_calls`; raises ApiError."""
+    if parallel is not None and not isinstance(parallel, bool):
+        raise refused(f"expected true or false, got {parallel!r:.80}", param="parallel_tool_calls")
+    kind: Any = cast("Mapping[str, Any]", choice).get("type") if isinstance(choice, Mapping) else choice
+    if kind is not None and not isinstance(kind, str):
+        raise refused(f"expected auto, none, required or a tool, got {choice!r:.80}", param=where)
+    if kind == "none":
+        return "no calls"
+    return "first call" if parallel is False else "all calls"
+
+
+def replied(call: Call, answer: Any) -> web.Response:
+    """An answer in its API's form, whole."""
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json", headers=call.headers)
+
+
+def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str, given: Given) -> Answer:
     """A turn as an answer; the same again for the same turn."""
     turn = node.turn
     if turn is None:
@@ -118,7 +135,7 @@ def answer_of(session: Session, node: Node, tools: Any, model: str, prefix: str)
         identity=f"{prefix}-{identity}",
         created_s=int(turn.made_s or time.time()),
         model=model,
-        says=rendering.parsed(text, tools or session.context.task.tools, prompt_ids, f"call_{identity}_"),
+        says=rendering.parsed(text, tools or session.context.task.tools, prompt_ids, f"call_{identity}_", given=given),
         text=text,
         prompt_ids=prompt_ids,
         token_ids=token_ids,

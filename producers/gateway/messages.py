@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,6 +12,8 @@ from streamrl.data.tool_calls import ToolCall
 
 ASSISTANT = "assistant"
 DIGEST_BYTES = 16
+Given = Literal["all calls", "first call", "no calls"]
+"""How the calls of a turn are given back to the agent; with `no calls` they are part of its text."""
 _encoder = msgspec.json.Encoder(order="sorted")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -60,7 +60,8 @@ def prompt_messages(task: RolloutTask) -> list[Message]:
 
 def by_messages(messages: Sequence[Message], tools: Any, rules: Rules) -> Callable[[Tree], Place]:
     """For a call of messages."""
-    used = tools or rules.task.tools or None
+    own = rules.task.tools or None
+    used = own if not tools or _plain(tools) == _plain(own) else tools
     digests = _digests(messages, used)
 
     def place(tree: Tree) -> Place:
@@ -137,7 +138,15 @@ def _at_prompt(tree: Tree, prompt: Node) -> Place:
 
 
 def _digests(messages: Sequence[Message], tools: Any) -> tuple[bytes, ...]:
-    return (digest_of(tools or None), *(message.digest() for message in messages))
+    return (digest_of(_plain(tools)), *(message.digest() for message in messages))
+
+
+def _plain(tools: Any) -> Any:
+    """Tools by what they mean."""
+    from streamrl.producers.gateway.wire_messages import plain_tool  # which knows their form
+
+    found = [plain_tool(tool) if isinstance(tool, dict) and "function" in tool else tool for tool in cast("list[Any]", tools or [])]
+    return found or None
 
 
 def _not_granted(what: str, param: str) -> ApiError:

@@ -15,7 +15,7 @@ from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.completions import text_of
 from streamrl.producers.gateway.entries import Tokens
 from streamrl.producers.gateway.errors import refused, too_long
-from streamrl.producers.gateway.messages import ASSISTANT, Message
+from streamrl.producers.gateway.messages import ASSISTANT, Given, Message, said
 from streamrl.producers.protocol import Context, Tokenizer
 from streamrl.schemas.tasks import Sampling
 
@@ -93,12 +93,20 @@ class Rendering:
         """A turn's text, its stop token left out, up to the first of its stop strings."""
         return text_of(tokens.segment(sampling), tokens.finish_reason, self.tokenizer)
 
-    def parsed(self, text: str, tools: Any, prompt_ids: Sequence[int], call_ids: str = "") -> ParsedTurn:
+    def parsed(self, text: str, tools: Any, prompt_ids: Sequence[int], call_ids: str = "", *, given: Given = "all calls") -> ParsedTurn:
         """What a turn of this `text` says after a prompt; its calls have the ids `<call_ids><number>`."""
         thinking = self._format.opens_thought(prompt_ids) if self.chat_template else False
-        found = self._calls.parse(text, tools, thinking=thinking or None)
+        calls_format = NONE if given == "no calls" else self._calls
+        found = calls_format.parse(text, tools, thinking=thinking or None)
         calls = tuple(ToolCall(call.name, call.arguments, f"{call_ids}{number}") for number, call in enumerate(found.tool_calls))
-        return msgspec.structs.replace(found, tool_calls=calls) if calls else found
+        return msgspec.structs.replace(found, tool_calls=calls[:1] if given == "first call" else calls) if calls else found
+
+    def said(self, text: str, tools: Any, prompt_ids: Sequence[int]) -> list[bytes]:
+        """Digests of a turn in each form in which it may be given back, that of the whole one first."""
+        whole = self.parsed(text, tools, prompt_ids)
+        others: list[Given] = ["first call", "no calls"] if whole.tool_calls else []
+        turns = [whole, *(self.parsed(text, tools, prompt_ids, given=given) for given in others)]
+        return list(dict.fromkeys(said(turn.content, turn.tool_calls) for turn in turns))
 
 
 class BoundedTokenizer:

@@ -13,14 +13,14 @@ from typing import Any, cast
 import msgspec
 from aiohttp import web
 
-from streamrl.producers.gateway.blocks import Conversation, call_of, items, table, text, texts, tool_of
+from streamrl.producers.gateway.blocks import Conversation, call_of, format_of, items, table, text, texts, tool_of
 from streamrl.producers.gateway.errors import refused
-from streamrl.producers.gateway.front import Answer, Call, answered, ask
+from streamrl.producers.gateway.fields import RESPONSES, sampled
+from streamrl.producers.gateway.front import Answer, Call, answered, ask, given_back, replied
 from streamrl.producers.gateway.messages import ASSISTANT, Message
 from streamrl.producers.gateway.placing import by_messages
 from streamrl.producers.gateway.sse import pieces, stream
 
-_HANDLED = ("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "include", "truncation", "text", "reasoning")
 _PART = ("type", "text", "annotations", "logprobs")
 _ITEM = ("id", "type", "status")
 _ITEMS: Mapping[str, tuple[str, ...]] = {
@@ -30,32 +30,26 @@ _ITEMS: Mapping[str, tuple[str, ...]] = {
     "function_call_output": (*_ITEM, "call_id", "output"),
 }
 """Fields of an item by its type."""
-_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "tool_choice": (None, "auto"),
-    "truncation": (None, "disabled", "auto"),
-    "include": (None, [], ["reasoning.encrypted_content"]),
-    "text": (None, {}, {"format": {"type": "text"}}),
-    "reasoning": (None, {}),
-    "parallel_tool_calls": (None, True),
-}
-"""Fields that are taken at these values, which change nothing."""
+_IDLE_PARTS = (
+    *("reasoning.", "web_search_call.", "file_search_call.", "code_interpreter_call.", "computer_call_output."),
+    "message.input_image.",
+)
+"""Beginnings of what `include` may ask for that no answer here has."""
 
 
 async def responses(call: Call, request: web.Request) -> web.StreamResponse:
     """Answer a call of items."""
     body = call.body
-    for name, taken in _PLAIN.items():
-        if body.get(name) not in taken:
-            raise refused(f"expected {name} to be left out, got {body[name]!r:.80}", code="unsupported_parameter", param=name)
     messages, tools = conversation_of(body), tools_of(body)
-    fields = call.fields(*_HANDLED) | {"max_tokens": body.get("max_output_tokens")}
-    streams = call.flag("stream")
+    fields = sampled(body, RESPONSES) | {"max_tokens": body.get("max_output_tokens")} | format_asked(body)
+    given, streams = given_back(body.get("tool_choice"), body.get("parallel_tool_calls")), call.flag("stream")
+    _check_parts(body.get("include"))
     what = [message.for_template() for message in messages]
     asked = ask(call, "responses", what, by_messages(messages, tools, call.session.rules), fields, tools=tools)
-    answer = await answered(call, asked, "resp")
+    answer = await answered(call, asked, "resp", given)
     if streams:
-        return await stream(request, events_of(call, answer), named=True)
-    return web.Response(body=msgspec.json.encode(_whole(call, answer)), content_type="application/json")
+        return await stream(request, events_of(call, answer), headers=call.headers, named=True)
+    return replied(call, _whole(call, answer))
 
 
 def conversation_of(body: Mapping[str, Any]) -> list[Message]:
@@ -102,11 +96,33 @@ def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
     found: list[Any] = []
     for number, given in enumerate(items(body["tools"], "tools")):
         where = f"tools[{number}]"
+        kind: Any = cast("Mapping[str, Any]", given).get("type") if isinstance(given, Mapping) else None
+        if kind != "function":
+            raise refused(
+                f"expected tools of type function, got {kind!r:.80}",
+                hint="hosted tools do not run here: give functions, which the agent runs itself",
+                code="unsupported_parameter",
+                param=where,
+            )
         fields = table(given, where, ("type", "name", "description", "parameters", "strict"))
-        if fields.get("type") != "function":
-            raise refused(f"expected tools of type function, got {fields.get('type')!r:.80}", param=where)
         found.append(tool_of(fields.get("name"), fields.get("description"), fields.get("parameters"), where))
     return found
+
+
+def format_asked(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The format of the answer, in `text`, as a field of sampling; raises ApiError."""
+    if (about := body.get("text")) is None:
+        return {}
+    given = table(about, "text", ("format", "verbosity")).get("format")
+    fields = table(given, "text.format", ("type", "name", "schema", "strict", "description")) if given is not None else {}
+    return format_of(fields.get("type"), fields.get("schema"), given, "text.format")
+
+
+def _check_parts(include: Any) -> None:
+    """Raise ApiError where an answer is to have parts that it might have and does not."""
+    for name in items(include, "include") if include is not None else ():
+        if not isinstance(name, str) or not name.startswith(_IDLE_PARTS):
+            raise refused(f"expected include without {name!r:.80}", hint="leave it out", code="unsupported_parameter", param="include")
 
 
 def output_of(answer: Answer) -> list[dict[str, Any]]:

@@ -23,23 +23,6 @@ NAMES: Mapping[str, str] = {
 MAX_TOKEN = 2**31 - 1
 _ALWAYS = frozenset({"max_new_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos"})
 """What every engine can draw by."""
-NEUTRAL: Mapping[str, Any] = {
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
-    "stop": [],
-    "n": 1,
-    "best_of": 1,
-    "top_a": 0,
-    "skip_special_tokens": False,
-    "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False,
-    "min_tokens": 0,
-    "no_stop_trim": False,
-}
-"""Fields that change nothing at these values, and are refused at others where `Sampling` has no such field."""
 
 
 def sampling_of(given: Mapping[str, Any], base: Sampling, drawable: Callable[[Sampling], None], where: str = "") -> Sampling:
@@ -56,7 +39,7 @@ def sampling_of(given: Mapping[str, Any], base: Sampling, drawable: Callable[[Sa
     """
     said: dict[str, Any] = {}
     for name, value in given.items():
-        if value is None or (name in NEUTRAL and value == NEUTRAL[name] and name not in NAMES):
+        if value is None:
             continue
         if name not in NAMES:
             raise _unknown(where + name, value)

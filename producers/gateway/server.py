@@ -4,7 +4,7 @@
 /rl/start_session                             the gateway's key
 /rl/set_reward  /rl/end_session               a session's key, as for all below
 /v1/chat/completions  /v1/completions         also without /v1, and below /sessions/<key>
-/v1/messages  /v1/responses
+/v1/messages  /v1/messages/count_tokens  /v1/responses
 /inference/v1/generate  /v1/models
 /health                                       nobody's
 ```
@@ -24,10 +24,11 @@ from aiohttp.web_protocol import RequestHandler
 
 from streamrl.config.hosts import bracketed
 from streamrl.errors import BusError, LaunchError, StreamRLError
-from streamrl.producers.gateway.anthropic_messages import anthropic_messages
+from streamrl.producers.gateway.anthropic_messages import anthropic_messages, count_tokens
 from streamrl.producers.gateway.chat_completions import chat_completions
 from streamrl.producers.gateway.completions import completions
 from streamrl.producers.gateway.errors import ApiError, later, refused
+from streamrl.producers.gateway.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Fields, ignored
 from streamrl.producers.gateway.front import Call
 from streamrl.producers.gateway.generate import generate
 from streamrl.producers.gateway.guards import BODY_S, LINGER_S, SILENCE_S, VALUE_BYTES, Connections, Held, InHand
@@ -41,13 +42,14 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Api = Callable[[Call, web.Request], Awaitable[web.StreamResponse]]
-APIS: Mapping[str, Api] = {
-    "chat/completions": chat_completions,
-    "completions": completions,
-    "messages": anthropic_messages,
-    "responses": responses,
+APIS: Mapping[str, tuple[Api, Fields]] = {
+    "chat/completions": (chat_completions, CHAT),
+    "completions": (completions, COMPLETIONS),
+    "messages": (anthropic_messages, MESSAGES),
+    "messages/count_tokens": (count_tokens, MESSAGES),
+    "responses": (responses, RESPONSES),
 }
-"""By path below `/v1`."""
+"""By path below `/v1`, with the fields of their requests."""
 SHUTDOWN_S = 2.0
 MAX_KEY = 256
 """Characters of an `Idempotency-Key`."""
@@ -103,11 +105,11 @@ class GatewayServer:
         for prefix in ("", "/sessions/{key}"):
             app.router.add_post(f"{prefix}/rl/set_reward", self._set_reward)
             app.router.add_post(f"{prefix}/rl/end_session", self._end)
-            app.router.add_post(f"{prefix}/inference/v1/generate", self._calls(generate))
+            app.router.add_post(f"{prefix}/inference/v1/generate", self._calls(generate, {}))
             for version in ("", "/v1"):
                 app.router.add_get(f"{prefix}{version}/models", self._list_models)
-                for path, api in APIS.items():
-                    app.router.add_post(f"{prefix}{version}/{path}", self._calls(api))
+                for path, (api, fields) in APIS.items():
+                    app.router.add_post(f"{prefix}{version}/{path}", self._calls(api, fields))
         app.router.add_post("/rl/start_session", self._start)
         # Its client's going away does not cancel a call: see `streamrl.producers.gateway.session`.
         # What is packed is not unpacked: a kilobyte may become a gigabyte.
@@ -185,10 +187,10 @@ class GatewayServer:
         self._sessions.calls.refused(f"{refusal.status} {refusal.message}")
         headers = {"Retry-After": f"{max(1, round(refusal.retry_after_s))}"} if refusal.retry_after_s else {}
         logger.debug("event=call_refused path=%s status=%d code=%s", _path(request), refusal.status, refusal.code)
-        told = refusal.anthropic_body() if request.path.endswith("/messages") else refusal.body()
+        told = refusal.anthropic_body() if request.path.endswith(("/messages", "/messages/count_tokens")) else refusal.body()
         return web.Response(body=msgspec.json.encode(told), status=refusal.status, content_type="application/json", headers=headers)
 
-    def _calls(self, api: Api) -> Handler:
+    def _calls(self, api: Api, fields: Fields) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             key = self._session_key(request)
             body = await self._body(request, key)
@@ -202,9 +204,15 @@ class GatewayServer:
                     param="model",
                 )
             session = await self._sessions.find(key, self._wait_s)
-            response = await api(
-                Call(session=session, body=body, key=_idempotency(request), model=model, size=request.content_length or 0), request
+            call = Call(
+                session=session,
+                body=body,
+                key=_idempotency(request),
+                model=model,
+                size=request.content_length or 0,
+                ignored=ignored(body, fields),
             )
+            response = await api(call, request)
             self._sessions.calls.answered()
             return response
 

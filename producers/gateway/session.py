@@ -26,7 +26,6 @@ from streamrl.producers.completions import Completion, complete
 from streamrl.producers.gateway.entries import Ended, Entry, Rewarded, Started, Tokens, Turn, packed_ids
 from streamrl.producers.gateway.errors import ApiError, gone, later, refused, too_long
 from streamrl.producers.gateway.journal import Journal
-from streamrl.producers.gateway.messages import said
 from streamrl.producers.gateway.placing import Place, Rules
 from streamrl.producers.gateway.sampling import sampling_of, within
 from streamrl.producers.gateway.tree import Node, Tree
@@ -221,13 +220,14 @@ class Session:
             raise later(f"expected log-probs of mode {self._mode} in every turn, got {made.logprob_mode} from {made.engine}", AGAIN_S)
         tokens = Tokens.of(made)
         rendering = self.rules.rendering
-        says = rendering.parsed(rendering.text(tokens, sampling), ask.tools or self.context.task.tools, place.prompt_ids)
+        whole, *parts = rendering.said(rendering.text(tokens, sampling), ask.tools or self.context.task.tools, place.prompt_ids)
         turn = Turn(
             parent=place.parent,
             heard=place.heard,
             context=packed_ids(place.context),
             family=place.family,
-            said=said(says.content, says.tool_calls),
+            said=whole,
+            said_in_part=tuple(parts),
             tokens=tokens,
             sampling=sampling,
             seed=number,

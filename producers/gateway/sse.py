@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -13,9 +13,12 @@ PIECE_CHARS = 512
 """Of the text in one event."""
 
 
-async def stream(request: web.Request, events: Iterable[dict[str, Any]], *, named: bool = False) -> web.StreamResponse:
+async def stream(
+    request: web.Request, events: Iterable[dict[str, Any]], *, headers: Mapping[str, str], named: bool = False
+) -> web.StreamResponse:
     """Send `events` and the end of the stream; `named`: each goes by its `type`, and the last one is the end."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    about = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    response = web.StreamResponse(headers={**about, **headers})
     await response.prepare(request)
     parts: list[bytes] = []
     for event in events:

@@ -196,9 +196,12 @@ def fits_messages(digests: Sequence[bytes]) -> Fits:
     """For a call of messages: a turn is kept when what was heard before it is the same, and what it said is."""
 
     def fits(node: Node, start: int) -> int:
-        added = node.heard if node.turn is None else (*node.heard, node.turn.said)
-        end = start + len(added)
-        return end if tuple(digests[start:end]) == added else -1
+        end = start + len(node.heard)
+        if tuple(digests[start:end]) != node.heard:
+            return -1
+        if node.turn is None:
+            return end
+        return end + 1 if end < len(digests) and digests[end] in (node.turn.said, *node.turn.said_in_part) else -1
 
     return fits
 

@@ -9,15 +9,11 @@ import msgspec
 
 from streamrl.data.tool_calls import ToolCall
 from streamrl.producers.gateway.errors import refused
+from streamrl.producers.gateway.fields import MESSAGE, sampled
 from streamrl.producers.gateway.messages import ASSISTANT, Message
 
 MAX_MESSAGES = 10_000
 _ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-_KNOWN = frozenset(
-    {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal", "annotations", "audio"}
-)
-_EMPTY_ONLY = ("refusal", "annotations", "audio")
-"""Fields that SDKs send back with an answer, and that no answer here has a value for."""
 
 
 def read_messages(given: Any, param: str) -> list[Message]:
@@ -34,9 +30,8 @@ def _message(given: Any, where: str) -> Message:
     if not isinstance(given, Mapping):
         raise refused(f"expected a message as a table, got {_shown(given)}", param=where)
     fields = cast("Mapping[str, Any]", given)
-    for name, value in fields.items():
-        if name not in _KNOWN or (name in _EMPTY_ONLY and value):
-            raise refused(f"expected no field {name} in a message, got {_shown(value)}", param=f"{where}.{name}")
+    for name, value in sampled(fields, MESSAGE, f"{where}.").items():
+        raise refused(f"expected no field {name} in a message, got {_shown(value)}", param=f"{where}.{name}")
     role = fields.get("role")
     if role not in _ROLES:
         raise refused(f"expected a role of {', '.join(_ROLES)}, got {_shown(role)}", param=f"{where}.role")
@@ -89,6 +84,14 @@ def _text(given: Any, where: str) -> str:
     if not isinstance(given, str):
         raise refused(f"expected a text, got {_shown(given)}", param=where)
     return given
+
+
+def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool without what changes nothing: nulls, and `strict`, to which no engine is held."""
+    function = {
+        name: value for name, value in cast("Mapping[str, Any]", tool["function"]).items() if value is not None and name != "strict"
+    }
+    return {name: value for name, value in tool.items() if value is not None} | {"function": function}
 
 
 def message_fields(content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from scripts.docs.configuration import configuration_page
 from scripts.docs.error_page import errors_page
+from scripts.docs.gateway_fields import fields_tables
 from scripts.docs.grafana import grafana_dashboard
 from scripts.docs.loop_picture import loop_picture
 from scripts.docs.metrics import metrics_table
@@ -33,6 +34,7 @@ PARTS: Mapping[tuple[str, str], Callable[[], str]] = MappingProxyType(
         ("docs/slime-hooks.md", "refused"): refused_table,
         ("docs/slime-hooks.md", "names"): names_table,
         ("docs/algorithms.md", "registry"): registry_tables,
+        ("docs/gateway.md", "fields"): fields_tables,
         ("docs/import-slime.md", "flags"): flag_tables,
         ("docs/security.md", "rights"): rights_table,
     }

@@ -13,7 +13,7 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from streamrl.producers.gateway.anthropic_messages import blocks_of, conversation_of, events_of, refuse_others, tools_of
+from streamrl.producers.gateway.anthropic_messages import blocks_of, choice_of, conversation_of, events_of, tools_of
 from streamrl.producers.gateway.errors import ApiError
 from streamrl.producers.gateway.front import Answer, Call, answered, ask
 from streamrl.producers.gateway.messages import Message
@@ -41,7 +41,11 @@ async def test_the_async_sdk_chats_streams_and_completes(loop: Loop) -> None:
         async with client(gate, told["api_key"]) as sdk:
             [policy, run] = (await sdk.models.list()).data
             assert (policy.id, run.id, (policy.model_extra or {})["max_model_len"]) == ("policy", loop.config.run.name, 128)
-            answer = await sdk.chat.completions.create(model="policy", messages=told["messages"], logprobs=True, user="me", n=1)
+            raw = await sdk.chat.completions.with_raw_response.create(
+                model="policy", messages=told["messages"], logprobs=True, user="me", n=1, temperature=0, verbosity="low"
+            )
+            assert raw.headers["X-StreamRL-Ignored"] == "temperature, verbosity"
+            answer = raw.parse()
             assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("7", "stop")
             assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6, 2)
             assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.content is not None
@@ -186,7 +190,9 @@ async def test_anthropics_sdk_chats_and_streams(loop: Loop) -> None:
             with pytest.raises(anthropic.NotFoundError) as caught:
                 await sdk.messages.create(model="claude", messages=messages, max_tokens=4)
             assert caught.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
-            for wrong in ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"tool_choice": {"type": "any"}}, {"max_tokens": 0}):
+            counted = await sdk.messages.count_tokens(model="policy", messages=messages[:1], thinking={"type": "adaptive"})
+            assert counted.input_tokens == answer.usage.input_tokens
+            for wrong in ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, {"tool_choice": {"type": 5}}, {"max_tokens": 0}):
                 with pytest.raises(anthropic.BadRequestError):
                     await sdk.messages.create(**{"model": "policy", "messages": messages, "max_tokens": 4, **wrong})
         async with anthropic.AsyncAnthropic(base_url=gate.url, api_key="sk-0", max_retries=0) as stranger:
@@ -212,7 +218,7 @@ async def test_openais_sdk_asks_for_responses(loop: Loop) -> None:
             assert text == last.output_text == "7"
             cut = await sdk.responses.create(model="policy", input=items, max_output_tokens=1)
             assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-            for wrong in ({"previous_response_id": first.id}, {"tools": [{"type": "web_search"}]}, {"reasoning": {"effort": "high"}}):
+            for wrong in ({"previous_response_id": first.id}, {"tools": [{"type": "web_search"}]}, {"conversation": "c"}):
                 with pytest.raises(openai.BadRequestError):
                     await sdk.responses.create(**{"model": "policy", "input": items, **wrong})
         await gate.end(told["api_key"], reward=1.0)
@@ -300,7 +306,7 @@ def test_any_json_is_read_or_refused(messages: Any, tools: Any) -> None:
         lambda: input_of({"input": messages, "instructions": tools}),
         lambda: tools_of({"tools": tools}),
         lambda: functions_of({"tools": tools}),
-        lambda: refuse_others({"tool_choice": tools, "thinking": messages}),
+        lambda: choice_of({"tool_choice": tools, "thinking": messages}),
     ):
         with contextlib.suppress(ApiError):
             read()
