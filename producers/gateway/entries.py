@@ -92,6 +92,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tur
     """Digest of what it says, by its parsed value."""
     said_in_part: tuple[bytes, ...] = ()
     """Digests of it with its first call alone, and with its calls as text, where these are others: agents may ask for them so."""
+    retold: tuple[int, ...] = ()
+    """Numbers of earlier turns that its call tells in other words. They are no part of its path, and were not given up either."""
     tokens: Tokens
     sampling: Sampling
     seed: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -14,6 +15,9 @@ from streamrl.producers.gateway.rendering import Rendering
 from streamrl.producers.gateway.tree import Node, Tree, fits_messages, fits_text, fits_tokens
 from streamrl.schemas.tasks import RolloutTask, Sampling
 
+MOST_TOLD = 16
+"""Newest answers to a prompt among which one is looked for that a call tells in other words."""
+
 
 class Place(msgspec.Struct, frozen=True):
     """Behind which turn a call's answer will stand; the fields are those of `streamrl.producers.gateway.entries.Turn`."""
@@ -24,6 +28,7 @@ class Place(msgspec.Struct, frozen=True):
     context: Sequence[int]
     heard: tuple[bytes, ...]
     family: int = 0
+    retold: tuple[int, ...] = ()
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -72,16 +77,39 @@ def by_messages(messages: Sequence[Message], tools: Any, rules: Rules) -> Callab
         node, end = tree.deepest(fits_messages(digests))
         if node is None and not rules.own_prompts:
             raise _not_granted("messages that begin with those of the task's prompt, and its tools", "messages")
-        if node is not None and node.turn is not None:
-            rest = messages[end - 1 :]  # the tools stand before them
+        if node is None:
+            return Place(OWN_PROMPT, (), rules.rendering.prompt(messages, used), digests, tree.new_family())
+        rest = messages[end - 1 :]  # the tools stand before them
+        retold = _retold(node, rest, digests[end:], used, rules)
+        if node.turn is not None:
             context = rules.rendering.replies(rest, used, last_token=node.turn.tokens.token_ids[-1])
-            return Place(node.number, node.token_ids(), context, digests[end:], node.family)
-        if node is not None and end == len(digests):
+            return Place(node.number, node.token_ids(), context, digests[end:], node.family, retold)
+        if not rest:
             return _at_prompt(tree, node)
-        family = tree.new_family() if node is None else node.family
-        return Place(OWN_PROMPT, (), rules.rendering.prompt(messages, used), digests, family)
+        return Place(OWN_PROMPT, (), rules.rendering.prompt(messages, used), digests, node.family, retold)
 
     return place
+
+
+def _retold(node: Node, rest: Sequence[Message], digests: Sequence[bytes], tools: Any, rules: Rules) -> tuple[int, ...]:
+    """Numbers of the turns behind `node` that the messages after it tell in other words; `digests` are those of the messages.
+
+    A message tells a turn that has the id of one of its calls, or that begins with all of its text.
+    """
+    call = re.compile(rf"call_{rules.task.index}\.\d+\.(\d+)_\d")  # as `streamrl.producers.gateway.front` names the calls of a turn
+    found: list[int] = []
+    for child in node.children[-MOST_TOLD:]:
+        place = len(child.heard)
+        if child.turn is None or place >= len(rest) or rest[place].role != ASSISTANT or tuple(digests[:place]) != child.heard:
+            continue
+        message, ids = rest[place], child.token_ids()
+        text = rules.rendering.text(child.turn.tokens, child.turn.sampling)
+        prompt_ids = ids[: len(ids) - len(child.turn.tokens.token_ids)]
+        says = rules.rendering.parsed(text, tools, prompt_ids, given="no calls").content
+        named = {number for told in (message.content, *(one.id for one in message.tool_calls)) for number in call.findall(told)}
+        if str(child.number) in named or (says and message.content.strip().startswith(says)):
+            found.append(child.number)
+    return tuple(found)
 
 
 def by_tokens(ids: Sequence[int], rules: Rules, *, param: str) -> Callable[[Tree], Place]:

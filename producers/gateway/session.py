@@ -228,6 +228,7 @@ class Session:
             family=place.family,
             said=whole,
             said_in_part=tuple(parts),
+            retold=place.retold,
             tokens=tokens,
             sampling=sampling,
             seed=number,

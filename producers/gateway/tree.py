@@ -9,6 +9,8 @@ prompt -- turn 0 -- turn 1            sample 0: prompt, turn 0, turn 1
 What a call keeps is a path from a prompt, and its tokens are those that the engines gave: nothing is decoded and tokenised again. A turn is
 trained once, in the sample that was begun first. A last turn that is not the newest answer to its prompt was given up by the agent: it is
 `abandoned` and not trained; a turn that others go on from is trained although all of these were abandoned.
+
+So is one that the agent tells in other words (`retold`): what follows is context, and another sample.
 """
 
 from __future__ import annotations
@@ -140,7 +142,8 @@ class Tree:
     def strands(self) -> tuple[list[Strand], int]:
         """What is trained, each turn once, in the order in which the samples were begun; and how many turns were abandoned."""
         newest = {node.family: node for node in self.turns}
-        kept = [node for node in self.turns if node.children or newest[node.family] is node]
+        retold = {number for node in self.turns if node.turn is not None for number in node.turn.retold}
+        kept = [node for node in self.turns if node.children or newest[node.family] is node or node.number in retold]
         owner: dict[int, int] = {}
         """Index of the strand that trains a turn; for a prompt, of its first strand."""
         ends: list[Node] = []

@@ -107,6 +107,34 @@ async def test_a_turn_that_the_agent_rewrites_is_context_behind_what_it_keeps(na
     assert abandoned == 1 and len(episode.turns) == 2
 
 
+CALL = "[{'id': 'call_3.0.0_0', 'type': 'function', 'function': {'name': 'look', 'arguments': {'at': 'place 0'}}}]"
+EDITED = [{"id": "call_3.0.0_0", "type": "function", "function": {"name": "look", "arguments": '{"at": "place 0", "deep": true}'}}]
+TOLD: list[tuple[int, dict[str, Any], bool]] = [
+    (1, {"content": f"Calling tools:\n{CALL}"}, True),  # smolagents' ToolCallingAgent
+    (0, {"content": "Look\n</code>\nCalling tools:\n[{'id': 'call_1'}]"}, True),  # its CodeAgent
+    (1, {"content": "", "tool_calls": EDITED}, True),
+    (1, {"content": f"Calling tools:\n{CALL.replace('3.0.0', '3.0.1')}"}, False),
+    (0, {"content": "I shall Look"}, False),
+]
+
+
+@pytest.mark.parametrize(("num_calls", "told", "is_kept"), TOLD)
+async def test_a_turn_that_the_agent_tells_in_other_words_is_trained_in_a_sample_of_its_own(
+    num_calls: int, told: dict[str, Any], is_kept: bool
+) -> None:
+    session = await session_of("qwen3", [turn("qwen3", "" if num_calls else "Look", num_calls), turn("qwen3", "It is fine", 0)])
+    await chat(session, PROMPT)
+    last = await chat(session, [*PROMPT, {"role": "assistant", **told}, {"role": "user", "content": "Observation: rain"}])
+    await session.end(Ended())
+    episodes, abandoned = episodes_of(session)
+    assert (len(episodes), abandoned) == ((2, 0) if is_kept else (1, 1))
+    trained = [segment.token_ids for episode in episodes for segment in episode.segments if segment.logprobs]
+    assert trained[-1] == last.token_ids
+    if is_kept:
+        assert [len(episode.turns) for episode in episodes] == [1, 1]
+        assert episodes[1].branch is not None and episodes[1].branch.parent == 0
+
+
 async def test_a_tool_that_the_task_does_not_have_is_a_prompt_of_the_agents_own() -> None:
     session = await session_of("qwen3", [turn("qwen3", "Fine", 0)], tools=[])
     with pytest.raises(ApiError) as caught:
