@@ -96,7 +96,7 @@ def _retold(node: Node, rest: Sequence[Message], digests: Sequence[bytes], tools
 
     A message tells a turn that has the id of one of its calls, or that begins with all of its text.
     """
-    call = re.compile(rf"call_{rules.task.index}\.\d+\.(\d+)_\d")  # as `streamrl.producers.gateway.front` names the calls of a turn
+    call = re.compile(rf"call_{rules.task.index}[._]\d+[._](\d+)_\d")  # by `front`; some clients take dots for Anthropic's ids away
     found: list[int] = []
     for child in node.children[-MOST_TOLD:]:
         place = len(child.heard)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,12 +17,15 @@ from streamrl.producers.gateway.errors import ApiError
 from streamrl.producers.gateway.fields import CHAT, MESSAGES, RESPONSES, TABLES, Fields, ignored, sampled
 from streamrl.producers.gateway.front import Call
 from streamrl.producers.gateway.responses import responses
+from streamrl.producers.gateway.server import APIS
 from streamrl.producers.gateway.session import Session
 from tests.gateway.test_tools import PROMPT, session_of, turn
 from tests.support.conversations import TOOLS
 from tests.support.errors import raises
 
 FUNCTION: Any = TOOLS[0]["function"]
+FORMS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "wire_forms.json").read_text(encoding="utf-8"))
+"""Two calls of each harness that docs/gateway.md names, with a tool between."""
 CALLED = [turn("qwen3", "Look", 2), turn("qwen3", "It is fine", 0)]
 DECIDED: list[tuple[Fields, dict[str, Any], list[str]]] = [
     (CHAT, {"temperature": 0, "n": 1, "verbosity": "low", "reasoning_effort": "high"}, ["temperature", "verbosity", "reasoning_effort"]),
@@ -131,3 +136,18 @@ async def test_tools_are_the_tasks_with_the_nulls_and_the_strictness_that_sdks_a
     tools = [{"type": "function", "function": {**FUNCTION, "description": None, "strict": True}}]
     answer = await asked(session, chat_completions, messages=PROMPT, tools=tools)
     assert answer["usage"]["prompt_tokens"] == len(session.context.task.prompt_ids)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=[form["harness"] for form in FORMS])
+async def test_two_calls_of_a_stock_harness_are_trained(form: dict[str, Any]) -> None:
+    texts = [form.get("says", turn("qwen3", "", 1)), turn("qwen3", "It is fine", 0)]
+    session = await session_of("qwen3", texts, tools=None, own_prompts=True)
+    api, known = APIS[form["api"]]
+    messages = "input" if form["api"] == "responses" else "messages"
+    fields = {**form["fields"], "tools": form["tools"]}
+    assert ignored(fields, known) == form["ignored"]
+    for given in (form["opening"], [*form["opening"], *form["rest"]]):
+        await asked(session, api, **{messages: given}, **fields)
+    await session.end(Ended())
+    episodes, abandoned = episodes_of(session)
+    assert (len(episodes), abandoned, len(session.tree.turns)) == (form.get("num_samples", 1), 0, 2)

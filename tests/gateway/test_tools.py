@@ -26,9 +26,9 @@ PROMPT: Any = [{"role": "user", "content": "2+3?"}]
 FAMILIES = ["qwen3", "llama3", "deepseek", "qwen3.5"]
 
 
-async def session_of(name: str, texts: list[str], *, tools: Any = TOOLS, **context: Any) -> Session:
+async def session_of(name: str, texts: list[str], *, tools: Any = TOOLS, own_prompts: bool = False, **context: Any) -> Session:
     made = rollout_engine(family(name), texts, tools=tools, **context).context
-    rules = Rules(made.task, Rendering(made), own_prompts=False, drawable=lambda sampling: None)
+    rules = Rules(made.task, Rendering(made), own_prompts=own_prompts, drawable=lambda sampling: None)
     bounds = Bounds(max_turns=10, max_calls=4, call_s=10.0, max_bytes=1 << 20)
     session = Session(made.for_rollout(0), rules, Journal(MemoryBus("r").turns), bounds, (), lambda: None)
     await session.start(Started(nonce="n", started_s=1.0))
