@@ -116,7 +116,7 @@ def tools_of(body: Mapping[str, Any]) -> list[Any] | None:
 
 
 def choice_of(body: Mapping[str, Any]) -> Given:
-    """How the calls of the turn are given back; raises ApiError."""
+    """Read the form in which the calls of the turn are given back; raises ApiError."""
     choice = body.get("tool_choice")
     if choice is None:
         return "all calls"

@@ -1,4 +1,4 @@
-"""What becomes of each field of a request: taken, ignored or refused. The one table of it, which docs/gateway.md shows.
+"""The one table of the fields of requests: each is taken, ignored or refused. docs/gateway.md shows it.
 
 A null is a field that was left out, whatever its name. Other fields of sampling are not here: `streamrl.producers.gateway.sampling` takes
 those of `Sampling`, and refuses every name that neither it nor this table knows.
@@ -21,27 +21,27 @@ class Field(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Verdict
     note: str
-    """What it does, or why it does nothing. For a refused field it is the hint of the error."""
+    """A line for the documentation: what the field does, or why it does nothing. It is the hint of the error where the field is refused."""
     neutral: tuple[Any, ...] = ()
     """Values that change nothing: they are never refused, nor counted among what was ignored."""
     is_idle: Callable[[Any], bool] | None = None
-    """Of a field that is taken: whether it has no effect at a value, though its caller may expect one."""
+    """A test of a field that is taken: true for values at which it has no effect, though its caller may expect one."""
     is_drawn: bool = False
-    """Whether it is a field of sampling."""
+    """True for a field of sampling."""
 
     def allows(self, value: Any) -> bool:
-        """Whether a request may have this value."""
+        """Return whether a request may have this value."""
         return self.verdict != "refused" or value in self.neutral
 
     def drops(self, value: Any) -> bool:
-        """Whether the caller is told that this value was ignored."""
+        """Return whether the caller is told that this value was ignored."""
         if self.is_idle is not None:
             return self.is_idle(value)
         return self.verdict == "ignored" and value not in self.neutral
 
 
 Fields = Mapping[str, Field]
-"""By name."""
+"""Decisions by the name of the field."""
 
 
 def _taken(note: str, is_idle: Callable[[Any], bool] | None = None) -> Field:
@@ -57,7 +57,7 @@ def _refused(note: str, *neutral: Any) -> Field:
 
 
 def _forces(choice: Any) -> bool:
-    """Whether a `tool_choice` asks for a call, which no engine here can be held to."""
+    """Return whether a `tool_choice` asks for a call, which no engine here can be held to."""
     kind: Any = cast("Mapping[str, Any]", choice).get("type") if isinstance(choice, Mapping) else choice
     return kind not in ("auto", "none")
 
@@ -108,7 +108,7 @@ PARAMS: Fields = {
     "top_logprobs": _refused("engines keep the log-prob of the sampled token alone", 0),
     "routed_experts_prompt_start": _NO_TOKEN,
 }
-"""Of `sampling_params` of `/inference/v1/generate`, and of the APIs that have them beside the rest."""
+"""Fields of `sampling_params` of `/inference/v1/generate`, and of the APIs that have them beside the rest."""
 _PARAMS = _TEMPERATURE | PARAMS
 _CALLS: Fields = {
     "tool_choice": _taken(
@@ -150,7 +150,7 @@ CHAT: Fields = {
     "functions": _refused("give `tools`", []),
     "function_call": _refused("give `tool_choice`", "auto", "none"),
 }
-"""Of `/v1/chat/completions`."""
+"""Fields of `/v1/chat/completions`."""
 COMPLETIONS: Fields = {
     "model": _taken("the policy, or the run's name"),
     "prompt": _taken("a text, or token ids"),
@@ -162,7 +162,7 @@ COMPLETIONS: Fields = {
     "suffix": _refused("leave it out", ""),
     "add_special_tokens": _refused(_TEMPLATE, False),
 }
-"""Of `/v1/completions`."""
+"""Fields of `/v1/completions`."""
 MESSAGES: Fields = {
     "model": _taken("the policy, or the run's name"),
     "messages": _taken("the conversation. A last message of the assistant is refused: a turn of the model is not continued"),
@@ -188,7 +188,7 @@ MESSAGES: Fields = {
     "mcp_servers": _refused(_HOSTED, []),
     "container": _refused(_HOSTED),
 }
-"""Of `/v1/messages` and `/v1/messages/count_tokens`."""
+"""Fields of `/v1/messages` and `/v1/messages/count_tokens`."""
 RESPONSES: Fields = {
     "model": _taken("the policy, or the run's name"),
     "input": _taken("a text, or items"),
@@ -212,7 +212,7 @@ RESPONSES: Fields = {
     "previous_response_id": _refused("nothing is kept here: send the whole conversation, as SDKs do with `store = false`"),
     "prompt": _refused("there are no stored prompts: send the conversation"),
 }
-"""Of `/v1/responses`."""
+"""Fields of `/v1/responses`."""
 MESSAGE: Fields = {
     "role": _taken("`system`, `developer`, `user`, `assistant`, `tool`"),
     "content": _taken("a text, or parts of type `text`"),
@@ -230,7 +230,7 @@ MESSAGE: Fields = {
     "provider_specific_fields": _NO_TOKEN,
     "thinking_blocks": _NO_TOKEN,
 }
-"""Of a message of `/v1/chat/completions`."""
+"""Fields of a message of `/v1/chat/completions`."""
 TABLES: Mapping[str, Fields] = {
     "/v1/chat/completions": CHAT,
     "a message of it": MESSAGE,
@@ -238,7 +238,7 @@ TABLES: Mapping[str, Fields] = {
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
 }
-"""By what they are called."""
+"""All of them, by the name that docs/gateway.md gives them."""
 
 
 def sampled(body: Mapping[str, Any], known: Fields, where: str = "") -> dict[str, Any]:

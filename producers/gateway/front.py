@@ -38,7 +38,7 @@ class Call:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
+        """Headers of the answer."""
         return {IGNORED: ", ".join(self.ignored)} if self.ignored else {}
 
     def flag(self, name: str) -> bool:
@@ -104,7 +104,7 @@ async def answered(call: Call, asked: Ask, prefix: str, given: Given = "all call
 
 
 def given_back(choice: Any, parallel: Any, where: str = "tool_choice") -> Given:
-    """How the calls of a turn are given back to who asks with this `tool_choice` and these `parallel_tool_calls`; raises ApiError."""
+    """Read from `tool_choice` and `parallel_tool_calls` in which form the calls of a turn are given back; raises ApiError."""
     if parallel is not None and not isinstance(parallel, bool):
         raise refused(f"expected true or false, got {parallel!r:.80}", param="parallel_tool_calls")
     kind: Any = cast("Mapping[str, Any]", choice).get("type") if isinstance(choice, Mapping) else choice

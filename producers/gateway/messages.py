@@ -13,7 +13,7 @@ from streamrl.data.tool_calls import ToolCall
 ASSISTANT = "assistant"
 DIGEST_BYTES = 16
 Given = Literal["all calls", "first call", "no calls"]
-"""How the calls of a turn are given back to the agent; with `no calls` they are part of its text."""
+"""Forms in which the calls of a turn are given back to the agent; with `no calls` they are part of its text."""
 _encoder = msgspec.json.Encoder(order="sorted")
 
 

@@ -49,7 +49,7 @@ APIS: Mapping[str, tuple[Api, Fields]] = {
     "messages/count_tokens": (count_tokens, MESSAGES),
     "responses": (responses, RESPONSES),
 }
-"""By path below `/v1`, with the fields of their requests."""
+"""APIs and the fields of their requests, by path below `/v1`."""
 SHUTDOWN_S = 2.0
 MAX_KEY = 256
 """Characters of an `Idempotency-Key`."""

@@ -1,4 +1,4 @@
-"""What becomes of the fields that stock harnesses send, by the one table of them."""
+"""The fields that stock harnesses send are taken, ignored or refused as the one table of them says."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 from pathlib import Path
@@ -161,6 +162,8 @@ async def test_errors_are_the_sdks_own(loop: Loop) -> None:
 async def test_the_agent_of_the_documentation_works(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text(encoding="utf-8")
     code = page.partition("```python\n")[2].partition("```")[0]
+    imports = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Import)]
+    assert {alias.name for node in imports for alias in node.names} == {"os", "openai"}
     async with gateway(loop) as gate:
         await loop.issue(1, num_rollouts=1)
         monkeypatch.setenv("GATEWAY_KEY", gate.key)
