@@ -92,6 +92,7 @@ _TOKENS: Fields = {
     "return_tokens_as_token_ids": _taken("log-probs call a token `token_id:5`"),
 }
 PARAMS: Fields = {
+    **_TEMPERATURE,
     "n": _refused("make several calls, each with an `Idempotency-Key` of its own", 1),
     "best_of": _refused("make several calls", 1),
     "use_beam_search": _refused("tokens are sampled", False),
@@ -109,7 +110,6 @@ PARAMS: Fields = {
     "routed_experts_prompt_start": _NO_TOKEN,
 }
 """Fields of `sampling_params` of `/inference/v1/generate`, and of the APIs that have them beside the rest."""
-_PARAMS = _TEMPERATURE | PARAMS
 _CALLS: Fields = {
     "tool_choice": _taken(
         "`auto`; `none` gives calls back as text. `required` and a tool by name count as `auto`: the model chooses, and may call nothing",
@@ -136,7 +136,7 @@ CHAT: Fields = {
     **_CALLS,
     "response_format": _taken("`text`, `json_object`, `json_schema`, where the run can draw by them"),
     **_STREAM,
-    **_PARAMS,
+    **PARAMS,
     **_TOKENS,
     **_BOOKS,
     "reasoning_effort": _ignored(_THINKING),
@@ -155,7 +155,7 @@ COMPLETIONS: Fields = {
     "model": _taken("the policy, or the run's name"),
     "prompt": _taken("a text, or token ids"),
     **_STREAM,
-    **_PARAMS,
+    **PARAMS,
     **_TOKENS,
     **_BOOKS,
     "echo": _refused("leave it out", False),
@@ -237,6 +237,7 @@ TABLES: Mapping[str, Fields] = {
     "/v1/completions": COMPLETIONS,
     "/v1/messages": MESSAGES,
     "/v1/responses": RESPONSES,
+    "sampling_params of /inference/v1/generate": PARAMS,
 }
 """All of them, by the name that docs/gateway.md gives them."""
 

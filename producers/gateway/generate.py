@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 from aiohttp import web
 
 from streamrl.producers.gateway.completions import read_ids
 from streamrl.producers.gateway.errors import refused
-from streamrl.producers.gateway.fields import PARAMS, sampled
+from streamrl.producers.gateway.fields import PARAMS, ignored, sampled
 from streamrl.producers.gateway.front import Call, answered, ask, replied
 from streamrl.producers.gateway.placing import by_tokens
 
@@ -31,6 +32,7 @@ async def generate(call: Call, request: web.Request) -> web.StreamResponse:
     if given.get("logprobs") not in (None, True, 0, 1):
         raise refused(f"expected logprobs 1, got {given['logprobs']!r:.80}", code="unsupported_parameter", param=f"{_WHERE}logprobs")
     fields = sampled(given, PARAMS, _WHERE)
+    call = replace(call, ignored=ignored(given, PARAMS))
     asked = ask(call, "generate", ids, by_tokens(ids, call.session.rules, param="token_ids"), fields, where=_WHERE)
     answer = await answered(call, asked, "generate")
     content = [{"token": word, "logprob": logprob} for word, logprob in zip(answer.id_words(), answer.logprobs, strict=True)]

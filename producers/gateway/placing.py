@@ -173,8 +173,7 @@ def _plain(tools: Any) -> Any:
     """Tools by what they mean."""
     from streamrl.producers.gateway.wire_messages import plain_tool  # which knows their form
 
-    found = [plain_tool(tool) if isinstance(tool, dict) and "function" in tool else tool for tool in cast("list[Any]", tools or [])]
-    return found or None
+    return [plain_tool(tool) for tool in cast("list[Any]", tools or [])] or None
 
 
 def _not_granted(what: str, param: str) -> ApiError:

@@ -86,12 +86,14 @@ def _text(given: Any, where: str) -> str:
     return given
 
 
-def plain_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool without what changes nothing: nulls, and `strict`, to which no engine is held."""
-    function = {
-        name: value for name, value in cast("Mapping[str, Any]", tool["function"]).items() if value is not None and name != "strict"
-    }
-    return {name: value for name, value in tool.items() if value is not None} | {"function": function}
+def plain_tool(tool: Any) -> Any:
+    """Return the definition of a function without nulls and without `strict`, to which no engine is held; any other value as it is."""
+    fields: Mapping[str, Any] = cast("Mapping[str, Any]", tool) if isinstance(tool, Mapping) else {}
+    function = fields.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    plain = {name: value for name, value in cast("Mapping[str, Any]", function).items() if value is not None and name != "strict"}
+    return {name: value for name, value in fields.items() if value is not None} | {"function": plain}
 
 
 def message_fields(content: str, reasoning: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from streamrl.producers.gateway.anthropic_messages import anthropic_messages, count_tokens
+from streamrl.producers.gateway.anthropic_messages import anthropic_messages, choice_of, count_tokens
+from streamrl.producers.gateway.anthropic_messages import format_asked as messages_format
+from streamrl.producers.gateway.blocks import format_of
 from streamrl.producers.gateway.chat_completions import chat_completions
 from streamrl.producers.gateway.entries import Ended
 from streamrl.producers.gateway.episodes import episodes_of
 from streamrl.producers.gateway.errors import ApiError
 from streamrl.producers.gateway.fields import CHAT, MESSAGES, RESPONSES, TABLES, Fields, ignored, sampled
-from streamrl.producers.gateway.front import Call
+from streamrl.producers.gateway.front import Call, given_back
+from streamrl.producers.gateway.responses import format_asked as responses_format
 from streamrl.producers.gateway.responses import responses
 from streamrl.producers.gateway.server import APIS
 from streamrl.producers.gateway.session import Session
+from streamrl.producers.gateway.wire_messages import plain_tool
 from tests.gateway.test_tools import PROMPT, session_of, turn
 from tests.support.conversations import TOOLS
 from tests.support.errors import raises
@@ -73,6 +80,33 @@ def test_a_refused_field_is_named_with_what_is_to_be_done(api: str) -> None:
             assert caught.value.hint
             for value in field.neutral:
                 assert sampled({name: value}, TABLES[api]) == {}
+
+
+words = st.sampled_from(["type", "auto", "none", "tool", "format", "schema", "json_schema", "text", "effort", "edits", "function"])
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 1) | words,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(words, inner, max_size=3),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(values)
+def test_any_value_of_a_field_is_decided(value: Any) -> None:
+    for known in TABLES.values():
+        for name in known:
+            ignored({name: value}, known)
+            with contextlib.suppress(ApiError):
+                sampled({name: value}, known)
+    for read in (
+        lambda: given_back(value, value),
+        lambda: choice_of({"tool_choice": value}),
+        lambda: format_of(value, value, value, "x"),
+        lambda: messages_format({"output_config": value, "output_format": value}),
+        lambda: responses_format({"text": value}),
+        lambda: plain_tool(value),
+    ):
+        with contextlib.suppress(ApiError):
+            read()
 
 
 async def asked(session: Session, api: Any, **body: Any) -> dict[str, Any]:
@@ -146,8 +180,8 @@ async def test_two_calls_of_a_stock_harness_are_trained(form: dict[str, Any]) ->
     messages = "input" if form["api"] == "responses" else "messages"
     fields = {**form["fields"], "tools": form["tools"]}
     assert ignored(fields, known) == form["ignored"]
-    for given in (form["opening"], [*form["opening"], *form["rest"]]):
-        await asked(session, api, **{messages: given}, **fields)
+    for said in (form["opening"], [*form["opening"], *form["rest"]]):
+        await asked(session, api, **{messages: said}, **fields)
     await session.end(Ended())
     episodes, abandoned = episodes_of(session)
     assert (len(episodes), abandoned, len(session.tree.turns)) == (form.get("num_samples", 1), 0, 2)
