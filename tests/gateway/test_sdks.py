@@ -120,7 +120,7 @@ async def test_tokens_go_in_and_out_as_a_training_client_wants_them(loop: Loop) 
     async with gateway(loop, logits=tool_policy(loop)) as gate:
         await loop.issue(1, num_rollouts=1)
         told = await gate.start()
-        params = {"temperature": 1.0, "max_tokens": 8, "logprobs": 1, "skip_special_tokens": False, "stop_token_ids": [9]}
+        params = {"temperature": 0, "max_tokens": 8, "logprobs": 1, "skip_special_tokens": False, "stop_token_ids": [9]}
         ids, given = told["prompt_token_ids"], []
         for _ in range(2):
             body = {"model": "policy", "token_ids": ids, "sampling_params": params, "cache_salt": "1"}
