@@ -23,7 +23,7 @@ from streamrl import errors
 from streamrl.config.load import load
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.telemetry.names import METRICS
+from streamrl.telemetry.names import METRICS, REWARD_PART
 from streamrl.telemetry.set_names import SET_METRICS
 from tests.support.blocks import Block, blocks
 
@@ -106,7 +106,7 @@ def test_types_and_defaults_are_those_of_a_toml_file(tmp_path: Path) -> None:
 
 def test_every_metric_is_in_the_table() -> None:
     rows = metrics_table().splitlines()[2:]
-    declared = {**METRICS, **SET_METRICS}
+    declared = {**METRICS, REWARD_PART.name: REWARD_PART, **SET_METRICS}
     assert [row.split("`")[1] for row in rows] == list(declared)
     assert all(f" {declared[row.split('`')[1]].reduction} " in row for row in rows)
 

@@ -38,7 +38,7 @@ SAID = {
     "What is 2 * 600?": ["calc(2 * 600)", "It is 1200."],
     "What is 300 * 300?": ["calc(300 x 300)"],
 }
-"""What the model says to each question, turn by turn."""
+"""The text that the model says to each question, turn by turn."""
 TURNS_AND_REWARDS = [(2, 1.0), (3, 1.0), (3, 1.0), (5, 0.0), (2, 0.0), (1, 0.0)]
 
 
