@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import re
 import sys
 from collections.abc import Sequence
 
@@ -42,7 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors of streamrl are printed with their hint and without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # as a name or an answer may have letters that the terminal lacks
-    arguments = parser().parse_args(argv)
+    whole = parser()
+    arguments, unknown = whole.parse_known_args(argv)
+    if unknown:
+        settings = [word for word in unknown if re.fullmatch(r"[a-z_]+(\.\w+)+=.*", word)]
+        hint = f"\nhint: keys are set with {' '.join(f'--set {word}' for word in settings)}" if settings else ""
+        whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:
         code: int = arguments.run_verb(arguments)
     except StreamRLError as error:

@@ -65,7 +65,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, plan: bool = False)
     for override in overrides:
         _place(given, *_parse_override(override))
     merged = _merge(tree, resolve(given if plan else from_hub(given, Path.cwd()), Path.cwd()))
-    config = convert(merged, where=str(source))
+    try:
+        config = convert(merged, where=str(source))
+    except ConfigError as error:
+        for text in overrides:
+            if text.partition("=")[0].strip() == error.values.get("key"):
+                convert(merged, where=f"--set {text}")  # the same error, with its origin
+        raise
     check(config)
     if not plan:
         check_files(config)
@@ -156,9 +162,10 @@ def _read(path: Path) -> dict[str, Any]:
             byte=error.start,
         ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"expected TOML in {path}, got: {error}", hint="strings need quotes, tables are [name]", path=str(path)
-        ) from error
+        hint = "strings need quotes, tables are [name]"
+        if path.suffix in (".yaml", ".yml"):
+            hint = "it is YAML; in TOML `run: {steps: 3}` is a line [run] and a line steps = 3"
+        raise ConfigError(f"expected TOML in {path}, got: {error}", hint=hint, path=str(path)) from error
 
 
 def _parse_override(text: str) -> tuple[list[str], Any]:
@@ -333,8 +340,11 @@ def _invalid(message: str, tree: Mapping[str, Any], where: str) -> ConfigError:
         return _out_of_range(_by_name(key, tree), f"{words} {bound[2].removesuffix('.0')}", value, where)
     if choices := _choices(key):
         return _no_choice(_by_name(key, tree), _value_at(tree, key), choices, where)
+    got = _value_at(tree, key)
     key = _by_name(key, tree)
     text = text.replace("`object`", "`table`").replace("`array`", "`list`").replace("`", "")
+    if text.endswith(("got str", "got int", "got float", "got bool")) and len(str(got)) <= 80:
+        text += f" {got!r}"
     at = f" at {key}" if key else ""
     return ConfigError(f"{text[:1].lower()}{text[1:]}{at} in {where}", hint="docs/configuration.md has every key", key=key, path=where)
 

@@ -170,6 +170,14 @@ def test_numbers_out_of_range_are_refused(stopped_run: RunDir, capsys: pytest.Ca
     assert "expected a finite number" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("word", "hint"), [("run.steps=3", "--set run.steps=3"), ("--frob", ""), ("other.toml", "")])
+def test_a_key_without_its_flag_gets_the_flag(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["up", "my.toml", word])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and word in said and (hint in said if hint else "hint" not in said)
+
+
 def test_every_number_of_the_command_line_has_bounds() -> None:
     """`float` alone takes nan and inf; the types of `streamrl.cli.numbers` do not."""
     parsers, loose = [parser()], list[str]()

@@ -69,10 +69,10 @@ def test_unknown_key_is_refused_with_a_suggestion(write, text, key, hint):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[tasks]\nbatch_tasks = '64'\n", "expected int, got str at tasks.batch_tasks"),
-        ("[trainer.optimizer]\nlearning_rate = 'x'\n", "expected float, got str at trainer.optimizer.learning_rate"),
+        ("[tasks]\nbatch_tasks = '64'\n", "expected int, got str '64' at tasks.batch_tasks"),
+        ("[trainer.optimizer]\nlearning_rate = 'x'\n", "expected float, got str 'x' at trainer.optimizer.learning_rate"),
         ("[engine]\nkind = 'vllm'\n", "engine.kind must be one of 'local', 'table', 'sglang', got 'vllm'"),
-        ("tasks = 3\n", "expected table, got int at tasks"),
+        ("tasks = 3\n", "expected table, got int 3 at tasks"),
         ("[sampling]\ntop_p = 0.0\n", "sampling.top_p must be in (0, 1], got 0.0"),
         ("[run]\nname = 'a b'\n", "a run name may hold letters"),
         ("[tasks]\nbatch_tasks = 0\n", "tasks.batch_tasks must be at least 1, got 0"),
@@ -90,6 +90,22 @@ def test_wrong_values_name_the_key(write, text, message, tmp_path):
     path = write("", data=f"{text}[data]\ntrain = 'rows.jsonl'\n")
     with refused(ConfigError, message, "my.toml", hint=True):
         load(path)
+
+
+@pytest.mark.parametrize(("override", "key"), [("run.steps=ten", "run.steps"), ("run.steps=-3", "run.steps")])
+def test_a_wrong_override_is_where_the_error_is(write, override, key):
+    with raises(ConfigError, key=key, path=f"--set {override}"):
+        load(write(""), ["tasks.batch_tasks=8", override])
+
+
+def test_yaml_gets_a_hint_of_its_own(tmp_path):
+    hints: list[str | None] = []
+    for name in ("my.yaml", "my.toml"):
+        (tmp_path / name).write_text("run:\n  steps: 3\n")
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path / name)
+        hints.append(caught.value.hint)
+    assert hints[0] and hints[0] != hints[1]
 
 
 def test_overrides_are_toml_values(write):
@@ -343,9 +359,9 @@ def test_criteria_in_former_words_and_several() -> None:
         ({"reject": "k4"}, "must be one of 'ratio', 'k1', 'k2', 'k3', got 'k4'"),
         ({"reject": 0}, "expected array, got int|expected list, got int"),
         ({"reject": False}, "expected list, got bool"),
-        ({"reject": "k3", "reject_high": "much"}, "expected float, got str at loss.correction.reject"),
+        ({"reject": "k3", "reject_high": "much"}, "expected float, got str 'much' at loss.correction.reject"),
         ({"reject": [{"measure": "k3", "hihg": 1.0}]}, r"got loss\.correction\.reject\[0\]\.hihg"),
-        ({"reject": ["k3"]}, "expected table, got str at loss.correction.reject"),
+        ({"reject": ["k3"]}, "expected table, got str 'k3' at loss.correction.reject"),
         ({"reject_hihg": 1.0}, "expected a known key, got loss.correction.reject_hihg"),
     ],
 )
