@@ -46,6 +46,12 @@ _GZIP = b"\x1f\x8b"
 _broken_lines = msgspec.json.Decoder()
 
 
+def place_of(path: str, number: int) -> str:
+    """Return the words for a row: its number in Parquet and Arrow files, folders and patterns, its line in a text; both count from 1."""
+    columns = path.endswith((".parquet", ".arrow")) or any(mark in path for mark in "*?[") or Path(path).is_dir()
+    return f"{path} {'row' if columns else 'line'} {number}"
+
+
 class Kind(StrEnum):
     """Ways in which a set is read."""
 

@@ -13,6 +13,7 @@ import msgspec
 from streamrl.config.row_rewards import row_reward
 from streamrl.config.tree import DataConfig
 from streamrl.data.conversations import split
+from streamrl.data.formats import place_of
 from streamrl.data.images import ImageReader, RowImage, has_image_parts
 from streamrl.data.messages import plain_messages, plain_tools
 from streamrl.data.order import row_of
@@ -183,7 +184,7 @@ def problem_text(problem: Problem, config: DataConfig, tokenizer: Tokenizer, pat
         return prompt_text(problem.prompt, config, tokenizer, tools=problem.tools, template_kwargs=problem.chat_template_kwargs or None)
     except (ConfigError, SchemaError) as error:
         values = error.values | {"path": path, "line": problem.line}
-        raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
+        raise DataError(f"{error.message}, at {place_of(path, problem.line)}", hint=error.hint, **values) from error
 
 
 def no_token(problem: Problem, config: DataConfig, path: str) -> DataError:
@@ -269,7 +270,7 @@ def _plain(row: dict[str, Any], prompt: Any, label: Any, config: DataConfig, pat
         _check_numbers((row.get(config.metadata_key) if config.metadata_key else None), nan=True)
     except SchemaError as error:
         raise DataError(
-            f"{error.message}, under {getattr(config, option)!r} at {path} line {line}",
+            f"{error.message}, under {getattr(config, option)!r} at {place_of(path, line)}",
             hint=error.hint,
             **(error.values | {"path": path, "line": line, "key": f"data.{option}"}),
         ) from error
@@ -304,7 +305,7 @@ def _images(row: dict[str, Any], prompt: Any, config: DataConfig, wrong: Wrong, 
         return reader.read(row.get(key), prompt)
     except DataError as error:
         raise DataError(
-            f"{error.message}, at {path} line {line}",
+            f"{error.message}, at {place_of(path, line)}",
             hint=error.hint or "mend the row; docs/data.md says how rows have images",
             path=path,
             line=line,
@@ -317,7 +318,7 @@ def _sampling(said: dict[str, Any], config: DataConfig, path: str, line: int) ->
         turn_sampling(Sampling(), said)
     except SchemaError as error:
         raise DataError(
-            f"{error.message}, under {config.sampling_key!r} at {path} line {line}",
+            f"{error.message}, under {config.sampling_key!r} at {place_of(path, line)}",
             hint="fix the row; docs/configuration.md has the fields of sampling",
             path=path,
             line=line,
@@ -334,7 +335,7 @@ def _reward(row: dict[str, Any], config: DataConfig, path: str, line: int) -> Re
         return row_reward(said, config.reward_options)
     except ConfigError as error:
         raise DataError(
-            f"{error.message}, under {config.reward_key!r} at {path} line {line}",
+            f"{error.message}, under {config.reward_key!r} at {place_of(path, line)}",
             hint=error.hint,
             path=path,
             line=line,
@@ -349,7 +350,7 @@ def _wrong(row: dict[str, Any], config: DataConfig, option: str, expected: str, 
     else:
         found = {"": "an empty text", "[]": "an empty list"}.get(str(row[key]), f"a {type(row[key]).__name__}")
     return DataError(
-        f"expected {expected} under {key!r} at {path} line {line}, got {found}",
+        f"expected {expected} under {key!r} at {place_of(path, line)}, got {found}",
         hint=f"fix the row, or name the right field in data.{option}",
         path=path,
         line=line,

@@ -8,6 +8,7 @@ from streamrl.config.check_sampling import check_drawn, check_grammars, check_vo
 from streamrl.config.instructions import INSTRUCTIONS, instructions_of
 from streamrl.config.paths import parse_dataset
 from streamrl.config.tree import Config
+from streamrl.data.formats import place_of
 from streamrl.data.problems import Problem, Problems
 from streamrl.errors import ConfigError, DataError, SchemaError
 from streamrl.schemas.tasks import RewardSpec, Sampling, turn_sampling
@@ -58,7 +59,7 @@ class RowCheck:
             check_vocabulary(sampling, self._vocab_size, key)
         except (SchemaError, ConfigError) as error:
             values = {"path": path, "line": problem.line, "key": "data.sampling_key"}
-            raise DataError(f"{error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
+            raise DataError(f"{error.message}, at {place_of(path, problem.line)}", hint=error.hint, **values) from error
         if len(self._fine) < _REMEMBERED:
             self._fine.add(said)
 
@@ -70,4 +71,4 @@ class RowCheck:
             instructions_of(kind, problem.metadata)
         except SchemaError as error:
             values = {"path": path, "line": problem.line, "key": "data.metadata_key"}
-            raise DataError(f"{kind}: {error.message}, at {path} line {problem.line}", hint=error.hint, **values) from error
+            raise DataError(f"{kind}: {error.message}, at {place_of(path, problem.line)}", hint=error.hint, **values) from error

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from streamrl.config.data import data_sets
 from streamrl.config.tree import Config, DataConfig
+from streamrl.data.formats import place_of
 from streamrl.data.mapped_rows import MappedRows, blocks_digest, open_first, open_mapped
 from streamrl.data.mixed import MixedRows
 from streamrl.data.problems import (
@@ -109,14 +110,14 @@ class StreamedProblems:
         return text
 
     def _refuses(self, problem: Problem, got: str) -> DataError:
-        return DataError(f"expected a row for a task at {self._rows.path} line {problem.line}, got {got}", line=problem.line)
+        return DataError(f"expected a row for a task at {place_of(self._rows.path, problem.line)}, got {got}", line=problem.line)
 
     def _encoded(self, problem: Problem | Unusable, ids: Sequence[int]) -> Problem | Unusable:
         assert isinstance(problem, Problem)
         if not ids:
             return _broken(problem.row, no_token(problem, self._config, self._rows.path))
         if len(ids) > (most := self._config.max_prompt_tokens):
-            said = f"expected a prompt of at most {most} tokens at {self._rows.path} line {problem.line}, got {len(ids)}"
+            said = f"expected a prompt of at most {most} tokens at {place_of(self._rows.path, problem.line)}, got {len(ids)}"
             return Unusable(row=problem.row, reason=TOO_LONG, detail=said)
         return replace(problem, prompt_ids=tuple(ids))
 

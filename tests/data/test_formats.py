@@ -16,6 +16,7 @@ import pytest
 
 from streamrl.config.check_files import check_files
 from streamrl.config.tree import Config, DataConfig
+from streamrl.data.formats import place_of
 from streamrl.data.mapped_rows import blocks_digest, open_first, open_mapped
 from streamrl.data.problems import Problem, Unusable, load_problems
 from streamrl.data.rows import digest, open_rows
@@ -284,3 +285,10 @@ def test_numbers_that_a_task_can_carry_are_left_alone(tmp_path: Path) -> None:
     path.write_text(lines([{"prompt": "1", "label": (1 << 64) - 1, "other": 1 << 90}]))
     problems = load_problems(str(path), DataConfig(), family("qwen3"))
     assert isinstance(problems[0], Problem) and problems[0].label == (1 << 64) - 1
+
+
+@pytest.mark.parametrize(
+    ("path", "word"), [("a.jsonl", "line"), ("a.csv.gz", "line"), ("a.parquet", "row"), ("b/*.parquet", "row"), (".", "row")]
+)
+def test_rows_that_are_no_lines_are_called_rows(path: str, word: str) -> None:
+    assert place_of(path, 7) == f"{path} {word} 7"

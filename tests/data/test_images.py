@@ -177,4 +177,4 @@ async def test_rows_of_datasets_are_read_when_their_turn_comes(folder: Path) -> 
     problems = StreamedProblems(open_mapped(str(folder / "rows.parquet"), folder), config, load_tokenizer(folder / "model"))
     first, second, third, broken = problems.take(range(4))
     assert [[one.data for one in p.images] for p in (first, second, third) if isinstance(p, Problem)] == [[png(5)], [png(1)], []]
-    assert not isinstance(broken, Problem) and broken.reason == "row_broken" and "line 4" in broken.detail
+    assert not isinstance(broken, Problem) and broken.reason == "row_broken" and "row 4" in broken.detail
