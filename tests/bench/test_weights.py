@@ -148,7 +148,7 @@ def test_experts_have_the_sizes_of_the_real_model(tmp_path):
 
 def test_sizes_are_those_of_the_names_and_others_are_refused(tmp_path):
     billions = {name: round(num_elements(shape) / 1e9, 1) for name, shape in SHAPES.items()}
-    assert billions == {"tiny": 0.0, "tiny-moe": 0.0, "0.6B": 0.6, "4B": 4.0, "8B": 8.2, "30B-A3B": 30.5, "30B-A3B-6": 4.4}
+    assert billions == {"tiny": 0.0, "tiny-moe": 0.0, "135M": 0.1, "0.6B": 0.6, "4B": 4.0, "8B": 8.2, "30B-A3B": 30.5, "30B-A3B-6": 4.4}
     with raises(ConfigError, shape="7B"):
         shape_of("7B")
     write_model(shape_of("tiny"), tmp_path)

@@ -45,8 +45,8 @@ _READ_AT_IMPORT = re.compile(
     r"(?!(SGLANG_RUN_ID|SGLANG_USE_CUDA_IPC_TRANSPORT)$)(SGLANG|SGL|CUDA|LD|PYTHON|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|FLASHINFER)_?"
 )
 _OFF = ("", "0", "false")
-_FIRST_FD = 500
-"""Descriptors of a taken-over process get numbers from here on: lower ones may be in use."""
+_FIRST_FD = 200
+"""Descriptors of a taken-over process get numbers from here on: lower ones may be in use, and a limit of 256 is common."""
 _WAIT_S = 600.0
 """Seconds that a process waits to be used."""
 _MODELS_VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
