@@ -115,7 +115,7 @@ def test_a_step_that_is_out_of_memory_gives_up_activations_before_its_budget(
 
 @pytest.mark.parametrize(("free", "key"), [({}, "trainer.attention"), ({"free_attention": True}, "trainer.compile"), (None, "")])
 def test_no_packing_is_said_or_refused(model_dir: Path, monkeypatch: pytest.MonkeyPatch, free: dict[str, bool] | None, key: str) -> None:
-    monkeypatch.setattr(CausalLM, "_packing_works", lambda self: False)
+    monkeypatch.setattr(CausalLM, "_packing_works", lambda self, *windows: False)
     asked = Kernels(attention="packed", compile=True, **({"free_attention": True, "free_compile": True} if free is None else free))
     model = CausalLM(model_dir, torch.float32, torch.device("cpu"), kernels=asked)
     if key:
