@@ -67,7 +67,9 @@ def place(folder: Path) -> Path:
 
 def start(folder: Path, *arguments: str, later: Mapping[str, str] | None = None, **environment: str) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(place(folder)), str(ROOT)])
-    env = {**os.environ, "PYTHONPATH": path, "LATER": json.dumps(later or {}), "GONE": "x", **environment}
+    # torch sets CUDA_MODULE_LOADING in a process that has looked for a GPU, as other tests do; SGLang's server sets it anew.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    env = {**own, "PYTHONPATH": path, "LATER": json.dumps(later or {}), "GONE": "x", **environment}
     command = [sys.executable, *program(SglangConfig()), *arguments]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=folder, start_new_session=True)
