@@ -15,7 +15,7 @@
 # make test-verifiers the tests of both
 #
 # TORCH=cpu|cuda|torch==X picks the build of torch; without it a machine with a GPU gets CUDA, any other CPU.
-# TEST_ARGS=...  of scripts/run_tests.py, for make test: --may-skip 'needs gpu: ' fails for a test that is skipped for any other reason, as CI does.
+# TEST_ARGS=...  of scripts/run_tests.py, for make test: --retry runs once more what has not passed, as CI does.
 # RUN=name   names the run; ARGS="--set tasks.max_staleness=0" is handed to streamrl up.
 
 VENV ?= .venv

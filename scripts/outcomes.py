@@ -1,6 +1,6 @@
 """A pytest plugin that writes what was collected and how each test ended, one line of JSON at a time: what is written stays, whoever dies.
 
-    python -m pytest -p scripts.outcomes --outcomes=FILE
+    python -m pytest -p scripts.outcomes --outcomes=FILE [--only=FILE]
 
 The file's lines are `{"collected": [node ids]}`, `{"test": node id, "when": phase, "outcome": ..., "reason": why it was skipped,
 "seconds": what it took, "core_s": processor time of this process and of those that it has waited for}`, `{"broken": node id, "error":
@@ -20,9 +20,10 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the plugin's option."""
+    """Add the plugin's options."""
     group = parser.getgroup("outcomes")
     group.addoption("--outcomes", help="write what is collected and how each test ends to this file")
+    group.addoption("--only", help="run only the node ids in this file: a JSON list")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,6 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
     path: str | None = config.getoption("--outcomes")
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Writer(Path(path)), "outcomes-writer")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what `--only` names."""
+    path: str | None = config.getoption("--only")
+    if path:
+        only = set(json.loads(Path(path).read_text(encoding="utf-8")))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in only])
+        items[:] = [item for item in items if item.nodeid in only]
 
 
 def core_s() -> float:

@@ -1,11 +1,15 @@
-"""Run the tests: green only if every one of them ran and passed. `make test` is this, and so is CI, with an option more.
+"""Run the tests: green only if every one of them ran and passed. `make test` is this, and so is CI, with two options more.
 
-    python -m scripts.run_tests --tier test [--together] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
+    python -m scripts.run_tests --tier test [--retry] [--together] [--may-skip PREFIX] [--also-failed NAME] "PYTEST ARGUMENTS" ...
 
 Each argument is one run of pytest. They run in this order, or at the same time with `--together`: then the output of the later ones is
 shown when all have ended. A test without a result, because its process died, has failed. The tier chooses tests by their markers and the
-limits that `scripts.costs` holds them to. With `--may-skip`, a test that is skipped for another reason than one with this prefix has
-failed. The last line reads "3 passed, 1 failed", and says what was left out.
+limits that `scripts.costs` holds them to.
+
+With `--retry`, tests that failed or have no result run once more, one after the other, when all runs are through. Each of them is named
+and counted in the last lines. Some problems are final: nothing is collected, a file cannot be collected, the first run leaves no report,
+or it ends with a status that is not about tests. With `--may-skip`, a test that is skipped for another reason than one with this prefix
+has failed. The last line reads "3 passed, 1 failed", and says what was left out.
 """
 
 from __future__ import annotations
@@ -133,14 +137,16 @@ class Verdict:
 
     passed: int = 0
     failures: list[str] = field(default_factory=list)
+    retried: list[str] = field(default_factory=list)
+    passed_then: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     costs: Costs = field(default_factory=Costs)
     left_out: str = ""
     """What the last line says of tests that were not to run."""
 
-    def add(self, arguments: str, report: Report, may_skip: Sequence[str]) -> None:
-        """Add one run."""
+    def first(self, arguments: str, report: Report, may_skip: Sequence[str]) -> bool:
+        """Add a first run; whether its wanting tests may run once more."""
         problems = [f"cannot be collected: {one or arguments}\n{error}" for one, error in report.broken.items()]
         if not report.collected and not report.broken:
             problems.append(f"no usable report or no tests: pytest {arguments}")
@@ -152,12 +158,27 @@ class Verdict:
                 problems.append(f"pytest {arguments} ended without running all tests")
         if not problems and not report.passed and not report.wanting:
             problems.append(f"no test of pytest {arguments} passed")
-        self.failures += [*problems, *(f"{cause}: {test}" for test, cause in report.wanting.items())]
+        self.failures += problems
         self.passed += len(report.passed)
         self.seconds.update(report.seconds)
         for test, core_s in report.core_s.items():
             self.costs.spend(test, core_s)
         self.skips(report, may_skip)
+        return not problems
+
+    def again(self, before: Report, after: Report, may_skip: Sequence[str]) -> None:
+        """Add the second run of what the first was wanting."""
+        for test, cause in before.wanting.items():
+            passed = test in after.passed
+            then = "passed" if passed else "failed" if test in after.failed else "skipped" if test in after.skipped else "no result"
+            self.retried.append(f"{test}: first {cause}, then {then}")
+            self.passed_then += passed
+            if then in ("failed", "no result"):
+                self.failures.append(f"{then}: {test}")
+        self.passed += len(after.passed)
+        self.skips(after, may_skip)
+        if after.exit != 0 and not after.wanting:
+            self.failures.append(f"the second run ended with status {after.exit}, which no test explains")
 
     def skips(self, report: Report, may_skip: Sequence[str]) -> None:
         """Count the skipped that may be, and fail for the others."""
@@ -173,6 +194,10 @@ class Verdict:
             say(f"slowest: {seconds:.1f} s {test}")
         for why, count in self.skipped.items():
             say(f"skipped {count}, as it may be: {why}")
+        if self.retried:
+            say(f"{len(self.retried)} tests ran once more, alone; {self.passed_then} of them passed then:")
+        for line in self.retried:
+            say(f"retried: {line}")
         for line in self.failures:
             say(f"FAILED {line}")
         print(f"{self.passed} passed, {len(self.failures)} failed{self.left_out}", flush=True)
@@ -183,33 +208,47 @@ def say(line: str) -> None:
     print(f"tests: {line}", flush=True)
 
 
-def reports(runs: Sequence[str], scratch: Path, *, together: bool) -> list[Report | ValueError]:
-    """Run each; its report, or why that cannot be read."""
+def first_runs(runs: Sequence[str], scratch: Path, *, together: bool) -> list[Report | ValueError]:
+    """Run each once; its report, or why that cannot be read."""
 
-    def one(number: int) -> Report | ValueError:
+    def first(number: int) -> Report | ValueError:
         try:
             out = scratch / f"out-{number}" if together and number else None
-            return pytest_run(shlex.split(runs[number]), scratch / f"report-{number}.jsonl", scratch / "starts", out)
+            return pytest_run(shlex.split(runs[number]), scratch / f"first-{number}.jsonl", scratch / "starts", out)
         except ValueError as error:
             return error
 
     with ThreadPoolExecutor(len(runs) if together else 1) as pool:
-        found = list(pool.map(one, range(len(runs))))
+        reports = list(pool.map(first, range(len(runs))))
     for number, arguments in enumerate(runs):
         if (out := scratch / f"out-{number}").exists():
             say(f"what pytest {arguments} printed:")
             print(out.read_text(encoding="utf-8", errors="replace"), flush=True)
-    return found
+    return reports
 
 
-def judged(runs: Sequence[str], scratch: Path, *, together: bool, may_skip: Sequence[str]) -> Verdict:
-    """Run all of them, each once."""
+def judged(runs: Sequence[str], scratch: Path, *, retry: bool, together: bool, may_skip: Sequence[str]) -> Verdict:
+    """Run all, then once more what is wanting where that is asked for."""
     verdict = Verdict()
-    for arguments, report in zip(runs, reports(runs, scratch, together=together), strict=True):
+    wanting: list[tuple[int, str, Report]] = []
+    for number, (arguments, report) in enumerate(zip(runs, first_runs(runs, scratch, together=together), strict=True)):
         if isinstance(report, ValueError):
             verdict.failures.append(f"the report of pytest {arguments} cannot be read: {report}")
+            continue
+        if verdict.first(arguments, report, may_skip) and retry:
+            wanting += [(number, arguments, report)] if report.wanting else []
         else:
-            verdict.add(arguments, report, may_skip)
+            verdict.failures += [f"{cause}: {test}" for test, cause in report.wanting.items()]
+    for number, arguments, report in wanting:
+        only = scratch / f"only-{number}.json"
+        only.write_text(json.dumps(list(report.wanting)), encoding="utf-8")
+        alone = [*shlex.split(arguments), *(["-n", "0"] if " -n" in f" {arguments}" else []), f"--only={only}"]
+        try:
+            after = pytest_run(alone, scratch / f"second-{number}.jsonl", scratch / "starts-again")
+        except ValueError as error:
+            verdict.failures.append(f"the report of the second run of pytest {arguments} cannot be read: {error}")
+            after = Report()
+        verdict.again(report, after, may_skip)
     return verdict
 
 
@@ -217,6 +256,7 @@ def main() -> int:
     """The command; 0 only when every test ran and passed."""
     parser = argparse.ArgumentParser(prog="run_tests", description="Run the tests: green only if every one of them ran and passed.")
     parser.add_argument("runs", nargs="+", metavar="PYTEST ARGUMENTS", help="arguments of one run of pytest, as one word")
+    parser.add_argument("--retry", action="store_true", help="run once more, alone, what has not passed")
     parser.add_argument("--together", action="store_true", help="run all of them at the same time")
     parser.add_argument("--tier", choices=TIERS, default="soak", help="which tests run, by their markers; all without it")
     parser.add_argument("--may-skip", action="append", metavar="PREFIX", help="begin of a reason to skip that is no failure")
@@ -227,7 +267,7 @@ def main() -> int:
     runs = [f"{run} -m {wanted}" if without else run for run in options.runs]
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="streamrl-tests-") as scratch:
-        verdict = judged(runs, Path(scratch), together=options.together, may_skip=options.may_skip or [""])
+        verdict = judged(runs, Path(scratch), retry=options.retry, together=options.together, may_skip=options.may_skip or [""])
         if (starts := Path(scratch, "starts")).exists():
             verdict.costs.read_starts(starts.read_text(encoding="utf-8").splitlines())
     if verdict.costs.core_s.keys() - {SHARED}:

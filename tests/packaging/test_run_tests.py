@@ -1,4 +1,4 @@
-"""What is called green: `scripts.run_tests` over small folders of tests that pass, fail, die, or are not there."""
+"""What is called green: `scripts.run_tests` over small folders of tests that pass, fail, come back, die, or are not there."""
 
 import json
 import os
@@ -16,12 +16,23 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[2]
 PASSES = "def test_passes():\n    pass\n"
 FAILS = "def test_fails():\n    raise AssertionError('always')\n"
+ONCE = """
+import os, pathlib, signal
+def once(then):
+    mark = pathlib.Path('was-here')
+    if not mark.exists():
+        mark.touch()
+        then()
+"""
+FAILS_ONCE = ONCE + "def test_comes_back():\n    once(lambda: 1 / 0)\n"
 DIES = "import os, signal\ndef test_dies():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+DIES_ONCE = ONCE + "def test_dies_once():\n    once(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
 SKIPS = "import pytest\ndef test_skips():\n    pytest.skip('needs gpu: none here')\n"
 ALONE = "-p no:cacheprovider"
 WORKERS = "-p no:cacheprovider -p xdist -n 2"
 ODD_NAMES = "import pytest\n@pytest.mark.parametrize('x', ['a b', '[', 'é\\n::'])\ndef test_x(x):\n    pass\n"
 TEARDOWN = "import pytest\n@pytest.fixture\ndef f():\n    yield\n    1 / 0\ndef test_a(f):\n    pass\n"
+FIRST = "import pathlib\ndef test_first():\n    pathlib.Path('first').touch(exist_ok=False)\n"
 LEAVES = "def test_leaves():\n    import os\n    os._exit(0)\n"
 LOST = "import nothing_of_this_name\n"
 SKIPS_ITSELF = "import pytest\npytest.importorskip('nothing_of_this_name')\n"
@@ -54,25 +65,42 @@ def run(folder: Path, *arguments: str) -> Said:
     return Said(done.returncode, [line for line in lines if line.startswith("tests: ")], lines[-1])
 
 
+def retried(test: str, first: str, then: str = "passed") -> str:
+    return f"retried: test_{test}: first {first}, then {then}"
+
+
 def wanting(test: str, why: str = "failed") -> str:
     return f"FAILED {why}: test_{test}"
 
 
+def again(passed: int) -> str:
+    return f"1 tests ran once more, alone; {passed} of them passed then:"
+
+
+RETRY, RETRY_WORKERS = f"{ALONE}|--retry", f"{WORKERS}|--retry"
 KILLED = "pytest did not come to its end: status -9"
 NOT_COLLECTED = "FAILED cannot be collected: test_b.py"
 CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
-    "all pass": ([PASSES, ODD_NAMES], ALONE, "4/0", []),
-    "all pass, in workers": ([PASSES, ODD_NAMES], WORKERS, "4/0", []),
-    "one fails": ([PASSES + FAILS], ALONE, "1/1", [wanting("a.py::test_fails")]),
-    "one fails, in workers": ([PASSES, FAILS], WORKERS, "1/1", [wanting("b.py::test_fails")]),
-    "one fails after its test": ([TEARDOWN], ALONE, "0/1", [wanting("a.py::test_a")]),
-    # Those after the one that died have no result either.
-    "one kills pytest": (
-        *([PASSES, DIES, PASSES], ALONE, "1/2"),
-        [KILLED, wanting("b.py::test_dies", "no result"), wanting("c.py::test_passes", "no result")],
+    "all pass": ([PASSES, ODD_NAMES], RETRY, "4/0", []),
+    "all pass, in workers": ([PASSES, ODD_NAMES], RETRY_WORKERS, "4/0", []),
+    "one fails once": ([PASSES, FAILS_ONCE], RETRY, "2/0", [again(1), retried("b.py::test_comes_back", "failed")]),
+    "one fails once, in workers": ([PASSES, FAILS_ONCE], RETRY_WORKERS, "2/0", [again(1)]),
+    "one fails once, and nothing is retried": ([PASSES, FAILS_ONCE], ALONE, "1/1", []),
+    "one always fails": ([PASSES + FAILS], RETRY, "1/1", [retried("a.py::test_fails", *["failed"] * 2), wanting("a.py::test_fails")]),
+    "one fails after its test": ([TEARDOWN], RETRY, "0/1", [retried("a.py::test_a", "failed", "failed")]),
+    # Those after the one that died have no result either; one that passed before it is not run again.
+    "one kills pytest once": (
+        *([FIRST, DIES_ONCE, PASSES], RETRY, "3/0"),
+        [KILLED, retried("b.py::test_dies_once", "no result"), retried("c.py::test_passes", "no result")],
     ),
-    "one ends pytest as if all were well": ([PASSES + LEAVES], ALONE, "1/1", ["pytest did not come to its end: status 0"]),
-    "one kills its worker": ([PASSES, DIES, PASSES], WORKERS, "2/1", [wanting("b.py::test_dies")]),
+    "one kills pytest once, and nothing is retried": ([PASSES, DIES_ONCE], ALONE, "1/1", []),
+    "one always kills pytest": (
+        *([PASSES, DIES, PASSES], RETRY, "1/2"),
+        [retried("b.py::test_dies", *["no result"] * 2), wanting("c.py::test_passes", "no result")],
+    ),
+    "one ends pytest as if all were well": ([PASSES + LEAVES], RETRY, "1/1", ["pytest did not come to its end: status 0"]),
+    "one kills its worker once": ([PASSES, DIES_ONCE, PASSES], RETRY_WORKERS, "3/0", [again(1)]),
+    "one always kills its worker": ([PASSES, DIES, PASSES], RETRY_WORKERS, "2/1", [again(0)]),
     "a file that cannot be collected": ([PASSES, LOST], ALONE, "", [NOT_COLLECTED]),
     "a file that cannot be collected by workers": ([PASSES, LOST], WORKERS, "", [NOT_COLLECTED]),
     "no tests": ([], ALONE, "0/1", []),
@@ -81,7 +109,7 @@ CASES: dict[str, tuple[list[str], str, str, list[str]]] = {
     "no such file": ([], f"{ALONE} nowhere", "0/1", []),
     "one run of two without tests": ([PASSES], f"{ALONE}|{ALONE} -k nothing", "1/1", []),
     "pytest dies before it collects": ([PASSES, KILLS_PYTEST], ALONE, "0/1", [f"FAILED no usable report or no tests: pytest {ALONE}"]),
-    "pytest stops early": ([FAILS + PASSES], f"{ALONE} -x", "", [f"FAILED pytest {ALONE} -x ended without running all tests"]),
+    "pytest stops early": ([FAILS_ONCE + PASSES], f"{ALONE} -x|--retry", "", [f"FAILED pytest {ALONE} -x ended without running all tests"]),
     "the session fails though its tests pass": ([PASSES, SPOILS], ALONE, "1/1", []),
     "one may be skipped": ([PASSES, SKIPS], f"{ALONE}|--may-skip|needs gpu:", "1/0", ["skipped 1, as it may be: needs gpu: none here"]),
     "one may not be skipped": (
@@ -104,6 +132,7 @@ def test_what_is_called_green(folder: Path, case: str) -> None:
     assert said.closing.endswith(f"{passed} passed, {failed} failed" if closing else " failed")
     assert (said.code == 0) == (failed == "0") == said.closing.endswith(" 0 failed")
     assert [line for line in lines if not any(one.startswith(f"tests: {line}") for one in said.lines)] == []
+    assert lines or not any("retried" in line for line in said.lines)
 
 
 def test_runs_that_are_made_together_are_read_each_by_itself(folder: Path) -> None:
