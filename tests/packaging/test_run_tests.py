@@ -1,4 +1,4 @@
-"""What is called green: `scripts.run_tests` over small folders of tests that pass, fail, come back, die, or are not there."""
+"""Tests of what is called green: `scripts.run_tests` over small folders of tests that pass, fail, come back, die, or are not there."""
 
 import json
 import os
