@@ -35,6 +35,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "bfloat16"
     tensor_parallel: int = 1
 
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a parameter, and of a key's or a value's number."""
+        return {"bfloat16": 2, "float32": 4}[self.dtype]
+
 
 _TINY = Shape(
     name="tiny", hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=320, max_positions=4096, dtype="float32"
@@ -55,9 +60,14 @@ _SHAPES = (
 SHAPES = {shape.name: shape for shape in _SHAPES}
 
 
+def find_shape(name: str) -> Shape | None:
+    """Return the shape of that name, written in any case; None where there is none."""
+    return next((shape for known, shape in SHAPES.items() if known.lower() == name.lower()), None)
+
+
 def shape_of(name: str) -> Shape:
     """Return the shape of that name, written in any case. Raises ConfigError when there is none."""
-    found = {known.lower(): shape for known, shape in SHAPES.items()}.get(name.lower())
+    found = find_shape(name)
     if found is None:
         raise ConfigError(f"expected a shape out of {', '.join(SHAPES)}, got {name!r}", shape=name)
     return found

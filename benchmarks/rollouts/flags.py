@@ -72,7 +72,7 @@ FLAG_SETS: Mapping[str, FlagSet] = MappingProxyType(
     }
 )
 LONE_SETS = (CONFIGURED, "defaults", "no-prefix-cache", "fa3", "receive-interval", "prefill-interval", "decode-graphs")
-"""A sweep compares these unless it is told otherwise; the last start is for those of them that helped, together."""
+"""Sets of flags that a sweep compares by default. Its last start combines those that helped."""
 
 
 def flags_with(flags: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from benchmarks.rollouts.spec import BEST, LEFT_OUT, PLAIN, SLOTS, STACK, TOGETH
 
 LEAST = 0.95
 _BUSY = 0.9
-"""A process that has so much of a core can do no more."""
+"""The share of a core above which a process is at its limit."""
 _FULL = 0.9
-"""Slots of which so many are in use are no reason for a low speed."""
+"""The share of slots in use above which free slots do not explain a low speed."""
 _HEADER = ("answers", "asked by", "rollouts/s", "tokens/s (slowest - fastest round)", "of plain", "of groups", "slots in use", "waiting")
 _FLAGS_HEADER = ("flags", "answers", "tokens/s", "of the configured", "start", "what it may help with")
 

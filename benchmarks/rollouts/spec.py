@@ -120,7 +120,7 @@ def with_tokens(config: Config, tokens: int) -> Config:
 
 
 def num_tasks(config: Config, rollouts: int) -> int:
-    """Tasks that give at least so many rollouts."""
+    """Return how many tasks give at least `rollouts` rollouts."""
     return -(-rollouts // config.group_size)
 
 

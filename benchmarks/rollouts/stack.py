@@ -199,7 +199,7 @@ class Tally:
 
 
 async def roll(stack: Stack, tasks: int) -> dict[str, float]:
-    """Grant so many tasks more and wait until all of them have ended.
+    """Grant `tasks` more tasks and wait until all of them have ended.
 
     Returns:
         `rollouts` and `tokens` that came, `failed` rollouts, and the `seconds` from the grant to the last of them on the stream.

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.shapes import SHAPES, Shape, num_elements, shape_of
+from benchmarks.shapes import SHAPES, Shape, find_shape, num_elements, shape_of
 from streamrl.config.check_files import field
 from streamrl.config.load import override
 from streamrl.config.tree import Config, DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, refuse
@@ -101,11 +101,12 @@ class TrainerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def named_shape(text: str) -> str:
-    """The name of a shape that a GPU has room to train, written in any case; raises ConfigError."""
-    found = {name.lower(): name for name, shape in SHAPES.items() if shape.tensor_parallel == 1}
-    if text.lower() not in found:
-        raise ConfigError(f"--shape: expected one of {', '.join(found.values())}, got {text!r}", option="--shape", got=text)
-    return found[text.lower()]
+    """Return the name of a shape that a GPU has room to train, written in any case; raises ConfigError."""
+    found = find_shape(text)
+    if found is None or found.tensor_parallel > 1:
+        fit = ", ".join(name for name, shape in SHAPES.items() if shape.tensor_parallel == 1)
+        raise ConfigError(f"--shape: expected one of {fit}, got {text!r}", option="--shape", got=text)
+    return found.name
 
 
 def resolved(spec: TrainerSpec) -> TrainerSpec:

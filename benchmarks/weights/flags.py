@@ -8,7 +8,6 @@ from typing import Any
 from benchmarks.shapes import Shape, num_elements
 from streamrl.errors import ConfigError
 
-_ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 _MOST_STATIC = 0.92
 """The largest share that leaves room for activations and graphs."""
 _CPU_STATIC = 0.2
@@ -49,9 +48,8 @@ def static_share(shape: Shape, gpu_bytes: int, *, tensor_parallel: int, streams:
     Raises:
         ConfigError: the two sets of weights alone do not fit.
     """
-    item = _ITEM_BYTES[shape.dtype]
-    weights = 2 * item * num_elements(shape) // tensor_parallel
-    keys_and_values = 2 * item * shape.layers * shape.kv_heads * shape.head_dim * streams * tokens // tensor_parallel
+    weights = 2 * shape.item_bytes * num_elements(shape) // tensor_parallel
+    keys_and_values = 2 * shape.item_bytes * shape.layers * shape.kv_heads * shape.head_dim * streams * tokens // tensor_parallel
     most = _MOST_STATIC - beside / gpu_bytes
     if weights * 1.05 > most * gpu_bytes:
         raise ConfigError(

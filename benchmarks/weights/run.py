@@ -235,7 +235,7 @@ def _beside(options: Options) -> int:
     devices = options.trainer_device.split(",")
     if not {f"cuda:{gpu}" for gpu in range(options.tensor_parallel)} & set(devices):
         return 0
-    return (1 + _slots(options)) * 2 * num_elements(options.model) // len(devices)
+    return (1 + _slots(options)) * options.model.item_bytes * num_elements(options.model) // len(devices)
 
 
 def _memory(moment: str) -> dict[str, Any]:

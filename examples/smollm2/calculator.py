@@ -67,7 +67,7 @@ def score(task, episode):
 
 
 def rows(count: int, steps: int, rng: random.Random) -> list[dict[str, object]]:
-    """Make questions of so many steps, no two alike: a product with a number of three to five digits, then more to add or subtract."""
+    """Make `count` different questions of `steps` steps: a product with a number of three to five digits, then more to add or subtract."""
     found: dict[str, str] = {}
     while len(found) < count:
         expression = f"{rng.randint(100, 10 ** rng.randint(3, 5) - 1)} * {rng.randint(100, 999)}"

@@ -37,7 +37,7 @@ async def session(gateway):
 
 
 async def work(gateway):
-    """Make one rollout after the other until the run is over; returns how many."""
+    """Make one rollout after another until the run is over, and return how many were made."""
     done = 0
     while True:
         try:
@@ -53,7 +53,7 @@ async def work(gateway):
 
 
 async def main(url, key, num_sessions):
-    """Keep so many sessions open at once."""
+    """Keep `num_sessions` sessions open at once."""
     async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=4) as gateway:
         done = await asyncio.gather(*[work(gateway) for _ in range(num_sessions)])
     print(f"{sum(done)} sessions")

@@ -68,8 +68,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, plan: bool = False)
     try:
         config = convert(merged, where=str(source))
     except ConfigError as error:
-        for text in overrides:
-            if text.partition("=")[0].strip() == error.values.get("key"):
+        for text in reversed(overrides):
+            if ".".join(_parse_override(text)[0]) == error.values.get("key"):
                 convert(merged, where=f"--set {text}")  # the same error, with its origin
         raise
     check(config)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from streamrl.data.arrow_files import SPLITS_FILE, STATE_FILE, arrow_files
+from streamrl.data.line_index import open_data
 from streamrl.errors import DataError
 
 LARGEST = 1 << 30
@@ -208,7 +209,7 @@ def _unpacked(path: Path) -> tuple[bytes, Path]:
     """The bytes of a file, unpacked where gzip has packed it, and the name without its `.gz`."""
     packed = path.suffix.lower() == ".gz"
     try:
-        with path.open("rb") as raw:
+        with open_data(path) as raw:
             if packed and raw.read(2) != _GZIP:
                 size = path.stat().st_size
                 raise DataError(
@@ -218,12 +219,6 @@ def _unpacked(path: Path) -> tuple[bytes, Path]:
                 )
             raw.seek(0)
             data = (gzip.GzipFile(fileobj=raw) if packed else raw).read(LARGEST + 1)
-    except FileNotFoundError as error:
-        raise DataError(
-            f"expected a dataset file, got no such file: {path}",
-            hint="check the path; in a TOML file it is relative to its folder",
-            path=str(path),
-        ) from error
     except (EOFError, OSError, zlib.error) as error:
         hint = "was it written completely?"
         raise DataError(f"expected a file that can be read, got {path}: {error}", hint=hint, path=str(path)) from error
