@@ -66,6 +66,7 @@ FLAG_SETS: Mapping[str, FlagSet] = MappingProxyType(
             {"enable_prefill_delayer": True, "prefill_delayer_queue_min_ratio": 0.1, "prefill_delayer_max_delay_ms": 30},
             "free slots are filled in larger batches",
         ),
+        "free-slots": FlagSet({"min_free_slots_delay": 64}, "free slots are filled in batches of 64, not one by one"),
         "receive-interval": FlagSet({"scheduler_recv_interval": 4}, "the scheduler looks for requests less often"),
         "conservativeness": FlagSet({"schedule_conservativeness": 0.3}, "more requests at once where keys and values are short of memory"),
         "no-overlap": FlagSet({"disable_overlap_schedule": True}, "less bookkeeping where a forward pass is shorter than it"),

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from streamrl.config.tree import Config
 from streamrl.monitor.numbers import Account, Evaluation, Glance, RunNumbers, Verdict, WorkerLine
 from streamrl.monitor.screen import short
-from streamrl.monitor.series import RUN
+from streamrl.monitor.series import RUN, TRAINED
 from streamrl.monitor.shares import shares
 from streamrl.monitor.slo import Signs
 from streamrl.monitor.verdict import Evidence, Pace, verdict
@@ -49,7 +49,12 @@ def verdict_over(view: RunView) -> Verdict:
     numbers = view.numbers(elapsed_s=0.0)
     spent = view.spent.sums
     newest = view.trained.newest
-    signs = Signs(numbers=numbers, batch=newest.metrics if newest else {}, window={RUN: shares(spent)} if spent else {})
+    signs = Signs(
+        numbers=numbers,
+        batch=newest.metrics if newest else {},
+        window={RUN: shares(spent)} if spent else {},
+        decided={TRAINED: numbers.account.rollouts_trained, **numbers.drops},
+    )
     work_s = sum(spent.get(seconds("trainer", state), 0.0) for state in STATES["trainer"] if state != "setup")
     pace = Pace(
         trainer=numbers.trainer_tokens_per_s,

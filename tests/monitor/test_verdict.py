@@ -18,6 +18,7 @@ from streamrl.monitor.glance import account_words, glance_of, verdict_over
 from streamrl.monitor.numbers import EngineLine, Evaluation, Learning, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.slo import Signs
 from streamrl.monitor.summary import summarize
+from streamrl.monitor.untrained import ZERO_VARIANCE
 from streamrl.monitor.verdict import Evidence, Pace, verdict
 from streamrl.monitor.view import RunView
 from streamrl.schemas.events import MetricReport
@@ -303,6 +304,18 @@ def test_page_top_and_summary_have_one_account_which_is_the_ledgers(entry: MakeE
     assert summary.verdict.partition(": ")[2].partition(";")[0] == "reward is 0.50 in each of 40 batches"
     view.ledger(as_line(entry(21, epoch=1)))
     assert view.account.rollouts_trained == 42, "what a fork makes void is not trained"
+
+
+def test_more_engines_are_no_help_to_a_run_that_drops_most_rollouts(entry: MakeEntry) -> None:
+    view = view_of(
+        *(
+            entry(number, drops=tuple(Drop(sequence=9, task=task, rollouts=(0, 1, 2), reason="zero_variance") for task in range(5)))
+            for number in (1, 2)
+        )
+    )
+    view.metric(report("trainer-0", compute=10.0, wait_samples=90.0))
+    view.metric(report("engine-0", compute=100.0))
+    assert ZERO_VARIANCE.what in verdict_over(view).text
 
 
 def sglang(**more: Any) -> EngineConfig:
