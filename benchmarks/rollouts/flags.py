@@ -72,7 +72,7 @@ FLAG_SETS: Mapping[str, FlagSet] = MappingProxyType(
         "no-overlap": FlagSet({"disable_overlap_schedule": True}, "less bookkeeping where a forward pass is shorter than it"),
     }
 )
-LONE_SETS = (CONFIGURED, "defaults", "no-prefix-cache", "fa3", "receive-interval", "prefill-interval", "decode-graphs")
+LONE_SETS = (CONFIGURED, "defaults", "no-prefix-cache", "fa3", "receive-interval", "free-slots", "decode-graphs")
 """Sets of flags that a sweep compares by default. Its last start combines those that helped."""
 
 
