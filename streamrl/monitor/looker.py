@@ -19,9 +19,9 @@ from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.glance import judged
 from streamrl.monitor.look import Look, SampleLine, look_of
 from streamrl.monitor.recent import Recent
+from streamrl.monitor.runs import describe
 from streamrl.monitor.screen import clock, one_line
 from streamrl.monitor.series import Series
-from streamrl.monitor.status import describe
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected

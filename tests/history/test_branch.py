@@ -16,7 +16,7 @@ from streamrl.history.branch import BranchFile, changed_config, read_branch_ledg
 from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range
 from streamrl.history.source import open_source, read_entries
-from streamrl.monitor.status import list_runs
+from streamrl.monitor.runs import list_runs
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
