@@ -74,7 +74,8 @@ class Looker:
         while True:
             try:
                 config = self._run.load_config()
-                if describe(self._run).supervisor is not None or config.bus.url:
+                line = describe(self._run)
+                if not line.parent and (line.supervisor is not None or config.bus.url):  # a branch has no bus
                     await self._session(config)
                 self._say("")
             except (BusError, ConfigError) as error:

@@ -70,7 +70,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: float | None = None
     """Time that the run was up, all its sessions together."""
     staleness_p50: float | None = None
-    """Of the trained groups, in versions."""
+    """Median age of the trained groups, in versions."""
     staleness_p95: float | None = None
     staleness_max: int | None = None
     stream_lag: int | None = None
@@ -84,7 +84,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Trained or dropped."""
     dropped: int | None = None
     drops: Mapping[str, int] = {}
-    """By reason."""
+    """The same by reason."""
     failed_rollouts: int | None = None
     newest_error: str = ""
     lengths: Mapping[str, tuple[int, ...]] = {}

@@ -23,10 +23,10 @@ from streamrl.runtime.rundir import BRANCH_FILE, RunDir, known_runs
 
 MOST_NOTE_CHARS = 1000
 _NOTE_CHARS = 60
-"""Of a note in the list."""
+"""The part of a note that the table shows."""
 _PIPE_WIDTH = 1000
 _BLOCK_BYTES = 512
-"""Of `st_blocks`, whatever the file system's own are."""
+"""A block of `st_blocks`, whatever the size of the file system's own."""
 
 
 class RunLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     """Why it failed."""
     summary: Summary | None
-    """Of the last time it stopped."""
+    """The content of `summary.json`: the last stop."""
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ def _shown(name: str) -> str:
 
 
 def describe(run: RunDir) -> RunLine:
-    """What the files of a run alone say of it, without its size. Raises ConfigError where they cannot be looked at."""
+    """Describe a run by its files alone, without its size. Raises ConfigError where they cannot be looked at."""
     prepared, found = run.exists, holder(run)
     last, summary = read_state(run), read_summary(run.summary_path)
     parent = parent_of(run)

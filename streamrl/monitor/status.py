@@ -95,7 +95,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
         return
     if numbers is None:
         away = f"; {away_text(line, None)}" if line.supervisor is not None else ""
-        away = f" (process {line.supervisor}){away}" if line.supervisor else f"{away}, {steps_text(line)} steps"
+        steps = "" if line.step is None else f", {steps_text(line)} steps"
+        away = f" (process {line.supervisor}){away}" if line.supervisor else f"{away}{steps}"
         say(f"run {line.run} is {line.state}{away}", sys.stdout)
         if line.error:
             say(one_line(line.error, most=MOST_CHARS), sys.stdout)

@@ -19,7 +19,7 @@ from streamrl.schemas.versions import Version
 BRANCH_FILE = "branch.json"
 """In the directory of a branch: what it was trained from."""
 _MOST_NAMED = 20
-"""Of the known runs, the newest, that a hint names."""
+"""The newest of the known runs are named in a hint, at most so many."""
 
 
 class RunDir:

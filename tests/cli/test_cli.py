@@ -200,10 +200,10 @@ def test_who_joins_a_stopped_run_is_told_so(stopped_run: RunDir, capsys: pytest.
 def test_a_run_whose_start_was_killed_is_no_run_and_can_be_stopped(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = bare_run(place / "runs" / "half")
     run.lock_path.touch()
-    assert "run half is interrupted" in printed(capsys, "status", "half")
+    assert "interrupted" in printed(capsys, "status", "half")
     assert "`streamrl up` begins it again" in refused(capsys, "metrics", "half")
     with lock_run(run):
-        assert f"run half is preparing (process {os.getpid()})" in printed(capsys, "status", "half")
+        assert f"preparing (process {os.getpid()})" in printed(capsys, "status", "half")
         report = json.loads(printed(capsys, "status", "half", "--json"))
         assert (report["state"], report["live"], report["supervisor"], report["step"]) == ("preparing", False, os.getpid(), None)
         assert "`streamrl down half`" in refused(capsys, "metrics", "half")
@@ -464,6 +464,9 @@ def test_bash_completes_verbs_options_runs_and_nothing_that_runs(place: Path) ->
         "streamrl do": "down doctor",
         "streamrl dead ": "list show replay",
         "streamrl dead list ": "demo",
+        "streamrl runs ": "rm note",
+        "streamrl runs rm d": "demo",
+        "streamrl runs rm demo --f": "--force",
         "streamrl dead show --o": "--out",
         "streamrl logs ": "demo",
         "streamrl logs d": "demo",
