@@ -42,7 +42,7 @@ def removable(text: str, *, base: Path | str) -> RunDir:
     _check_is_run(run)
     if (found := holder(run)) is not None:
         raise LaunchError(
-            f"expected a run that is not up, got {run.name!r}, which is {describe(run).state} by process {found.pid or '(unknown)'}",
+            f"expected a run that is not up, got {run.name!r}, which is {describe(run).state} (process {found.pid or 'not known'})",
             hint=f"stop it with `streamrl down {text}` first",
             run=run.name,
             pid=found.pid,
