@@ -1,4 +1,4 @@
-"""`up`, `down` and `status`: whole runs."""
+"""`up`, `down`, `status` and `runs`: whole runs."""
 
 from __future__ import annotations
 
@@ -39,6 +39,23 @@ def add_verbs(verbs: Any) -> None:
     status.add_argument("--json", action="store_true", help="print JSON")
     status.add_argument("--dir", default="runs", help="directory that holds the runs")
     status.set_defaults(run_verb=run_status)
+
+    runs = verbs.add_parser("runs", help="list runs; remove them, or note what one is for")
+    runs.add_argument("--json", action="store_true", help="print JSON")
+    runs.set_defaults(run_verb=run_list)
+    actions = runs.add_subparsers(title="actions", metavar="ACTION", help="none: list them")
+    remove = actions.add_parser("rm", help="remove runs with all that is in their directories")
+    remove.add_argument("runs", nargs="+", metavar="RUN", help="name or directory of a run that is not up")
+    remove.add_argument("--yes", action="store_true", help="do not ask")
+    remove.add_argument("--force", action="store_true", help="also where branches or other runs depend on one")
+    remove.set_defaults(run_verb=run_remove)
+    note = actions.add_parser("note", help="store words on a run, which the list shows; print them if none are given")
+    note.add_argument("run", metavar="RUN", help="name or directory of the run")
+    note.add_argument("text", nargs="?", metavar="TEXT", help="the note; an empty one removes it")
+    note.set_defaults(run_verb=run_note)
+    runs.add_argument("--dir", default="runs", help="directory that holds the runs")
+    for action in (remove, note):  # a default here would hide what stands before the action
+        action.add_argument("--dir", default=argparse.SUPPRESS, help="directory that holds the runs")
 
 
 def run_up(arguments: argparse.Namespace) -> int:
@@ -85,8 +102,60 @@ def run_status(arguments: argparse.Namespace) -> int:
     from streamrl.runtime.rundir import RunDir
 
     if arguments.run is None:
-        status.print_runs(status.list_runs(arguments.dir), as_json=arguments.json)
-        return 0
-    run = RunDir.find(arguments.run, base=arguments.dir)
+        return run_list(arguments)
+    run = RunDir.find(arguments.run, base=arguments.dir, begun=True)
     status.print_status(asyncio.run(status.read_status(run)), as_json=arguments.json)
+    return 0
+
+
+def run_list(arguments: argparse.Namespace) -> int:
+    """List the runs."""
+    from streamrl.monitor.runs import list_runs, print_runs
+
+    print_runs(list_runs(arguments.dir), as_json=arguments.json)
+    return 0
+
+
+def run_remove(arguments: argparse.Namespace) -> int:
+    """Remove runs, all of them or, where one is refused, none; 1 if that was not confirmed."""
+    from streamrl.launch.remove import check_free, removable, remove_run
+    from streamrl.monitor.runs import bytes_on_disk, size_text
+
+    chosen = list({run.path: run for run in (removable(text, base=arguments.dir) for text in arguments.runs)}.values())
+    if not arguments.force:
+        check_free(chosen)
+    sizes = [size_text(bytes_on_disk(run.path)) for run in chosen]
+    if not arguments.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError("expected --yes, as there is no terminal to ask at", hint="with it the runs are removed at once")
+        for run, size in zip(chosen, sizes, strict=True):
+            print(f"  {run.path} ({size})")
+        if _answer(f"remove {'this run' if len(chosen) == 1 else f'these {len(chosen)} runs'} for ever? [y/N] ") not in ("y", "yes"):
+            print("nothing was removed")
+            return 1
+    for run, size in zip(chosen, sizes, strict=True):
+        left = remove_run(run)
+        print(f"removed {run.path} ({size}){f'; {left}' if left else ''}")
+    return 0
+
+
+def _answer(question: str) -> str:
+    try:
+        return input(question).strip().lower()
+    except EOFError:
+        print()
+        return ""
+
+
+def run_note(arguments: argparse.Namespace) -> int:
+    """Store a note, or print the one that is there."""
+    from streamrl.monitor.drawing import visible_lines
+    from streamrl.monitor.runs import read_note, write_note
+    from streamrl.runtime.rundir import RunDir
+
+    run = RunDir.find(arguments.run, base=arguments.dir, begun=True)
+    if arguments.text is not None:
+        write_note(run, arguments.text)
+    elif note := read_note(run):
+        print(visible_lines(note))
     return 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from streamrl.config.check_files import check_new_name
-from streamrl.config.tree import RunConfig
+from streamrl.config.tree import Config, RunConfig
 from streamrl.consumers.training.calls import Caller
 from streamrl.consumers.training.sample_blobs import replayed
 from streamrl.consumers.training.steps import log_notice
@@ -24,6 +24,7 @@ from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.plot import write_plot
 from streamrl.monitor.summary import Summary, summarize, write_summary
 from streamrl.monitor.view import RunView
+from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import LedgerEntry
@@ -59,6 +60,14 @@ async def train_branch(
     run = _new_directory(base, name, source.config.run.name)
     config = replace(changed, run=replace(changed.run, name=run.name, dir=str(base)))
     run.write_config(config)
+    with lock_run(run):  # it counts as running until it ends
+        return run, await _train(source, config, run, overrides=overrides, span=span, say=say)
+
+
+async def _train(
+    source: Source, config: Config, run: RunDir, *, overrides: Sequence[str], span: Range, say: Callable[[str], None]
+) -> Summary:
+    """Train the branch in its directory, which goes again if nothing was trained."""
     call = Caller(asyncio.get_running_loop())
     began = time.monotonic()
 
@@ -98,7 +107,7 @@ async def train_branch(
     write_summary(summary, run.summary_path)
     if view.reward_points:
         await asyncio.to_thread(write_plot, view, run.plot_path)
-    return run, summary
+    return summary
 
 
 def _new_directory(base: Path, name: str | None, parent: str) -> RunDir:

@@ -18,7 +18,7 @@ from streamrl.errors import BusError
 from streamrl.launch.objectives import Objectives
 from streamrl.monitor.failures import Barren, Pace
 from streamrl.monitor.follow import Follower
-from streamrl.monitor.glance import glance_of, judged, verdict_over
+from streamrl.monitor.glance import glance_of, judged, verdict_over, with_verdict
 from streamrl.monitor.low_reward import LowReward
 from streamrl.monitor.numbers import Glance, WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, StateFile
@@ -105,7 +105,7 @@ class Shown:
 
     def write_state(self, state: str, view: RunView, error: str = "") -> None:
         """For those who look at the run directory alone, once the run has ended."""
-        numbers = replace(view.numbers(elapsed_s=0.0), verdict=verdict_over(view), left_s=None)
+        numbers = replace(with_verdict(view, view.numbers(elapsed_s=0.0), verdict_over(view)), left_s=None)
         self._write_state(state, view, glance_of(numbers) if view.live else None, error)
 
     def _write_state(self, state: str, view: RunView, glance: Glance | None, error: str = "") -> None:

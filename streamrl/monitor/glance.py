@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -38,10 +39,23 @@ def judged(view: RunView, config: Config, *, elapsed_s: float, supervised: Mappi
     """The numbers of this moment (`RunView.numbers`), with the sentence on them."""
     numbers = view.numbers(elapsed_s=elapsed_s, supervised=supervised)
     if view.finished:
-        return replace(numbers, verdict=verdict_over(view))
+        return with_verdict(view, numbers, verdict_over(view))
     rates = [one.tokens_per_s for one in numbers.engines if not one.pinned]
     pace = Pace(trainer=numbers.trainer_tokens_per_s, waits=numbers.trainer_waits, engines=sum(rates) if rates else None)
-    return replace(numbers, verdict=verdict(evidence_of(view), signs_of(view, numbers, config), pace))
+    return with_verdict(view, numbers, verdict(evidence_of(view), signs_of(view, numbers, config), pace))
+
+
+def with_verdict(view: RunView, numbers: RunNumbers, found: Verdict) -> RunNumbers:
+    """The numbers with a sentence on them, and with what its evidence says of the beginning."""
+    evidence = evidence_of(view)
+    first = statistics.fmean(evidence.first) if evidence.first else None
+    return replace(
+        numbers,
+        verdict=found,
+        reward_first=None if evidence.is_loss else first,
+        loss_first=first if evidence.is_loss else None,
+        heldout_first=evidence.evaluations[0].accuracy if evidence.evaluations else None,
+    )
 
 
 def verdict_over(view: RunView) -> Verdict:
@@ -99,9 +113,13 @@ def glance_of(numbers: RunNumbers) -> Glance:
     return Glance(
         verdict=numbers.verdict,
         account=numbers.account,
+        version="" if numbers.version == "-" else numbers.version,
         reward=numbers.reward,
+        reward_first=numbers.reward_first,
         loss=numbers.loss,
+        loss_first=numbers.loss_first,
         heldout=numbers.heldout,
+        heldout_first=numbers.heldout_first,
         heldout_set=numbers.heldout_set,
         heldout_interval=numbers.heldout_interval,
         steps_per_minute=numbers.steps_per_minute,

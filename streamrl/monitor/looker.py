@@ -19,9 +19,9 @@ from streamrl.monitor.follow import Follower, read_totals
 from streamrl.monitor.glance import judged
 from streamrl.monitor.look import Look, SampleLine, look_of
 from streamrl.monitor.recent import Recent
+from streamrl.monitor.runs import describe
 from streamrl.monitor.screen import clock, one_line
 from streamrl.monitor.series import Series
-from streamrl.monitor.status import describe
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
@@ -74,7 +74,8 @@ class Looker:
         while True:
             try:
                 config = self._run.load_config()
-                if describe(self._run).supervisor is not None or config.bus.url:
+                line = describe(self._run)
+                if not line.parent and (line.supervisor is not None or config.bus.url):  # a branch has no bus
                     await self._session(config)
                 self._say("")
             except (BusError, ConfigError) as error:

@@ -213,11 +213,19 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
 
     verdict: Verdict | None
     account: Account
+    version: str = ""
+    """The newest one; empty: there was none yet, or of an earlier build."""
     reward: float | None = None
     """Mean of the last 20 batches."""
+    reward_first: float | None = None
+    """Mean of the first batches that the summary compares."""
     loss: float | None = None
     """In runs of kind `sft`: of the newest batch."""
+    loss_first: float | None = None
+    """Mean of the first batches."""
     heldout: float | None = None
+    heldout_first: float | None = None
+    """When reinforcement learning began."""
     heldout_set: str = HELDOUT
     heldout_interval: tuple[float, float] | None = None
     """95 % bootstrap interval."""
@@ -237,6 +245,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Where the run ends; 0: not known."""
     steps_per_minute: float | None = None
     """As fast as the newest batches, pauses left out; None: too few to say, or the run stands."""
+    rollouts_per_s: float | None = None
+    """Rollouts trained or dropped, as fast as the same batches; None likewise."""
     left_s: float | None
     """Seconds to `steps`, as fast as the newest batches; None: not known, as while it warms up, stands, or has just begun."""
     warmup_step: int
@@ -245,12 +255,18 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     answer_probability: float | None
     reward: float | None
     """Mean of the last 20 batches."""
+    reward_first: float | None = None
+    """Mean of as many batches as the summary compares, the first ones; None: nobody has judged, or none has a reward."""
     loss: float | None = None
     """Of the newest batch, in runs of kind `sft`."""
+    loss_first: float | None = None
+    """Mean of the first batches, likewise."""
     rewards: tuple[float, ...]
     """Over the whole run, as the means of at most 40 equally long stretches."""
     heldout: float | None
     """Newest mean of the first set of problems."""
+    heldout_first: float | None = None
+    """Its mean when reinforcement learning began; None: nobody has judged, or not known."""
     heldout_interval: tuple[float, float] | None = None
     """Its 95 % bootstrap interval; None: not known."""
     heldout_set: str = HELDOUT

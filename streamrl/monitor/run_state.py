@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 PREPARING = "preparing"
 RUNNING = "running"
 INTERRUPTED = "interrupted"
+REMOVING = "removing"
 LENGTHS_S = 20.0
 """Seconds between two writes for lengths and times alone, which change with every answer: a write waits for the disk."""
 
@@ -25,7 +26,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """The content of `state.json`."""
 
     state: str
-    """`running` while it is up, and for ever when it was killed; then `finished`, `stopped` (drained) or `failed`."""
+    """`running` while it is up, and for ever when it was killed; then `finished`, `stopped` (drained) or `failed`;
+    `removing` from when its removal begins."""
     step: int = 0
     """Batches of reinforcement learning so far."""
     steps: int = 0

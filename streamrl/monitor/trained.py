@@ -168,6 +168,12 @@ class Trained:
         step_s, wait_s = sum(batch.step_s for batch in newest), sum(batch.wait_s for batch in newest)
         return (sum(batch.learned for batch in newest) / step_s, wait_s / (step_s + wait_s)) if newest else None
 
+    def rollouts_a_batch(self, most: int) -> float:
+        """Return the mean number of rollouts trained or decided against with a batch: of the newest `most`, the warm-up left out."""
+        newest = itertools.islice((batch for batch in reversed(self._tail) if not batch.point.warmup), most)
+        counts = [batch.rollouts + batch.drops.total() for batch in newest]
+        return statistics.fmean(counts) if counts else 0.0
+
     @staticmethod
     def _rewards(batches: Iterator[_Batch] | Sequence[_Batch]) -> Iterator[float]:
         return (batch.point.reward for batch in batches if batch.point.reward is not None)

@@ -399,6 +399,7 @@ class RunView:
             step=self.trained.num_reinforced,
             steps=self.steps,
             steps_per_minute=None if each_s is None else 60.0 / each_s,
+            rollouts_per_s=None if each_s is None else self.trained.rollouts_a_batch(REWARD_WINDOW) / each_s,
             left_s=each_s * left if self.steps and each_s is not None else None,
             warmup_step=self.trained.num_batches - self.trained.num_reinforced,
             warmup_steps=self.warmup_steps,

@@ -18,6 +18,8 @@ from streamrl.schemas.versions import Version
 
 BRANCH_FILE = "branch.json"
 """In the directory of a branch: what it was trained from."""
+_MOST_NAMED = 20
+"""The newest of the known runs are named in a hint, at most so many."""
 
 
 class RunDir:
@@ -59,6 +61,8 @@ class RunDir:
         """Written when the run stops."""
         self.state_path = self.path / "state.json"
         """How far the run is, and how it ended."""
+        self.note_path = self.path / "note.txt"
+        """The user's words on the run; see `streamrl.monitor.runs`."""
         self.metrics = self.path / "metrics"
         """Rows of the run's metrics; see `streamrl.monitor.metrics_file`."""
         self.sinks = self.path / "sinks"
@@ -216,7 +220,9 @@ class RunDir:
                 run=text,
             )
         known = [run.name for run in known_runs(base)]
-        hint = f"known runs in {base}: {', '.join(known)}" if known else f"there are no runs in {base} yet; `streamrl up` starts one"
+        more = f" and {len(known) - _MOST_NAMED} more (`streamrl runs`)" if len(known) > _MOST_NAMED else ""
+        hint = f"known runs in {base}: {', '.join(known[:_MOST_NAMED])}{more}"
+        hint = hint if known else f"there are no runs in {base} yet; `streamrl up` starts one"
         raise ConfigError(f"expected the name or directory of a run, got {text!r}", hint=hint, run=text)
 
 

@@ -43,7 +43,7 @@ from tests.support.runs import bare_run, named_run
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
-    *("init", "check-hook", "config", "completion", "up", "down", "status", "logs", "metrics", "page", "top", "worker", "attach", "eval"),
+    *("init", "check-hook", "config", "completion", "up", "down", "status", "runs", "logs", "metrics", "top", "worker", "attach", "eval"),
     *("credentials", "doctor", "gateway", "rewarder", "replay", "dead", "reward", "record", "export", "compare", "convert", "import-slime"),
     *("tap", "trace", "inspect", "page", "bench"),
 }
@@ -133,7 +133,8 @@ def test_status_says_what_there_is(stopped_run: RunDir, capsys: pytest.CaptureFi
     assert "demo" in out and "0.750" in out
     out = printed(capsys, "status", "demo")
     assert "run demo is stopped" in out and '"reward_last": 0.75' in out
-    assert json.loads(printed(capsys, "status", "demo", "--json"))["numbers"] is None
+    report = json.loads(printed(capsys, "status", "demo", "--json"))
+    assert (report["state"], report["live"], report["reward"], report["tokens_trained"]) == ("stopped", False, 0.75, 2)
     assert printed(capsys, "down", "demo") == "run demo was not running\n"
 
 
@@ -199,11 +200,13 @@ def test_who_joins_a_stopped_run_is_told_so(stopped_run: RunDir, capsys: pytest.
 def test_a_run_whose_start_was_killed_is_no_run_and_can_be_stopped(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = bare_run(place / "runs" / "half")
     run.lock_path.touch()
-    said = refused(capsys, "status", "half")
-    assert "`streamrl up` begins it again" in said
+    assert "interrupted" in printed(capsys, "status", "half")
+    assert "`streamrl up` begins it again" in refused(capsys, "metrics", "half")
     with lock_run(run):
-        said = refused(capsys, "status", "half")
-    assert "`streamrl down half`" in said
+        assert f"preparing (process {os.getpid()})" in printed(capsys, "status", "half")
+        report = json.loads(printed(capsys, "status", "half", "--json"))
+        assert (report["state"], report["live"], report["supervisor"], report["step"]) == ("preparing", False, os.getpid(), None)
+        assert "`streamrl down half`" in refused(capsys, "metrics", "half")
     assert printed(capsys, "down", "half") == "run half was not running\n"
 
 
@@ -461,6 +464,9 @@ def test_bash_completes_verbs_options_runs_and_nothing_that_runs(place: Path) ->
         "streamrl do": "down doctor",
         "streamrl dead ": "list show replay",
         "streamrl dead list ": "demo",
+        "streamrl runs ": "rm note",
+        "streamrl runs rm d": "demo",
+        "streamrl runs rm demo --f": "--force",
         "streamrl dead show --o": "--out",
         "streamrl logs ": "demo",
         "streamrl logs d": "demo",

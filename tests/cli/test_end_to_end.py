@@ -307,7 +307,7 @@ async def test_a_run_is_joined_and_left(running: LookedAt) -> None:
     with running.started("attach", "mine.py:mine", "--run", "digits", "--concurrency", "4", stdout=pipe, stderr=pipe) as guest:
         try:
             await until(lambda: "event=started" in running.log("producer-1"), within_s=60)
-            workers = {worker["worker"] for worker in running.answer("status", "digits")["numbers"]["workers"]}
+            workers = {worker["worker"] for worker in running.answer("status", "digits")["workers"]}
             assert workers == {"trainer-0", "engine-0", "feeder-0", "producer-0", "producer-1", "evaluator-0"}
             guest.send_signal(signal.SIGINT)
             out, _ = guest.communicate(timeout=60)

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from streamrl.history.branch import BranchFile, changed_config, read_branch_ledg
 from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range
 from streamrl.history.source import open_source, read_entries
-from streamrl.monitor.status import list_runs
+from streamrl.monitor.runs import describe, list_runs
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.trainers.checkpoints import list_checkpoints
@@ -57,7 +58,17 @@ async def test_another_rate_trains_the_parents_batches(recorded: Recorded, tmp_p
     note = msgspec.json.decode((run.path / BRANCH_FILE).read_bytes(), type=BranchFile)
     assert (note.parent, note.parent_version, note.same_batches) == ("parent", "0.0", True)
     assert run.summary_path.exists() and run.plot_path.exists() and len(list(run.hf.iterdir())) == 1
-    assert [line.run for line in list_runs(tmp_path)] == [run.name] == ["parent-branch-1"]
+    assert [(line.run, line.state, line.parent) for line in list_runs(tmp_path)] == [("parent-branch-1", "finished", "parent")]
+
+
+async def test_a_branch_is_up_until_it_ends(recorded: Recorded, tmp_path: Path) -> None:
+    async with open_source(str(recorded.path)) as source:
+        training = asyncio.create_task(train_branch(source, overrides=("loss.clip_low=0.2",), name="mine", base=tmp_path, span=Range()))
+        await asyncio.wait({training}, timeout=0)  # it has come to its training thread
+        line = describe(RunDir(tmp_path / "mine"))
+        assert (line.state, line.supervisor) == ("running", os.getpid())
+        run, _ = await training
+    assert describe(run).supervisor is None
 
 
 async def test_branches_that_change_nothing_or_keep_groups_differ_in_that_alone(recorded: Recorded, tmp_path: Path) -> None:

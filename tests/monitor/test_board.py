@@ -31,10 +31,11 @@ from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import RunNumbers, Standing, WorkerLine
 from streamrl.monitor.rates import batch_s
 from streamrl.monitor.run_state import LENGTHS_S, RunState, StateFile, read_state, write_state
+from streamrl.monitor.runs import RunLine, describe, list_runs, print_runs, steps_text
 from streamrl.monitor.screen import PlainLines, clock, decimal, degraded_lines, plain_line, progress, short, sparkline, warnings
 from streamrl.monitor.series import Series
 from streamrl.monitor.slo import Judge, Signs, detail_of, line_of
-from streamrl.monitor.status import RunLine, RunStatus, describe, list_runs, print_runs, print_status, steps_text
+from streamrl.monitor.status import RunStatus, print_status
 from streamrl.monitor.summary import summarize, summary_line
 from streamrl.monitor.terminal import Terminal, keys_of
 from streamrl.monitor.untrained import barren_line

@@ -173,8 +173,7 @@ def forked(name: str, place: Path) -> None:
     alter(checkpoint)
 
     def killed_at() -> bool:
-        numbers = runs.say(place, "status", name)["numbers"] or {}
-        newest = str(numbers.get("version")).rpartition(".")[2]
+        newest = str(runs.say(place, "status", name)["version"]).rpartition(".")[2]
         return newest.isdigit() and int(newest) >= version + 3
 
     life(name, place, enough=killed_at, now=True, overrides=("--set", "trainer.checkpoint_every=100"))

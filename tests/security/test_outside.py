@@ -23,7 +23,8 @@ from streamrl.config.tree import BusConfig, Config
 from streamrl.doctor.accounts import variable
 from streamrl.doctor.run_checks import check_logins
 from streamrl.errors import ConfigError, Forbidden
-from streamrl.monitor.status import ONE_LOGIN, RunStatus, describe, print_status
+from streamrl.monitor.runs import describe
+from streamrl.monitor.status import ONE_LOGIN, RunStatus, print_status
 from streamrl.page.access import page_token
 from streamrl.producers.gateway.worker import addresses
 from streamrl.runtime.credentials import logins, write_cluster
