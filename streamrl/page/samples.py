@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
@@ -267,6 +268,8 @@ class Samples:
             if values is not None and len(values.weights) == len(one.tokens):
                 count = len(side["tokens"])
                 side |= {"weights": list(shown(values.weights[:count])), "trainer_logprobs": list(shown(values.logprobs[:count]))}
+                if values.advantages is not None:
+                    side |= {"advantages": list(shown(values.advantages[:count])), "advantage": _spread(values.advantages)}
             sides.append(side)
         return sides
 
@@ -291,6 +294,8 @@ class Samples:
             "logprobs": [round(value, 4) for value in one.logprobs[:count].tolist()],
             "weights": None,
             "trainer_logprobs": None,
+            "advantages": None,
+            "advantage": None,
         }
 
     @cached_property
@@ -335,6 +340,18 @@ def _line(one: Sample, sequence: int, became: str, entry: LedgerEntry) -> Line:
         times={name: time_s for name, time_s in times.items() if time_s},
         turns=turns_of(one),
     )
+
+
+def _spread(of_tokens: npt.NDArray[np.float32]) -> dict[str, float] | None:
+    """Mean, least and greatest of numbers of the tokens that were trained; None where none was."""
+    trained = of_tokens[~np.isnan(of_tokens)]
+    if not trained.size:
+        return None
+    return {
+        "mean": round(float(trained.mean(dtype=np.float64)), 4),
+        "min": round(float(trained.min()), 4),
+        "max": round(float(trained.max()), 4),
+    }
 
 
 def _drop(drop: Drop, version: str) -> dict[str, Any]:

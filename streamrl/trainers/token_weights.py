@@ -1,8 +1,10 @@
-"""What the trainer gave each token of the newest batches, in the run directory: its own log-prob, and the importance weight.
+"""What the trainer gave each token of the newest batches, in the run directory: its own log-prob, importance weight and advantage.
 
 ```text
-tokens/00000017-e0.arrow     one row a sample: task, rollout, logprobs [n], weights [n]; NaN at tokens that were not trained
+tokens/00000017-e0.arrow     one row a sample: task, rollout, logprobs, weights, advantages [n] each; NaN at tokens that were not trained
 ```
+
+Files of earlier builds have no advantages.
 
 They are for people and decide nothing. The log has the sampler's log-probs; these are made in the step.
 """
@@ -30,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "tokens"
 _SUFFIX = ".arrow"
-_SCHEMA = pa.schema(
-    [("task", pa.int64()), ("rollout", pa.int64()), ("logprobs", pa.list_(pa.float32())), ("weights", pa.list_(pa.float32()))]
-)
+_VALUES = ("logprobs", "weights", "advantages")
+_SCHEMA = pa.schema([("task", pa.int64()), ("rollout", pa.int64()), *((name, pa.list_(pa.float32())) for name in _VALUES)])
+_FORMER_SCHEMA = _SCHEMA.remove(_SCHEMA.get_field_index("advantages"))
 
 
 class SampleWeights(NamedTuple):
@@ -42,6 +44,8 @@ class SampleWeights(NamedTuple):
     """Of the policy under training, at the optimizer step that trained the token."""
     weights: npt.NDArray[np.float32]
     """What the policy loss of the token was multiplied by: 1 without a correction, 0 where it was rejected."""
+    advantages: npt.NDArray[np.float32] | None = None
+    """None: an earlier build has kept none."""
 
 
 class TokenWeights:
@@ -100,12 +104,12 @@ def read_token_weights(folder: Path, version: Version) -> dict[tuple[int, int], 
             rows = reader.read_all()
     except (OSError, pa.ArrowException):
         return {}
-    if rows.schema != _SCHEMA:
+    if rows.schema not in (_SCHEMA, _FORMER_SCHEMA):
         return {}
     found: dict[tuple[int, int], list[SampleWeights]] = {}
     columns = (rows[name].to_pylist() for name in ("task", "rollout"))
     for at, (task, rollout) in enumerate(zip(*columns, strict=True)):
-        values = (rows[name][at].values.to_numpy(zero_copy_only=False) for name in ("logprobs", "weights"))
+        values = (rows[name][at].values.to_numpy(zero_copy_only=False) for name in rows.column_names[2:])
         found.setdefault((task, rollout), []).append(SampleWeights(*values))
     return found
 
@@ -124,5 +128,5 @@ def _rows(batch: TrainBatch, values: TokenValues) -> pa.RecordBatch:
         kept = np.where(batch.loss_mask, of_tokens, np.nan).astype(np.float32)
         return pa.ListArray.from_arrays(pa.array(batch.offsets, pa.int32()), pa.array(kept))
 
-    arrays = [pa.array(batch.tasks), pa.array(batch.rollouts), column(values.logprobs), column(values.weights)]
+    arrays = [pa.array(batch.tasks), pa.array(batch.rollouts), *(column(getattr(values, name)) for name in _VALUES)]
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)

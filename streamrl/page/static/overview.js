@@ -24,6 +24,7 @@ function chartsOf(run) {
     ["Reward, batch by batch", "version", [batch("rollout/raw_reward", "mean of the batch"), ...of(means)]],
     ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", true), since("tokens/published_total", "published", true), since("tokens/cut_total", "cut, never published", true)]],
     ["What became of published tokens, by batch", "version", [batch("tokens/trained_total", "trained"), batch("tokens/masked_total", "masked"), ...lost.map((name) => batch(name, `dropped: ${name.slice("tokens/dropped_total/".length)}`))]],
+    ["Advantages of trained tokens", "version", ["min", "max", "std", "abs"].map((what) => batch(`rollout/advantages_${what}`, what === "abs" ? "mean of |advantage|" : what))],
     ["Staleness of trained tokens, versions", "version", [batch("staleness/mean", "mean"), batch("staleness/p95", "p95"), batch("staleness/max", "max")]],
     ["Where the age comes from, versions", "version", [batch("staleness/in_flight", "in flight"), batch("staleness/queued", "queued"), batch("staleness/publish_lag", "publish lag")]],
     ["Behind the newest batch, seconds", "time_s", [since("lag/stream_s", "oldest message"), since("lag/publish_to_commit_s", "publish to commit")]],

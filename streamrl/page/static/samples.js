@@ -139,18 +139,29 @@ const numbered = (one) => `${one.rollout}${one.sample ? `.${one.sample}` : ""}`;
 const origin = (one) => [one.agent && `agent ${one.agent}`, one.branch_of !== null && `branch of ${one.rollout}${one.branch_of ? `.${one.branch_of}` : ""}`].filter(Boolean);
 const titled = (one) => [`rollout ${numbered(one)}`, ...origin(one)].join(", ");
 
+// The mean over the sample's trained tokens; most estimators give all of them the same.
+function advantage(one) {
+  if (!one.advantage) return "";
+  const { mean, min, max } = one.advantage;
+  return `, advantage ${number(mean, 3)}${min === max ? "" : ` (tokens: ${number(min, 3)} to ${number(max, 3)})`}`;
+}
+
+function headed(one) {
+  const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
+  return `${titled(one)}: reward ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}${advantage(one)}, ${one.became}`;
+}
+
 function side(one, kind, at) {
   const spans = one.tokens.map((text, index) => {
     const version = one.versions[index];
     const told = version === null ? "no model sampled it" : `version ${version}, log-probability ${one.logprobs[index]} (sampler)`
-      + (weightOf(one, index) === null ? "" : ` and ${one.trainer_logprobs[index]} (trainer), importance weight ${one.weights[index]}`);
+      + (weightOf(one, index) === null ? "" : ` and ${one.trainer_logprobs[index]} (trainer), importance weight ${one.weights[index]}`)
+      + ((one.advantages?.[index] ?? null) === null ? "" : `, advantage ${one.advantages[index]}`);
     return element("span", { class: `${kinds[kind](one, index, at)}${one.mask[index] ? "" : " masked"}`.trim(), title: `${told}${one.mask[index] ? "" : "; not trained"}; id ${one.ids[index]}` }, text);
   });
-  const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
-  const head = `${titled(one)}: reward ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}, ${one.became}, ${one.status}, ${number(one.num_tokens)} tokens`;
   const more = one.num_tokens > one.tokens.length ? [element("p", { class: "soft" }, `the first ${number(one.tokens.length)} tokens are shown`)] : [];
   const by = [one.engine && `engine ${one.engine}`, one.producer, `finished by ${one.finish_reason}`, one.metadata].filter(Boolean).join(" · ");
-  return element("section", { class: "box" }, element("h2", {}, head), element("p", { class: "soft" }, by), element("div", { class: "tokens" }, ...spans), ...more);
+  return element("section", { class: "box" }, element("h2", {}, `${headed(one)}, ${one.status}, ${number(one.num_tokens)} tokens`), element("p", { class: "soft" }, by), element("div", { class: "tokens" }, ...spans), ...more);
 }
 
 function talk(one) {
@@ -158,7 +169,7 @@ function talk(one) {
     const facts = [part.sampled ? "sampled" : "", part.num_tokens ? `${number(part.num_tokens)} tokens` : "", part.seconds !== null ? `${number(part.seconds, 3)} s` : "", part.sampled ? part.engine : "", part.finish_reason].filter(Boolean).join(", ");
     return element("div", { class: `said ${part.sampled ? "sampled" : ""}` }, element("p", {}, element("b", {}, part.role), " ", element("span", { class: "soft" }, facts)), element("div", { class: "tokens" }, part.text));
   });
-  return element("section", { class: "box" }, element("h2", {}, `${titled(one)}: reward ${number(one.reward, 3)}, ${one.became}`), ...said);
+  return element("section", { class: "box" }, element("h2", {}, headed(one)), ...said);
 }
 
 const WEIGHTS = {
@@ -198,10 +209,12 @@ async function group(place, number_, task) {
   }
   way.addEventListener("change", draw);
   const first = found.samples[0];
+  const unknown = found.samples.some((one) => one.became === "trained") && !found.samples.some((one) => one.advantage);
   place.append(
     element("p", {}, element("a", { href: path(number_) }, `← batch of version ${number_}`)),
     ...(first ? [box(`Task ${task}`, element("div", { class: "tokens" }, first.prompt), ...(first.label === null ? [] : [element("p", { class: "soft" }, `label: ${first.label}`)]))] : []),
-    element("div", { class: "bar" }, element("label", {}, "Shown ", way)), key, room,
+    element("div", { class: "bar" }, element("label", {}, "Shown ", way)), key,
+    ...(unknown ? [element("p", { class: "soft" }, "The advantages of these samples are not known: they are kept of the newest batches only (trainer.token_weights_bytes).")] : []), room,
   );
   draw();
 }
