@@ -40,6 +40,10 @@ COMMITS = "commits:"
 MOST_TABLES = 1024
 """Workers beyond have no tables: names of engines change with each start."""
 MOST_POINTS = 2000
+TOKENS = "tokens"
+"""An axis: trained tokens up to the version of a row, those of a warm-up included."""
+SERIES_AXES = ("time_s", "step", "version", TOKENS)
+TRAINED_TOKENS = "rollout/tokens_trained"
 _ROWS_AT_ONCE = 2000
 _NEWEST = 64
 """Rows in which the newest value of a metric is looked for."""
@@ -174,14 +178,14 @@ class Index:
         rates: frozenset[str] = frozenset(),
         smooth: int = 1,
     ) -> Series:
-        """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each.
+        """Columns of a table over `x` (of `SERIES_AXES`), of its last rows or (0) all; at most `most` points each.
 
         Where there are more rows, points are extremes, or with `mean` means. `rates`: which of the names are amounts, wanted a second.
         `smooth`: each value is the mean of those of so many rows that end with it.
         """
         with self._lock:
             start = max(0, self._tables.rows(table) - last) if last else 0
-            places = self._tables.column(table, x, start=start)
+            places = self._places(table, x, start)
             columns = [self._tables.column(table, name, start=start) for name in names]
             if rates:
                 seconds = self._seconds(table, start)
@@ -190,9 +194,22 @@ class Index:
             columns = [rolling(column, np.ones(len(column)), smooth) for column in columns]
         if x == "time_s":
             places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
+        elif table != BATCH:  # an evaluation ends behind that of a later version; a window has seen a version that was trained again
+            order = np.argsort(places, kind="stable")
+            places, columns = places[order], [column[order] for column in columns]
         thin_x, thin = (shrink_to_means if mean else shrink)(places, columns, max(2, min(most, MOST_POINTS)))
         values = {name: as_json(column.tolist()) for name, column in zip(names, thin, strict=True)}
         return Series(table=table, x=as_json(thin_x.tolist()), values=values, rows=len(places))
+
+    def _places(self, table: str, x: str, start: int) -> Numbers:
+        """[rows - start] places on the axis."""
+        if x != TOKENS:
+            return self._tables.column(table, x, start=start)
+        trained = np.nan_to_num(self._tables.column(BATCH, TRAINED_TOKENS)).cumsum()
+        if table == BATCH:
+            return trained[start:]
+        at = np.searchsorted(self._tables.column(BATCH, "version"), self._tables.column(table, "version", start=start), side="right")
+        return np.append(0.0, trained)[at]
 
     def rate(self, table: str, name: str) -> float | None:
         """The newest amount of a table a second; None where there is none."""

@@ -23,7 +23,7 @@ from streamrl.monitor.series import WINDOW
 from streamrl.monitor.summary import read_summary
 from streamrl.page.access import add_headers, guard, place_of
 from streamrl.page.attention import Attention
-from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
+from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, SERIES_AXES, Index, Progress
 from streamrl.page.lengths import lengths_of
 from streamrl.page.log import RunLog
 from streamrl.page.objectives import objectives_of, worst_over
@@ -232,8 +232,8 @@ class Page:
         x = query.get("x", "time_s")
         if unknown := [name for name in names if declared(name) is None]:
             raise web.HTTPBadRequest(text=f"no metric is called {unknown[0][:100]!r}\n")
-        if x not in ("time_s", "step", "version"):
-            raise web.HTTPBadRequest(text=f"expected x to be time_s, step or version, got {x[:100]!r}\n")
+        if x not in SERIES_AXES:
+            raise web.HTTPBadRequest(text=f"expected x to be {', '.join(SERIES_AXES)}, got {x[:100]!r}\n")
         table, mean = query.get("table", "batch"), query.get("thin") == "mean"
         if table not in await asyncio.to_thread(self._index.tables):
             return _json({"table": table, "x": [], "values": {name: [] for name in names}, "rows": 0})

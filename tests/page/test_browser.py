@@ -200,9 +200,10 @@ async def test_the_first_row_says_whether_it_learns_and_the_rest_is_unfolded_and
         async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
             await tab.wait_for_selector("section[aria-label=Held-out] canvas")
             assert await tab.locator("p.verdict").inner_text() == verdict.text
-            for title, names in {"Reward": ("mean of 20 batches", "right", "short"), "Held-out": ("gsm8k", "95 % from", "to")}.items():
+            for title, names in {"Reward": ("mean of the batch", "right", "short"), "Held-out": ("gsm8k", "95 % from", "to")}.items():
                 said = await tab.locator(f"section[aria-label='{title}'] .u-legend").inner_text()
                 assert [name for name in names if name not in said] == []
+            assert await tab.locator("section[aria-label=Reward] h2").inner_text() == "Reward mean of 20 batches"
             tiles = [
                 (await tab.locator(f"section[aria-label='{name}']").inner_text()).split("\n")[0] for name in ("Steps a minute", "Time left")
             ]
@@ -224,6 +225,32 @@ async def test_the_first_row_says_whether_it_learns_and_the_rest_is_unfolded_and
             await hidden.wait_for(state="detached")
             write_state(run, RunState(state="running", step=41, steps=99))
             await tab.wait_for_selector("p.verdict", state="hidden")
+
+
+async def test_smoothing_scale_and_axis_are_the_readers_and_stay_so(run: RunDir) -> None:
+    """Rewards of 0, 0.5, 1, 0, ... of 10 tokens each: on a log scale a third of the points has no place."""
+    values = [{"rollout/raw_reward": at % 3 / 2, "rollout/tokens_trained": 10.0} for at in range(30)]
+    write(run, [batch(1e9 + at, at, {**one, "rollout/advantages_std": 1.0}) for at, one in enumerate(values, start=1)])
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        chart = tab.locator("section[aria-label=Reward]")
+        await chart.locator(".u-legend:has-text('version')").wait_for()
+        await tab.get_by_label("X axis").select_option("tokens")
+        await tab.get_by_label("Smoothing").select_option("5")
+        await chart.locator(".u-legend:has-text('tokens trained')").wait_for()
+        await chart.locator("h2:has-text('mean of 5 batches')").wait_for()
+        await tab.get_by_label("log scale").set_checked(True)
+        await chart.locator("p:text-is('a log scale has no place for values of 0 or less: 1 points are not drawn')").wait_for()
+        await tab.get_by_label("Smoothing").select_option("1")
+        await chart.locator("p:has-text(': 10 points are not drawn')").wait_for()
+        await tab.get_by_role("link", name="All metrics").click()
+        std = tab.locator("section[aria-label^='rollout/advantages_std']")
+        await std.locator(".u-legend:has-text('tokens trained')").wait_for()
+        await tab.get_by_label("X axis").select_option("time_s")
+        await std.locator(".u-legend:has-text('time')").wait_for()
+        await tab.get_by_role("link", name="Overview").click()
+        await tab.reload()
+        await chart.locator(".u-legend:has-text('time')").wait_for()
+        assert await tab.get_by_label("Smoothing").input_value() == "1"
 
 
 async def test_lengths_by_their_end_are_histograms_below_each_other_with_their_distance(run: RunDir) -> None:

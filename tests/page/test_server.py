@@ -19,7 +19,7 @@ from streamrl.errors import LaunchError, NotFound
 from streamrl.monitor.glance import account_words
 from streamrl.monitor.numbers import Account, Glance, Learning, Verdict
 from streamrl.monitor.run_state import RunState, write_state
-from streamrl.monitor.series import WINDOW, Row
+from streamrl.monitor.series import EVALUATION, WINDOW, Row
 from streamrl.monitor.summary import summarize, write_summary
 from streamrl.monitor.view import RunView
 from streamrl.page.access import page_token, place_of
@@ -113,8 +113,25 @@ async def test_series_are_what_the_rows_say(run: RunDir) -> None:
         assert (run_told["run"], run_told["tables"]["batch"]) == ("demo", ["rollout/raw_reward", "staleness/max"])
         smooth = await told(client, f"{base}/api/series?table=batch&x=version&names=staleness/max&smooth=2")
         assert smooth["values"]["staleness/max"] == [1.0, 1.5, 1.0], "0, 1 and 2 of three batches, each with the one before"
-        for query, code in (("names=nobody", 400), ("x=../..&names=", 400), ("table=../..&names=", 200), ("points=-1&last=x&names=", 200)):
+        for query, code in (("x=elapsed_s&names=", 400), ("names=nobody", 400), ("x=../..&names=", 400), ("table=../..&names=", 200), ("points=-1&last=x&names=", 200)):
             assert await status(client, f"{base}/api/series?{query}") == code
+
+
+async def test_tokens_are_an_axis_of_every_table_by_the_version_of_its_rows(run: RunDir) -> None:
+    write(run, [batch(1e9 + number, number, {"rollout/tokens_trained": 10.0, "train/loss": 1.0}) for number in (1, 2, 3)])
+    asked = ((2e9, 3, 0.75), (2e9 + 1, 1, 0.25), (2e9 + 2, 9, 1.0))  # that of version 1 ends late
+    write(run, [Row(time_s=at, kind=EVALUATION, version=f"0.{number}", values={"eval/heldout": value}) for at, number, value in asked])
+    write(run, [Row(time_s=1e9 + at, kind=WINDOW, version=version, values={"lag/stream_s": 4.0}) for at, version in ((0, ""), (2, "0.2"))])
+    async with page(run) as (base, _, client):
+        for table, name, x in (
+            ("batch", "train/loss", [10, 20, 30]),
+            ("evaluation", "eval/heldout", [10, 30, 30]),
+            ("window", "lag/stream_s", [0, 20]),
+        ):
+            found = await told(client, f"{base}/api/series?table={table}&x=tokens&names={name}")
+            assert found["x"] == x
+        by_version = await told(client, f"{base}/api/series?table=evaluation&x=version&names=eval/heldout")
+        assert (by_version["x"], by_version["values"]["eval/heldout"]) == ([1, 3, 9], [0.25, 0.75, 1.0])
 
 
 async def test_what_is_looked_at_first_is_the_supervisors_or_the_summarys_and_else_nothing(run: RunDir) -> None:

@@ -1,5 +1,6 @@
 // What one looks at first: is it learning, how fast, how stale, what is lost.
 import { Chart, fill } from "./charts.js";
+import { chosen, controls } from "./controls.js";
 import { lengths } from "./lengths.js";
 import { box, clock, element, get, lasting, number, paced, table } from "./tools.js";
 
@@ -57,7 +58,7 @@ function firstCharts(run) {
   const bound = (end, label) => ({ table: "evaluation", name: `${name}-ci_${end}`, label, edge: true });
   const loss = (run.tables.batch || []).includes("rollout/raw_reward") ? [] : [batch("train/loss", "loss")];
   return [
-    [loss.length && run.tables.batch ? "Loss" : "Reward", "version", [batch("rollout/raw_reward", `mean of ${SMOOTH} batches`), ...parts, ...loss], { smooth: SMOOTH }],
+    [loss.length && run.tables.batch ? "Loss" : "Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), ...parts, ...loss], { smooth: SMOOTH }],
     ["Held-out", "version", [{ table: "evaluation", name, label: setName(set) }, bound("low", "95 % from"), bound("high", "to")]],
   ];
 }
@@ -104,9 +105,10 @@ export function overview(place, run) {
   const notes = element("div");
   const spread = element("div");
   const fold = element("details", { open: kept() }, element("summary", {}, "All charts"), room, spread);
-  place.append(said, first, account, cards, held, fold, notes);
   const front = [], charts = [];
   let known = "", unfolded = "";
+  place.append(said, first, controls(() => { known = unfolded = ""; drawing.again(true); }), account, cards, held, fold, notes);
+  const drawnIn = (room, all) => all.map(([title, x, series, options]) => new Chart(room, title, series, ...chosen(x, options)));
 
   let judged = "", counted = "";
   function tell() {
@@ -143,7 +145,7 @@ export function overview(place, run) {
       known = names;
       for (const chart of front.splice(0)) chart.close();
       first.replaceChildren();
-      for (const [title, x, series, options] of firstCharts(run)) front.push(new Chart(first, title, series, x, options));
+      front.push(...drawnIn(first, firstCharts(run)));
       first.append(pace, left);
     }
     const wanted = fold.open ? names : "";
@@ -151,7 +153,7 @@ export function overview(place, run) {
       unfolded = wanted;
       for (const chart of charts.splice(0)) chart.close();
       room.replaceChildren();
-      for (const [title, x, series, options] of wanted ? chartsOf(run) : []) charts.push(new Chart(room, title, series, x, options));
+      charts.push(...drawnIn(room, wanted ? chartsOf(run) : []));
     }
     await fill([...front, ...charts], run);
     const lately = (await get("api/notes")).slice(0, 20);
