@@ -24,6 +24,7 @@ DROP_REASONS = (
     *("too_short", "too_long", "repetitive", "too_hard", "too_easy", "row_too_long", "row_broken", FILTER),
 )
 """Reasons that `streamrl.schemas.ledger.Drop` explains."""
+PARENT_DISTANCE = "train/parent_logprob_abs_diff"
 REMAX = 'tasks have a greedy rollout: `loss.advantage = "remax"`'
 REWARDERS = "rewarders score: `reward.workers`"
 OTHER_REASON = "other"
@@ -212,6 +213,11 @@ _DECLARED = (
     Metric("train/same_weights_furthest_logprob", _MEAN, "nats", "the sampler's log-probability of the token that is furthest apart there"),
     Metric("train/float32_sampler_abs_diff_max", _MAX, "nats", "the sampler's distance from float32 in the rollout with that token"),
     Metric("train/float32_trainer_abs_diff_max", _MAX, "nats", "the trainer's distance from float32 in that rollout"),
+    Metric(
+        *(PARENT_DISTANCE, _MEAN, "nats"),
+        "of a branch: distance of its log-probabilities from its parent's, each as they were when the same samples were trained",
+        when="a branch of a run whose `tokens/` still has the batch",
+    ),
     Metric("train/rejected_fraction", _MEAN, "fraction", "trained tokens left out by rejection, veto, age or the correction's mask"),
     Metric("train/stale_masked_fraction", _MEAN, "fraction", "trained tokens older than `mask_staleness`"),
     Metric("train/staleness_weight", _MEAN, "1", "factor on a weight by its token's age"),

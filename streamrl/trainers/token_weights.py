@@ -15,7 +15,8 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -112,6 +113,27 @@ def read_token_weights(folder: Path, version: Version) -> dict[tuple[int, int], 
         values = (rows[name][at].values.to_numpy(zero_copy_only=False) for name in rows.column_names[2:])
         found.setdefault((task, rollout), []).append(SampleWeights(*values))
     return found
+
+
+def logprob_distance(kept: Mapping[tuple[int, int], Sequence[SampleWeights]], batch: TrainBatch, values: TokenValues) -> float | None:
+    """The mean distance of log-probs from those that were kept, over tokens that both have trained; None where there are none.
+
+    Args:
+        kept: of another trainer, by task and rollout.
+        batch: whose samples are looked for among them.
+        values: of that batch.
+    """
+    taken = Counter[tuple[int, int]]()
+    distances = [np.empty(0, np.float32)]
+    for at, key in enumerate(zip(batch.tasks.tolist(), batch.rollouts.tolist(), strict=True)):
+        place, part = taken[key], slice(batch.offsets[at], batch.offsets[at + 1])
+        taken[key] += 1
+        others = kept.get(key, ())
+        if place < len(others) and len(theirs := others[place].logprobs) == batch.lengths[at]:
+            ours = values.logprobs[part].astype(np.float32)
+            distances.append(np.abs(ours - theirs)[batch.loss_mask[part] & np.isfinite(ours) & np.isfinite(theirs)])
+    found = np.concatenate(distances)
+    return float(found.mean(dtype=np.float64)) if found.size else None
 
 
 def shown(values: npt.NDArray[np.float32]) -> Iterator[float | None]:

@@ -113,7 +113,13 @@ async def test_series_are_what_the_rows_say(run: RunDir) -> None:
         assert (run_told["run"], run_told["tables"]["batch"]) == ("demo", ["rollout/raw_reward", "staleness/max"])
         smooth = await told(client, f"{base}/api/series?table=batch&x=version&names=staleness/max&smooth=2")
         assert smooth["values"]["staleness/max"] == [1.0, 1.5, 1.0], "0, 1 and 2 of three batches, each with the one before"
-        for query, code in (("x=elapsed_s&names=", 400), ("names=nobody", 400), ("x=../..&names=", 400), ("table=../..&names=", 200), ("points=-1&last=x&names=", 200)):
+        for query, code in (
+            ("x=elapsed_s&names=", 400),
+            ("names=nobody", 400),
+            ("x=../..&names=", 400),
+            ("table=../..&names=", 200),
+            ("points=-1&last=x&names=", 200),
+        ):
             assert await status(client, f"{base}/api/series?{query}") == code
 
 

@@ -15,7 +15,7 @@ from streamrl.config.registry import Role
 from streamrl.core.batches import TrainBatch
 from streamrl.schemas.versions import Version
 from streamrl.trainers.protocol import TokenValues
-from streamrl.trainers.token_weights import FOLDER, TokenWeights, read_token_weights, shown
+from streamrl.trainers.token_weights import FOLDER, TokenWeights, logprob_distance, read_token_weights, shown
 from tests.support.harness import read_ledger, run_to_end
 from tests.support.scoring import score
 from tests.support.trainers import Rollouts, make
@@ -86,6 +86,22 @@ def test_a_folder_that_cannot_be_written_is_said_once(rollouts: Rollouts, tmp_pa
         one.close()
     assert [record.getMessage() for record in caplog.records] != []
     assert sum("token_weights_not_written" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_distance_of_log_probs_is_over_tokens_that_both_have(rollouts: Rollouts, tmp_path: Path) -> None:
+    batch, folder = rollouts(), tmp_path / FOLDER
+    write(folder, batch, 1, keep_bytes=1 << 20)
+    kept = read_token_weights(folder, Version(1, 1))
+    ours = np.full(batch.num_tokens, -1.0)
+    values = TokenValues(ours, ours, ours)
+    assert logprob_distance(kept, batch, values) == 0.0
+    trained = np.flatnonzero(batch.loss_mask)
+    ours[trained[0]], ours[~batch.loss_mask] = -3.0, 9.0
+    assert logprob_distance(kept, batch, values) == pytest.approx(2.0 / len(trained))
+    ours[trained[1]] = np.nan
+    assert logprob_distance(kept, batch, values) == pytest.approx(2.0 / (len(trained) - 1))
+    assert logprob_distance({}, batch, values) is None
+    assert logprob_distance({key: found[:0] for key, found in kept.items()}, batch, values) is None
 
 
 def test_a_file_of_an_earlier_build_has_no_advantages(rollouts: Rollouts, tmp_path: Path) -> None:
