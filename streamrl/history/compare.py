@@ -177,9 +177,13 @@ async def compare_runs(a: str, b: str, *, base: Path | str = "runs") -> CompareR
     """Compare what `a` and `b` name (`read_entries`), one after the other; raises ConfigError."""
     name_a, entries_a, evaluated_a = await read_side(a, base=base)
     name_b, entries_b, evaluated_b = await read_side(b, base=base)
-    evaluated = {"evaluated_a": evaluated_a, "evaluated_b": evaluated_b}
-    origins = {"origin_a": read_origin(a, base=base), "origin_b": read_origin(b, base=base)}
-    report = compare(name_a, entries_a, name_b, entries_b, **evaluated, **origins)
+    report = compare(
+        *(name_a, entries_a, name_b, entries_b),
+        evaluated_a=evaluated_a,
+        evaluated_b=evaluated_b,
+        origin_a=read_origin(a, base=base),
+        origin_b=read_origin(b, base=base),
+    )
     return replace(report, differences=config_differences(read_config(a, base=base), read_config(b, base=base)))
 
 

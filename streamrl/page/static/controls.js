@@ -3,7 +3,7 @@ import { element } from "./tools.js";
 
 const KEY = "streamrl.drawn";
 const AXES = { "": "usual x axis", version: "by version", step: "by step", tokens: "by tokens trained", time_s: "by time" };
-const MEANS = { "": "usual smoothing", 1: "not smoothed", 5: "mean of 5", 20: "mean of 20", 100: "mean of 100" };
+const MEANS = { "": "usual smoothing", ...Object.fromEntries(["1", "5", "20", "100"].map((most) => [`${most} rows`, most === "1" ? "not smoothed" : `mean of ${most}`])) };
 const drawn = { x: "", smooth: "", log: false };
 
 try { Object.assign(drawn, JSON.parse(localStorage.getItem(KEY))); } catch { /* a browser that keeps nothing */ }
@@ -26,4 +26,4 @@ export function controls(changed, { axes = true } = {}) {
 }
 
 // What a chart of this axis and these options is drawn with.
-export const chosen = (x, options = {}) => [drawn.x || x, { ...options, smooth: Number(drawn.smooth) || options.smooth || 1, log: drawn.log && !options.stacked }];
+export const chosen = (x, options = {}) => [drawn.x || x, { ...options, smooth: parseInt(drawn.smooth) || options.smooth || 1, log: drawn.log && !options.stacked }];

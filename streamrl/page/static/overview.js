@@ -22,7 +22,7 @@ function chartsOf(run) {
   const rates = told.filter((name) => /-(pass|maj)@(?!1$)\d+$/.test(name));
   const means = told.filter((name) => !/-((pass|maj)@\d+|ci_low|ci_high|truncated_ratio|failed_ratio|response_len|took_s)$/.test(name));
   const all = [
-    ["Reward, batch by batch", "version", [batch("rollout/raw_reward", "mean of the batch"), ...of(means)]],
+    [run.branch ? "Recorded reward, batch by batch" : "Reward, batch by batch", "version", [batch("rollout/raw_reward", "mean of the batch"), ...of(means)]],
     ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", true), since("tokens/published_total", "published", true), since("tokens/cut_total", "cut, never published", true)]],
     ["What became of published tokens, by batch", "version", [batch("tokens/trained_total", "trained"), batch("tokens/masked_total", "masked"), ...lost.map((name) => batch(name, `dropped: ${name.slice("tokens/dropped_total/".length)}`))]],
     ["Advantages of trained tokens", "version", ["min", "max", "std", "abs"].map((what) => batch(`rollout/advantages_${what}`, what === "abs" ? "mean of |advantage|" : what))],
@@ -46,13 +46,33 @@ function chartsOf(run) {
   }
   all.splice(2, 0, ...times);
   if (rates.length) all.splice(1, 0, ["pass@k and maj@k of evaluations", "version", of(rates)]);
-  return all;
+  const has = ([, , series]) => series.some((one) => (run.tables[one.table] || []).includes(one.name));
+  return run.branch ? all.filter(has) : all; // a branch has no engines and no stream
 }
 
 const setName = (set) => (set === "heldout" ? "held-out" : set);
 
+// Of a branch: its rewards were recorded with its parent's samples, and what differs is the loss and the distance to the parent.
+const DISTANCE = "train/parent_logprob_abs_diff";
+
+function branchCharts(run) {
+  return [
+    [`Recorded reward, of ${run.branch.parent}'s samples`, "version", [batch("rollout/raw_reward", "mean of the batch")]],
+    ["Loss", "version", [batch("train/loss", "loss")]],
+    ["Distance to the parent, nats", "version", [batch(DISTANCE, "from the parent, same samples"), batch("train/train_rollout_logprob_abs_diff", "from the policies that sampled")]],
+  ];
+}
+
+function branchBox({ parent, parent_version, overrides, same_batches, here }) {
+  return box(`A branch of ${parent} from version ${parent_version}`,
+    element("p", {}, `It was trained again from samples that ${parent} recorded, with ${overrides.join(" ") || "nothing changed"}; its batches are ${same_batches ? "its parent's" : "its own"}. `
+      + "Its rewards are those that were recorded with these samples: its own policy has earned none. Loss and the distance to the parent are its own."),
+    here ? element("a", { href: `#compare/${parent}/version` }, `Beside ${parent}, with where the configurations differ`) : element("p", { class: "soft" }, `${parent} does not lie beside it, so its samples cannot be shown.`));
+}
+
 // Whether it is learning: the newest batches' mean with its parts, and the first set of problems with its interval.
 function firstCharts(run) {
+  if (run.branch) return branchCharts(run);
   const parts = (run.tables.batch || []).filter((name) => name.startsWith(PART)).map((name) => batch(name, name.slice(PART.length)));
   const set = (run.glance && run.glance.heldout_set) || "heldout", name = `eval/${set}`;
   const bound = (end, label) => ({ table: "evaluation", name: `${name}-ci_${end}`, label, edge: true });
@@ -107,7 +127,7 @@ export function overview(place, run) {
   const fold = element("details", { open: kept() }, element("summary", {}, "All charts"), room, spread);
   const front = [], charts = [];
   let known = "", unfolded = "";
-  place.append(said, first, controls(() => { known = unfolded = ""; drawing.again(true); }), account, cards, held, fold, notes);
+  place.append(said, ...(run.branch ? [branchBox(run.branch)] : []), first, controls(() => { known = unfolded = ""; drawing.again(true); }), account, cards, held, fold, notes);
   const drawnIn = (room, all) => all.map(([title, x, series, options]) => new Chart(room, title, series, ...chosen(x, options)));
 
   let judged = "", counted = "";
@@ -125,7 +145,10 @@ export function overview(place, run) {
     say(account, (glance.account || []).join(" · "));
     tile(pace, "steps a minute", number(glance.steps_per_minute, 3), `step ${run.step} of ${run.steps || "–"}`);
     tile(left, "time left", run.state === "running" ? lasting(glance.left_s) : "–", run.state);
-    const values = [
+    const values = run.branch ? [
+      ["recorded reward", number(newest["rollout/raw_reward"], 3)], ["loss", number(newest["train/loss"], 3)],
+      ["distance to the parent, nats", number(newest[DISTANCE], 3)], ["step", `${run.step}/${run.steps}`], ["tokens/s trained", number(run.trained_per_s, 3)],
+    ] : [
       ["reward", number(newest["rollout/raw_reward"], 3)],
       [`${setName(set)}${within}`, number(newest[`eval/${set}`], 3)],
       ["step", `${run.step}/${run.steps}`],
@@ -146,7 +169,7 @@ export function overview(place, run) {
       for (const chart of front.splice(0)) chart.close();
       first.replaceChildren();
       front.push(...drawnIn(first, firstCharts(run)));
-      first.append(pace, left);
+      if (!run.branch) first.append(pace, left);
     }
     const wanted = fold.open ? names : "";
     if (wanted !== unfolded) {

@@ -14,11 +14,12 @@ function colours(versions) {
   return { order, at: (version) => order.indexOf(version) % 6 };
 }
 
-function lanes(batch) {
+// `branch`: these were trained another time, long after, and what they waited for then says nothing.
+function lanes(batch, branch) {
   const timed = batch.samples.filter((one) => one.times.started && one.times.finished).slice(0, MOST_LANES);
   if (!timed.length) return element("p", { class: "soft" }, "these samples have no times");
   const first = Math.min(...timed.map((one) => one.times.claimed || one.times.started));
-  const end = Math.max(batch.time_s, ...timed.map((one) => one.times.scored || one.times.finished));
+  const end = Math.max(branch ? 0 : batch.time_s, ...timed.map((one) => one.times.scored || one.times.finished));
   const width = 1000, x = (time) => (width * (time - first)) / Math.max(1e-6, end - first);
   const { order, at } = colours(timed.flatMap((one) => one.turns.flatMap((turn) => [turn.first_version, turn.last_version])));
   const bar = (from, to, row, kind, title) => {
@@ -47,7 +48,7 @@ function lanes(batch) {
     return [
       ...made,
       ...(scored > finished ? [bar(finished, scored, row, "reward", `${who}: reward ${number(scored - finished, 3)} s`)] : []),
-      bar(Math.max(scored || 0, finished), batch.time_s, row, "after", `${who}: in the queue and in the step ${number(batch.time_s - Math.max(scored || 0, finished), 3)} s`),
+      ...(branch ? [] : [bar(Math.max(scored || 0, finished), batch.time_s, row, "after", `${who}: in the queue and in the step ${number(batch.time_s - Math.max(scored || 0, finished), 3)} s`)]),
     ];
   });
   const height = timed.length * LANE;
@@ -55,7 +56,7 @@ function lanes(batch) {
   drawing.setAttribute("aria-label", `${timed.length} rollouts over ${number(end - first, 3)} seconds`);
   const key = order.map((version) => element("span", { class: `key v${at(version)}` }, `generates, version ${version}`));
   const hidden = batch.samples.length - timed.length;
-  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `palest: waits; middle: tools; strongest: reward; grey: queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
+  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `palest: waits; middle: tools; strongest: reward${branch ? "" : "; grey: queue and step"}; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
 }
 
 // What is looked for stays while one walks through batches.
@@ -75,7 +76,7 @@ function list(place, upto, versions, run) {
     choice("version", "version", versions), field("text", "text in prompt or answer", { type: "search" }),
   ];
   const told = element("p", { class: "soft", role: "status" }), on = element("button", { type: "button", hidden: true }, "Look further back");
-  const heads = ["batch", "task", "rollout", "reward", "end", "status", "versions", "tokens", "trained", "engine", "text"];
+  const heads = ["batch", "task", "rollout", word, "end", "status", "versions", "tokens", "trained", "engine", "text"];
   const done = table(heads, [], [2, 3, 7, 8]);
   const body = done.querySelector("tbody");
   let sums = null, turn = 0, next = null;
@@ -146,9 +147,11 @@ function advantage(one) {
   return `, advantage ${number(mean, 3)}${min === max ? "" : ` (tokens: ${number(min, 3)} to ${number(max, 3)})`}`;
 }
 
+let word = "reward"; // of a branch it is that which was recorded with its parent's samples
+
 function headed(one) {
   const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
-  return `${titled(one)}: reward ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}${advantage(one)}, ${one.became}`;
+  return `${titled(one)}: ${word} ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}${advantage(one)}, ${one.became}`;
 }
 
 function side(one, kind, at) {
@@ -223,13 +226,14 @@ async function batchView(place, wanted, run) {
   const batch = await get(`api/batches/${wanted}`);
   const missing = batch.missing ? ` ${batch.missing} of its messages are not there any more, or are too many to be read.` : "";
   place.append(
-    box(`Batch of version ${batch.version}`, element("p", { class: "soft" }, `${batch.source}, ${batch.num_groups} groups, ${batch.samples.length} samples, digest ${batch.digest || "–"}.${missing}`), lanes(batch)),
+    box(`Batch of version ${batch.version}`, element("p", { class: "soft" }, `${batch.source}, ${batch.num_groups} groups, ${batch.samples.length} samples, digest ${batch.digest || "–"}.${missing}`), lanes(batch, run.branch)),
   );
   list(place, wanted, [...new Set(batch.samples.map((one) => one.first_version))].sort(), run);
   if (batch.drops.length) place.append(box("Dropped before it", table(["reason", "task", "rollouts", "sequence", "detail"], batch.drops.map((one) => [one.reason, one.task, one.rollouts.join(", "), one.sequence || "–", one.detail]), [1, 3])));
 }
 
 export function samples(place, run, [wanted, task]) {
+  word = run.branch ? "recorded reward" : "reward";
   const newest = run.version ? Number(run.version.split(".")[1]) : 0;
   const chosen = /^\d{1,12}$/.test(wanted || "") ? Number(wanted) : newest;
   const input = element("input", { type: "number", min: 1, value: chosen, "aria-label": "Version" });
