@@ -120,7 +120,7 @@ async def test_a_branch_says_what_it_is_and_has_recorded_rewards_loss_and_its_di
         assert "branch of demo · trains, or was ended · step 4 of" in await tab.locator("#state").inner_text()
         assert "Versions" not in await tab.locator("nav a").all_inner_texts()
         await tab.get_by_role("link", name="Beside demo").click()
-        await tab.wait_for_selector("section[aria-label=Reward] .u-legend:has-text(\"recorded with demo's samples\")")
+        await tab.wait_for_selector('section[aria-label=Reward] .u-legend:has-text("recorded with demo\'s samples")')
         for title, cells in {"reward": ["\u2013", "0.5"], "recorded reward": ["0.25", "\u2013"]}.items():
             row = tab.locator("tr").filter(has=tab.locator(f"td:text-is('{title}')"))
             assert (await row.locator("td").all_inner_texts())[1:] == cells
