@@ -99,11 +99,11 @@ async def look(run: RunDir) -> None:
                 body = await (await client.get(base + path)).read()
                 print(f"{path.partition('?')[0]}: {1e3 * (time.perf_counter() - began_s):.0f} ms, {len(body) / 1e3:.0f} kB")
             began_s = time.perf_counter()
-            while (compared := await (await client.get(f"{base}/api/compare/other?x=elapsed_s")).json())["reading"] is not None:
+            while (compared := await (await client.get(f"{base}/api/compare?runs=other&x=elapsed_s")).json())["reading"] is not None:
                 pass
             print(f"another run of {compared['runs'][1]['batches']} batches: read after {time.perf_counter() - began_s:.1f} s")
             began_s = time.perf_counter()
-            body = await (await client.get(f"{base}/api/compare/other?x=version")).read()
+            body = await (await client.get(f"{base}/api/compare?runs=other&x=version")).read()
             print(f"/api/compare: {1e3 * (time.perf_counter() - began_s):.0f} ms, {len(body) / 1e3:.0f} kB")
         async with async_playwright() as player:
             chromium = await player.chromium.launch(executable_path=browser(), args=["--no-sandbox", "--disable-gpu"])

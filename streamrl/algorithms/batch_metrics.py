@@ -109,6 +109,21 @@ def weight_metrics(batch: TrainBatch, weights: npt.NDArray[np.floating], *, fact
     }
 
 
+def advantage_spread(advantages: Values) -> dict[str, float]:
+    """Standard deviation, least and greatest of advantages; no metrics where there are none.
+
+    Args:
+        advantages: of trained tokens, one each.
+    """
+    if not advantages.size:
+        return {}
+    return {
+        "rollout/advantages_std": float(advantages.std()),
+        "rollout/advantages_min": float(advantages.min()),
+        "rollout/advantages_max": float(advantages.max()),
+    }
+
+
 def staleness_metrics(batch: TrainBatch) -> dict[str, float]:
     """Mean, quantiles and maximum of the trained tokens' ages in versions, and of the samples', which are as old as their oldest token."""
     mask = batch.loss_mask

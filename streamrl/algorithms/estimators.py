@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from streamrl.algorithms.advantages import Reduce, distill, grpo, maxrl, raw, rloo, token_kl, token_rewards, whiten
 from streamrl.algorithms.baselines import gdpo, gpg, opo, pass_at_k, remax
+from streamrl.algorithms.batch_metrics import advantage_spread
 from streamrl.algorithms.groups import rollout_mean, rollout_of_sample
 from streamrl.algorithms.optimal_baselines import opob, optimal_token_baseline
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
@@ -92,8 +93,8 @@ def token_advantages(
     A function of the user's is called as f(batch, arrays) and returns [T] numbers, read at `arrays.mask`.
 
     Metrics: those of the rewards (`groups.RolloutRewards.metrics`), and means by `groups.rollout_mean` over trained tokens:
-    `rollout/advantages` (as returned), and where there are such numbers `rollout/returns`, `rollout/values`, `rollout/kl` (the estimate
-    before its coefficient) and `train/opd_reverse_kl`.
+    `rollout/advantages` and `rollout/advantages_abs` (as returned), and where there are such numbers `rollout/returns`, `rollout/values`,
+    `rollout/kl` (the estimate before its coefficient) and `train/opd_reverse_kl`. `advantage_spread` gives the others of the advantages.
 
     Args:
         batch: the whole batch, with rewards.
@@ -127,8 +128,9 @@ def token_advantages(
         metrics["train/opd_reverse_kl"] = rollout_mean(reverse_kl, mask, rollout_T)
     if loss.whiten == "on" or estimator_of(loss).whitened:
         found = whiten(found, mask, reduce=reduce)
-    named = {"advantages": found, "returns": returns, "values": arrays.values, "kl": arrays.kl}
+    named = {"advantages": found, "advantages_abs": np.abs(found), "returns": returns, "values": arrays.values, "kl": arrays.kl}
     metrics |= {f"rollout/{name}": rollout_mean(array, mask, rollout_T) for name, array in named.items() if array is not None}
+    metrics |= advantage_spread(found[mask])
     return TokenAdvantages(advantages=found, returns=returns, finite=mask | ~batch.loss_mask, metrics=metrics)
 
 

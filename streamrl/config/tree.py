@@ -265,8 +265,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     keep_checkpoints: PositiveInt = 2
     """Older ones are removed; the sample stream is held for those that are kept, and where it is full fewer are."""
     token_weights_bytes: NonNegativeInt = 64_000_000
-    """Bytes of the run directory that hold the log-prob and importance weight of each trained token, of the newest batches, for the page;
-    0: none."""
+    """Bytes of the run directory that hold log-prob, importance weight and advantage of each trained token, of the newest batches, for the
+    page; 0: none."""
     export_every: NonNegativeInt = 0
     """Versions between model directories in hf/, written while training waits, and one more when the run is stopped; none is removed.
     0: only once the warm-up has ended and at the run's end."""

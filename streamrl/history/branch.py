@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.bus.protocol import Log
 from streamrl.config.filters import DECIDED
@@ -25,7 +26,8 @@ from streamrl.consumers.training.sample_blobs import NOTHING_REPLAYED, Replayed,
 from streamrl.consumers.training.steps import Books, Stepped, log_notice, train_version
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import FoldState
-from streamrl.errors import ConfigError, SchemaError
+from streamrl.errors import ConfigError
+from streamrl.history.branch_file import LEDGER_FILE, BranchFile
 from streamrl.history.branch_fold import BranchFold, parents_cut
 from streamrl.history.branch_state import begin, check_gaps, translate
 from streamrl.history.replay import Range, check_span, find_start
@@ -34,11 +36,11 @@ from streamrl.runtime.rundir import BRANCH_FILE
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
+from streamrl.telemetry.names import PARENT_DISTANCE
 from streamrl.trainers.protocol import Trainer
+from streamrl.trainers.token_weights import logprob_distance, read_token_weights
 
 logger = logging.getLogger(__name__)
-
-LEDGER_FILE = "ledger.jsonl"
 
 CHANGES_LOSS = (
     "loss",
@@ -67,20 +69,6 @@ CHANGES_BATCHES = (
 """Keys whose change may give other batches of the same samples."""
 
 
-class BranchFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of branch.json."""
-
-    branch: str
-    parent: str
-    """Run that it branches from."""
-    parent_version: str
-    """Version that it branches at."""
-    overrides: tuple[str, ...]
-    same_batches: bool
-    """Whether its batches are the parent's."""
-    created_s: float
-
-
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigError for a key that changes nothing when recorded samples are trained again."""
     known = (*CHANGES_LOSS, *CHANGES_BATCHES)
@@ -91,6 +79,15 @@ def check_overrides(overrides: Sequence[str]) -> None:
                 hint=f"a branch may change {', '.join(known)}; for anything else start a run",
                 key=key,
             )
+
+
+def _with_distance(stepped: Stepped, tokens: Path | None) -> Stepped:
+    """The same with the distance to the parent at the version that it made of the same samples, where its log-probs are still there."""
+    if tokens is None or stepped.beside is None or stepped.result.tokens is None:
+        return stepped
+    theirs = read_token_weights(tokens, stepped.beside.version)
+    distance = logprob_distance(theirs, stepped.arrays, stepped.result.tokens)
+    return stepped if distance is None else replace(stepped, metrics={**stepped.metrics, PARENT_DISTANCE: distance})
 
 
 def changed_config(config: Config, overrides: Sequence[str]) -> Config:
@@ -130,6 +127,7 @@ def branch(
     num_tokens: int = 0,
     replayed: Replayed = NOTHING_REPLAYED,
     say: Callable[[str], None] = log_notice,
+    tokens: Path | None = None,
 ) -> list[LedgerEntry]:
     """Train the branch to the end of the span; call from the training thread. Returns its ledger.
 
@@ -147,6 +145,7 @@ def branch(
         num_tokens: vocabulary of the model; 0: token ids are not checked.
         replayed: see `LiveTrainer`.
         say: told what people should know of how versions are computed.
+        tokens: folder where the parent's trainer has left its log-probs, for the distance to the parent; None: there is none.
 
     Raises:
         LogTruncated: the parent's stream does not go back far enough.
@@ -188,7 +187,7 @@ def branch(
         with (directory / LEDGER_FILE).open("wb") as file:
 
             def enter(stepped: Stepped) -> Version:
-                entry = entry_of(stepped, stepped.state.version, config, fingerprint)
+                entry = entry_of(_with_distance(stepped, tokens), stepped.state.version, config, fingerprint)
                 entries.append(entry)
                 file.write(msgspec.json.encode(entry) + b"\n")
                 file.flush()
@@ -203,22 +202,4 @@ def branch(
                 divergence.check(stepped.state.version, stepped.result)
     finally:
         reader.close()
-    return entries
-
-
-def ledger_size(directory: Path) -> int:
-    """Bytes of the ledger that a branch has written; 0 while it has none."""
-    path = directory / LEDGER_FILE
-    return path.stat().st_size if path.is_file() else 0
-
-
-def read_branch_ledger(directory: Path) -> list[LedgerEntry]:
-    """The entries of a branch, in order; raises SchemaError for a line that is none."""
-    path = directory / LEDGER_FILE
-    entries: list[LedgerEntry] = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        try:
-            entries.append(msgspec.json.decode(line, type=LedgerEntry))
-        except msgspec.MsgspecError as error:
-            raise SchemaError(f"expected a ledger entry in line {number} of {path}: {error}", hint="run the branch again") from error
     return entries

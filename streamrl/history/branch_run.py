@@ -17,7 +17,8 @@ from streamrl.consumers.training.sample_blobs import replayed
 from streamrl.consumers.training.steps import log_notice
 from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.history.branch import branch, changed_config, ledger_size
+from streamrl.history.branch import branch, changed_config
+from streamrl.history.branch_file import ledger_size
 from streamrl.history.replay import Range
 from streamrl.history.source import Source
 from streamrl.monitor.decoded import LedgerLine
@@ -31,6 +32,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import check_name
 from streamrl.trainers.fingerprint import fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.ranks.local import open_trainer
+from streamrl.trainers.token_weights import FOLDER
 
 
 async def train_branch(
@@ -88,6 +90,7 @@ async def _train(
                 num_tokens=vocab_size(source.model_dir),
                 replayed=replayed(config, source.model_dir),
                 say=say,
+                tokens=source.run.path / FOLDER if source.run is not None else None,
             )
             if entries:
                 trainer.export(run.export_path(entries[-1].version))

@@ -15,16 +15,20 @@ from rich.text import Text
 
 from streamrl.errors import ConfigError
 from streamrl.history.differences import Difference, config_differences
-from streamrl.history.source import read_config, read_side
+from streamrl.history.source import Origin, read_config, read_origin, read_side
 from streamrl.monitor.glance import ends
 from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.plot import smooth
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import WARMUP_SOURCE
+from streamrl.telemetry.names import PARENT_DISTANCE
 
+REWARD, SAMPLER_DISTANCE = "rollout/raw_reward", "train/train_rollout_logprob_abs_diff"
 ROWS = (
-    ("reward", "rollout/raw_reward"),
+    ("reward", REWARD),
     ("loss", "train/loss"),
+    ("distance to the parent", PARENT_DISTANCE),
+    ("distance to the sampler", SAMPLER_DISTANCE),
     ("staleness mean", "staleness/mean"),
     ("staleness max", "staleness/max"),
     ("tis", "train/tis"),
@@ -74,6 +78,8 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     """By metric name."""
     evaluations: dict[str, Evaluated] = {}
     """By set of problems."""
+    origin: Origin | None = None
+    """Of a branch or a tap: its rewards are those recorded with another policy's samples. None: its samples are its own."""
 
 
 class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,13 +100,30 @@ class CompareReport(msgspec.Struct, frozen=True, kw_only=True):
         rows: list[tuple[str, ...]] = []
         for title, name in ROWS:
             a, b = self.a.curves[name], self.b.curves[name]
-            change = _change(a.last, b.last)
-            rows.append((title, *(_text(value) for value in (a.first, a.last, b.first, b.last, change))))
+            if name == REWARD and (self.a.origin or self.b.origin):
+                rows += _reward_rows(self.a, self.b)
+            elif name != PARENT_DISTANCE or a.values or b.values:
+                rows.append(_row(title, a, b))
         rows += _evaluation_rows(self.a.evaluations, self.b.evaluations)
         rows.append(("batches", "", str(self.a.batches), "", str(self.b.batches), str(self.b.batches - self.a.batches)))
         stale = (self.a.stale_rollouts, self.b.stale_rollouts)
         rows.append(("rollouts dropped as stale", "", str(stale[0]), "", str(stale[1]), str(stale[1] - stale[0])))
         return rows
+
+
+def _row(title: str, a: Curve, b: Curve) -> tuple[str, ...]:
+    return (title, *(_text(value) for value in (a.first, a.last, b.first, b.last, _change(a.last, b.last))))
+
+
+def _reward_rows(a: Side, b: Side) -> list[tuple[str, ...]]:
+    """Rewards that a side's own policy has earned, and recorded ones, in rows of their own: to compare one with the other says nothing."""
+    nothing = Curve(numbers=(), values=())
+    rows: list[tuple[str, ...]] = []
+    for title, recorded in (("reward", False), ("recorded reward", True)):
+        of = [side.curves[REWARD] if (side.origin is not None) == recorded else nothing for side in (a, b)]
+        if of[0].values or of[1].values:
+            rows.append(_row(title, *of))
+    return rows
 
 
 def _evaluation_rows(a: Mapping[str, Evaluated], b: Mapping[str, Evaluated]) -> list[tuple[str, ...]]:
@@ -137,12 +160,14 @@ def compare(
     *,
     evaluated_a: Sequence[Evaluation] = (),
     evaluated_b: Sequence[Evaluation] = (),
+    origin_a: Origin | None = None,
+    origin_b: Origin | None = None,
 ) -> CompareReport:
     """Compare two ledgers, and what was evaluated; entries of one number count once, with the newest epoch."""
     first, second = _by_number(a), _by_number(b)
     return CompareReport(
-        a=_side(name_a, first, evaluated_a),
-        b=_side(name_b, second, evaluated_b),
+        a=_side(name_a, first, evaluated_a, origin_a),
+        b=_side(name_b, second, evaluated_b, origin_b),
         same_batches_to=_same_to(first, second, lambda entry: entry.used),
         same_digests_to=_same_to(first, second, lambda entry: entry.digest),
     )
@@ -152,7 +177,13 @@ async def compare_runs(a: str, b: str, *, base: Path | str = "runs") -> CompareR
     """Compare what `a` and `b` name (`read_entries`), one after the other; raises ConfigError."""
     name_a, entries_a, evaluated_a = await read_side(a, base=base)
     name_b, entries_b, evaluated_b = await read_side(b, base=base)
-    report = compare(name_a, entries_a, name_b, entries_b, evaluated_a=evaluated_a, evaluated_b=evaluated_b)
+    report = compare(
+        *(name_a, entries_a, name_b, entries_b),
+        evaluated_a=evaluated_a,
+        evaluated_b=evaluated_b,
+        origin_a=read_origin(a, base=base),
+        origin_b=read_origin(b, base=base),
+    )
     return replace(report, differences=config_differences(read_config(a, base=base), read_config(b, base=base)))
 
 
@@ -171,7 +202,16 @@ def print_comparison(report: CompareReport) -> None:
         print("configurations differ:")
         for one in report.differences:
             print(f"  {one.key}: {json.dumps(one.a)} | {json.dumps(one.b)}")
+    for side in (report.a, report.b):
+        if side.origin is not None:
+            print(_recorded_words(side.name, side.origin))
     print(f"same batches up to version {report.same_batches_to}, same parameters up to version {report.same_digests_to}")
+
+
+def _recorded_words(name: str, origin: Origin) -> str:
+    kind = f"a branch of {origin.parent} from version {origin.version}" if origin.version else f"a tap of {origin.parent}"
+    changed = f", with {' '.join(origin.overrides)}" if origin.overrides else ""
+    return f"{name} is {kind}{changed}: its rewards are those recorded with {origin.parent}'s samples, its own policy has earned none"
 
 
 def _by_number(entries: Sequence[LedgerEntry]) -> dict[int, LedgerEntry]:
@@ -179,11 +219,11 @@ def _by_number(entries: Sequence[LedgerEntry]) -> dict[int, LedgerEntry]:
     return dict(sorted(newest.items()))
 
 
-def _side(name: str, entries: dict[int, LedgerEntry], evaluated: Sequence[Evaluation]) -> Side:
+def _side(name: str, entries: dict[int, LedgerEntry], evaluated: Sequence[Evaluation], origin: Origin | None) -> Side:
     learned = {number: entry for number, entry in entries.items() if entry.source != WARMUP_SOURCE}
     stale = sum(entry.dropped["stale"] for entry in entries.values())
     curves = {metric: _curve(learned, metric) for _, metric in ROWS}
-    return Side(name=name, batches=len(learned), stale_rollouts=stale, curves=curves, evaluations=_evaluated(evaluated))
+    return Side(name=name, batches=len(learned), stale_rollouts=stale, curves=curves, evaluations=_evaluated(evaluated), origin=origin)
 
 
 def _curve(entries: dict[int, LedgerEntry], metric: str) -> Curve:
@@ -205,12 +245,20 @@ def _text(value: float | None) -> str:
 
 _A, _B = "#1f6f8b", "#d1495b"
 _PANELS = (
-    ("reward", "rollout/raw_reward"),
+    ("reward", REWARD),
     ("loss", "train/loss"),
     ("staleness (versions)", "staleness/mean"),
     ("importance weight", "train/tis"),
 )
 _SMOOTHING = 15
+
+
+def _apart(report: CompareReport) -> tuple[str, str]:
+    """The panel that says how a branch has left its parent, where one is compared: ages are its parent's."""
+    if report.a.origin is None and report.b.origin is None:
+        return "staleness (versions)", "staleness/mean"
+    known = any(side.curves[PARENT_DISTANCE].values for side in (report.a, report.b))
+    return ("distance to the parent (nats)", PARENT_DISTANCE) if known else ("distance to the sampler (nats)", SAMPLER_DISTANCE)
 
 
 def write_comparison(report: CompareReport, path: Path) -> None:
@@ -221,18 +269,20 @@ def write_comparison(report: CompareReport, path: Path) -> None:
 
     figure = Figure(figsize=(11, 7), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (title, metric) in zip(figure.subplots(2, 2, sharex=True).flat, _PANELS, strict=True):
+    panels = [_apart(report) if metric == "staleness/mean" else (title, metric) for title, metric in _PANELS]
+    for place, (axes, (title, metric)) in enumerate(zip(figure.subplots(2, 2, sharex=True).flat, panels, strict=True)):
         for side, color in ((report.a, _A), (report.b, _B)):
             curve = side.curves[metric]
             axes.plot(curve.numbers, curve.values, color=color, alpha=0.25, linewidth=1)
-            axes.plot(curve.numbers, smooth(curve.values, _SMOOTHING), color=color, linewidth=2, label=side.name)
+            label = f"{side.name} (recorded)" if side.origin is not None else side.name
+            axes.plot(curve.numbers, smooth(curve.values, _SMOOTHING), color=color, linewidth=2, label=label)
         axes.set_title(title, loc="left", fontsize=11)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dee2e6", linewidth=0.8)
         axes.set_axisbelow(True)
-        if metric == "rollout/raw_reward":
+        if metric == REWARD:
             axes.legend(frameon=False, fontsize=9)
-        if metric in ("staleness/mean", "train/tis"):
+        if place >= 2:
             axes.set_xlabel("version (batches trained)")
     try:
         figure.savefig(path, metadata={"Software": None}, format="png")

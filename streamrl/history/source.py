@@ -17,7 +17,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import versions_made
 from streamrl.errors import ConfigError, SchemaError
-from streamrl.history.branch import read_branch_ledger
+from streamrl.history.branch_file import read_branch_file, read_branch_ledger
 from streamrl.history.record import RECORDING_FILE
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay_log import read_initial_digest, read_past
@@ -32,6 +32,17 @@ from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, KEY_RUN, RUN_ID, Subjects
 from streamrl.schemas.versions import Version
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """What a branch or a tap was trained from: samples that another policy had made, and the rewards that those had earned."""
+
+    parent: str
+    """Run whose samples they are."""
+    version: str = ""
+    """Version that a branch begins at; empty for a tap."""
+    overrides: tuple[str, ...] = ()
+    """What a branch was told to change."""
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +176,15 @@ async def read_side(text: str, *, base: Path | str = "runs") -> tuple[str, list[
     if not entries:
         raise ConfigError(f"expected a ledger with entries, got none for {text!r}", hint="has it trained? a tap is named RUN:NAME")
     return Path(text).name, entries, evaluations
+
+
+def read_origin(text: str, *, base: Path | str = "runs") -> Origin | None:
+    """Where the samples of what `read_entries` reads come from; None where they are its own. Raises SchemaError."""
+    name, tap = split_tap(text)
+    if tap:
+        return Origin(parent=Path(name).name)
+    found = next(filter(None, (read_branch_file(path) for path in (Path(base) / name, Path(name)))), None)
+    return None if found is None else Origin(parent=found.parent, version=found.parent_version, overrides=found.overrides)
 
 
 async def evaluations_in(log: Log, subjects: Subjects) -> list[Evaluation]:

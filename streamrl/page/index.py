@@ -25,9 +25,11 @@ import msgspec
 import numpy as np
 
 from streamrl.errors import LaunchError, SchemaError
+from streamrl.history.branch_file import LEDGER_FILE, read_branch_file
 from streamrl.monitor.metrics_file import LONGEST_BYTES, decoded, files, files_before, inode_of, newest_file
 from streamrl.monitor.series import BATCH, RUN, WINDOW, Row
 from streamrl.page.address import page_folder
+from streamrl.page.branch import LONGEST_ENTRY, open_ledger, rows_of
 from streamrl.page.tables import Numbers, Tables, as_json, rolling, shrink, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
@@ -40,6 +42,10 @@ COMMITS = "commits:"
 MOST_TABLES = 1024
 """Workers beyond have no tables: names of engines change with each start."""
 MOST_POINTS = 2000
+TOKENS = "tokens"
+"""An axis: trained tokens up to the version of a row, those of a warm-up included."""
+SERIES_AXES = ("time_s", "step", "version", TOKENS)
+TRAINED_TOKENS = "rollout/tokens_trained"
 _ROWS_AT_ONCE = 2000
 _NEWEST = 64
 """Rows in which the newest value of a metric is looked for."""
@@ -77,6 +83,8 @@ class Index:
     def __init__(self, run: RunDir, folder: Path, *, only: frozenset[str] | None = None) -> None:
         self._run = run
         self._only = only
+        self.branch = read_branch_file(run.path)
+        """Where it comes from, if it is a branch: its rows are then those of its ledger. None: it is none."""
         self._tables = Tables(folder)
         self._lock = threading.Lock()
         self._file, self._place = self._tables.mark(_FILE), self._tables.mark(_PLACE)
@@ -87,6 +95,9 @@ class Index:
         self.changes = 0
         """Rises whenever there are new rows."""
         self._load_newest()
+        steps = self._tables.column(BATCH, "step", start=max(0, self._tables.rows(BATCH) - 1))
+        self.step = int(steps[-1]) if len(steps) else 0
+        """Batches of reinforcement learning up to a branch's newest row."""
 
     def read_rows(self) -> bool:
         """Take in the next rows of the metrics files; False once there are none for now. Raises OSError."""
@@ -95,7 +106,9 @@ class Index:
             count = 0
             for line in self._lines():
                 # Decoding is most of the work, so rows that are not wanted are told by how they begin.
-                if self._only is None or _BATCH_ROW in line[:_HEAD_BYTES]:
+                if self.branch is not None:
+                    self._entry(line)
+                elif self._only is None or _BATCH_ROW in line[:_HEAD_BYTES]:
                     row = decoded(line)
                     if row is not None:
                         self._row(row)
@@ -109,7 +122,7 @@ class Index:
         """Bytes of the metrics files that were read, of how many."""
         done = total = 0
         known = list[tuple[int, int]]()
-        for path in files(self._run.metrics):
+        for path in files(self._run.metrics) if self.branch is None else [self._run.path / LEDGER_FILE]:
             with contextlib.suppress(FileNotFoundError):  # the oldest go
                 state = path.stat()
                 known.append((state.st_ino, state.st_size))
@@ -174,14 +187,14 @@ class Index:
         rates: frozenset[str] = frozenset(),
         smooth: int = 1,
     ) -> Series:
-        """Columns of a table over `x` (`time_s`, `step` or `version`), of its last rows or (0) all; at most `most` points each.
+        """Columns of a table over `x` (of `SERIES_AXES`), of its last rows or (0) all; at most `most` points each.
 
         Where there are more rows, points are extremes, or with `mean` means. `rates`: which of the names are amounts, wanted a second.
         `smooth`: each value is the mean of those of so many rows that end with it.
         """
         with self._lock:
             start = max(0, self._tables.rows(table) - last) if last else 0
-            places = self._tables.column(table, x, start=start)
+            places = self._places(table, x, start)
             columns = [self._tables.column(table, name, start=start) for name in names]
             if rates:
                 seconds = self._seconds(table, start)
@@ -190,9 +203,22 @@ class Index:
             columns = [rolling(column, np.ones(len(column)), smooth) for column in columns]
         if x == "time_s":
             places = np.maximum.accumulate(places) if len(places) else places  # a clock that was set back
+        elif table != BATCH:  # an evaluation ends behind that of a later version; a window has seen a version that was trained again
+            order = np.argsort(places, kind="stable")
+            places, columns = places[order], [column[order] for column in columns]
         thin_x, thin = (shrink_to_means if mean else shrink)(places, columns, max(2, min(most, MOST_POINTS)))
         values = {name: as_json(column.tolist()) for name, column in zip(names, thin, strict=True)}
         return Series(table=table, x=as_json(thin_x.tolist()), values=values, rows=len(places))
+
+    def _places(self, table: str, x: str, start: int) -> Numbers:
+        """[rows - start] places on the axis."""
+        if x != TOKENS:
+            return self._tables.column(table, x, start=start)
+        trained = np.nan_to_num(self._tables.column(BATCH, TRAINED_TOKENS)).cumsum()
+        if table == BATCH:
+            return trained[start:]
+        at = np.searchsorted(self._tables.column(BATCH, "version"), self._tables.column(table, "version", start=start), side="right")
+        return np.append(0.0, trained)[at]
 
     def rate(self, table: str, name: str) -> float | None:
         """The newest amount of a table a second; None where there is none."""
@@ -249,8 +275,25 @@ class Index:
         if row.of == RUN:
             self.newest |= values
 
+    def _entry(self, line: bytes) -> None:
+        """A line of a branch's ledger, which ends where reading is."""
+        if (found := rows_of(line, self.step)) is None:
+            logger.warning("event=entry_passed_over run=%s place=%d", self._run.name, self._place)
+            return
+        row, numbers = found
+        self.step = row.step
+        self._row(row)
+        if self._only is None:
+            self._tables.drop_from(LEDGER_TABLE, "version", numbers["version"])
+            self._tables.add(LEDGER_TABLE, {**numbers, "sequence": float(self._place - len(line))})
+
     def _lines(self) -> Generator[bytes]:
         """Whole lines from the place that was read to; the place moves on as they are taken."""
+        if self.branch is not None:
+            if (ledger := open_ledger(self._run)) is not None:
+                with ledger:
+                    yield from self._lines_of(ledger, LONGEST_ENTRY)
+            return
         newest = newest_file(self._run.metrics)
         if newest is None:
             return
@@ -272,18 +315,19 @@ class Index:
                 return at
         return 0
 
-    def _is_known(self, file: BinaryIO) -> bool:
+    def _is_known(self, file: BinaryIO, longest: int = LONGEST_BYTES) -> bool:
         """Whether it is the file that was read last: file systems give the inode of a file that has gone to the next new one."""
         state = os.fstat(file.fileno())
         if state.st_ino != self._file or state.st_size < self._place:
             return False
-        return not self._place or self._first in (_sum_of_first(file), 0)  # 0: an index of an earlier build
+        return not self._place or self._first in (_sum_of_first(file, longest), 0)  # 0: an index of an earlier build
 
-    def _lines_of(self, file: BinaryIO) -> Generator[bytes]:
-        if not self._is_known(file):
+    def _lines_of(self, file: BinaryIO, longest: int = LONGEST_BYTES) -> Generator[bytes]:
+        if not self._is_known(file, longest):
             self._file, self._place = os.fstat(file.fileno()).st_ino, 0
+            self.step = 0
         file.seek(self._place)
-        while (line := file.readline(LONGEST_BYTES)).endswith(b"\n"):
+        while (line := file.readline(longest)).endswith(b"\n"):
             if not self._place:
                 self._first = _sum(line)
             self._place += len(line)
@@ -298,10 +342,10 @@ class Index:
                         self.newest[name] = float(tail[-1])
 
 
-def _sum_of_first(file: BinaryIO) -> int:
+def _sum_of_first(file: BinaryIO, longest: int) -> int:
     """Of the first line of a file; 0: it has none."""
     file.seek(0)
-    line = file.readline(LONGEST_BYTES)
+    line = file.readline(longest)
     return _sum(line) if line.endswith(b"\n") else 0
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from streamrl.bus.permissions import READER
 from streamrl.bus.protocol import Bus, Message
-from streamrl.errors import BusError, ConfigError, LaunchError, LogTruncated, SchemaError, StreamRLError
+from streamrl.errors import BusError, ConfigError, LaunchError, LogTruncated, NotFound, SchemaError, StreamRLError
 from streamrl.monitor.failures import Pace
 from streamrl.monitor.numbers import Finding
 from streamrl.monitor.slo import findings_of
@@ -95,7 +95,8 @@ class RunLog:
         self._judged = 0
         self._at: dict[str, int] = {}
         """By stream, the newest message that was read."""
-        self._run = run
+        self.run = run
+        """Whose log it is."""
         self._index = index
         self._trainer = trainer
         self._attention = attention
@@ -144,15 +145,15 @@ class RunLog:
                     await self._there.wait()
         self._fetched_s = time.monotonic()
         if self._bus is None:
-            raise BusError(f"the log of run {self._run.name!r} cannot be read now: {self.trouble or 'its server does not answer'}")
+            raise BusError(f"the log of run {self.run.name!r} cannot be read now: {self.trouble or 'its server does not answer'}")
         return self._bus
 
     def _is_up(self) -> bool:
-        return holder(self._run) is not None or bool(self._run.load_config().bus.url)
+        return holder(self.run) is not None or bool(self.run.load_config().bus.url)
 
     @contextlib.asynccontextmanager
     async def _opened(self, *, live: bool) -> AsyncGenerator[Bus]:
-        opening = connected(self._run, role=READER, name="page", patience_s=_RETRY_S, gather=True) if live else open_bus(self._run)
+        opening = connected(self.run, role=READER, name="page", patience_s=_RETRY_S, gather=True) if live else open_bus(self.run)
         async with opening as bus:
             self._bus, self.trouble = bus, ""
             self._there.set()
@@ -164,7 +165,7 @@ class RunLog:
 
     async def _read_all(self, bus: Bus, *, live: bool) -> None:
         # It may stand far before what is read of the events.
-        if (newest := await bus.last(Subjects(self._run.name).events(SLO_EVENT))) is not None:
+        if (newest := await bus.last(Subjects(self.run.name).events(SLO_EVENT))) is not None:
             with contextlib.suppress(SchemaError):
                 self._event(newest, new=False)
         async with asyncio.TaskGroup() as tasks:
@@ -253,6 +254,30 @@ class RunLog:
         self.trouble = error.message if isinstance(error, BusError | ConfigError | LaunchError) else str(error)
         if self._pace.due(time.monotonic()):
             logger.warning("event=log_not_read error=%s", self.trouble)
+
+
+class ParentLog(RunLog):
+    """The log of the run that a branch was trained from: nothing of it goes into the branch's index, and single messages are fetched."""
+
+    async def bus(self) -> Bus:
+        """See `RunLog.bus`; raises NotFound where the parent has gone."""
+        if not self.run.config_path.is_file():
+            raise NotFound(
+                f"expected run {self.run.name!r}, whose samples these are, in {self.run.path.parent}, got nothing", hint="was it moved?"
+            )
+        return await super().bus()
+
+    def _is_up(self) -> bool:
+        return self.run.config_path.is_file() and super()._is_up()
+
+    def _due(self, *, live: bool) -> bool:
+        return self._wanted
+
+    async def _read_all(self, bus: Bus, *, live: bool) -> None:
+        while self._wanted:
+            await asyncio.sleep(_COMMIT_S)
+            if live and not self._is_up():
+                break
 
 
 def _version(version: Version) -> Mapping[str, float]:

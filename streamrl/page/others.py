@@ -1,12 +1,14 @@
-"""Another run of the same directory of runs beside this one, from its metrics file alone; nothing of the other run is changed."""
+"""Other runs of the same directory of runs beside this one, from their metrics files alone; nothing of the other runs is changed."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import stat
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -14,18 +16,22 @@ import numpy as np
 
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, NotFound
+from streamrl.history.branch_file import LEDGER_FILE
 from streamrl.history.differences import config_differences
 from streamrl.monitor.metrics_file import files
 from streamrl.monitor.series import BATCH
 from streamrl.page.address import page_folder
-from streamrl.page.index import Index, Progress
+from streamrl.page.index import TOKENS, TRAINED_TOKENS, Index, Progress
 from streamrl.page.tables import Numbers, as_json, rolling, shrink_to_means
-from streamrl.runtime.rundir import RunDir
+from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.subjects import RUN_ID
+from streamrl.telemetry.names import PARENT_DISTANCE
 
 MOST_RUNS = 1000
 """That are listed, the newest ones."""
-MOST_KEPT = 8
+MOST_COMPARED = 8
+"""Runs beside this one in one comparison: as many colours as there are."""
+MOST_KEPT = 16
 """Runs whose rows are kept beside this run's; of more, the one that was looked at the longest ago is read anew when it is wanted."""
 ROLLING = 20
 """Batches that a throughput is taken over, and that the last values are means of."""
@@ -33,42 +39,47 @@ _POINTS = 600
 _READ_S = 0.5
 _MOST_DIFFERENCES = 200
 _CHARS = 500
-AXES = ("version", "elapsed_s")
+AXES = ("version", "step", TOKENS, "elapsed_s")
 _CURVES = {
     "reward": "rollout/raw_reward",
     "loss": "train/loss",
     "staleness": "staleness/mean",
     "staleness_p95": "staleness/p95",
+    "parent_distance": PARENT_DISTANCE,
+    "sampler_distance": "train/train_rollout_logprob_abs_diff",
 }
 _AMOUNT, _SECONDS = "tokens/trained_total", "perf/step_time"
-_METRICS = frozenset({_AMOUNT, _SECONDS, *_CURVES.values()})
+_METRICS = frozenset({_AMOUNT, _SECONDS, TRAINED_TOKENS, *_CURVES.values()})
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the two runs."""
+    """One of the runs."""
 
     name: str
+    parent: str
+    """Of a branch: its rewards are those recorded with the samples of this run. Empty: it is none."""
     batches: int
     seconds: float
     """From its first batch to its newest, pauses included."""
     x: list[float | None]
-    """Versions, or seconds since the first batch."""
+    """Versions, steps, trained tokens, or seconds since the first batch."""
     values: dict[str, list[float | None]]
-    """`reward`, `loss`, `staleness`, `staleness_p95` (means of neighbouring batches where there are many) and `throughput`."""
+    """`throughput` and the keys of `_CURVES`: means of neighbouring batches where there are many, or of those that were asked for."""
     last: dict[str, float | None]
     """Of the same, the means of the newest batches."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two runs."""
+    """A run and others."""
 
-    runs: tuple[Curves, Curves]
+    runs: list[Curves]
+    """The run itself first."""
     reading: Progress | None
-    """How far the other one has been read; None: to its end."""
-    differences: list[tuple[str, str, str]]
-    """Keys of the configuration, and what either run has."""
+    """How far the others have been read; None: to their ends."""
+    differences: list[list[str]]
+    """Keys of the configuration in which one differs from the run itself, and what each has."""
     trouble: str
-    """Why the configurations are not compared."""
+    """Why a configuration is not compared."""
 
 
 class Others:
@@ -100,31 +111,40 @@ class Others:
             return []
         return [name for _, name in sorted(found, reverse=True)[:MOST_RUNS]]
 
-    async def compare(self, name: str, x: str) -> Comparison:
-        """This run and the one called `name`, over `x` of `AXES`. Reads a stretch of the other one's rows, so it is to be called again.
+    async def compare(self, names: Sequence[str], x: str, *, smooth: int = 1) -> Comparison:
+        """This run and those of these names, over `x` of `AXES`; each value is the mean of `smooth` batches that end with it.
+
+        Reads a stretch of the others' rows, so it is to be called again.
 
         Raises:
             NotFound: there is no such run.
             OSError: there is no room for its rows.
         """
         async with self._one_at_a_time:
-            return await asyncio.to_thread(self._compare, name, x)
+            return await asyncio.to_thread(self._compare, names, x, smooth)
 
-    def _compare(self, name: str, x: str) -> Comparison:
-        other = RunDir(self._run.path.parent / name)
+    def _compare(self, names: Sequence[str], x: str, smooth: int) -> Comparison:
         if not self._folder.parent.is_dir():
             raise NotFound(f"expected run {self._run.name!r} in {self._run.path.parent}, got nothing", hint="was it deleted?")
-        if name not in self.names() or any(path.is_symlink() for path in files(other.metrics)):
-            self._forget(name)
-            raise NotFound(f"expected a run beside {self._run.name!r}, got {name!r}", hint="was it deleted?")
-        index = self._index_of(other)
+        known = self.names()
+        others = [RunDir(self._run.path.parent / name) for name in names]
+        for other in others:
+            if other.name not in known or any(path.is_symlink() for path in files(other.metrics)):
+                self._forget(other.name)
+                raise NotFound(f"expected a run beside {self._run.name!r}, got {other.name!r}", hint="was it deleted?")
+        indices = [self._index_of(other) for other in others]
         until_s = time.monotonic() + _READ_S
-        while (more := index.read_rows()) and time.monotonic() < until_s:
-            pass
-        differences, trouble = self._differences(other)
+        reading: list[Progress] = []
+        for index in indices:
+            while (more := index.read_rows()) and time.monotonic() < until_s:
+                pass
+            if more:
+                reading.append(index.progress())
+        differences, trouble = self._differences(others)
+        named = zip((self._run.name, *names), (self._index, *indices), strict=True)
         return Comparison(
-            runs=(_curves(self._run.name, self._index, x), _curves(name, index, x)),
-            reading=index.progress() if more else None,
+            runs=[_curves(name, index, x, smooth) for name, index in named],
+            reading=Progress(sum(one.done for one in reading), sum(one.total for one in reading)) if reading else None,
             differences=differences,
             trouble=trouble,
         )
@@ -149,12 +169,18 @@ class Others:
         if self._opened.pop(name, None) is not None:
             shutil.rmtree(self._folder / name, ignore_errors=True)
 
-    def _differences(self, other: RunDir) -> tuple[list[tuple[str, str, str]], str]:
-        try:
-            found = config_differences(self._config, other.load_config())
-        except ConfigError as error:
-            return [], error.message
-        return [(one.key, _text(one.a), _text(one.b)) for one in found[:_MOST_DIFFERENCES]], ""
+    def _differences(self, others: Sequence[RunDir]) -> tuple[list[list[str]], str]:
+        rows: dict[str, list[str]] = {}
+        trouble = ""
+        for place, other in enumerate(others, start=1):
+            try:
+                found = config_differences(self._config, other.load_config())
+            except ConfigError as error:
+                trouble = error.message
+                continue
+            for one in found:
+                rows.setdefault(one.key, [_text(one.a)] * (1 + len(others)))[place] = _text(one.b)
+        return [[key, *values] for key, values in sorted(rows.items())[:_MOST_DIFFERENCES]], trouble
 
 
 def _began_s(entry: os.DirEntry[str]) -> float | None:
@@ -163,22 +189,31 @@ def _began_s(entry: os.DirEntry[str]) -> float | None:
         if not RUN_ID.fullmatch(entry.name) or not entry.is_dir(follow_symlinks=False):
             return None
         config = os.lstat(os.path.join(entry.path, "config.json"))
-        metrics = os.lstat(os.path.join(entry.path, "metrics"))
+        if not stat.S_ISREG(config.st_mode):
+            return None
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(os.path.join(entry.path, "metrics")).st_mode):
+                return config.st_mtime
+        # A branch has rows in its ledger alone.
+        kinds = (os.lstat(os.path.join(entry.path, name)).st_mode for name in (BRANCH_FILE, LEDGER_FILE))
+        return config.st_mtime if all(map(stat.S_ISREG, kinds)) else None
     except OSError:
         return None
-    return config.st_mtime if stat.S_ISREG(config.st_mode) and stat.S_ISDIR(metrics.st_mode) else None
 
 
-def _curves(name: str, index: Index, x: str) -> Curves:
-    columns = index.columns(BATCH, ["version", "time_s", *_METRICS])
+def _curves(name: str, index: Index, x: str, smooth: int) -> Curves:
+    columns = index.columns(BATCH, ["version", "step", "time_s", *_METRICS])
     times = columns["time_s"]
     # A clock that was set back takes no time away.
     elapsed = np.maximum.accumulate(times - times[0]) if len(times) else times
     values = {curve: columns[metric] for curve, metric in _CURVES.items()}
     values["throughput"] = rolling(columns[_AMOUNT], columns[_SECONDS], ROLLING)
-    places, thin = shrink_to_means(columns["version"] if x == "version" else elapsed, list(values.values()), _POINTS)
+    axes = {"elapsed_s": elapsed, TOKENS: np.nan_to_num(columns[TRAINED_TOKENS]).cumsum()}
+    drawn = [rolling(column, np.ones(len(column)), smooth) if smooth > 1 else column for column in values.values()]
+    places, thin = shrink_to_means(axes[x] if x in axes else columns[x], drawn, _POINTS)
     return Curves(
         name=name,
+        parent=index.branch.parent if index.branch is not None else "",
         batches=len(times),
         seconds=float(elapsed[-1]) if len(times) else 0.0,
         x=as_json(places.tolist()),

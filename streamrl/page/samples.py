@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
@@ -18,6 +19,7 @@ from streamrl.consumers.training.spilled_drops import whole
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError, LogTruncated, NotFound, SchemaError
 from streamrl.history.inspect_samples import versions_of
+from streamrl.page.branch import entry_at
 from streamrl.page.conversation import Marks, conversation, marks_of
 from streamrl.page.index import LEDGER_TABLE, Index
 from streamrl.page.log import RunLog
@@ -88,7 +90,7 @@ class Samples:
         run: its directory.
         config: of the run.
         index: knows where each ledger entry is.
-        log: read.
+        log: read; of a branch its parent's.
     """
 
     def __init__(self, run: RunDir, config: Config, index: Index, log: RunLog) -> None:
@@ -156,7 +158,7 @@ class Samples:
             return len(lines) >= MOST_HITS or num_messages >= MOST_MESSAGES or time.monotonic() >= until_s
 
         while at > 0 and ended < batches and (at == end or not is_full()):
-            entry = await _fetched(bus, int(known["sequence"][at - 1]))
+            entry = await self._fetched(bus, int(known["sequence"][at - 1]))
             if wanted.became != TRAINED:
                 entry = await whole(bus.blobs, entry)
             ends = Ends(entry, task=wanted.task, became=wanted.became)
@@ -208,7 +210,7 @@ class Samples:
         sequences = self._index.columns(LEDGER_TABLE, ["sequence"], last=_ENTRIES)["sequence"]
         found: list[dict[str, Any]] = []
         for sequence in reversed(sequences.tolist()):
-            entry = await whole(bus.blobs, await _fetched(bus, int(sequence)))
+            entry = await whole(bus.blobs, await self._fetched(bus, int(sequence)))
             found += [_drop(drop, str(entry.version)) for drop in reversed(entry.drops)]
             if len(found) >= MOST_DROPS:
                 break
@@ -216,6 +218,8 @@ class Samples:
 
     async def letters(self) -> list[dict[str, Any]]:
         """The newest dead letters, the newest first."""
+        if self._index.branch is not None:  # its parent's are its parent's
+            return []
         bus = await self._log.bus()
         state = await bus.state(DEAD)
         after = max(state.first - 1, state.last - _LETTERS)
@@ -240,7 +244,13 @@ class Samples:
         at = int(np.searchsorted(known["version"], number))
         if at >= len(known["version"]) or known["version"][at] != number:
             raise NotFound(f"expected the number of a version that was trained, got {number}", hint="it may not be in the index yet")
-        return await _fetched(bus, int(known["sequence"][at]))
+        return await self._fetched(bus, int(known["sequence"][at]))
+
+    async def _fetched(self, bus: Bus, place: int) -> LedgerEntry:
+        """The entry of a sequence number, of a branch that at a byte of its ledger."""
+        if self._index.branch is not None:
+            return await asyncio.to_thread(entry_at, self._run, place)
+        return decode((await bus.fetch(LEDGER, place)).body, LedgerEntry, where=f"{LEDGER} {place}")
 
     async def messages(self, bus: Bus, sequences: Iterable[int]) -> tuple[list[tuple[int, Sample]], int]:
         """Sequence and sample of what is in these messages, and how many are gone or cannot be read."""
@@ -267,6 +277,8 @@ class Samples:
             if values is not None and len(values.weights) == len(one.tokens):
                 count = len(side["tokens"])
                 side |= {"weights": list(shown(values.weights[:count])), "trainer_logprobs": list(shown(values.logprobs[:count]))}
+                if values.advantages is not None:
+                    side |= {"advantages": list(shown(values.advantages[:count])), "advantage": _spread(values.advantages)}
             sides.append(side)
         return sides
 
@@ -291,12 +303,14 @@ class Samples:
             "logprobs": [round(value, 4) for value in one.logprobs[:count].tolist()],
             "weights": None,
             "trainer_logprobs": None,
+            "advantages": None,
+            "advantage": None,
         }
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
         try:
-            return load_tokenizer(self._run.policy_dir(self._config))
+            return load_tokenizer(self._log.run.policy_dir(self._config))
         except ConfigError:
             return None
 
@@ -306,10 +320,6 @@ class Samples:
 
     def _text(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) if self._tokenizer is None else self._tokenizer.decode(list(ids))
-
-
-async def _fetched(bus: Bus, sequence: int) -> LedgerEntry:
-    return decode((await bus.fetch(LEDGER, sequence)).body, LedgerEntry, where=f"{LEDGER} {sequence}")
 
 
 def _line(one: Sample, sequence: int, became: str, entry: LedgerEntry) -> Line:
@@ -335,6 +345,18 @@ def _line(one: Sample, sequence: int, became: str, entry: LedgerEntry) -> Line:
         times={name: time_s for name, time_s in times.items() if time_s},
         turns=turns_of(one),
     )
+
+
+def _spread(of_tokens: npt.NDArray[np.float32]) -> dict[str, float] | None:
+    """Mean, least and greatest of numbers of the tokens that were trained; None where none was."""
+    trained = of_tokens[~np.isnan(of_tokens)]
+    if not trained.size:
+        return None
+    return {
+        "mean": round(float(trained.mean(dtype=np.float64)), 4),
+        "min": round(float(trained.min()), 4),
+        "max": round(float(trained.max()), 4),
+    }
 
 
 def _drop(drop: Drop, version: str) -> dict[str, Any]:

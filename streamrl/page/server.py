@@ -23,13 +23,15 @@ from streamrl.monitor.series import WINDOW
 from streamrl.monitor.summary import read_summary
 from streamrl.page.access import add_headers, guard, place_of
 from streamrl.page.attention import Attention
-from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, Index, Progress
+from streamrl.page.branch import told_of
+from streamrl.page.index import COMMITS, LEDGER_TABLE, MOST_POINTS, SERIES_AXES, Index, Progress
 from streamrl.page.lengths import lengths_of
 from streamrl.page.log import RunLog
 from streamrl.page.objectives import objectives_of, worst_over
-from streamrl.page.others import AXES, Others, newest_rate
+from streamrl.page.others import AXES, MOST_COMPARED, Others, newest_rate
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
+from streamrl.schemas.subjects import RUN_ID
 from streamrl.telemetry.names import DROP_REASONS, METRICS, declared
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ class Page:
         app.router.add_get("/api/letters", self._get_letters)
         app.router.add_get("/api/samples", self._get_samples)
         app.router.add_get("/api/others", self._get_others)
-        app.router.add_get(r"/api/compare/{name:[A-Za-z0-9_-]{1,255}}", self._get_comparison)
+        app.router.add_get("/api/compare", self._get_comparison)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}", self._get_batch)
         app.router.add_get(r"/api/batches/{number:\d{1,12}}/tasks/{task:\d{1,18}}", self._get_group)
         whole = web.Application(middlewares=[guard(token)])
@@ -144,10 +146,14 @@ class Page:
             known = INTERRUPTED
         progress = self._index.progress() if self.reading else None
         newest = self._index.columns(LEDGER_TABLE, ["version", "epoch"], last=1)
+        branch = told_of(self._run, self._index.branch) if self._index.branch is not None else None
+        if branch is not None:
+            known = "finished" if branch["ended"] else "trains, or was ended"
         return {
             "run": self._run.name,
+            "branch": branch,
             "state": known or "starting",
-            "step": state.step if state is not None else 0,
+            "step": state.step if state is not None else self._index.step if branch is not None else 0,
             "steps": state.steps if state is not None and state.steps else self._config.run.steps,
             "error": state.error if state is not None else "",
             "batches": self._index.rows(LEDGER_TABLE),
@@ -159,9 +165,14 @@ class Page:
             "newest": self._index.newest,
             "trained_per_s": newest_rate(self._index),
             "sampled_per_s": self._index.rate(WINDOW, "tokens/sampled_total"),
+            **(_judged_of_none() if branch is not None else self._judged(state, running=running)),
+            "lengths": lengths_of(state),
+        }
+
+    def _judged(self, state: RunState | None, *, running: bool) -> dict[str, Any]:
+        return {
             "objectives": objectives_of(self._config.slo, self._log.findings if running else None, self._index.newest),
             "glance": _glance(self._run, state),
-            "lengths": lengths_of(state),
             "worst": {} if running else worst_over(self._run, self._config.slo),
         }
 
@@ -180,7 +191,8 @@ class Page:
         except OSError:
             written = 0
         progress = self._index.progress() if self.reading else None
-        return self._index.changes, written, progress, self._log.trouble, self._log.findings, holder(self._run) is not None
+        over = self._run.summary_path.is_file(), holder(self._run) is not None
+        return self._index.changes, written, progress, self._log.trouble, self._log.findings, over
 
     async def _get_run(self, request: web.Request) -> web.Response:
         tables = await asyncio.to_thread(self._index.metrics)
@@ -232,8 +244,8 @@ class Page:
         x = query.get("x", "time_s")
         if unknown := [name for name in names if declared(name) is None]:
             raise web.HTTPBadRequest(text=f"no metric is called {unknown[0][:100]!r}\n")
-        if x not in ("time_s", "step", "version"):
-            raise web.HTTPBadRequest(text=f"expected x to be time_s, step or version, got {x[:100]!r}\n")
+        if x not in SERIES_AXES:
+            raise web.HTTPBadRequest(text=f"expected x to be {', '.join(SERIES_AXES)}, got {x[:100]!r}\n")
         table, mean = query.get("table", "batch"), query.get("thin") == "mean"
         if table not in await asyncio.to_thread(self._index.tables):
             return _json({"table": table, "x": [], "values": {name: [] for name in names}, "rows": 0})
@@ -260,14 +272,20 @@ class Page:
         return _json(await self._samples.letters())
 
     async def _get_others(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.to_thread(self._others.names))
+        """Names of the runs that can be compared, and how many at once."""
+        return _json({"runs": await asyncio.to_thread(self._others.names), "most": MOST_COMPARED})
 
     async def _get_comparison(self, request: web.Request) -> web.Response:
-        """`?x=version` or `x=elapsed_s`: this run and another one of its directory of runs."""
+        """`?runs=a,b&x=version&smooth=20`: this run and others of its directory of runs, over one of `AXES`."""
         x = request.query.get("x", AXES[0])
         if x not in AXES:
             raise web.HTTPBadRequest(text=f"expected x to be {' or '.join(AXES)}, got {x[:100]!r}\n")
-        return _json(await self._others.compare(request.match_info["name"], x))
+        names = list(dict.fromkeys(filter(None, request.query.get("runs", "").split(","))))
+        if not 0 < len(names) <= MOST_COMPARED:
+            raise web.HTTPBadRequest(text=f"expected 1 to {MOST_COMPARED} runs to compare with, got {len(names)}\n")
+        if unknown := [name for name in names if not RUN_ID.fullmatch(name)]:
+            raise NotFound(f"expected names of runs, got {unknown[0][:100]!r}")
+        return _json(await self._others.compare(names, x, smooth=_number(request.query, "smooth", 1)))
 
     async def _get_batch(self, request: web.Request) -> web.Response:
         return _json(await self._samples.batch(int(request.match_info["number"])))
@@ -287,6 +305,11 @@ class Page:
 
     async def _get_group(self, request: web.Request) -> web.Response:
         return _json(await self._samples.group(int(request.match_info["number"]), int(request.match_info["task"])))
+
+
+def _judged_of_none() -> dict[str, Any]:
+    """Nothing: whether a branch learns cannot be told by rewards that were recorded, and it had neither engines nor a stream to judge."""
+    return {"objectives": {"level": None, "lines": []}, "glance": {}, "worst": {}}
 
 
 def _glance(run: RunDir, state: RunState | None) -> dict[str, Any]:

@@ -12,12 +12,14 @@ from collections.abc import Callable
 import msgspec
 
 from streamrl.config.files import write_private
+from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
 from streamrl.page.access import page_token
 from streamrl.page.address import Address, address_path, page_folder
 from streamrl.page.attention import Attention
-from streamrl.page.index import open_index
-from streamrl.page.log import RunLog
+from streamrl.page.branch import parent_of
+from streamrl.page.index import Index, open_index
+from streamrl.page.log import ParentLog, RunLog
 from streamrl.page.server import Page, served
 from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.rundir import RunDir
@@ -50,7 +52,7 @@ async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervise
     pulse.beat(loading=True)
     with open_index(run) as index:
         token, attention = page_token(run), Attention()
-        page = Page(run, config, index, RunLog(run, index, config.trainer.name, attention), attention)
+        page = Page(run, config, index, log_of(run, index, config, attention), attention)
         async with contextlib.AsyncExitStack() as opened:
             try:
                 got = await opened.enter_async_context(served(page.app(token), port or _port_before(run)))
@@ -74,6 +76,13 @@ async def serve(run: RunDir, *, port: int, say: Callable[[str], None], supervise
             for ended in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(ended, Exception):
                     raise ended
+
+
+def log_of(run: RunDir, index: Index, config: Config, attention: Attention) -> RunLog:
+    """The run's log; of a branch, which has none, that of its parent."""
+    if index.branch is not None:
+        return ParentLog(parent_of(run, index.branch), index, config.trainer.name, attention)
+    return RunLog(run, index, config.trainer.name, attention)
 
 
 async def _beat(pulse: Pulse) -> None:

@@ -24,6 +24,7 @@ DROP_REASONS = (
     *("too_short", "too_long", "repetitive", "too_hard", "too_easy", "row_too_long", "row_broken", FILTER),
 )
 """Reasons that `streamrl.schemas.ledger.Drop` explains."""
+PARENT_DISTANCE = "train/parent_logprob_abs_diff"
 REMAX = 'tasks have a greedy rollout: `loss.advantage = "remax"`'
 REWARDERS = "rewarders score: `reward.workers`"
 OTHER_REASON = "other"
@@ -133,7 +134,11 @@ _DECLARED = (
     Metric("rollout/truncated_ratio", _MEAN, "fraction", "samples of the batch that a length limit cut, masked ones included"),
     Metric("rollout/truncated", _MEAN, "fraction", "slime's other name of `rollout/truncated_ratio`"),
     Metric("rollout/advantages", _MEAN, "1", "advantages, mean over a rollout's trained tokens, then over rollouts"),
-    Metric("rollout/returns", _MEAN, "reward", "returns that the critic learns, likewise"),
+    Metric("rollout/advantages_abs", _MEAN, "1", "their absolute values, likewise: 0 where a batch teaches nothing"),
+    Metric("rollout/advantages_std", _MEAN, "1", "standard deviation of the advantages of the trained tokens"),
+    Metric("rollout/advantages_min", _MEAN, "1", "least advantage of a trained token"),
+    Metric("rollout/advantages_max", _MAX, "1", "greatest advantage of a trained token"),
+    Metric("rollout/returns", _MEAN, "reward", "returns that the critic learns: mean over a rollout's trained tokens, then over rollouts"),
     Metric("rollout/values", _MEAN, "reward", "the critic's values, likewise"),
     Metric("rollout/kl", _MEAN, "nats", "distance from the reference that was taken off the rewards, before its coefficient, likewise"),
     Metric("rollout/log_probs", _MEAN, "nats", "the trainer's log-probabilities before the batch, likewise"),
@@ -208,6 +213,11 @@ _DECLARED = (
     Metric("train/same_weights_furthest_logprob", _MEAN, "nats", "the sampler's log-probability of the token that is furthest apart there"),
     Metric("train/float32_sampler_abs_diff_max", _MAX, "nats", "the sampler's distance from float32 in the rollout with that token"),
     Metric("train/float32_trainer_abs_diff_max", _MAX, "nats", "the trainer's distance from float32 in that rollout"),
+    Metric(
+        *(PARENT_DISTANCE, _MEAN, "nats"),
+        "of a branch: distance of its log-probabilities from its parent's, each as they were when the same samples were trained",
+        when="a branch of a run whose `tokens/` still has the batch",
+    ),
     Metric("train/rejected_fraction", _MEAN, "fraction", "trained tokens left out by rejection, veto, age or the correction's mask"),
     Metric("train/stale_masked_fraction", _MEAN, "fraction", "trained tokens older than `mask_staleness`"),
     Metric("train/staleness_weight", _MEAN, "1", "factor on a weight by its token's age"),

@@ -35,11 +35,13 @@ class TokenValues(msgspec.Struct, frozen=True, eq=False):
     """Of the policy under training, at the optimizer step that trained the token."""
     weights: npt.NDArray[np.float64]
     """What the policy loss was multiplied by."""
+    advantages: npt.NDArray[np.float64]
+    """Those that the policy loss was given."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenValues):
             return NotImplemented
-        return all(np.array_equal(a, b, equal_nan=True) for a, b in ((self.logprobs, other.logprobs), (self.weights, other.weights)))
+        return all(np.array_equal(getattr(self, name), getattr(other, name), equal_nan=True) for name in self.__struct_fields__)
 
     __ne__ = object.__ne__
     """The opposite; msgspec's own goes by identity."""

@@ -1,8 +1,10 @@
-"""What the trainer gave each token of the newest batches, in the run directory: its own log-prob, and the importance weight.
+"""What the trainer gave each token of the newest batches, in the run directory: its own log-prob, importance weight and advantage.
 
 ```text
-tokens/00000017-e0.arrow     one row a sample: task, rollout, logprobs [n], weights [n]; NaN at tokens that were not trained
+tokens/00000017-e0.arrow     one row a sample: task, rollout, logprobs, weights, advantages [n] each; NaN at tokens that were not trained
 ```
+
+Files of earlier builds have no advantages.
 
 They are for people and decide nothing. The log has the sampler's log-probs; these are made in the step.
 """
@@ -13,7 +15,8 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -30,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "tokens"
 _SUFFIX = ".arrow"
-_SCHEMA = pa.schema(
-    [("task", pa.int64()), ("rollout", pa.int64()), ("logprobs", pa.list_(pa.float32())), ("weights", pa.list_(pa.float32()))]
-)
+_VALUES = ("logprobs", "weights", "advantages")
+_SCHEMA = pa.schema([("task", pa.int64()), ("rollout", pa.int64()), *((name, pa.list_(pa.float32())) for name in _VALUES)])
+_FORMER_SCHEMA = _SCHEMA.remove(_SCHEMA.get_field_index("advantages"))
 
 
 class SampleWeights(NamedTuple):
@@ -42,6 +45,8 @@ class SampleWeights(NamedTuple):
     """Of the policy under training, at the optimizer step that trained the token."""
     weights: npt.NDArray[np.float32]
     """What the policy loss of the token was multiplied by: 1 without a correction, 0 where it was rejected."""
+    advantages: npt.NDArray[np.float32] | None = None
+    """None: an earlier build has kept none."""
 
 
 class TokenWeights:
@@ -100,14 +105,35 @@ def read_token_weights(folder: Path, version: Version) -> dict[tuple[int, int], 
             rows = reader.read_all()
     except (OSError, pa.ArrowException):
         return {}
-    if rows.schema != _SCHEMA:
+    if rows.schema not in (_SCHEMA, _FORMER_SCHEMA):
         return {}
     found: dict[tuple[int, int], list[SampleWeights]] = {}
     columns = (rows[name].to_pylist() for name in ("task", "rollout"))
     for at, (task, rollout) in enumerate(zip(*columns, strict=True)):
-        values = (rows[name][at].values.to_numpy(zero_copy_only=False) for name in ("logprobs", "weights"))
+        values = (rows[name][at].values.to_numpy(zero_copy_only=False) for name in rows.column_names[2:])
         found.setdefault((task, rollout), []).append(SampleWeights(*values))
     return found
+
+
+def logprob_distance(kept: Mapping[tuple[int, int], Sequence[SampleWeights]], batch: TrainBatch, values: TokenValues) -> float | None:
+    """The mean distance of log-probs from those that were kept, over tokens that both have trained; None where there are none.
+
+    Args:
+        kept: of another trainer, by task and rollout.
+        batch: whose samples are looked for among them.
+        values: of that batch.
+    """
+    taken = Counter[tuple[int, int]]()
+    distances = [np.empty(0, np.float32)]
+    for at, key in enumerate(zip(batch.tasks.tolist(), batch.rollouts.tolist(), strict=True)):
+        place, part = taken[key], slice(batch.offsets[at], batch.offsets[at + 1])
+        taken[key] += 1
+        others = kept.get(key, ())
+        if place < len(others) and len(theirs := others[place].logprobs) == batch.lengths[at]:
+            ours = values.logprobs[part].astype(np.float32)
+            distances.append(np.abs(ours - theirs)[batch.loss_mask[part] & np.isfinite(ours) & np.isfinite(theirs)])
+    found = np.concatenate(distances)
+    return float(found.mean(dtype=np.float64)) if found.size else None
 
 
 def shown(values: npt.NDArray[np.float32]) -> Iterator[float | None]:
@@ -124,5 +150,5 @@ def _rows(batch: TrainBatch, values: TokenValues) -> pa.RecordBatch:
         kept = np.where(batch.loss_mask, of_tokens, np.nan).astype(np.float32)
         return pa.ListArray.from_arrays(pa.array(batch.offsets, pa.int32()), pa.array(kept))
 
-    arrays = [pa.array(batch.tasks), pa.array(batch.rollouts), column(values.logprobs), column(values.weights)]
+    arrays = [pa.array(batch.tasks), pa.array(batch.rollouts), *(column(getattr(values, name)) for name in _VALUES)]
     return pa.RecordBatch.from_arrays(arrays, schema=_SCHEMA)

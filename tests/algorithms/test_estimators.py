@@ -74,7 +74,13 @@ def test_group_estimators_give_each_trained_token_its_samples_advantage(
     assert found.returns is None and found.finite.all()
     assert found.metrics["rollout/raw_reward"] == 0.5
     assert found.metrics["rollout/advantages"] == pytest.approx((first + second) / 2, abs=1e-5)
-    assert set(found.metrics) == {"rollout/raw_reward", "rollout/raw_reward_std", "rollout/zero_variance", "rollout/advantages"}
+    spread_over = {
+        "advantages_abs": (abs(first) + abs(second)) / 2,
+        "advantages_min": min(first, second),
+        "advantages_max": max(first, second),
+    }
+    assert {name: found.metrics[f"rollout/{name}"] for name in spread_over} == pytest.approx(spread_over, abs=1e-5)
+    assert found.metrics["rollout/advantages_std"] == pytest.approx(np.std([first] * 2 + [second] * 3), abs=1e-5)
 
 
 def test_reinforce_plus_plus_takes_the_reward_at_the_last_token_and_whitens(batch: TrainBatch) -> None:

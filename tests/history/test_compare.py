@@ -30,22 +30,25 @@ from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import Range
 from streamrl.history.replay_log import PastLedger
 from streamrl.history.replay_report import differing_choices
-from streamrl.history.source import evaluations_in, open_source
+from streamrl.history.source import Origin, evaluations_in, open_source
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import Choices, LedgerEntry
 from streamrl.schemas.subjects import Subjects
+from streamrl.telemetry.names import PARENT_DISTANCE
 from tests.support.errors import raises
 from tests.support.ledgers import entry
 from tests.support.printed import printed
 from tests.support.recorded_run import Recorded
 
 pytestmark = pytest.mark.whole
+CHANGED = "trainer.optimizer.learning_rate=0.05"
 
 
 async def test_a_run_and_its_branch(recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with open_source(str(recorded.path)) as source:
-        run, _ = await train_branch(source, overrides=["trainer.optimizer.learning_rate=0.05"], name="fast", base=tmp_path, span=Range())
+        source = replace(source, run=recorded.run)  # it has the trainer's log-probs beside what was recorded
+        run, _ = await train_branch(source, overrides=[CHANGED], name="fast", base=tmp_path, span=Range())
     report = await compare_runs(str(recorded.path), run.name, base=tmp_path)
     warmup = sum(e.source == "warmup" for e in recorded.ledger)
     assert (report.same_batches_to, report.same_digests_to) == (len(recorded.ledger), warmup)
@@ -53,7 +56,13 @@ async def test_a_run_and_its_branch(recorded: Recorded, tmp_path: Path, capsys: 
     assert report.a.curves["rollout/raw_reward"] == report.b.curves["rollout/raw_reward"], "the rewards are in the recording"
     assert report.a.curves["train/grad_norm"].numbers == tuple(range(warmup + 1, len(recorded.ledger) + 1))
     by_title = {row[0]: row[1:] for row in report.table}
-    assert by_title["reward"][-1] == "0" and by_title["tis"][-1] != "0", "other parameters weigh the same samples otherwise"
+    first, last = by_title["recorded reward"][2:4]
+    assert (by_title["reward"], by_title["recorded reward"][:2]) == ((first, last, "-", "-", "-"), ("-", "-")), "they are its parent's"
+    assert by_title["tis"][-1] != "0", "other parameters weigh the same samples otherwise"
+    assert (report.a.origin, report.b.origin) == (None, Origin(parent="parent", version="0.0", overrides=(CHANGED,)))
+    apart = report.b.curves[PARENT_DISTANCE]
+    assert apart.values and all((value > 0) == (number > warmup + 1) for number, value in zip(apart.numbers, apart.values, strict=True))
+    assert not report.a.curves[PARENT_DISTANCE].values and by_title["distance to the parent"][-1] == "-"
     print_comparison(report)
     before = recorded.config.trainer.optimizer.learning_rate
     assert f"configurations differ:\n  trainer.optimizer.learning_rate: {before} | 0.05\n" in capsys.readouterr().out

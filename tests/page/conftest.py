@@ -14,8 +14,8 @@ from streamrl.monitor.series import BATCH, Row
 from streamrl.page.access import page_token, place_of
 from streamrl.page.attention import Attention
 from streamrl.page.index import Index, open_index
-from streamrl.page.log import RunLog
 from streamrl.page.server import Page, served
+from streamrl.page.serving import log_of
 from streamrl.runtime.rundir import RunDir
 
 
@@ -65,7 +65,7 @@ async def page(run: RunDir, *, works: bool = False) -> AsyncIterator[tuple[str, 
         token = page_token(run)
         config = run.load_config()
         attention = Attention()
-        shown = Page(run, config, index, RunLog(run, index, config.trainer.name, attention), attention)
+        shown = Page(run, config, index, log_of(run, index, config, attention), attention)
         app = shown.app(token)
         async with served(app, 0) as port, aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as client:
             base = f"http://127.0.0.1:{port}/{place_of(token)}"

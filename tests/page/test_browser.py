@@ -24,6 +24,7 @@ from streamrl.page.index import COMMITS, LEDGER_TABLE, open_index
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
 from tests.page.conftest import batch, batches, page, write
+from tests.page.test_branch import branched
 from tests.page.test_server import beside
 from tests.support.digits import TABLE, write_digits
 from tests.support.looked_at import sets
@@ -87,19 +88,42 @@ async def test_charts_are_drawn_in_both_colour_schemes_and_by_keyboard_alone(run
         await tab.wait_for_selector("section[aria-label^='staleness/max'] canvas")
 
 
-async def test_two_runs_are_drawn_beside_each_other_by_version_and_by_time(run: RunDir) -> None:
+async def test_runs_are_drawn_beside_each_other_by_version_and_by_time(run: RunDir) -> None:
     write(run, batches(1, 300))
     beside(run, "other")
+    beside(run, "third", batches(1, 7))
     async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
         await tab.get_by_role("link", name="Compare").click()
-        await tab.get_by_label("The other run").select_option("other")
+        await tab.get_by_label("Add a run").select_option("other")
         await tab.wait_for_selector("section[aria-label=Reward] canvas")
         legend = tab.locator("section[aria-label=Reward] .u-legend")
         assert [name in await legend.inner_text() for name in ("demo", "other", "version")] == [True] * 3
         await tab.get_by_label("Over").select_option("elapsed_s")
         await tab.wait_for_selector("section[aria-label=Reward] .u-legend:has-text('seconds since')")
         assert await tab.locator("tr:has-text('batches') td").all_inner_texts() == ["batches", "300", "40"]
+        await tab.get_by_label("Add a run").select_option("third")
+        await tab.wait_for_selector("section[aria-label=Reward] .u-legend:has-text('third')")
+        assert await tab.locator("tr:has-text('batches') td").all_inner_texts() == ["batches", "300", "40", "7"]
+        await tab.get_by_role("button", name=re.compile("^other ")).click()
+        await tab.locator("th:text-is('other')").first.wait_for(state="detached")
+        await tab.wait_for_selector("tr:has-text('batches') td:text-is('7')")
         assert await tab.locator("td:text-is('tasks.batch_tasks')").count() == 1
+
+
+async def test_a_branch_says_what_it_is_and_has_recorded_rewards_loss_and_its_distance(run: RunDir) -> None:
+    write(run, batches(1, 6))
+    twig = branched(run, 6)
+    async with page(twig) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        await tab.wait_for_selector("h2:text-is('A branch of demo from version 0.0')")
+        for title in ("Recorded reward, of demo's samples", "Loss", "Distance to the parent, nats"):
+            await tab.locator("section.chart").filter(has=tab.locator(f'h2:text-is("{title}")')).locator("canvas").wait_for()
+        assert "branch of demo · trains, or was ended · step 4 of" in await tab.locator("#state").inner_text()
+        assert "Versions" not in await tab.locator("nav a").all_inner_texts()
+        await tab.get_by_role("link", name="Beside demo").click()
+        await tab.wait_for_selector('section[aria-label=Reward] .u-legend:has-text("recorded with demo\'s samples")')
+        for title, cells in {"reward": ["\u2013", "0.5"], "recorded reward": ["0.25", "\u2013"]}.items():
+            row = tab.locator("tr").filter(has=tab.locator(f"td:text-is('{title}')"))
+            assert (await row.locator("td").all_inner_texts())[1:] == cells
 
 
 async def test_views_that_have_no_answer_say_so_and_are_drawn_once_they_have(run: RunDir) -> None:
@@ -200,9 +224,10 @@ async def test_the_first_row_says_whether_it_learns_and_the_rest_is_unfolded_and
         async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
             await tab.wait_for_selector("section[aria-label=Held-out] canvas")
             assert await tab.locator("p.verdict").inner_text() == verdict.text
-            for title, names in {"Reward": ("mean of 20 batches", "right", "short"), "Held-out": ("gsm8k", "95 % from", "to")}.items():
+            for title, names in {"Reward": ("mean of the batch", "right", "short"), "Held-out": ("gsm8k", "95 % from", "to")}.items():
                 said = await tab.locator(f"section[aria-label='{title}'] .u-legend").inner_text()
                 assert [name for name in names if name not in said] == []
+            assert await tab.locator("section[aria-label=Reward] h2").inner_text() == "Reward mean of 20 batches"
             tiles = [
                 (await tab.locator(f"section[aria-label='{name}']").inner_text()).split("\n")[0] for name in ("Steps a minute", "Time left")
             ]
@@ -224,6 +249,32 @@ async def test_the_first_row_says_whether_it_learns_and_the_rest_is_unfolded_and
             await hidden.wait_for(state="detached")
             write_state(run, RunState(state="running", step=41, steps=99))
             await tab.wait_for_selector("p.verdict", state="hidden")
+
+
+async def test_smoothing_scale_and_axis_are_the_readers_and_stay_so(run: RunDir) -> None:
+    """Rewards of 0, 0.5, 1, 0, ... of 10 tokens each: on a log scale a third of the points has no place."""
+    values = [{"rollout/raw_reward": at % 3 / 2, "rollout/tokens_trained": 10.0} for at in range(30)]
+    write(run, [batch(1e9 + at, at, {**one, "rollout/advantages_std": 1.0}) for at, one in enumerate(values, start=1)])
+    async with page(run) as (base, token, _), opened(f"{base}/?token={token}") as tab:
+        chart = tab.locator("section[aria-label=Reward]")
+        await chart.locator(".u-legend:has-text('version')").wait_for()
+        await tab.get_by_label("X axis").select_option("tokens")
+        await tab.get_by_label("Smoothing").select_option("5 rows")
+        await chart.locator(".u-legend:has-text('tokens trained')").wait_for()
+        await chart.locator("h2:has-text('mean of 5 batches')").wait_for()
+        await tab.get_by_label("log scale").set_checked(True)
+        await chart.locator("p:text-is('a log scale has no place for values of 0 or less: 1 points are not drawn')").wait_for()
+        await tab.get_by_label("Smoothing").select_option("1 rows")
+        await chart.locator("p:has-text(': 10 points are not drawn')").wait_for()
+        await tab.get_by_role("link", name="All metrics").click()
+        std = tab.locator("section[aria-label^='rollout/advantages_std']")
+        await std.locator(".u-legend:has-text('tokens trained')").wait_for()
+        await tab.get_by_label("X axis").select_option("time_s")
+        await std.locator(".u-legend:has-text('time')").wait_for()
+        await tab.get_by_role("link", name="Overview").click()
+        await tab.reload()
+        await chart.locator(".u-legend:has-text('time')").wait_for()
+        assert await tab.get_by_label("Smoothing").input_value() == "1 rows"
 
 
 async def test_lengths_by_their_end_are_histograms_below_each_other_with_their_distance(run: RunDir) -> None:

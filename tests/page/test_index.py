@@ -501,14 +501,19 @@ async def test_a_group_has_its_conversations_and_the_weights_that_are_known(run:
         masks = [one["mask"] for one in group.samples]
         trained = [{"prompt": [1] * one.index(1), "answer": [2] * sum(one), "task": 31, "rollout": n} for n, one in enumerate(masks)]
         batch = train_batch(trained, mu=-2.0, reward=1.0)
-        values = TokenValues(np.full(batch.num_tokens, -0.25), np.linspace(0.5, 1.5, batch.num_tokens))
+        weights = np.linspace(0.5, 1.5, batch.num_tokens)
+        values = TokenValues(np.full(batch.num_tokens, -0.25), weights, -weights)
         file = TokenWeights(run.path / FOLDER, 1 << 20)
         file.put(Version(0, 3), batch, values)
         file.close()
         first = (await some.group(3, 31)).samples[0]
         assert first["weights"] == [pytest.approx(values.weights[n], abs=1e-4) if mask else None for n, mask in enumerate(first["mask"])]
         assert first["trainer_logprobs"][-1] == -0.25
-        assert (await some.group(3, 103)).samples[0]["weights"] is None, "it was dropped"
+        given = [-value for value in first["weights"] if value is not None]
+        assert [one for one in first["advantages"] if one is not None] == given
+        assert first["advantage"] == pytest.approx({"mean": np.mean(given), "min": min(given), "max": max(given)}, abs=1e-4)
+        late = (await some.group(3, 103)).samples[0]
+        assert (late["weights"], late["advantages"], late["advantage"]) == (None, None, None), "it was dropped"
         batch = await some.batch(3)
         assert (len(batch.samples), len(batch.drops), batch.missing) == (4, 2, 0)
 

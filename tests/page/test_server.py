@@ -19,13 +19,13 @@ from streamrl.errors import LaunchError, NotFound
 from streamrl.monitor.glance import account_words
 from streamrl.monitor.numbers import Account, Glance, Learning, Verdict
 from streamrl.monitor.run_state import RunState, write_state
-from streamrl.monitor.series import WINDOW, Row
+from streamrl.monitor.series import EVALUATION, WINDOW, Row
 from streamrl.monitor.summary import summarize, write_summary
 from streamrl.monitor.view import RunView
 from streamrl.page.access import page_token, place_of
 from streamrl.page.address import page_folder
 from streamrl.page.index import open_index
-from streamrl.page.others import Others
+from streamrl.page.others import MOST_COMPARED, Others
 from streamrl.page.server import served
 from streamrl.page.tables import rolling
 from streamrl.runtime.rundir import RunDir
@@ -113,8 +113,31 @@ async def test_series_are_what_the_rows_say(run: RunDir) -> None:
         assert (run_told["run"], run_told["tables"]["batch"]) == ("demo", ["rollout/raw_reward", "staleness/max"])
         smooth = await told(client, f"{base}/api/series?table=batch&x=version&names=staleness/max&smooth=2")
         assert smooth["values"]["staleness/max"] == [1.0, 1.5, 1.0], "0, 1 and 2 of three batches, each with the one before"
-        for query, code in (("names=nobody", 400), ("x=../..&names=", 400), ("table=../..&names=", 200), ("points=-1&last=x&names=", 200)):
+        for query, code in (
+            ("x=elapsed_s&names=", 400),
+            ("names=nobody", 400),
+            ("x=../..&names=", 400),
+            ("table=../..&names=", 200),
+            ("points=-1&last=x&names=", 200),
+        ):
             assert await status(client, f"{base}/api/series?{query}") == code
+
+
+async def test_tokens_are_an_axis_of_every_table_by_the_version_of_its_rows(run: RunDir) -> None:
+    write(run, [batch(1e9 + number, number, {"rollout/tokens_trained": 10.0, "train/loss": 1.0}) for number in (1, 2, 3)])
+    asked = ((2e9, 3, 0.75), (2e9 + 1, 1, 0.25), (2e9 + 2, 9, 1.0))  # that of version 1 ends late
+    write(run, [Row(time_s=at, kind=EVALUATION, version=f"0.{number}", values={"eval/heldout": value}) for at, number, value in asked])
+    write(run, [Row(time_s=1e9 + at, kind=WINDOW, version=version, values={"lag/stream_s": 4.0}) for at, version in ((0, ""), (2, "0.2"))])
+    async with page(run) as (base, _, client):
+        for table, name, x in (
+            ("batch", "train/loss", [10, 20, 30]),
+            ("evaluation", "eval/heldout", [10, 30, 30]),
+            ("window", "lag/stream_s", [0, 20]),
+        ):
+            found = await told(client, f"{base}/api/series?table={table}&x=tokens&names={name}")
+            assert found["x"] == x
+        by_version = await told(client, f"{base}/api/series?table=evaluation&x=version&names=eval/heldout")
+        assert (by_version["x"], by_version["values"]["eval/heldout"]) == ([1, 3, 9], [0.25, 0.75, 1.0])
 
 
 async def test_what_is_looked_at_first_is_the_supervisors_or_the_summarys_and_else_nothing(run: RunDir) -> None:
@@ -198,15 +221,15 @@ async def test_both_runs_are_there_by_version_and_by_time_and_the_other_one_is_n
     with indexed(run) as index:
         others = Others(run, run.load_config(), index)
         assert others.names() == ["other"]
-        found = await others.compare("other", "version")
+        found = await others.compare(["other"], "version")
         assert found.reading is None
         first, second = found.runs
         assert (first.name, first.batches, first.seconds) == ("demo", 100, 198.0)
         assert (second.name, second.batches, second.seconds, second.x) == ("other", 50, 49.0, list(range(1, 51)))
         assert (first.last["throughput"], second.last["throughput"]) == (5.0, 10.0)
         assert (first.last["loss"], first.last["reward"]) == (2.0, None)
-        assert ("tasks.batch_tasks", "3") in [(key, value) for key, _, value in found.differences]
-        first, second = (await others.compare("other", "elapsed_s")).runs
+        assert ["tasks.batch_tasks", "3"] in [[key, value] for key, _, value in found.differences]
+        first, second = (await others.compare(["other"], "elapsed_s")).runs
         assert (first.x[0], first.x[-1], second.x[-1]) == (0.0, 198.0, 49.0)
     assert contents(other.path) == before
     assert set(other.path.iterdir()) == {path for path in other.path.iterdir() if path.name != "page"}
@@ -216,20 +239,20 @@ async def test_rows_that_come_later_and_a_run_that_is_deleted_and_made_anew_are_
     other = beside(run, "other")
     with open_index(run) as index:
         others = Others(run, run.load_config(), index)
-        assert (await others.compare("other", "version")).runs[1].batches == 40
+        assert (await others.compare(["other"], "version")).runs[1].batches == 40
         write(other, batches(41, 45))
-        assert (await others.compare("other", "version")).runs[1].batches == 45
+        assert (await others.compare(["other"], "version")).runs[1].batches == 45
         shutil.rmtree(other.path)
         with pytest.raises(NotFound, match="other"):
-            await others.compare("other", "version")
+            await others.compare(["other"], "version")
         assert not (page_folder(run) / "others" / "other").exists()
         beside(run, "other", batches(1, 7))
-        assert (await others.compare("other", "version")).runs[1].batches == 7
+        assert (await others.compare(["other"], "version")).runs[1].batches == 7
     # What a page has left behind is of a run that may be another one by now.
     shutil.rmtree(other.path)
     beside(run, "other", batches(1, 3))
     with open_index(run) as index:
-        assert (await Others(run, run.load_config(), index).compare("other", "version")).runs[1].batches == 3
+        assert (await Others(run, run.load_config(), index).compare(["other"], "version")).runs[1].batches == 3
 
 
 async def test_only_runs_of_the_same_directory_can_be_opened(run: RunDir, tmp_path: Path) -> None:
@@ -251,22 +274,22 @@ async def test_only_runs_of_the_same_directory_can_be_opened(run: RunDir, tmp_pa
     (run.path.parent / "no-run").mkdir()
     (run.path.parent / "a-file").write_text("x")
     async with page(run) as (base, _, client):
-        assert set(await told(client, f"{base}/api/others")) == {"other", "with-file", "with-pipe"}
+        assert set((await told(client, f"{base}/api/others"))["runs"]) == {"other", "with-file", "with-pipe"}
         for name in (
             *("linked", "with-links", "with-file", "no-run", "a-file", "demo", "nobody"),
             *("..", "%2e%2e", "..%2Felsewhere%2Fsecret", "x" * 300),
         ):
-            assert await status(client, f"{base}/api/compare/{name}") == 404, name
-        async with client.get(f"{base}/api/compare/with-pipe") as answer:
+            assert await status(client, f"{base}/api/compare?runs={name}") == 404, name
+        async with client.get(f"{base}/api/compare?runs=with-pipe") as answer:
             assert (answer.status, (await answer.json())["runs"][1]["batches"]) == (200, 0)
-        assert await status(client, f"{base}/api/compare/other?x=../..") == 400
-        assert (await told(client, f"{base}/api/compare/other?x=elapsed_s"))["runs"][1]["values"]["reward"] == [0.25] * 40
+        assert await status(client, f"{base}/api/compare?runs=other&x=../..") == 400
+        assert (await told(client, f"{base}/api/compare?runs=other&x=elapsed_s"))["runs"][1]["values"]["reward"] == [0.25] * 40
 
 
 async def test_a_configuration_that_cannot_be_read_and_many_runs_leave_the_curves(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     beside(run, "other").config_path.write_text('{"run":{"nobody":1}}')
     with open_index(run) as index:
-        found = await Others(run, run.load_config(), index).compare("other", "version")
+        found = await Others(run, run.load_config(), index).compare(["other"], "version")
     assert found.runs[1].batches == 40
     assert "nobody" in found.trouble
     monkeypatch.setattr("streamrl.page.others.MOST_KEPT", 2)
@@ -275,9 +298,36 @@ async def test_a_configuration_that_cannot_be_read_and_many_runs_leave_the_curve
     with open_index(run) as index:
         others = Others(run, run.load_config(), index)
         for name in ("a", "b", "a", "c"):
-            await others.compare(name, "version")
+            await others.compare([name], "version")
         assert {path.name for path in (page_folder(run) / "others").iterdir()} == {"a", "c"}
-        assert (await others.compare("b", "version")).runs[1].batches == 40
+        assert (await others.compare(["b"], "version")).runs[1].batches == 40
+
+
+async def test_many_runs_are_compared_over_any_axis_and_more_than_the_most_are_refused(run: RunDir) -> None:
+    def rows(every_s: float) -> list[Row]:
+        given = [{"rollout/tokens_trained": 10.0 * every_s, "train/loss": float(number % 2)} for number in range(4)]
+        return [batch(1e9 + number * every_s, number, values) for number, values in enumerate(given, start=1)]
+
+    write(run, rows(1.0))
+    names = [f"other-{number}" for number in range(MOST_COMPARED + 1)]
+    for number, name in enumerate(names, start=2):
+        beside(run, name, rows(float(number)))
+    changed = RunDir(run.path.parent / names[1])
+    changed.write_config(Config(run=RunConfig(name=names[1], dir=str(run.path.parent)), tasks=TasksConfig(batch_tasks=5)))
+    async with page(run) as (base, _, client):
+        listed = await told(client, f"{base}/api/others")
+        assert (set(listed["runs"]), listed["most"]) == (set(names), MOST_COMPARED)
+        asked = f"{base}/api/compare?runs={','.join(names[:-1])}"
+        assert await status(client, f"{asked},{names[-1]}") == await status(client, f"{base}/api/compare") == 400
+        for axis, ends in (("version", [4, 4]), ("step", [4, 4]), ("tokens", [40, 80]), ("elapsed_s", [3, 6])):
+            runs = (await told(client, f"{asked}&x={axis}"))["runs"]
+            assert [one["name"] for one in runs] == ["demo", *names[:-1]]
+            assert [one["x"][-1] for one in runs[:2]] == ends
+        found = await told(client, f"{asked}&smooth=2")
+        assert found["runs"][3]["values"]["loss"] == [0.0, 0.5, 0.5, 0.5]
+        batch_tasks = str(Config().tasks.batch_tasks)
+        [row] = [row for row in found["differences"] if row[0] == "tasks.batch_tasks"]
+        assert row[1:] == [batch_tasks, "3", "5", *["3"] * (MOST_COMPARED - 2)]
 
 
 def test_a_rate_is_taken_over_the_rows_that_have_both_numbers() -> None:

@@ -30,19 +30,24 @@ function onTop([x, ...lines]) {
 }
 
 // series: [{ table, name, label, rate }] - `rate`: an amount of a row, drawn a second.
-// `edge`: the bound of an interval, drawn thin. `smooth`: each value is the mean over so many rows.
+// `edge`: the bound of an interval, drawn thin. `smooth`: each value is the mean over so many rows; evaluations stay as they are.
+// `log`: values above 0 on a logarithmic scale, and how many there are beside them.
 // `stepped`: a value holds until the next one. `stacked`: shares that add up to one, drawn on top of each other, thinned to their means.
 export class Chart {
-  constructor(place, title, series, x = "version", { stacked = false, stepped = false, smooth = 1 } = {}) {
+  constructor(place, title, series, x = "version", { stacked = false, stepped = false, smooth = 1, log = false } = {}) {
     this.paths = stepped ? uPlot.paths.stepped({ align: 1 }) : undefined;
     this.series = series;
     this.x = x;
     this.stacked = stacked;
-    this.smooth = smooth;
+    this.smooth = stacked ? 1 : smooth;
+    this.log = log;
     this.plot = null;
     this.room = element("div", { class: "plot" });
     this.none = element("p", { class: "none" }, "no values yet");
-    this.place = element("section", { class: "chart", "aria-label": title }, element("h2", {}, title), this.none, this.room);
+    this.hidden = element("p", { class: "soft", hidden: true });
+    const rows = series.some((one) => one.table === "batch") ? "batches" : "rows";
+    const mean = this.smooth > 1 ? element("span", { class: "soft" }, ` mean of ${this.smooth} ${rows}`) : "";
+    this.place = element("section", { class: "chart", "aria-label": title }, element("h2", {}, title, mean), this.none, this.room, this.hidden);
     place.append(this.place);
     this.observer = new ResizeObserver(() => this.plot && this.plot.setSize({ width: this.room.clientWidth, height: HEIGHT }));
     this.observer.observe(this.room);
@@ -54,6 +59,14 @@ export class Chart {
   // `answers`: by table, what /api/series says.
   show(answers) {
     const parts = this.series.map((one) => answers[one.table] && { ...one, x: answers[one.table].x, y: answers[one.table].values[one.name] });
+    let below = 0;
+    for (const part of this.log ? parts : []) {
+      if (!part || !part.y) continue;
+      below += part.y.filter((value) => value !== null && value <= 0).length;
+      part.y = part.y.map((value) => (value > 0 ? value : null));
+    }
+    this.hidden.hidden = !below;
+    this.hidden.textContent = `a log scale has no place for values of 0 or less: ${number(below)} points are not drawn`;
     const present = parts.filter((part) => part && part.y && part.y.some((value) => (this.stacked ? value > 0 : value !== null)));
     this.none.hidden = present.length > 0;
     this.room.hidden = present.length === 0;
@@ -76,7 +89,7 @@ export class Chart {
   #draw({ values, labels, edges, sparse }) {
     const stacked = this.stacked;
     const axis = { stroke: style("--soft"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line") } };
-    const time = this.x === "time_s";
+    const time = this.x === "time_s", over = this.x === "tokens" ? "tokens trained" : this.x;
     const lines = labels.map((label, at) => ({
       label, stroke: style(`--s${at % 9}`), width: stacked ? 0.5 : edges[at] ? 0.75 : 1.5, dash: edges[at] ? [4, 4] : undefined, spanGaps: sparse, paths: this.paths, fill: stacked ? style(`--s${at % 9}`) : undefined,
       value: (plot, value, series, row) => number(stacked && row !== null ? this.data.raw[series][row] : stacked ? null : value, stacked ? 3 : 4),
@@ -85,10 +98,10 @@ export class Chart {
     this.drawn = labels.join("\n");
     this.plot = new uPlot(
       {
-        width: this.room.clientWidth || 400, height: HEIGHT, scales: { x: { time }, y: { range: stacked ? [0, 1] : range } },
+        width: this.room.clientWidth || 400, height: HEIGHT, scales: { x: { time }, y: this.log ? { distr: 3 } : { range: stacked ? [0, 1] : range } },
         bands: stacked ? labels.slice(1).map((_, at) => ({ series: [at + 2, at + 1] })) : [],
-        series: [{ label: time ? "time" : this.x, value: time ? "{HH}:{mm}:{ss}" : (plot, value) => number(value) }, ...lines],
-        axes: [time ? { ...axis, space: 70, values: clock } : axis, { ...axis, size: 58, values: (plot, ticks) => ticks.map((tick) => number(tick)) }],
+        series: [{ label: time ? "time" : over, value: time ? "{HH}:{mm}:{ss}" : (plot, value) => number(value) }, ...lines],
+        axes: [time ? { ...axis, space: 70, values: clock } : axis, { ...axis, size: 58, values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) }],
         cursor: { sync: { key: this.x } },
       },
       values,
@@ -108,22 +121,23 @@ export class Chart {
   }
 }
 
-// All charts of a view in few requests: one for each table.
+// All charts of a view in few requests: one for each table, axis and smoothing.
 export async function fill(charts, run, last = 0) {
-  const wanted = {}, rates = {};
+  const wanted = {};
+  const key = (chart, table) => JSON.stringify([table, chart.x, chart.stacked, table === "evaluation" ? 1 : chart.smooth]);
   for (const chart of charts)
     for (const one of chart.series)
       if ((run.tables[one.table] || []).includes(one.name)) {
-        const key = JSON.stringify([chart.x, chart.stacked, chart.smooth, one.table]);
-        (wanted[key] ||= new Set()).add(one.name);
-        if (one.rate) (rates[key] ||= new Set()).add(one.name);
+        const { names, rates } = (wanted[key(chart, one.table)] ||= { names: new Set(), rates: new Set() });
+        names.add(one.name);
+        if (one.rate) rates.add(one.name);
       }
   const answers = {};
-  await Promise.all(Object.entries(wanted).map(async ([key, names]) => {
-    const [x, stacked, smooth, table] = JSON.parse(key);
+  await Promise.all(Object.entries(wanted).map(async ([key, { names, rates }]) => {
+    const [table, x, stacked, smooth] = JSON.parse(key);
     const means = stacked || smooth > 1;
-    const query = new URLSearchParams({ table, x, names: [...names].join(","), points: means ? 250 : 1000, last, thin: means ? "mean" : "extremes", smooth, rates: [...(rates[key] || [])].join(",") });
-    (answers[[x, stacked, smooth]] ||= {})[table] = await get(`api/series?${query}`);
+    const query = new URLSearchParams({ table, x, names: [...names].join(","), points: means ? 250 : 1000, last, thin: means ? "mean" : "extremes", smooth, rates: [...rates].join(",") });
+    answers[key] = await get(`api/series?${query}`);
   }));
-  for (const chart of charts) chart.show(answers[[chart.x, chart.stacked, chart.smooth]] || {});
+  for (const chart of charts) chart.show(Object.fromEntries(chart.series.map(({ table }) => [table, answers[key(chart, table)]])));
 }

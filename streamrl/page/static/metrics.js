@@ -1,5 +1,6 @@
 // Every metric there is, of the run or of one worker.
 import { Chart, fill } from "./charts.js";
+import { chosen, controls } from "./controls.js";
 import { element, number, paced } from "./tools.js";
 
 const MOST = 24;
@@ -9,7 +10,7 @@ export function metrics(place, run) {
   const whose = element("select", { "aria-label": "Of whom" });
   const count = element("span", { class: "soft", role: "status" });
   const room = element("div", { class: "charts" });
-  place.append(element("div", { class: "bar" }, search, whose, count), room);
+  place.append(element("div", { class: "bar" }, search, whose, count), controls(() => choose()), room);
   const charts = [];
 
   function tables() {
@@ -26,11 +27,11 @@ export function metrics(place, run) {
     count.textContent = found.length > MOST ? `${found.length} metrics, the first ${MOST} are shown` : `${found.length} metrics`;
     for (const name of found.slice(0, MOST)) {
       const { unit, meaning } = run.metrics[name] || {};
-      const chart = new Chart(room, `${name}${unit && unit !== "1" ? `, ${unit}` : ""}`, [{ table, name, label: name.split("/").pop() }], table === "batch" ? "version" : "time_s");
+      const chart = new Chart(room, `${name}${unit && unit !== "1" ? `, ${unit}` : ""}`, [{ table, name, label: name.split("/").pop() }], ...chosen(table === "batch" ? "version" : "time_s"));
       chart.place.title = meaning || "";
       charts.push(chart);
     }
-    drawing.again();
+    drawing.again(true);
   }
 
   const drawing = paced(() => fill(charts, run), 1000);

@@ -1,5 +1,6 @@
 // What one looks at first: is it learning, how fast, how stale, what is lost.
 import { Chart, fill } from "./charts.js";
+import { chosen, controls } from "./controls.js";
 import { lengths } from "./lengths.js";
 import { box, clock, element, get, lasting, number, paced, table } from "./tools.js";
 
@@ -21,9 +22,10 @@ function chartsOf(run) {
   const rates = told.filter((name) => /-(pass|maj)@(?!1$)\d+$/.test(name));
   const means = told.filter((name) => !/-((pass|maj)@\d+|ci_low|ci_high|truncated_ratio|failed_ratio|response_len|took_s)$/.test(name));
   const all = [
-    ["Reward, batch by batch", "version", [batch("rollout/raw_reward", "mean of the batch"), ...of(means)]],
+    [run.branch ? "Recorded reward, batch by batch" : "Reward, batch by batch", "version", [batch("rollout/raw_reward", "mean of the batch"), ...of(means)]],
     ["Tokens a second", "time_s", [since("tokens/sampled_total", "sampled", true), since("tokens/published_total", "published", true), since("tokens/cut_total", "cut, never published", true)]],
     ["What became of published tokens, by batch", "version", [batch("tokens/trained_total", "trained"), batch("tokens/masked_total", "masked"), ...lost.map((name) => batch(name, `dropped: ${name.slice("tokens/dropped_total/".length)}`))]],
+    ["Advantages of trained tokens", "version", ["min", "max", "std", "abs"].map((what) => batch(`rollout/advantages_${what}`, what === "abs" ? "mean of |advantage|" : what))],
     ["Staleness of trained tokens, versions", "version", [batch("staleness/mean", "mean"), batch("staleness/p95", "p95"), batch("staleness/max", "max")]],
     ["Where the age comes from, versions", "version", [batch("staleness/in_flight", "in flight"), batch("staleness/queued", "queued"), batch("staleness/publish_lag", "publish lag")]],
     ["Behind the newest batch, seconds", "time_s", [since("lag/stream_s", "oldest message"), since("lag/publish_to_commit_s", "publish to commit")]],
@@ -44,19 +46,39 @@ function chartsOf(run) {
   }
   all.splice(2, 0, ...times);
   if (rates.length) all.splice(1, 0, ["pass@k and maj@k of evaluations", "version", of(rates)]);
-  return all;
+  const has = ([, , series]) => series.some((one) => (run.tables[one.table] || []).includes(one.name));
+  return run.branch ? all.filter(has) : all; // a branch has no engines and no stream
 }
 
 const setName = (set) => (set === "heldout" ? "held-out" : set);
 
+// Of a branch: its rewards were recorded with its parent's samples, and what differs is the loss and the distance to the parent.
+const DISTANCE = "train/parent_logprob_abs_diff";
+
+function branchCharts(run) {
+  return [
+    [`Recorded reward, of ${run.branch.parent}'s samples`, "version", [batch("rollout/raw_reward", "mean of the batch")]],
+    ["Loss", "version", [batch("train/loss", "loss")]],
+    ["Distance to the parent, nats", "version", [batch(DISTANCE, "from the parent, same samples"), batch("train/train_rollout_logprob_abs_diff", "from the policies that sampled")]],
+  ];
+}
+
+function branchBox({ parent, parent_version, overrides, same_batches, here }) {
+  return box(`A branch of ${parent} from version ${parent_version}`,
+    element("p", {}, `It was trained again from samples that ${parent} recorded, with ${overrides.join(" ") || "nothing changed"}; its batches are ${same_batches ? "its parent's" : "its own"}. `
+      + "Its rewards are those that were recorded with these samples: its own policy has earned none. Loss and the distance to the parent are its own."),
+    here ? element("a", { href: `#compare/${parent}/version` }, `Beside ${parent}, with where the configurations differ`) : element("p", { class: "soft" }, `${parent} does not lie beside it, so its samples cannot be shown.`));
+}
+
 // Whether it is learning: the newest batches' mean with its parts, and the first set of problems with its interval.
 function firstCharts(run) {
+  if (run.branch) return branchCharts(run);
   const parts = (run.tables.batch || []).filter((name) => name.startsWith(PART)).map((name) => batch(name, name.slice(PART.length)));
   const set = (run.glance && run.glance.heldout_set) || "heldout", name = `eval/${set}`;
   const bound = (end, label) => ({ table: "evaluation", name: `${name}-ci_${end}`, label, edge: true });
   const loss = (run.tables.batch || []).includes("rollout/raw_reward") ? [] : [batch("train/loss", "loss")];
   return [
-    [loss.length && run.tables.batch ? "Loss" : "Reward", "version", [batch("rollout/raw_reward", `mean of ${SMOOTH} batches`), ...parts, ...loss], { smooth: SMOOTH }],
+    [loss.length && run.tables.batch ? "Loss" : "Reward", "version", [batch("rollout/raw_reward", "mean of the batch"), ...parts, ...loss], { smooth: SMOOTH }],
     ["Held-out", "version", [{ table: "evaluation", name, label: setName(set) }, bound("low", "95 % from"), bound("high", "to")]],
   ];
 }
@@ -103,9 +125,10 @@ export function overview(place, run) {
   const notes = element("div");
   const spread = element("div");
   const fold = element("details", { open: kept() }, element("summary", {}, "All charts"), room, spread);
-  place.append(said, first, account, cards, held, fold, notes);
   const front = [], charts = [];
   let known = "", unfolded = "";
+  place.append(said, ...(run.branch ? [branchBox(run.branch)] : []), first, controls(() => { known = unfolded = ""; drawing.again(true); }), account, cards, held, fold, notes);
+  const drawnIn = (room, all) => all.map(([title, x, series, options]) => new Chart(room, title, series, ...chosen(x, options)));
 
   let judged = "", counted = "";
   function tell() {
@@ -122,7 +145,10 @@ export function overview(place, run) {
     say(account, (glance.account || []).join(" · "));
     tile(pace, "steps a minute", number(glance.steps_per_minute, 3), `step ${run.step} of ${run.steps || "–"}`);
     tile(left, "time left", run.state === "running" ? lasting(glance.left_s) : "–", run.state);
-    const values = [
+    const values = run.branch ? [
+      ["recorded reward", number(newest["rollout/raw_reward"], 3)], ["loss", number(newest["train/loss"], 3)],
+      ["distance to the parent, nats", number(newest[DISTANCE], 3)], ["step", `${run.step}/${run.steps}`], ["tokens/s trained", number(run.trained_per_s, 3)],
+    ] : [
       ["reward", number(newest["rollout/raw_reward"], 3)],
       [`${setName(set)}${within}`, number(newest[`eval/${set}`], 3)],
       ["step", `${run.step}/${run.steps}`],
@@ -142,15 +168,15 @@ export function overview(place, run) {
       known = names;
       for (const chart of front.splice(0)) chart.close();
       first.replaceChildren();
-      for (const [title, x, series, options] of firstCharts(run)) front.push(new Chart(first, title, series, x, options));
-      first.append(pace, left);
+      front.push(...drawnIn(first, firstCharts(run)));
+      if (!run.branch) first.append(pace, left);
     }
     const wanted = fold.open ? names : "";
     if (wanted !== unfolded) {
       unfolded = wanted;
       for (const chart of charts.splice(0)) chart.close();
       room.replaceChildren();
-      for (const [title, x, series, options] of wanted ? chartsOf(run) : []) charts.push(new Chart(room, title, series, x, options));
+      charts.push(...drawnIn(room, wanted ? chartsOf(run) : []));
     }
     await fill([...front, ...charts], run);
     const lately = (await get("api/notes")).slice(0, 20);

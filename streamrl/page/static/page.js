@@ -15,12 +15,15 @@ let run = null; // what /api/run says; `newest` and others are kept up to date b
 let shown = null; // { update(run), close() } of the view
 let place = null;
 
-for (const name of Object.keys(views)) nav.append(element("a", { href: `#${name}` }, titles[name]));
+// A branch has no engines, which the view of versions is about.
+function names() {
+  for (const name of Object.keys(views)) if (!(run.branch && name === "versions")) nav.append(element("a", { href: `#${name}` }, titles[name]));
+}
 
 function tellState() {
   document.title = `${run.run} · streamrl`;
   document.getElementById("run").textContent = run.run;
-  const parts = [run.state, `step ${run.step} of ${run.steps}`];
+  const parts = [...(run.branch ? [`branch of ${run.branch.parent}`] : []), run.state, `step ${run.step} of ${run.steps}`];
   if (run.version) parts.push(`version ${run.version}`);
   if (run.reading) parts.push(`reading ${Math.floor((100 * run.reading.done) / Math.max(1, run.reading.total))} %`);
   if (run.objectives.level) parts.push(`objectives: ${run.objectives.level}`);
@@ -82,6 +85,7 @@ function listen() {
 
 try {
   run = await get("api/run");
+  names();
   tellState();
   show();
   addEventListener("hashchange", show);

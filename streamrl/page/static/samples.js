@@ -14,11 +14,12 @@ function colours(versions) {
   return { order, at: (version) => order.indexOf(version) % 6 };
 }
 
-function lanes(batch) {
+// `branch`: these were trained another time, long after, and what they waited for then says nothing.
+function lanes(batch, branch) {
   const timed = batch.samples.filter((one) => one.times.started && one.times.finished).slice(0, MOST_LANES);
   if (!timed.length) return element("p", { class: "soft" }, "these samples have no times");
   const first = Math.min(...timed.map((one) => one.times.claimed || one.times.started));
-  const end = Math.max(batch.time_s, ...timed.map((one) => one.times.scored || one.times.finished));
+  const end = Math.max(branch ? 0 : batch.time_s, ...timed.map((one) => one.times.scored || one.times.finished));
   const width = 1000, x = (time) => (width * (time - first)) / Math.max(1e-6, end - first);
   const { order, at } = colours(timed.flatMap((one) => one.turns.flatMap((turn) => [turn.first_version, turn.last_version])));
   const bar = (from, to, row, kind, title) => {
@@ -47,7 +48,7 @@ function lanes(batch) {
     return [
       ...made,
       ...(scored > finished ? [bar(finished, scored, row, "reward", `${who}: reward ${number(scored - finished, 3)} s`)] : []),
-      bar(Math.max(scored || 0, finished), batch.time_s, row, "after", `${who}: in the queue and in the step ${number(batch.time_s - Math.max(scored || 0, finished), 3)} s`),
+      ...(branch ? [] : [bar(Math.max(scored || 0, finished), batch.time_s, row, "after", `${who}: in the queue and in the step ${number(batch.time_s - Math.max(scored || 0, finished), 3)} s`)]),
     ];
   });
   const height = timed.length * LANE;
@@ -55,7 +56,7 @@ function lanes(batch) {
   drawing.setAttribute("aria-label", `${timed.length} rollouts over ${number(end - first, 3)} seconds`);
   const key = order.map((version) => element("span", { class: `key v${at(version)}` }, `generates, version ${version}`));
   const hidden = batch.samples.length - timed.length;
-  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `palest: waits; middle: tools; strongest: reward; grey: queue and step; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
+  return element("div", {}, element("p", {}, ...key, element("span", { class: "soft" }, `palest: waits; middle: tools; strongest: reward${branch ? "" : "; grey: queue and step"}; ${number(end - first, 3)} s in all${hidden ? `; ${hidden} more are not drawn` : ""}`)), drawing);
 }
 
 // What is looked for stays while one walks through batches.
@@ -75,7 +76,7 @@ function list(place, upto, versions, run) {
     choice("version", "version", versions), field("text", "text in prompt or answer", { type: "search" }),
   ];
   const told = element("p", { class: "soft", role: "status" }), on = element("button", { type: "button", hidden: true }, "Look further back");
-  const heads = ["batch", "task", "rollout", "reward", "end", "status", "versions", "tokens", "trained", "engine", "text"];
+  const heads = ["batch", "task", "rollout", word, "end", "status", "versions", "tokens", "trained", "engine", "text"];
   const done = table(heads, [], [2, 3, 7, 8]);
   const body = done.querySelector("tbody");
   let sums = null, turn = 0, next = null;
@@ -139,18 +140,31 @@ const numbered = (one) => `${one.rollout}${one.sample ? `.${one.sample}` : ""}`;
 const origin = (one) => [one.agent && `agent ${one.agent}`, one.branch_of !== null && `branch of ${one.rollout}${one.branch_of ? `.${one.branch_of}` : ""}`].filter(Boolean);
 const titled = (one) => [`rollout ${numbered(one)}`, ...origin(one)].join(", ");
 
+// The mean over the sample's trained tokens; most estimators give all of them the same.
+function advantage(one) {
+  if (!one.advantage) return "";
+  const { mean, min, max } = one.advantage;
+  return `, advantage ${number(mean, 3)}${min === max ? "" : ` (tokens: ${number(min, 3)} to ${number(max, 3)})`}`;
+}
+
+let word = "reward"; // of a branch it is that which was recorded with its parent's samples
+
+function headed(one) {
+  const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
+  return `${titled(one)}: ${word} ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}${advantage(one)}, ${one.became}`;
+}
+
 function side(one, kind, at) {
   const spans = one.tokens.map((text, index) => {
     const version = one.versions[index];
     const told = version === null ? "no model sampled it" : `version ${version}, log-probability ${one.logprobs[index]} (sampler)`
-      + (weightOf(one, index) === null ? "" : ` and ${one.trainer_logprobs[index]} (trainer), importance weight ${one.weights[index]}`);
+      + (weightOf(one, index) === null ? "" : ` and ${one.trainer_logprobs[index]} (trainer), importance weight ${one.weights[index]}`)
+      + ((one.advantages?.[index] ?? null) === null ? "" : `, advantage ${one.advantages[index]}`);
     return element("span", { class: `${kinds[kind](one, index, at)}${one.mask[index] ? "" : " masked"}`.trim(), title: `${told}${one.mask[index] ? "" : "; not trained"}; id ${one.ids[index]}` }, text);
   });
-  const parts = Object.entries(one.reward_parts).map(([name, value]) => `${name} ${number(value, 3)}`).join(", ");
-  const head = `${titled(one)}: reward ${number(one.reward, 3)}${parts ? ` (${parts})` : ""}, ${one.became}, ${one.status}, ${number(one.num_tokens)} tokens`;
   const more = one.num_tokens > one.tokens.length ? [element("p", { class: "soft" }, `the first ${number(one.tokens.length)} tokens are shown`)] : [];
   const by = [one.engine && `engine ${one.engine}`, one.producer, `finished by ${one.finish_reason}`, one.metadata].filter(Boolean).join(" · ");
-  return element("section", { class: "box" }, element("h2", {}, head), element("p", { class: "soft" }, by), element("div", { class: "tokens" }, ...spans), ...more);
+  return element("section", { class: "box" }, element("h2", {}, `${headed(one)}, ${one.status}, ${number(one.num_tokens)} tokens`), element("p", { class: "soft" }, by), element("div", { class: "tokens" }, ...spans), ...more);
 }
 
 function talk(one) {
@@ -158,7 +172,7 @@ function talk(one) {
     const facts = [part.sampled ? "sampled" : "", part.num_tokens ? `${number(part.num_tokens)} tokens` : "", part.seconds !== null ? `${number(part.seconds, 3)} s` : "", part.sampled ? part.engine : "", part.finish_reason].filter(Boolean).join(", ");
     return element("div", { class: `said ${part.sampled ? "sampled" : ""}` }, element("p", {}, element("b", {}, part.role), " ", element("span", { class: "soft" }, facts)), element("div", { class: "tokens" }, part.text));
   });
-  return element("section", { class: "box" }, element("h2", {}, `${titled(one)}: reward ${number(one.reward, 3)}, ${one.became}`), ...said);
+  return element("section", { class: "box" }, element("h2", {}, headed(one)), ...said);
 }
 
 const WEIGHTS = {
@@ -198,10 +212,12 @@ async function group(place, number_, task) {
   }
   way.addEventListener("change", draw);
   const first = found.samples[0];
+  const unknown = found.samples.some((one) => one.became === "trained") && !found.samples.some((one) => one.advantage);
   place.append(
     element("p", {}, element("a", { href: path(number_) }, `← batch of version ${number_}`)),
     ...(first ? [box(`Task ${task}`, element("div", { class: "tokens" }, first.prompt), ...(first.label === null ? [] : [element("p", { class: "soft" }, `label: ${first.label}`)]))] : []),
-    element("div", { class: "bar" }, element("label", {}, "Shown ", way)), key, room,
+    element("div", { class: "bar" }, element("label", {}, "Shown ", way)), key,
+    ...(unknown ? [element("p", { class: "soft" }, "The advantages of these samples are not known: they are kept of the newest batches only (trainer.token_weights_bytes).")] : []), room,
   );
   draw();
 }
@@ -210,13 +226,14 @@ async function batchView(place, wanted, run) {
   const batch = await get(`api/batches/${wanted}`);
   const missing = batch.missing ? ` ${batch.missing} of its messages are not there any more, or are too many to be read.` : "";
   place.append(
-    box(`Batch of version ${batch.version}`, element("p", { class: "soft" }, `${batch.source}, ${batch.num_groups} groups, ${batch.samples.length} samples, digest ${batch.digest || "–"}.${missing}`), lanes(batch)),
+    box(`Batch of version ${batch.version}`, element("p", { class: "soft" }, `${batch.source}, ${batch.num_groups} groups, ${batch.samples.length} samples, digest ${batch.digest || "–"}.${missing}`), lanes(batch, run.branch)),
   );
   list(place, wanted, [...new Set(batch.samples.map((one) => one.first_version))].sort(), run);
   if (batch.drops.length) place.append(box("Dropped before it", table(["reason", "task", "rollouts", "sequence", "detail"], batch.drops.map((one) => [one.reason, one.task, one.rollouts.join(", "), one.sequence || "–", one.detail]), [1, 3])));
 }
 
 export function samples(place, run, [wanted, task]) {
+  word = run.branch ? "recorded reward" : "reward";
   const newest = run.version ? Number(run.version.split(".")[1]) : 0;
   const chosen = /^\d{1,12}$/.test(wanted || "") ? Number(wanted) : newest;
   const input = element("input", { type: "number", min: 1, value: chosen, "aria-label": "Version" });

@@ -78,10 +78,10 @@ const RETRY = 5000;
 // Calls `work` at once and again when asked to, or when the server gave no answer; one at a time and at most every `every` milliseconds,
 // but where it is asked for `now`.
 export function paced(work, every = 5000) {
-  let running = false, again = false, closed = false, last = 0, timer = 0;
+  let running = false, again = false, soon = false, closed = false, last = 0, timer = 0;
   async function go(now = false) {
     if (closed) return;
-    if (running) { again = true; return; }
+    if (running) { again = true; soon ||= now; return; }
     const wait = now ? 0 : last + every - Date.now();
     if (wait > 0) { clearTimeout(timer); timer = setTimeout(go, wait); return; }
     running = true;
@@ -96,7 +96,7 @@ export function paced(work, every = 5000) {
       last = Date.now() + Math.max(0, RETRY - every);
       tellFailed(error.message);
     } finally { running = false; }
-    if (again) { again = false; go(); }
+    if (again) { const at = soon; again = soon = false; go(at); }
   }
   go();
   return { again: go, close() { closed = true; clearTimeout(timer); tellFailed(""); } };

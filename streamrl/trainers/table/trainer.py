@@ -134,7 +134,7 @@ class TableTrainer:
             metrics["train/nonfinite_tokens"] = float(dropped)
             metrics |= candidate_metrics(batch, support=self._replays, likeliest=False)
             metrics |= ratio_metrics(batch, old_logprobs) | weight_metrics(batch, used) | logprob_differences(batch, old_logprobs)
-        tokens = None if batch.kind == "sft" else TokenValues(logprobs, used)
+        tokens = None if batch.kind == "sft" else TokenValues(logprobs, used, objective.advantages)
         learns = finite and batch.kind == "rl"
         gradient, fault = judge_gradient(batch, objective, self._loss, [row["train/grad_norm"] for row in rows]) if learns else (SOME, "")
         return StepResult(

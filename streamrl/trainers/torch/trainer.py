@@ -257,7 +257,7 @@ class TorchTrainer:
             peak_s=self._peak_s(batch),
             choices=self._arrangement.choices(self.update.row_length(batch, self.update.budget)),
             notices=(*self._arrangement.notices(), *self._recheck.notices()),
-            tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights),
+            tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights, objective.advantages),
         )
 
     def _peak_s(self, batch: TrainBatch) -> float | None:
