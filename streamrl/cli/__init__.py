@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole = parser()
     arguments, unknown = whole.parse_known_args(argv)
     if unknown:
-        settings = [word for word in unknown if re.fullmatch(r"[a-z_]+(\.\w+)+=.*", word)]
+        settings = [word.lstrip("+") for word in unknown if re.fullmatch(r"\+{0,2}[a-z_]+(\.\w+)+=.*", word)]
         hint = f"\nhint: keys are set with {' '.join(f'--set {word}' for word in settings)}" if settings else ""
         whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     try:

@@ -69,7 +69,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, plan: bool = False)
         config = convert(merged, where=str(source))
     except ConfigError as error:
         for text in reversed(overrides):
-            if ".".join(_parse_override(text)[0]) == error.values.get("key"):
+            if f"{error.values.get('key')}.".startswith(f"{'.'.join(_parse_override(text)[0])}."):
                 convert(merged, where=f"--set {text}")  # the same error, with its origin
         raise
     check(config)

@@ -31,6 +31,7 @@ BROKEN = "row_broken"
 WITH_IMAGES = 16
 """Rows that are held at a time where each may have `data.max_image_bytes`."""
 _CHUNK = 1024
+_AS_IT_IS = "with data.chat_template = false"
 _BASE = "write prompts as texts, with data.chat_template = false, or put a chat_template.jinja beside the tokenizer"
 
 
@@ -166,8 +167,8 @@ def prompt_text(
     untold = not isinstance(prompt, str) and not tokenizer.chat_template
     if untold or not (config.chat_template or isinstance(prompt, str)):
         raise ConfigError(
-            f"expected a text as prompt{' of a model without a chat template' if untold else ''}, got chat messages",
-            hint=_BASE if untold else "set data.chat_template = true",
+            f"expected a text as prompt {'of a model without a chat template' if untold else _AS_IT_IS}, got chat messages",
+            hint=_BASE if untold else "leave data.chat_template out: true is its default; or write the prompts as texts",
             key="data.chat_template",
         )
     if not config.chat_template:

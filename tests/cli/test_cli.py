@@ -171,7 +171,9 @@ def test_numbers_out_of_range_are_refused(stopped_run: RunDir, capsys: pytest.Ca
     assert "expected a finite number" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("word", "hint"), [("run.steps=3", "--set run.steps=3"), ("--frob", ""), ("other.toml", "")])
+@pytest.mark.parametrize(
+    ("word", "hint"), [("run.steps=3", "--set run.steps=3"), ("++run.steps=3", "--set run.steps=3"), ("--frob", ""), ("other.toml", "")]
+)
 def test_a_key_without_its_flag_gets_the_flag(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
     with pytest.raises(SystemExit) as end:
         main(["up", "my.toml", word])
