@@ -127,7 +127,7 @@ class RunView:
         if entry.gap is None:
             self._backlog.ledger(entry.cursor, entry.metrics)
         if self.series is not None and entry.gap is None:
-            self.series.batch(entry, step=self.trained.num_reinforced, live=self.live)
+            self.series.batch(entry, step=self.trained.num_reinforced, dropped=self.trained.drops.total(), live=self.live)
         return True
 
     def judged(self, found: tuple[Finding, ...]) -> None:

@@ -28,6 +28,8 @@ REMAX = 'tasks have a greedy rollout: `loss.advantage = "remax"`'
 REWARDERS = "rewarders score: `reward.workers`"
 OTHER_REASON = "other"
 """Stands for a producer's own words."""
+DROPPED_SO_FAR = "rollouts/dropped_so_far"
+"""The metric of all rollouts dropped since a run began; those of `dropped` are each batch's."""
 
 
 LENGTHS: Mapping[str, str] = MappingProxyType(
@@ -59,7 +61,7 @@ def counted_as(reason: str) -> str:
 
 
 def dropped(reason: str) -> str:
-    """The metric that counts the rollouts dropped for a reason."""
+    """The metric that counts the rollouts of a batch that were dropped for a reason."""
     return f"rollouts/dropped_total/{counted_as(reason)}"
 
 
@@ -281,6 +283,7 @@ _DECLARED = (
         "tokens sampled and never stored: of rollouts that failed, timed out, expired or were given back",
     ),
     Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batch; none of the warm-up"),
+    Metric(DROPPED_SO_FAR, _LAST, "rollouts", "rollouts decided against since the run began, for whatever reason"),
     *(
         Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`", when="there were some")
         for reason in (*DROP_REASONS, OTHER_REASON)

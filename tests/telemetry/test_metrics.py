@@ -181,7 +181,7 @@ def test_what_is_declared_is_reported_by_somebody() -> None:
     reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
     reported |= {names.staleness_part(begin, part, of) for begin in ("", "sample_") for part, of in parts}
     reported |= {make(kind, state) for kind, state in states for make in (names.seconds, names.share)}
-    reported |= {names.length_quantile(name, word) for name in names.LENGTHS for word in ("p50", "p95")}
+    reported |= {names.DROPPED_SO_FAR, *(names.length_quantile(name, word) for name in names.LENGTHS for word in ("p50", "p95"))}
     assert METRICS.keys() - reported - reported_names() == set()
 
 
