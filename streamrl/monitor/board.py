@@ -287,7 +287,7 @@ def _lengths(numbers: RunNumbers, width: int) -> list[Line]:
         of = counts.get(name, [])
         cells = [f"{values[key]:.0f}" if (key := length_quantile(name, word)) in values else "-" for word in ("p50", "p95")]
         rows.append((name.partition("/")[2], *cells, sparkline([count / max(1, *of) for count in of]) if any(of) else "-"))
-    titles = ("answers", "p50", "p95", f"{least[0]} to {least[-1] - 1} tokens")
+    titles = ("answers", "p50", "p95", f"{least[0]} to {least[-2]}+ tokens")
     return [*_table(titles, rows, width, numeric=("p50", "p95")), [Part(distance_text(numbers.length_distance, cut=numbers.length_cut))]]
 
 
