@@ -12,7 +12,7 @@ from streamrl.monitor.glance import account_words
 from streamrl.monitor.lengths import distance_text, quantiles, side_by_side
 from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
-from streamrl.monitor.screen import clock, decimal, degraded_lines, is_normal, short, sparkline, summary_rows, warnings
+from streamrl.monitor.screen import clock, decimal, degraded_lines, is_normal, row_line, short, sparkline, summary_rows, warnings
 from streamrl.monitor.slo import worst_of
 from streamrl.monitor.summary import summary_line
 from streamrl.telemetry.names import LENGTHS, length_quantile
@@ -195,7 +195,7 @@ def _failures(numbers: RunNumbers) -> list[str]:
     """The newest, without line breaks; behind the notes, for it may be long."""
     newest = [" ".join(numbers.newest_error.split())] if numbers.newest_error else []
     share = line_of_numbers(numbers)
-    return [share, *newest] if share else newest
+    return [*([share] if share else []), *newest, *map(row_line, numbers.unusable_rows)]
 
 
 def _engines(engines: Sequence[EngineLine], width: int) -> list[Line]:

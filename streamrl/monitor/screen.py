@@ -176,6 +176,11 @@ def failed_line(numbers: RunNumbers, producers: Counter[str]) -> str:
     return f"{said}; all by {whose}. hint: stop and mend it; the run goes on while others give samples, without these tasks"
 
 
+def row_line(row: str) -> str:
+    """A row of the data that was dropped, one of `RunNumbers.unusable_rows`."""
+    return f"a row of the data was dropped, {one_line(row, most=500)}"
+
+
 def is_normal(state: str) -> bool:
     """Whether a worker in this state is at work, loads, or waits for what others are at."""
     return state in ("running", "done") or is_loading(state) or state.startswith(_AT_WORK)

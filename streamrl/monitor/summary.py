@@ -71,6 +71,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts that were trained or decided against."""
     newest_error: str = ""
     """Why a rollout failed last, as far as the last session has seen it."""
+    unusable_rows: tuple[str, ...] = ()
+    """What is wrong with the first rows of the data that the last session has dropped, with their file and line."""
     slo: dict[str, str] = {}
     """Objectives of the section `slo` that were not met at some time, with their worst level."""
     swaps: int
@@ -107,6 +109,7 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         failed_rollouts=failed_of(view.all_drops),
         ended_rollouts=trained.num_rollouts + view.all_drops.total(),
         newest_error=view.failures.newest,
+        unusable_rows=tuple(view.failures.rows),
         slo={objective: str(level) for objective, level in view.slo_worst.items()},
         swaps=view.swaps,
         wall_s=round(wall_s, 2),

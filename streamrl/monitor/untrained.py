@@ -82,7 +82,7 @@ CAUSES: tuple[tuple[tuple[str, ...], Cause], ...] = (
     ),
     (
         ("row_broken", "row_too_long"),
-        Cause("rows", "most rows of the data cannot be used", "`streamrl status` has the newest: see the keys of [data], and its limits"),
+        Cause("rows", "most rows of the data cannot be used", "`streamrl status` names some: see the keys of [data], and its limits"),
     ),
     (
         ("blob_missing",),

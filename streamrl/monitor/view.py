@@ -449,6 +449,7 @@ class RunView:
             failed_rollouts=failed_of(drops),
             ended_rollouts=self.trained.num_rollouts + drops.total(),
             newest_error=self.failures.newest,
+            unusable_rows=tuple(self.failures.rows),
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
             standing=self.standing,

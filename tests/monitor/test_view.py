@@ -407,7 +407,7 @@ async def test_a_long_ledger_whose_rows_are_gone_gets_them_all_again(bus: Bus, r
 
 KEYS = (
     "steps reward_first reward_last loss_first loss_last heldout_first heldout_last evaluations tokens_made tokens_trained staleness_p50 "
-    "staleness_max dropped drops failed_rollouts ended_rollouts newest_error slo swaps wall_s account verdict"
+    "staleness_max dropped drops failed_rollouts ended_rollouts newest_error unusable_rows slo swaps wall_s account verdict"
 )
 
 
