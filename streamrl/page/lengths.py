@@ -16,8 +16,9 @@ def lengths_of(state: RunState | None) -> dict[str, Any]:
     """Histograms between the same bounds, and what their distance says.
 
     Returns:
-        `bounds` the first and the last length of each bar, None as the last of the last bar: nobody tells the longest; `lines` the name, the share of each bar, the number of answers, median and 95th
-        percentile of each kind; `said` the distance in words. No line: nothing is known.
+        `bounds` the first and the last length of each bar, None as the last of the last bar, for nobody tells the longest; `lines` the
+        name, the share of each bar, the number of answers, median and 95th percentile of each kind; `said` the distance in words. No
+        line: nothing is known.
     """
     counts = known(state.lengths) if state is not None else {}
     if state is None or not any(map(any, counts.values())):
