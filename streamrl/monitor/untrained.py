@@ -67,7 +67,7 @@ CAUSES: tuple[tuple[tuple[str, ...], Cause], ...] = (
             "`streamrl status` has the reasons; widen its bounds, mend filters.function, or choose other problems",
         ),
     ),
-    (("truncated",), Cause("truncated", "most answers are cut by a length limit", "raise sampling.max_new_tokens and model.max_len")),
+    (("truncated",), Cause("truncated", "most answers are truncated by a length limit", "raise sampling.max_new_tokens and model.max_len")),
     (
         ("inexact",),
         Cause(

@@ -132,7 +132,7 @@ _DECLARED = (
     Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal, of remax the greedy one too"),
     Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),
     Metric("rollout/tokens_trained", _MEAN, "tokens", "tokens of the batch under the loss mask"),
-    Metric("rollout/truncated_ratio", _MEAN, "fraction", "samples of the batch that a length limit cut, masked ones included"),
+    Metric("rollout/truncated_ratio", _MEAN, "fraction", "samples of the batch that a length limit truncated, masked ones included"),
     Metric("rollout/truncated", _MEAN, "fraction", "slime's other name of `rollout/truncated_ratio`"),
     Metric("rollout/advantages", _MEAN, "1", "advantages, mean over a rollout's trained tokens, then over rollouts"),
     Metric("rollout/returns", _MEAN, "reward", "returns that the critic learns, likewise"),
