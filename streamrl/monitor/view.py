@@ -411,6 +411,7 @@ class RunView:
             heldout=held_out.accuracy if held_out else None,
             heldout_interval=held_out.interval if held_out else None,
             heldout_set=self.evaluated.first_set,
+            heldout_by=held_out.answered_by if held_out else "",
             evaluations=self.evaluated.others,
             tokens_made=self.tokens_made,
             tokens_trained=self.tokens_trained,
