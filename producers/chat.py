@@ -118,7 +118,7 @@ class Chat:
     ) -> Turn:
         """Let the model write its next turn and append its tokens.
 
-        A turn is cut at `max_new_tokens` or where the model's longest sequence ends; where no room is left at all it is empty, with
+        A turn ends at `max_new_tokens` or where the model's longest sequence ends; where no room is left at all it is empty, with
         finish_reason `length`, the chat is truncated, and nothing is asked.
 
         Args:

@@ -42,7 +42,7 @@ class Drop(msgspec.Struct, frozen=True):
     One record names the rollouts of one message; no rollouts means the message as a whole. Reasons: `stale`, `duplicate`, `late` (its task
     had ended), `failed`, `filtered`, `timeout`, `deliveries`, `poison`, `zero_variance`, `empty` (not one token of the group is trained),
     `no_baseline` (the group has no greedy answer to be compared with), `lost_version` (a token is of a version that was made and lost, see
-    `Gap`), `inexact` (versions of its tokens are guesses), `truncated` (a length limit cut it), `unrewarded` (its rewards did not come in
+    `Gap`), `inexact` (versions of its tokens are guesses), `truncated` (a length limit ended it), `unrewarded` (its rewards did not come in
     time), `expired` (its task was issued too many versions ago), `lost` (nobody held its task any more), `blob_missing` (what its samples
     name is gone), `row_too_long` and `row_broken` (of the data: there was nothing to roll out), `superseded_reward` (a reward that came
     after its task had ended, or is no newer than the one that is there), and those of the section filters: `too_short`, `too_long` and

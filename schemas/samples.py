@@ -23,9 +23,9 @@ class Status(StrEnum):
     COMPLETED = "completed"
     """The model stopped by itself."""
     TRUNCATED = "truncated"
-    """A length limit cut it."""
+    """A length limit ended it."""
     ABORTED = "aborted"
-    """Generation was cut from outside."""
+    """Generation was ended from outside."""
     FAILED = "failed"
     """A tool or environment failed; the tokens up to there are valid."""
 

@@ -144,13 +144,13 @@ def output_of(answer: Answer) -> list[dict[str, Any]]:
 
 def _whole(call: Call, answer: Answer) -> dict[str, Any]:
     prompt, made = len(answer.prompt_ids), len(answer.token_ids)
-    cut = answer.finish_reason == "length"
+    truncated = answer.finish_reason == "length"
     return {
         "id": answer.identity,
         "object": "response",
         "created_at": answer.created_s,
-        "status": "incomplete" if cut else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "status": "incomplete" if truncated else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
         "error": None,
         "model": answer.model,
         "instructions": call.body.get("instructions"),

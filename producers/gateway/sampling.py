@@ -80,7 +80,7 @@ def _asked(given: Mapping[str, Any], field: str) -> str:
 
 
 def within(sampling: Sampling, room: int) -> Sampling:
-    """The same, cut where the model's longest sequence ends."""
+    """The same, at most up to where the model's longest sequence ends."""
     return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
 
 

@@ -41,7 +41,7 @@ class TokenArrays(msgspec.Struct, frozen=True, kw_only=True):
     energy: Floats | None = None
     """How far the policy's gradient at each token reaches (`optimal_baselines.token_energies`)."""
     ends: Floats | None = None
-    """[N] values of the states behind the last tokens of samples that a length limit cut, 0 for others (`loss.bootstrap_truncated`)."""
+    """[N] values of the states behind the last tokens of truncated samples, 0 for others (`loss.bootstrap_truncated`)."""
     kl: Floats | None = None
     """The estimate `loss.kl.estimator` of KL(policy || reference)."""
 

@@ -47,7 +47,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     energy: Array | None = None
     """See `optimal_baselines.token_energies`."""
     ends: Array | None = None
-    """[N] the critic's, of the state behind the last token of samples that a length limit cut; 0 for the others."""
+    """[N] the critic's, of the state behind the last token of samples that a length limit truncated; 0 for the others."""
 
 
 class Objective(msgspec.Struct, frozen=True, kw_only=True):

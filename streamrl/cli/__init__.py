@@ -43,12 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Errors of streamrl are printed with their hint and without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # as a name or an answer may have letters that the terminal lacks
-    whole = parser()
-    arguments, unknown = whole.parse_known_args(argv)
+    whole, words = parser(), list(sys.argv[1:] if argv is None else argv)
+    arguments, unknown = whole.parse_known_args(words)
     if unknown:
-        settings = [word for word in unknown if re.fullmatch(r"[a-z_]+(\.\w+)+=.*", word)]
-        hint = f"\nhint: keys are set with {' '.join(f'--set {word}' for word in settings)}" if settings else ""
-        whole.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        whole.error(f"unrecognized arguments: {' '.join(unknown)}{_set_hint(words)}")
     try:
         code: int = arguments.run_verb(arguments)
     except StreamRLError as error:
@@ -70,6 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: no more open files than {whose}: {error}\nhint: raise the limit, see `ulimit -n`", file=sys.stderr)
         return 1
     return code
+
+
+def _set_hint(words: Sequence[str]) -> str:
+    """A line that sets the keys which stand among the words of a command line without their flag; empty: there are none.
+
+    It looks at all words: a key in front of the configuration is taken for the file, and the file is what is not recognized then.
+    """
+    bare = [word for before, word in zip(("", *words), words, strict=False) if before != "--set"]
+    settings = [word.lstrip("+") for word in bare if re.fullmatch(r"\+{0,2}[a-z_]+(\.\w+)+=.*", word, re.DOTALL)]
+    return f"\nhint: keys are set with {' '.join(f'--set {word}' for word in settings)}" if settings else ""
 
 
 def _print_error(error: StreamRLError) -> None:

@@ -67,6 +67,8 @@ def _follow(run: RunDir, metrics: Metrics, *, as_json: bool) -> None:
 def _print_newest(newest: Mapping[str, Newest], *, as_json: bool) -> None:
     import msgspec
 
+    from streamrl.telemetry.names import Reduction, metric
+
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(newest), indent=2).decode())
         return
@@ -83,4 +85,6 @@ def _print_newest(newest: Mapping[str, Newest], *, as_json: bool) -> None:
         workers = ", ".join(f"{of} {value:.5g}" for of, value in sorted(one.of.items()))
         print(f"{name:<{longest}}  {value:>11}  {one.unit:<11}  {workers}".rstrip())
     last = max(newest.values(), key=lambda one: one.time_s)
+    if any(metric(name).reduction is Reduction.SUM for name in newest):
+        print("amounts (`..._total`) are those of the newest batch or window; rollouts/dropped_so_far is the run's")
     print(f"as of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(last.time_s))}, version {last.version or '-'}")

@@ -318,7 +318,7 @@ def _check_critic(config: Config) -> None:
     )
     refuse(
         loss.bootstrap_truncated and config.tasks.overlong != "train",
-        f'loss.bootstrap_truncated with tasks.overlong = "{config.tasks.overlong}": no sample that a length limit cut is trained',
+        f'loss.bootstrap_truncated with tasks.overlong = "{config.tasks.overlong}": no sample that a length limit truncated is trained',
         hint='set tasks.overlong = "train", or leave loss.bootstrap_truncated out',
         key="loss.bootstrap_truncated",
     )

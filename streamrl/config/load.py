@@ -69,7 +69,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, plan: bool = False)
         config = convert(merged, where=str(source))
     except ConfigError as error:
         for text in reversed(overrides):
-            if ".".join(_parse_override(text)[0]) == error.values.get("key"):
+            if f"{error.values.get('key')}.".startswith(f"{'.'.join(_parse_override(text)[0])}."):
                 convert(merged, where=f"--set {text}")  # the same error, with its origin
         raise
     check(config)
@@ -151,7 +151,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
-        raise ConfigError(f"expected a TOML file, got no such file: {path}", hint="check the path", path=str(path)) from error
+        hint = f"keys are set with --set {path}, behind the file" if re.match(r"[a-z_]+(\.\w+)+=", str(path)) else "check the path"
+        raise ConfigError(f"expected a TOML file, got no such file: {path}", hint=hint, path=str(path)) from error
     except (IsADirectoryError, PermissionError) as error:
         raise ConfigError(f"expected a readable TOML file, got {error.strerror}: {path}", hint="check the path", path=str(path)) from error
     except UnicodeDecodeError as error:

@@ -159,8 +159,8 @@ class LossConfig(Section, frozen=True, kw_only=True):
     gae_lambda: Fraction = 1.0
     """Lambda of GAE (arXiv 1506.02438)."""
     bootstrap_truncated: bool = False
-    """ppo: the return of a sample that a length limit cut goes on with the critic's value of the state behind its last token, in place of
-    0 (arXiv 1712.00378)."""
+    """ppo: the return of a sample that a length limit truncated goes on with the critic's value of the state behind its last token, in
+    place of 0 (arXiv 1712.00378)."""
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.28
     """The policy's ratio is clipped to [1 - clip_low, 1 + clip_high] (ppo, gspo; cispo's usual bounds are 1.0 and 4.0)."""

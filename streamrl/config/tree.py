@@ -100,8 +100,8 @@ class TasksConfig(Section, frozen=True, kw_only=True):
     drop_zero_variance: bool = True
     """Drop groups whose rewards are all equal (their advantages are 0)."""
     overlong: Literal["train", "mask", "drop"] = "train"
-    """Samples that a length limit cut (status `truncated`): trained; masked, while their rewards still count in their groups (overlong
-    filtering, arXiv 2503.14476); or their rollouts left out of their groups."""
+    """Samples that a length limit truncated (status `truncated`): trained; masked, while their rewards still count in their groups
+    (overlong filtering, arXiv 2503.14476); or their rollouts left out of their groups."""
     inexact: Literal["refuse", "mask", "allow"] = "mask"
     """Tokens whose versions are guesses, as SGLang without the plugin gives them, or that were drawn with penalties or a grammar, which the
     trainer does not compute: their rollouts are left out, they are masked, or they are trained as if their versions were known and as if

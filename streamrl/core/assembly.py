@@ -133,8 +133,8 @@ def assemble(
     penalties, added = (None, None) if warmup else _by_length(packed, config)
     # A sampler that reports log-probs from before top-k, top-p and min-p is compared with the policy's from before them too.
     modes = samplewise(lambda message: np.array(message.texts("logprob_mode")))
-    truncated = np.repeat(modes == LogprobMode.SAMPLED, np.diff(offsets))
-    min_p = np.where(truncated, tokenwise(lambda message: message.drawn_at("min_p")), 0.0).astype(np.float32)
+    restricted = np.repeat(modes == LogprobMode.SAMPLED, np.diff(offsets))
+    min_p = np.where(restricted, tokenwise(lambda message: message.drawn_at("min_p")), 0.0).astype(np.float32)
     return TrainBatch(
         kind="sft" if warmup else "rl",
         version=state.version,
@@ -145,8 +145,8 @@ def assemble(
         sampler_logprobs=tokenwise(lambda message: message.logprobs),
         staleness=staleness,
         temperature=np.ones(offsets[-1], np.float32) if warmup else tokenwise(lambda message: message.drawn_at("temperature")),
-        top_p=np.where(truncated, tokenwise(lambda message: message.drawn_at("top_p")), 1.0).astype(np.float32),
-        top_k=np.where(truncated, tokenwise(lambda message: message.drawn_at("top_k")), -1).astype(np.int32),
+        top_p=np.where(restricted, tokenwise(lambda message: message.drawn_at("top_p")), 1.0).astype(np.float32),
+        top_k=np.where(restricted, tokenwise(lambda message: message.drawn_at("top_k")), -1).astype(np.int32),
         min_p=min_p if min_p.any() else None,
         logit_biases=packed.biases(np.repeat(modes != LogprobMode.NONE, np.diff(offsets))),
         rewards=_total(packed, added, penalties),

@@ -42,13 +42,20 @@ def added(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
 
 
+def least(place: int) -> int:
+    """The least whole length in a bucket or above it: between 1 and 8 some buckets hold none."""
+    return math.ceil(edge(place))
+
+
 def quantile(counts: Sequence[int], part: float) -> float:
-    """The length below or at which `part` of the answers are, as the middle of its bucket on a logarithmic scale; NaN of none."""
+    """A length that at least `part` of the answers do not exceed by more than their bucket's width: the least of the bucket; NaN of none.
+
+    So it is a whole number of tokens, at most the true quantile and above 0.84 of it, and never more than the longest answer.
+    """
     total = sum(counts)
     if not total:
         return math.nan
-    place = next(place for place, below in enumerate(accumulate(counts)) if below >= part * total and below)
-    return math.sqrt(edge(place) * edge(place + 1))
+    return float(least(next(place for place, below in enumerate(accumulate(counts)) if below >= part * total and below)))
 
 
 def distance(one: Sequence[int], other: Sequence[int]) -> float:

@@ -31,7 +31,7 @@ class Share(msgspec.Struct, frozen=True):
     inexact: bool
     """Their versions are guesses."""
     truncated: bool
-    """They are of a sample that a length limit cut."""
+    """They are of a sample that a length limit truncated."""
     num_tokens: int
     oldest: int
     newest: int
@@ -88,7 +88,7 @@ class RolloutView(msgspec.Struct, frozen=True):
 
     @property
     def truncated(self) -> bool:
-        """Whether a length limit cut a sample that is trained on."""
+        """Whether a length limit truncated a sample that is trained on."""
         return any(share.truncated for share in self.shares)
 
     def without(self, *, inexact: bool, truncated: bool) -> RolloutView:
@@ -352,10 +352,10 @@ def _shares(batch: SampleBatch) -> dict[int, tuple[Share, ...]]:
     guessed = None if inexact is None else batch.in_spans(batch.loss_mask & inexact).tolist()
     bounds, trained, numbers = batch.span_offsets.tolist(), batch.trained_in_spans.tolist(), batch.span_number.tolist()
     rows = batch.rollouts.tolist()
-    cut = {rollout for rollout, one in zip(rows, truncated, strict=True) if one}
+    ended = {rollout for rollout, one in zip(rows, truncated, strict=True) if one}
     found: dict[int, dict[tuple[bool, bool], list[tuple[int, int]]]] = {}
     for row, rollout in enumerate(rows):
-        if guessed is None and rollout not in cut:
+        if guessed is None and rollout not in ended:
             continue
         of = found.setdefault(rollout, {})
         for span in range(bounds[row], bounds[row + 1]):

@@ -51,7 +51,7 @@ class FoldConfig(msgspec.Struct, frozen=True, kw_only=True):
     inexact: str = "allow"
     """Tokens whose versions are guesses are trained (`allow`) or masked (`mask`), or their rollouts are dropped (`refuse`)."""
     overlong: str = "train"
-    """Samples that a length limit cut are trained (`train`) or masked (`mask`), or their rollouts are dropped (`drop`)."""
+    """Samples that a length limit truncated are trained (`train`) or masked (`mask`), or their rollouts are dropped (`drop`)."""
     expire_versions: int = 0
     """A task that has rollouts to end this many versions after its grant ends as `expired`; 0: never."""
     overlong_buffer: int = 0

@@ -25,12 +25,8 @@ def load_set(one: ProblemSet, tokenizer: Tokenizer) -> Problems:
 
 def left_out(one: ProblemSet, rows: Problems) -> list[str]:
     """What of a set's rows is not asked, in words: prompts that are too long, rows beyond its `num_problems`; empty: all are."""
-    found: list[str] = []
-    if rows.num_too_long:
-        found.append(
-            f"{one.key}: {rows.num_too_long} of {rows.num_too_long + len(rows)} rows are left out: their prompts are longer than "
-            f"data.max_prompt_tokens = {one.config.data.max_prompt_tokens}"
-        )
+    too_long = rows.left_out(one.key, one.config.data.max_prompt_tokens)
+    found = [too_long] if too_long else []
     if len(rows) > one.num_problems:
         found.append(
             f"{one.key}: the first {one.num_problems} of {len(rows)} rows are asked: its num_problems, or evaluation's, is the limit"

@@ -31,6 +31,9 @@ BROKEN = "row_broken"
 WITH_IMAGES = 16
 """Rows that are held at a time where each may have `data.max_image_bytes`."""
 _CHUNK = 1024
+_NAMED = 3
+"""Rows beyond the limit whose places are told."""
+_AS_IT_IS = "with data.chat_template = false"
 _BASE = "write prompts as texts, with data.chat_template = false, or put a chat_template.jinja beside the tokenizer"
 
 
@@ -91,6 +94,17 @@ class Problems(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...]
     digest: str
     num_too_long: int = 0
+    first_too_long: str = ""
+    """Where the first few of these rows are, in words."""
+
+    def left_out(self, key: str, max_prompt_tokens: int) -> str:
+        """Return the words for the rows whose prompts are too long, of the set under a `key`; empty: there are none."""
+        if not self.num_too_long:
+            return ""
+        return (
+            f"{key}: {self.num_too_long} of {self.num_too_long + len(self)} rows are left out: their prompts are longer than "
+            f"data.max_prompt_tokens = {max_prompt_tokens}; the first: {self.first_too_long}"
+        )
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -118,7 +132,7 @@ def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Proble
         tokenizer.check_template_kwargs(config.chat_template_kwargs)
     rows = open_rows(path)
     problems: list[Problem] = []
-    num_too_long = 0
+    too_long: list[int] = []
     bad = BadRows(len(rows))
     for first in range(0, len(rows), _CHUNK):
         read: list[Problem] = []
@@ -134,26 +148,23 @@ def load_problems(path: str, config: DataConfig, tokenizer: Tokenizer) -> Proble
                 if not ids:
                     raise no_token(problem, config, rows.path)
             if len(ids) > config.max_prompt_tokens:
-                num_too_long += 1
+                too_long.append(problem.line)
                 continue
             problems.append(msgspec.structs.replace(problem, row=len(problems), prompt_ids=tuple(ids)))
     bad.check()
     if not problems:
         raise DataError(
-            f"expected a prompt of at most {config.max_prompt_tokens} tokens in {path}, got {num_too_long} that are all longer",
+            f"expected a prompt of at most {config.max_prompt_tokens} tokens in {path}, got {len(too_long)} that are all longer",
             hint="raise data.max_prompt_tokens",
             path=rows.path,
             max_prompt_tokens=config.max_prompt_tokens,
         )
-    if num_too_long:
-        logger.warning(
-            "event=prompts_left_out path=%s too_long=%d kept=%d max_prompt_tokens=%d",
-            path,
-            num_too_long,
-            len(problems),
-            config.max_prompt_tokens,
-        )
-    return Problems(problems=tuple(problems), digest=digest(rows), num_too_long=num_too_long)
+    first_too_long = ", ".join(place_of(rows.path, line) for line in too_long[:_NAMED])
+    if too_long:
+        kept, most = len(problems), config.max_prompt_tokens
+        said = "event=prompts_left_out path=%s too_long=%d kept=%d max_prompt_tokens=%d first=%s"
+        logger.warning(said, path, len(too_long), kept, most, first_too_long)
+    return Problems(problems=tuple(problems), digest=digest(rows), num_too_long=len(too_long), first_too_long=first_too_long)
 
 
 def prompt_text(
@@ -166,8 +177,8 @@ def prompt_text(
     untold = not isinstance(prompt, str) and not tokenizer.chat_template
     if untold or not (config.chat_template or isinstance(prompt, str)):
         raise ConfigError(
-            f"expected a text as prompt{' of a model without a chat template' if untold else ''}, got chat messages",
-            hint=_BASE if untold else "set data.chat_template = true",
+            f"expected a text as prompt {'of a model without a chat template' if untold else _AS_IT_IS}, got chat messages",
+            hint=_BASE if untold else "leave data.chat_template out: true is its default; or write the prompts as texts",
             key="data.chat_template",
         )
     if not config.chat_template:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from streamrl.config.paths import parse_dataset
 from streamrl.data.arrow_files import open_arrow
 from streamrl.data.formats import Kind, find, one_schema, read_held
+from streamrl.data.line_index import open_data
 from streamrl.data.messages import without_nulls
 from streamrl.errors import DataError
 
@@ -52,12 +53,8 @@ def open_rows(text: str) -> Rows:
     """
     dataset = parse_dataset(text)
     kind, path, files = find(dataset.path)
-    if not files[0].exists():
-        raise DataError(
-            f"expected a dataset file, got no such file: {path}",
-            hint="check the path; in a TOML file it is relative to its folder",
-            path=str(path),
-        )
+    for file in files:
+        open_data(file).close()
     window = slice(dataset.start, dataset.stop)
     if kind == Kind.ARROW:
         rows: Rows = _sliced(path, open_arrow(path, list(files)), window)

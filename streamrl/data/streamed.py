@@ -83,7 +83,7 @@ class StreamedProblems:
                 texts[place] = self._text(problem)
                 found[place] = problem
             except DataError as error:
-                found[place] = _broken(row, error)
+                found[place] = self._broken(row, error)
         self._rows.check()  # a file that was cut meanwhile gives broken rows, which must not be told of
         encoded = self._tokenizer.encode_many(list(texts.values()), add_special_tokens=not self._config.chat_template)
         for place, ids in zip(texts, encoded, strict=True):
@@ -112,10 +112,17 @@ class StreamedProblems:
     def _refuses(self, problem: Problem, got: str) -> DataError:
         return DataError(f"expected a row for a task at {place_of(self._rows.path, problem.line)}, got {got}", line=problem.line)
 
+    def _broken(self, row: int, error: DataError) -> Unusable:
+        """The row with what is wrong with it, which names its file and line whatever the error does."""
+        place, said = place_of(self._rows.path, self._rows.line(row)), error.message[:_LONGEST_DETAIL]
+        if place not in said:
+            said = f"{place}: {said}"[:_LONGEST_DETAIL]
+        return Unusable(row=row, reason=BROKEN, detail=said, hint=error.hint)
+
     def _encoded(self, problem: Problem | Unusable, ids: Sequence[int]) -> Problem | Unusable:
         assert isinstance(problem, Problem)
         if not ids:
-            return _broken(problem.row, no_token(problem, self._config, self._rows.path))
+            return self._broken(problem.row, no_token(problem, self._config, self._rows.path))
         if len(ids) > (most := self._config.max_prompt_tokens):
             said = f"expected a prompt of at most {most} tokens at {place_of(self._rows.path, problem.line)}, got {len(ids)}"
             return Unusable(row=problem.row, reason=TOO_LONG, detail=said)
@@ -204,7 +211,3 @@ def _hopeless(one: Unusable | Refused, bad: int, num: int) -> DataError:
         bad=bad,
         rows=num,
     )
-
-
-def _broken(row: int, error: DataError) -> Unusable:
-    return Unusable(row=row, reason=BROKEN, detail=error.message[:_LONGEST_DETAIL], hint=error.hint)

@@ -190,11 +190,8 @@ def _look_at_rows(config: Config, run: RunDir, tokenizer: Tokenizer, size: int, 
     if config.data.reading == "whole":
         train = load_problems(config.data.train, config.data, tokenizer)
         check_rows(train, config, config.sampling, size, trained=True)
-        if train.num_too_long:
-            note(
-                f"data.train: {train.num_too_long} of {train.num_too_long + len(train)} rows are left out: their prompts are longer than "
-                f"data.max_prompt_tokens = {config.data.max_prompt_tokens}"
-            )
+        if said := train.left_out("data.train", config.data.max_prompt_tokens):
+            note(said)
         return train.digest, len(train)
     for name, unusable, tried in try_rows(config, tokenizer, run.data, vocab_size=size):
         if unusable:

@@ -22,7 +22,7 @@ from streamrl.monitor.glance import glance_of, judged, verdict_over, with_verdic
 from streamrl.monitor.low_reward import LowReward
 from streamrl.monitor.numbers import Glance, WorkerLine
 from streamrl.monitor.run_state import RUNNING, RunState, StateFile
-from streamrl.monitor.screen import Display, failed_line, one_line
+from streamrl.monitor.screen import Display, failed_line, one_line, row_line
 from streamrl.monitor.slo import detail_of
 from streamrl.monitor.untrained import barren_line, since_newest_batch
 from streamrl.monitor.view import RunView
@@ -65,6 +65,7 @@ class Shown:
         self._publishing: set[asyncio.Task[None]] = set()
         self._watch, self._failures = Watch(), Pace()
         self._barren = Barren()
+        self._rows_told = 0
         self._low_reward = LowReward(run.name, config.tasks.batch_tasks * config.group_size)
         self._objectives: Objectives | None = None
 
@@ -137,6 +138,9 @@ class Shown:
             counts = dict(view.failures.reasons)
             self.note(failed_line(numbers, view.failures.producers))
             self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
+        for row in numbers.unusable_rows[self._rows_told :]:
+            self.note(row_line(row))
+        self._rows_told = len(numbers.unusable_rows)
         if self._objectives is not None:
             self._objectives.look(view, numbers, now_s=now_s, over=self.draining or numbers.phase == "finished")
         self._write_state(RUNNING, view, glance_of(numbers))

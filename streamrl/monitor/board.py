@@ -12,7 +12,7 @@ from streamrl.monitor.glance import account_words
 from streamrl.monitor.lengths import distance_text, quantiles, side_by_side
 from streamrl.monitor.look import Look, SampleLine
 from streamrl.monitor.numbers import EngineLine, RunNumbers, WorkerLine
-from streamrl.monitor.screen import clock, decimal, degraded_lines, is_normal, short, sparkline, summary_rows, warnings
+from streamrl.monitor.screen import clock, decimal, degraded_lines, is_normal, row_line, short, sparkline, summary_rows, warnings
 from streamrl.monitor.slo import worst_of
 from streamrl.monitor.summary import summary_line
 from streamrl.telemetry.names import LENGTHS, length_quantile
@@ -195,7 +195,7 @@ def _failures(numbers: RunNumbers) -> list[str]:
     """The newest, without line breaks; behind the notes, for it may be long."""
     newest = [" ".join(numbers.newest_error.split())] if numbers.newest_error else []
     share = line_of_numbers(numbers)
-    return [share, *newest] if share else newest
+    return [*([share] if share else []), *newest, *map(row_line, numbers.unusable_rows)]
 
 
 def _engines(engines: Sequence[EngineLine], width: int) -> list[Line]:
@@ -287,7 +287,7 @@ def _lengths(numbers: RunNumbers, width: int) -> list[Line]:
         of = counts.get(name, [])
         cells = [f"{values[key]:.0f}" if (key := length_quantile(name, word)) in values else "-" for word in ("p50", "p95")]
         rows.append((name.partition("/")[2], *cells, sparkline([count / max(1, *of) for count in of]) if any(of) else "-"))
-    titles = ("answers", "p50", "p95", f"{least[0]} to {least[-1] - 1} tokens")
+    titles = ("answers", "p50", "p95", f"{least[0]} to {least[-2]}+ tokens")
     return [*_table(titles, rows, width, numeric=("p50", "p95")), [Part(distance_text(numbers.length_distance, cut=numbers.length_cut))]]
 
 

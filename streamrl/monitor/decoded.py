@@ -14,6 +14,7 @@ from streamrl.schemas.subjects import RUN_ID
 from streamrl.schemas.versions import Version
 
 _LONGEST_SET = 64
+_LONGEST_VERSION = 40
 _MOST_RATES = 32
 _MOST_CHARS = 400
 """Of a held-out problem's texts; people see the first words of them."""
@@ -123,7 +124,7 @@ def evaluation_of(event: Event) -> Evaluation:
         problems=problems,
         time_s=event.time_s,
         set=detail.set,
-        versions=detail.versions[:2],
+        versions=tuple(one[:_LONGEST_VERSION] for one in detail.versions[:2]),
         pinned=detail.pinned,
         interval=detail.interval,
         passes={k: rate.value for k, rate in list(detail.passes.items())[:_MOST_RATES]},

@@ -15,11 +15,15 @@ from streamrl.schemas.samples import Tombstone
 
 REASONS = ("failed", "timeout", "deliveries", "poison")
 """Reasons of tombstones that mean that something went wrong; a producer's own words, `filtered` and `lost` do not."""
+ROWS = ("row_broken", "row_too_long")
+"""Reasons of tombstones of tasks whose row of the data cannot be used; their detail names file and line."""
 
 MOST_CHARS = 2000
 """Of an error's text, which may be whatever user code said."""
 MOST_STONES = 10_000
 """Tombstones of a kind that are kept one by one until a batch is trained; those before are in the counts until then."""
+MOST_ROWS = 3
+"""Rows that cannot be used that are named; the feeder's log and the tombstones name more."""
 LATELY = 1000
 """Messages of the sample stream; who failed in them is named though batches have been trained since."""
 _HEARTBEATS_S = 10.0
@@ -73,6 +77,8 @@ class Failures:
     def __init__(self) -> None:
         self.newest = ""
         """Reason and detail of the newest; empty: none."""
+        self.rows: list[str] = []
+        """What is wrong with the first rows of the data that cannot be used, with their file and line."""
         self._failed, self._given_up = Count(), Count()
         self._lately: deque[tuple[int, Tombstone]] = deque(maxlen=LATELY)
 
@@ -114,6 +120,12 @@ class Failures:
         if stone.reason in REASONS:
             self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
             self._lately.append((sequence, replace(stone, detail="")))
+        if (
+            stone.reason in ROWS
+            and len(self.rows) < MOST_ROWS
+            and (said := f"{stone.reason}: {stone.detail}"[:MOST_CHARS]) not in self.rows
+        ):
+            self.rows.append(said)
         if sequence > after:
             (self._failed if stone.reason in REASONS else self._given_up).add(sequence, stone)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from streamrl.core.lengths import added, distance, edge, histogram, quantile
+from streamrl.core.lengths import added, distance, histogram, least, quantile
 from streamrl.telemetry.names import LENGTHS, length_quantile
 
 MOST_DECIDED = 8192
@@ -116,4 +116,4 @@ def side_by_side(histograms: Histograms, most: int) -> tuple[list[int], dict[str
     width = -(-(last + 1 - first) // most)
     stretches = range(first, last + 1, width)
     found = {name: [sum(counts[start : start + width]) for start in stretches] for name, counts in histograms.items()}
-    return [math.ceil(edge(place)) for place in (*stretches, last + 1)], found
+    return [least(place) for place in (*stretches, last + 1)], found

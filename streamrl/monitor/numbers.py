@@ -128,6 +128,14 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Problem, ...] = ()
     time_s: float = 0.0
 
+    @property
+    def answered_by(self) -> str:
+        """The versions that answered, as `versions 0.4 to 0.9`, where they are not its own; empty: they are, or nobody tells."""
+        told = tuple(dict.fromkeys(self.versions))
+        if not told or told == (str(self.version),):
+            return ""
+        return f"version{'s' if len(told) > 1 else ''} {' to '.join(told)}"
+
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
     """One held-out problem and what the policy made of it."""
@@ -271,6 +279,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Its 95 % bootstrap interval; None: not known."""
     heldout_set: str = HELDOUT
     """Name of that set."""
+    heldout_by: str = ""
+    """The versions that answered (`Evaluation.answered_by`)."""
     evaluations: tuple[Evaluation, ...] = ()
     """The newest of each of the other sets, without its problems."""
     tokens_made: int
@@ -335,6 +345,8 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Trained, dropped or failed, as far as it is known."""
     newest_error: str
     """Why a rollout failed last; empty: none was seen to."""
+    unusable_rows: tuple[str, ...] = ()
+    """What is wrong with the first rows of the data that were dropped as unusable, with their file and line."""
     swaps: int
     stalled: tuple[str, ...]
     """Producers that wait for room on the sample stream."""

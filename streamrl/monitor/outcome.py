@@ -12,6 +12,7 @@ import msgspec
 from streamrl.monitor.failed_share import failed_rollouts_line
 from streamrl.monitor.numbers import Evaluation
 from streamrl.monitor.plot import write_plot
+from streamrl.monitor.screen import row_line
 from streamrl.monitor.summary import Summary, learning_evaluations, problem_table, read_summary, summarize, summary_line, write_summary
 from streamrl.monitor.view import RunView
 from streamrl.runtime.rundir import RunDir
@@ -61,6 +62,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             out.print(Text(f"  {self.summary.verdict}"))
         if failed := failed_rollouts_line(self.summary.failed_rollouts, self.summary.ended_rollouts, self.summary.newest_error):
             out.print(Text(f"  {failed}"))
+        for row in self.summary.unusable_rows:
+            out.print(Text(f"  {row_line(row)}"))
         for path in (self.run.summary_path, self.run.plot_path):
             if path.exists():
                 out.print(Text(f"  {path}"))

@@ -130,7 +130,7 @@ def reward_line(numbers: RunNumbers) -> Line:
     line = [Part(sparkline(numbers.rewards), "green")]
     line.append(Part(f"  {decimal(numbers.reward)}" if numbers.reward is not None else "-", "bold"))
     if numbers.heldout is not None:
-        line.append(Part(f"   held-out {decimal(numbers.heldout)}{interval_text(numbers.heldout_interval)}"))
+        line.append(Part(f"   held-out {decimal(numbers.heldout)}{interval_text(numbers.heldout_interval)}{by_text(numbers.heldout_by)}"))
     told = [evaluation_text(one) for one in numbers.evaluations]
     line += [Part(f"   {text}") for text in told[:_SETS_SHOWN]]
     if len(told) > _SETS_SHOWN:
@@ -143,11 +143,16 @@ def interval_text(interval: tuple[float, float] | None) -> str:
     return "" if interval is None else f" ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
+def by_text(versions: str) -> str:
+    """The versions that answered an evaluation (`Evaluation.answered_by`) behind its mean; empty where they are its own."""
+    return f" (by {visible(versions)})" if versions else ""
+
+
 def evaluation_text(one: Evaluation) -> str:
-    """The newest mean of a set of problems, with its largest pass@k."""
+    """The newest mean of a set of problems, with its largest pass@k, and the versions that answered where they are others."""
     text = f"{one.set} {'-' if one.accuracy is None else decimal(one.accuracy)}"
     k = max(one.passes, default=1)
-    return f"{text} (pass@{k} {decimal(one.passes[k])})" if k > 1 else text
+    return (f"{text} (pass@{k} {decimal(one.passes[k])})" if k > 1 else text) + by_text(one.answered_by)
 
 
 def staleness_text(numbers: RunNumbers) -> str:
@@ -174,6 +179,11 @@ def failed_line(numbers: RunNumbers, producers: Counter[str]) -> str:
         return said
     whose = ", ".join(one_line(name, most=60) for name, _ in producers.most_common(3))
     return f"{said}; all by {whose}. hint: stop and mend it; the run goes on while others give samples, without these tasks"
+
+
+def row_line(row: str) -> str:
+    """A row of the data that was dropped, one of `RunNumbers.unusable_rows`."""
+    return f"a row of the data was dropped, {one_line(row, most=500)}"
 
 
 def is_normal(state: str) -> bool:

@@ -19,7 +19,8 @@ from streamrl.schemas.events import MetricReport
 from streamrl.schemas.ledger import FORMER_METRICS
 from streamrl.schemas.versions import Version
 from streamrl.telemetry.metrics import Fold
-from streamrl.telemetry.names import declared, dropped
+from streamrl.telemetry.names import DROPPED_SO_FAR, declared
+from streamrl.telemetry.names import dropped as dropped_for
 
 WINDOW_S = 10.0
 MOST_ROWS = 2048
@@ -84,14 +85,17 @@ class Series:
         self._began_s: float | None = None
         self._now_s = 0.0
 
-    def batch(self, entry: LedgerLine, *, step: int, live: bool) -> None:
-        """A trained batch; one that is not `live` is read from history, and no window is judged by it."""
+    def batch(self, entry: LedgerLine, *, step: int, dropped: int, live: bool) -> None:
+        """A trained batch; one that is not `live` is read from history, and no window is judged by it.
+
+        `dropped` counts the rollouts decided against up to it.
+        """
         # Versions rise along the ledger, with forks too: what is no newer was read before.
         if self._after is not None and entry.version <= self._after:
             return
         self._after = entry.version
         values = {FORMER_METRICS.get(name, name): value for name, value in entry.metrics.items()}
-        values |= drops_by_reason(entry) | slime_names(values)
+        values |= drops_by_reason(entry) | {DROPPED_SO_FAR: float(dropped)} | slime_names(values)
         if not isinstance(entry.histograms, msgspec.UnsetType):
             values |= quantiles(known_lengths(entry.histograms))
         if entry.source != "warmup":
@@ -182,7 +186,7 @@ def drops_by_reason(entry: LedgerLine) -> dict[str, float]:
     """Rollouts that were decided against with a batch, by metric."""
     amounts = Counter[str]()
     for reason, count in drops_of(entry).items():
-        amounts[dropped(reason)] += count
+        amounts[dropped_for(reason)] += count
     return {name: float(count) for name, count in amounts.items()}
 
 

@@ -23,7 +23,7 @@ from streamrl.monitor.numbers import RunNumbers
 from streamrl.monitor.report import away_text, report_of
 from streamrl.monitor.run_state import RunState, read_state
 from streamrl.monitor.runs import MOST_NOTE_CHARS, RunLine, describe, steps_text
-from streamrl.monitor.screen import clock, degraded_lines, one_line, plain_line, say
+from streamrl.monitor.screen import clock, degraded_lines, one_line, plain_line, row_line, say
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.view import RunView
 from streamrl.monitor.waits import graders_line, hung_line, standing_line
@@ -124,6 +124,8 @@ def print_status(status: RunStatus, *, as_json: bool) -> None:
             say(failed, sys.stdout)
         elif numbers.newest_error:
             say(f"newest failure: {one_line(numbers.newest_error, most=MOST_CHARS)}", sys.stdout)
+        for row in numbers.unusable_rows:
+            say(row_line(row), sys.stdout)
         if numbers.standing:
             say(standing_line(numbers.standing), sys.stdout)
         for one in numbers.slo:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from streamrl.config.evaluation_sets import HELDOUT
 from streamrl.monitor.failed_share import failed_of
 from streamrl.monitor.glance import account_words, ends, learning, verdict_over
 from streamrl.monitor.numbers import Account, Evaluation, Point, Problem
 from streamrl.monitor.rates import counted_quantile
-from streamrl.monitor.screen import clock, decimal, drops_text, short
+from streamrl.monitor.screen import by_text, clock, decimal, drops_text, short
 from streamrl.monitor.view import RunView
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class SetSummary(msgspec.Struct, frozen=True, kw_only=True):
     """pass@k at the last."""
     failed_ratio: float | None = None
     """Of its samples at the last."""
+    first_by: str = ""
+    """The versions that answered at first, as `versions 0.4 to 0.9`, where they are others than the one that was to be evaluated."""
+    last_by: str = ""
+    """The same at the last."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +76,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts that were trained or decided against."""
     newest_error: str = ""
     """Why a rollout failed last, as far as the last session has seen it."""
+    unusable_rows: tuple[str, ...] = ()
+    """What is wrong with the first rows of the data that the last session has dropped, with their file and line."""
     slo: dict[str, str] = {}
     """Objectives of the section `slo` that were not met at some time, with their worst level."""
     swaps: int
@@ -107,6 +114,7 @@ def summarize(view: RunView, *, wall_s: float) -> Summary:
         failed_rollouts=failed_of(view.all_drops),
         ended_rollouts=trained.num_rollouts + view.all_drops.total(),
         newest_error=view.failures.newest,
+        unusable_rows=tuple(view.failures.rows),
         slo={objective: str(level) for objective, level in view.slo_worst.items()},
         swaps=view.swaps,
         wall_s=round(wall_s, 2),
@@ -126,8 +134,15 @@ def learning_evaluations(view: RunView) -> list[Evaluation]:
 
 
 def _set_summary(found: Sequence[Evaluation]) -> SetSummary:
-    last = found[-1]
-    return SetSummary(first=found[0].accuracy, last=last.accuracy, passes=last.passes, failed_ratio=last.failed_ratio)
+    first, last = found[0], found[-1]
+    return SetSummary(
+        first=first.accuracy,
+        last=last.accuracy,
+        passes=last.passes,
+        failed_ratio=last.failed_ratio,
+        first_by=first.answered_by,
+        last_by=last.answered_by,
+    )
 
 
 def write_summary(summary: Summary, path: Path) -> None:
@@ -146,12 +161,14 @@ def read_summary(path: Path) -> Summary | None:
 def summary_line(summary: Summary) -> str:
     """The run in one line."""
     parts = [f"{summary.steps} steps in {clock(summary.wall_s)}"]
+    held = summary.evaluations.get(HELDOUT) or next(iter(summary.evaluations.values()), SetSummary(first=None, last=None))
     if summary.reward_first is not None and summary.reward_last is not None:
         parts.append(f"reward {decimal(summary.reward_first)} -> {decimal(summary.reward_last)}")
     if summary.loss_first is not None and summary.loss_last is not None:
         parts.append(f"loss {decimal(summary.loss_first)} -> {decimal(summary.loss_last)}")
     if summary.heldout_first is not None and summary.heldout_last is not None:
-        parts.append(f"held-out {decimal(summary.heldout_first)} -> {decimal(summary.heldout_last)}")
+        first, last = f"{decimal(summary.heldout_first)}{by_text(held.first_by)}", f"{decimal(summary.heldout_last)}{by_text(held.last_by)}"
+        parts.append(f"held-out {first} -> {last}")
     count, _, why = drops_text(summary.dropped, summary.drops).partition(" ")
     parts += [
         f"{short(summary.tokens_made)} tokens made, {short(summary.tokens_trained)} trained",
@@ -178,8 +195,8 @@ def problem_table(evaluations: Sequence[Evaluation]) -> Table | None:
     table = Table(title="held-out problems", title_justify="left")
     table.add_column("problem")
     table.add_column("expected")
-    table.add_column(f"version {first.version}")
-    table.add_column(f"version {last.version}")
+    for one in (first, last):
+        table.add_column(f"version {one.version}{by_text(one.answered_by)}")
     for before, now in both:
         table.add_row(_cell(before.prompt), _cell(before.expected), _answer(before), _answer(now))
     return table

@@ -67,7 +67,7 @@ CAUSES: tuple[tuple[tuple[str, ...], Cause], ...] = (
             "`streamrl status` has the reasons; widen its bounds, mend filters.function, or choose other problems",
         ),
     ),
-    (("truncated",), Cause("truncated", "most answers are cut by a length limit", "raise sampling.max_new_tokens and model.max_len")),
+    (("truncated",), Cause("truncated", "most answers are truncated by a length limit", "raise sampling.max_new_tokens and model.max_len")),
     (
         ("inexact",),
         Cause(
@@ -82,7 +82,7 @@ CAUSES: tuple[tuple[tuple[str, ...], Cause], ...] = (
     ),
     (
         ("row_broken", "row_too_long"),
-        Cause("rows", "most rows of the data cannot be used", "`streamrl status` has the newest: see the keys of [data], and its limits"),
+        Cause("rows", "most rows of the data cannot be used", "`streamrl status` names some: see the keys of [data], and its limits"),
     ),
     (
         ("blob_missing",),

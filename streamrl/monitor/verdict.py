@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from streamrl.monitor.drawing import visible
 from streamrl.monitor.numbers import Evaluation, Learning, Verdict
-from streamrl.monitor.screen import short
+from streamrl.monitor.screen import by_text, short
 from streamrl.monitor.slo import Signs, causes
 from streamrl.monitor.waits import loading
 
@@ -101,11 +101,15 @@ def _by_heldout(evaluations: Sequence[Evaluation]) -> tuple[int, str]:
         return 0, ""
     first, last = known[0], known[-1]
     name = "held-out" if last.set == "heldout" else last.set
-    now = f"{last.accuracy:.2f}" + (f" ({last.interval[0]:.2f} to {last.interval[1]:.2f})" if last.interval else "")
+    now = (
+        f"{last.accuracy:.2f}"
+        + (f" ({last.interval[0]:.2f} to {last.interval[1]:.2f})" if last.interval else "")
+        + by_text(last.answered_by)
+    )
     num_batches = last.version.number - first.version.number
     if num_batches <= 0:
         return 0, f"{name} {now}"
-    said = f"{name} {first.accuracy:.2f} -> {now} in {num_batches} batches"
+    said = f"{name} {first.accuracy:.2f}{by_text(first.answered_by)} -> {now} in {num_batches} batches"
     before, after = _bounds(first), _bounds(last)
     if before is None or after is None:
         return 0, said

@@ -127,7 +127,7 @@ class RunView:
         if entry.gap is None:
             self._backlog.ledger(entry.cursor, entry.metrics)
         if self.series is not None and entry.gap is None:
-            self.series.batch(entry, step=self.trained.num_reinforced, live=self.live)
+            self.series.batch(entry, step=self.trained.num_reinforced, dropped=self.trained.drops.total(), live=self.live)
         return True
 
     def judged(self, found: tuple[Finding, ...]) -> None:
@@ -411,6 +411,7 @@ class RunView:
             heldout=held_out.accuracy if held_out else None,
             heldout_interval=held_out.interval if held_out else None,
             heldout_set=self.evaluated.first_set,
+            heldout_by=held_out.answered_by if held_out else "",
             evaluations=self.evaluated.others,
             tokens_made=self.tokens_made,
             tokens_trained=self.tokens_trained,
@@ -449,6 +450,7 @@ class RunView:
             failed_rollouts=failed_of(drops),
             ended_rollouts=self.trained.num_rollouts + drops.total(),
             newest_error=self.failures.newest,
+            unusable_rows=tuple(self.failures.rows),
             swaps=self.swaps,
             stalled=tuple(sorted(self.stalled & self._workers.keys())),
             standing=self.standing,

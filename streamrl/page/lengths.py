@@ -16,8 +16,9 @@ def lengths_of(state: RunState | None) -> dict[str, Any]:
     """Histograms between the same bounds, and what their distance says.
 
     Returns:
-        `bounds` the first and the last length of each bar; `lines` the name, the share of each bar, the number of answers, median and 95th
-        percentile of each kind; `said` the distance in words. No line: nothing is known.
+        `bounds` the first and the last length of each bar, None as the last of the last bar, for nobody tells the longest; `lines` the
+        name, the share of each bar, the number of answers, median and 95th percentile of each kind; `said` the distance in words. No
+        line: nothing is known.
     """
     counts = known(state.lengths) if state is not None else {}
     if state is None or not any(map(any, counts.values())):
@@ -33,7 +34,7 @@ def lengths_of(state: RunState | None) -> dict[str, Any]:
         line = {"name": name.partition("/")[2], "number": total, "shares": [of[place] / total if total else 0.0 for place in places]}
         lines.append(line | {word: middle.get(length_quantile(name, word)) for word in ("p50", "p95")})
     return {
-        "bounds": [(least[place], least[place + 1] - 1) for place in places],
+        "bounds": [(least[place], least[place + 1] - 1 if place < places[-1] else None) for place in places],
         "lines": lines,
         "said": distance_text(state.length_distance, cut=state.length_cut),
     }

@@ -45,7 +45,7 @@ class Math:
             left_open = unclosed_box(text)
             if left_open is None:
                 right = any(_equal_in(label, text) for label in wanted)
-            elif episode.status == Status.COMPLETED:  # one that was cut may be the beginning of another answer
+            elif episode.status == Status.COMPLETED:  # one that was truncated may be the beginning of another answer
                 right = any(equal(label, left_open) for label in wanted)
         return RewardValue(float(right), {"answer": float(right), "boxed": float(bool(boxed))})
 

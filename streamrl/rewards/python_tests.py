@@ -69,7 +69,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class PythonTests:
-    """Runs each test in a sandbox of its own. Parts: `passed`, `tests`, `timeout` (tests that were cut), `program` (there was one).
+    """Runs each test in a sandbox of its own. Parts: `passed`, `tests`, `timeout` (tests over their limit), `program` (there was one).
 
     Args:
         options: checked.
@@ -93,15 +93,15 @@ class PythonTests:
 
     async def _one(self, task: RolloutTask, cases: Sequence[Case], episode: ScoredEpisode) -> RewardValue:
         code = program_of(answering(episode) or "")
-        passed = cut = 0
+        passed = late = 0
         if code:
             try:
                 ends = await asyncio.gather(*(self._passes(code, case) for case in cases))
             except LaunchError as error:
                 raise RewardError(f"row {task.row}: no program can be run: {error.message}", hint=error.hint, row=task.row) from error
-            passed, cut = ends.count("passed"), ends.count("timeout")
+            passed, late = ends.count("passed"), ends.count("timeout")
         share = passed / len(cases)
-        parts = {"passed": float(passed), "tests": float(len(cases)), "timeout": float(cut), "program": float(bool(code))}
+        parts = {"passed": float(passed), "tests": float(len(cases)), "timeout": float(late), "program": float(bool(code))}
         return RewardValue(share if self._options.fraction else float(passed == len(cases)), parts)
 
     async def _passes(self, code: str, case: Case) -> str:

@@ -29,6 +29,8 @@ REMAX = 'tasks have a greedy rollout: `loss.advantage = "remax"`'
 REWARDERS = "rewarders score: `reward.workers`"
 OTHER_REASON = "other"
 """Stands for a producer's own words."""
+DROPPED_SO_FAR = "rollouts/dropped_so_far"
+"""The metric of all rollouts dropped since a run began; those of `dropped` are each batch's."""
 
 
 LENGTHS: Mapping[str, str] = MappingProxyType(
@@ -60,7 +62,7 @@ def counted_as(reason: str) -> str:
 
 
 def dropped(reason: str) -> str:
-    """The metric that counts the rollouts dropped for a reason."""
+    """The metric that counts the rollouts of a batch that were dropped for a reason."""
     return f"rollouts/dropped_total/{counted_as(reason)}"
 
 
@@ -131,7 +133,7 @@ _DECLARED = (
     Metric("rollout/zero_variance", _MEAN, "fraction", "groups of the batch whose rewards are all equal, of remax the greedy one too"),
     Metric("rollout/dropped", _MEAN, "records", "drop records written with the batch"),
     Metric("rollout/tokens_trained", _MEAN, "tokens", "tokens of the batch under the loss mask"),
-    Metric("rollout/truncated_ratio", _MEAN, "fraction", "samples of the batch that a length limit cut, masked ones included"),
+    Metric("rollout/truncated_ratio", _MEAN, "fraction", "samples of the batch that a length limit truncated, masked ones included"),
     Metric("rollout/truncated", _MEAN, "fraction", "slime's other name of `rollout/truncated_ratio`"),
     Metric("rollout/advantages", _MEAN, "1", "advantages, mean over a rollout's trained tokens, then over rollouts"),
     Metric("rollout/advantages_abs", _MEAN, "1", "their absolute values, likewise: 0 where a batch teaches nothing"),
@@ -291,6 +293,7 @@ _DECLARED = (
         "tokens sampled and never stored: of rollouts that failed, timed out, expired or were given back",
     ),
     Metric("tokens/trained_total", _SUM, "tokens", "tokens under the loss mask of the batch; none of the warm-up"),
+    Metric(DROPPED_SO_FAR, _LAST, "rollouts", "rollouts decided against since the run began, for whatever reason"),
     *(
         Metric(dropped(reason), _SUM, "rollouts", f"rollouts decided against: `{reason}`", when="there were some")
         for reason in (*DROP_REASONS, OTHER_REASON)

@@ -14,7 +14,7 @@ _PART = {
     "-ci_high": ("reward", "upper end of that interval"),
     "-pass@{k}": ("fraction", "pass@{k}: problems of which one of {k} samples is right, estimated without bias"),
     "-maj@{k}": ("reward", "maj@{k}: reward of the answer that most of {k} samples give"),
-    "-truncated_ratio": ("fraction", "answers that a length limit cut"),
+    "-truncated_ratio": ("fraction", "answers that a length limit truncated"),
     "-failed_ratio": ("fraction", "samples that have failed and have no reward; they are in no other of these numbers"),
     "-response_len": ("tokens", "mean length of the samples"),
     "-took_s": ("s", "time that asking took"),

@@ -171,12 +171,26 @@ def test_numbers_out_of_range_are_refused(stopped_run: RunDir, capsys: pytest.Ca
     assert "expected a finite number" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("word", "hint"), [("run.steps=3", "--set run.steps=3"), ("--frob", ""), ("other.toml", "")])
-def test_a_key_without_its_flag_gets_the_flag(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("my.toml run.steps=3", "--set run.steps=3"),
+        ("my.toml ++run.steps=3", "--set run.steps=3"),
+        ("run.steps=3 my.toml", "--set run.steps=3"),
+        ("run.steps=3 --set run.seed=1 my.toml run.name=a", "--set run.steps=3 --set run.name=a"),
+        ("my.toml --set run.seed=1 --frob", ""),
+        ("my.toml other.toml", ""),
+    ],
+)
+def test_a_key_without_its_flag_gets_the_flag(capsys: pytest.CaptureFixture[str], words: str, hint: str) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["up", "my.toml", word])
+        main(["up", *words.split()])
     said = capsys.readouterr().err
-    assert end.value.code == 2 and word in said and (hint in said if hint else "hint" not in said)
+    assert end.value.code == 2 and "unrecognized arguments" in said and said.partition("hint: keys are set with ")[2].strip() == hint
+
+
+def test_a_key_in_place_of_the_configuration_gets_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--set run.steps=3, behind the file" in refused(capsys, "up", "run.steps=3")
 
 
 def test_every_number_of_the_command_line_has_bounds() -> None:

@@ -92,10 +92,13 @@ def test_wrong_values_name_the_key(write, text, message, tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize(("override", "key"), [("run.steps=ten", "run.steps"), ("run.steps=-3", "run.steps")])
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("run.steps=ten", "run.steps"), ("run.steps=-3", "run.steps"), ('trainer.optimizer={beta1="x"}', "trainer.optimizer.beta1")],
+)
 def test_a_wrong_override_is_where_the_error_is(write, override, key):
     with raises(ConfigError, key=key, path=f"--set {override}"):
-        load(write(""), ["tasks.batch_tasks=8", override])
+        load(write(""), [f"{key}=3", "tasks.batch_tasks=8", override])
 
 
 def test_yaml_gets_a_hint_of_its_own(tmp_path):

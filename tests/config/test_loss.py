@@ -117,7 +117,7 @@ BAD = [
     (("loss.gamma=0.9",), "loss.gamma = 0.9 is for reinforce_plus_plus and ppo"),
     (("loss.gae_lambda=0.9",), "loss.gae_lambda = 0.9 is for ppo"),
     (("loss.bootstrap_truncated=true",), "loss.bootstrap_truncated = .* is for ppo"),
-    (("loss.bootstrap_truncated=true", "loss.advantage=ppo", "tasks.overlong=mask"), "no sample that a length limit cut is trained"),
+    (("loss.bootstrap_truncated=true", "loss.advantage=ppo", "tasks.overlong=mask"), "no sample that a length limit truncated is trained"),
     # policy loss
     (("loss.advantage=gspo", "loss.policy=ppo"), "loss.advantage = gspo is grpo with the policy loss gspo"),
     (("loss.slime_loss=a.py:b", "loss.policy=ppo"), "loss.slime_loss takes the place of the policy loss"),

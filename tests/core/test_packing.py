@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from streamrl.core.batches import TrainBatch
-from streamrl.core.cuts import cut_samples, with_ends
 from streamrl.core.packing import ROW, MicroBatch, empty_micro_batch, packed_row_length, plan_micro_batches, split_groups, trial_row
+from streamrl.core.truncated import truncated_samples, with_ends
 from streamrl.errors import TrainingError
 from streamrl.schemas.samples import Status
 from tests.support.errors import raises
@@ -263,16 +263,16 @@ def batch() -> TrainBatch:
 
 
 def test_only_trained_samples_are_cut_and_nothing_cut_is_the_same_batch() -> None:
-    assert cut_samples(batch()).tolist() == [True, False, True, False]
+    assert truncated_samples(batch()).tolist() == [True, False, True, False]
     own = replace(batch(), status=np.zeros(4, np.int8))
-    longer, ends = with_ends(own, cut_samples(own))
+    longer, ends = with_ends(own, truncated_samples(own))
     assert not len(ends) and np.array_equal(longer.tokens, own.tokens) and np.array_equal(longer.offsets, own.offsets)
 
 
 @pytest.mark.parametrize("layout", [{}, {"share_prefixes": False}, {"share_prefixes": False, "several_per_row": False}, {"row_length": 16}])
 def test_the_state_behind_the_last_token_is_there_and_of_that_token(layout: dict[str, Any]) -> None:
     own = batch()
-    longer, ends = with_ends(own, cut_samples(own))
+    longer, ends = with_ends(own, truncated_samples(own))
     assert np.array_equal(np.delete(longer.tokens, ends), own.tokens) and np.array_equal(np.delete(longer.loss_mask, ends), own.loss_mask)
     wanted = longer.loss_mask.copy()
     wanted[ends] = True

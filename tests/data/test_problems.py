@@ -140,6 +140,9 @@ def test_long_prompts_are_left_out_and_counted(write, tokenizer, caplog):
     problems = load_problems(path, DataConfig(max_prompt_tokens=7), tokenizer)
     assert [(problem.row, problem.line, problem.label) for problem in problems.problems] == [(i, i + 2, str(i + 1)) for i in range(4)]
     assert problems.num_too_long == 7 and "too_long=7" in caplog.text
+    places = f"{path} line 1, {path} line 6, {path} line 7"
+    assert problems.left_out("data.train", 7).startswith("data.train: 7 of 11 rows")
+    assert problems.left_out("data.train", 7).endswith(f"the first: {places}")
     assert problems.digest == load_problems(path, DataConfig(), tokenizer).digest, "it does not depend on the filter"
     with raises(DataError, max_prompt_tokens=3):
         load_problems(path, DataConfig(max_prompt_tokens=3), tokenizer)

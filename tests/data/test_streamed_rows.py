@@ -109,7 +109,7 @@ def test_a_row_s_own_check_is_asked_with_its_file() -> None:
             raise DataError("its sampling")
 
     _, found = problems(row(), row(), sampling=cast(Any, check)).take([0, 1])
-    assert asked == [(0, "file"), (1, "file")] and found == Unusable(row=1, reason=BROKEN, detail="its sampling")
+    assert asked == [(0, "file"), (1, "file")] and found == Unusable(row=1, reason=BROKEN, detail="file line 11: its sampling")
 
 
 def test_a_row_that_the_file_cannot_give_is_named() -> None:
@@ -120,7 +120,7 @@ def test_a_row_that_the_file_cannot_give_is_named() -> None:
         raise DataError("x" * 499 + "yz")
 
     rows.read = read
-    assert found.take([1]) == [Unusable(row=1, reason=BROKEN, detail="x" * 499 + "y")]
+    assert found.take([1]) == [Unusable(row=1, reason=BROKEN, detail="file line 11: " + "x" * 486)]
 
 
 @pytest.mark.parametrize("field", ["prompt", "label", "info", "tools"])

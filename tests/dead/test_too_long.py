@@ -1,4 +1,4 @@
-"""Samples beyond model.max_len, and those that a length limit cut, in whole runs."""
+"""Samples beyond model.max_len, and those that a length limit truncated, in whole runs."""
 
 from __future__ import annotations
 

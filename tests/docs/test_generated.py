@@ -118,7 +118,7 @@ def test_the_picture_is_one_for_light_and_dark_and_holds_no_foreign_parts() -> N
 
 
 README = blocks(ROOT / "README.md")
-CI, UP = "ci runs it", "while my-run is up"
+CI, LASTS, UP = "ci runs it", "a run that lasts", "while it is up"
 
 
 class Terminal:
@@ -176,7 +176,8 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 def test_every_block_is_looked_at_or_run_by_ci() -> None:
     kinds = sorted((block.language, block.mark) for block in README)
-    assert kinds == [("bash", ""), ("bash", CI), ("bash", CI), ("bash", UP), ("python", ""), ("text", ""), ("text", ""), ("toml", "")]
+    shell = [("bash", mark) for mark in ("", LASTS, CI, CI, UP)]
+    assert kinds == [*shell, ("python", ""), ("text", ""), ("text", ""), ("toml", "")]
     script = "".join(path.read_text() for path in (ROOT / ".ci").iterdir())
     commands = [command for block in of("bash", CI) for command in block.commands]
     assert commands == ["make up", "make test"]
@@ -189,22 +190,23 @@ def test_a_run_of_ones_own(terminal: Terminal) -> None:
     said = terminal.run(block.text)
     runs = terminal.place / "runs"
     summary = json.loads((runs / "my-run" / "summary.json").read_text())
-    assert summary["steps"] == load(terminal.place / "my.toml").run.steps == 60
-    assert summary["reward_last"] > summary["reward_first"] + 0.15
-    assert "60 of 60" in said, "the replay must have verified every version"
+    assert summary["steps"] == load(terminal.place / "my.toml").run.steps == 100
+    assert summary["reward_last"] > summary["reward_first"] + 0.3
+    assert "100 of 100" in said, "the replay must have verified every version"
     assert json.loads((runs / "faster" / "branch.json").read_text())["parent"] == "my-run"
-    same = re.search(r"same batches up to version 60, same parameters up to version (\d+)", said)
+    same = re.search(r"same batches up to version 100, same parameters up to version (\d+)", said)
     assert same and int(same[1]) < 30, "the branch must show a difference; its first batches may have no reward at all"
     assert (terminal.place / "both.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
 def test_a_run_that_is_up_is_looked_at_joined_and_drained(terminal: Terminal) -> None:
-    [block] = of("bash", UP)
-    status, attach, down = block.commands
-    keys = ("run.steps=100000", "tasks.max_staleness=2", "debug.token_delay_s=0.05")
-    up = terminal.start(f"streamrl up my.toml --plain {' '.join(f'--set {key}' for key in keys)}")
-    logs = terminal.place / "runs" / "my-run" / "logs"
+    [lasting], [block] = of("bash", LASTS), of("bash", UP)
+    [start] = lasting.commands
+    activate, status, attach, down = block.commands
+    terminal.run(activate)
+    up = terminal.start(f"{start} --plain --set tasks.max_staleness=2 --set debug.token_delay_s=0.05")
+    logs = terminal.place / "runs" / "long" / "logs"
     wait_for(logs / "trainer-0.log", "event=training version")
     assert "step" in terminal.run(status)
     guest = terminal.start(f"exec {attach}")

@@ -140,7 +140,9 @@ def troubled(learned_run: RunView) -> RunNumbers:
         hint="do rewards come late, or never (reward.late_versions)?",
     )
     numbers = learned_run.numbers(elapsed_s=65.0)
-    return msgspec.structs.replace(numbers, newest_error="failed: ValueError: expected a number" + ", got none" * 30, failed_tasks=1)
+    newest = "failed: ValueError: expected a number" + ", got none" * 30
+    rows = ("row_broken: expected a label under 'answer' at rows.jsonl line 3, got none",)
+    return msgspec.structs.replace(numbers, newest_error=newest, unusable_rows=rows, failed_tasks=1)
 
 
 def evaluation(number: int, accuracy: float, problems: Sequence[dict[str, str]] = ()) -> dict[str, object]:

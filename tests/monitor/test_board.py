@@ -165,7 +165,7 @@ def test_a_run_that_is_unknown_away_or_over_can_be_shown_in_the_wanted_colours(l
 def test_what_is_wrong_is_said_once_and_whole(troubled: RunNumbers, width: int) -> None:
     text = "".join(drawn(troubled, width))
     assert troubled.standing is not None
-    for words in (troubled.standing.hint, troubled.slo[0].causes[0].hint, troubled.newest_error):
+    for words in (troubled.standing.hint, troubled.slo[0].causes[0].hint, troubled.newest_error, *troubled.unusable_rows):
         assert bare(text).count(bare(words)) == 1, f"{words!r} is not once in\n{text}"
 
 
@@ -621,6 +621,7 @@ def test_status_says_what_is_wrong_and_what_to_do_in_a_pipe_and_on_a_terminal(
         standing_line(troubled.standing),
         *map(line_of, troubled.slo),
         troubled.newest_error,
+        *troubled.unusable_rows,
         "0.90, 0.80; a restart can go back",
     ):
         assert words in said.replace("\n", " ")

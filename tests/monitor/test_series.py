@@ -160,9 +160,14 @@ def test_trained_tokens_and_drops_stand_in_the_rows_of_their_batches(entry: Make
     view = RunView("demo", series=Series())
     drops = [Drop(sequence=1, task=1, rollouts=(0, 1), reason=reason) for reason in ("stale", "stale", "my own", "another")]
     view.ledger(as_line(entry(1, drops=drops)))
-    (row,) = view.take_rows(1.0)
-    counted = {name: value for name, value in row.values.items() if name.startswith("rollouts/")}
-    assert counted == {"rollouts/dropped_total/stale": 4.0, "rollouts/dropped_total/other": 4.0}
+    view.ledger(as_line(entry(2, drops=drops[:1])))
+    stale, so_far = "rollouts/dropped_total/stale", "rollouts/dropped_so_far"
+    counted = [{name: value for name, value in row.values.items() if name.startswith("rollouts/")} for row in view.take_rows(1.0)]
+    assert counted == [{stale: 4.0, "rollouts/dropped_total/other": 4.0, so_far: 8.0}, {stale: 2.0, so_far: 10.0}]
+    forked = as_line(entry(2, epoch=1, drops=drops))
+    view.ledger(forked)
+    (row,) = view.take_rows(2.0)
+    assert row.values[so_far] == 16.0, "what a fork has made void is not in it"
     view = windowed()
     view.live = False
     for number in (1, 2):

@@ -83,6 +83,14 @@ LEARNT = [
         Learning.RISING,
         "Learning: held-out 0.27 -> 0.85 (0.81 to 0.89) in 12 batches",
     ),
+    (
+        "answered by later versions",
+        rewards(
+            0.2, evaluations=(replace(heldout(0.3)[0], versions=("0.4", "0.9")), replace(heldout(0.3, 0.9)[1], versions=("0.4", "0.4")))
+        ),
+        Learning.RISING,
+        "Learning: held-out 0.30 (by versions 0.4 to 0.9) -> 0.90 (0.86 to 0.94) in 4 batches.",
+    ),
     ("of its own name", rewards(0.2, evaluations=heldout(0.2, 0.9, of="gsm8k")), Learning.RISING, "Learning: gsm8k 0.20 -> 0.90"),
     ("held out falls", rewards(0.2, evaluations=heldout(0.9, 0.5)), Learning.FALLING, "Getting worse: held-out 0.90 -> 0.50"),
     (

@@ -407,7 +407,7 @@ async def test_a_long_ledger_whose_rows_are_gone_gets_them_all_again(bus: Bus, r
 
 KEYS = (
     "steps reward_first reward_last loss_first loss_last heldout_first heldout_last evaluations tokens_made tokens_trained staleness_p50 "
-    "staleness_max dropped drops failed_rollouts ended_rollouts newest_error slo swaps wall_s account verdict"
+    "staleness_max dropped drops failed_rollouts ended_rollouts newest_error unusable_rows slo swaps wall_s account verdict"
 )
 
 
@@ -454,6 +454,23 @@ def test_the_line_tells_reward_and_heldout_before_and_after(learned_run: RunView
     line = summary_line(summarize(learned_run, wall_s=75.0))
     assert line.startswith("80 steps in 1:15, reward 0.")
     assert "held-out 0.210 -> 0.910" in line and "160 dropped (zero_variance 160), 80 swaps" in line
+
+
+def test_everything_that_people_read_says_which_versions_answered_where_they_are_others(learned_run: RunView) -> None:
+    first, last = learned_run.evaluations[0], learned_run.evaluations[-1]
+    assert "(by " not in summary_line(summarize(learned_run, wall_s=1.0)) and first.answered_by == last.answered_by == ""
+    for number, accuracy, versions in ((19, 0.21, ["0.21", "0.23"]), (100, 0.91, ["0.99", "0.99"])):
+        detail = evaluation(number, accuracy, [{"prompt": "a", "expected": "1", "got": "1"}]) | {"versions": versions}
+        learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=detail))
+        learned_run.event(Event(kind="evaluation", worker="evaluator-0", detail=detail | {"set": "words"}))
+    summary = summarize(learned_run, wall_s=1.0)
+    assert "held-out 0.210 (by versions 0.21 to 0.23) -> 0.910 (by version 0.99)" in summary_line(summary)
+    assert (summary.evaluations["words"].first_by, summary.evaluations["words"].last_by) == ("versions 0.21 to 0.23", "version 0.99")
+    shown = "".join(part.text for part in reward_line(learned_run.numbers(elapsed_s=1.0)))
+    assert "held-out 0.910 (by version 0.99)" in shown and "words 0.910 (by version 0.99)" in shown
+    table = problem_table(learned_run.evaluations)
+    titles = [str(column.header) for column in table.columns] if table else []
+    assert titles[2:] == ["version 0.19 (by versions 0.21 to 0.23)", "version 0.100 (by version 0.99)"]
 
 
 def test_runs_without_evaluations_or_rewards_and_problems_of_one_evaluation(learned_run: RunView) -> None:

@@ -13,6 +13,7 @@ from streamrl.monitor.failed_share import Shares, failed_rollouts_line
 from streamrl.monitor.failures import FIRST_PAUSE_S, LATELY, MOST_STONES, Barren, Failures, Pace, alone_to_blame
 from streamrl.monitor.numbers import EngineLine, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.screen import failed_line, is_normal, plain_line
+from streamrl.monitor.summary import summarize
 from streamrl.monitor.trained import MOST_REASONS
 from streamrl.monitor.untrained import barren_line
 from streamrl.monitor.view import RunView
@@ -205,6 +206,15 @@ def test_failures_are_counted_before_any_batch_and_once_a_task() -> None:
     assert view.failures.num_tasks == 1
     view.tombstone(3, stone(5))  # a second delivery
     assert view.failures.num_tasks == 1
+
+
+def test_the_first_rows_that_cannot_be_used_are_named_once_each_wherever_their_drops_are_counted() -> None:
+    rows = [f"expected a label at rows.jsonl line {line}" for line in (3, 3, 7, 9, 11)]
+    view = view_of(*(stone(task, "row_broken", detail=row) for task, row in enumerate(rows)), stone(8), stone(9, "left", detail="no row"))
+    numbers = view.numbers(elapsed_s=1.0)
+    assert (numbers.drops["row_broken"], numbers.newest_error) == (10, "failed: producer: ValueError: no")
+    named = tuple(f"row_broken: {rows[place]}" for place in (0, 2, 3))
+    assert numbers.unusable_rows == named == summarize(view, wall_s=1.0).unusable_rows
 
 
 def test_a_batch_takes_over_what_its_entry_has_and_leaves_the_newest_error(entry: MakeEntry) -> None:

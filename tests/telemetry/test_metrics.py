@@ -171,7 +171,13 @@ def test_what_people_are_told_to_watch_is_reported_by_somebody() -> None:
     table = page.partition("## What to watch")[2].partition("\n## ")[0]
     told = {name for name in re.findall(r"`([a-z]+/[a-z0-9_/]+)`", table) if name in METRICS}
     assert len(told) > 15
-    assert told - reported_names() == set()
+    assert told - reported_names() == {names.DROPPED_SO_FAR}, "which is made of the ledger"
+
+
+def test_what_is_called_a_total_is_an_amount_that_rows_add_up_to() -> None:
+    totals = {name for name in METRICS if "_total" in name}
+    assert {METRICS[name].reduction for name in totals} == {Reduction.SUM}
+    assert METRICS[names.DROPPED_SO_FAR].reduction is Reduction.LAST
 
 
 def test_what_is_declared_is_reported_by_somebody() -> None:
@@ -181,7 +187,7 @@ def test_what_is_declared_is_reported_by_somebody() -> None:
     reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
     reported |= {names.staleness_part(begin, part, of) for begin in ("", "sample_") for part, of in parts}
     reported |= {make(kind, state) for kind, state in states for make in (names.seconds, names.share)}
-    reported |= {names.length_quantile(name, word) for name in names.LENGTHS for word in ("p50", "p95")}
+    reported |= {names.DROPPED_SO_FAR, *(names.length_quantile(name, word) for name in names.LENGTHS for word in ("p50", "p95"))}
     assert METRICS.keys() - reported - reported_names() == set()
 
 

@@ -98,7 +98,7 @@ class DecodeLoop:
         self._inbox.put(lambda: self._enqueue(job))
 
     def abort(self, job: Job, index: int | None = None) -> None:
-        """Cut a request, or one of its completions, before the next pass."""
+        """End a request, or one of its completions, before the next pass."""
         self._inbox.put(lambda: self._abort(job, index))
 
     def commit(self, version: Version, index: int, done: Callable[[Commit], None]) -> None:

@@ -15,7 +15,7 @@ import streamrl
 from streamrl.config.engines import EngineConfig, SglangConfig
 
 SPARE_TOKENS = 8
-"""SGLang keeps a few positions of its context length for itself; requests are cut at the model's longest length by us."""
+"""SGLang keeps a few positions of its context length for itself; requests end at the model's longest length by us."""
 MOST_IN_GRAPH = 512
 """Larger batches run without a graph: their forward pass takes longer than its launch, and each graph holds memory."""
 PLUGIN_GROUP = "sglang.srt.plugins"

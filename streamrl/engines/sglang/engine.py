@@ -174,7 +174,7 @@ class SglangEngine:
                 self._leave(job)
 
     async def abort(self, request_id: str) -> None:
-        """Cut a request, or one completion of it as `<request id>.<index>`; unknown ids are ignored."""
+        """End a request, or one completion of it as `<request id>.<index>`; unknown ids are ignored."""
         if job := self._jobs.get(request_id):
             job.cut()
             return

@@ -10,7 +10,7 @@ function bars(line, at, bounds, greatest) {
   line.shares.forEach((share, place) => {
     const [least, most] = bounds[place], height = (HEIGHT * share) / greatest;
     const one = svg("rect", { x: BAR * place + 1, width: BAR - 2, y: HEIGHT - height, height, class: `f${at}` });
-    one.append(svg("title", {}, `${least === most ? number(least) : `${number(least)} to ${number(most)}`} tokens: ${number(100 * share, 3)} % of the ${line.name}`));
+    one.append(svg("title", {}, `${least === most ? number(least) : most === null ? `${number(least)} and more` : `${number(least)} to ${number(most)}`} tokens: ${number(100 * share, 3)} % of the ${line.name}`));
     drawing.append(one);
   });
   return drawing;
@@ -20,7 +20,7 @@ export function lengths({ bounds, lines, said }) {
   if (!lines.length) return "";
   const greatest = Math.max(...lines.flatMap((line) => line.shares));
   const rows = lines.map((line, at) => [KINDS[line.name], number(line.number), number(line.p50, 3), number(line.p95, 3), bars(line, at, bounds, greatest)]);
-  const axis = element("p", { class: "soft between" }, element("span", {}, `${number(bounds[0][0])} tokens`), element("span", {}, `${number(bounds[bounds.length - 1][1])} tokens`));
+  const axis = element("p", { class: "soft between" }, element("span", {}, `${number(bounds[0][0])} tokens`), element("span", {}, `${number(bounds[bounds.length - 1][0])} tokens and more`));
   return box("Answer lengths by their end", element("p", {}, said),
     table(["answers", "number", "median", "p95", axis], rows, [1, 2, 3]));
 }

@@ -198,7 +198,7 @@ class MegatronLM:
     def predict(
         self, micro: MicroBatch, batch: TrainBatch, *, entropy_gradient: bool = False, divergence: Divergence | None = None
     ) -> tuple[Tensor, ...]:
-        """See `LanguageModel`; raises ConfigError for truncated samples over a split vocabulary."""
+        """See `LanguageModel`; raises ConfigError for tokens of a restricted distribution over a split vocabulary."""
         share = self.share(micro)
         return share.everyones(*self._predict(share.micro, batch, entropy_gradient, divergence))
 
@@ -230,7 +230,7 @@ class MegatronLM:
 
     def logits(self, micro: MicroBatch, batch: TrainBatch) -> Tensor:
         """See `LanguageModel`; of a vocabulary in one part."""
-        check_samples(self._parallel.tensors, truncated=True)
+        check_samples(self._parallel.tensors, restricted=True)
         temperature = self._tensor(batch.temperature[micro.target])
         found, added = self.states(micro) @ self._head().weight.T, logit_bias(batch, micro, self.device)
         found = found if found.dtype == torch.float64 else found.float()

@@ -274,9 +274,9 @@ class HeldBoxes(Held):
         return Slice(name, rows, self._shapes[name], box.offset)
 
 
-def check_samples(tensors: int, truncated: bool) -> None:
+def check_samples(tensors: int, restricted: bool) -> None:
     """Raise ConfigError where log-probs over a split vocabulary are asked for that need the whole distribution."""
-    if tensors > 1 and truncated:
+    if tensors > 1 and restricted:
         raise ConfigError(
             f"trainer.tensor = {tensors} knows no sampling.top_p, top_k or min_p: log-probs are over a vocabulary in {tensors} parts",
             hint="set sampling.top_p = 1, top_k = -1 and min_p = 0, or trainer.tensor = 1",

@@ -219,16 +219,16 @@ class TableTrainer:
         logp = _log_softmax(logits / batch.temperature[target, None].astype(np.float64))
         tokens, (top_p, top_k) = batch.tokens[target], (batch.top_p[target], batch.top_k[target])
         min_p = np.zeros(len(target), np.float32) if batch.min_p is None else batch.min_p[target]
-        truncated = np.flatnonzero((top_p < 1) | (top_k > 0) | (min_p > 0))
-        if len(truncated):
-            bounds = (top_p[truncated], top_k[truncated], min_p[truncated])
-            kept = _support(np.exp(logp[truncated]), tokens[truncated], *bounds)
+        restricted = np.flatnonzero((top_p < 1) | (top_k > 0) | (min_p > 0))
+        if len(restricted):
+            bounds = (top_p[restricted], top_k[restricted], min_p[restricted])
+            kept = _support(np.exp(logp[restricted]), tokens[restricted], *bounds)
             if batch.candidates is not None:
-                sets = batch.candidates.at(target[truncated])
-                said = np.repeat(np.arange(len(truncated)), sets.counts)
+                sets = batch.candidates.at(target[restricted])
+                said = np.repeat(np.arange(len(restricted)), sets.counts)
                 kept[said] = False
                 kept[said, sets.ids] = True
-            logp[truncated] = _log_softmax(np.where(kept, logp[truncated], -np.inf))
+            logp[restricted] = _log_softmax(np.where(kept, logp[restricted], -np.inf))
         return logp, logp[np.arange(len(target)), tokens]
 
     def _gradient(
@@ -259,7 +259,7 @@ class TableTrainer:
         probs_MV = np.where(dropped[:, None], 0.0, np.exp(logp_MV))
         entropy = -(probs_MV * np.where(probs_MV > 0, logp_MV, 0.0)).sum(-1)
         weights = weights_T[target]
-        # d log pi / d logits = (onehot - probs) / temperature; tokens outside a truncated support have probability 0.
+        # d log pi / d logits = (onehot - probs) / temperature; tokens outside a restricted support have probability 0.
         scale = (weights * slope / batch.temperature[target])[:, None]
         rows_MV = -scale * probs_MV
         rows_MV[np.arange(len(target)), batch.tokens[target]] += scale[:, 0]

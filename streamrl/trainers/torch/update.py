@@ -26,8 +26,8 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, uncut
 from streamrl.core.candidates import candidate_metrics
-from streamrl.core.cuts import cut_samples, with_ends
 from streamrl.core.packing import ROW, Indices, MicroBatch, packed_row_length
+from streamrl.core.truncated import truncated_samples, with_ends
 from streamrl.errors import ConfigError, TrainingError
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.balancing import Balancing
@@ -297,16 +297,16 @@ class Update:
         return self._parallel.sum_rows(found).numpy()
 
     def _values(self, batch: TrainBatch) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """The critic's values of the trained tokens, [T], and of the states behind samples that a length limit cut, [N], 0 elsewhere."""
-        cut, samples = cut_samples(batch), np.arange(batch.num_samples)
+        """The critic's values of the trained tokens, [T], and of the states behind truncated samples, [N], 0 elsewhere."""
+        truncated, samples = truncated_samples(batch), np.arange(batch.num_samples)
         behind = np.zeros(batch.num_samples, np.float32)
-        if not cut.any():
+        if not truncated.any():
             return self.score(batch, Role.VALUE, batch.loss_mask, samples), behind
-        longer, ends = with_ends(batch, cut)
+        longer, ends = with_ends(batch, truncated)
         wanted = longer.loss_mask.copy()
         wanted[ends] = True
         values = self.score(longer, Role.VALUE, wanted, samples)
-        behind[cut] = values[ends]
+        behind[truncated] = values[ends]
         return np.delete(values, ends), behind
 
     def _energies(self, batch: TrainBatch, logprobs: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
