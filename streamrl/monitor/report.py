@@ -87,6 +87,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The same by reason."""
     failed_rollouts: int | None = None
     newest_error: str = ""
+    unusable_rows: Sequence[str] = ()
+    """See `RunNumbers.unusable_rows`."""
     lengths: Mapping[str, tuple[int, ...]] = {}
     """See `RunNumbers.lengths`."""
     length_distance: float | None = None
@@ -107,7 +109,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 _OF_NUMBERS = (
     *("reward", "reward_first", "loss", "loss_first", "heldout", "heldout_first", "heldout_interval", "heldout_set"),
     *("warmup_step", "staleness_p50", "staleness_p95", "staleness_max", "tokens_made", "tokens_trained", "account"),
-    *("ended_rollouts", "dropped", "drops", "failed_rollouts", "newest_error", "lengths", "length_distance"),
+    *("ended_rollouts", "dropped", "drops", "failed_rollouts", "newest_error", "unusable_rows", "lengths", "length_distance"),
 )
 _OF_THIS_MOMENT = (
     *("phase", "steps_per_minute", "rollouts_per_s", "made_per_s", "trained_per_s", "left_s", "stream_lag", "stream_s", "tasks_in_flight"),
@@ -119,7 +121,7 @@ _OF_GLANCE = (
 )
 _OF_SUMMARY = (
     *("reward_first", "loss_first", "heldout_first", "tokens_made", "tokens_trained", "staleness_p50", "staleness_max"),
-    *("ended_rollouts", "dropped", "drops", "failed_rollouts", "newest_error", "wall_s", "account", "verdict"),
+    *("ended_rollouts", "dropped", "drops", "failed_rollouts", "newest_error", "unusable_rows", "wall_s", "account", "verdict"),
 )
 
 
