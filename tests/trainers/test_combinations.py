@@ -40,7 +40,7 @@ def tiny(make_model: Models) -> Path:
 def combinations() -> list[Any]:
     """All that the configuration's check lets through, with the levels taken in turn.
 
-    GRPO runs with all kinds of correction; every other estimator with half of the policy losses, of one kind each, and in CI with all of them.
+    GRPO runs with all kinds of correction; other estimators with half of the policy losses, of one kind each, and in CI with all losses.
     """
     found: list[Any] = []
     for number, (advantage, policy, kind) in enumerate(product(ESTIMATORS, POLICY_LOSSES, KINDS)):
