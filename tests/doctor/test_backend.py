@@ -84,7 +84,7 @@ def test_descriptions_and_meshes_that_do_not_fit_are_refused_by_every_verb(refus
 
 
 def test_a_megatron_out_of_range_or_not_there_is_refused_by_each(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that is only described, for which no doctor builds one."""
+    """The model is only described, so that no doctor builds one."""
     model = described(tmp_path)
     for number in ("0.15.3", "0.20.0"):
         place = tmp_path / number / f"megatron_core-{number}.dist-info"
