@@ -36,9 +36,9 @@ ABOUT_TESTS = (0, 1)
 """Exit statuses of pytest that say: all tests ran, and passed or not."""
 SLOWEST = 30
 """The number of slowest tests that are listed with their times."""
-TIERS = {"test": ("slow", "soak"), "ci": ("soak",), "soak": ()}
+TIERS = {"fast": ("process", "whole", "slow", "soak"), "test": ("slow", "soak"), "ci": ("soak",), "soak": ()}
 """The markers that each tier leaves out."""
-WHERE = {"slow": ".ci/run", "soak": "make soak"}
+WHERE = {"process": "make test", "whole": "make test", "slow": ".ci/run", "soak": "make soak"}
 """The command that runs the tests with a marker."""
 
 

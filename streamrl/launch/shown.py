@@ -134,10 +134,11 @@ class Shown:
             if not self.draining:
                 self.note(standing_line(found) if found else "the run goes on")
             self._report(bus, STANDING_EVENT if found else MOVING_EVENT, to_builtins(found) if found else {})
-        if numbers.failed_tasks and self._failures.due(now_s):
-            counts = dict(view.failures.reasons)
-            self.note(failed_line(numbers, view.failures.producers))
-            self._report(bus, FAILURES_EVENT, {"tasks": numbers.failed_tasks, "rollouts": counts, "newest": numbers.newest_error})
+        if (failed := view.failures.to_say).num_tasks and self._failures.due(now_s):
+            view.failures.said()
+            self.note(failed_line(numbers, failed))
+            detail = {"tasks": failed.num_tasks, "rollouts": dict(failed.reasons), "newest": numbers.newest_error}
+            self._report(bus, FAILURES_EVENT, detail)
         for row in numbers.unusable_rows[self._rows_told :]:
             self.note(row_line(row))
         self._rows_told = len(numbers.unusable_rows)

@@ -80,6 +80,8 @@ class Failures:
         self.rows: list[str] = []
         """What is wrong with the first rows of the data that cannot be used, with their file and line."""
         self._failed, self._given_up = Count(), Count()
+        self._num_unsaid = 0
+        """The newest of `_lately` that nobody has been told of."""
         self._lately: deque[tuple[int, Tombstone]] = deque(maxlen=LATELY)
 
     @property
@@ -96,6 +98,23 @@ class Failures:
     def producers(self) -> Counter[str]:
         """These tasks by producer."""
         return self._failed.producers
+
+    @property
+    def to_say(self) -> Count:
+        """Failures since the newest batch; where there are none, the newest ones (at most `LATELY` stones) that were not `said`.
+
+        A batch may be trained between them and the next look.
+        """
+        if self._failed.num_tasks or not self._num_unsaid:
+            return self._failed
+        unsaid = Count()
+        for sequence, stone in [*self._lately][-self._num_unsaid :]:
+            unsaid.add(sequence, stone)
+        return unsaid
+
+    def said(self) -> None:
+        """People have been told."""
+        self._num_unsaid = 0
 
     def lately(self, last: int) -> Counter[str]:
         """Failed rollouts by producer, of those among the `LATELY` messages of the sample stream up to `last`, trained since or not."""
@@ -120,6 +139,7 @@ class Failures:
         if stone.reason in REASONS:
             self.newest = f"{stone.reason}: {stone.detail}"[:MOST_CHARS] if stone.detail else stone.reason
             self._lately.append((sequence, replace(stone, detail="")))
+            self._num_unsaid = min(self._num_unsaid + 1, LATELY)
         if (
             stone.reason in ROWS
             and len(self.rows) < MOST_ROWS

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from streamrl.monitor.drawing import Cell, Line, Part, visible
+from streamrl.monitor.failures import Count
 from streamrl.monitor.numbers import Evaluation, RunNumbers, WorkerLine, is_producer
 from streamrl.monitor.slo import line_of
 from streamrl.monitor.waits import credits_of, graders_line, hung_line, standing_line
@@ -172,12 +172,13 @@ def drops_text(dropped: int, drops: Mapping[str, int]) -> str:
     return f"{dropped} ({reasons})" if reasons else str(dropped)
 
 
-def failed_line(numbers: RunNumbers, producers: Counter[str]) -> str:
-    """What has failed since the newest batch, and whose tasks those were (`producers`) where others have had none that failed."""
-    said = f"{numbers.failed_tasks} tasks have failed since the newest batch; the newest: {one_line(numbers.newest_error)}"
-    if not producers or not any(is_producer(one.worker) and one.worker not in producers for one in numbers.workers):
+def failed_line(numbers: RunNumbers, count: Count) -> str:
+    """What has failed (`Failures.to_say`), and whose tasks those were where other producers have had none that failed."""
+    since = "since the newest batch" if numbers.failed_tasks else "beside those that were trained"
+    said = f"{count.num_tasks} tasks have failed {since}; the newest: {one_line(numbers.newest_error)}"
+    if not count.producers or not any(is_producer(one.worker) and one.worker not in count.producers for one in numbers.workers):
         return said
-    whose = ", ".join(one_line(name, most=60) for name, _ in producers.most_common(3))
+    whose = ", ".join(one_line(name, most=60) for name, _ in count.producers.most_common(3))
     return f"{said}; all by {whose}. hint: stop and mend it; the run goes on while others give samples, without these tasks"
 
 

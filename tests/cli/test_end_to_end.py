@@ -203,16 +203,16 @@ async def test_up_on_a_terminal_is_stopped_and_resumed_while_top_looks(start: St
     terminal.resize(40, 12)
     up.send_signal(signal.SIGWINCH)
     terminal.press("q\x1b[F")
-    await until(partial(fits, terminal), within_s=20)
-    await until(lambda: not terminal.shows("step  ")(), within_s=20)  # it has moved on
+    await until(partial(fits, terminal), within_s=60)
+    await until(lambda: not terminal.shows("step  ")(), within_s=60)  # it has moved on
 
     up.send_signal(signal.SIGTSTP)
-    await until(partial(stopped, up.pid), within_s=20)
+    await until(partial(stopped, up.pid), within_s=60)
     assert termios.tcgetattr(terminal.slave) == modes, "a shell has it now"
     up.send_signal(signal.SIGCONT)
     terminal.resize(240, 40)
     up.send_signal(signal.SIGWINCH)
-    await until(partial(fits, terminal), within_s=20)
+    await until(partial(fits, terminal), within_s=60)
 
     top = await streamrl("top", "digits", **on(other))
     await until(partial(fits, other), within_s=90)
@@ -254,18 +254,18 @@ async def test_top_on_a_terminal_through_resize_keys_and_a_server_that_stands(st
     for columns, lines in ((50, 12), (132, 60)):
         terminal.resize(columns, lines)
         top.send_signal(signal.SIGWINCH)
-        await until(partial(fits, terminal), within_s=20)
+        await until(partial(fits, terminal), within_s=60)
     await until(terminal.shows("> "), within_s=30)  # an answer: the whole board is on 60 lines
     for title in ("engines", "workers", "lag", "dropped", "samples"):
         assert any(line == title for line in terminal.look())
     terminal.resize(80, 24)
     top.send_signal(signal.SIGWINCH)
     terminal.press("\x1b[F")
-    await until(terminal.shows("samples"), within_s=20)
+    await until(terminal.shows("samples"), within_s=60)
     terminal.press("\x1b[Hp")
-    await until(terminal.shows("paused"), within_s=20)
+    await until(terminal.shows("paused"), within_s=60)
     terminal.press("p")
-    await until(lambda: not terminal.shows("paused")(), within_s=20)
+    await until(lambda: not terminal.shows("paused")(), within_s=60)
 
     server = server_pid(running.run)
     assert server is not None

@@ -84,13 +84,15 @@ def test_descriptions_and_meshes_that_do_not_fit_are_refused_by_every_verb(refus
 
 
 def test_a_megatron_out_of_range_or_not_there_is_refused_by_each(refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is only described, so that no doctor builds one."""
+    model = described(tmp_path)
     for number in ("0.15.3", "0.20.0"):
         place = tmp_path / number / f"megatron_core-{number}.dist-info"
         place.mkdir(parents=True)
         (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: megatron-core\nVersion: {number}\n")
         with monkeypatch.context() as patched:
             patched.syspath_prepend(place.parent)
-            for said in refused():
+            for said in refused(model):
                 assert f"needs megatron-core >= 0.16 and < 0.20, got {number}" in said and "pip install 'streamrl[megatron]'" in said
 
     def missing(name: str) -> str:
@@ -98,10 +100,10 @@ def test_a_megatron_out_of_range_or_not_there_is_refused_by_each(refused: Refuse
 
     with monkeypatch.context() as patched:
         patched.setattr(buildable, "version", missing)
-        for said in refused():
+        for said in refused(model):
             assert "megatron-core" in said and "pip install 'streamrl[megatron]'" in said
     monkeypatch.setattr(buildable, "find_spec", lambda _: None)
-    for said in refused():
+    for said in refused(model):
         assert "einops and psutil" in said and "pip install 'streamrl[megatron]'" in said
 
 

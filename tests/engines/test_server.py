@@ -226,7 +226,7 @@ async def test_a_connection_that_brings_no_whole_request_is_closed(bare: TableEn
     async def answer_to(sent: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.rsplit(":", 1)[1]))
         writer.write(sent)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             answer = await reader.read()
         writer.close()
         return answer

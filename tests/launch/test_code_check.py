@@ -170,12 +170,12 @@ async def test_an_import_that_ends_the_process_is_a_sentence(place: Path, code: 
 async def test_an_import_that_does_not_end_is_ended_and_named_by_its_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.launch.code_check._SAID_S", 0.1)
     notes: list[str] = []
-    (place / "bad.py").write_text("import os, pathlib\npathlib.Path('pid').write_text(str(os.getpid()))\nwhile True:\n    pass\n")
+    (place / "bad.py").write_text("import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(3600)\n")
     with raises(ConfigError, key="reward.kind") as caught:
         await look(place, "reward.kind=bad.py:letters", limit_s=10.0, note=notes.append)
     [note] = notes
     assert "bad.py:letters" in note and "10 s" in note
-    assert "bad.py line " in caught.value.message and "still busy" in caught.value.message
+    assert "bad.py line 3" in caught.value.message and "still busy" in caught.value.message
     with pytest.raises(ProcessLookupError):
         os.kill(int((place / "pid").read_text()), 0)
 

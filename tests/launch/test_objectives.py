@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import signal
@@ -21,11 +22,15 @@ from streamrl.config.slo import SloConfig
 from streamrl.config.tree import Config, RunConfig, TasksConfig
 from streamrl.data.model import ensure_model
 from streamrl.errors import StreamFull
+from streamrl.launch import shown
 from streamrl.launch.objectives import Objectives, Webhook
 from streamrl.launch.prepare import prepare
+from streamrl.launch.shown import Shown
+from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.follow import Follower
 from streamrl.monitor.numbers import Finding, RunNumbers
 from streamrl.monitor.numbers import Standing as Wait
+from streamrl.monitor.screen import PlainLines
 from streamrl.monitor.series import TRAINED, Series
 from streamrl.monitor.slo import findings_of
 from streamrl.monitor.view import RunView
@@ -35,13 +40,14 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker, connected
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.control import Grant, Position, WorkerPresence
-from streamrl.schemas.events import SLO_EVENT, Event
+from streamrl.schemas.events import FAILURES_EVENT, SLO_EVENT, Event
 from streamrl.schemas.samples import Tombstone
 from streamrl.schemas.subjects import EVENTS, PREFIX_POSITIONS, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from tests.launch.conftest import Hook
 from tests.support.digits import TABLE, write_digits
 from tests.support.harness import make_run, services
+from tests.support.ledgers import entry
 from tests.support.looked_at import sets
 from tests.support.processes import until, worker_pid
 from tests.support.programs import STREAMRL, Start, answer, said
@@ -306,6 +312,30 @@ async def test_a_breach_and_its_end_are_noted_reported_and_posted(hook: Hook) ->
         assert posted == {"run": "demo", "time_s": posted["time_s"], **msgspec.json.decode(msgspec.json.encode(detail))}
 
 
+async def test_tasks_that_failed_between_two_looks_are_said_though_a_batch_was_trained_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A producer that fails at once, and leaves for it, may be gone before the next look."""
+    monkeypatch.setattr(shown, "_SHOW_S", 0.01)
+    run, bus, view, out = RunDir(tmp_path / "demo"), MemoryBus("demo", Config().bus), RunView("demo"), io.StringIO()
+    run.create()
+    view.worker("producer-0", WorkerPresence(worker="producer-0", kind="producer", state="running"))
+    for task in range(3):
+        stone = Tombstone(task=task, reason="failed", group_size=2, source="main", detail="no tool", producer="producer-1")
+        view.tombstone(1 + task, stone)
+    view.ledger(decode(encode(entry(cursor=9)), LedgerLine))
+    screen = Shown(Config(), run, PlainLines(out), lambda: None)
+    showing = asyncio.create_task(screen.follow(bus, view, Follower(bus, view), dict))
+    told = await anext(aiter(bus.read(EVENTS, after=0, subject=Subjects("demo").events(FAILURES_EVENT))))
+    assert decode(told.body, Event).detail == {"tasks": 3, "rollouts": {"failed": 6}, "newest": "failed: no tool"}
+    assert "3 tasks have failed beside those that were trained; the newest: failed: no tool; all by producer-1. hint: " in out.getvalue()
+    assert not view.failures.to_say.num_tasks
+    showing.cancel()
+    await asyncio.gather(showing, return_exceptions=True)
+    await screen.close()
+    await bus.close()
+
+
 def test_a_webhook_that_is_dead_or_slow_keeps_nobody_waiting(hook: Hook, caplog: pytest.LogCaptureFixture) -> None:
     dead = Webhook("http://127.0.0.1:9/secret", timeout_s=1.0)
     for number in range(40):
@@ -359,7 +389,7 @@ async def test_a_healthy_run_goes_on_beside_an_attached_producer_that_fails_and_
     said_by_guest = place / "guest.txt"
     with said_by_guest.open("w") as file:  # it says more than a pipe holds
         guest = await streamrl("attach", "mine.py:fails", "--run", "digits", stdout=file, stderr=file)
-    assert "all by producer-1. hint: " in await line_with(process, "tasks have failed since")
+    assert "all by producer-1. hint: " in await line_with(process, "tasks have failed")
     before = json.loads(run.state_path.read_text())["step"]
     await until(lambda: json.loads(run.state_path.read_text())["step"] > before + 3, within_s=90)
     status = await answer(await streamrl("status", "digits", "--json"))

@@ -82,7 +82,7 @@ async def test_what_has_been_fetched_counts_as_waiting(monkeypatch: pytest.Monke
     bus = await a_stream(2)
     reader = RecordReader(bus, asyncio.get_running_loop(), after=0, capacity=8)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while reader.empty:  # a batch must not be closed on less than all that is here
                 await asyncio.sleep(0)
         assert [(await asyncio.to_thread(reader.get, 5.0)).record.sequence for _ in range(2)] == [1, 2]  # type: ignore[union-attr]

@@ -149,7 +149,7 @@ async def test_they_are_there_before_their_tasks_and_wait_for_room(make_bus: Mak
     running = asyncio.create_task(feeder.run())
     try:
         await bus.kv.put(KEY_GRANTED, encode(Grant(40, 0, 0)))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await until(lambda: feeder.full == FULL_BLOBS)
             assert (await bus.state(TASKS)).last == 0
             await bus.sample_blobs.delete("9/0.00000000")
@@ -203,7 +203,7 @@ async def test_they_go_with_the_last_message_of_their_window(make_bus: MakeBus, 
     assert await left() == [12, 16, 20], "there is nothing to trim any more"
     monkeypatch.setattr(trimming, "TRIM_EVERY_S", 0.02)
     keeping = asyncio.create_task(trimming.keep_trimmed(bus, images=True))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while await left() != [16, 20]:
             await asyncio.sleep(0.02)
     keeping.cancel()

@@ -353,7 +353,7 @@ async def test_catching_up_gives_up_in_the_end(bus: Bus, run_id: str, entry: Mak
             return replace(found, last=found.last + 1)  # a message that never comes
 
         monkeypatch.setattr(bus, "state", further)
-        await asyncio.wait_for(follower.catch_up(within_s=0.05), 20)
+        await asyncio.wait_for(follower.catch_up(within_s=0.05), 60)
 
 
 async def test_an_epoch_that_forks_far_back_is_read_anew(bus: Bus, run_id: str, entry: MakeEntry, monkeypatch: pytest.MonkeyPatch) -> None:

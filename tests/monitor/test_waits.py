@@ -245,6 +245,21 @@ def test_tasks_and_rollouts_that_fail_are_counted_by_producer() -> None:
     assert failures.lately(LATELY + 2) == {"producer-0": 1} and not failures.lately(LATELY + 4)
 
 
+def test_failures_are_said_once_also_those_that_a_batch_came_after() -> None:
+    failures = Failures()
+    failures.add(1, by("producer-1", 1), after=0)
+    failures.trained(2)
+    failures.add(2, by("producer-0", 2), after=2)  # read behind the entry that has it
+    assert (failures.num_tasks, failures.to_say.num_tasks, failures.to_say.producers) == (0, 2, {"producer-0": 1, "producer-1": 1})
+    failures.said()
+    assert failures.to_say.num_tasks == 0
+    failures.add(3, by("producer-0", 3), after=2)
+    failures.said()
+    assert failures.to_say.num_tasks == 1, "no batch since: it goes on being said"
+    failures.trained(3)
+    assert failures.to_say.num_tasks == 0
+
+
 @pytest.mark.parametrize(
     ("failed", "working", "alone"),
     [
@@ -282,9 +297,9 @@ def test_what_has_failed_is_said_with_whose_it_was_where_there_are_others() -> N
     view = view_of(*(by("producer-1\x1b[2J", task) for task in range(1, 4)))
     view.worker("producer-1", WorkerPresence(worker="producer-1", kind="producer", state="running", pid=1, host="here"))
     view.failures.producers["producer-1"] += 1
-    assert "all by" not in failed_line(view.numbers(elapsed_s=1.0), view.failures.producers)
+    assert "all by" not in failed_line(view.numbers(elapsed_s=1.0), view.failures.to_say)
     view.worker("producer-0", WorkerPresence(worker="producer-0", kind="producer", state="running", pid=1, host="here"))
-    said = failed_line(view.numbers(elapsed_s=1.0), view.failures.producers)
+    said = failed_line(view.numbers(elapsed_s=1.0), view.failures.to_say)
     assert "no; all by producer-1·[2J, producer-1. hint" in said
 
 

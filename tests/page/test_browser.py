@@ -40,7 +40,10 @@ PATIENCE_MS = 60_000
 LONG = "\u202e\u2067x\u0000" * 5_000
 """As long a line as the server sends, written from right to left."""
 HOSTILE = '<img src=x onerror="document.title=`owned`"><script>document.title="owned"</script>'
-ENDLESS = ("run.steps=100000", "tasks.drop_zero_variance=false", "metrics.window_s=1", "supervise.backoff_s=0.1")
+ENDLESS = (
+    *("run.steps=100000", "tasks.drop_zero_variance=false", "metrics.window_s=1", "supervise.backoff_s=0.1"),
+    "debug.token_delay_s=0.05",  # or it trains as fast as both cores can while the page is looked at
+)
 HELD = ("slo.hold_s=1", "slo.starvation=0.001", "slo.p95_age=1000")
 
 

@@ -176,7 +176,7 @@ async def test_live_events_come_at_once_and_pages_beyond_the_most_are_told_so(ru
     monkeypatch.setattr("streamrl.page.server._LISTENERS", 1)
     async with page(run) as (base, _, client), client.get(f"{base}/api/live") as answer:
         assert answer.headers["Content-Type"] == "text/event-stream"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert (await answer.content.readline()).startswith(b'data: {"run":"demo"')
         assert await status(client, f"{base}/api/live") == 503
 

@@ -54,7 +54,7 @@ def rows(config: Config, tmp_path: Path) -> MixedRows:
 
 
 async def issued(bus: Bus, last: int) -> list[RolloutTask]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await bus.state(TASKS)).last < last:
             await asyncio.sleep(0.01)
     return [decode((await bus.fetch(TASKS, sequence)).body, RolloutTask) for sequence in range(1, last + 1)]

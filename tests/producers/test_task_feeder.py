@@ -156,7 +156,7 @@ async def grant(bus: Bus, *values: Any) -> Grant:
 
 async def issued(bus: Bus, last: int) -> list[RolloutTask]:
     """All tasks, once there are `last` of them."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await bus.state(TASKS)).last < last:
             await asyncio.sleep(0.01)
     assert (await bus.state(TASKS)).last == last
@@ -196,7 +196,7 @@ async def test_claimed_tasks_are_not_issued_again(bus, config):
     await grant(bus, 6, 0, 2)
     async with feeding(config, bus) as [feeder]:
         leases = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(leases) < 2:
                 leases += await bus.claim("main", max=4, wait_s=1)
             await until(lambda: feeder.num_issued >= 2)  # the receipt comes after the stream has the task
@@ -281,12 +281,12 @@ async def test_the_worker_from_file_to_stream(bus, config, tmp_path):
     service = asyncio.create_task(main(worker))
     await grant(bus, 6, 0, 0)
     tasks = await issued(bus, 6)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (kept := await read_key(bus.kv, KEY_DATA, DataRecord)) is None:
             await asyncio.sleep(0.01)
     assert kept.rows == 4
     worker.draining.set()
-    await asyncio.wait_for(service, 20)
+    await asyncio.wait_for(service, 60)
     assert [(task.prompt, task.label, task.row, task.data_epoch) for task in tasks[:5]] == [
         ("1+1=", "2", 0, 0),
         ("2+1=", "3", 1, 0),

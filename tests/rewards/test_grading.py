@@ -181,7 +181,7 @@ async def test_a_message_that_is_no_request_leaves_the_queue_and_is_said() -> No
     claims = Claims(bus, publisher(bus), "main", rewarder.work, concurrency=4, ack_wait_s=30.0, queue=queue)
     draining = asyncio.Event()
     running = asyncio.create_task(claims.run(draining))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await bus.state(GRADING)).messages:
             await asyncio.sleep(0.01)
     draining.set()

@@ -225,7 +225,7 @@ async def test_a_writers_headers_do_not_lie_about_a_sample(names: list[str], as_
         headers = {name: HEADERS.get(name, "503") for name in names}
         await client_of(producer).request(TO.samples("main"), b"%d" % number, headers=headers)
     expected = [(number + 1, TO.samples("main"), b"%d" % number) for number in range(6)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await until(lambda: len(read) >= 6)
         anew = [(message.sequence, message.subject, message.body) async for message in stretch(trainer, "samples", first=1, last=6)]
     following.cancel()

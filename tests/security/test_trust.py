@@ -251,7 +251,7 @@ async def test_grants_pointers_and_checkpoints_that_are_none_are_named_or_passed
     for key in ("granted", latest_key("main")):
         await memory_bus.kv.put(key, ANSWER)
     feeder = Feeder(memory_bus, Subjects(run_id), Config(run=RunConfig(name=run_id)), PROBLEMS)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(ExceptionGroup) as group:
             await feeder.run()
     assert [type(error) for error in group.value.exceptions] == [SchemaError] and "key granted" in str(group.value.exceptions[0])

@@ -185,8 +185,9 @@ def _backend() -> tokenizers.Tokenizer:
     return backend
 
 
+@cache
 def tokenizer_for(template: str, closing: str) -> Tokenizer:
-    """A byte-level tokenizer with all special tokens, that template, and `closing` as its end of sequence."""
+    """A byte-level tokenizer with all special tokens, that template, and `closing` as its end of sequence; compiled once for all tests."""
     stops = [found for token in _OTHER_STOPS if (found := _backend().token_to_id(token)) is not None]
     special = {"bos_token": BOS, "eos_token": closing}
     return Tokenizer(_backend(), special=special, template=template, stop_ids=stops, where="tests/support/chat_templates.py")

@@ -329,7 +329,7 @@ async def test_a_rank_that_is_killed_while_it_stores_leaves_no_version_and_its_s
     process, own, leader = both_ranks(nats_bus, tmp_path, "second", PATIENCE_S)
     await asyncio.to_thread(leader.offer, v(1), digest, rows_of(large(), 0, 2))
     await asyncio.to_thread(leader.close, 60.0)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     manifest = await announced(nats_bus)
     assert manifest.digest == digest and not left & {part.location for part in manifest.parts}
     assert (await fetched(own, manifest)).tobytes() == host(large()[0]).tobytes()

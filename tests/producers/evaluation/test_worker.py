@@ -180,7 +180,7 @@ async def test_the_held_out_problems_are_asked_when_due(loop: Loop, heldout: Con
         await serve_logits(engine, right, Version(0, 5))
         [_, second] = await told(loop, 2)
         await ended(loop.bus, 5)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await service
     [_, _, last] = await told(loop, 3)
     assert (first["version"], first["versions"], first["accuracy"], first["final"]) == ("0.2", ["0.2", "0.2"], 0.0, False)
@@ -220,7 +220,7 @@ async def test_a_restarted_evaluator_does_what_is_left(loop: Loop, heldout: Conf
         # While it is away the run ends.
         await trained(loop, 2)
         await ended(loop.bus, 2, steps=heldout.run.steps)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await main(loop.worker(kind="evaluator", config=heldout))
         assert [(e["version"], e["final"]) for e in await told(loop, 2)] == [("0.1", False), ("0.2", True)]
         # The run is resumed with more steps: the former end counts no longer.
@@ -253,7 +253,7 @@ async def test_an_end_by_another_limit_is_evaluated_after_a_restart(loop: Loop, 
     async with sevens(loop, 2):
         await trained(loop, 2)
         await ended(loop.bus, 2, limit="until_reward")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await main(worker)
         assert [(e["version"], e["final"]) for e in await told(loop, 1)] == [("0.2", True)]
 
@@ -287,7 +287,7 @@ async def test_engines_of_its_own_answer_at_the_version_that_is_due_while_the_ot
         [_, second] = await told(loop, 2)
         await trained(loop, 5)
         await ended(loop.bus, 5)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await service
     [_, _, last] = await told(loop, 3)
     for detail, number in ((first, 2), (second, 4), (last, 5)):
@@ -324,7 +324,7 @@ async def test_each_set_is_asked_in_its_own_way_and_when_it_is_due(loop: Loop, c
         await trained(loop, 2)
         await told(loop, 3)
         await ended(loop.bus, 2)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await service
     found = await told(loop, 4)
     said = [(one["set"], one["version"], one["num"], one["samples"], one["final"]) for one in found]
@@ -392,7 +392,7 @@ async def test_another_evaluator_waits_until_the_first_has_left(loop: Loop, conf
         with open_store(stored(loop, "0.1", "all"), "somebody else's"):
             await trained(loop, 1)
             service = asyncio.create_task(main(worker))
-            await until(lambda: worker.state.startswith("waits for another process"), within_s=20)
+            await until(lambda: worker.state.startswith("waits for another process"), within_s=60)
         [one] = await told(loop, 1)
         worker.draining.set()
         await service
@@ -405,7 +405,7 @@ async def test_an_engine_that_goes_away_in_the_middle_costs_no_answer(loop: Loop
     service = asyncio.create_task(main(worker))
     async with sevens(loop, name="slow", delay=TokenDelay(mean_s=0.2, sigma=0.0)):
         await trained(loop, 1)
-        await until(lambda: stored(loop, "0.1", "all").is_file() and stored(loop, "0.1", "all").read_bytes().count(b"\n") >= 3, within_s=20)
+        await until(lambda: stored(loop, "0.1", "all").is_file() and stored(loop, "0.1", "all").read_bytes().count(b"\n") >= 3, within_s=60)
     async with sevens(loop, name="other"):
         [one] = await told(loop, 1)
         worker.draining.set()
