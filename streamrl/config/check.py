@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.config.bounds import refuse
 from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_evaluation import check_evaluation
@@ -18,7 +19,7 @@ from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
 from streamrl.config.check_verifiers import check_verifiers
 from streamrl.config.hosts import is_loopback, servers
-from streamrl.config.tree import BusConfig, Config, refuse
+from streamrl.config.tree import BusConfig, Config
 
 MIN_VOCAB_SIZE = 264
 """The special tokens and the 256 bytes, rounded up to a multiple of 8."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from streamrl.config.bounds import refuse
 from streamrl.config.loss import estimator_of, is_function
 from streamrl.config.reward import LengthConfig
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 
 _LENGTH_READS = {
     "kimi": ("kind", "right", "weight"),

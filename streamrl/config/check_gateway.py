@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from streamrl.config.tree import Config, refuse
+from streamrl.config.bounds import refuse
+from streamrl.config.tree import Config
 
 _MAX_PORT = 65535
 

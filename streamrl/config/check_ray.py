@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from streamrl.config.bounds import refuse
 from streamrl.config.ray import PlaceConfig
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 
 _OURS = ("CPU", "GPU", "memory", "object_store_memory")
 

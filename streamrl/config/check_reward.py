@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from streamrl.config.bounds import refuse
 from streamrl.config.loss import is_function
 from streamrl.config.reward_kinds import BOXED, KINDS, LATE, options_of
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 
 
 def check_reward(config: Config) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from streamrl.config.bounds import refuse
 from streamrl.config.check_data import pairs
 from streamrl.config.data import data_sets
 from streamrl.config.filters import FiltersConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.reward import LengthConfig
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 
 
 def check_sft(config: Config) -> None:

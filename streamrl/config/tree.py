@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt, Section
+from streamrl.config.bounds import refuse as refuse
 from streamrl.config.bus import BusConfig
 from streamrl.config.data import DataConfig
 from streamrl.config.engines import EngineConfig
@@ -24,15 +25,8 @@ from streamrl.config.reward import RewardConfig
 from streamrl.config.slime import SlimeConfig
 from streamrl.config.slo import SloConfig
 from streamrl.config.weights import WeightsConfig
-from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.tasks import Sampling
-
-
-def refuse(when: bool, message: str, *, hint: str, key: str) -> None:
-    """Raise ConfigError if `when`."""
-    if when:
-        raise ConfigError(message, hint=hint, key=key)
 
 
 class RunConfig(Section, frozen=True, kw_only=True):
