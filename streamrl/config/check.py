@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.config.bounds import refuse
+from streamrl.config.bus import check_bus
 from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_evaluation import check_evaluation
@@ -18,12 +19,10 @@ from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
 from streamrl.config.check_verifiers import check_verifiers
-from streamrl.config.hosts import is_loopback, servers
-from streamrl.config.tree import BusConfig, Config
+from streamrl.config.tree import Config
 
 MIN_VOCAB_SIZE = 264
 """The special tokens and the 256 bytes, rounded up to a multiple of 8."""
-_MIN_SAMPLES_BYTES = 32 << 20
 _MOST_COUNT = (1 << 31) - 1
 _MOST_BYTES = 1 << 53
 _MOST_SEED = (1 << 63) - 1
@@ -48,7 +47,7 @@ def check(config: Config) -> None:
     check_sglang(config)
     check_ray(config)
     check_verifiers(config)
-    _check_bus(config)
+    check_bus(config.bus)
     _check_slo(config)
     check_gateway(config)
 
@@ -292,76 +291,4 @@ def _check_slo(config: Config) -> None:
         f"slo.webhook must be an http or https URL, got {config.slo.webhook!r}",
         hint="for example https://hooks.example.org/streamrl",
         key="slo.webhook",
-    )
-
-
-def _check_bus(config: Config) -> None:
-    bus = config.bus
-    refuse(
-        bus.samples_bytes < _MIN_SAMPLES_BYTES,
-        f"bus.samples_bytes must be at least {_MIN_SAMPLES_BYTES} (32 MiB), got {bus.samples_bytes}: the largest message must find room",
-        hint="change it in the TOML file or with --set bus.samples_bytes=...",
-        key="bus.samples_bytes",
-    )
-    refuse(
-        bus.ack_wait_s < 1,
-        f"bus.ack_wait_s must be at least 1, got {bus.ack_wait_s}: a busy worker could not keep its tasks alive in time",
-        hint="change it in the TOML file or with --set bus.ack_wait_s=...",
-        key="bus.ack_wait_s",
-    )
-    credentials = [key for key in ("user", "token_file", "credentials_file") if getattr(bus, key)]
-    refuse(
-        not bus.url and bool(credentials or bus.password_file or bus.ca_file),
-        "credentials and bus.ca_file are for the cluster that bus.url names, got no bus.url: the embedded server makes its own",
-        hint="name the cluster in bus.url, or leave them out",
-        key="bus.url",
-    )
-    refuse(
-        bool(bus.url) and bus.port != 0,
-        f"bus.port is the embedded server's, but bus.url names an existing one: got {bus.port}",
-        hint="put the port into bus.url, or leave bus.url out",
-        key="bus.port",
-    )
-    refuse(
-        bool(bus.url) and bus.url.partition("://")[0] not in ("nats", "tls"),
-        f"bus.url must begin with nats:// or tls://, got {bus.url!r}",
-        hint="for example nats://nats.example.org:4222",
-        key="bus.url",
-    )
-    refuse(
-        not bus.url and bus.replicas > 1,
-        f"bus.replicas must be 1 without bus.url, got {bus.replicas}: the embedded server is one, and keeps one copy",
-        hint="name a cluster of at least that many servers in bus.url, or leave it out",
-        key="bus.replicas",
-    )
-    refuse(
-        "@" in bus.url,
-        "bus.url must hold no user and password: the configuration is stored with the run, and others read it",
-        hint="leave them out, and set bus.user and bus.password_file, or bus.token_file",
-        key="bus.url",
-    )
-    refuse(
-        len(credentials) > 1,
-        f"expected one kind of credentials, got bus.{' and bus.'.join(credentials)}",
-        hint="keep one of them",
-        key="bus.url",
-    )
-    refuse(
-        bool(bus.user) != bool(bus.password_file),
-        "bus.user and bus.password_file go together, got one of them",
-        hint="give both or neither",
-        key="bus.user",
-    )
-    refuse(
-        bool(bus.url) and (bus.host != BusConfig().host or bool(bus.advertise)),
-        "bus.host and bus.advertise are the embedded server's, but bus.url names an existing one",
-        hint="leave them out, or leave bus.url out",
-        key="bus.host",
-    )
-    open_to = [host for scheme, host in servers(bus.url) if scheme == "nats" and not is_loopback(host)]
-    refuse(
-        bool(open_to) and not bus.ca_file and not bus.allow_plaintext,
-        f"bus.url must begin with tls:// for a server on another machine, got plain text to {', '.join(open_to)}",
-        hint="use tls:// (and bus.ca_file), or set bus.allow_plaintext = true on a network that nobody else sees",
-        key="bus.url",
     )
