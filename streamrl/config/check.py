@@ -19,6 +19,7 @@ from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
 from streamrl.config.check_verifiers import check_verifiers
+from streamrl.config.metrics import check_slo
 from streamrl.config.tree import Config
 
 MIN_VOCAB_SIZE = 264
@@ -48,7 +49,7 @@ def check(config: Config) -> None:
     check_ray(config)
     check_verifiers(config)
     check_bus(config.bus)
-    _check_slo(config)
+    check_slo(config.slo)
     check_gateway(config)
 
 
@@ -275,20 +276,4 @@ def _check_model(config: Config) -> None:
         f"model.max_len must hold data.max_prompt_tokens + sampling.max_new_tokens = {longest}, got {model.max_len}",
         hint="raise model.max_len, or lower one of the two",
         key="model.max_len",
-    )
-
-
-def _check_slo(config: Config) -> None:
-    scheme, _, rest = config.slo.webhook.partition("://")
-    refuse(
-        "@" in config.slo.webhook,
-        "slo.webhook must hold no user and password: the configuration is stored with the run, and others read it",
-        hint="use a URL that needs none",
-        key="slo.webhook",
-    )
-    refuse(
-        bool(config.slo.webhook) and (scheme not in ("http", "https") or not rest),
-        f"slo.webhook must be an http or https URL, got {config.slo.webhook!r}",
-        hint="for example https://hooks.example.org/streamrl",
-        key="slo.webhook",
     )
