@@ -10,7 +10,6 @@ from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_evaluation import check_evaluation
 from streamrl.config.check_filters import check_filters
-from streamrl.config.check_gateway import check_gateway
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_ray import check_ray
@@ -19,6 +18,7 @@ from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
 from streamrl.config.check_verifiers import check_verifiers
+from streamrl.config.gateway import check_gateway
 from streamrl.config.metrics import check_slo
 from streamrl.config.tree import Config
 
@@ -50,7 +50,7 @@ def check(config: Config) -> None:
     check_verifiers(config)
     check_bus(config.bus)
     check_slo(config.slo)
-    check_gateway(config)
+    check_gateway(config.gateway, config.tasks.num_rollouts, config.group_size)
 
 
 def _check_counts(section: msgspec.Struct, prefix: str = "") -> None:
