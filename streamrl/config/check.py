@@ -12,7 +12,6 @@ from streamrl.config.check_evaluation import check_evaluation
 from streamrl.config.check_filters import check_filters
 from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
-from streamrl.config.check_ray import check_ray
 from streamrl.config.check_recording import check_recording
 from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
@@ -20,6 +19,7 @@ from streamrl.config.check_sft import check_sft
 from streamrl.config.check_verifiers import check_verifiers
 from streamrl.config.gateway import check_gateway
 from streamrl.config.metrics import check_slo
+from streamrl.config.ray import check_ray
 from streamrl.config.tree import Config
 
 MIN_VOCAB_SIZE = 264
@@ -46,7 +46,9 @@ def check(config: Config) -> None:
     check_loss(config)
     check_megatron(config)
     check_sglang(config)
-    check_ray(config)
+    check_ray(config.ray)
+    if config.ray.address:
+        _check_placed(config)
     check_verifiers(config)
     check_bus(config.bus)
     check_slo(config.slo)
@@ -276,4 +278,37 @@ def _check_model(config: Config) -> None:
         f"model.max_len must hold data.max_prompt_tokens + sampling.max_new_tokens = {longest}, got {model.max_len}",
         hint="raise model.max_len, or lower one of the two",
         key="model.max_len",
+    )
+
+
+def _check_placed(config: Config) -> None:
+    """Ray hands out the GPUs."""
+    ray = config.ray
+    may_share = 0 < ray.trainer.gpus <= 0.5 and ray.trainer.strategy != "STRICT_SPREAD"
+    refuse(
+        config.trainer.ranks > 1 and config.trainer.device != "cpu" and may_share,
+        f"ray.trainer.gpus must be above 0.5 with trainer.ranks = {config.trainer.ranks}, got {ray.trainer.gpus:g}: two ranks may get one "
+        "GPU, where NCCL sums no gradients",
+        hint="set it to 0.6, say; or ray.trainer.strategy = 'STRICT_SPREAD' for a node each",
+        key="ray.trainer.gpus",
+    )
+    sglang = config.engine.sglang
+    refuse(
+        bool(sglang.gpus),
+        f"engine.sglang.gpus must be empty with ray.address, got {list(sglang.gpus)}: Ray gives each engine its GPUs",
+        hint="leave it out; ray.engine.gpus says how many",
+        key="engine.sglang.gpus",
+    )
+    refuse(
+        config.trainer.gpu != 0,
+        f"trainer.gpu must be 0 with ray.address, got {config.trainer.gpu}: Ray gives each rank its GPU",
+        hint="leave it out; ray.trainer.gpus says how many",
+        key="trainer.gpu",
+    )
+    wanted = sglang.tensor_parallel
+    refuse(
+        config.engine.traits.gpus == "own" and ray.engine.gpus > 0 and ray.engine.gpus != wanted and (wanted > 1 or ray.engine.gpus > 1),
+        f"ray.engine.gpus must be engine.sglang.tensor_parallel = {wanted}, or below 1 for tensor_parallel = 1, got {ray.engine.gpus:g}",
+        hint="leave it out",
+        key="ray.engine.gpus",
     )
