@@ -7,7 +7,6 @@ import msgspec
 from streamrl.config.bounds import refuse
 from streamrl.config.bus import check_bus
 from streamrl.config.check_data import check_data
-from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_evaluation import check_evaluation
 from streamrl.config.check_filters import check_filters
 from streamrl.config.check_loss import check_loss
@@ -17,6 +16,7 @@ from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
 from streamrl.config.check_verifiers import check_verifiers
+from streamrl.config.engines import check_engine
 from streamrl.config.gateway import check_gateway
 from streamrl.config.metrics import check_slo
 from streamrl.config.ray import check_ray
@@ -45,7 +45,13 @@ def check(config: Config) -> None:
     _check_model(config)
     check_loss(config)
     check_megatron(config)
-    check_sglang(config)
+    refuse(
+        config.trainer.routing_replay and config.engine.traits.tabular,
+        f"trainer.routing_replay is for mixtures of experts, got engine.kind = {config.engine.kind}, whose policies are tables",
+        hint="leave it out",
+        key="trainer.routing_replay",
+    )
+    check_engine(config.engine, config.evaluation.engines, placed=bool(config.ray.address))
     check_ray(config.ray)
     if config.ray.address:
         _check_placed(config)
