@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from streamrl.config.data import data_sets, has_images
+from streamrl.config.data import SourceConfig, data_sets, has_images
 from streamrl.config.environments import VERIFIERS, split
-from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config, refuse
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
