@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from streamrl.config.row_rewards import row_reward
+from streamrl.config.reward import row_reward
 from streamrl.config.tree import DataConfig
 from streamrl.data.conversations import split
 from streamrl.data.formats import place_of

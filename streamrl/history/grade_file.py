@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.row_rewards import row_reward
+from streamrl.config.reward import row_reward
 from streamrl.config.slime_flags import with_args
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.errors import ConfigError, DataError, StreamRLError
