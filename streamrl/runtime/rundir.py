@@ -52,7 +52,7 @@ class RunDir:
         self.model_dir = self.path / "model"
         """The initial policy, if it is built and not given."""
         self.model_files_path = self.path / "model-files.json"
-        """Digests of the models' files; see `streamrl.config.model_digests`."""
+        """Digests of the models' files; see `streamrl.runtime.model_digests`."""
         self.logs = self.path / "logs"
         """One file per worker."""
         self.events_path = self.logs / "supervisor.log"
