@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.config.bounds import NonNegativeFloat, Port, PositiveFloat, PositiveInt, Replicas, Section, refuse
-from streamrl.config.hosts import is_loopback, servers
+from streamrl.system import is_loopback, servers
 
 _MIN_SAMPLES_BYTES = 32 << 20
 

@@ -13,7 +13,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from streamrl.config.hosts import is_loopback
 from streamrl.engines.channel import PATH as CHANNEL
 from streamrl.engines.protocol import Engine, EngineInfo, GenerateRequest
 from streamrl.engines.server_channel import Channels
@@ -22,6 +21,7 @@ from streamrl.engines.server_results import Completed
 from streamrl.engines.wire import ErrorBody, ErrorDetail, GenerateBody, Result, ServerInfo
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError, StreamRLError
 from streamrl.schemas.tasks import Sampling
+from streamrl.system import is_loopback
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
-from streamrl.config.system import reserve
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
@@ -32,6 +31,7 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, TensorSpec
+from streamrl.system import reserve
 from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.digest import MASK, digest_text, tensor_digest
 from streamrl.tensors.names import KEPT

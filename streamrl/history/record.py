@@ -26,7 +26,6 @@ import pyarrow.parquet as pq
 
 from streamrl.bus.protocol import Log, Message
 from streamrl.bus.reading import stretch
-from streamrl.config.files import new_directory
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.consumers.training.gaps import versions_made
@@ -43,6 +42,7 @@ from streamrl.schemas.images import window_named
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import EVENTS, LEDGER, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
+from streamrl.system import new_directory
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
+from streamrl.system import write_private
 
 FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".safetensors", ".bin", ".pt", ".npz", ".npy")
 """Settings, tokenizer, templates and weights; what is for people (README.md, pictures) may change."""

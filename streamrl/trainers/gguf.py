@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from streamrl.config.files import check_new
 from streamrl.errors import ConfigError
+from streamrl.system import check_new
 from streamrl.trainers.checkpoints import write_directory
 
 _ANSWER = "answer"

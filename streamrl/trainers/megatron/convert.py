@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from streamrl.config.files import check_new
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
+from streamrl.system import check_new
 from streamrl.trainers.checkpoints import write_directory
 from streamrl.trainers.megatron.distributed import TRACKER, Piece, Saved, pieces, write
 from streamrl.trainers.megatron.names import Architecture, Parameter, Part, architecture, tensors
