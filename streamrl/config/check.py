@@ -1,4 +1,4 @@
-"""What a configuration may not say: sections that contradict each other. Bounds of single values stand at the fields."""
+"""All rules of a configuration in their order, and those across sections. Bounds of single values stand at the fields."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from streamrl.config.metrics import check_slo
 from streamrl.config.ray import check_ray
 from streamrl.config.reward import LengthConfig, check_penalties, check_reward
 from streamrl.config.tree import Config
+from streamrl.config.weights import check_weights
 
 MIN_VOCAB_SIZE = 264
 """The special tokens and the 256 bytes, rounded up to a multiple of 8."""
@@ -34,6 +35,7 @@ def check(config: Config) -> None:
     """Raise ConfigError for the first rule across sections that does not hold. Looks at no file."""
     _check_counts(config)
     _check_work(config)
+    check_weights(config.weights)
     check_data(config)
     _check_sft(config)
     check_reward(config.reward, config.data, config.loss.advantage)
@@ -47,12 +49,7 @@ def check(config: Config) -> None:
     _check_model(config)
     check_loss(config)
     check_megatron(config)
-    refuse(
-        config.trainer.routing_replay and config.engine.traits.tabular,
-        f"trainer.routing_replay is for mixtures of experts, got engine.kind = {config.engine.kind}, whose policies are tables",
-        hint="leave it out",
-        key="trainer.routing_replay",
-    )
+    _check_routing(config)
     check_engine(config.engine, config.evaluation.engines, placed=bool(config.ray.address))
     check_ray(config.ray)
     if config.ray.address:
@@ -115,12 +112,6 @@ def _check_work(config: Config) -> None:
         f"trainer.minibatches must be at most tasks.batch_tasks = {tasks.batch_tasks}, got {config.trainer.minibatches}: groups stay whole",
         hint="use fewer minibatches or larger batches",
         key="trainer.minibatches",
-    )
-    refuse(
-        config.weights.transport == "ipc" and config.weights.keep == 0,
-        "weights.keep = 0 keeps every version, but weights.transport = ipc has room for weights.ring of them",
-        hint="set weights.keep to 1 or more, or weights.transport to shm or bus",
-        key="weights.keep",
     )
 
 
@@ -286,6 +277,15 @@ def _check_model(config: Config) -> None:
         f"model.max_len must hold data.max_prompt_tokens + sampling.max_new_tokens = {longest}, got {model.max_len}",
         hint="raise model.max_len, or lower one of the two",
         key="model.max_len",
+    )
+
+
+def _check_routing(config: Config) -> None:
+    refuse(
+        config.trainer.routing_replay and config.engine.traits.tabular,
+        f"trainer.routing_replay is for mixtures of experts, got engine.kind = {config.engine.kind}, whose policies are tables",
+        hint="leave it out",
+        key="trainer.routing_replay",
     )
 
 
