@@ -123,14 +123,6 @@ async def test_most_versions_are_a_few_bytes_and_every_fourth_is_whole(make):
     assert all(manifest.nbytes < wire_bytes(manifest) < 1.05 * manifest.nbytes for manifest in published[4::4])
 
 
-async def test_an_engine_that_follows_never_reads_an_anchor_again(make, reader):
-    publisher = make()
-    for number in range(10):
-        [manifest] = await publish(publisher, number)
-        assert await reader.take(manifest) == bytes_of(number)
-        assert reader.fetched() == ([f"delta {number}"] if number else ["anchor 0"])
-
-
 async def test_an_engine_that_skips_versions_reads_their_changes_and_a_late_joiner_the_newest_anchor(make, reader, memory_bus):
     published = await publish(make(), *range(11))
     steps = {2: ["anchor 0", "delta 1", "delta 2"], 6: [f"delta {n}" for n in range(3, 7)], 10: [f"delta {n}" for n in range(7, 11)]}

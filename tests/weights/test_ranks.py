@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.bus.memory.bus import MemoryBus
+from streamrl.bus.memory import MemoryBus
 from streamrl.engines.live_swap.images import MappedVersion
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import decode, encode

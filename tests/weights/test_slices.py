@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.bus.memory.bus import MemoryBus
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import WeightsConfig
