@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus

@@ -8,7 +8,6 @@ import pytest
 
 from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Graders, Scoring
-from streamrl.producers.children.main_thread import MainThread
 from streamrl.producers.episode import Episode, Segment
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import VersionSpan
