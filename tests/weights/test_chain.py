@@ -26,6 +26,7 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
 from tests.support.errors import raises
+from tests.support.processes import until
 from tests.support.wanted import fetched, filled, host
 
 ROWS = 4096
@@ -273,8 +274,7 @@ async def test_memory_of_an_image_goes_with_it(make, memory_bus):
         if how == "closed":
             one.transport.close()
         del one
-        gc.collect()
-        assert images() == before
+        await until(lambda: gc.collect() >= 0 and images() == before)  # a thread of its pool may still be on its way out
 
 
 def images() -> int:
