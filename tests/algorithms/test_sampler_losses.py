@@ -1,4 +1,4 @@
-"""Losses whose ratio is against the sampler: values by hand. `test_policy_losses` holds them to the second implementation, too."""
+"""Losses whose ratio is against the sampler: what is at a bound, and what is far. `test_policy_losses` has their values and gradients."""
 
 import math
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.algorithms.sampler_losses import binary_divergence, dppo, vespo
+from streamrl.algorithms.sampler_losses import aipo, binary_divergence, dppo, vespo
 from streamrl.algorithms.sequences import Packed, Padded
 from tests.support.float64 import gradient, t
 
@@ -58,7 +58,8 @@ def test_vespo_of_far_sequences_is_bounded(dtype: torch.dtype) -> None:
     assert metrics["train/ois"].isfinite().all()
 
 
-def test_dppo_keeps_what_is_at_its_bound() -> None:
+def test_what_is_at_its_bound_is_kept() -> None:
+    assert aipo(t(-1.0), t(-1.0), t(1.0), cap=1.0)[1]["train/pg_clipfrac"].tolist() == [0]
     logprobs = t(-1.0, -1.0).requires_grad_()
     loss, metrics = dppo(logprobs, logprobs.detach(), t(1.5, -1.5), bound=0.0, kl=0.0)
     assert gradient(loss, logprobs).tolist() == [-1.5, 1.5]
