@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, PartRef
-from streamrl.weights.links import BlobName, anchor_due, needed, routes
+from streamrl.weights.links import BlobName, anchor_due, needed, routes, window
 from tests.support.errors import raises
 
 WHOLE, CHANGES = 1000, 30
@@ -46,12 +49,33 @@ def test_a_late_joiner_begins_with_the_newest_anchor_and_a_follower_with_what_it
     assert routes(links, Version(0, 6), Version(0, 6)) == ((),)
 
 
+def test_the_way_with_the_fewest_bytes_comes_first():
+    links = [link(0), link(1, 0, nbytes=900), link(2), link(2, 1, nbytes=900)]
+    assert numbers(routes(links, Version(0, 2), Version(0, 0))[0]) == [(2, None)]
+    assert numbers(routes(links, Version(0, 2), Version(0, 1))[0]) == [(2, 1)]
+
+
 def test_links_that_lead_nowhere_are_refused():
     with raises(WeightSyncError, version="0.2") as caught:
         routes([link(2, 1)], Version(0, 2))
     assert "anchor" in caught.value.hint
     with raises(WeightSyncError, version="0.2", parent="0.3"):
         routes([link(2, 3), link(3, 2)], Version(0, 2))
+
+
+@settings(max_examples=80, deadline=None)
+@given(count=st.integers(1, 60), every=st.integers(1, 20))
+def test_an_anchor_comes_at_the_latest_every_so_many_versions_and_its_window_serves_everybody(count, every):
+    links = run(count, every)
+    anchors = [one.version.number for one in links if one.parent is None]
+    assert anchors == list(range(0, count, every))
+    newest = Version(0, count - 1)
+    shown = window(links)
+    [joiner, *_] = routes(shown, newest)
+    assert joiner[0].version.number == anchors[-1] and len(joiner) <= every
+    last_but_one = anchors[-2] if len(anchors) > 1 else anchors[-1]
+    for held in range(last_but_one, count - 1):
+        assert any(numbers(way) == [(n, n - 1) for n in range(held + 1, count)] for way in routes(shown, newest, Version(0, held)))
 
 
 def test_an_anchor_comes_sooner_when_the_changes_add_up_to_a_version():
@@ -62,6 +86,13 @@ def test_an_anchor_comes_sooner_when_the_changes_add_up_to_a_version():
     # Changes that lead to the anchor itself are not what a late joiner fetches after it.
     assert not anchor_due([link(0), link(1, 0, 900), link(2), link(2, 1, 900)], 999, WHOLE, 100)
     assert anchor_due([], 0, WHOLE, 100)
+
+
+def test_blob_names_are_read_back_and_others_are_left_alone():
+    for name in (BlobName("policy", Version(1, 17), "00ff", None), BlobName("critic", Version(0, 3), "aa", Version(0, 2))):
+        assert BlobName.parse(f"{name.prefix}/00012") == name
+    for other in ("weights/policy/0-1/aa/00000", "weights/policy/0-1/aa/whole", "samples/x", "weights/policy/0-x/aa/whole/00000"):
+        assert BlobName.parse(other) is None
 
 
 def blobs(links: list[Link], upload: str = "aa") -> list[BlobName]:
