@@ -122,6 +122,18 @@ async def test_an_end_wakes_a_trainer_that_waits_for_room(memory_bus: MemoryBus,
     assert [manifest.version.number for manifest in await announced(memory_bus)] == list(range(5))
 
 
+async def test_a_death_between_bytes_and_manifest_is_repeated_without_harm(memory_bus: MemoryBus, tmp_path: Path) -> None:
+    dead, transport = (ShmTransport(run="r", policy="policy", directory=tmp_path) for _ in range(2))
+    await dead.publish(Version(0, 1), iter(shards(1)))
+    dead.close()
+    one = publisher(memory_bus, transport, keep=1)
+    await asyncio.to_thread(offer, one, 1)
+    await asyncio.to_thread(one.close)
+    (manifest,) = await announced(memory_bus)
+    assert await transport.holds(manifest)
+    transport.close()
+
+
 async def test_a_full_bus_is_said_and_leaves_no_blobs(memory_bus: MemoryBus, monkeypatch: pytest.MonkeyPatch) -> None:
     put: Callable[..., Any] = memory_bus.blobs.put
     stored: list[str] = []
