@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.config.bridges import bridge_of, function_of
 from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_evaluation import check_evaluation
@@ -16,7 +17,6 @@ from streamrl.config.check_recording import check_recording
 from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
-from streamrl.config.check_verifiers import check_verifiers
 from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.tree import BusConfig, Config, refuse
 
@@ -46,7 +46,8 @@ def check(config: Config) -> None:
     check_megatron(config)
     check_sglang(config)
     check_ray(config)
-    check_verifiers(config)
+    if (bridge := bridge_of(config.producer.function)) and bridge.check_config:
+        function_of(bridge.check_config)(config)
     _check_bus(config)
     _check_slo(config)
     check_gateway(config)

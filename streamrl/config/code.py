@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from streamrl.config.bridges import split
 from streamrl.config.code_copies import is_module, source_of
-from streamrl.config.environments import split
 from streamrl.config.loss import is_function
 from streamrl.config.reward_kinds import ASKS, BOXED
 from streamrl.config.slime import BESIDE_FILTER, beside

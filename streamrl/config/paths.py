@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamrl.config.environments import split
+from streamrl.config.bridges import split
 from streamrl.config.slime import FUNCTIONS as SLIME_FUNCTIONS
 from streamrl.errors import ConfigError
 

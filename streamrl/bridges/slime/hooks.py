@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.bridges.slime.contracts import check_hook, hook_of
-from streamrl.config.environments import split
+from streamrl.config.bridges import split
 from streamrl.config.slime import SLIME
 
 
