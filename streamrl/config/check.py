@@ -18,6 +18,7 @@ from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
 from streamrl.config.hosts import is_loopback, servers
+from streamrl.config.loss import OF_LOGITS
 from streamrl.config.tree import BusConfig, Config, refuse
 
 MIN_VOCAB_SIZE = 264
@@ -146,8 +147,8 @@ def _check_ranks(config: Config) -> None:
         key="trainer.attention",
     )
     refuse(
-        context > 1 and bool(config.loss.slime_loss),
-        f"trainer.context = {context}, but loss.slime_loss wants the logits of whole samples, of which a rank has 1 / {context}",
+        context > 1 and bool(config.loss.of_logits),
+        f"trainer.context = {context}, but {OF_LOGITS} wants the logits of whole samples, of which a rank has 1 / {context}",
         hint="set trainer.context = 1, or name a function in loss.policy, which gets log-probs of whole samples",
         key="trainer.context",
     )

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from streamrl.config.bridges import brings_tasks
+from streamrl.config.bridges import bridges, brings_tasks
 from streamrl.config.check_sampling import check_grammars
 from streamrl.config.metrics import check_sinks
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, file_of, parse_dataset
@@ -27,9 +27,10 @@ def check_files(config: Config) -> None:
     check_grammars(config, config.sampling, "sampling")
     check_grammars(config, config.evaluation.sampling, "evaluation.sampling")
     _check_sets(config)
-    for index, function in enumerate(config.slime.rollout_sample_hook_path):
-        if file := file_of(function):
-            _check_there(f"slime.rollout_sample_hook_path[{index}]", file)
+    for key in (key for bridge in bridges() for key in bridge.function_lists):
+        for index, function in enumerate(field(config, key)):
+            if file := file_of(function):
+                _check_there(f"{key}[{index}]", file)
     for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
         text: str = field(config, key)
         if key in DATASETS:

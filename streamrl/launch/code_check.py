@@ -16,12 +16,11 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.bridges.slime.contracts import check_hook
-from streamrl.config.bridges import bridge_of, brings_tasks, function_of, split
+from streamrl.config.bridges import bridge_of, brings_tasks, function_of, section_of, split
 from streamrl.config.code import code_folders, loss_code, rollout_code
 from streamrl.config.curriculum import CURRICULUM
 from streamrl.config.evaluation_sets import HELDOUT, problem_sets
-from streamrl.config.loss import is_function
+from streamrl.config.loss import OF_LOGITS, is_function
 from streamrl.config.paths import parse_dataset
 from streamrl.config.plugins import Form, check_form, resolve
 from streamrl.config.tree import Config, ProducerConfig
@@ -59,7 +58,7 @@ FORMS: Mapping[str, Form] = {
             hint=f"write `def name(tokens, config)`, which returns losses and metrics{_ALGORITHMS}",
         ),
         Form(
-            key="loss.slime_loss",
+            key=OF_LOGITS,
             what="loss",
             takes=("args", "data", "logits", "sum_of_sample_mean"),
             hint=f"write `def name(args, data, logits, sum_of_sample_mean)`{_ALGORITHMS}",
@@ -187,7 +186,7 @@ def _imported(folders: Sequence[str]) -> tuple[str, ...]:
 
 
 def rows_are_due(config: Config) -> bool:
-    """Whether the rows are those that a producer brings, and not there yet."""
+    """Tell whether the rows are those that a producer brings, and are not there yet."""
     return brings_tasks(config.producer.function) and not Path(parse_dataset(config.data.train).path).exists()
 
 
@@ -199,8 +198,8 @@ def main(arguments: Sequence[str]) -> None:
     try:
         for key, reference in asked.named.items():
             say(answer, Said(key))
-            if key.startswith("slime."):
-                check_hook(key.removeprefix("slime.").partition("[")[0], reference, key=key)
+            if section := section_of(key):
+                function_of(section.check_function)(reference, key=key)
                 continue
             if (bridge := bridge_of(reference)) and bridge.check:
                 _, name = split(reference)

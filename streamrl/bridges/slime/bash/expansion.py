@@ -24,7 +24,7 @@ _DEFAULTS = (":-", "-", ":=", "=", ":+", "+")
 """Operators that put a word in place of a value."""
 
 Piece = str | Unknown | Node
-"""Of a word: characters, or what is still to be expanded: a parameter, a command substitution, arithmetic."""
+"""Characters of a word, or a part that is still to be expanded: a parameter, a command substitution, arithmetic."""
 Pieces = list[tuple[Piece, bool]]
 """Each with whether it is quoted."""
 
