@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from streamrl.config.bridges import bridge_of, function_of
 from streamrl.config.check_data import check_data
 from streamrl.config.check_engine import check_sglang
 from streamrl.config.check_evaluation import check_evaluation
@@ -16,8 +17,8 @@ from streamrl.config.check_recording import check_recording
 from streamrl.config.check_reward import check_reward
 from streamrl.config.check_sampling import check_sampling
 from streamrl.config.check_sft import check_sft
-from streamrl.config.check_verifiers import check_verifiers
 from streamrl.config.hosts import is_loopback, servers
+from streamrl.config.loss import OF_LOGITS
 from streamrl.config.tree import BusConfig, Config, refuse
 
 MIN_VOCAB_SIZE = 264
@@ -46,7 +47,8 @@ def check(config: Config) -> None:
     check_megatron(config)
     check_sglang(config)
     check_ray(config)
-    check_verifiers(config)
+    if (bridge := bridge_of(config.producer.function)) and bridge.check_config:
+        function_of(bridge.check_config)(config)
     _check_bus(config)
     _check_slo(config)
     check_gateway(config)
@@ -145,8 +147,8 @@ def _check_ranks(config: Config) -> None:
         key="trainer.attention",
     )
     refuse(
-        context > 1 and bool(config.loss.slime_loss),
-        f"trainer.context = {context}, but loss.slime_loss wants the logits of whole samples, of which a rank has 1 / {context}",
+        context > 1 and bool(config.loss.of_logits),
+        f"trainer.context = {context}, but {OF_LOGITS} wants the logits of whole samples, of which a rank has 1 / {context}",
         hint="set trainer.context = 1, or name a function in loss.policy, which gets log-probs of whole samples",
         key="trainer.context",
     )

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
+from streamrl.config.bridges import lowered, raised
 from streamrl.config.check import check
 from streamrl.config.check_files import check_files
 from streamrl.config.former import (
@@ -30,7 +31,6 @@ from streamrl.config.former import (
 )
 from streamrl.config.hub import from_hub
 from streamrl.config.paths import resolve
-from streamrl.config.slime import lowered, raised
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
 

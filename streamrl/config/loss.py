@@ -130,6 +130,10 @@ class DistillationConfig(Section, frozen=True, kw_only=True):
     """Model directory of the teacher, with the policy's tokenizer."""
 
 
+OF_LOGITS = "loss.slime_loss"
+"""The key of `LossConfig.of_logits`."""
+
+
 class LossConfig(Section, frozen=True, kw_only=True):
     """What is minimised. docs/algorithms.md says when to use which."""
 
@@ -227,6 +231,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     critic: CriticConfig = CriticConfig()
     distillation: DistillationConfig = DistillationConfig()
     experts: ExpertsConfig = ExpertsConfig()
+
+    @property
+    def of_logits(self) -> str:
+        """A function that is given the logits of whole samples, in place of all of this; empty: none."""
+        return self.slime_loss
 
 
 def policy_name(loss: LossConfig) -> str:

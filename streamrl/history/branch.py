@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Log
+from streamrl.config.bridges import bridges
 from streamrl.config.filters import DECIDED
 from streamrl.config.load import override, override_keys
 from streamrl.config.loss import estimator_of
@@ -44,10 +45,7 @@ logger = logging.getLogger(__name__)
 
 CHANGES_LOSS = (
     "loss",
-    *(
-        f"slime.{name}_path"
-        for name in ("custom_reward_post_process", "custom_advantage_function", "custom_tis_function", "custom_loss_function")
-    ),
+    *(key for bridge in bridges() for key in bridge.of_trainer),
     "reward.overlong_buffer",
     "reward.overlong_penalty",
     "reward.overlong_length",

@@ -11,8 +11,8 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.bus.reading import read_key
+from streamrl.config.bridges import with_options
 from streamrl.config.data import has_images
-from streamrl.config.slime_flags import with_args
 from streamrl.config.tree import Config, RewardConfig
 from streamrl.data.mixed import MixedRows
 from streamrl.data.problems import WITH_IMAGES, Problem, TaskRows
@@ -217,7 +217,7 @@ async def _in_child(
     take_environment(config, "producer")
     hello = Hello(
         reward=reward.kind,
-        reward_options=with_args(config, source.model_dir, reward.kind, reward.options),
+        reward_options=with_options(config, source.model_dir, reward.kind, reward.options),
         reward_key=reward.key,
         by_row=rows,
         model_dir=str(source.model_dir),

@@ -329,7 +329,7 @@ def test_a_former_advantage_names_its_policy_loss_and_no_other() -> None:
         loss_of(advantage="gspo", policy="sapo")
     loss = loss_of(advantage="gspo", slime_loss="mine.py:loss")
     check(convert({"data": {"train": "x"}, "loss": {"advantage": "gspo", "slime_loss": "mine.py:loss"}}, where="x"))
-    from streamrl.trainers.torch.slime_loss import slime_args
+    from streamrl.bridges.slime.loss import slime_args
 
     assert slime_args(loss).advantage_estimator == "gspo"
     assert slime_args(LossConfig(advantage="rloo", slime_loss="mine.py:loss")).advantage_estimator == "rloo"

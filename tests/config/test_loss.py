@@ -113,7 +113,6 @@ BAD = [
     (("loss.advantage=reinforce_plus_plus", "loss.whiten=off"), "whitening is what scales"),
     (("loss.advantage=reinforce_plus_plus_baseline", "loss.whiten=off"), "whitening is what scales"),
     (("loss.advantage=remax", "loss.gamma=0.9"), "loss.gamma = 0.9 is for reinforce_plus_plus and ppo"),
-    (("loss.advantage=remax", "producer.function=slime_rollout:a.py:b"), "its requests do not say for which rollout they are"),
     (("loss.gamma=0.9",), "loss.gamma = 0.9 is for reinforce_plus_plus and ppo"),
     (("loss.gae_lambda=0.9",), "loss.gae_lambda = 0.9 is for ppo"),
     (("loss.bootstrap_truncated=true",), "loss.bootstrap_truncated = .* is for ppo"),

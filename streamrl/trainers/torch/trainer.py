@@ -257,7 +257,7 @@ class TorchTrainer:
             peak_s=self._peak_s(batch),
             choices=self._arrangement.choices(self.update.row_length(batch, self.update.budget)),
             notices=(*self._arrangement.notices(), *self._recheck.notices()),
-            tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights, objective.advantages),
+            tokens=None if batch.kind == "sft" or self._loss.of_logits else TokenValues(done.logprobs, done.weights, objective.advantages),
         )
 
     def _peak_s(self, batch: TrainBatch) -> float | None:
@@ -368,7 +368,7 @@ class TorchTrainer:
         return {
             **{name: rollout_mean(values.astype(np.float64), mask, owner) for name, values in arrays.items()},
             **ratio_metrics(batch, before),
-            **({} if self._loss.slime_loss else weight_metrics(batch, done.weights, factor=done.factor)),
+            **({} if self._loss.of_logits else weight_metrics(batch, done.weights, factor=done.factor)),
             **self._distances(batch, before),
         }
 

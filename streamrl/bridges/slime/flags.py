@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from streamrl.bridges.slime.section import OPTION
 from streamrl.config.loss import LossConfig
-from streamrl.config.slime import OPTION, is_hook
 from streamrl.config.tree import Config
 
 ROUTER_HOST = "router.streamrl.invalid"
@@ -93,6 +93,6 @@ def run_flags(config: Config, model_dir: str | Path) -> dict[str, Any]:
     return {**found, **loss_flags(config.loss), **hooks, **slime.custom_config}
 
 
-def with_args(config: Config, model_dir: str | Path, reference: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Options as user code in children gets them: to a function of slime's form with what it finds in `args`."""
-    return {**options, OPTION: run_flags(config, model_dir)} if is_hook(reference) else options
+def hook_options(config: Config, model_dir: str | Path) -> dict[str, Any]:
+    """What a function of slime's form is given besides its options: what it finds in `args`."""
+    return {OPTION: run_flags(config, model_dir)}

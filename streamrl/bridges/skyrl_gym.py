@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from streamrl.config.environments import check_options
+from streamrl.config.bridges import check_options
 from streamrl.config.plugins import resolve
 from streamrl.config.tree import ProducerConfig
 from streamrl.errors import ConfigError

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from streamrl.algorithms.groups import rollout_of_sample
 from streamrl.algorithms.objective import Objective
+from streamrl.bridges.slime.flags import loss_flags
 from streamrl.config.plugins import named_failures, resolve
-from streamrl.config.slime_flags import loss_flags
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch, sample_of_token, samples_at
 from streamrl.core.packing import Indices, MicroBatch

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
-from streamrl.config.environments import check_options
+from streamrl.config.bridges import check_options
 from streamrl.config.tree import ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.episode import Episode
-from streamrl.producers.opening import opened, shown
 from streamrl.producers.rollout_engine import RolloutEngine
 from streamrl.schemas.tasks import RolloutTask
 
@@ -83,11 +82,11 @@ async def _episode(http: aiohttp.ClientSession, url: str, task: RolloutTask, eng
     reset = {**options.get("reset", {}), **task.metadata.get("reset", {})}
     socket, seen = await _begin(http, url, reset)
     async with socket:
-        chat = engine.chat(opened(task, shown(seen, options), chat_template=engine.context.chat_template))
+        chat = engine.chat(_opened(task, _shown(seen, options), chat_template=engine.context.chat_template))
         rewards: list[float] = []
         for number in range(options.get("max_turns", _MAX_TURNS)):
             if number:
-                chat.user(shown(seen, options))
+                chat.user(_shown(seen, options))
             turn = await chat.generate()
             if not turn.token_ids:  # the longest sequence is reached
                 break
@@ -148,3 +147,28 @@ def _action(text: str, field: str) -> dict[str, Any]:
     if not isinstance(action, dict):
         raise Refused("INVALID_JSON", f"expected an action as a JSON object, got {text[:100]!r}")
     return action
+
+
+def _opened(task: RolloutTask, shown: str, *, chat_template: bool) -> RolloutTask | str | Sequence[Mapping[str, Any]]:
+    """For `engine.chat`: the task's prompt, with what the environment shows as the end of its last user message."""
+    if not shown:
+        return task
+    if not chat_template:
+        return f"{task.prompt}{shown}"
+    messages = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else [*task.prompt]
+    if messages[-1].get("role") != "user":
+        return [*messages, {"role": "user", "content": shown}]
+    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n\n{shown}"}]
+
+
+def _shown(seen: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    """An observation of OpenEnv's as text: the field that is chosen, its one text, or all of it as JSON; or why an action was refused."""
+    observation = seen.get("observation") or {}
+    if "refused" in seen:
+        return f"error: {seen['refused']}"
+    if name := options.get("observation"):
+        if name not in observation:
+            raise ValueError(f"expected a field {name!r} in the observation (producer.options.observation), got {', '.join(observation)}")
+        return str(observation[name])
+    only = next(iter(observation.values())) if len(observation) == 1 else None
+    return only if isinstance(only, str) else json.dumps(observation, ensure_ascii=False)

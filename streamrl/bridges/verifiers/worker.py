@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import aiohttp
 import msgspec
 
-from streamrl.config.environments import split
+from streamrl.bridges.verifiers.guests import LAST_WORDS_S, Guest, Said, Spec, guest, wrong
+from streamrl.config.bridges import split
 from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
 from streamrl.producers.gateway.worker import POLICY, addresses
-from streamrl.producers.verifiers.guests import LAST_WORDS_S, Guest, Said, Spec, guest, wrong
 from streamrl.runtime.retries import pause_s
 from streamrl.runtime.service import describe_exit
 

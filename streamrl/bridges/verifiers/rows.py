@@ -10,33 +10,27 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.environments import VERIFIERS, split
+from streamrl.bridges.verifiers.guests import LAST_WORDS_S, Spec, guest, wrong
+from streamrl.config.bridges import split
 from streamrl.config.paths import parse_dataset
 from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import ConfigError
-from streamrl.producers.verifiers.guests import LAST_WORDS_S, Spec, guest, wrong
-
-
-def rows_are_due(config: Config) -> bool:
-    """Whether the rows are a taskset's, and not there yet."""
-    return config.producer.function.startswith(VERIFIERS) and not Path(parse_dataset(config.data.train).path).exists()
 
 
 async def write_rows(config: Config, model: Path, note: Callable[[str], None]) -> None:
-    """Write `data.train` if `producer.function` names a taskset and the file is not there.
+    """Write `data.train`, whose rows are those of the taskset that `producer.function` names.
 
     Raises:
         ConfigError: the taskset cannot be read, or its prompts are other tokens by verifiers' renderer than by the policy's chat template.
     """
-    if await asyncio.to_thread(rows_are_due, config):
-        _, taskset = split(config.producer.function)
-        path = Path(parse_dataset(config.data.train).path)
-        found = await _read(taskset, config, model)
-        tokenizer = load_tokenizer(model)
-        rows = [_row(one, config, tokenizer) for one in sorted(found, key=lambda one: one["idx"])]
-        await asyncio.to_thread(_write, path, rows)
-        note(f"{len(rows)} tasks of verifiers:{taskset} are the rows of {path}; without the file they are read again")
+    _, taskset = split(config.producer.function)
+    path = Path(parse_dataset(config.data.train).path)
+    found = await _read(taskset, config, model)
+    tokenizer = load_tokenizer(model)
+    rows = [_row(one, config, tokenizer) for one in sorted(found, key=lambda one: one["idx"])]
+    await asyncio.to_thread(_write, path, rows)
+    note(f"{len(rows)} tasks of verifiers:{taskset} are the rows of {path}; without the file they are read again")
 
 
 async def _read(taskset: str, config: Config, model: Path) -> list[dict[str, Any]]:
