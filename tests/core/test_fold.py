@@ -115,15 +115,6 @@ def test_tombstones_of_rollouts_make_a_group_smaller_until_it_ends() -> None:
     assert s.dropped[-1] == (2, 0, (1,), "zero_variance", True)
 
 
-def test_poison_with_a_known_task_retires_it_and_is_quarantined() -> None:
-    s = Stream(config())
-    s.rollouts(1, view(0, reward=1.0))
-    effects = s.poison(1)
-    assert [(d.sequence, d.reason) for d in effects.dead] == [(2, "unreadable")]
-    assert effects.grant is not None and effects.grant.granted == 5
-    assert s.dropped == [(1, 1, (0,), "poison", False), (2, 1, (), "poison", True)]
-
-
 @pytest.mark.parametrize("task", [None, 0, 99])
 def test_poison_without_an_open_task_retires_nothing(task: int | None) -> None:
     s = Stream(config(1))
@@ -183,15 +174,6 @@ def test_groups_without_spread_or_trained_tokens_are_dropped() -> None:
     s = Stream(config())
     s.rollouts(0, view(0, oldest=-1, highest=0, tokens=0, reward=0.0), view(1, oldest=-1, highest=0, tokens=0, reward=1.0))
     assert s.dropped == [(1, 0, (0, 1), "empty", True)]
-
-
-def test_lockstep_grants_one_batch_at_a_time() -> None:
-    s = Stream(config(2, 0))
-    for number in range(4):
-        assert s.state.grant == Grant(granted=2 * number + 2, version=number, retired=2 * number, warmup_end=0, first_open=2 * number)
-        s.group(2 * number + 1, oldest=number)
-        s.group(2 * number, oldest=number)
-        assert tasks_of(s.train()) == (2 * number, 2 * number + 1)
 
 
 def test_credits_never_leak() -> None:
