@@ -176,20 +176,6 @@ def test_groups_without_spread_or_trained_tokens_are_dropped() -> None:
     assert s.dropped == [(1, 0, (0, 1), "empty", True)]
 
 
-def test_credits_never_leak() -> None:
-    s = Stream(config(2, 1))
-    ends = (
-        lambda t: s.end(t),
-        lambda t: s.group(t, (0.5, 0.5)),
-        lambda t: s.poison(t),
-        lambda t: s.rollouts(t, view(0, oldest=7), group=1),
-    )
-    for task in range(40):
-        ends[task % len(ends)](task)
-        assert s.state.granted == s.state.retired + 4
-    assert s.state.watermark == 40 and s.state.pending == {} and s.state.retired_above == frozenset()
-
-
 def test_a_grant_is_given_once_and_drops_go_to_the_next_entry() -> None:
     s = Stream(config())
     assert s.end(0).grant is not None
@@ -223,15 +209,3 @@ def test_the_warm_up_ends_with_what_was_granted_and_trains_it_to_the_last() -> N
     assert (s.state.warmup_steps, s.state.steps) == (3, 0)
     assert s.train().source == "main"
     assert (s.state.warmup_steps, s.state.steps) == (3, 1)
-
-
-def test_the_last_warm_up_tasks_may_fail_and_demonstrations_need_no_reward() -> None:
-    s = Stream(config(1, 1, warmup_steps=1))
-    s.demonstration(0)
-    s.train(warm=True)
-    s.end(1)
-    s.group(2, oldest=1)
-    assert tasks_of(s.close()) == (2,)
-    s = Stream(config(1, 1, warmup_steps=3))
-    s.rollouts(0, view(0, oldest=-1, reward=1.0), view(1, oldest=-1), source="warmup")
-    assert tasks_of(s.close()) == (0,)
