@@ -122,6 +122,7 @@ def test_what_cannot_be_read_is_poison(subject: str, body: bytes, header: str | 
     assert isinstance(record, Poison) and batch is None
     assert (record.sequence, record.task) == (5, task)
     assert re.search(says, record.reason)
+    assert body != b"junk" or f"at {subject} sequence 5" in record.reason
 
 
 @pytest.mark.parametrize("header", ["", "-1", "1.5", "abc", "²", "٣", "9" * 19, "1" * 5000, " 1", "1\n"])
@@ -264,7 +265,7 @@ def test_epoch_marks() -> None:
     def mark(**detail: object) -> bytes:
         return encode(Mark(name=MARK_EPOCH, detail=detail))
 
-    for first in (1, 3, 6):  # 6: on another mesh
+    for first in (0, 1, 3, 6):  # 6: on another mesh
         assert judge(SUBJECTS.marks, 7, mark(epoch=1, first=first, last_before=5), None) == (Forked(7, 1, first, 5), None)
     for wrong in ({"epoch": 0}, {"first": -1}, {"first": 7}, {"epoch": "1"}):
         body = mark(**{"epoch": 1, "first": 3, "last_before": 5} | wrong)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,9 +26,9 @@ from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_TASK, SAMPLES, Subje
 from streamrl.schemas.versions import Version
 from tests.support.bad_messages import patched, template
 from tests.support.printed import printed
+from tests.support.programs import STREAMRL, Start, answer
 
 pytestmark = pytest.mark.nats
-ROOT = Path(__file__).parents[2]
 GOOD = patched(template((0, 1)), 3, 0)
 CONFIG = BusConfig(patience_s=60.0, samples_bytes=10_000_000, blobs_bytes=10_000_000)
 
@@ -146,7 +143,7 @@ def test_reward(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert "revision 3 had been published" in reward("--task", "5", "--reward", "1", "--revision", "3").out
 
 
-async def test_a_run_that_is_not_up_is_read_from_its_store(run_dir: RunDir) -> None:
+async def test_a_run_that_is_not_up_is_read_from_its_store(run_dir: RunDir, start: Start) -> None:
     run_dir.write_config(Config(run=RunConfig(name="demo"), bus=CONFIG))
     server = NatsServer(run_dir.bus_store)
     server.start()
@@ -154,12 +151,8 @@ async def test_a_run_that_is_not_up_is_read_from_its_store(run_dir: RunDir) -> N
         await bad_messages(server.address, "demo")
     finally:
         server.stop()
-    code = f"import sys; from streamrl.cli import main; sys.exit(main(['dead', 'list', {str(run_dir.path)!r}, '--json']))"
-    done = subprocess.run(  # noqa: ASYNC221
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
-    assert [letter["sequence"] for letter in json.loads(done.stdout)] == [1, 2]
+    letters = await answer(await start(*STREAMRL, "dead", "list", str(run_dir.path), "--json"))
+    assert [letter["sequence"] for letter in letters] == [1, 2]
 
 
 def test_a_bus_that_does_not_answer(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
