@@ -28,6 +28,8 @@ from streamrl.config.system import reserve
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
+from streamrl.models.directories import WEIGHT_SUFFIXES, check_files, list_checkpoints, write_directory
+from streamrl.models.tensor_files import Stored, find_tensors, header_bytes, join_tensors
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
@@ -35,10 +37,7 @@ from streamrl.schemas.weights import Link, Manifest, TensorSpec
 from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.digest import MASK, digest_text, tensor_digest
 from streamrl.tensors.names import KEPT
-from streamrl.trainers.checkpoints import check_files, list_checkpoints, write_directory
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.parts import Stored, find_tensors, header_bytes, join_tensors
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES
 from streamrl.weights.blobs import PartStore
 from streamrl.weights.delta import BLOCK_ELEMENTS, apply_block, read_blocks
 from streamrl.weights.links import routes

@@ -27,10 +27,10 @@ from streamrl.errors import BatchDiffers, BusError, ConfigError, TrainingError
 from streamrl.history.moving import Meshes, MovingTrainer
 from streamrl.history.replay_log import PastLedger, read_fingerprints, read_past, read_pending
 from streamrl.history.replay_report import Comparison, Difference, ReplayReport
+from streamrl.models.directories import list_checkpoints
 from streamrl.schemas.ledger import LedgerEntry, standing
 from streamrl.schemas.subjects import SAMPLES, Subjects
 from streamrl.schemas.versions import Version
-from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.fingerprint import fingerprint_difference, fingerprint_digest, numerics_fingerprint
 from streamrl.trainers.protocol import Trainer
 

@@ -31,7 +31,6 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
 from streamrl.schemas.control import Latest
 from streamrl.schemas.subjects import KEY_LATEST
-from streamrl.trainers.checkpoints import list_checkpoints
 
 ONE_LOGIN = (
     "roles are not separated: all workers share one login of the cluster; bus.user with {role} gives each its own (docs/security.md)"

@@ -19,6 +19,9 @@ from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, WeightsConfig
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
 from streamrl.history.export import Found, NewFile, choose, export, find_versions
+from streamrl.models import checkpoint as files
+from streamrl.models.directories import write_directory
+from streamrl.models.tensor_files import find_tensors, part_folder
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
@@ -27,11 +30,8 @@ from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, TensorSpec
 from streamrl.tensors.digest import digest_text, tensor_digest
+from streamrl.tensors.mesh import Mesh
 from streamrl.tensors.names import ARCHITECTURES, KEPT
-from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.parts import find_tensors, part_folder
-from streamrl.trainers.torch import checkpoint as files
 from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.harness import read_ledger, run_to_end, services

@@ -18,10 +18,10 @@ from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_report import ReplayReport
 from streamrl.history.source import open_source
+from streamrl.models.directories import list_checkpoints
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.trainers.checkpoints import list_checkpoints
 from tests.support.recorded_run import Recorded
 
 pytestmark = pytest.mark.whole

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from streamrl.errors import CheckpointDamaged, TrainingError
+from streamrl.models import directories
+from streamrl.models.checkpoint import ModelState, TorchState, random_state, read_checkpoint, write_checkpoint, write_tensors
+from streamrl.models.directories import BackgroundWriter, list_checkpoints, prune, recover, write_directory
+from streamrl.models.tensor_files import find_tensors, join_tensors, part_folder
 from streamrl.schemas.versions import Version
-from streamrl.trainers import checkpoints
-from streamrl.trainers.checkpoints import BackgroundWriter, list_checkpoints, prune, recover, write_directory
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.parts import find_tensors, join_tensors, part_folder
-from streamrl.trainers.torch.checkpoint import ModelState, TorchState, random_state, read_checkpoint, write_checkpoint, write_tensors
+from streamrl.tensors.mesh import Mesh
 from tests.support.errors import raises
 from tests.support.joint import NAME
 from tests.support.meshes import slow
@@ -32,7 +32,7 @@ from tests.support.same_tensors import same_tensors
 KILLED = """
 import os, shutil, sys
 from pathlib import Path
-from streamrl.trainers.checkpoints import write_directory
+from streamrl.models.directories import write_directory
 
 path, content, left = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -145,7 +145,7 @@ def test_lists_and_prunes_by_version_and_prefix(tmp_path: Path) -> None:
 def test_a_checkpoint_is_read_back_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that gives back other bytes than it was given."""
     digests = iter(["what was written", "what is read"])
-    monkeypatch.setattr(checkpoints, "file_digest", lambda path: next(digests))
+    monkeypatch.setattr(directories, "file_digest", lambda path: next(digests))
     with pytest.raises(CheckpointDamaged):
         BackgroundWriter().submit(tmp_path / "at", fill("1")).result()
     assert list(tmp_path.iterdir()) == []

@@ -15,7 +15,7 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.buckets import check_copying
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
-from streamrl.trainers.mesh import Mesh
+from streamrl.tensors.mesh import Mesh
 from streamrl.trainers.torch import snapshot
 from streamrl.trainers.torch.host_copies import HostCopies
 from streamrl.trainers.torch.sharding import Held

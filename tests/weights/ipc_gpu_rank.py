@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from streamrl.schemas.versions import Version
-from streamrl.trainers.mesh import Mesh
+from streamrl.tensors.mesh import Mesh
 from streamrl.trainers.torch.snapshot import SnapshotRing
 from streamrl.trainers.torch.snapshot_layout import Published
 from streamrl.weights.ipc import IpcTransport

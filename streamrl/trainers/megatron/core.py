@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.errors import ConfigError
+from streamrl.models.megatron.names import Architecture, Place
 from streamrl.trainers.megatron.buildable import check_installed
 from streamrl.trainers.megatron.cpu import stand_in
-from streamrl.trainers.megatron.names import Architecture, Place
 from streamrl.trainers.torch.layers import CHECKPOINT
 
 _alone = False

@@ -4,7 +4,7 @@
 leaf (Hugging Face name, a box of the tensor)  --write, rounded-->  parameter of megatron-core (fused, cut)
 leaf.grad, summed in float32                   <--after backward--  gradient
 ```
-The optimizer, checkpoints, digests and what is published know leaves alone. `streamrl.trainers.megatron.names` says which rows are which.
+The optimizer, checkpoints, digests and what is published know leaves alone. `streamrl.models.megatron.names` says which rows are which.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamrl.errors import ConfigError
+from streamrl.models.megatron.names import Parameter, Part
+from streamrl.models.tensor_files import find_tensors
 from streamrl.tensors.names import Named, named
-from streamrl.trainers.megatron.names import Parameter, Part
-from streamrl.trainers.parts import find_tensors
 
 
 class Leaf(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.trainers.torch.checkpoint import TorchState, host_bytes
+from streamrl.models.checkpoint import TorchState, host_bytes
 from streamrl.trainers.torch.snapshot import HostReader
 
 

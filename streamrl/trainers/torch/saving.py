@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from streamrl.errors import TrainingError
-from streamrl.trainers.checkpoints import BackgroundWriter, written
-from streamrl.trainers.parts import part_folder
-from streamrl.trainers.torch.checkpoint import TorchState, write_checkpoint, write_tensors
+from streamrl.models.checkpoint import TorchState, write_checkpoint, write_tensors
+from streamrl.models.directories import BackgroundWriter, written
+from streamrl.models.tensor_files import part_folder
 from streamrl.trainers.torch.host_copies import HostCopies, HostMemory
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.snapshot import HostReader

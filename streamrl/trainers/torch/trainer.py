@@ -22,15 +22,7 @@ from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
 from streamrl.errors import TrainingError
-from streamrl.schemas.versions import Version
-from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
-from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.flops import peak_flops
-from streamrl.trainers.mesh import mesh_of
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues, out_of_memory
-from streamrl.trainers.torch.arrangement import Arrangement
-from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import (
+from streamrl.models.checkpoint import (
     TorchState,
     host_bytes,
     host_copy,
@@ -38,6 +30,14 @@ from streamrl.trainers.torch.checkpoint import (
     read_checkpoint,
     restore_random,
 )
+from streamrl.models.directories import WEIGHT_SUFFIXES, write_directory
+from streamrl.schemas.versions import Version
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
+from streamrl.tensors.mesh import mesh_of
+from streamrl.trainers.flops import peak_flops
+from streamrl.trainers.protocol import StepResult, TokenValues, out_of_memory
+from streamrl.trainers.torch.arrangement import Arrangement
+from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.critic import Critic, LoadValues, TorchValues
 from streamrl.trainers.torch.frozen import Load, Reference, load_frozen, load_torch
 from streamrl.trainers.torch.kernels import Kernels

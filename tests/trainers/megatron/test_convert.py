@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from streamrl.cli import main
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
-from streamrl.trainers.megatron import convert as module
-from streamrl.trainers.megatron.convert import convert
-from streamrl.trainers.megatron.metadata import Reader
+from streamrl.models.megatron import convert as module
+from streamrl.models.megatron.convert import convert
+from streamrl.models.megatron.metadata import Reader
 from tests.support.preloaded import PRELOADED
 from tests.support.same_tensors import same_tensors
 from tests.trainers.megatron.models import KINDS, write_model
@@ -271,7 +271,7 @@ CHILD = """
 import json, resource, signal, sys
 from pathlib import Path
 from streamrl.errors import StreamRLError
-from streamrl.trainers.megatron.convert import convert
+from streamrl.models.megatron.convert import convert
 mode, source, dest = sys.argv[1:]
 if mode == "full":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

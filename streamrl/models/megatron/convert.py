@@ -15,11 +15,10 @@ from torch import Tensor
 
 from streamrl.config.files import check_new
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
-from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.megatron.distributed import TRACKER, Piece, Saved, pieces, write
-from streamrl.trainers.megatron.names import Architecture, Parameter, Part, architecture, tensors
-from streamrl.trainers.parts import header_bytes
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES
+from streamrl.models.directories import WEIGHT_SUFFIXES, write_directory
+from streamrl.models.megatron.distributed import TRACKER, Piece, Saved, pieces, write
+from streamrl.models.megatron.names import Architecture, Parameter, Part, architecture, tensors
+from streamrl.models.tensor_files import header_bytes
 
 DESCRIPTION = "hf"
 """Folder beside a converted checkpoint with the model's description and tokenizer, by which it is converted back."""

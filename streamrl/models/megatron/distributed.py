@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from streamrl.errors import CheckpointDamaged, ConfigError
-from streamrl.trainers.megatron.metadata import UNREADABLE, Reader
-from streamrl.trainers.megatron.names import Architecture, Parameter, Place, parameters
+from streamrl.models.megatron.metadata import UNREADABLE, Reader
+from streamrl.models.megatron.names import Architecture, Parameter, Place, parameters
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state")

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from streamrl.models.directories import damaged
+from streamrl.tensors.mesh import Mesh
 from streamrl.tensors.names import named
-from streamrl.trainers.checkpoints import damaged
-from streamrl.trainers.mesh import Mesh
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Key of a header's metadata: JSON of the offset of each tensor's first element."""

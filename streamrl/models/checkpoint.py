@@ -1,7 +1,7 @@
 """Files of a torch trainer's checkpoint: safetensors, JSON and the caller's bytes; nothing in it is unpickled.
 
-The tensors of a model that is cut are in a file a part, each written by the rank that holds it (`streamrl.trainers.parts`), and any mesh
-reads of them the rows that each of its ranks holds.
+The tensors of a model that is cut are in a file a part, each written by the rank that holds it (`streamrl.models.tensor_files`), and
+any mesh reads of them the rows that each of its ranks holds.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamrl.errors import TrainingError
-from streamrl.trainers.checkpoints import check_files, damaged, recover, unreadable
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.parts import OFFSETS, Piece, Stored, find_tensors, offsets_text, part_folder
+from streamrl.models.directories import check_files, damaged, recover, unreadable
+from streamrl.models.tensor_files import OFFSETS, Piece, Stored, find_tensors, offsets_text, part_folder
+from streamrl.tensors.mesh import Mesh
 
 FORMAT, FORMAT_PARTS = 1, 2
 """Of a checkpoint with one file for all of a model's tensors, and of one with a file for each part."""

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from streamrl.errors import StreamRLError, TrainingError
-from streamrl.trainers.checkpoints import Sealed, begin_directory, write_part
-from streamrl.trainers.ranks.collectives import among_ranks
+from streamrl.models.directories import Sealed, begin_directory, write_part
+from streamrl.tensors.collectives import among_ranks
 
 _CHUNK_BYTES = 256 << 20
 _WRITE_S = 3600.0
