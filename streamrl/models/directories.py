@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 SEAL_FILE = "files.json"
 """In a checkpoint: size and digest of each of its files. Those of earlier builds have none."""
 DAMAGED = ".damaged"
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Of files of a model directory that an export does not copy, for it has its own."""
 
 
 class SealedFile(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint in safetensors files: one file for all, or one for each part of a model that is cut, in a folder of that part.
+"""Tensors in safetensors files: one file for all, or one for each part of a model that is cut, in a folder of that part.
 
 ```text
 checkpoint/meta.json, random.safetensors, extra.bin, ...
@@ -6,7 +6,7 @@ checkpoint/part-1-of-2/model.safetensors      rows (dimension 0) of every tensor
 checkpoint/part-2-of-2/model.safetensors
 ```
 The files are those of torch.distributed.checkpoint's `HuggingFaceStorageWriter` (key `DCP_SHARDING_INFO` of the header), whose reader
-reads them. Nothing here needs torch.
+reads them. The library reads them here; `NewTensors` writes files larger than memory, which it cannot.
 """
 
 from __future__ import annotations
@@ -14,198 +14,250 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from streamrl.config.system import reserve
+from streamrl.errors import TrainingError
 from streamrl.models.directories import damaged
-from streamrl.tensors.mesh import Mesh
+from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.names import named
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 OFFSETS = "DCP_SHARDING_INFO"
 """Key of a header's metadata: JSON of the offset of each tensor's first element."""
-_COPY_BYTES = 64 << 20
+WEIGHTS_FILE = "model.safetensors"
+TYPES: Mapping[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""What safetensors calls torch's types."""
+_NAMES = {name: dtype for dtype, name in TYPES.items()}
+Bytes = npt.NDArray[np.uint8]
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""Type, as torch calls it, and shape of each tensor."""
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offset: tuple[int, ...]
+    """Index of its first element in each dimension."""
+    held: tuple[int, ...]
+    """Its shape."""
 
 
 class Piece(NamedTuple):
-    """Rows of a tensor in a file, or columns of all of its rows."""
+    """The box that a file has of a tensor: rows, or columns of all rows."""
 
     file: Path
-    first: int
-    """Of these rows in the whole tensor."""
-    rows: int
-    begin: int
-    """Place in the file."""
-    nbytes: int
-    column: int = 0
-    """First one of these in the whole tensor."""
-
-    def read(self) -> Iterator[bytes]:
-        """The rows' bytes, some at a time; raises CheckpointDamaged where the file ends early."""
-        with self.file.open("rb") as source:
-            source.seek(self.begin)
-            left = self.nbytes
-            while left:
-                if not (data := source.read(min(left, _COPY_BYTES))):
-                    raise damaged(self.file.parent, f"{self.file.name} ends early")
-                left -= len(data)
-                yield data
+    box: Box
 
 
 class Stored(NamedTuple):
-    """A tensor and where its rows are, in their order."""
+    """A tensor and where its pieces are, in their order."""
 
     dtype: str
-    """As safetensors calls it."""
+    """As torch calls it; the name in the file of a type that `TYPES` lacks."""
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    columns: bool = False
-    """Whether it is a matrix of which each piece has some columns."""
-
-    def read(self) -> Iterator[bytes]:
-        """The tensor's bytes in C order, some at a time; raises as `Piece.read`."""
-        if not self.columns:
-            for piece in self.pieces:
-                yield from piece.read()
-            return
-        # Example, a matrix of 2 rows in two pieces: row 0 of the first, row 0 of the second, row 1 of the first, row 1 of the second.
-        with ExitStack() as stack:
-            files = [stack.enter_context(piece.file.open("rb")) for piece in self.pieces]
-            for row in range(self.shape[0]):
-                for piece, file in zip(self.pieces, files, strict=True):
-                    nbytes = piece.nbytes // piece.rows
-                    file.seek(piece.begin + row * nbytes)
-                    if len(data := file.read(nbytes)) != nbytes:
-                        raise damaged(piece.file.parent, f"{piece.file.name} ends early")
-                    yield data
-
-    @property
-    def nbytes(self) -> int:
-        """Of all rows."""
-        return sum(piece.nbytes for piece in self.pieces)
 
 
-_NO_TENSORS: Mapping[str, Stored] = MappingProxyType({})
+class TensorFiles:
+    """Tensors that are read box by box; a context manager.
 
-
-def part_folder(mesh: Mesh, part: int) -> str:
-    """Name of the folder of one of a mesh's parts."""
-    return f"part-{part + 1}-of-{mesh.shard}"
-
-
-def offsets_text(offsets: Mapping[str, tuple[int, ...]]) -> str:
-    """What stands under `OFFSETS` in the header of a file."""
-    return json.dumps({name: {"saved_offsets": offset} for name, offset in offsets.items()})
-
-
-def find_tensors(checkpoint: Path, file: str) -> dict[str, Stored]:
-    """The tensors of `file` in a checkpoint, however it was cut.
+    Args:
+        files: of safetensors; a tensor may have a piece in each.
+        ending: ends the names of the tensors that are looked at.
 
     Raises:
-        CheckpointDamaged: a part is missing, or a header says what cannot be.
+        SafetensorError: a header cannot be read, or pieces do not make up a tensor.
         OSError: a file is not there, or cannot be read.
     """
-    found: dict[str, list[tuple[str, tuple[int, ...], Piece]]] = {}
-    for path in _files(checkpoint, file):
-        try:
-            for name, dtype, shape, piece in _pieces(path):
-                found.setdefault(name, []).append((dtype, shape, piece))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(checkpoint, f"the header of {path.relative_to(checkpoint)} cannot be read: {error}") from error
-    return {name: _joined(checkpoint, name, pieces) for name, pieces in found.items()}
+
+    def __init__(self, files: Iterable[Path], ending: str | tuple[str, ...] = "") -> None:
+        self._files: dict[Path, Any] = {}
+        pieces: dict[str, list[tuple[str, Piece]]] = {}
+        for path in files:
+            try:
+                self._files[path] = file = safe_open(path, "pt")
+                offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
+                for name in filter(lambda name: name.endswith(ending), file.keys()):
+                    held = file.get_slice(name)
+                    shape = tuple(held.get_shape())
+                    offset = tuple(map(int, offsets[name]["saved_offsets"])) if name in offsets else (0,) * len(shape)
+                    pieces.setdefault(name, []).append((held.get_dtype(), Piece(path, Box(offset, shape))))
+            except (SafetensorError, ValueError, KeyError, TypeError) as error:
+                raise SafetensorError(f"{path.name} in {path.parent} cannot be read: {error}") from error
+        self.tensors = {name: _joined(name, found) for name, found in pieces.items()}
+
+    @property
+    def layout(self) -> Layout:
+        """Type and shape of each."""
+        return {name: (one.dtype, one.shape) for name, one in self.tensors.items()}
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._files.clear()
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Read a box of a tensor, or all of it; where one file has all of the box, its memory may be the file's."""
+        import torch  # not above: readers of other files here start faster
+
+        one = self.tensors[name]
+        offset, held = box or Box((0,) * len(one.shape), one.shape)
+        found: list[tuple[tuple[int, ...], Tensor]] = []
+        for piece in one.pieces:
+            low = tuple(map(max, offset, piece.box.offset))
+            high = tuple(min(first + size, start + count) for first, size, start, count in zip(offset, held, *piece.box, strict=True))
+            if all(first < end for first, end in zip(low, high, strict=True)) or piece is one.pieces[0]:  # it tells the type
+                low = tuple(map(min, low, high))
+                where = tuple(slice(first - at, end - at) for first, end, at in zip(low, high, piece.box.offset, strict=True))
+                source = self._files[piece.file]
+                found.append((low, source.get_slice(name)[where] if where else source.get_tensor(name)))
+        if len(found) == 1 and tuple(found[0][1].shape) == held:
+            return found[0][1]
+        whole = torch.empty(held, dtype=found[0][1].dtype)
+        for low, strip in found:
+            if strip.numel():
+                whole[tuple(slice(at - first, at - first + size) for at, first, size in zip(low, offset, strip.shape, strict=True))] = strip
+        return whole
+
+    def copy(self, name: str, out: Bytes) -> None:
+        """Copy the bytes of a tensor, in C order, to `out`, one piece at a time."""
+        one = self.tensors[name]
+        if not len(out):
+            return
+        rows = out.reshape(one.shape[0] if one.shape else 1, -1)
+        for piece in one.pieces:
+            strip = host_bytes(self.read(name, piece.box)).reshape(piece.box.held[0] if one.shape else 1, -1)
+            first, column = (*piece.box.offset, 0, 0)[:2]
+            begin = column * ITEM_BYTES[one.dtype]
+            rows[first : first + len(strip), begin : begin + strip.shape[1]] = strip
 
 
-def join_tensors(checkpoint: Path, file: str, out: Path, *, model_type: str = "", kept: Mapping[str, Stored] = _NO_TENSORS) -> None:
-    """Write the tensors of `file` of a checkpoint as one safetensors file `out`, without holding any; raises as `find_tensors`.
+class NewTensors:
+    """A safetensors file that is filled in any order. The disk has room for all of it from the start.
 
-    Rows of several parts follow each other in the whole tensor, so its bytes are theirs, one after the other.
+    Args:
+        path: new file.
+        tensors: those of a wider type come first, so that all are aligned; else they have this order.
+
+    Raises:
+        OSError: there is no room.
+        TrainingError: a type is not one of `TYPES`.
+    """
+
+    def __init__(self, path: Path, tensors: Layout) -> None:
+        for name, (dtype, _) in tensors.items():
+            if dtype not in TYPES:
+                raise TrainingError(f"expected tensors of type {', '.join(TYPES)} for {path}, got {name} of {dtype}", path=str(path))
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        self._places: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -ITEM_BYTES[one[1][0]]):
+            begin, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+            header[name] = {"dtype": TYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+            self._places[name] = begin, end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        head = len(text).to_bytes(8, "little") + text
+        with path.open("wb") as file:
+            reserve(file.fileno(), len(head) + end)
+            file.write(head)
+        self._bytes: Bytes = np.memmap(path, np.uint8, "r+", offset=len(head), shape=(end,)) if end else np.empty(0, np.uint8)
+
+    def bytes(self, first: str, last: str = "") -> Bytes:
+        """Return the bytes of a tensor in C order, or those from one tensor to another, to be written."""
+        return self._bytes[self._places[first][0] : self._places[last or first][1]]
+
+
+def host_bytes(tensor: Tensor) -> Bytes:
+    """[nbytes] uint8 of a tensor's elements in C order; shares memory with it where it lies on the host."""
+    import torch
+
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def part_folder(part: int, parts: int) -> str:
+    """Name of the folder of one of the parts of a model that is cut."""
+    return f"part-{part + 1}-of-{parts}"
+
+
+def part_files(checkpoint: Path, file: str) -> list[Path]:
+    """List where `file` is in a checkpoint, in the order of its parts; raises CheckpointDamaged where one is missing."""
+    folders = {match[0]: match for path in checkpoint.glob("part-*") if (match := re.fullmatch(r"part-(\d+)-of-(\d+)", path.name))}
+    if not folders:
+        return [checkpoint / file]
+    parts = int(next(iter(folders.values()))[2])
+    expected = [part_folder(part, parts) for part in range(parts)]
+    if sorted(expected) != sorted(folders):
+        raise damaged(checkpoint, f"expected {parts} parts, got {', '.join(sorted(folders))}")
+    return [checkpoint / name / file for name in expected]
+
+
+def join_tensors(checkpoint: Path, file: str, out: Path, *, model_type: str = "", kept: TensorFiles | None = None) -> str:
+    """Write the tensors of `file` of a checkpoint as one safetensors file `out`, holding one piece at a time; returns the widest type.
 
     Args:
         checkpoint: of any mesh.
         file: name of the file, in the checkpoint or in each of its parts.
         out: new file.
         model_type: architecture by whose names they are written (`streamrl.tensors.names`); empty: by those that they have.
-        kept: tensors from elsewhere that are copied behind them, but for those that the checkpoint has.
+        kept: tensors from elsewhere that are copied too, but for those that the checkpoint has.
+
+    Raises:
+        CheckpointDamaged: a part is missing, or a header says what cannot be.
+        TrainingError: a tensor is of a type that is not known here.
+        OSError: a file is not there, or cannot be read or written.
     """
-    own = find_tensors(checkpoint, file)
-    tensors = {**own, **{name: one for name, one in kept.items() if name not in own}}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    try:
+        with TensorFiles(part_files(checkpoint, file)) as own:
+            split = {name: list(named(model_type, name, one.shape)) for name, one in own.tensors.items()}
+            layout = {each.name: (own.tensors[name].dtype, each.shape) for name, found in split.items() for each in found}
+            kept = kept or TensorFiles(())
+            others = {name: one for name, one in kept.layout.items() if name not in own.tensors}
+            made = NewTensors(out, layout | others)
+            for name, found in split.items():
+                own.copy(name, made.bytes(found[0].name, found[-1].name))
+            for name in others:
+                kept.copy(name, made.bytes(name))
+    except SafetensorError as error:
+        raise damaged(checkpoint, str(error)) from error
+    return max((dtype for dtype, _ in layout.values()), key=ITEM_BYTES.__getitem__, default="no tensor")
+
+
+def _joined(name: str, found: list[tuple[str, Piece]]) -> Stored:
+    """Put pieces together that follow each other, in rows or, of a matrix, in columns."""
+    found = sorted(found, key=lambda one: one[1].box.offset)
+    dtype, whole = found[0][0], found[0][1].box.held
+    axis = 1 if len(found) > 1 and any(found[-1][1].box.offset[1:]) else 0
     end = 0
-    for name, one in tensors.items():
-        begin, end = end, end + one.nbytes
-        found = list(named(model_type, name, one.shape))
-        sizes = [one.nbytes // max(1, math.prod(one.shape)) * each.numel for each in found] if len(found) > 1 else [one.nbytes]
-        for each, nbytes in zip(found, sizes, strict=True):
-            header[each.name] = {"dtype": one.dtype, "shape": each.shape, "data_offsets": [begin, begin + nbytes]}
-            begin += nbytes
-    with out.open("wb") as target:
-        target.write(header_bytes(header))
-        for one in tensors.values():
-            target.writelines(one.read())
-
-
-def header_bytes(header: Mapping[str, object]) -> bytes:
-    """How a safetensors file with this header begins."""
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _files(checkpoint: Path, file: str) -> list[Path]:
-    folders = {match[0]: match for path in checkpoint.glob("part-*") if (match := re.fullmatch(r"part-(\d+)-of-(\d+)", path.name))}
-    if not folders:
-        return [checkpoint / file]
-    parts = int(next(iter(folders.values()))[2])
-    expected = [part_folder(Mesh(shard=parts), part) for part in range(parts)]
-    if sorted(expected) != sorted(folders):
-        raise damaged(checkpoint, f"expected {parts} parts, got {', '.join(sorted(folders))}")
-    return [checkpoint / name / file for name in expected]
-
-
-def _pieces(path: Path) -> list[tuple[str, str, tuple[int, ...], Piece]]:
-    with path.open("rb") as source:
-        nbytes = int.from_bytes(source.read(8), "little")
-        if nbytes > path.stat().st_size - 8:
-            raise ValueError(f"it has {nbytes} bytes, the file fewer")
-        header: dict[str, Any] = json.loads(source.read(nbytes))
-    offsets = json.loads(header.pop("__metadata__", {}).get(OFFSETS, "{}"))
-    found: list[tuple[str, str, tuple[int, ...], Piece]] = []
-    for name, told in header.items():
-        shape, (begin, end) = tuple(map(int, told["shape"])), map(int, told["data_offsets"])
-        offset = tuple(map(int, offsets[name]["saved_offsets"])) if name in offsets else (0,) * len(shape)
-        if (
-            len(offset) != len(shape)
-            or any(offset[2:])
-            or (any(offset[1:]) and offset[0])
-            or min((*shape, *offset, 0)) < 0
-            or not 0 <= begin <= end
-        ):
-            raise ValueError(f"expected rows of {name!r}, got shape {shape} at {offset}")
-        column = offset[1] if len(offset) > 1 else 0
-        piece = Piece(path, offset[0] if offset else 0, shape[0] if shape else 1, 8 + nbytes + begin, end - begin, column)
-        found.append((name, str(told["dtype"]), shape, piece))
-    return found
-
-
-def _joined(checkpoint: Path, name: str, found: list[tuple[str, tuple[int, ...], Piece]]) -> Stored:
-    found = sorted(found, key=lambda one: (one[2].first, one[2].column))
-    (dtype, shape, _), rows = found[0], 0
-    if found[-1][2].column:
-        return _beside(checkpoint, name, found)
-    for other, part, piece in found:
-        if piece.first != rows or other != dtype or part[1:] != shape[1:]:
-            raise damaged(checkpoint, f"the parts of {name!r} do not fit together")
-        rows += piece.rows
-    return Stored(dtype, (rows, *shape[1:]) if shape else (), tuple(piece for _, _, piece in found))
-
-
-def _beside(checkpoint: Path, name: str, found: list[tuple[str, tuple[int, ...], Piece]]) -> Stored:
-    """Of pieces in the order of their columns."""
-    (dtype, shape, _), column = found[0], 0
-    for other, part, piece in found:
-        if piece.column != column or other != dtype or len(part) != 2 or part[0] != shape[0] or piece.first:
-            raise damaged(checkpoint, f"the parts of {name!r} do not fit together")
-        column += part[1]
-    return Stored(dtype, (shape[0], column), tuple(piece for _, _, piece in found), columns=True)
+    for other, (_, (offset, shape)) in found:
+        expected = tuple(end if each == axis else 0 for each in range(len(whole)))
+        if other != dtype or offset != expected or (*shape[:axis], *shape[axis + 1 :]) != (*whole[:axis], *whole[axis + 1 :]):
+            raise SafetensorError(f"the parts of {name!r} do not fit together")
+        end += shape[axis] if shape else 0
+    if not whole and len(found) > 1:
+        raise SafetensorError(f"{name!r} is in {len(found)} files")
+    shape = tuple(end if each == axis else size for each, size in enumerate(whole))
+    return Stored(_NAMES.get(dtype, dtype), shape, tuple(piece for _, piece in found))

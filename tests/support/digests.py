@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from streamrl.models.checkpoint import host_bytes
+from streamrl.models.tensor_files import host_bytes
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.tensors.names import named
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from streamrl.models.checkpoint import host_bytes
+from streamrl.models.tensor_files import host_bytes
 from streamrl.tensors.concatenation import place_of
 from streamrl.tensors.digest import MASK, combine, slice_digest, tensor_digest
 from streamrl.tensors.mesh import Mesh

@@ -13,7 +13,7 @@ from streamrl.config.loss import CorrectionConfig, ExpertsConfig, KLConfig, Loss
 from streamrl.config.tree import OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
-from streamrl.models.checkpoint import host_bytes
+from streamrl.models.tensor_files import host_bytes
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.tensors.mesh import mesh_of

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamrl.config.tree import Config
-from streamrl.models.checkpoint import host_bytes
+from streamrl.models.tensor_files import host_bytes
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer

@@ -17,7 +17,7 @@ from streamrl.tensors.buckets import check_copying
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.tensors.mesh import Mesh
 from streamrl.trainers.torch import snapshot
-from streamrl.trainers.torch.host_copies import HostCopies
+from streamrl.trainers.torch.saving import HostCopies
 from streamrl.trainers.torch.sharding import Held
 from streamrl.trainers.torch.snapshot import Buffer, HostReader, SnapshotBytes, SnapshotRing
 from streamrl.trainers.torch.snapshot_layout import Published

@@ -20,7 +20,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.errors import ConfigError
-from streamrl.models.checkpoint import Box, ModelState, host_copy
+from streamrl.models.checkpoint import ModelState, host_copy
+from streamrl.models.tensor_files import Box
 from streamrl.tensors.collectives import among_ranks
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
 from streamrl.tensors.mesh import Mesh

@@ -24,8 +24,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from streamrl.errors import TrainingError
-from streamrl.models.checkpoint import Box, ModelState, host_bytes, host_copy
+from streamrl.models.checkpoint import ModelState, host_copy
 from streamrl.models.directories import damaged
+from streamrl.models.tensor_files import Box, host_bytes
 from streamrl.tensors.digest import slice_digest
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region, region_digests
 from streamrl.tensors.names import named, unlisted

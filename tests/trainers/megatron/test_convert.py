@@ -114,9 +114,9 @@ NORM, Q = "model__norm__weight", "model__layers__0__self_attn__q_proj__weight"
         ({"tie_word_embeddings": False}, {}, ("lm_head.weight", "none")),
         ({}, {NORM: None}, ("model.norm.weight", "none")),
         ({}, {NORM: torch.ones(3)}, ("model.norm.weight", "[16]", "[3]")),
-        ({}, {NORM: torch.ones(16, dtype=torch.float8_e4m3fn)}, ("model.norm.weight", "F8_E4M3")),
+        ({}, {NORM: torch.ones(16, dtype=torch.float8_e4m3fn)}, ("model.norm.weight", "float8_e4m3fn")),
         ({}, {f"{Q}_scale_inv": torch.ones(1)}, ("q_proj.weight_scale_inv", "too")),
-        ({}, {Q: torch.ones(32, 16)}, ("linear_qkv", "q_proj.weight F32", "k_proj.weight BF16")),
+        ({}, {Q: torch.ones(32, 16)}, ("linear_qkv", "q_proj.weight float32", "k_proj.weight bfloat16")),
     ],
 )
 def test_a_model_that_is_not_its_description_is_refused_by_name(
