@@ -11,6 +11,7 @@ import msgspec
 
 from streamrl.bus.reading import read_key
 from streamrl.errors import BusUnavailable
+from streamrl.models.directories import list_checkpoints
 from streamrl.monitor.accounting import devices_of
 from streamrl.monitor.board import Board
 from streamrl.monitor.drawing import ink_of

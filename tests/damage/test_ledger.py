@@ -17,8 +17,7 @@ from streamrl.consumers.training import loop
 from streamrl.consumers.training.gaps import find_gap, versions_made
 from streamrl.consumers.training.ledger import open_ledger
 from streamrl.errors import CannotResume, LogTruncated
-from streamrl.history.replay import Range, verify
-from streamrl.history.replay_report import ReplayReport
+from streamrl.history.replay import Range, ReplayReport, verify
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import Gap, LedgerEntry, Used
 from streamrl.schemas.samples import EpochMark, Mark

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, DataConfig, OptimizerConfig, RunConfig, TrainerConfig, schedule_steps
 from streamrl.errors import ConfigError
-from streamrl.history.branch import changed_config
+from streamrl.history.branch import changed_config, train_branch
 from streamrl.history.branch_file import BranchFile, read_branch_ledger
-from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range
 from streamrl.history.source import open_source, read_entries
 from streamrl.models.directories import list_checkpoints
