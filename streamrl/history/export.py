@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
+from streamrl.config.files import check_new
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
@@ -109,8 +110,7 @@ async def export(config: Config, bus: Bus, model_dir: Path, found: Found, versio
         WeightSyncError: the bytes on the bus do not give the version's digests.
         TrainingError: it cannot be written, or is of a type that it cannot be described by.
     """
-    if await asyncio.to_thread(out.exists):
-        raise _there_already(out)
+    await asyncio.to_thread(check_new, out)
     checkpoint, call = await asyncio.to_thread(_whole, found, version), Caller(asyncio.get_running_loop())
     hidden = out.with_name(f".{out.name}.exported")
     # Not by the name that a trainer writes the same directory under: whoever comes second takes what the first has begun for left over.
@@ -142,9 +142,10 @@ async def export(config: Config, bus: Bus, model_dir: Path, found: Found, versio
             write_directory(hidden, write)
         try:
             os.rename(hidden, out)
-        except OSError as error:
+        except OSError:
             shutil.rmtree(hidden)
-            raise _there_already(out) from error
+            check_new(out)
+            raise
 
     await asyncio.to_thread(work)
     return f"checkpoint {checkpoint.name}" if checkpoint is not None else "the bus"
@@ -227,10 +228,6 @@ def _way(manifest: Manifest, stored: set[str]) -> Way | None:
     except WeightSyncError:
         return None
     return next((way for way in ways if all(part.location in stored for link in way for part in link.parts)), None)
-
-
-def _there_already(out: Path) -> ConfigError:
-    return ConfigError(f"expected a new directory, got {out}, which is there already", hint="name another with --out", path=str(out))
 
 
 def _whole(found: Found, version: Version) -> Path | None:

@@ -14,8 +14,7 @@ import torch
 
 from streamrl.schemas.versions import Version
 from streamrl.tensors.mesh import Mesh
-from streamrl.trainers.torch.snapshot import SnapshotRing
-from streamrl.trainers.torch.snapshot_layout import Published
+from streamrl.trainers.torch.snapshot import Published, SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.shm import ShmTransport
 

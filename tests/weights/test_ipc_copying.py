@@ -41,7 +41,7 @@ class HalfCopied:
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 1500)
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", 1500)
     monkeypatch.setattr("streamrl.weights.ipc.PIECE_BYTES", 256)
 
 

@@ -82,8 +82,8 @@ def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: 
     def guarded(directory: Path) -> None:
         try:
             fill(directory)
-        except (OSError, RuntimeError) as error:  # torch gives an OSError of its files as a RuntimeError
-            raise _unwritable(dest, error) from error
+        except RuntimeError as error:  # torch gives an OSError of its files as one
+            raise OSError(str(error)) from error
 
     write_directory(dest, guarded, replace=False)
     return Converted(to, len(tensors(arch)), nbytes)
@@ -268,10 +268,6 @@ def _check_room(dest: Path, nbytes: int) -> None:
             hint="name a directory on another disk",
             path=str(dest),
         )
-
-
-def _unwritable(dest: Path, error: Exception) -> TrainingError:
-    return TrainingError(f"{dest} cannot be written: {error}", hint="is the disk full, or the directory not writable?", path=str(dest))
 
 
 def _unlike(where: Path, expected: str, got: str) -> ConfigError:

@@ -31,7 +31,7 @@ from streamrl.tensors.digest import slice_digest
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region, region_digests
 from streamrl.tensors.names import named, unlisted
 from streamrl.trainers.torch.parallel import Parallel, local
-from streamrl.trainers.torch.snapshot_layout import Published
+from streamrl.trainers.torch.snapshot import Published
 
 logger = logging.getLogger(__name__)
 
