@@ -24,7 +24,7 @@ from streamrl.models.tensor_files import OFFSETS, Box, TensorFiles, part_files, 
 from streamrl.tensors.mesh import Mesh
 
 FORMAT, FORMAT_PARTS = 1, 2
-"""Of a checkpoint with one file for all of a model's tensors, and of one with a file for each part."""
+"""Formats of a checkpoint with one file for all of a model's tensors, and of one with a file for each part."""
 STEP = ".step"
 """Ends the name of the one moment that has no rows: how many updates there were."""
 
@@ -43,7 +43,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     reference: str = ""
     """Digest of the reference's parameters; empty where it is never renewed."""
     kl_factor: float = 1.0
-    """Of the KL's coefficient, where it is adapted."""
+    """The factor of the KL's coefficient, where it is adapted."""
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,13 +52,13 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     digest: str
-    """Of the whole parameters."""
+    """Digest of the whole parameters."""
     shapes: dict[str, tuple[int, ...]]
-    """Of the whole parameters."""
+    """Shapes of the whole parameters."""
     types: Mapping[str, torch.dtype] = {}
-    """Of the parameters in a file, where that is another."""
+    """Types of the parameters in a file, where they are others."""
     boxes: Mapping[str, Box] = {}
-    """Of the parameters in a part, where those are not rows."""
+    """Boxes of the parameters in a part, where those are not rows."""
 
     def on_host(self, copy: Callable[[Tensor], Tensor]) -> ModelState:
         """The same, of tensors that `copy` has made, on the host."""
@@ -140,7 +140,7 @@ def write_checkpoint(directory: Path, state: TorchState, extra: bytes, mesh: Mes
 def read_checkpoint(
     path: Path, mesh: Mesh, part: int, *, check: bool = True, boxes: Mapping[str, Box] = MappingProxyType({})
 ) -> tuple[TorchState, bytes]:
-    """What one rank of a mesh holds of the state, and the caller's bytes.
+    """Read what one rank of a mesh holds of the state, and the caller's bytes.
 
     Args:
         path: of the checkpoint, of whatever mesh.
@@ -202,7 +202,7 @@ def _save(
 
 
 def _read(path: Path, stem: str, mesh: Mesh, part: int, boxes: Mapping[str, Box]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """What part `part` holds of all tensors of a file, and the tensors' shapes."""
+    """Read what part `part` holds of all tensors of a file, and the tensors' shapes."""
     found: dict[str, Tensor] = {}
     with TensorFiles(part_files(path, f"{stem}.safetensors")) as files:
         for name, one in files.tensors.items():
@@ -212,5 +212,5 @@ def _read(path: Path, stem: str, mesh: Mesh, part: int, boxes: Mapping[str, Box]
 
 
 def _box_of(name: str, boxes: Mapping[str, Box]) -> Box | None:
-    """Of a parameter, or of one of its masters and moments, whose names are the parameter's and a word."""
+    """Find the box of a parameter, or of one of its masters and moments, whose names are the parameter's and a word."""
     return boxes.get(name) or boxes.get(name.rpartition(".")[0])

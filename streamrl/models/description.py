@@ -1,4 +1,4 @@
-"""What belongs to a model beside its weights: configuration and tokenizer, the files of a Hugging Face directory."""
+"""The files of a Hugging Face directory beside the weights: configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 from streamrl.errors import ConfigError
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Of files that are not copied, for another directory has its own weights."""
+"""Ends of names of files that are not copied, for another directory has its own weights."""
 
 
 def read_config(directory: Path) -> dict[str, Any]:

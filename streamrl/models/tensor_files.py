@@ -48,7 +48,7 @@ TYPES: Mapping[str, str] = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""What safetensors calls torch's types."""
+"""Names that safetensors has for torch's types."""
 _NAMES = {name: dtype for dtype, name in TYPES.items()}
 Bytes = npt.NDArray[np.uint8]
 Layout = dict[str, tuple[str, tuple[int, ...]]]

@@ -28,18 +28,18 @@ _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _UNUSED = ("rotary_emb.inv_freq",)
 """Ends the names of tensors in old checkpoints that models compute themselves."""
 _ROWS_ELEMENTS = 1 << 26
-"""Of embedding and output layer so many elements are written at a time."""
+"""Elements of embedding and output layer that are written at a time."""
 
 
 class Converted(NamedTuple):
-    """What was done."""
+    """Counts what a conversion wrote."""
 
     to: str
     """`megatron` or `hf`."""
     tensors: int
-    """Of the Hugging Face checkpoint."""
+    """Tensors of the Hugging Face checkpoint."""
     nbytes: int
-    """Of these."""
+    """Bytes of these."""
 
 
 def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: int = 5_000_000_000) -> Converted:
@@ -146,7 +146,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _types(source: Path, found: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
-    """Of each tensor in Megatron's file, which is of all layers and experts and has one type."""
+    """Map each tensor in Megatron's file, which is of all layers and experts, to its one type."""
     types: dict[str, torch.dtype] = {}
     for key, dtype in found:
         if types.setdefault(key, dtype) != dtype:
@@ -208,7 +208,7 @@ class _Model:
                 raise _unlike(self._directory, f"the tensors of a {arch.model_type}", f"{name} too")
 
     def dtype(self, one: Parameter) -> torch.dtype:
-        """Of the tensors in a parameter, which have one."""
+        """Return the type of the tensors in a parameter, which have one."""
         found = {part.name: self._files.tensors[part.name].dtype for part in one.parts}
         if len(set(found.values())) > 1:
             raise _unlike(self._directory, f"one type for {one.name}", ", ".join(f"{name} {kind}" for name, kind in found.items()))
