@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from streamrl.config.check_correction import check_correction
 from streamrl.config.loss import OF_LOGITS, CriticConfig, KLConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
-from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, Role, reading
+from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Role, reading
 from streamrl.config.tree import Config, refuse
 
 _OF_ESTIMATORS = {
@@ -131,7 +131,7 @@ def _check_objectives(config: Config) -> None:
 def _check_policy(config: Config) -> None:
     loss, policy = config.loss, policy_name(config.loss)
     refuse(
-        bool(loss.of_logits) and loss.policy not in ("", *FORMER_ADVANTAGES),
+        bool(loss.of_logits) and loss.policy not in ("", "gspo", "cispo"),  # slime calls them estimators, and its losses look at the name
         f"{OF_LOGITS} takes the place of the policy loss, but loss.policy is {loss.policy}",
         hint="keep one of the two",
         key=OF_LOGITS,

@@ -49,8 +49,7 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     """Divide the weights by their mean over the batch: over its tokens, or over its samples where `level` is not `token`."""
     reject: tuple[RejectionConfig, ...] = ()
     """Rejection beside the weights: what does not meet every one of these criteria is left out, see
-    [loss.correction.reject](#losscorrectionreject). One criterion may also be written as `reject = "ratio"` with `reject_level`,
-    `reject_low` and `reject_high`; `"none"` is an empty list."""
+    [loss.correction.reject](#losscorrectionreject)."""
     veto: Fraction = 0.0
     """A sample with a token whose ratio is below this is rejected whole, for example 1e-4; 0: off."""
     mask_staleness: NonNegativeInt = 0

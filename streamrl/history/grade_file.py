@@ -22,7 +22,7 @@ from streamrl.config.bridges import with_options
 from streamrl.config.row_rewards import row_reward
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.errors import ConfigError, DataError, StreamRLError
-from streamrl.history.trace_text import printable
+from streamrl.history.trace import printable
 from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Graders, Scoring
 from streamrl.producers.episode import Episode, Segment

@@ -28,10 +28,8 @@ from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_context, check_experts, check_positions
-from streamrl.data.problem_sets import left_out, load_set
-from streamrl.data.problems import load_problems
-from streamrl.data.row_checks import check_rows
-from streamrl.data.streamed import rows_digest, try_rows
+from streamrl.data.problems import left_out, load_problems, load_set
+from streamrl.data.streamed import check_rows, rows_digest, try_rows
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.data.vocabulary import vocab_size
 from streamrl.doctor.backend import refuse_backend

@@ -22,8 +22,7 @@ from streamrl.core.records import Rewarded
 from streamrl.errors import CannotResume, LogTruncated
 from streamrl.history.record import record
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.replay import Range, verify
-from streamrl.history.replay_report import ReplayReport
+from streamrl.history.replay import Range, ReplayReport, verify
 from streamrl.producers.late import LateRewards
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.ledger import Gap, LedgerEntry, Used

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BatchDiffers, ConfigError, Diverged
-from streamrl.history.record_run import record_run
+from streamrl.history.record import record_run
 from streamrl.history.tap import TapSettings, tap, tap_config
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir

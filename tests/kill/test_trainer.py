@@ -13,8 +13,8 @@ from streamrl.bus.server import NatsServer
 from streamrl.config.loss import KLConfig
 from streamrl.config.tree import Config
 from streamrl.history.replay import Range, verify
-from streamrl.history.trace_find import TaskFinder
-from streamrl.history.trace_task import life_of
+from streamrl.history.search import TaskFinder
+from streamrl.history.trace import life_of
 from streamrl.schemas.decoding import decode_samples
 from tests.support.processes import stopped, until
 from tests.support.world.fuse import Spot, around

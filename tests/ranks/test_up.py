@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from streamrl.history.source import open_source
+from streamrl.models.directories import list_checkpoints
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import TrainedOn
 from streamrl.schemas.subjects import EVENTS, Subjects
-from streamrl.trainers.checkpoints import list_checkpoints
 from tests.ranks.trained import PIPELINE, SHARED, SHORT, TENSOR, Trained, real_up
 from tests.support.forked_up import forked_up, process_id
 from tests.support.mixtures import write_mixture

@@ -25,8 +25,7 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Copying, Manifest
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.torch.snapshot import SnapshotRing
-from streamrl.trainers.torch.snapshot_layout import Published
+from streamrl.trainers.torch.snapshot import Published, SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import CudaSource
@@ -364,7 +363,7 @@ class HalfCopied:
 
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 1500)
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", 1500)
     monkeypatch.setattr("streamrl.weights.ipc.PIECE_BYTES", 256)
 
 

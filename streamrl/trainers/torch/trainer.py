@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -22,22 +21,23 @@ from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
 from streamrl.errors import TrainingError
-from streamrl.schemas.versions import Version
-from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
-from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.flops import peak_flops
-from streamrl.trainers.mesh import mesh_of
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues, out_of_memory
-from streamrl.trainers.torch.arrangement import Arrangement
-from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import (
+from streamrl.models.checkpoint import (
     TorchState,
-    host_bytes,
     host_copy,
     random_state,
     read_checkpoint,
     restore_random,
 )
+from streamrl.models.description import copy_description
+from streamrl.models.directories import write_directory
+from streamrl.models.tensor_files import host_bytes
+from streamrl.schemas.versions import Version
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
+from streamrl.tensors.mesh import mesh_of
+from streamrl.trainers.flops import peak_flops
+from streamrl.trainers.protocol import StepResult, TokenValues, out_of_memory
+from streamrl.trainers.torch.arrangement import Arrangement
+from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.critic import Critic, LoadValues, TorchValues
 from streamrl.trainers.torch.frozen import Load, Reference, load_frozen, load_torch
 from streamrl.trainers.torch.kernels import Kernels
@@ -345,10 +345,7 @@ class TorchTrainer:
 
         def write(directory: Path) -> None:
             self.policy.save_pretrained(directory, parameters)
-            for source in sorted(self._model_dir.iterdir()):
-                target = directory / source.name
-                if source.is_file() and not target.exists() and not source.name.endswith(WEIGHT_SUFFIXES):
-                    shutil.copyfile(source, target)
+            copy_description(self._model_dir, directory)
 
         write_directory(path, write)
 

@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from streamrl.errors import CheckpointDamaged, ConfigError
-from streamrl.trainers.megatron.metadata import UNREADABLE, Reader
-from streamrl.trainers.megatron.names import Architecture, Parameter, Place, parameters
+from streamrl.models.megatron.metadata import UNREADABLE, Reader
+from streamrl.models.megatron.names import Architecture, Parameter, Place, parameters
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _NOT_MODEL = ("optimizer.", "chained_", "rng_state", "rerun_state")
-"""How names begin in the file that are not the model's."""
+"""Prefixes of names in the file that are not the model's."""
 _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -48,13 +48,13 @@ class Piece(NamedTuple):
 
     parameter: Parameter
     key: str
-    """Of the tensor in the file."""
+    """Name of the tensor in the file."""
     place: tuple[int, ...]
-    """Of the parameter along the axes that the file's tensor has in front: layer, expert."""
+    """Indices of the parameter along the axes that the file's tensor has in front: layer, expert."""
     leading: tuple[int, ...]
     """Length of these axes."""
     rows: range
-    """Of the parameter."""
+    """Rows of the parameter."""
 
     @property
     def offset(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the rows."""
+        """Shape of the rows."""
         return (len(self.rows), *self.parameter.shape[1:])
 
 
@@ -140,7 +140,7 @@ def write(
 
 
 def _arguments(arch: Architecture) -> argparse.Namespace:
-    """What Megatron-LM compares with its own arguments, and what converters of others read the sizes from.
+    """Say what Megatron-LM compares with its own arguments, and what converters of others read the sizes from.
 
     The mesh stands there because it is looked for; the file does not depend on it.
     """
@@ -305,7 +305,7 @@ class _Into(DefaultLoadPlanner):
 
 
 def _second(arch: Architecture, key: str, there: Mapping[str, Any]) -> bool:
-    """Whether the other one of a norm's two names is there."""
+    """Say if the other one of a norm's two names is there."""
     names = _keys(arch, "decoder.layers.0.pre_mlp_layernorm.weight")
     return key in names and any(name in there for name in names)
 

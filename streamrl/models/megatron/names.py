@@ -29,7 +29,7 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """What decides names and shapes of a model's parameters; sizes are of the whole model."""
+    """Sizes that decide names and shapes of a model's parameters; they are of the whole model."""
 
     model_type: str
     layers: int
@@ -39,22 +39,22 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """Also called groups: each has a key, a value and heads / kv_heads queries."""
     head_dim: int
     intermediate: int
-    """Of the gate; of a mixture of experts: of one expert's."""
+    """Rows of the gate; of a mixture of experts, of one expert's."""
     vocabulary: int
     """Rows of the embedding in the checkpoint, without what Megatron pads."""
     tied: bool
-    """Whether the output layer is the embedding."""
+    """True where the output layer is the embedding."""
     experts: int = 0
-    """Of each layer; 0: dense."""
+    """Number in each layer; 0: dense."""
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normed head by head."""
+        """True where queries and keys are normed head by head."""
         return self.model_type.startswith("qwen3")
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have a bias."""
+        """True where queries, keys and values have a bias."""
         return self.model_type == "qwen2"
 
 
@@ -82,9 +82,9 @@ class Part(NamedTuple):
     """A box of a checkpoint's tensor, and the rows of a rank's parameter that hold it."""
 
     name: str
-    """Of the tensor."""
+    """Name of the tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: tuple[int, ...]
     """Index of the box's first element in each dimension."""
     held: tuple[int, ...]
@@ -96,7 +96,7 @@ class Part(NamedTuple):
     period: int
     """... and after how many the next run begins. The parameter's rows are whole periods."""
     owner: bool
-    """Whether this rank speaks for the box: of all ranks that hold an element exactly one does."""
+    """True where this rank speaks for the box: of all ranks that hold an element exactly one does."""
 
 
 class Parameter(NamedTuple):
@@ -264,19 +264,19 @@ def _experts(arch: Architecture, place: Place, inside: str, outside: str, layer:
 
 
 def _whole(place: Place, name: str, tensor: str, shape: tuple[int, ...], layer: int | None = None) -> Parameter:
-    """What every tensor rank holds whole."""
+    """Make a parameter that every tensor rank holds whole."""
     zero, rows = tuple(0 for _ in shape), shape[0]
     return Parameter(name, shape, (Part(tensor, shape, zero, shape, 0, rows, rows, place.tensor == 0 and place.replica == 0),), layer)
 
 
 def _columns(place: Place, name: str, tensor: str, shape: tuple[int, int], layer: int) -> Parameter:
-    """What is cut in dimension 1."""
+    """Make a parameter that is cut in dimension 1."""
     rows, held = shape[0], (shape[0], shape[1] // place.tensors)
     return Parameter(name, held, (Part(tensor, shape, (0, place.tensor * held[1]), held, 0, rows, rows, place.replica == 0),), layer)
 
 
 def _fused(place: Place, name: str, shares: list[tuple[str, int]], periods: int, rest: tuple[int, ...], layer: int) -> Parameter:
-    """What has, `periods` times on this rank, some rows of each of several tensors, whose rows are cut over the tensor ranks.
+    """Make a parameter that has, `periods` times on this rank, some rows of each of several tensors, which are cut over the tensor ranks.
 
     Example, of tensor rank 1 of 2 with two groups (periods) of two query heads, head_dim 1: q_proj has 8 rows, of which it holds 4 .. 7.
     Its parameter has 8 rows, q4 q5 k2 v2 q6 q7 k3 v3: the box of q_proj is first 0, run 2, period 4; that of k_proj first 2, run 1.
@@ -292,7 +292,7 @@ def _fused(place: Place, name: str, shares: list[tuple[str, int]], periods: int,
 
 
 def _vocabulary(arch: Architecture, place: Place, padded: int, name: str, tensor: str, *, owned: bool) -> Parameter:
-    """What has a row for each token. Example, 5 tokens padded to 8 over 2 tensor ranks: rank 1 holds row 4 and three of padding."""
+    """Make a parameter with a row for each token; example: of 5 tokens padded to 8, rank 1 of 2 holds row 4 and three of padding."""
     rows = padded // place.tensors
     start = min(place.tensor * rows, arch.vocabulary)
     run = min((place.tensor + 1) * rows, arch.vocabulary) - start

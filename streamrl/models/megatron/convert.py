@@ -5,41 +5,41 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from streamrl.config.files import check_new
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
-from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.megatron.distributed import TRACKER, Piece, Saved, pieces, write
-from streamrl.trainers.megatron.names import Architecture, Parameter, Part, architecture, tensors
-from streamrl.trainers.parts import header_bytes
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES
+from streamrl.models.description import copy_description, read_config
+from streamrl.models.directories import write_directory
+from streamrl.models.megatron.distributed import TRACKER, Piece, Saved, pieces, write
+from streamrl.models.megatron.names import Architecture, Parameter, Part, architecture, tensors
+from streamrl.models.tensor_files import WEIGHTS_FILE, Box, Bytes, Layout, NewTensors, TensorFiles, host_bytes
+from streamrl.tensors.concatenation import ITEM_BYTES
 
 DESCRIPTION = "hf"
 """Folder beside a converted checkpoint with the model's description and tokenizer, by which it is converted back."""
-_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _UNUSED = ("rotary_emb.inv_freq",)
 """Ends the names of tensors in old checkpoints that models compute themselves."""
 _ROWS_ELEMENTS = 1 << 26
-"""Of embedding and output layer so many elements are written at a time."""
+"""Elements of embedding and output layer that are written at a time."""
 
 
 class Converted(NamedTuple):
-    """What was done."""
+    """Counts what a conversion wrote."""
 
     to: str
     """`megatron` or `hf`."""
     tensors: int
-    """Of the Hugging Face checkpoint."""
+    """Tensors of the Hugging Face checkpoint."""
     nbytes: int
-    """Of these."""
+    """Bytes of these."""
 
 
 def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: int = 5_000_000_000) -> Converted:
@@ -82,15 +82,15 @@ def convert(source: Path, dest: Path, model: Path | None = None, *, file_bytes: 
     def guarded(directory: Path) -> None:
         try:
             fill(directory)
-        except (OSError, RuntimeError) as error:  # torch gives an OSError of its files as a RuntimeError
-            raise _unwritable(dest, error) from error
+        except RuntimeError as error:  # torch gives an OSError of its files as one
+            raise OSError(str(error)) from error
 
     write_directory(dest, guarded, replace=False)
     return Converted(to, len(tensors(arch)), nbytes)
 
 
 def _to_megatron(source: Path) -> tuple[Architecture, int, Callable[[Path], None]]:
-    arch = _described(source)
+    arch = architecture(read_config(source), str(source / "config.json"))
     model = _Model(source)
     model.check(arch)
     todo = [row for one in pieces(arch) for row in _rows(one)]
@@ -106,7 +106,7 @@ def _to_megatron(source: Path) -> tuple[Architecture, int, Callable[[Path], None
         write(directory / "release", arch, todo, types, value)
         (directory / TRACKER).write_text("release", encoding="utf-8")
         (directory / DESCRIPTION).mkdir()
-        _copy_description(source, directory / DESCRIPTION)
+        copy_description(source, directory / DESCRIPTION)
 
     return arch, sum(math.prod(one.shape) * types[one.key].itemsize for one in todo), fill
 
@@ -121,31 +121,32 @@ def _to_hugging_face(source: Path, model: Path | None, file_bytes: int) -> tuple
             path=str(source),
         )
     described = model or beside[0]
-    arch = _described(described)
+    arch = architecture(read_config(described), str(described / "config.json"))
     types = saved.check(arch)
     todo = _first_of_each(one for one in pieces(arch) if one.key in types)
-    whole = {part.name: (types[one.key], part.shape) for one in todo for part in one.parameter.parts}
+    whole = {part.name: (_name(types[one.key]), part.shape) for one in todo for part in one.parameter.parts}
     for name, (dtype, _) in whole.items():
-        if dtype not in _NAMES:
-            raise _unlike(saved.directory, f"{name} of float32, bfloat16 or float16", str(dtype).removeprefix("torch."))
+        if dtype not in _TYPES:
+            raise _unlike(saved.directory, f"{name} of {', '.join(_TYPES)}", dtype)
 
     def fill(directory: Path) -> None:
-        _copy_description(described, directory)
-        config = json.loads((described / "config.json").read_text(encoding="utf-8"))
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"
-        config[key] = str(types["embedding.word_embeddings.weight"]).removeprefix("torch.")
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        with _Files(directory, whole, file_bytes) as files:
-            for one in todo:
-                for rows in saved.ranges(one):
-                    for part, view in _boxes(rows, saved.read(rows)):
-                        files.append(part.name, view)
+        copy_description(described, directory, _name(types["embedding.word_embeddings.weight"]))
+        files = _Files(directory, whole, file_bytes)
+        for one in todo:
+            for rows in saved.ranges(one):
+                for part, view in _boxes(rows, saved.read(rows)):
+                    files.append(part.name, view)
+        files.check()
 
-    return arch, sum(math.prod(shape) * dtype.itemsize for dtype, shape in whole.values()), fill
+    return arch, sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in whole.values()), fill
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _types(source: Path, found: Iterable[tuple[str, torch.dtype]]) -> dict[str, torch.dtype]:
-    """Of each tensor in Megatron's file, which is of all layers and experts and has one type."""
+    """Map each tensor in Megatron's file, which is of all layers and experts, to its one type."""
     types: dict[str, torch.dtype] = {}
     for key, dtype in found:
         if types.setdefault(key, dtype) != dtype:
@@ -184,128 +185,77 @@ class _Model:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._files: dict[str, Any] = {}
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"expected *.safetensors in {directory}, got none", hint="convert older formats first", path=str(directory))
-        for file in files:
-            try:
-                opened: Any = safe_open(file, "pt")
-            except (SafetensorError, OSError) as error:  # its header says how long it is
-                said = f"it cannot be read: {error}"
-                raise CheckpointDamaged(f"{file}: {said}", hint="copy the model again", path=str(file), problem=said) from error
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                if name in self._files:
-                    raise _unlike(directory, f"{name} in one file", f"it in {file.name} again")
-                self._files[name] = opened
+        try:
+            self._files = TensorFiles(files)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointDamaged(str(error), hint="copy the model again", path=str(directory), problem=str(error)) from error
 
     def check(self, arch: Architecture) -> None:
         """Raise ConfigError unless the tensors are those of `arch`."""
-        wanted = tensors(arch)
+        wanted, held = tensors(arch), self._files.tensors
         for name, shape in wanted.items():
-            if name not in self._files:
+            if name not in held:
                 raise _unlike(self._directory, f"a tensor {name}", "none")
-            held = self._files[name].get_slice(name)
-            if (got := tuple(held.get_shape())) != shape:
-                raise _unlike(self._directory, f"{name} of shape {list(shape)}", f"{list(got)}")
-            if (kind := held.get_dtype()) not in _TYPES:
-                raise _unlike(self._directory, f"{name} of {', '.join(_TYPES)}", kind)
-        for name in self._files:
+            if held[name].shape != shape:
+                raise _unlike(self._directory, f"{name} of shape {list(shape)}", f"{list(held[name].shape)}")
+            if held[name].dtype not in _TYPES:
+                raise _unlike(self._directory, f"{name} of {', '.join(_TYPES)}", held[name].dtype)
+        for name in held:
             if name not in wanted and not name.endswith(_UNUSED) and not (arch.tied and name == "lm_head.weight"):
                 raise _unlike(self._directory, f"the tensors of a {arch.model_type}", f"{name} too")
 
     def dtype(self, one: Parameter) -> torch.dtype:
-        """Of the tensors in a parameter, which have one."""
-        found = {part.name: self._files[part.name].get_slice(part.name).get_dtype() for part in one.parts}
+        """Return the type of the tensors in a parameter, which have one."""
+        found = {part.name: self._files.tensors[part.name].dtype for part in one.parts}
         if len(set(found.values())) > 1:
             raise _unlike(self._directory, f"one type for {one.name}", ", ".join(f"{name} {kind}" for name, kind in found.items()))
         return _TYPES[next(iter(found.values()))]
 
     def box(self, part: Part) -> Tensor:
         """Its elements, `part.held`."""
-        where = tuple(slice(first, first + size) for first, size in zip(part.offset, part.held, strict=True))
-        return self._files[part.name].get_slice(part.name)[where]
+        return self._files.read(part.name, Box(part.offset, part.held))
 
 
 class _Files:
-    """Safetensors files that are written from the first byte to the last; a context manager.
+    """Safetensors files of which each tensor is written from the first byte to the last.
 
     Args:
         directory: where they go.
-        whole: type and shape of each tensor, in the order in which they are written.
+        whole: type and shape of each tensor.
         file_bytes: of a file, at most, unless one tensor is larger.
     """
 
-    def __init__(self, directory: Path, whole: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], file_bytes: int) -> None:
+    def __init__(self, directory: Path, whole: Layout, file_bytes: int) -> None:
         groups: list[dict[str, int]] = [{}]
         for name, (dtype, shape) in whole.items():
-            nbytes = math.prod(shape) * dtype.itemsize
+            nbytes = math.prod(shape) * ITEM_BYTES[dtype]
             if groups[-1] and sum(groups[-1].values()) + nbytes > file_bytes:
                 groups.append({})
             groups[-1][name] = nbytes
         count = len(groups)
-        self._directory, self._whole, self._groups = directory, whole, groups
-        self._names = [f"model-{at + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors" for at in range(count)]
-        self._order = iter([(at, name, nbytes) for at, group in enumerate(groups) for name, nbytes in group.items()])
-        self._at, self._name, self._left = -1, "", 0
-        self._file: BinaryIO | None = None
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        if self._file is not None:
-            self._file.close()
-        if raised[0] is not None:
-            return
-        if self._left or next(self._order, None):
-            raise RuntimeError(f"{self._name} is not the last tensor, or {self._left} bytes of it are missing")
-        if len(self._groups) > 1:
-            places = {name: self._names[at] for at, group in enumerate(self._groups) for name in group}
-            said = {"metadata": {"total_size": sum(sum(group.values()) for group in self._groups)}, "weight_map": places}
-            (self._directory / "model.safetensors.index.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        names = [f"model-{at + 1:05d}-of-{count:05d}.safetensors" if count > 1 else WEIGHTS_FILE for at in range(count)]
+        self._left: dict[str, Bytes] = {}
+        for file, group in zip(names, groups, strict=True):
+            made = NewTensors(directory / file, {name: whole[name] for name in group})
+            self._left |= {name: made.bytes(name) for name in group}
+        if count > 1:
+            places = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+            said = {"metadata": {"total_size": sum(sum(group.values()) for group in groups)}, "weight_map": places}
+            (directory / f"{WEIGHTS_FILE}.index.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
     def append(self, name: str, value: Tensor) -> None:
-        """Write the next elements of the tensor that is written, or the first ones of the next, which is `name`."""
-        if not self._left:
-            self._next()
-        data = value.contiguous().view(-1).view(torch.uint8).numpy()
-        if name != self._name or len(data) > self._left or self._file is None:
-            raise RuntimeError(f"expected {self._left} bytes of {self._name}, got {len(data)} of {name}")
-        self._file.write(data.data)
-        self._left -= len(data)
+        """Write the next elements of a tensor."""
+        data, left = host_bytes(value), self._left[name]
+        left[: len(data)] = data
+        self._left[name] = left[len(data) :]
 
-    def _next(self) -> None:
-        at, self._name, self._left = next(self._order)
-        if at == self._at:
-            return
-        if self._file is not None:
-            self._file.close()
-        self._at, end = at, 0
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        for name, nbytes in self._groups[at].items():
-            dtype, shape = self._whole[name]
-            header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [end, end + nbytes]}
-            end += nbytes
-        self._file = (self._directory / self._names[at]).open("wb")
-        self._file.write(header_bytes(header))
-
-
-def _described(directory: Path) -> Architecture:
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="is it a model directory?", path=str(path)) from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: expected an object, got {type(config).__name__}", hint="is it a model directory?", path=str(path))
-    return architecture(cast(dict[str, Any], config), str(path))
-
-
-def _copy_description(source: Path, directory: Path) -> None:
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(file, directory / file.name)
+    def check(self) -> None:
+        """Raise RuntimeError unless all has been written."""
+        if missing := [name for name, left in self._left.items() if len(left)]:
+            raise RuntimeError(f"bytes of {missing[0]} are missing")
 
 
 def _check_room(dest: Path, nbytes: int) -> None:
@@ -318,10 +268,6 @@ def _check_room(dest: Path, nbytes: int) -> None:
             hint="name a directory on another disk",
             path=str(dest),
         )
-
-
-def _unwritable(dest: Path, error: Exception) -> TrainingError:
-    return TrainingError(f"{dest} cannot be written: {error}", hint="is the disk full, or the directory not writable?", path=str(dest))
 
 
 def _unlike(where: Path, expected: str, got: str) -> ConfigError:

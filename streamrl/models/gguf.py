@@ -10,7 +10,7 @@ from jinja2 import TemplateError
 
 from streamrl.config.files import check_new
 from streamrl.errors import ConfigError
-from streamrl.trainers.checkpoints import write_directory
+from streamrl.models.directories import write_directory
 
 _ANSWER = "answer"
 _ROPE_SCALING = ("rope.scaling.type", "rope.scaling.factor")

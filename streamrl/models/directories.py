@@ -34,7 +34,7 @@ DAMAGED = ".damaged"
 
 
 class SealedFile(msgspec.Struct, frozen=True):
-    """What a file was when it was written."""
+    """Size and digest of a file when it was written."""
 
     nbytes: int
     digest: str
@@ -42,7 +42,7 @@ class SealedFile(msgspec.Struct, frozen=True):
 
 
 Sealed = dict[str, SealedFile]
-"""By path within the directory."""
+"""Files by path within the directory."""
 Others = Callable[[Path], tuple[Sealed, Set[str]]]
 """Waits for what other ranks write into a directory that is being filled: their files, and those that none has read back yet."""
 

@@ -1,44 +1,32 @@
 """Files of a torch trainer's checkpoint: safetensors, JSON and the caller's bytes; nothing in it is unpickled.
 
-The tensors of a model that is cut are in a file a part, each written by the rank that holds it (`streamrl.trainers.parts`), and any mesh
-reads of them the rows that each of its ranks holds.
+The tensors of a model that is cut are in a file a part, each written by the rank that holds it (`streamrl.models.tensor_files`), and
+any mesh reads of them the rows that each of its ranks holds.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec.structs import replace
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from streamrl.errors import TrainingError
-from streamrl.trainers.checkpoints import check_files, damaged, recover, unreadable
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.parts import OFFSETS, Piece, Stored, find_tensors, offsets_text, part_folder
+from streamrl.models.directories import check_files, damaged, recover, unreadable
+from streamrl.models.tensor_files import OFFSETS, Box, TensorFiles, part_files, part_folder
+from streamrl.tensors.mesh import Mesh
 
 FORMAT, FORMAT_PARTS = 1, 2
-"""Of a checkpoint with one file for all of a model's tensors, and of one with a file for each part."""
+"""Formats of a checkpoint with one file for all of a model's tensors, and of one with a file for each part."""
 STEP = ".step"
 """Ends the name of the one moment that has no rows: how many updates there were."""
-
-
-class Box(NamedTuple):
-    """What a rank holds of a tensor, where that is not the rows that its mesh says."""
-
-    offset: tuple[int, ...]
-    """Index of its first element in each dimension."""
-    held: tuple[int, ...]
-    """Its shape."""
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +43,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True):
     reference: str = ""
     """Digest of the reference's parameters; empty where it is never renewed."""
     kl_factor: float = 1.0
-    """Of the KL's coefficient, where it is adapted."""
+    """The factor of the KL's coefficient, where it is adapted."""
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,13 +52,13 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
     parameters: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     digest: str
-    """Of the whole parameters."""
+    """Digest of the whole parameters."""
     shapes: dict[str, tuple[int, ...]]
-    """Of the whole parameters."""
+    """Shapes of the whole parameters."""
     types: Mapping[str, torch.dtype] = {}
-    """Of the parameters in a file, where that is another."""
+    """Types of the parameters in a file, where they are others."""
     boxes: Mapping[str, Box] = {}
-    """Of the parameters in a part, where those are not rows."""
+    """Boxes of the parameters in a part, where those are not rows."""
 
     def on_host(self, copy: Callable[[Tensor], Tensor]) -> ModelState:
         """The same, of tensors that `copy` has made, on the host."""
@@ -131,7 +119,7 @@ def write_tensors(directory: Path, state: TorchState, mesh: Mesh, part: int) -> 
 
 def write_checkpoint(directory: Path, state: TorchState, extra: bytes, mesh: Mesh) -> None:
     """Write what rank 0 writes of a checkpoint into an existing directory: all of it, or of a model that is cut all but the other parts."""
-    own = directory / part_folder(mesh, 0) if mesh.shard > 1 else directory
+    own = directory / part_folder(0, mesh.shard) if mesh.shard > 1 else directory
     own.mkdir(exist_ok=True)
     write_tensors(own, state, mesh, 0)
     save_file(state.random, directory / "random.safetensors")
@@ -152,7 +140,7 @@ def write_checkpoint(directory: Path, state: TorchState, extra: bytes, mesh: Mes
 def read_checkpoint(
     path: Path, mesh: Mesh, part: int, *, check: bool = True, boxes: Mapping[str, Box] = MappingProxyType({})
 ) -> tuple[TorchState, bytes]:
-    """What one rank of a mesh holds of the state, and the caller's bytes.
+    """Read what one rank of a mesh holds of the state, and the caller's bytes.
 
     Args:
         path: of the checkpoint, of whatever mesh.
@@ -209,65 +197,20 @@ def _save(
         box = _box_of(name, boxes)
         return box.offset if box is not None else mesh.slice(shapes[name], part)[0]
 
-    offsets = {name: offset(name) if name in shapes else () for name in held}
-    save_file(held, file, metadata={"format": "pt", "DCP_VERSION": "1.0", OFFSETS: offsets_text(offsets)})
+    offsets = {name: {"saved_offsets": offset(name) if name in shapes else ()} for name in held}
+    save_file(held, file, metadata={"format": "pt", "DCP_VERSION": "1.0", OFFSETS: json.dumps(offsets)})
 
 
 def _read(path: Path, stem: str, mesh: Mesh, part: int, boxes: Mapping[str, Box]) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """What part `part` holds of all tensors of a file, and the tensors' shapes."""
+    """Read what part `part` holds of all tensors of a file, and the tensors' shapes."""
     found: dict[str, Tensor] = {}
-    stored = find_tensors(path, f"{stem}.safetensors")
-    with ExitStack() as stack:
-        files: dict[Path, Any] = {}
-        for name, one in stored.items():
-            for piece in one.pieces:
-                if piece.file not in files:
-                    files[piece.file] = stack.enter_context(safe_open(piece.file, "pt"))
-            if not one.shape:
-                found[name] = files[one.pieces[0].file].get_tensor(name)
-                continue
-            box = _box_of(name, boxes)
-            wanted = mesh.rows(one.shape[0], part) if mesh.shard > 1 else range(one.shape[0])
-            if box is not None:
-                wanted = range(box.offset[0], box.offset[0] + box.held[0])
-            if one.columns or (box is not None and box.held[1:] != one.shape[1:]):
-                found[name] = _strips(one, {piece: files[piece.file].get_slice(name) for piece in one.pieces}, wanted, box)
-                continue
-            rows: list[Tensor] = []
-            for piece in one.pieces:
-                first, last = max(wanted.start, piece.first), min(wanted.stop, piece.first + piece.rows)
-                if first < last or piece is one.pieces[0]:  # whoever holds none still learns the type
-                    first = min(first, last)
-                    rows.append(files[piece.file].get_slice(name)[first - piece.first : last - piece.first])
-            found[name] = rows[0] if len(rows) == 1 else torch.cat(rows)
-    return found, {name: one.shape for name, one in stored.items()}
+    with TensorFiles(part_files(path, f"{stem}.safetensors")) as files:
+        for name, one in files.tensors.items():
+            box = _box_of(name, boxes) or (Box(*mesh.slice(one.shape, part)) if mesh.shard > 1 else None)
+            found[name] = files.read(name, box if one.shape else None)
+        return found, {name: one.shape for name, one in files.tensors.items()}
 
 
 def _box_of(name: str, boxes: Mapping[str, Box]) -> Box | None:
-    """Of a parameter, or of one of its masters and moments, whose names are the parameter's and a word."""
+    """Find the box of a parameter, or of one of its masters and moments, whose names are the parameter's and a word."""
     return boxes.get(name) or boxes.get(name.rpartition(".")[0])
-
-
-def _strips(one: Stored, sources: Mapping[Piece, Any], rows: range, box: Box | None) -> Tensor:
-    """A box of a matrix, of pieces that are cut in rows or in columns.
-
-    Example, columns 2 and 3 of a matrix whose pieces have columns 0 .. 2 and 3 .. 5: the last one of the first, the first of the second.
-    """
-    low = box.offset[1] if box is not None else 0
-    high = low + box.held[1] if box is not None else one.shape[1]
-    found: Tensor | None = None
-    for piece, source in sources.items():
-        first, last = max(rows.start, piece.first), min(rows.stop, piece.first + piece.rows)
-        left, right = max(low, piece.column), min(high, piece.column + source.get_shape()[1])
-        strip = source[min(first, last) - piece.first : last - piece.first, min(left, right) - piece.column : right - piece.column]
-        if found is None:
-            found = torch.empty(len(rows), high - low, dtype=strip.dtype)
-        if strip.numel():
-            found[first - rows.start : last - rows.start, left - low : right - low] = strip
-    assert found is not None
-    return found
-
-
-def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """[nbytes] uint8 of a tensor's elements in C order; shares memory with it where it lies on the host."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

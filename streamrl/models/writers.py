@@ -21,20 +21,20 @@ import torch
 import torch.distributed as dist
 
 from streamrl.errors import StreamRLError, TrainingError
-from streamrl.trainers.checkpoints import Sealed, begin_directory, write_part
-from streamrl.trainers.ranks.collectives import among_ranks
+from streamrl.models.directories import Sealed, begin_directory, write_part
+from streamrl.tensors.collectives import among_ranks
 
 _CHUNK_BYTES = 256 << 20
 _WRITE_S = 3600.0
-"""How long one rank's disk may take longer than another's."""
+"""Seconds that one rank's disk may take longer than another's."""
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """What a rank tells rank 0."""
+    """The message of a rank to rank 0."""
 
     files: Sealed = {}
     sent: bool = False
-    """Whether their bytes follow, in this order."""
+    """True where their bytes follow, in this order."""
     error: str = ""
 
 

@@ -1,20 +1,164 @@
-"""One task's life, put together from what `streamrl.history.trace_find` has read of it. Pure: the same log gives the same life."""
+"""One task's life, put together from what `streamrl.history.search` has read of it, and written for a terminal of 80 columns.
+
+It is pure: the same log gives the same life. Only who had the task in hand before is read from the reports of producers.
+"""
 
 from __future__ import annotations
 
+import logging
+import textwrap
+import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
+from streamrl.bus.protocol import Log
+from streamrl.bus.reading import stored_between
 from streamrl.core.records import judge
-from streamrl.errors import SchemaError
-from streamrl.history.trace_find import TaskLog
-from streamrl.history.trace_life import Claimed, Life, RolloutLife, SampleLife, Stored, Tokens, TurnLife, counted
+from streamrl.errors import LogTruncated, SchemaError
+from streamrl.history.search import TaskLog
 from streamrl.schemas.codec import decode
 from streamrl.schemas.decoding import decode_samples
-from streamrl.schemas.ledger import Drop, LedgerEntry
+from streamrl.schemas.events import MetricReport
+from streamrl.schemas.images import Image
+from streamrl.schemas.ledger import Drop, LedgerEntry, ranges
 from streamrl.schemas.samples import LogprobMode, RewardUpdate, Sample, Tombstone, VersionSpan
-from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, WARMUP_SOURCE, kind_of
+from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_SCHEMA, HEADER_TASK, METRICS, WARMUP_SOURCE, kind_of
+
+
+class Tokens(msgspec.Struct, frozen=True):
+    """Consecutive tokens of one version."""
+
+    version: str
+    tokens: int
+    age: int | None
+    """Versions from the one that sampled them to the one that they were trained from; None: not trained."""
+
+
+class TurnLife(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the model; times are None where they were not recorded."""
+
+    tokens: int
+    versions: tuple[Tokens, ...]
+    before: int
+    """Tokens of the environment in front of it: the prompt, a tool's answer."""
+    engine: str
+    finish_reason: str
+    asked_s: float | None
+    began_s: float | None
+    finished_s: float | None
+
+
+class Earlier(msgspec.Struct, frozen=True, kw_only=True):
+    """A producer that had the task in hand before, as its reports say."""
+
+    producer: str
+    first_s: float
+    """Of its first report with the task, by its clock."""
+    last_s: float
+    """Of the last."""
+
+
+class Claimed(msgspec.Struct, frozen=True, kw_only=True):
+    """A task in the hands of a producer; times are None where they were not recorded."""
+
+    issued_s: float | None = None
+    producer: str = ""
+    claimed_s: float | None = None
+    deliveries: int = 1
+    """How often it had been handed out; 1 where more were not recorded."""
+    earlier: tuple[Earlier, ...] = ()
+    """Who had it before, as far as their reports are there."""
+
+
+class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence of a rollout."""
+
+    sample: int
+    tokens: int
+    trained_tokens: int
+    """With a loss mask of 1."""
+    images: tuple[Image, ...] = ()
+    """Of its task's row; its tokens were sampled without them."""
+    status: str
+    agent: str = ""
+    """Whose own reward it is trained on; empty: it is the rollout's."""
+    reward: float | None
+    """That it is trained on."""
+    reward_parts: dict[str, float]
+    started_s: float | None
+    finished_s: float | None
+    scored_s: float | None
+    turns: tuple[TurnLife, ...]
+    counters: dict[str, float]
+    """Of its engine, over the calls of these turns."""
+    demonstration: bool
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """One message of the task on the sample stream, and what became of it."""
+
+    sequence: int
+    kind: str
+    """`samples`, `tombstones` or `rewards`."""
+    stored_s: float
+    folded: str | None
+    """The version whose batch closed with it folded; None: not yet."""
+    detail: str
+    """What it says, in words: a tombstone's reason, a reward's value, why it cannot be read."""
+    rollouts: tuple[int, ...]
+    """Which it is about; none: the task as a whole."""
+    drops: tuple[str, ...]
+    """Reasons of the ledger not to train it, or part of it."""
+
+
+class RolloutLife(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout."""
+
+    rollout: int
+    state: str
+    """`trained`, `baseline` (the greedy one of a trained group, of which nothing is), `dropped`, `ended`, `stored` or `open`."""
+    why: str
+    """Reasons where it was not trained."""
+    sequence: int | None
+    """Of the message with its samples, the one that counts."""
+    samples: tuple[SampleLife, ...]
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """A task from its grant to its end."""
+
+    run: str
+    task: int
+    source: str
+    group_size: int
+    state: str
+    """`trained`, `dropped`, or `open`."""
+    detail: str
+    """Into which version, why not, or where it stands."""
+    version: str | None
+    """That it was trained into, or that was made next when it was dropped."""
+    ended_s: float | None
+    credit: str
+    """With which credit it was issued, in words."""
+    claim: Claimed | None
+    """Of the delivery that gave what is stored; None: nothing is."""
+    messages: tuple[Stored, ...]
+    rollouts: tuple[RolloutLife, ...]
+    notes: tuple[str, ...]
+    """What the log does not have."""
+
+
+def images_text(images: Sequence[Image]) -> str:
+    """Number, types and sizes of a sample's images."""
+    return f"{counted(len(images), 'image')}: {', '.join(f'{one.media_type} of {one.num_bytes} bytes' for one in images)}"
+
+
+def counted(number: int, what: str = "version") -> str:
+    """`1 version`, `2 versions`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
 
 Place = tuple[int, int]
 """(rollout, sequence of its message)"""
@@ -306,3 +450,138 @@ def _notes(log: TaskLog, end: LedgerEntry | None) -> Iterator[str]:
     voided = [entry.version for entry in log.entries if entry is not end and any(group.task == log.task for group in entry.used)]
     if voided and end is not None:
         yield f"also trained into {', '.join(map(str, voided))}, versions of an epoch before a restart with other digits"
+
+
+WIDTH = 80
+_NOT_RECORDED = "not recorded"
+
+
+def life_text(life: Life) -> str:
+    """Lines of at most 80 columns; times are seconds since the first that is known."""
+    return "\n".join(line for line in _lines(life))
+
+
+def _lines(life: Life) -> Iterator[str]:
+    known = [life.claim.issued_s, life.claim.claimed_s] if life.claim is not None else []
+    known += [one.stored_s or None for one in life.messages]
+    start = next((value for value in known if value), None)
+    number = counted(life.group_size, "rollout")
+    yield from _row("", f"task {life.task} of run {life.run} ({', '.join(filter(None, (life.source, number)))}): {life.detail}", indent=2)
+    yield ""
+    yield from _row("issued", f"{_day(start) if start else _NOT_RECORDED}  {life.credit}")
+    claim = life.claim
+    if claim is not None:
+        again = f"; delivery {claim.deliveries}" if claim.deliveries > 1 else ""
+        if again and len(claim.earlier) < claim.deliveries - 1:
+            again += f", {'those' if not claim.earlier else 'some'} before it left no record"
+        who = f"by {claim.producer}" if claim.producer else "by whom was not recorded"
+        for one in claim.earlier:
+            yield from _row("had by", f"{one.producer}, by its reports from {_after(one.first_s, start)} to {_after(one.last_s, start)}")
+        yield from _row("claimed", f"{_after(claim.claimed_s, start)}  {who}{again}")
+    for one in life.messages:
+        about = f"rollouts {_ranges(one.rollouts)}: " if one.rollouts else ""
+        yield from _row("stored", f"{_after(one.stored_s or None, start)}  message {one.sequence}, {one.kind}: {about}{one.detail}")
+        yield from _row("", f"folded before version {one.folded} closed" if one.folded else "not folded yet")
+        for drop in one.drops:
+            yield from _row("", f"not trained, {drop}")
+    if life.version is not None:
+        yield from _row("ended", f"{_after(life.ended_s, start)}  {life.detail}")
+    for rollout in life.rollouts:
+        yield ""
+        yield from _rollout_lines(rollout, start)
+    for note in life.notes:
+        yield ""
+        yield from _row("note", note)
+
+
+def _rollout_lines(rollout: RolloutLife, start: float | None) -> Iterator[str]:
+    yield from _row("", f"rollout {rollout.rollout}: {rollout.state}{': ' + rollout.why if rollout.why else ''}", indent=2)
+    for sample in rollout.samples:
+        parts = "".join(f", {name} {value:g}" for name, value in sample.reward_parts.items())
+        reward = "none yet" if sample.reward is None else f"{sample.reward:g}{f' ({parts[2:]})' if parts else ''}"
+        if sample.demonstration:
+            reward = "none, a demonstration"
+        name = f"sample {sample.sample}" if len(rollout.samples) > 1 else "sample"
+        agent = f"agent {printable(sample.agent)}, " if sample.agent else ""
+        yield from _row(name, f"{agent}{counted(sample.tokens, 'token')}, {sample.trained_tokens} trained on; {sample.status}")
+        if sample.images:
+            yield from _row("images", images_text(sample.images))
+        yield from _turn_lines(sample, start)
+        scored = f"{_after(sample.scored_s, start)}  " if sample.scored_s or sample.reward is not None else ""
+        yield from _row("reward", f"{'' if sample.demonstration else scored}{reward}")
+
+
+def _turn_lines(sample: SampleLife, start: float | None) -> Iterator[str]:
+    before: TurnLife | None = None
+    for number, turn in enumerate(sample.turns, 1):
+        if before is not None:
+            took = f", {turn.asked_s - before.finished_s:.3f} s" if turn.asked_s and before.finished_s else ""
+            yield from _row("tools", f"{counted(turn.before, 'token')}{took}")
+        times = f"asked {_after(turn.asked_s, start)}, began {_after(turn.began_s, start)}, finished {_after(turn.finished_s, start)}"
+        if turn.asked_s is None and turn.began_s is None and turn.finished_s is None:
+            times = f"times {_NOT_RECORDED}"
+        where = " ".join(filter(None, (turn.engine, turn.finish_reason)))
+        yield from _row(f"turn {number}", f"{times}{f' ({where})' if where else ''}")
+        for part in turn.versions:
+            age = "" if part.age is None else f", {counted(part.age)} old when trained"
+            yield from _row("", f"{counted(part.tokens, 'token')} of version {part.version}{age}")
+        before = turn
+
+
+def _row(name: str, text: str, *, indent: int = 12) -> Iterator[str]:
+    text = printable(text)  # reasons and names of parts are the user's
+    if indent != 12:
+        yield from textwrap.wrap(text, WIDTH, subsequent_indent=" " * indent)
+        return
+    yield from textwrap.wrap(text, WIDTH, initial_indent=f"  {name:9} ", subsequent_indent=" " * 12) or [f"  {name}"]
+
+
+def _day(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03d}"
+
+
+def _after(seconds: float | None, start: float | None) -> str:
+    return _NOT_RECORDED if seconds is None or start is None else f"{seconds - start:+.3f} s"
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ranges(numbers))
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    """The text with what would move a terminal's cursor or colours written as escapes; line breaks stay where `lines` are wanted."""
+    return "".join(c if c.isprintable() or (lines and c == "\n") else c.encode("unicode_escape").decode() for c in text)
+
+
+logger = logging.getLogger(__name__)
+
+_CLOCKS_S = 60.0
+"""How far clocks of producers may be from the server's."""
+
+
+async def with_deliveries(life: Life, log: Log) -> Life:
+    """The life with the earlier deliveries of its task, where there were any and their times are known.
+
+    Args:
+        life: of a task.
+        log: of the run; a recording has no reports. One that cannot be read is passed over.
+    """
+    claim = life.claim
+    if claim is None or claim.deliveries < 2 or claim.issued_s is None or claim.claimed_s is None:
+        return life
+    found: dict[str, Earlier] = {}
+    try:
+        async for message in stored_between(log, METRICS, claim.issued_s - _CLOCKS_S, claim.claimed_s + _CLOCKS_S):
+            try:
+                one = decode(message.body, MetricReport, where=f"{message.subject} sequence {message.sequence}")
+            except SchemaError as error:
+                logger.warning("event=report_ignored error=%s", error.message)
+                continue
+            if life.task not in (one.tasks or ()) or (one.worker == claim.producer and one.time_s >= claim.claimed_s):
+                continue
+            known = found.get(one.worker) or Earlier(producer=one.worker, first_s=one.time_s, last_s=one.time_s)
+            found[one.worker] = replace(known, last_s=one.time_s)
+    except LogTruncated:  # the oldest go while they are read
+        pass
+    return replace(life, claim=replace(claim, earlier=tuple(sorted(found.values(), key=lambda one: one.first_s))))

@@ -1,4 +1,4 @@
-"""How the ranks of a trainer share one model: each of `replicate` copies of the parameters is cut into `shard` parts. Pure arithmetic."""
+"""The ranks of a trainer share one model: each of `replicate` copies of the parameters is cut into `shard` parts. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.replicate * self.shard
 
     def place(self, rank: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ def mesh_of(trainer: TrainerConfig) -> Mesh:
 
 
 def trained_on(trainer: TrainerConfig) -> TrainedOn:
-    """What a ledger entry says of it."""
+    """Tell it in a ledger entry's words."""
     told = TrainedOn(
         ranks=trainer.ranks,
         shards=trainer.shards,
@@ -93,7 +93,7 @@ def trained_on(trainer: TrainerConfig) -> TrainedOn:
 
 
 def gathers_once(gather: str, nbytes: int, memory: int) -> bool:
-    """Whether the layers of a model that is cut stay gathered for a whole optimizer step.
+    """Say if the layers of a model that is cut stay gathered for a whole optimizer step.
 
     Args:
         gather: see `TrainerConfig`.

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 UNREADABLE = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, MemoryError, OverflowError, TypeError, ValueError)
-"""What bytes that are no pickle, or one of something else, end in."""
+"""Errors that bytes end in which are no pickle, or one of something else."""
 
 
 class Reader(FileSystemReader):

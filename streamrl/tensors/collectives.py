@@ -1,4 +1,4 @@
-"""What a failed collective means: another rank has ended, or hangs."""
+"""A failed collective means that another rank has ended, or hangs."""
 
 from __future__ import annotations
 
