@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from streamrl.config.slime_flags import with_args
+from streamrl.config.bridges import with_options
 from streamrl.config.tree import Config
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.engines.channel import ChannelEngine
@@ -112,10 +112,10 @@ def _children(config: Config, model_dir: Path, function: str, key: str, scores: 
         function=function,
         function_key=key,
         reward=config.reward.kind if scores else "",
-        reward_options=with_args(config, model_dir, config.reward.kind, config.reward.options),
+        reward_options=with_options(config, model_dir, config.reward.kind, config.reward.options),
         reward_key=config.reward.key,
         by_row=config.data.reward_options if config.data.reward_key else None,
-        options=with_args(config, model_dir, function, config.producer.options),
+        options=with_options(config, model_dir, function, config.producer.options),
     )
     return Children(hello, _limits(config), count=config.producer.children or default_count(), scoring=Scoring.of(config.reward))
 
@@ -123,7 +123,7 @@ def _children(config: Config, model_dir: Path, function: str, key: str, scores: 
 def _filter(config: Config, model_dir: Path, engine: Engine) -> Filter:
     options = {
         "function": config.filters.function,
-        "options": with_args(config, model_dir, config.filters.function, config.filters.options),
+        "options": with_options(config, model_dir, config.filters.function, config.filters.options),
     }
     hello = _hello(config, model_dir, function_key=FILTER_FORM.key, reward=KEEP, reward_options=options)
     scoring = Scoring(timeout_s=config.filters.timeout_s)

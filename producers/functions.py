@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from streamrl.config.environments import ADAPTERS, split
+from streamrl.config.bridges import bridge_of, function_of, split
 from streamrl.config.plugins import Form, check_form, resolve
-from streamrl.config.slime import is_hook
 from streamrl.errors import ConfigError, EngineError, StreamRLError
 from streamrl.producers.blocking import BlockingEngine
 from streamrl.producers.branches import branched
@@ -123,7 +121,7 @@ def make_producer(
 ) -> Producer:
     """Build the producer that `reference` names.
 
-    `single_turn`; an environment of another library, `openenv:URL` or `skyrl_gym:NAME`; or user code: a function of (task, engine), async
+    `single_turn`; an environment of another library (`streamrl.config.bridges`); or user code: a function of (task, engine), async
     or plain; a class or an object with `async rollout(task, context)`. `in_thread` runs plain functions.
 
     Raises:
@@ -133,10 +131,9 @@ def make_producer(
         return SingleTurn()
     if not any(mark in reference for mark in ".:"):
         raise ConfigError(f"{key} must be single_turn or name user code, got {reference!r}", hint="write it as file.py:name", key=key)
-    prefix, name = split(reference)
-    if prefix and not is_hook(reference):
-        adapter = importlib.import_module(ADAPTERS[prefix[:-1]])
-        return FunctionProducer(adapter.producer(name), in_thread=in_thread)
+    if (bridge := bridge_of(reference)) and bridge.producer:
+        _, name = split(reference)
+        return FunctionProducer(function_of(bridge.producer)(name), in_thread=in_thread)
     form = replace(PRODUCER, key=key)
     found: Any = resolve(reference, what=form.what, key=key, base=base)
     check_form(form, reference, found)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from streamrl.bus.reading import read_key
+from streamrl.config.bridges import bridge_of, function_of
 from streamrl.config.code import code_digests, judging_code
-from streamrl.config.environments import VERIFIERS
 from streamrl.config.recording import recording_of
 from streamrl.core.failed_share import LEAST_ROLLOUTS, FailedShare, window_of
 from streamrl.core.lengths import histogram
@@ -118,10 +118,8 @@ class Front(Producer, Demand, Protocol):
 
 async def main(worker: Worker) -> None:
     """Serve the run's tasks with `producer.function`, and its warm-up, until the worker drains."""
-    if worker.config.producer.function.startswith(VERIFIERS):
-        from streamrl.producers.verifiers.worker import main as play  # which needs HTTP, and no engine
-
-        await play(worker)
+    if (bridge := bridge_of(worker.config.producer.function)) and bridge.play:
+        await function_of(bridge.play)(worker)
         return
     sources = (MAIN_SOURCE, WARMUP_SOURCE) if worker.config.warmup.max_steps else (MAIN_SOURCE,)
     await serve(worker, worker.config.producer.function, sources=sources)

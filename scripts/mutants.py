@@ -66,7 +66,7 @@ expiry.expired               test_fold_staleness test_fold_rewards
 pacing.released
 admission.admit              test_admission test_fold_staleness test_fold_agents test_fold_batches test_filters
 assembly.assemble            test_assembly test_admission test_fold_agents test_overlong test_filters
-records.judge                test_records test_admission test_judged test_fold_agents test_fold_batches test_overlong test_filters \
+records.judge                test_records test_admission test_fold_agents test_fold_batches test_overlong test_filters \
                              test_fold_gradings test_fold_quarantine
 claims.Claims
 rollouts.serve               test_rollouts_logic

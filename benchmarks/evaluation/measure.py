@@ -17,8 +17,7 @@ from streamrl.config.evaluation_sets import ProblemSet, problem_sets
 from streamrl.config.tree import Config
 from streamrl.core.seeds import rollout_seed
 from streamrl.data.model import ensure_model
-from streamrl.data.problem_sets import load_set
-from streamrl.data.problems import Problems
+from streamrl.data.problems import Problems, load_set
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.factory import make_engine

@@ -15,8 +15,7 @@ from benchmarks.shapes import Shape, parameters
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.digest_torch import NamedDigester, Region
-from streamrl.trainers.torch.snapshot import SnapshotRing
-from streamrl.trainers.torch.snapshot_layout import Published
+from streamrl.trainers.torch.snapshot import Published, SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.protocol import Shard
 from streamrl.weights.shm import ShmTransport

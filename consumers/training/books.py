@@ -19,7 +19,7 @@ from streamrl.core.seeds import run_seed
 from streamrl.errors import Diverged
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.versions import Version
-from streamrl.trainers.mesh import trained_on
+from streamrl.tensors.mesh import trained_on
 from streamrl.trainers.protocol import StepResult
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ import msgspec
 
 from streamrl.bus.protocol import Log, Message
 from streamrl.core.state import FoldState
+from streamrl.models.directories import damaged, unreadable
 from streamrl.schemas.subjects import SAMPLES
-from streamrl.trainers.checkpoints import damaged, unreadable
 
 CARRIED_FILE = "carried.msgpack"
 _AT_ONCE = 32

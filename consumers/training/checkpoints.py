@@ -21,11 +21,11 @@ from streamrl.consumers.training.carried import carried_files, fetch_messages, h
 from streamrl.consumers.training.trimming import holds_the_stream, nearly_full, release, trim_if_full
 from streamrl.core.state import FoldState
 from streamrl.errors import LogTruncated, StreamRLError
+from streamrl.models.directories import prune
 from streamrl.schemas.codec import encode
 from streamrl.schemas.control import Latest, Position
 from streamrl.schemas.subjects import HEADER_TASK, KEY_LATEST, PREFIX_POSITIONS, SAMPLES
 from streamrl.schemas.versions import Version
-from streamrl.trainers.checkpoints import prune
 from streamrl.trainers.protocol import Trainer
 
 logger = logging.getLogger(__name__)

@@ -23,6 +23,7 @@ from streamrl.consumers.training.checkpoints import CHECKPOINTS, read_latest
 from streamrl.consumers.training.ledger import Ledger
 from streamrl.core.state import FoldConfig, FoldState
 from streamrl.errors import CannotResume
+from streamrl.models.directories import list_checkpoints
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Grant, Latest
@@ -30,7 +31,6 @@ from streamrl.schemas.ledger import Gap, LedgerEntry, ranges, standing
 from streamrl.schemas.subjects import KEY_ACCEPTED_GAP, KEY_GRANTED, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
-from streamrl.trainers.checkpoints import list_checkpoints
 
 POLICY = "policy"
 NEED_CONSENT = ("middle", "all")

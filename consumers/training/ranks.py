@@ -19,8 +19,8 @@ from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import PREFIX_RANKS
 from streamrl.system import address_towards
+from streamrl.tensors.mesh import mesh_of
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import uses_cuda
 from streamrl.weights.factory import make_rank_publisher, weights_directory

@@ -17,10 +17,10 @@ from streamrl.consumers.training.checkpoints import CHECKPOINTS, carried_tasks, 
 from streamrl.consumers.training.ledger import Ledger
 from streamrl.core.state import FoldState
 from streamrl.errors import CannotResume, CheckpointDamaged, LogTruncated, SchemaError, StreamRLError
+from streamrl.models.directories import list_checkpoints, set_aside
 from streamrl.schemas.control import Latest
 from streamrl.schemas.subjects import SAMPLES
 from streamrl.schemas.versions import Version
-from streamrl.trainers.checkpoints import list_checkpoints, set_aside
 from streamrl.trainers.protocol import Trainer
 
 

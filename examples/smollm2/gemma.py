@@ -64,7 +64,7 @@ def rows(gsm8k: Path) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
 def main(gsm8k: Path, folder: Path, wheels: Path | None) -> None:
     """Write the rows and, unless it is there, the model."""
-    from streamrl.trainers.gguf import write_from_gguf
+    from streamrl.models.gguf import write_from_gguf
 
     folder.mkdir(parents=True, exist_ok=True)
     train, heldout = rows(gsm8k)

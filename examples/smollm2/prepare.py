@@ -68,7 +68,7 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 def main(folder: Path) -> None:
     """Write the rows and, unless it is there, the model."""
-    from streamrl.trainers.gguf import write_from_gguf
+    from streamrl.models.gguf import write_from_gguf
 
     folder.mkdir(parents=True, exist_ok=True)
     train, heldout = sums()

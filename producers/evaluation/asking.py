@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.bridges import sections_of
 from streamrl.config.code import code_digests
 from streamrl.config.evaluation_sets import ProblemSet
 from streamrl.config.loss import is_function
-from streamrl.config.slime import is_hook
 from streamrl.config.tree import Config
 from streamrl.core.seeds import run_seed, task_seed
 from streamrl.data.problems import Problem, Problems
@@ -80,7 +80,7 @@ def asked_digest(one: ProblemSet, rows: Problems, weights: str) -> str:
         *(data.prompt_key, data.label_key, data.metadata_key, data.tools_key, data.sampling_key, data.chat_template_kwargs_key),
         *(data.reward_key, data.reward_options if data.reward_key else {}, data.max_prompt_tokens),
         *(config.model.max_len, config.run.seed),
-        *([config.slime] if any(map(is_hook, named.values())) else []),
+        *(getattr(config, section) for section in sections_of(named.values())),
         # Of images, what the files have now: the digest of the rows has their names.
         *([data.images_key, *(each.image.sha256 for problem in rows.problems for each in problem.images)] if data.images_key else []),
     ]

@@ -27,8 +27,7 @@ import msgspec
 
 from streamrl.bus.reading import stretch
 from streamrl.config.evaluation_sets import HELDOUT, ProblemSet, problem_sets
-from streamrl.data.problem_sets import load_set
-from streamrl.data.problems import Problems
+from streamrl.data.problems import Problems, load_set
 from streamrl.errors import LaunchError, LogTruncated
 from streamrl.producers.engine_pool import EnginePool
 from streamrl.producers.evaluation.asking import AHEAD, Counted, Room, asked_digest, evaluate

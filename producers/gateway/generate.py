@@ -1,4 +1,4 @@
-"""`/inference/v1/generate`: token ids in, token ids out, as the training client of verifiers 0.4 calls vLLM."""
+"""`/inference/v1/generate`: token ids in, token ids out, as training clients call vLLM."""
 
 from __future__ import annotations
 

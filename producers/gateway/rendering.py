@@ -112,7 +112,7 @@ class Rendering:
 class BoundedTokenizer:
     """A tokenizer for messages that anybody may have written.
 
-    What they say is context, and never one of the template's own tokens (`streamrl.data.control_tokens`). Whoever wants to write those asks
+    What they say is context, and never one of the template's own tokens (`streamrl.data.tokenizer`). Whoever wants to write those asks
     with token ids or with a text (`/v1/completions`), where that is what the words mean. Neither way is anything of it trained: only what
     engines have sampled is a turn.
 

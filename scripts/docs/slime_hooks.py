@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from streamrl.bridges.slime.flags import run_flags
+from streamrl.bridges.slime.known import HOOKS, REFUSED
 from streamrl.bridges.slime.modules import NAMES
-from streamrl.config.slime_flags import run_flags
-from streamrl.config.slime_hooks import HOOKS, REFUSED
 from streamrl.config.tree import Config
 
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import plan_micro_batches
 from streamrl.schemas.versions import Version
-from streamrl.trainers.mesh import Mesh
+from streamrl.tensors.mesh import Mesh
 from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.parallel import Parallel

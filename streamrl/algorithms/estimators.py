@@ -20,7 +20,7 @@ from streamrl.algorithms.optimal_baselines import opob, optimal_token_baseline
 from streamrl.algorithms.returns import discounted_returns, gae, vtrace
 from streamrl.config.loss import LossConfig, estimator_of, is_function
 from streamrl.config.plugins import named_failures, resolve
-from streamrl.config.registry import FORMER_ADVANTAGES, Role, reading
+from streamrl.config.registry import POLICY_LOSSES, Role, reading
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.errors import ConfigError, TrainingError
 
@@ -139,7 +139,7 @@ def _check(loss: LossConfig) -> None:
     if not is_function(name) and name not in ESTIMATORS:
         raise ConfigError(
             f"expected loss.advantage to be {', '.join(ESTIMATORS)} or a function, got {name!r}",
-            hint=f"it is grpo with loss.policy = '{name}' now" if name in FORMER_ADVANTAGES else "see docs/algorithms.md",
+            hint=f"it is a policy loss here: loss.policy = '{name}'" if name in POLICY_LOSSES else "see docs/algorithms.md",
             key="loss.advantage",
         )
     if known.whitened and loss.whiten == "off":

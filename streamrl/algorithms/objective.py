@@ -144,7 +144,7 @@ def judge_gradient(
         if is_function(loss.advantage) and len(np.unique(rewards[np.isfinite(rewards)])) > 1:
             return "none", f"{loss.advantage} has given advantages of 0 everywhere"
         return "zero", "all its advantages are 0, as where the rewards of each group are equal"
-    named = loss.slime_loss or (loss.policy if is_function(loss.policy) else "")
+    named = loss.of_logits or (loss.policy if is_function(loss.policy) else "")
     if named and not spoken:
         return "none", f"{named} has given a loss of 0 everywhere"
     return "zero", "the loss of every token is clipped or rejected"
@@ -156,7 +156,7 @@ def needed_roles(batch: TrainBatch, loss: LossConfig, steps: int) -> frozenset[R
         return frozenset()
     roles = set(needed_scores(loss))
     recomputed = loss.proximal == "recomputed" and loss.correction.ratio == "proximal"
-    if (steps > 1 and recomputed) or loss.correction.normalize or loss.slime_loss or is_function(loss.advantage):
+    if (steps > 1 and recomputed) or loss.correction.normalize or loss.of_logits or is_function(loss.advantage):
         roles.add(Role.PROXIMAL)
     if loss.kl.loss_coef > 0:
         roles.add(Role.REFERENCE)

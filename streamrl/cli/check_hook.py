@@ -36,7 +36,7 @@ def run_check_hook(arguments: argparse.Namespace) -> int:
     """Print what the hook gave; raises ConfigError for what is wrong with it."""
     from streamrl.bridges.slime.check_hook import flag_of, try_hook
     from streamrl.bridges.slime.contracts import Asked
-    from streamrl.config.slime_hooks import HOOKS
+    from streamrl.bridges.slime.known import HOOKS
 
     flag = flag_of(arguments.hook)
     if arguments.group_rm and flag != "custom_rm_path":

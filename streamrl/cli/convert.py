@@ -27,11 +27,11 @@ def add_verbs(verbs: Any) -> None:
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert a checkpoint."""
     if arguments.source.suffix == ".gguf":
-        from streamrl.trainers.gguf import write_from_gguf
+        from streamrl.models.gguf import write_from_gguf
 
         to, (tensors, nbytes) = "hf", write_from_gguf(arguments.source, arguments.dest)
     else:
-        from streamrl.trainers.megatron.convert import convert
+        from streamrl.models.megatron.convert import convert
 
         to, tensors, nbytes = convert(arguments.source, arguments.dest, arguments.model)
     if arguments.json:

@@ -14,8 +14,7 @@ from streamrl.cli.numbers import seconds
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streamrl.history.dead_letters import Replayed
-    from streamrl.history.fates import Fate
+    from streamrl.history.dead_letters import Fate, Replayed
     from streamrl.runtime.rundir import RunDir
     from streamrl.schemas.dead import DeadRecord
 
@@ -152,8 +151,7 @@ async def _show(run: RunDir, sequence: int) -> DeadRecord:
 
 
 async def _replay(run: RunDir, sequences: list[int], body: bytes | None, wait_s: float) -> list[tuple[Replayed, Fate]]:
-    from streamrl.history.dead_letters import DeadLetters
-    from streamrl.history.fates import Fates
+    from streamrl.history.dead_letters import DeadLetters, Fates
     from streamrl.runtime.lock import holder
     from streamrl.runtime.run_bus import open_bus
     from streamrl.schemas.subjects import Subjects

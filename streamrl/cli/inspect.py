@@ -14,7 +14,7 @@ from streamrl.errors import ConfigError, LogTruncated, NotFound
 if TYPE_CHECKING:
     from streamrl.data.tokenizer import Tokenizer
     from streamrl.history.source import Source
-    from streamrl.history.trace_life import Life
+    from streamrl.history.trace import Life
     from streamrl.schemas.samples import Sample
 
     Found = list[tuple[int, Sample]]
@@ -54,7 +54,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
 
 async def _ask(arguments: argparse.Namespace) -> None:
     from streamrl.data.tokenizer import load_tokenizer
-    from streamrl.history.inspect_engine import answer_text, ask, prompt_ids
+    from streamrl.history.inspect_again import answer_text, ask, prompt_ids
     from streamrl.history.record import RECORDING_FILE
     from streamrl.history.source import open_source
     from streamrl.runtime.run_bus import check_up
@@ -99,8 +99,8 @@ def _show(arguments: argparse.Namespace, found: Found, life: Life | None, tokeni
 
 
 async def _of_task(source: Source, task: int, rollout: int | None) -> tuple[Life, Found]:
-    from streamrl.history.trace_find import TaskFinder
-    from streamrl.history.trace_task import life_of, samples_in
+    from streamrl.history.search import TaskFinder
+    from streamrl.history.trace import life_of, samples_in
 
     finder = TaskFinder(source.log, source.bus, source.subjects, source.trainer, say=say)
     await finder.check_issued(task)
@@ -141,7 +141,7 @@ async def _of_message(source: Source, sequence: int) -> Found:
 
 
 async def _score(source: Source, arguments: argparse.Namespace, found: Found, tokenizer: Tokenizer) -> None:
-    from streamrl.history.inspect_reward import reward_config, reward_text, score_again, task_of_samples
+    from streamrl.history.inspect_again import reward_config, reward_text, score_again, task_of_samples
     from streamrl.rewards.factory import is_user_code
 
     config = source.config

@@ -66,7 +66,7 @@ def run_record(arguments: argparse.Namespace) -> int:
     """Record a run."""
     import msgspec
 
-    from streamrl.history.record_run import record_run
+    from streamrl.history.record import record_run
     from streamrl.runtime.rundir import RunDir
 
     run = RunDir.find(arguments.run, base=arguments.dir)
@@ -173,7 +173,7 @@ async def _branch(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from streamrl.config.load import override_keys
-    from streamrl.history.branch_run import train_branch
+    from streamrl.history.branch import train_branch
     from streamrl.history.source import open_source
     from streamrl.monitor.summary import summary_line
 
@@ -196,7 +196,7 @@ async def _branch(arguments: argparse.Namespace) -> int:
 async def _backtest(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from streamrl.history.backtest_grid import backtest_grid, print_backtest
+    from streamrl.history.backtest import backtest_grid, print_backtest
     from streamrl.history.source import open_source
 
     source: Source

@@ -20,7 +20,7 @@ from streamrl.schemas.subjects import TASKS
 if TYPE_CHECKING:
     from streamrl.bus.protocol import Bus
     from streamrl.config.tree import Config, RewardConfig
-    from streamrl.history.fates import Fate
+    from streamrl.history.dead_letters import Fate
     from streamrl.runtime.rundir import RunDir
 
 
@@ -110,7 +110,7 @@ def _reward_to_check(arguments: argparse.Namespace) -> tuple[Config, RewardConfi
     from streamrl.config.code import check_trust, judging_code, reward_addresses
     from streamrl.config.load import load
     from streamrl.config.tree import Config
-    from streamrl.history.inspect_reward import reward_config
+    from streamrl.history.inspect_again import reward_config
     from streamrl.runtime.rundir import RunDir
 
     if arguments.run is None and arguments.kind is None:
@@ -140,7 +140,7 @@ def _reward_to_check(arguments: argparse.Namespace) -> tuple[Config, RewardConfi
 
 
 async def _publish(run: RunDir, arguments: argparse.Namespace, parts: dict[str, float]) -> tuple[Fate, bool]:
-    from streamrl.history.fates import Fates
+    from streamrl.history.dead_letters import Fates
     from streamrl.producers.late import LateRewards
     from streamrl.runtime.lock import holder
     from streamrl.runtime.run_bus import open_bus

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from streamrl.history.trace_life import Life
+    from streamrl.history.trace import Life
 
 _WINDOW = re.compile(r"([0-9]{1,18})(?:\.\.([0-9]{1,18}))?")
 _PLACE = re.compile(r"([0-9]{1,18})(?:/([0-9]{1,9}))?")
@@ -44,7 +44,7 @@ def run_trace(arguments: argparse.Namespace) -> int:
         print(msgspec.json.encode(written).decode() if arguments.json else _window_text(written))
         return 0
 
-    from streamrl.history.trace_text import life_text
+    from streamrl.history.trace import life_text
 
     task, rollout = parse_place(arguments.task)
     life = asyncio.run(_trace(arguments, task, rollout))
@@ -74,10 +74,9 @@ def say(text: str) -> None:
 
 
 async def _trace(arguments: argparse.Namespace, task: int, rollout: int | None) -> Life:
+    from streamrl.history.search import TaskFinder
     from streamrl.history.source import open_source
-    from streamrl.history.trace_deliveries import with_deliveries
-    from streamrl.history.trace_find import TaskFinder
-    from streamrl.history.trace_task import life_of
+    from streamrl.history.trace import life_of, with_deliveries
 
     async with open_source(arguments.run, base=arguments.dir, looking=True) as source:
         finder = TaskFinder(source.log, source.bus, source.subjects, source.trainer, say=say)
@@ -91,8 +90,7 @@ async def _trace(arguments: argparse.Namespace, task: int, rollout: int | None) 
 
 async def _write_window(arguments: argparse.Namespace, first: int, last: int) -> dict[str, Any]:
     from streamrl.history.source import open_source
-    from streamrl.history.trace_events import WindowEvents
-    from streamrl.history.trace_window import WindowReader
+    from streamrl.history.trace_window import WindowEvents, WindowReader
 
     async with open_source(arguments.run, base=arguments.dir, looking=True) as source:
         reader = WindowReader(source.log, source.subjects, source.trainer, say=say)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from streamrl.config.bounds import refuse
+from streamrl.config.bridges import bridge_of, function_of
 from streamrl.config.bus import check_bus
 from streamrl.config.check_data import check_data, pairs
 from streamrl.config.check_evaluation import check_evaluation
@@ -12,12 +13,11 @@ from streamrl.config.check_loss import check_loss
 from streamrl.config.check_megatron import check_megatron
 from streamrl.config.check_recording import check_recording
 from streamrl.config.check_sampling import check_sampling
-from streamrl.config.check_verifiers import check_verifiers
 from streamrl.config.data import data_sets
 from streamrl.config.engines import check_engine
 from streamrl.config.filters import FiltersConfig, check_filters
 from streamrl.config.gateway import check_gateway
-from streamrl.config.loss import LossConfig
+from streamrl.config.loss import OF_LOGITS, LossConfig
 from streamrl.config.metrics import check_slo
 from streamrl.config.ray import check_ray
 from streamrl.config.reward import LengthConfig, check_penalties, check_reward
@@ -54,7 +54,8 @@ def check(config: Config) -> None:
     check_ray(config.ray)
     if config.ray.address:
         _check_placed(config)
-    check_verifiers(config)
+    if (bridge := bridge_of(config.producer.function)) and bridge.check_config:
+        function_of(bridge.check_config)(config)
     check_bus(config.bus)
     check_slo(config.slo)
     check_gateway(config.gateway, config.tasks.num_rollouts, config.group_size)
@@ -147,8 +148,8 @@ def _check_ranks(config: Config) -> None:
         key="trainer.attention",
     )
     refuse(
-        context > 1 and bool(config.loss.slime_loss),
-        f"trainer.context = {context}, but loss.slime_loss wants the logits of whole samples, of which a rank has 1 / {context}",
+        context > 1 and bool(config.loss.of_logits),
+        f"trainer.context = {context}, but {OF_LOGITS} wants the logits of whole samples, of which a rank has 1 / {context}",
         hint="set trainer.context = 1, or name a function in loss.policy, which gets log-probs of whole samples",
         key="trainer.context",
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from streamrl.config.bridges import brings_tasks, split
 from streamrl.config.data import SourceConfig, data_sets, has_images
-from streamrl.config.environments import VERIFIERS, split
 from streamrl.config.tree import Config, refuse
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -113,7 +113,7 @@ def _check_sources(config: Config) -> None:
         key="data.reading",
     )
     refuse(
-        config.producer.function.startswith(VERIFIERS),
+        brings_tasks(config.producer.function),
         f"data.sources are files of rows, got producer.function = {config.producer.function}, which writes its own to data.train",
         hint="name one file in data.train",
         key="data.sources",

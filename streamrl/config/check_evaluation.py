@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from streamrl.config.bridges import brings_tasks
 from streamrl.config.check_data import check_data
 from streamrl.config.check_sampling import check_drawn
-from streamrl.config.environments import VERIFIERS
 from streamrl.config.evaluation_sets import ProblemSet, problem_sets
 from streamrl.config.tree import Config, refuse
 
@@ -55,7 +55,7 @@ def _check_set(config: Config, one: ProblemSet) -> None:
         key=key,
     )
     refuse(
-        one.config.producer.function.startswith(VERIFIERS),
+        brings_tasks(one.config.producer.function),
         f"{one.key} has the producer {one.config.producer.function!r}: held-out tasks are not evaluated by tasksets",
         hint="leave the set out",
         key=key,

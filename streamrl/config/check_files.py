@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from streamrl.config.bridges import bridges, brings_tasks
 from streamrl.config.check_sampling import check_grammars
-from streamrl.config.environments import VERIFIERS
 from streamrl.config.metrics import check_sinks
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, file_of, parse_dataset
 from streamrl.config.tree import Config, RunConfig, refuse
@@ -27,16 +27,17 @@ def check_files(config: Config) -> None:
     check_grammars(config, config.sampling, "sampling")
     check_grammars(config, config.evaluation.sampling, "evaluation.sampling")
     _check_sets(config)
-    for index, function in enumerate(config.slime.rollout_sample_hook_path):
-        if file := file_of(function):
-            _check_there(f"slime.rollout_sample_hook_path[{index}]", file)
+    for key in (key for bridge in bridges() for key in bridge.function_lists):
+        for index, function in enumerate(field(config, key)):
+            if file := file_of(function):
+                _check_there(f"{key}[{index}]", file)
     for key in (*DATASETS, *DIRECTORIES, *FILES, *FUNCTIONS):
         text: str = field(config, key)
         if key in DATASETS:
             text = parse_dataset(text).path
         elif key in FUNCTIONS:
             text = file_of(text)
-        if not text or (key == "data.train" and config.producer.function.startswith(VERIFIERS)):  # it is written when the run starts
+        if not text or (key == "data.train" and brings_tasks(config.producer.function)):  # it is written when the run starts
             continue
         # Of files for each role the operator's is looked for here, the others when the run starts.
         _check_there(key, text.replace("{role}", "operator") if key in FILES else text, directory=key in DIRECTORIES, rows=key in DATASETS)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-from streamrl.config.loss import CriticConfig, KLConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
-from streamrl.config.registry import ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, Role, reading
-from streamrl.config.slime import ROLLOUT
+from streamrl.config.loss import OF_LOGITS, CriticConfig, KLConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
+from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Role, reading
 from streamrl.config.tree import Config, refuse
 
 _OF_ESTIMATORS = {
@@ -90,13 +89,6 @@ def _check_advantages(config: Config) -> None:
         key="loss.leave_one_out",
     )
     refuse(
-        estimator_of(loss).greedy and config.producer.function.startswith(ROLLOUT),
-        f"loss.advantage = {name} needs a greedy rollout of each task, but slime.rollout_function_path rolls whole groups out, and its "
-        "requests do not say for which rollout they are",
-        hint="use slime.custom_generate_function_path, which is called for each rollout",
-        key="loss.advantage",
-    )
-    refuse(
         estimator_of(loss).whitened and loss.whiten == "off",
         f"loss.whiten = off with loss.advantage = {name}: whitening is what scales its advantages (arXiv 2501.03262)",
         hint="leave loss.whiten out, or use grpo",
@@ -138,16 +130,16 @@ def _check_objectives(config: Config) -> None:
 def _check_policy(config: Config) -> None:
     loss, policy = config.loss, policy_name(config.loss)
     refuse(
-        bool(loss.slime_loss) and loss.policy not in ("", *FORMER_ADVANTAGES),
-        f"loss.slime_loss takes the place of the policy loss, but loss.policy is {loss.policy}",
+        bool(loss.of_logits) and loss.policy not in ("", "gspo", "cispo"),  # slime calls them estimators, and its losses look at the name
+        f"{OF_LOGITS} takes the place of the policy loss, but loss.policy is {loss.policy}",
         hint="keep one of the two",
-        key="loss.slime_loss",
+        key=OF_LOGITS,
     )
     refuse(
-        bool(loss.slime_loss) and not is_function(loss.slime_loss),
-        f"loss.slime_loss must be a function, got {loss.slime_loss!r}",
+        bool(loss.of_logits) and not is_function(loss.of_logits),
+        f"{OF_LOGITS} must be a function, got {loss.of_logits!r}",
         hint="write it as file.py:name, pkg.mod:name or pkg.mod.name",
-        key="loss.slime_loss",
+        key=OF_LOGITS,
     )
     refuse(
         0 < loss.dual_clip <= 1,
@@ -174,7 +166,7 @@ def _check_policy(config: Config) -> None:
         key="loss.legacy_samples",
     )
     refuse(
-        loss.opsm_delta > 0 and (is_function(policy) or bool(loss.slime_loss)),
+        loss.opsm_delta > 0 and (is_function(policy) or bool(loss.of_logits)),
         "loss.opsm_delta belongs to the built-in policy losses, but the policy loss is a function",
         hint="use streamrl.algorithms.policy_losses.opsm_keep in it, and leave loss.opsm_delta out",
         key="loss.opsm_delta",
@@ -222,8 +214,8 @@ def _check_choices(config: Config) -> None:
         key="loss.policy",
     )
     refuse(
-        loss.top_entropy < 1 and bool(loss.slime_loss),
-        "loss.top_entropy says which tokens' policy loss counts, but loss.slime_loss takes the place of the policy loss",
+        loss.top_entropy < 1 and bool(loss.of_logits),
+        f"loss.top_entropy says which tokens' policy loss counts, but {OF_LOGITS} takes the place of the policy loss",
         hint="leave loss.top_entropy out",
         key="loss.top_entropy",
     )
@@ -288,8 +280,8 @@ def _check_kl(config: Config) -> None:
         key="loss.kl.target",
     )
     refuse(
-        kl.varies and bool(config.loss.slime_loss),
-        "loss.kl.target and loss.kl.decay_steps move a coefficient that loss.slime_loss does not see move",
+        kl.varies and bool(config.loss.of_logits),
+        f"loss.kl.target and loss.kl.decay_steps move a coefficient that {OF_LOGITS} does not see move",
         hint="leave them out",
         key="loss.kl.target" if kl.target else "loss.kl.decay_steps",
     )
@@ -300,7 +292,7 @@ def _check_kl(config: Config) -> None:
         key="loss.kl.gain" if kl.gain != KLConfig().gain else "loss.kl.final_fraction",
     )
     refuse(
-        kl.loss_coef > 0 and kl.estimator == "k1" and not kl.unbiased and not config.loss.slime_loss,
+        kl.loss_coef > 0 and kl.estimator == "k1" and not kl.unbiased and not config.loss.of_logits,
         "loss.kl.estimator = k1 in the loss has the gradient of log pi alone, whatever the reference is, and on fresh tokens 0 on average",
         hint="set loss.kl.estimator = 'k2', 'k3' or 'k1+', or loss.kl.unbiased = true",
         key="loss.kl.estimator",
@@ -351,7 +343,7 @@ def _check_table(config: Config) -> None:
     missing = {
         "loss.advantage": Role.VALUE in estimator_of(loss).needs,
         "loss.policy": not policy_loss_of(loss).table,
-        "loss.slime_loss": bool(loss.slime_loss),
+        OF_LOGITS: bool(loss.of_logits),
         "loss.dual_clip": loss.dual_clip > 0,
         "loss.opsm_delta": loss.opsm_delta > 0,
         "loss.top_entropy": loss.top_entropy != 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from streamrl.config.loss import OF_LOGITS
 from streamrl.config.tree import Config, refuse
 
 
@@ -61,7 +62,7 @@ def check_megatron(config: Config) -> None:
         ("trainer.context", trainer.context > 1 and experts > 1, "ranks that divide experts share no rows"),
         ("trainer.compile", trainer.compile == "on" and split, "tensor ranks wait for each other within a layer"),
         ("trainer.attention", trainer.attention == "flash", "its attention is packed or sdpa"),
-        ("loss.slime_loss", bool(config.loss.slime_loss), "it hands out no logits"),
+        (OF_LOGITS, bool(config.loss.of_logits), "it hands out no logits"),
     ]
     for key, found, why in asked:
         refuse(

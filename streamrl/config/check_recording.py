@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from streamrl.config.bounds import refuse
 from streamrl.config.data import data_sets
-from streamrl.config.loss import LossConfig, likeliest_of
+from streamrl.config.loss import OF_LOGITS, LossConfig, likeliest_of
 from streamrl.config.recording import MOST_MASKED
 from streamrl.config.tree import Config
 from streamrl.schemas.tasks import Sampling
@@ -109,8 +109,8 @@ def _check_support(config: Config) -> None:
         key=KEY,
     )
     refuse(
-        bool(config.loss.slime_loss),
-        f"{KEY} does not go with loss.slime_loss, whose function is given the logits of the whole vocabulary",
+        bool(config.loss.of_logits),
+        f"{KEY} does not go with {OF_LOGITS}, whose function is given the logits of the whole vocabulary",
         hint="leave one of them out",
         key=KEY,
     )

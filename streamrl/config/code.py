@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from streamrl.config.bridges import beside, bridges, split
 from streamrl.config.code_copies import is_module, source_of
-from streamrl.config.environments import split
-from streamrl.config.loss import is_function
+from streamrl.config.loss import OF_LOGITS, is_function
 from streamrl.config.reward_kinds import ASKS, BOXED
-from streamrl.config.slime import BESIDE_FILTER, beside
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 
@@ -21,13 +20,13 @@ from streamrl.errors import ConfigError
 def loss_code(config: Config) -> Mapping[str, str]:
     """By key, the functions of the user's that a trainer runs."""
     loss = config.loss
-    named = {"loss.advantage": loss.advantage, "loss.policy": loss.policy, "loss.slime_loss": loss.slime_loss}
+    named = {"loss.advantage": loss.advantage, "loss.policy": loss.policy, OF_LOGITS: loss.of_logits}
     return {key: reference for key, reference in named.items() if is_function(reference)}
 
 
 def judging_code(config: Config) -> Mapping[str, str]:
     """Those of `rollout_code` that judge what any producer has made, one from another host too."""
-    judges = ("reward.kind", "filters.function", *(f"slime.{flag}" for flag in BESIDE_FILTER))
+    judges = ("reward.kind", "filters.function", *(key for bridge in bridges() for key in bridge.judging))
     return {key: name for key, name in rollout_code(config).items() if key in judges}
 
 
@@ -41,7 +40,7 @@ def rollout_code(config: Config) -> Mapping[str, str]:
     }
     for one in config.evaluation.sets:
         named |= {f"evaluation.sets[{one.name}].function": one.function, f"evaluation.sets[{one.name}].reward.kind": one.reward.kind}
-    named |= beside(config.slime)
+    named |= beside(config)
     return {key: reference for key, reference in named.items() if is_function(reference)}
 
 
@@ -62,7 +61,7 @@ def code_digests(named: Mapping[str, str]) -> dict[str, str]:
     """By key, the SHA-256 (hex) of a function's source: its file, and those beside it that it imports, and so on. Nothing is run.
 
     Args:
-        named: references by key, `file.py:name`, `pkg.mod:name` or `pkg.mod.name`, also behind `skyrl_gym:`; or a taskset's file.
+        named: references by key, `file.py:name`, `pkg.mod:name` or `pkg.mod.name`, also behind the prefix of a bridge; or a taskset's file.
 
     Returns:
         Those whose source is found; one that is not is for `streamrl.config.plugins.resolve` to say.

@@ -38,7 +38,7 @@ class EvaluationSetConfig(Section, frozen=True, kw_only=True):
     """Fields of `sampling`, put over `evaluation.sampling`."""
     reward: SetRewardConfig = SetRewardConfig()
     function: str = ""
-    """As `producer.function`, but for `verifiers:`."""
+    """As `producer.function`; a taskset is refused."""
     options: dict[str, Any] = {}
     """Put over `producer.options`."""
     prompt_key: str | None = None

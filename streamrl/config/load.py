@@ -16,29 +16,15 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
+from streamrl.config.bridges import lowered, raised
 from streamrl.config.check import check
 from streamrl.config.check_files import check_files
-from streamrl.config.former import (
-    ACTIVATIONS,
-    CHECKPOINTING,
-    FORMER_KEYS,
-    RENAMED_KEYS,
-    as_recorded,
-    for_the_record,
-    in_present_words,
-    kept_layers,
-)
+from streamrl.config.former import as_recorded, for_the_record, in_present_words
 from streamrl.config.hub import from_hub
 from streamrl.config.paths import resolve
-from streamrl.config.slime import lowered, raised
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
 
-_RENAMED = {
-    "loss.tis_cap": "it is loss.correction.high now; loss.correction.kind = 'none' is off",
-    "loss.tis_floor": "it is loss.correction.low now, with loss.correction.kind = 'clip'",
-}
-"""Keys of earlier versions."""
 _BOUND = re.compile(r"Expected `\w+` (>=|>|<=|<) (\S+)")
 _RULES: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     ">=": (operator.ge, "at least"),
@@ -95,21 +81,17 @@ def override_keys(overrides: Sequence[str]) -> list[str]:
     keys = [_parse_override(text)[0] for text in overrides]
     for parts in keys:
         named: dict[str, Any] = {}
-        _place(named, FORMER_KEYS.get(".".join(parts), ".".join(parts)).split("."), None)
+        _place(named, parts, None)
         _refuse_unknown(named, Config, where="--set")
     return [".".join(parts) for parts in keys]
 
 
 def convert(tree: Mapping[str, Any], *, where: str) -> Config:
-    """A plain table to the tree, strictly, every value within its bounds, former words read as `streamrl.config.former` says.
+    """A plain table to the tree, strictly, every value within its bounds.
 
     Raises ConfigError that names the key and `where` it is from.
     """
-    try:
-        present = in_present_words(tree)
-    except ConfigError as error:
-        raise _located(error, where) from error
-    present = lowered(present, where)
+    present = lowered(in_present_words(tree), where)
     _refuse_unknown(present, Config, where=where)
     try:
         return msgspec.convert(present, Config, strict=True, str_keys=True)
@@ -171,13 +153,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _parse_override(text: str) -> tuple[list[str], Any]:
     key, equals, value = text.partition("=")
-    parts = RENAMED_KEYS.get(key.strip(), key.strip()).split(".")
+    parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"expected --set section.key=value, got {text!r}", hint="for example --set tasks.max_staleness=2", override=text)
-    given = _value(value.strip(), parts)
-    if ".".join(parts) == CHECKPOINTING:
-        parts, given = ACTIVATIONS.split("."), kept_layers(given)
-    return parts, given
+    return parts, _value(value.strip(), parts)
 
 
 def _value(text: str, parts: Sequence[str]) -> Any:
@@ -297,9 +276,7 @@ def _by_name(key: str, tree: Mapping[str, Any]) -> str:
 
 
 def _suggest(key: str, prefix: str, siblings: Mapping[str, Any]) -> str:
-    """A renamed key's new name, else the same key in another section, else the nearest one here, else the nearest one anywhere."""
-    if (renamed := _RENAMED.get(prefix + key)) is not None:
-        return renamed
+    """The same key in another section, else the nearest one here, else the nearest one anywhere."""
     by_name = {name.rsplit(".", 1)[-1]: name for name in reversed(_all_keys(Config))}
     if key in by_name:
         return f"did you mean {by_name[key]}?"
@@ -320,10 +297,6 @@ def _all_keys(kind: Any, prefix: str = "") -> list[str]:
 
 def _is_struct(kind: Any) -> bool:
     return get_origin(kind) is None and isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-
-
-def _located(error: ConfigError, where: str) -> ConfigError:
-    return ConfigError(f"{error.message}, in {where}", hint=error.hint, **error.values)
 
 
 def _invalid(message: str, tree: Mapping[str, Any], where: str) -> ConfigError:

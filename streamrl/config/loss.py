@@ -49,8 +49,7 @@ class CorrectionConfig(Section, frozen=True, kw_only=True):
     """Divide the weights by their mean over the batch: over its tokens, or over its samples where `level` is not `token`."""
     reject: tuple[RejectionConfig, ...] = ()
     """Rejection beside the weights: what does not meet every one of these criteria is left out, see
-    [loss.correction.reject](#losscorrectionreject). One criterion may also be written as `reject = "ratio"` with `reject_level`,
-    `reject_low` and `reject_high`; `"none"` is an empty list."""
+    [loss.correction.reject](#losscorrectionreject)."""
     veto: Fraction = 0.0
     """A sample with a token whose ratio is below this is rejected whole, for example 1e-4; 0: off."""
     mask_staleness: NonNegativeInt = 0
@@ -128,6 +127,10 @@ class DistillationConfig(Section, frozen=True, kw_only=True):
     coef: NonNegativeFloat = 0.0
     teacher: str = ""
     """Model directory of the teacher, with the policy's tokenizer."""
+
+
+OF_LOGITS = "loss.slime_loss"
+"""The key of `LossConfig.of_logits`."""
 
 
 class LossConfig(Section, frozen=True, kw_only=True):
@@ -227,6 +230,11 @@ class LossConfig(Section, frozen=True, kw_only=True):
     critic: CriticConfig = CriticConfig()
     distillation: DistillationConfig = DistillationConfig()
     experts: ExpertsConfig = ExpertsConfig()
+
+    @property
+    def of_logits(self) -> str:
+        """A function that is given the logits of whole samples, in place of all of this; empty: none."""
+        return self.slime_loss
 
 
 def policy_name(loss: LossConfig) -> str:

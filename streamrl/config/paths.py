@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from streamrl.config.environments import split
-from streamrl.config.slime import FUNCTIONS as SLIME_FUNCTIONS
+from streamrl.config.bridges import bridges, split
+from streamrl.config.loss import OF_LOGITS
 from streamrl.errors import ConfigError
 
 DATASETS = ("data.train", "data.heldout")
@@ -19,14 +19,14 @@ FILES = ("bus.password_file", "bus.token_file", "bus.credentials_file", "bus.ca_
 EXECUTABLES = ("engine.sglang.python", "producer.python")
 """A name without a slash is looked up in PATH. Links are kept: they are what makes an interpreter that of its environment."""
 FUNCTIONS = (
-    *SLIME_FUNCTIONS,  # before the keys that they stand at, for messages
+    *(key for bridge in bridges() for key in bridge.functions),  # before the keys that they stand at, for messages
     "producer.function",
     "reward.kind",
     "filters.function",
     "data.curriculum",
     "loss.advantage",
     "loss.policy",
-    "loss.slime_loss",
+    OF_LOGITS,
 )
 """`file.py:name` has a path; `pkg.mod:name`, `pkg.mod.name` and built-in names have none."""
 
@@ -83,8 +83,9 @@ def resolve(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             table[field] = _function(text, base)
         else:
             table[field] = _absolute(text, base)
-    if isinstance(slime := resolved.get("slime"), dict) and isinstance(hooks := slime.get("rollout_sample_hook_path"), list):
-        slime["rollout_sample_hook_path"] = [_function(one, base) if isinstance(one, str) and one else one for one in hooks]
+    for section, _, key in (key.partition(".") for bridge in bridges() for key in bridge.function_lists):
+        if isinstance(table := resolved.get(section), dict) and isinstance(named := table.get(key), list):
+            table[key] = [_function(one, base) if isinstance(one, str) and one else one for one in named]
     data = resolved.get("data")
     if isinstance(data, dict) and isinstance(data.get("sources"), list | tuple):
         data["sources"] = [_source(one, base) for one in data["sources"]]

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.bridges import bridge_of, function_of
 from streamrl.config.code_copies import is_module, loader_of, use_copies
-from streamrl.config.slime import is_hook
 from streamrl.errors import ConfigError, StreamRLError, TrainingError
 
 _OURS = str(Path(__file__).resolve().parents[1])
@@ -32,8 +32,8 @@ def resolve(reference: str, *, what: str, key: str, base: Path | None = None) ->
     what lies beside it and can never shadow an installed package.
 
     Args:
-        reference: `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; a class's attribute is `mod:Class.name`. Behind `slime:` it is of
-            slime's form, and what is given back is of ours and calls it.
+        reference: `file.py:name`, `pkg.mod:name` or `pkg.mod.name`; a class's attribute is `mod:Class.name`. Behind a bridge's
+            prefix it is of the other system's form, and what is given back is of ours and calls it.
         what: what it should be, for messages: `producer`, `reward`.
         key: the configuration key it came from, for messages.
         base: directory that a relative file path starts from; None: the working directory.
@@ -41,9 +41,8 @@ def resolve(reference: str, *, what: str, key: str, base: Path | None = None) ->
     Raises:
         ConfigError: bad form, no such file, module or name, or the user's code fails while it is imported.
     """
-    if is_hook(reference):
-        adapters: Any = importlib.import_module("streamrl.bridges.slime.hooks")
-        return adapters.adapted(reference, key=key, base=base)
+    if (bridge := bridge_of(reference)) and bridge.adapted:
+        return function_of(bridge.adapted)(reference, key=key, base=base)
     place, colon, name = reference.partition(":")
     if not colon:
         place, _, name = reference.rpartition(".")

@@ -146,9 +146,6 @@ POLICY_LOSSES: Mapping[str, PolicyLoss] = MappingProxyType(
     }
 )
 
-FORMER_ADVANTAGES: Mapping[str, str] = MappingProxyType({"gspo": "grpo", "cispo": "grpo"})
-"""Policy losses that `loss.advantage` used to name, and the advantages that they meant."""
-
 EngineName = Literal["local", "table", "sglang"]
 ENGINES: Mapping[EngineName, EngineKind] = MappingProxyType(
     {

@@ -11,10 +11,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from streamrl.config.bridges import sections
 from streamrl.config.tree import Config
 
 SecretOptions = dict[str, dict[str, str]]
-"""By section and option: `producer`, `reward`, `filters`, `slime`, and of a set of problems `evaluation.sets[name]` and
+"""By section and option: `producer`, `reward`, `filters`, those of bridges, and of a set of problems `evaluation.sets[name]` and
 `evaluation.sets[name].reward`."""
 
 _SECRET = re.compile(r"(?:^|_)(?:api_?key|access_?key|private_?key|secret(?:_?key)?|password|passwd|passphrase|token|credentials?)$")
@@ -39,7 +40,7 @@ def with_secrets(config: Config, secrets: SecretOptions) -> Config:
 def _sections(config: Config) -> dict[str, dict[str, Any]]:
     """All options of user code."""
     found = {"producer": config.producer.options, "reward": config.reward.options, "filters": config.filters.options}
-    found["slime"] = config.slime.custom_config
+    found |= {section: getattr(config, section).custom_config for section in sections()}
     for one in config.evaluation.sets:
         found |= {f"evaluation.sets[{one.name}]": one.options, f"evaluation.sets[{one.name}].reward": one.reward.options}
     return found
@@ -59,7 +60,7 @@ def _replaced(config: Config, options: dict[str, dict[str, Any]]) -> Config:
         producer=replace(config.producer, options=options["producer"]),
         reward=replace(config.reward, options=options["reward"]),
         filters=replace(config.filters, options=options["filters"]),
-        slime=replace(config.slime, custom_config=options["slime"]),
+        **{section: replace(getattr(config, section), custom_config=options[section]) for section in sections()},
         evaluation=replace(config.evaluation, sets=sets),
     )
 

@@ -9,8 +9,8 @@ from streamrl.config.tree import Config
 from streamrl.doctor.findings import Check
 from streamrl.engines.unreached import read_description, router_bias, unreached
 from streamrl.errors import ConfigError
+from streamrl.models.megatron.names import Place, check_mesh
 from streamrl.trainers.megatron.buildable import buildable, check_installed, read_architecture
-from streamrl.trainers.megatron.names import Place, check_mesh
 
 
 def refuse_backend(config: Config) -> str:

@@ -25,9 +25,9 @@ from streamrl.doctor.gpu_memory import check_gpu_memory, read_shape
 from streamrl.doctor.limits import GIBIBYTE
 from streamrl.doctor.rewards import check_rewards
 from streamrl.errors import BusError, ConfigError
+from streamrl.models.directories import list_checkpoints
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import RunDir
-from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.weights.factory import weights_directory
 
 MEBIBYTE = 1 << 20

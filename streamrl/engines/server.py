@@ -4,26 +4,305 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
+import aiohttp
 import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from streamrl.core.seeds import rollout_seed
+from streamrl.engines.channel import (
+    MAX_FRAME_BYTES,
+    PROTOCOL,
+    UPGRADE_REQUIRED,
+    Abort,
+    Answer,
+    Ask,
+    Call,
+    Leave,
+    Outgoing,
+    decode_calls,
+    decode_request,
+)
 from streamrl.engines.channel import PATH as CHANNEL
-from streamrl.engines.protocol import Engine, EngineInfo, GenerateRequest
-from streamrl.engines.server_channel import Channels
-from streamrl.engines.server_requests import Group, Numbers, read_groups
-from streamrl.engines.server_results import Completed
-from streamrl.engines.wire import ErrorBody, ErrorDetail, GenerateBody, Result, ServerInfo
+from streamrl.engines.extras import MATCHED, write_extras
+from streamrl.engines.protocol import Chunk, Engine, EngineInfo, GenerateRequest
+from streamrl.engines.wire import (
+    ErrorBody,
+    ErrorDetail,
+    GenerateBody,
+    MetaInfo,
+    Result,
+    SamplingParams,
+    ServerInfo,
+    SpanOut,
+    extend_spans,
+    sampling_of,
+)
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError, StreamRLError
 from streamrl.schemas.tasks import Sampling
 from streamrl.system import is_loopback
 
+HINT = "the subset of SGLang's /generate that is understood is in streamrl/engines/wire.py"
+
+
+class Numbers:
+    """Ids that no other request to this server has."""
+
+    def __init__(self) -> None:
+        self._prefix = secrets.token_hex(4)
+        self._count = itertools.count()
+
+    def next(self, kind: str = "http") -> str:
+        """The next id."""
+        return f"{kind}-{self._prefix}-{next(self._count)}"
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One engine request, and the rows of the body that it answers."""
+
+    request: GenerateRequest
+    rids: tuple[str, ...]
+    """The rows' rids; row k is completion k."""
+    first: int
+    """Place of the first row in the answer."""
+    listed: bool
+    """Whether the body asked with a list, so that the answer is one."""
+
+
+def read_groups(data: bytes, numbers: Numbers, policy: str) -> tuple[list[Group], GenerateBody]:
+    """Parse and group; neighbours with equal prompt and sampling share one request. `policy` is asked for unless the body names one.
+
+    Raises:
+        SchemaError: the body is not what `GenerateBody` describes.
+    """
+    try:
+        body = msgspec.json.decode(data, type=GenerateBody)
+        text = bytes(body.input_ids).strip()
+        listed = text[1:].lstrip().startswith(b"[")
+        prompts = msgspec.json.decode(text, type=list[tuple[int, ...]]) if listed else [msgspec.json.decode(text, type=tuple[int, ...])]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise SchemaError(f"expected a /generate body, got: {error}", hint=HINT) from error
+    params = body.sampling_params if body.sampling_params is not None else SamplingParams()
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise SchemaError(f"expected sampling_params for {len(prompts)} prompts, got {len(each)}", hint="give one object, or one a prompt")
+    rids = _rids(body, len(prompts), numbers)
+    groups: list[Group] = []
+    first = start = 0
+    while start < len(prompts):
+        end = start + 1
+        key = _without_seed(each[start])
+        while each[start].n == 1 and end < len(prompts) and prompts[end] == prompts[start] and _without_seed(each[end]) == key:
+            end += 1
+        seeds = tuple(seed for one in each[start:end] for seed in _seeds(one))
+        names = tuple(rids[start:end]) if each[start].n == 1 else tuple(f"{rids[start]}.{k}" for k in range(each[start].n))
+        request = GenerateRequest(
+            request_id=numbers.next(),
+            prompt_ids=prompts[start],
+            sampling=sampling_of(each[start]),
+            policy=body.policy or policy,
+            seeds=seeds,
+            min_version=body.min_version,
+            min_epoch=body.min_epoch,
+            session=body.session,
+            stream=body.stream,
+        )
+        groups.append(Group(request, names, first, listed))
+        first += len(seeds)
+        start = end
+    if not groups:
+        raise SchemaError("expected at least one prompt in input_ids, got none", hint=HINT)
+    return groups, body
+
+
+def _rids(body: GenerateBody, count: int, numbers: Numbers) -> list[str]:
+    if body.rid is None:
+        name = numbers.next("rid")
+        return [f"{name}.{k}" for k in range(count)]
+    if isinstance(body.rid, str):
+        return [body.rid] if count == 1 else [f"{body.rid}.{k}" for k in range(count)]
+    if len(body.rid) != count or len(set(body.rid)) != count:
+        raise SchemaError(f"expected {count} different rids for {count} prompts, got {body.rid}", hint="give one rid, or one a prompt")
+    return body.rid
+
+
+def _without_seed(params: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(params, sampling_seed=None)
+
+
+def _seeds(params: SamplingParams) -> tuple[int, ...]:
+    if not 1 <= params.n <= 4096:
+        raise SchemaError(f"expected sampling_params.n in 1 .. 4096, got {params.n}", hint=HINT)
+    if params.n == 1:
+        return (secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed,)
+    base = secrets.randbits(63) if params.sampling_seed is None else params.sampling_seed & 0x7FFFFFFFFFFFFFFF
+    return tuple(rollout_seed(base, k) for k in range(params.n))
+
+
+class Completed:
+    """One completion so far."""
+
+    def __init__(self, group: Group, index: int, with_logprobs: bool) -> None:
+        self._group = group
+        self._index = index
+        self._with_logprobs = with_logprobs
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[SpanOut] = []
+        self._fresh = 0
+        self._last: Chunk | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk."""
+        self._fresh = len(self._ids)
+        self._ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        extend_spans(self._spans, chunk.spans)
+        self._last = chunk
+
+    def result(self, *, incremental: bool) -> Result:
+        """All tokens so far, or those of the last chunk only."""
+        start = self._fresh if incremental else 0
+        ids = self._ids[start:]
+        last = self._last
+        meta = MetaInfo(
+            id=self._group.rids[self._index],
+            finish_reason=self._finish_reason(),
+            prompt_tokens=len(self._group.request.prompt_ids),
+            completion_tokens=len(self._ids),
+            output_token_logprobs=[(p, t, None) for p, t in zip(self._logprobs[start:], ids, strict=True)] if self._with_logprobs else None,
+            weight_version=self._spans[-1].version if self._spans else None,
+            weight_versions=[SpanOut(span.version, span.start, span.end) for span in self._spans],
+            logprob_mode=str(last.logprob_mode) if last else "",
+            engine=last.engine if last else "",
+        )
+        if last is not None and last.extras:
+            write_extras(last.extras, meta)
+        return Result(output_ids=ids, meta_info=meta, index=self._group.first + self._index)
+
+    def _finish_reason(self) -> dict[str, Any] | None:
+        if self._last is None or (reason := self._last.finish_reason) is None:
+            return None
+        if reason == "stop":
+            return {"type": "stop", "matched": self._last.extras.get(MATCHED, self._ids[-1])}
+        if reason == "length":
+            return {"type": "length", "length": len(self._ids)}
+        return {"type": reason, "message": "aborted"}
+
+
 logger = logging.getLogger(__name__)
+
+
+class Channels:
+    """The open channels of one server."""
+
+    def __init__(self, engine: Engine, *, shutdown_s: float, silence_s: float) -> None:
+        self._engine = engine
+        self._shutdown_s = shutdown_s
+        self._silence_s = silence_s
+        self._open: set[Channel] = set()
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """One channel, from its opening to its end; a client that does not offer our protocol is turned away."""
+        offered = request.headers.get("Sec-WebSocket-Protocol", "")
+        if PROTOCOL not in (name.strip() for name in offered.split(",")):
+            said = f"expected a client that speaks {PROTOCOL}, got {offered[:80] or 'none'}: run producers and engines of one version"
+            logger.warning("event=channel_refused peer=%s error=%s", request.remote, said)
+            return web.Response(status=UPGRADE_REQUIRED, text=said, headers={"Sec-WebSocket-Protocol": PROTOCOL})
+        heartbeat_s = self._silence_s * 2 / 3  # a ping, and half of that for its pong: a client that is gone without a word is let go
+        socket = web.WebSocketResponse(
+            protocols=(PROTOCOL,), timeout=self._shutdown_s, heartbeat=heartbeat_s, max_msg_size=MAX_FRAME_BYTES, compress=False
+        )
+        await socket.prepare(request)
+        channel = Channel(self._engine, socket)
+        self._open.add(channel)
+        try:
+            await channel.run()
+        finally:
+            self._open.discard(channel)
+        return socket
+
+    async def close(self, app: web.Application) -> None:
+        """Let open requests end for a while, then end all channels."""
+        await asyncio.gather(*(channel.close(self._shutdown_s) for channel in list(self._open)))
+
+
+class Channel:
+    """One client's requests."""
+
+    def __init__(self, engine: Engine, socket: web.WebSocketResponse) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._outgoing = Outgoing(socket.send_bytes)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Until the client has gone, which aborts what it asked for."""
+        try:
+            async for message in self._socket:
+                if message.type is aiohttp.WSMsgType.BINARY:
+                    for call in decode_calls(message.data):
+                        self._take(call)
+        except (msgspec.DecodeError, RecursionError, StreamRLError) as error:
+            logger.warning("event=channel_refused error=%s", error)
+        finally:
+            tasks = [*self._tasks.values(), *self._aborts]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._outgoing.close()
+
+    async def close(self, bound_s: float) -> None:
+        """End it once nothing is open, after `bound_s` at the latest."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=bound_s)
+        await self._outgoing.close()
+        await self._socket.close()
+
+    def _take(self, call: Call) -> None:
+        if isinstance(call, Ask):
+            task = self._tasks[call.number] = asyncio.create_task(self._answer(call))
+            task.add_done_callback(lambda _: self._tasks.pop(call.number, None))
+        elif isinstance(call, Leave):
+            if (task := self._tasks.get(call.number)) is not None:
+                task.cancel()
+        else:
+            self._aborts.add(task := asyncio.create_task(self._abort(call)))
+            task.add_done_callback(self._aborts.discard)
+
+    async def _abort(self, call: Abort) -> None:
+        await self._engine.abort(call.request_id)
+
+    async def _answer(self, ask: Ask) -> None:
+        kept: list[Chunk] = []
+        try:
+            request = decode_request(ask.request)
+            async with aclosing(self._engine.generate(request)) as chunks:  # type: ignore[type-var]  # every adapter is an async generator
+                async for chunk in chunks:
+                    if request.stream:
+                        self._outgoing.put(Answer(ask.number, (chunk,)))
+                    else:
+                        kept.append(chunk)
+            answer = Answer(ask.number, tuple(kept), last=True)
+        except StreamRLError as error:
+            unavailable = isinstance(error, EngineUnavailable)
+            answer = Answer(ask.number, last=True, error=ErrorDetail(error.message, error.hint), unavailable=unavailable)
+        except (msgspec.DecodeError, RecursionError) as error:
+            answer = Answer(ask.number, last=True, error=ErrorDetail(f"expected a request, got one that cannot be read: {error}"))
+        except Exception as error:  # told to the client, which would else wait for ever
+            logger.exception("event=request_failed")
+            answer = Answer(ask.number, last=True, error=ErrorDetail(f"expected an answer of the engine, got {error!r}", "see its log"))
+        self._outgoing.put(answer)
+
+
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -1,4 +1,4 @@
-"""What a branch leaves in its directory: where it comes from, and its ledger. For those who only read them."""
+"""Files that a branch leaves in its directory: where it comes from, and its ledger. For those who only read them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class BranchFile(msgspec.Struct, frozen=True, kw_only=True):
     """Version that it branches at."""
     overrides: tuple[str, ...]
     same_batches: bool
-    """Whether its batches are the parent's."""
+    """True where its batches are the parent's."""
     created_s: float
 
 
 def read_branch_file(directory: Path) -> BranchFile | None:
-    """What a branch was trained from; None for a directory of something else. Raises SchemaError for a file that says nothing."""
+    """Read what a branch was trained from; None for a directory of something else. Raises SchemaError for a file that says nothing."""
     path = directory / BRANCH_FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=BranchFile)

@@ -19,7 +19,7 @@ from streamrl.config.evaluation_sets import HELDOUT, ProblemSet, problem_sets
 from streamrl.config.load import load, override
 from streamrl.config.tree import Config, DataConfig, TrainerConfig
 from streamrl.data.model import ensure_model
-from streamrl.data.problem_sets import left_out, load_set
+from streamrl.data.problems import left_out, load_set
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.engines.factory import make_engine
 from streamrl.engines.protocol import HostedEngine

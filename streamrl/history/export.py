@@ -9,36 +9,34 @@ from __future__ import annotations
 import asyncio
 import bisect
 import contextlib
-import json
 import logging
 import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
+from safetensors import SafetensorError
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
+from streamrl.models.description import copy_description, read_config
+from streamrl.models.directories import check_files, damaged, list_checkpoints, write_directory
+from streamrl.models.tensor_files import WEIGHTS_FILE, NewTensors, TensorFiles, join_tensors
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, TensorSpec
-from streamrl.system import reserve
+from streamrl.system import check_new
 from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.digest import MASK, digest_text, tensor_digest
 from streamrl.tensors.names import KEPT
-from streamrl.trainers.checkpoints import check_files, list_checkpoints, write_directory
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.parts import Stored, find_tensors, header_bytes, join_tensors
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES
 from streamrl.weights.blobs import PartStore
 from streamrl.weights.delta import BLOCK_ELEMENTS, apply_block, read_blocks
 from streamrl.weights.links import routes
@@ -46,8 +44,8 @@ from streamrl.weights.ranks import placed
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_FILE = "model.safetensors"
-_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_TYPES = ("float32", "bfloat16", "float16")
+"""Of weights that a model directory can be described by."""
 Way = tuple[Link, ...]
 
 
@@ -112,25 +110,28 @@ async def export(config: Config, bus: Bus, model_dir: Path, found: Found, versio
         WeightSyncError: the bytes on the bus do not give the version's digests.
         TrainingError: it cannot be written, or is of a type that it cannot be described by.
     """
-    if await asyncio.to_thread(out.exists):
-        raise _there_already(out)
+    await asyncio.to_thread(check_new, out)
     checkpoint, call = await asyncio.to_thread(_whole, found, version), Caller(asyncio.get_running_loop())
     hidden = out.with_name(f".{out.name}.exported")
     # Not by the name that a trainer writes the same directory under: whoever comes second takes what the first has begun for left over.
 
     def write(directory: Path) -> None:
-        described, kept = _description(model_dir), _kept(model_dir)
-        if checkpoint is not None:
-            model_type = str(described.get("model_type", ""))
-            join_tensors(checkpoint, WEIGHTS_FILE, directory / WEIGHTS_FILE, model_type=model_type, kept=kept)
-            dtype = _first_type(directory / WEIGHTS_FILE)
-        else:
-            manifest, way = found.log[version]
-            with NewFile(directory / WEIGHTS_FILE, manifest.tensors, kept) as file:
+        try:
+            kept = TensorFiles(sorted(model_dir.glob("*.safetensors")), KEPT)
+        except SafetensorError as error:
+            raise damaged(model_dir, str(error)) from error
+        path, model_type = directory / WEIGHTS_FILE, str(read_config(model_dir).get("model_type", ""))
+        with kept:
+            if checkpoint is not None:
+                dtype = join_tensors(checkpoint, WEIGHTS_FILE, path, model_type=model_type, kept=kept)
+            else:
+                manifest, way = found.log[version]
+                file, dtype = NewFile(path, manifest.tensors, kept), manifest.tensors[0].dtype
                 call(fill(file, bus, manifest, way))
                 file.check(manifest)
-            dtype = manifest.tensors[0].dtype
-        _describe(model_dir, directory, described, dtype)
+        if dtype not in _TYPES:
+            raise TrainingError(f"expected weights of type {' or '.join(_TYPES)} in {checkpoint or version}, got {dtype}")
+        copy_description(model_dir, directory, dtype)
 
     def work() -> None:
         if config.trainer.tabular:
@@ -141,9 +142,10 @@ async def export(config: Config, bus: Bus, model_dir: Path, found: Found, versio
             write_directory(hidden, write)
         try:
             os.rename(hidden, out)
-        except OSError as error:
+        except OSError:
             shutil.rmtree(hidden)
-            raise _there_already(out) from error
+            check_new(out)
+            raise
 
     await asyncio.to_thread(work)
     return f"checkpoint {checkpoint.name}" if checkpoint is not None else "the bus"
@@ -162,48 +164,24 @@ async def fill(file: NewFile, bus: Bus, manifest: Manifest, way: Way) -> None:
 
 
 class NewFile:
-    """A safetensors file that is filled in any order; a context manager. The disk has room for all of it from the start.
+    """A safetensors file that is filled with a version's bytes in any order.
 
     Args:
         path: of the file.
         tensors: of the version, by `offset` in the concatenation that manifests speak of.
-        kept: those of the initial policy that are copied, but for those that the version has.
+        kept: tensors of the initial policy that are copied, but for those that the version has.
 
     Raises:
         OSError: there is no room.
-        TrainingError: a tensor is of a type that no trainer here writes.
+        TrainingError: a tensor is of a type that safetensors does not know.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[TensorSpec], kept: Mapping[str, Stored]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec], kept: TensorFiles) -> None:
         self._tensors = sorted(tensors, key=lambda spec: spec.offset)
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        self._places: dict[str, int] = {}
-        end = 0
-        for spec in self._tensors:
-            if spec.dtype not in _TYPES:
-                raise _other_type(spec.name, spec.dtype)
-            header[spec.name] = {"dtype": _TYPES[spec.dtype], "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}
-            self._places[spec.name] = end
-            end += spec.nbytes
-        first_kept = end
-        kept = {name: one for name, one in kept.items() if name not in self._places}
-        for name, one in kept.items():
-            header[name] = {"dtype": one.dtype, "shape": one.shape, "data_offsets": [end, end + one.nbytes]}
-            end += one.nbytes
-        head = header_bytes(header)
-        with path.open("wb") as file:
-            reserve(file.fileno(), len(head) + end)
-            file.write(head)
-            file.seek(first_kept, os.SEEK_CUR)
-            for one in kept.values():
-                file.writelines(one.read())
-        self._bytes: npt.NDArray[np.uint8] = np.memmap(path, np.uint8, "r+", offset=len(head), shape=(end,))
-
-    def __enter__(self) -> NewFile:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bytes = np.empty(0, np.uint8)
+        own = {spec.name: (spec.dtype, tuple(spec.shape)) for spec in self._tensors}
+        self._file = NewTensors(path, {**kept.layout, **own})
+        for name in kept.layout.keys() - own.keys():
+            kept.copy(name, self._file.bytes(name))
 
     def write(self, link: Link, start: int, data: memoryview) -> None:
         """Take bytes `start .. start + len(data)` of an anchor's parts, without what pads the concatenation."""
@@ -215,7 +193,7 @@ class NewFile:
                 if low >= high:
                     break
                 at = piece.stored - start + low - piece.start
-                self._tensor(spec)[low - spec.offset : high - spec.offset] = source[at : at + high - low]
+                self._file.bytes(spec.name)[low - spec.offset : high - spec.offset] = source[at : at + high - low]
 
     def apply(self, data: memoryview) -> None:
         """Apply a part of changes; raises WeightSyncError for one of other tensors."""
@@ -224,12 +202,12 @@ class NewFile:
             spec = specs.get(block.header.name)
             if spec is None or ITEM_BYTES[spec.dtype] != block.header.item:
                 raise WeightSyncError(f"expected changes of this model's tensors, got some of {block.header.name!r}")
-            apply_block(block, self._tensor(spec))
+            apply_block(block, self._file.bytes(spec.name))
 
     def check(self, manifest: Manifest) -> None:
         """Raise WeightSyncError unless every tensor has the manifest's digest."""
         for spec in self._tensors:
-            item, held, total = ITEM_BYTES[spec.dtype], self._tensor(spec), 0
+            item, held, total = ITEM_BYTES[spec.dtype], self._file.bytes(spec.name), 0
             for first in range(0, math.prod(spec.shape), BLOCK_ELEMENTS):
                 total = (total + tensor_digest(held[first * item : (first + BLOCK_ELEMENTS) * item], item, first)) & MASK
             if (got := digest_text(total)) != spec.digest:
@@ -237,10 +215,6 @@ class NewFile:
                     f"tensor {spec.name!r} of {manifest.policy} {manifest.version}: expected digest {spec.digest}, got {got} from the bus",
                     tensor=spec.name,
                 )
-
-    def _tensor(self, spec: TensorSpec) -> npt.NDArray[np.uint8]:
-        begin = self._places[spec.name]
-        return self._bytes[begin : begin + spec.nbytes]
 
 
 def _way(manifest: Manifest, stored: set[str]) -> Way | None:
@@ -256,10 +230,6 @@ def _way(manifest: Manifest, stored: set[str]) -> Way | None:
     return next((way for way in ways if all(part.location in stored for link in way for part in link.parts)), None)
 
 
-def _there_already(out: Path) -> ConfigError:
-    return ConfigError(f"expected a new directory, got {out}, which is there already", hint="name another with --out", path=str(out))
-
-
 def _whole(found: Found, version: Version) -> Path | None:
     """The version's checkpoint, read through; None: there is none, or it is damaged and the bytes are on the bus."""
     checkpoint = found.checkpoints.get(version)
@@ -273,37 +243,3 @@ def _whole(found: Found, version: Version) -> Path | None:
         logger.warning("event=checkpoint_passed_over error=%s", error.message)
         return None
     return checkpoint
-
-
-def _first_type(path: Path) -> str:
-    """Type of the first tensor of a safetensors file; raises TrainingError for one that no trainer here writes."""
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    first = next((value["dtype"] for name, value in header.items() if name != "__metadata__"), "no tensor")
-    for name, short in _TYPES.items():
-        if short == first:
-            return name
-    raise _other_type(path.name, first)
-
-
-def _other_type(where: str, got: str) -> TrainingError:
-    return TrainingError(f"expected weights of type {' or '.join(_TYPES)} in {where}, got {got}")
-
-
-def _kept(model_dir: Path) -> dict[str, Stored]:
-    """Tensors of the initial policy that no version has: they are not trained."""
-    files = sorted(model_dir.glob("*.safetensors"))
-    return {name: one for file in files for name, one in find_tensors(model_dir, file.name).items() if name.endswith(KEPT)}
-
-
-def _description(model_dir: Path) -> dict[str, Any]:
-    return json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-
-
-def _describe(model_dir: Path, directory: Path, described: Mapping[str, Any], dtype: str) -> None:
-    """Copy description and tokenizer of the initial policy; the type is that of the weights."""
-    for source in sorted(model_dir.iterdir()):
-        if source.is_file() and not source.name.endswith(WEIGHT_SUFFIXES):
-            shutil.copyfile(source, directory / source.name)
-    key = "torch_dtype" if "torch_dtype" in described else "dtype"
-    (directory / "config.json").write_text(json.dumps({**described, key: dtype}, indent=2) + "\n", encoding="utf-8")

@@ -18,11 +18,11 @@ from typing import Any
 
 import msgspec
 
+from streamrl.config.bridges import with_options
 from streamrl.config.reward import row_reward
-from streamrl.config.slime_flags import with_args
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.errors import ConfigError, DataError, StreamRLError
-from streamrl.history.trace_text import printable
+from streamrl.history.trace import printable
 from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Graders, Scoring
 from streamrl.producers.episode import Episode, Segment
@@ -183,7 +183,7 @@ async def grade(rows: Sequence[Row], reward: RewardConfig, config: Config) -> li
     take_environment(config, "producer")
     hello = Hello(
         reward=reward.kind,
-        reward_options=with_args(config, config.model.path, reward.kind, reward.options),
+        reward_options=with_options(config, config.model.path, reward.kind, reward.options),
         reward_key=reward.key,
         by_row=config.data.reward_options if by_row else None,
         model_dir="",

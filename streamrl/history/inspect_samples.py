@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.history.trace_life import Life, counted, images_text
-from streamrl.history.trace_text import WIDTH, printable
+from streamrl.history.trace import WIDTH, Life, counted, images_text, printable
 from streamrl.schemas.images import Image
 from streamrl.schemas.samples import Sample
 

@@ -18,8 +18,8 @@ from streamrl.core.batches import TrainBatch
 from streamrl.history.replay_log import PastLedger
 from streamrl.schemas.ledger import TrainedOn
 from streamrl.schemas.versions import Version
+from streamrl.tensors.mesh import trained_on
 from streamrl.trainers.fingerprint import mesh_keys
-from streamrl.trainers.mesh import trained_on
 from streamrl.trainers.protocol import StepResult, Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.weights.protocol import Shard

@@ -33,8 +33,7 @@ from streamrl.data.model import ensure_model
 from streamrl.data.vocabulary import vocab_size
 from streamrl.errors import CheckpointDamaged, ConfigError
 from streamrl.history.branch import changed_config
-from streamrl.history.branch_fold import BranchFold, parents_cut
-from streamrl.history.branch_state import BranchState, begin, check_gaps, gap_in_the_way, translate
+from streamrl.history.branch_fold import BranchFold, BranchState, begin, check_gaps, gap_in_the_way, parents_cut, translate
 from streamrl.history.replay import find_start
 from streamrl.history.replay_log import PastLedger, read_past, read_pending
 from streamrl.history.tap_position import hold_stream, keeping_position

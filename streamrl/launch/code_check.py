@@ -8,7 +8,6 @@ not called and classes not built.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +16,17 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.bridges.slime.contracts import check_hook
+from streamrl.config.bridges import bridge_of, brings_tasks, function_of, section_of, split
 from streamrl.config.code import code_folders, loss_code, rollout_code
 from streamrl.config.curriculum import CURRICULUM
-from streamrl.config.environments import ADAPTERS, split
 from streamrl.config.evaluation_sets import HELDOUT, problem_sets
-from streamrl.config.loss import is_function
+from streamrl.config.loss import OF_LOGITS, is_function
+from streamrl.config.paths import parse_dataset
 from streamrl.config.plugins import Form, check_form, resolve
-from streamrl.config.slime import is_hook
 from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError
 from streamrl.producers.filtering import FILTER_FORM
 from streamrl.producers.functions import PRODUCER, make_producer
-from streamrl.producers.verifiers.rows import rows_are_due
 from streamrl.rewards.factory import REWARD, make_reward
 from streamrl.rewards.layers import close
 from streamrl.runtime.apart import TAIL_BYTES, Ended, begin, run_apart, say
@@ -61,7 +58,7 @@ FORMS: Mapping[str, Form] = {
             hint=f"write `def name(tokens, config)`, which returns losses and metrics{_ALGORITHMS}",
         ),
         Form(
-            key="loss.slime_loss",
+            key=OF_LOGITS,
             what="loss",
             takes=("args", "data", "logits", "sum_of_sample_mean"),
             hint=f"write `def name(args, data, logits, sum_of_sample_mean)`{_ALGORITHMS}",
@@ -188,6 +185,11 @@ def _imported(folders: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def rows_are_due(config: Config) -> bool:
+    """Tell whether the rows are those that a producer brings, and are not there yet."""
+    return brings_tasks(config.producer.function) and not Path(parse_dataset(config.data.train).path).exists()
+
+
 def main(arguments: Sequence[str]) -> None:
     """The process: imports and looks; its words go to the descriptor that is its first argument."""
     answer, text = begin(arguments)
@@ -196,12 +198,12 @@ def main(arguments: Sequence[str]) -> None:
     try:
         for key, reference in asked.named.items():
             say(answer, Said(key))
-            prefix, name = split(reference)
-            if key.startswith("slime."):
-                check_hook(key.removeprefix("slime.").partition("[")[0], reference, key=key)
+            if section := section_of(key):
+                function_of(section.check_function)(reference, key=key)
                 continue
-            if prefix and not is_hook(reference):
-                importlib.import_module(ADAPTERS[prefix[:-1]]).check(name, asked.producers[key])
+            if (bridge := bridge_of(reference)) and bridge.check:
+                _, name = split(reference)
+                function_of(bridge.check)(name, asked.producers[key])
                 continue
             found = resolve(reference, what=_form(key).what, key=key)
             check_form(_form(key), reference, found, asked.options.get(key, ()))

@@ -17,7 +17,7 @@ from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
 from streamrl.runtime.kinds import num_workers
 from streamrl.system import is_loopback, servers
-from streamrl.trainers.mesh import mesh_of
+from streamrl.tensors.mesh import mesh_of
 
 RESERVED = ("trainer", "engine")
 """Kinds that keep their place over restarts."""

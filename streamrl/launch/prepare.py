@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from streamrl import __version__
 from streamrl.bus.protocol import Bus
+from streamrl.config.bridges import bridge_of, function_of
 from streamrl.config.check_sampling import check_vocabulary
 from streamrl.config.code import code_digests, loss_code, rollout_code
 from streamrl.config.evaluation_sets import problem_sets
@@ -26,10 +27,8 @@ from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
 from streamrl.consumers.training.ledger import publish_mark
 from streamrl.data.model import check_context, check_experts, check_positions
-from streamrl.data.problem_sets import left_out, load_set
-from streamrl.data.problems import load_problems
-from streamrl.data.row_checks import check_rows
-from streamrl.data.streamed import rows_digest, try_rows
+from streamrl.data.problems import left_out, load_problems, load_set
+from streamrl.data.streamed import check_rows, rows_digest, try_rows
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.data.vocabulary import vocab_size
 from streamrl.doctor.backend import refuse_backend
@@ -39,8 +38,7 @@ from streamrl.doctor.run_checks import check_checkpoints, check_gpus_wanted, che
 from streamrl.errors import ConfigError, LaunchError, StreamFull, StreamRLError
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
-from streamrl.launch.code_check import check_code
-from streamrl.producers.verifiers.rows import rows_are_due, write_rows
+from streamrl.launch.code_check import check_code, rows_are_due
 from streamrl.runtime.model_digests import model_digests
 from streamrl.runtime.run_record import renew_digests, write_or_check
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
@@ -69,7 +67,7 @@ async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] 
     """Import the code that is named, build or find the model, and look at all rows: for `up`, which then starts, and for `doctor`.
 
     Of the training rows the first ones are tried, or all of them with `data.reading = "whole"`, and all held-out ones, so that what cannot
-    be used is reported before anything runs; rows that are left out are noted. Those of a taskset of verifiers are written first.
+    be used is reported before anything runs; rows that are left out are noted. Those that a producer brings are written first.
 
     Raises:
         DataError: a row that was read whole, or none of the first training rows, can be used; names the file and the line.
@@ -85,7 +83,8 @@ async def check_inputs(config: Config, run: RunDir, note: Callable[[str], None] 
     check_context(config, model)
     if (weights := check_weights_room(config, model)) is not None and weights.state == "fail":
         raise LaunchError(f"expected room for the versions of weights: {weights.found}", hint=weights.hint)
-    await write_rows(config, model, note)
+    if (bridge := bridge_of(config.producer.function)) and await asyncio.to_thread(rows_are_due, config):
+        await function_of(bridge.write_rows)(config, model, note)
     tokenizer, size = load_tokenizer(model), vocab_size(model)
     tokenizer.check_end()
     tokenizer.check_model(size)

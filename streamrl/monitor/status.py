@@ -11,6 +11,7 @@ import msgspec
 
 from streamrl.bus.reading import read_key
 from streamrl.errors import BusUnavailable
+from streamrl.models.directories import list_checkpoints
 from streamrl.monitor.accounting import devices_of
 from streamrl.monitor.board import Board
 from streamrl.monitor.drawing import ink_of
@@ -31,7 +32,6 @@ from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
 from streamrl.schemas.control import Latest
 from streamrl.schemas.subjects import KEY_LATEST
-from streamrl.trainers.checkpoints import list_checkpoints
 
 ONE_LOGIN = (
     "roles are not separated: all workers share one login of the cluster; bus.user with {role} gives each its own (docs/security.md)"

@@ -13,6 +13,7 @@ from streamrl.errors import NotFound
 from streamrl.history.branch_file import LEDGER_FILE, BranchFile, branch_entry
 from streamrl.monitor.decoded import LedgerLine
 from streamrl.monitor.series import Row, Series
+from streamrl.monitor.trained import drops_of
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import WARMUP_SOURCE
@@ -43,10 +44,10 @@ def entry_at(run: RunDir, place: int) -> LedgerEntry:
         return branch_entry(file.readline(LONGEST_ENTRY), where=f"byte {place} of {run.path / LEDGER_FILE}")
 
 
-def rows_of(line: bytes, step: int) -> tuple[Row, Mapping[str, float]] | None:
-    """The row of a batch that a line of a branch's ledger gives, behind `step` batches of reinforcement learning, and numbers of the entry.
+def rows_of(line: bytes, step: int, dropped: int) -> tuple[Row, Mapping[str, float]] | None:
+    """Return the row of a batch that a line of a branch's ledger gives, and numbers of the entry; None: it is no entry.
 
-    None: it is no entry.
+    Before it came `step` batches of reinforcement learning, for which `dropped` rollouts were decided against.
     """
     try:
         entry = msgspec.json.decode(line, type=LedgerLine)
@@ -55,7 +56,7 @@ def rows_of(line: bytes, step: int) -> tuple[Row, Mapping[str, float]] | None:
     except (msgspec.MsgspecError, ValueError):
         return None
     series = Series()
-    series.batch(entry, step=step + (entry.source != WARMUP_SOURCE), live=False)
+    series.batch(entry, step=step + (entry.source != WARMUP_SOURCE), dropped=dropped + sum(drops_of(entry).values()), live=False)
     samples = sum(len(group.rollouts) for group in entry.used)
     numbers = {"version": entry.version.number, "epoch": entry.version.epoch, "time_s": entry.time_s, "samples": samples}
     numbers |= {"tokens": entry.num_tokens, "digest_high": bits >> 32 & 0xFFFFFFFF, "digest_low": bits & 0xFFFFFFFF}

@@ -33,7 +33,7 @@ from streamrl.page.branch import LONGEST_ENTRY, open_ledger, rows_of
 from streamrl.page.tables import Numbers, Tables, as_json, rolling, shrink, shrink_to_means
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.versions import Version
-from streamrl.telemetry.names import declared
+from streamrl.telemetry.names import DROPPED_SO_FAR, declared
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Index:
 
     def _entry(self, line: bytes) -> None:
         """A line of a branch's ledger, which ends where reading is."""
-        if (found := rows_of(line, self.step)) is None:
+        if (found := rows_of(line, self.step, int(self.newest.get(DROPPED_SO_FAR, 0)))) is None:
             logger.warning("event=entry_passed_over run=%s place=%d", self._run.name, self._place)
             return
         row, numbers = found
@@ -326,6 +326,7 @@ class Index:
         if not self._is_known(file, longest):
             self._file, self._place = os.fstat(file.fileno()).st_ino, 0
             self.step = 0
+            self.newest.pop(DROPPED_SO_FAR, None)
         file.seek(self._place)
         while (line := file.readline(longest)).endswith(b"\n"):
             if not self._place:

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from streamrl.bus.protocol import Bus
+from streamrl.config.bridges import bridges
 from streamrl.config.former import LATER_DECISIONS
 from streamrl.config.load import dump, from_json, override
 from streamrl.config.paths import DIRECTORIES, without_folder
@@ -35,9 +36,7 @@ FREE_KEYS = (
     "data.images_folder",
     "tasks.max_deliveries",
     "producer",
-    "slime.custom_generate_function_path",
-    "slime.rollout_function_path",
-    "slime.rollout_sample_hook_path",
+    *(key for bridge in bridges() for key in bridge.of_producers),
     "gateway",
     "reward.timeout_s",
     "reward.options.url",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from streamrl.config.tree import Config, schedule_steps
 from streamrl.core.batches import TrainBatch
-from streamrl.trainers.mesh import mesh_of
+from streamrl.tensors.mesh import mesh_of
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.schedule import learning_rate
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from streamrl.config.loss import estimator_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import Config
+from streamrl.tensors.mesh import gathers_once
 from streamrl.trainers.activations import GIB, ModelShape, gathered_bytes, looked_at_bytes, pass_bytes, training_bytes
-from streamrl.trainers.mesh import gathers_once
 from streamrl.weights.protocol import COMPARED_BYTES
 
 GROWING = 12

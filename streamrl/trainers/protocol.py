@@ -24,9 +24,6 @@ MEND = (
 )
 """What to do about weights that diverged."""
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
-"""Of files of a model directory that an export does not copy, for it has its own."""
-
 
 class TokenValues(msgspec.Struct, frozen=True, eq=False):
     """Of the tokens of a batch, [T] each; what stands at tokens that were not trained means nothing."""

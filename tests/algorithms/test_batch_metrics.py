@@ -7,8 +7,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from streamrl.algorithms import batch_metrics
 from streamrl.algorithms.batch_metrics import effective_fraction, ratio_metrics
@@ -185,14 +183,6 @@ def test_every_name_is_declared_and_greatest_values_fold_as_such(batch: TrainBat
         "rollout/response_len/max",
     }
     assert {metric(name).reduction for name in names - greatest} == {Reduction.MEAN}
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=20), st.floats(1e-3, 1e3))
-def test_the_effective_fraction_is_a_fraction_that_knows_no_scale(weights: list[float], factor: float) -> None:
-    found = effective_fraction(np.array(weights))
-    assert 0.0 <= found <= 1.0
-    assert effective_fraction(np.array(weights) * factor) == pytest.approx(found)
 
 
 def test_the_effective_fraction_at_its_ends_and_means_over_steps() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms.corrections import Correction, correct, decay_weights, drop_nonfinite, finite_tokens, fresh, log_linear_proximal
+from streamrl.algorithms.corrections import Correction, correct, drop_nonfinite, finite_tokens, log_linear_proximal
 from streamrl.algorithms.importance import normalization
 from streamrl.algorithms.policy_losses import ppo_clip
 from streamrl.algorithms.sequences import Packed, Padded
@@ -126,38 +126,6 @@ def test_packed_and_padded_agree_and_everything_is_finite(samples: list[Sample],
 
 
 @settings(deadline=None, max_examples=100)
-@given(SAMPLES, CONFIGS, st.randoms(use_true_random=False))
-def test_the_order_of_tokens_does_not_matter(samples: list[Sample], config: CorrectionConfig, random: Any) -> None:
-    order = list(range(sum(map(len, samples))))
-    random.shuffle(order)
-    one, other = correct(**packed(samples), config=config), correct(**packed(samples, order), config=config)
-    assert other.weights.tolist() == pytest.approx(one.weights[order].tolist())
-    assert other.keep.tolist() == one.keep[order].tolist()
-
-
-@settings(deadline=None, max_examples=100)
-@given(SAMPLES, CONFIGS)
-def test_micro_batches_add_up_to_the_batch(samples: list[Sample], config: CorrectionConfig) -> None:
-    whole = correct(**packed(samples), config=config)
-    parts = [correct(**packed([sample]), config=config) for sample in samples]
-    assert torch.cat([part.weights for part in parts]).tolist() == pytest.approx(whole.weights.tolist())
-    assert torch.stack([part.sums for part in parts]).sum(0).tolist() == pytest.approx(whole.sums.tolist())
-
-
-@settings(deadline=None, max_examples=100)
-@given(SAMPLES, CONFIGS)
-def test_rejection_changes_no_denominator_and_no_other_tokens_weight(samples: list[Sample], config: CorrectionConfig) -> None:
-    free = msgspec.structs.replace(config, reject=(), veto=0.0, mask_staleness=0)
-    one, other = correct(**packed(samples), config=config), correct(**packed(samples), config=free)
-    assert one.sums.tolist() == other.sums.tolist()
-    assert one.weights.tolist() == torch.where(one.keep, other.weights, 0.0).tolist()
-    assert not (one.keep & ~other.keep).any()
-    masked = other.metrics["train/rejected_fraction"] > 0
-    assert (not masked.any()) or config.kind == "mask"
-    assert one.metrics["train/rejected_fraction"].tolist() == ((other.keep & ~one.keep) | masked).double().tolist()
-
-
-@settings(deadline=None, max_examples=100)
 @given(st.lists(st.lists(TOKENS, min_size=1, max_size=4), min_size=1, max_size=4), CONFIGS)
 def test_normalisation_makes_the_mean_weight_of_tokens_or_samples_1(samples: list[Sample], config: CorrectionConfig) -> None:
     free = msgspec.structs.replace(config, reject=(), veto=0.0, mask_staleness=0, staleness_decay=1.0)
@@ -182,26 +150,6 @@ def test_neither_weights_nor_metrics_carry_a_gradient_to_the_current_policy() ->
     assert logprobs.grad.tolist() == pytest.approx([-math.exp(0.3), 2.0 * math.exp(-0.1)])
 
 
-def test_normalisation_and_the_current_policy_by_hand() -> None:
-    old = [[Token(-1.0, -1.5, 2), Token(-1.0, -0.5, 2)]]
-    found = correct(**packed(old), config=CorrectionConfig(high=9.0, staleness_decay=0.5))
-    assert found.scaled(normalization(found.sums)).weights.mean().item() == pytest.approx(0.25)
-    config = CorrectionConfig(ratio="current", high=10.0)
-    before = correct(**packed([[Token(-1.0, -1.0)]]), config=config)
-    after = correct(**packed([[Token(-0.5, -1.0)]]), config=config)
-    assert (before.weights.item(), after.weights.item()) == pytest.approx((1.0, math.exp(0.5)))
-
-
-def test_a_geometric_filter_with_token_weights() -> None:
-    """Samples pass by the geometric mean of their ratios, and their tokens are then weighted one by one."""
-    config = CorrectionConfig(high=2.0, reject=(RejectionConfig(level="sequence_mean", low=0.99, high=1.01),))
-    near, far = [Token(-1.0, -1.9), Token(-1.0, -0.1)], [Token(-1.0, -1.1), Token(-1.0, -1.1)]
-    found = correct(**packed([near, far]), config=config)
-    assert found.keep.tolist() == [True, True, False, False]
-    assert found.weights.tolist() == pytest.approx([2.0, math.exp(-0.9), 0.0, 0.0])
-    assert found.metrics["train/mis_rs_mask_fraction_high"].tolist() == [0, 0, 1, 1]
-
-
 def test_several_criteria_reject_what_any_of_them_does() -> None:
     """By hand: rho is e^0.9, e^-0.9 | e^0.1, e^0.1 | 1, e^-3; the first sample's mean is 1, the second's e^0.1."""
     samples = [[Token(-1.0, -1.9), Token(-1.0, -0.1)], [Token(-1.0, -1.1), Token(-1.0, -1.1)], [Token(-1.0, -1.0), Token(-4.0, -1.0)]]
@@ -221,18 +169,6 @@ def test_several_criteria_reject_what_any_of_them_does() -> None:
     assert both.metrics[low].tolist() == turned.metrics[low].tolist() == [0, 0, 0, 0, 1, 1]
     assert both.metrics["train/rejected_fraction"].tolist() == [0, 0, 1, 1, 1, 1]
     assert set(both.metrics) == set(found(mean).metrics)
-
-
-@pytest.mark.parametrize("level", ["sequence", "geometric"])
-def test_a_long_sample_counts_once_in_the_mean_of_sample_weights(level: Any) -> None:
-    # Samples of one and of three tokens, of weights 2 and 1/2: their mean is 1.25 however long they are.
-    half, double = math.log(0.5), math.log(2.0)
-    one = half if level == "geometric" else half / 3
-    samples = [[Token(double, 0.0)], [Token(one, 0.0)] * 3]
-    found = correct(**packed(samples), config=CorrectionConfig(kind="truncate", level=level, high=10.0))
-    assert found.sums.tolist() == pytest.approx([2.5, 2])
-    weights = found.scaled(normalization(found.sums)).weights.tolist()
-    assert weights == pytest.approx([2 / 1.25, *[0.5 / 1.25] * 3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -286,17 +222,6 @@ def test_every_metric_is_declared_with_its_reduction_and_given_for_no_tokens_too
     assert nothing.sums.tolist() == [0.0, 0.0]
 
 
-AGES = torch.tensor([0, 1, 2, 3])
-
-
-def test_ages_of_tokens() -> None:
-    assert fresh(AGES, 2).tolist() == [True, True, True, False]
-    assert decay_weights(AGES, 0.5).tolist() == [1.0, 0.5, 0.25, 0.125]
-    assert decay_weights(AGES, 1.0).tolist() == [1.0] * 4
-    assert decay_weights(AGES, 0.0).tolist() == [1.0, 0.0, 0.0, 0.0]
-    assert decay_weights(AGES, 0.5).dtype == torch.float64
-
-
 NAN, INF = math.nan, math.inf
 
 
@@ -338,9 +263,3 @@ def test_the_log_linear_proximal_policy_by_hand() -> None:
     assert not log_linear_proximal(logprobs, t(-2.0), torch.tensor([2]), progress=0.5).requires_grad
     found = log_linear_proximal(t(math.nan, -1.0, -math.inf), t(-1.0, -math.inf, -1.0), torch.tensor([1, 1, 1]), progress=0.5)
     assert not found.isfinite().any()
-
-
-@given(st.floats(-9, 0), st.floats(-9, 0), st.integers(0, 50), st.floats(0, 1))
-def test_it_lies_between_sampler_and_policy(theta: float, mu: float, age: int, progress: float) -> None:
-    found = log_linear_proximal(t(theta), t(mu), torch.tensor([age]), progress=progress).item()
-    assert min(theta, mu) - 1e-12 <= found <= max(theta, mu) + 1e-12

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import streamrl.algorithms
-from streamrl.algorithms import advantages as estimators
 from streamrl.algorithms.advantages import whiten
 from streamrl.algorithms.estimators import ESTIMATORS, TokenArrays, needed_scores, token_advantages
 from streamrl.algorithms.returns import gae, vtrace
@@ -108,21 +107,6 @@ def test_reinforce_plus_plus_baseline_is_the_centred_reward_less_each_tokens_kl(
     assert found.returns is None
     loss = config(advantage="reinforce_plus_plus_baseline", normalize_rewards=False)
     assert token_advantages(batch, loss).advantages == pytest.approx(whiten(with_gaps([1, 1, 0, 0, 0]), np.array(MASK)))
-
-
-@pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
-def test_whitening_belongs_to_reinforce_plus_plus(batch: TrainBatch, name: str) -> None:
-    found = token_advantages(batch, config(advantage=name)).advantages
-    assert found.sum() == pytest.approx(0, abs=1e-9) and found[MASK].std(ddof=1) == pytest.approx(1)
-    with raises(ConfigError, key="loss.whiten"):
-        token_advantages(batch, config(advantage=name, whiten="off"))
-
-
-@pytest.mark.parametrize("whitening", ["auto", "off"])
-def test_others_are_whitened_only_when_asked(batch: TrainBatch, whitening: str) -> None:
-    assert token_advantages(batch, config(whiten=whitening)).advantages == spread(ROOT, -ROOT)
-    expected = whiten(with_gaps([ROOT, ROOT, -ROOT, -ROOT, -ROOT]), np.array(MASK))
-    assert token_advantages(batch, config(whiten="on")).advantages == pytest.approx(expected, abs=1e-5)
 
 
 def test_remax_gives_each_token_what_is_to_come_less_the_baseline(batch: TrainBatch) -> None:
@@ -268,15 +252,6 @@ def test_a_function_of_the_users(batch: TrainBatch) -> None:
 def test_a_function_that_cannot_be_used(batch: TrainBatch, name: str, values: dict[str, Any]) -> None:
     with raises(ConfigError, **values):
         token_advantages(batch, config(advantage=f"{__file__}:{name}"))
-
-
-def test_votes_and_means_are_of_rollouts(batch: TrainBatch) -> None:
-    """The second rollout has three tokens in two samples; it weighs no more than the first with two."""
-    values = with_gaps([1, 3, 10, 20, 60])
-    found = token_advantages(batch, config(advantage="ppo"), values=values)
-    assert found.metrics["rollout/values"] == (2 + 30) / 2
-    expected = estimators.rloo(np.array([1.0, 0.0]), np.array([5, 5]), np.array([0, 1]))[0]
-    assert token_advantages(batch, config(advantage="rloo")).advantages == spread(*expected)
 
 
 def test_what_is_no_estimator_or_has_no_meaning_for_it_is_refused(batch: TrainBatch) -> None:

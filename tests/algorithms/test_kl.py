@@ -5,8 +5,6 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from streamrl.algorithms.kl import kl_estimate, kl_loss
@@ -36,14 +34,6 @@ def test_estimates_by_hand() -> None:
     assert gradient(estimate, log_ratio).tolist() == pytest.approx([0.0, 1.0])
 
 
-@given(st.floats(-30, 30))
-def test_all_but_k1_are_never_negative_and_all_are_zero_at_equality(log_ratio: float) -> None:
-    for estimator in ESTIMATORS:
-        assert kl_estimate(t(0.0), estimator).item() == 0
-        if not estimator.startswith("k1"):
-            assert kl_estimate(t(log_ratio), estimator).item() >= -1e-12
-
-
 def _distributions() -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     logits, reference_logits, old_logits = torch.randn(3, 6, dtype=torch.float64, generator=generator)
@@ -55,14 +45,6 @@ def _gradient(value: Tensor, logits: Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_in_expectation_over_the_policy_k1_and_k3_are_the_kl(estimator: KLEstimator) -> None:
-    logits, ref, _ = _distributions()
-    logprobs = logits.log_softmax(-1).detach()
-    exact = (logprobs.exp() * (logprobs - ref)).sum()
-    assert (logprobs.exp() * kl_estimate(logprobs - ref, estimator)).sum().item() == pytest.approx(exact.item())
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_unbiased_gives_the_gradient_of_the_kl_from_tokens_of_an_older_policy(estimator: KLEstimator) -> None:
     logits, ref, old = _distributions()
     logprobs = logits.log_softmax(-1)
@@ -70,19 +52,6 @@ def test_unbiased_gives_the_gradient_of_the_kl_from_tokens_of_an_older_policy(es
     logprobs = logits.log_softmax(-1)
     loss, _ = kl_loss(logprobs, ref, old, estimator=estimator, unbiased=True)
     assert _gradient((old.exp() * loss).sum(), logits) == pytest.approx(want)
-
-
-def test_the_plain_forms_have_the_expected_gradients_that_the_docstring_says() -> None:
-    logits, ref, _ = _distributions()
-    logprobs = logits.log_softmax(-1)
-    here = logprobs.detach()
-    k1, _ = kl_loss(logprobs, ref, here, estimator="k1", unbiased=False)
-    assert _gradient((here.exp() * k1).sum(), logits) == pytest.approx([0.0] * 6, abs=1e-15)
-    logprobs = logits.log_softmax(-1)
-    reverse = _gradient((ref.exp() * (ref - logprobs)).sum(), logits)
-    logprobs = logits.log_softmax(-1)
-    k3, _ = kl_loss(logprobs, ref, here, estimator="k3", unbiased=False)
-    assert _gradient((here.exp() * k3).sum(), logits) == pytest.approx(reverse)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k1+", "k3+"])

@@ -164,27 +164,6 @@ def test_equals_log_softmax_with_its_gradient(
     hold_to_log_softmax(problem, case, partial(form, chunk_elements=chunk_elements), entropy_gradient)
 
 
-@pytest.mark.parametrize("case", [Case(), Case(scale=3.0, softcap=2.0, biased=True), Case(truncated=True)])
-@pytest.mark.parametrize("chunk_elements", [8 * M, 1 << 20])
-def test_gradcheck(problem: Problem, case: Case, chunk_elements: int) -> None:
-    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        return fused(problem._replace(hidden=hidden, weight=weight, bias=bias), case, chunk_elements=chunk_elements, entropy_gradient=True)
-
-    assert torch.autograd.gradcheck(both, leaves(problem)[:3])
-
-
-@pytest.mark.parametrize("frozen", range(3))
-def test_what_has_no_gradient_gets_none(problem: Problem, frozen: int) -> None:
-    ours, plain = leaves(problem), leaves(problem)
-    for one in (ours, plain):
-        one[:3][frozen].requires_grad_(False)
-    fused(ours, Case(), chunk_elements=3 * V)[0].sum().backward()
-    written_out(plain, Case())[0].sum().backward()
-    for index, (mine, reference) in enumerate(zip(ours[:3], plain[:3], strict=True)):
-        assert (mine.grad is None or reference.grad is None) == (index == frozen)
-        assert mine.grad is None or reference.grad is None or torch.allclose(mine.grad, reference.grad, atol=1e-12)
-
-
 @pytest.mark.parametrize("chunk_elements", [8 * M, 1 << 20])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
 def test_narrow_types_are_summed_in_float32(problem: Problem, dtype: torch.dtype, close: float, chunk_elements: int) -> None:
@@ -210,17 +189,6 @@ def test_many_tokens_of_one_weight_do_not_drown_in_bfloat16() -> None:
     head, targets, temperature = LinearHead(weight), torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens)
     linear_logprobs(hidden, targets, head, temperature_M=temperature, chunk_elements=16)[0].sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [[tokens / 2], [-tokens / 2]]
-
-
-def test_by_default_nothing_is_scaled_capped_or_cut_and_entropies_have_no_gradient(problem: Problem) -> None:
-    ours = leaves(problem._replace(temperature=torch.ones(M, dtype=torch.float64)))
-    logits = ours.hidden @ ours.weight.T
-    expected = logits.log_softmax(-1).gather(-1, problem.targets[:, None])[:, 0]
-    one = linear_logprobs(ours.hidden, ours.targets, LinearHead(ours.weight), temperature_M=ours.temperature)
-    other = token_logprobs(ours.hidden, ours.targets, lambda h: h @ ours.weight.T, vocab_size=V, temperature_M=ours.temperature)
-    for logprobs, entropy in (one, other):
-        assert torch.allclose(logprobs, expected, atol=1e-12)
-        assert logprobs.requires_grad and not entropy.requires_grad
 
 
 def test_heads_are_given_what_fits_and_may_rule_tokens_out(problem: Problem) -> None:

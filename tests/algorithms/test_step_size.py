@@ -6,8 +6,6 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from streamrl.algorithms.groups import rollout_of_sample
 from streamrl.algorithms.step_size import rollout_ess, rollout_log_ratios, scaled_rate
@@ -24,14 +22,6 @@ def one_token_each(log_weights: list[float]) -> tuple[TrainBatch, np.ndarray]:
     logprobs = np.full(batch.num_tokens, np.nan)
     logprobs[batch.loss_mask] = np.array(log_weights) - 1.0
     return batch, logprobs
-
-
-@given(st.lists(st.floats(-3, 3), min_size=1, max_size=9))
-def test_the_effective_fraction_is_the_papers(log_weights: list[float]) -> None:
-    batch, logprobs = one_token_each(log_weights)
-    w = [math.exp(x) for x in log_weights]
-    expected = sum(w) ** 2 / (len(w) * sum(x * x for x in w))
-    assert rollout_ess(batch, logprobs, np.arange(len(w))) == pytest.approx(expected)
 
 
 def test_a_rollout_is_the_product_of_all_its_trained_tokens() -> None:

@@ -27,7 +27,7 @@ from streamrl.config.metrics import MetricsConfig
 from streamrl.config.schema import config_schema
 from streamrl.config.tree import Config, DataConfig, ModelConfig
 from streamrl.data.model import write_qwen3, write_table
-from streamrl.data.problem_sets import load_set
+from streamrl.data.problems import load_set
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError, DataError
 from streamrl.history.evaluate import config_of_directory, with_sets

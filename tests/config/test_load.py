@@ -8,12 +8,13 @@ from unittest.mock import ANY
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from streamrl.config.check import check
 from streamrl.config.former import LATER_DECISIONS, in_present_words
-from streamrl.config.load import convert, dump, from_json, load, override, override_keys
-from streamrl.config.loss import CorrectionConfig, LossConfig, RejectionConfig
-from streamrl.config.tree import Config, DataConfig, OptimizerConfig, RunConfig, TasksConfig
+from streamrl.config.load import convert, dump, from_json, load, override
+from streamrl.config.loss import LossConfig, RejectionConfig
+from streamrl.config.tree import Config, OptimizerConfig, RunConfig, TasksConfig
 from streamrl.core.fold_config import fold_config
 from streamrl.core.state import initial_state
 from streamrl.doctor.run_checks import check_budgets
@@ -305,64 +306,37 @@ def test_dumps_round_trip_without_credentials(write) -> None:
             from_json(text, where="here")
 
 
-OLD_REJECT = {"reject": "k3", "reject_level": "sequence_mean", "reject_low": 0.0, "reject_high": 0.1}
-
-
-def loss_of(**section: Any) -> LossConfig:
-    return convert({"loss": section}, where="old.json").loss
-
-
 def criteria_of(**section: Any) -> tuple[RejectionConfig, ...]:
-    return loss_of(correction=section).correction.reject
+    return convert({"loss": {"correction": section}}, where="old.json").loss.correction.reject
 
 
-@pytest.mark.parametrize("name", ["gspo", "cispo"])
-def test_a_former_advantage_is_grpo_with_that_policy_loss(name: str) -> None:
-    want = LossConfig(advantage="grpo", policy=name, clip_low=0.1)
-    assert loss_of(advantage=name, clip_low=0.1) == loss_of(advantage=name, policy="", clip_low=0.1) == want
-    assert loss_of(advantage=name, policy=name, clip_low=0.1) == want
-    assert override(Config(), ["data.train=x", f"loss.advantage={name}"]).loss == LossConfig(policy=name)
+def test_a_loss_of_slime_finds_its_estimator_in_the_policy_loss() -> None:
+    from streamrl.bridges.slime.loss import slime_args
 
-
-def test_a_former_advantage_names_its_policy_loss_and_no_other() -> None:
-    with refused(ConfigError, hint="loss.advantage = 'grpo' for sapo", key="loss.policy"):
-        loss_of(advantage="gspo", policy="sapo")
-    loss = loss_of(advantage="gspo", slime_loss="mine.py:loss")
-    check(convert({"data": {"train": "x"}, "loss": {"advantage": "gspo", "slime_loss": "mine.py:loss"}}, where="x"))
-    from streamrl.trainers.torch.slime_loss import slime_args
-
-    assert slime_args(loss).advantage_estimator == "gspo"
+    config = convert({"data": {"train": "x"}, "loss": {"policy": "gspo", "slime_loss": "mine.py:loss"}}, where="x")
+    check(config)
+    assert slime_args(config.loss).advantage_estimator == "gspo"
     assert slime_args(LossConfig(advantage="rloo", slime_loss="mine.py:loss")).advantage_estimator == "rloo"
 
 
-def test_criteria_in_former_words_and_several() -> None:
-    assert criteria_of(**OLD_REJECT) == (RejectionConfig(measure="k3", level="sequence_mean", high=0.1),)
-    assert criteria_of(reject="ratio", reject_low=0.5, reject_high=2) == (RejectionConfig(low=0.5, high=2.0),)
-    assert criteria_of(reject="none", reject_level="token", reject_low=0.0, reject_high=0.0) == ()
-    assert criteria_of(reject="none") == criteria_of(reject=[]) == criteria_of() == ()
+def test_several_criteria() -> None:
+    assert criteria_of(reject=[]) == criteria_of() == ()
     tables = [{"measure": "ratio", "level": "sequence_mean", "low": 0.9, "high": 1.1}, {"measure": "k2", "high": 0.5}]
     want = (RejectionConfig(level="sequence_mean", low=0.9, high=1.1), RejectionConfig(measure="k2", high=0.5))
     assert criteria_of(reject=tables) == want
     text = '[{measure="ratio", level="sequence_mean", low=0.9, high=1.1}, {measure="k2", high=0.5}]'
     assert override(Config(), ["data.train=x", f"loss.correction.reject={text}"]).loss.correction.reject == want
-    one = override(Config(), ["data.train=x", "loss.correction.reject=k3", "loss.correction.reject_high=0.2"])
-    assert one.loss.correction.reject == (RejectionConfig(measure="k3", high=0.2),)
-    assert override(one, ["loss.correction.reject_high=0.3"]).loss.correction.reject == (RejectionConfig(measure="k3", high=0.3),)
-    assert override(one, ["loss.correction.reject=none"]).loss.correction.reject == ()
-    assert override_keys(["loss.correction.reject_high=0.3"]) == ["loss.correction.reject_high"]
-    two = override(one, ['loss.correction.reject=[{measure="k2", high=0.5}, {measure="k3", high=0.1}]'])
-    with pytest.raises(ConfigError, match="single criterion"):
-        override(two, ["loss.correction.reject_high=0.3"])
 
 
 @pytest.mark.parametrize(
     ("correction", "message"),
     [
-        ({"reject": [], "reject_low": -1.0}, "but loss.correction.reject is none"),
-        ({"reject": "k4"}, "must be one of 'ratio', 'k1', 'k2', 'k3', got 'k4'"),
+        ({"reject": [], "reject_low": -1.0}, "expected a known key, got loss.correction.reject_low"),
+        ({"reject": [{"measure": "k4"}]}, "must be one of 'ratio', 'k1', 'k2', 'k3', got 'k4'"),
+        ({"reject": "none"}, "expected list, got str"),
         ({"reject": 0}, "expected array, got int|expected list, got int"),
         ({"reject": False}, "expected list, got bool"),
-        ({"reject": "k3", "reject_high": "much"}, "expected float, got str 'much' at loss.correction.reject"),
+        ({"reject": [{"measure": "k3", "high": "much"}]}, "expected float, got str 'much' at loss.correction.reject"),
         ({"reject": [{"measure": "k3", "hihg": 1.0}]}, r"got loss\.correction\.reject\[0\]\.hihg"),
         ({"reject": ["k3"]}, "expected table, got str 'k3' at loss.correction.reject"),
         ({"reject_hihg": 1.0}, "expected a known key, got loss.correction.reject_hihg"),
@@ -396,21 +370,18 @@ def test_every_criterion_is_checked(criteria: list[dict[str, Any]], message: str
 
 def test_a_recorded_configuration_is_read_and_written_in_present_words() -> None:
     tree = json.loads(dump(Config()))
-    tree["loss"] |= {"advantage": "gspo", "policy": ""}
-    tree["loss"]["correction"] |= OLD_REJECT
-    config = from_json(json.dumps(tree))
-    assert config.loss == LossConfig(
-        policy="gspo", correction=CorrectionConfig(reject=(RejectionConfig(measure="k3", level="sequence_mean", high=0.1),))
-    )
-    assert from_json(dump(config)) == config
+    del tree["trainer"]["activations"]
+    tree["trainer"]["gradient_checkpointing"] = False
+    tree["tasks"]["drop_zero_spread"] = tree["tasks"].pop("drop_zero_variance")
+    tree["loss"]["correction"] |= {"reject": "none", "reject_level": "token", "reject_low": 0.0, "reject_high": 0.0}
+    text = json.dumps(tree)
+    config = from_json(text)
+    assert config == replace(Config(), trainer=replace(Config().trainer, activations="all")) and from_json(dump(config)) == config
     tree = {"tasks": {"drop_zero_spread": False, "batch_tasks": 4}}
     assert in_present_words(tree) == {"tasks": {"drop_zero_variance": False, "batch_tasks": 4}}
     assert tree["tasks"].keys() == {"drop_zero_spread", "batch_tasks"}
-    config = Config(data=DataConfig(train="rows.jsonl"))
-    assert not override(config, ["tasks.drop_zero_spread=false"]).tasks.drop_zero_variance
-    assert override_keys(["tasks.drop_zero_spread=false"]) == ["tasks.drop_zero_variance"]
-    with raises(ConfigError, key="tasks.drop_zero_spread"):
-        in_present_words({"tasks": {"drop_zero_spread": False, "drop_zero_variance": True}})
+    with raises(ConfigError, key="tasks.drop_zero_spread", path=ANY):
+        convert({"tasks": {"drop_zero_spread": False, "drop_zero_variance": True}}, where="x")
 
 
 def test_a_recorded_configuration_without_a_decision_is_one_without_it() -> None:
@@ -427,24 +398,10 @@ def test_a_recorded_configuration_without_a_decision_is_one_without_it() -> None
     assert from_json(json.dumps({"tasks": 3} | {"run": {}}).replace("3", "{}")).tasks.inexact == "allow"
 
 
-@pytest.mark.parametrize(("former", "present"), [(True, 0), (False, "all")])
-def test_gradient_checkpointing_is_a_number_of_layers_that_keep_their_activations(former: bool, present: int | str) -> None:
-    assert convert({"trainer": {"gradient_checkpointing": former}}, where="old.json").trainer.activations == present
-    text = f"trainer.gradient_checkpointing={str(former).lower()}"
-    assert override(Config(), ["data.train=x", text]).trainer.activations == present
-    assert override_keys([text]) == ["trainer.activations"]
-    recorded = json.loads(dump(Config()))
-    del recorded["trainer"]["activations"]
-    recorded["trainer"]["gradient_checkpointing"] = former
-    assert from_json(json.dumps(recorded)).trainer.activations == present
-
-
-def test_gradient_checkpointing_beside_activations_or_of_another_type_is_refused() -> None:
-    with raises(ConfigError, key="trainer.gradient_checkpointing"):
-        convert({"trainer": {"gradient_checkpointing": True, "activations": 3}}, where="x.toml")
-    for given in ({"gradient_checkpointing": "yes"}, {"activations": -1}, {"activations": "some"}, {"activations": True}):
-        with pytest.raises(ConfigError, match="activations"):
-            convert({"trainer": given}, where="x.toml")
+@pytest.mark.parametrize("given", [-1, "some", True])
+def test_a_number_of_layers_is_one(given: object) -> None:
+    with pytest.raises(ConfigError, match="activations"):
+        convert({"trainer": {"activations": given}}, where="x.toml")
 
 
 def counts(section: msgspec.Struct, prefix: str = "") -> Iterator[str]:

@@ -17,7 +17,7 @@ from streamrl.config.code import code_digests
 from streamrl.config.engines import EngineConfig, SglangConfig
 from streamrl.config.loss import LossConfig
 from streamrl.config.plugins import resolve
-from streamrl.config.registry import ENGINES, ESTIMATORS, FORMER_ADVANTAGES, POLICY_LOSSES, EngineName
+from streamrl.config.registry import ENGINES, ESTIMATORS, POLICY_LOSSES, EngineName
 from streamrl.config.tree import Config
 from streamrl.engines import factory
 from streamrl.errors import ConfigError
@@ -97,7 +97,6 @@ def test_every_name_has_its_code_and_settings_in_the_section() -> None:
             field(Config(), f"loss.{key}")
     for known in POLICY_LOSSES.values():
         assert known.keys <= set(LossConfig.__struct_fields__)
-    assert set(FORMER_ADVANTAGES) <= set(POLICY_LOSSES) and set(FORMER_ADVANTAGES.values()) <= set(ESTIMATORS)
     for name, kind in ENGINES.items():
         assert (name in EngineConfig.__struct_fields__) == kind.server
         assert EngineConfig(kind=name).traits == kind

@@ -17,9 +17,9 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import Config, LossConfig, OptimizerConfig, RunConfig, TrainerConfig, WarmupConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import CheckpointDamaged, TrainingError, WeightsDiverged
+from streamrl.models.directories import SEAL_FILE
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.checkpoints import SEAL_FILE
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.table.trainer import TableTrainer

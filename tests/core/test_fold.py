@@ -115,15 +115,6 @@ def test_tombstones_of_rollouts_make_a_group_smaller_until_it_ends() -> None:
     assert s.dropped[-1] == (2, 0, (1,), "zero_variance", True)
 
 
-def test_poison_with_a_known_task_retires_it_and_is_quarantined() -> None:
-    s = Stream(config())
-    s.rollouts(1, view(0, reward=1.0))
-    effects = s.poison(1)
-    assert [(d.sequence, d.reason) for d in effects.dead] == [(2, "unreadable")]
-    assert effects.grant is not None and effects.grant.granted == 5
-    assert s.dropped == [(1, 1, (0,), "poison", False), (2, 1, (), "poison", True)]
-
-
 @pytest.mark.parametrize("task", [None, 0, 99])
 def test_poison_without_an_open_task_retires_nothing(task: int | None) -> None:
     s = Stream(config(1))
@@ -185,29 +176,6 @@ def test_groups_without_spread_or_trained_tokens_are_dropped() -> None:
     assert s.dropped == [(1, 0, (0, 1), "empty", True)]
 
 
-def test_lockstep_grants_one_batch_at_a_time() -> None:
-    s = Stream(config(2, 0))
-    for number in range(4):
-        assert s.state.grant == Grant(granted=2 * number + 2, version=number, retired=2 * number, warmup_end=0, first_open=2 * number)
-        s.group(2 * number + 1, oldest=number)
-        s.group(2 * number, oldest=number)
-        assert tasks_of(s.train()) == (2 * number, 2 * number + 1)
-
-
-def test_credits_never_leak() -> None:
-    s = Stream(config(2, 1))
-    ends = (
-        lambda t: s.end(t),
-        lambda t: s.group(t, (0.5, 0.5)),
-        lambda t: s.poison(t),
-        lambda t: s.rollouts(t, view(0, oldest=7), group=1),
-    )
-    for task in range(40):
-        ends[task % len(ends)](task)
-        assert s.state.granted == s.state.retired + 4
-    assert s.state.watermark == 40 and s.state.pending == {} and s.state.retired_above == frozenset()
-
-
 def test_a_grant_is_given_once_and_drops_go_to_the_next_entry() -> None:
     s = Stream(config())
     assert s.end(0).grant is not None
@@ -241,15 +209,3 @@ def test_the_warm_up_ends_with_what_was_granted_and_trains_it_to_the_last() -> N
     assert (s.state.warmup_steps, s.state.steps) == (3, 0)
     assert s.train().source == "main"
     assert (s.state.warmup_steps, s.state.steps) == (3, 1)
-
-
-def test_the_last_warm_up_tasks_may_fail_and_demonstrations_need_no_reward() -> None:
-    s = Stream(config(1, 1, warmup_steps=1))
-    s.demonstration(0)
-    s.train(warm=True)
-    s.end(1)
-    s.group(2, oldest=1)
-    assert tasks_of(s.close()) == (2,)
-    s = Stream(config(1, 1, warmup_steps=3))
-    s.rollouts(0, view(0, oldest=-1, reward=1.0), view(1, oldest=-1), source="warmup")
-    assert tasks_of(s.close()) == (0,)

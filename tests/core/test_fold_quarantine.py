@@ -89,15 +89,6 @@ def test_epochs_follow_each_other() -> None:
     assert len(s.effects.dead) == 1 and len(s.state.epochs) == 4, "epoch 3 began after version 5"
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_a_mark_of_a_known_epoch_is_no_news(epoch: int) -> None:
-    s = Stream(config())
-    s.put(Forked(s.next(), 1, 4, 5))
-    before = s.state
-    s.put(Forked(s.next(), epoch, 1, 1))
-    assert s.effects.dead == () and s.state == replace(before, cursor=2)
-
-
 def test_a_group_closes_without_what_is_lost_and_retires_when_nothing_is_left() -> None:
     stream = Stream(config(batch=1, drop_zero_variance=False))
     stream.group(0, (0.0, 1.0, 0.5))

@@ -4,22 +4,6 @@ from streamrl.core.state import PendingRollout
 from tests.support.records import Stream, config, view
 
 
-def test_a_reward_may_come_late_or_early() -> None:
-    s = Stream(config(1))
-    s.rollouts(0, view(0, reward=0.0), view(1))
-    assert s.close() is None
-    s.reward(0, 1, 0.5)
-    assert s.train().groups[0].rollouts[1].reward == 0.5
-    s = Stream(config(1))
-    s.reward(0, 1, 0.5, revision=2)
-    s.reward(0, 1, 0.25, revision=1)
-    assert s.dropped == [(2, 0, (1,), "superseded_reward", False)]
-    s.rollouts(0, view(0, reward=0.0), view(1, reward=0.75))
-    batch = s.train()
-    assert (batch.groups[0].rollouts[1].reward, batch.groups[0].rollouts[1].revision) == (0.5, 2)
-    assert s.state.early_rewards == {}
-
-
 def test_the_highest_revision_counts_once() -> None:
     s = Stream(config(1))
     s.rollouts(0, view(0, reward=0.0), view(1, reward=1.0))

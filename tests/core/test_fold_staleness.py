@@ -88,17 +88,6 @@ def test_wait_never_drops_for_age() -> None:
     assert s.state.version.number == 2 and s.state.drops == () and tasks_of(s.close()) == (2,)
 
 
-def test_the_oldest_groups_go_first() -> None:
-    s = Stream(config(2, 3))
-    for task in range(2):
-        s.group(task)
-    s.train()
-    s.group(4, oldest=1)
-    s.group(3, oldest=0, newest=1)
-    s.group(2, oldest=1)
-    assert tasks_of(s.close()) == (2, 3), "by oldest token first, then by task"
-
-
 def test_age_is_that_of_the_oldest_or_newest_token_and_of_complete_groups() -> None:
     for stale, kept in (("drop", False), ("mask", True)):
         s = Stream(config(1, 1, stale=stale))

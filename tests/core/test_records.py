@@ -11,7 +11,9 @@ from streamrl.core.records import AgentView, Ended, Forked, Marked, Poison, Rewa
 from streamrl.core.repetition import Tails
 from streamrl.schemas.codec import encode
 from streamrl.schemas.columns import FORMER_NAME, SCHEMA_NAME
+from streamrl.schemas.digests import body_digest
 from streamrl.schemas.encoding import encode_samples
+from streamrl.schemas.ledger import REASON_LENGTH
 from streamrl.schemas.samples import MARK_EPOCH, LogprobMode, Mark, RewardUpdate, Sample, Status, Tombstone, VersionSpan
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.tasks import Sampling
@@ -41,16 +43,6 @@ def test_samples_become_one_view_a_rollout() -> None:
     assert batch is not None and batch.num_rows == 3
     views = (RolloutView(0, 1, 2, 4, 4, None, 4, at), RolloutView(1, 2, 4, 4, 4, 1.0, 4, at))
     assert record == Rollouts(9, "main", 3, 2, views, 8, 4, Tails(batch))
-
-
-def test_ages_count_trained_tokens_of_all_samples() -> None:
-    spans = (VersionSpan(1, None), VersionSpan(1, Version(0, 2)), VersionSpan(1, Version(0, 7)), VersionSpan(1, Version(1, 9)))
-    mask = np.array([0, 0, 1, 0], np.uint8)
-    (view,) = views_of(sample(0, spans=spans, loss_mask=mask))
-    assert (view.oldest, view.newest, view.highest, view.epochs) == (7, 7, 9, ((0, 2, 7), (1, 9, 9)))
-    other = (VersionSpan(2, None), VersionSpan(1, Version(0, 3)), VersionSpan(1, Version(0, 5)))
-    (view,) = views_of(sample(0, num_samples=2), sample(0, sample=1, num_samples=2, spans=other))
-    assert (view.oldest, view.newest, view.num_tokens) == (3, 5, 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -130,6 +122,7 @@ def test_what_cannot_be_read_is_poison(subject: str, body: bytes, header: str | 
     assert isinstance(record, Poison) and batch is None
     assert (record.sequence, record.task) == (5, task)
     assert re.search(says, record.reason)
+    assert body != b"junk" or f"at {subject} sequence 5" in record.reason
 
 
 @pytest.mark.parametrize("header", ["", "-1", "1.5", "abc", "²", "٣", "9" * 19, "1" * 5000, " 1", "1\n"])
@@ -171,20 +164,12 @@ def test_tombstones_of_tasks_and_rollouts_that_can_be(task: int, rollout: int | 
     assert record == Ended(1, "", task, rollout, group_size, "x") if good else isinstance(record, Poison) and record.task == 8
 
 
-@pytest.mark.parametrize("subject", [TOMBSTONES, SUBJECTS.rewards, SUBJECTS.marks, SAMPLES])
-def test_poison_says_where_it_lies(subject: str) -> None:
-    record, _ = judge(subject, 5, b"junk", None)
-    assert isinstance(record, Poison) and f"at {subject} sequence 5" in record.reason
-
-
-def test_reasons_are_cut_as_ever_and_a_fork_may_be_of_the_first_version() -> None:
+def test_reasons_are_cut_as_ever() -> None:
     # A replay compares drops with those of the ledger, their details included: another length would make it differ.
     long = Tombstone(task=1, reason="r" * 9999, detail="d" * 9999)
     assert judge(TOMBSTONES, 1, encode(long), None) == (Ended(1, "", 1, None, 1, "r" * 400, "d" * 400), None)
     record, _ = judge(TOMBSTONES, 1, encode(Tombstone(task=-1, reason="r" * 9999)), None)
     assert isinstance(record, Poison) and len(record.reason) == 400
-    body = encode(Mark(name=MARK_EPOCH, detail={"epoch": 1, "first": 1, "last_before": 1}))
-    assert judge(SUBJECTS.marks, 7, body, None) == (Forked(7, 1, 1, 1), None)
 
 
 def test_shares_are_of_cut_rollouts_and_take_their_ages_along() -> None:
@@ -236,3 +221,53 @@ def test_only_what_a_model_drew_has_to_be_marked_as_inexact() -> None:
     drawn, shown = Sampling(regex="a"), {"logprob_mode": LogprobMode.NONE, "logprobs": np.zeros(4, np.float32)}
     assert views_of(sample(0, sampling=drawn, **shown, spans=numbered(4)))[0].demonstration
     assert isinstance(judge(SAMPLES, 1, encode_samples([sample(0, sampling=drawn, spans=numbered(2, 0, 0))]), None)[0], Poison)
+
+
+BODY = encode_samples([sample(k, task=4) for k in range(2)])
+
+
+def test_a_digest_that_fits_is_no_news() -> None:
+    record, batch = judge(SAMPLES, 1, BODY, "4", digest=body_digest(BODY), schema=SCHEMA_NAME)
+    assert isinstance(record, Rollouts) and batch is not None and record.task == 4
+    changed = bytearray(BODY)
+    changed[-100] ^= 1
+    assert isinstance(judge(SAMPLES, 1, bytes(changed), "4", digest=body_digest(BODY))[0], Poison), "one bit is enough"
+
+
+@pytest.mark.parametrize("digest", [body_digest(b""), "", "x", body_digest(BODY).upper(), "a" * 100_000])
+def test_a_digest_that_does_not_fit_quarantines_and_ends_the_task(digest: str) -> None:
+    record, batch = judge(SAMPLES, 1, BODY, "4", digest=digest)
+    assert isinstance(record, Poison) and batch is None and record.task == 4
+    assert "digest" in record.reason and len(record.reason) <= REASON_LENGTH
+
+
+def test_the_body_is_believed_before_the_header_when_its_digest_fits() -> None:
+    assert judge(SAMPLES, 1, BODY, "9", digest=body_digest(BODY))[0].task == 4  # type: ignore[union-attr]
+    assert judge(SAMPLES, 1, BODY, "9")[0].task == 9  # type: ignore[union-attr]
+
+
+def test_text_that_is_no_text_and_nesting_without_end_are_poison() -> None:
+    broken = encode(RewardUpdate(task=1, rollout=0, reward=0.5)).replace(b"rollout", b"roll\xfft")
+    deep = b"\x83\xa4kind\xa4mark\xa4name\xa1x\xa6detail" + b"\x81\xa1a" * 100_000
+    for subject, body in ((SUBJECTS.rewards, broken), (SUBJECTS.marks, deep)):
+        assert isinstance(judge(subject, 1, body, None)[0], Poison)
+
+
+@pytest.mark.parametrize("wrong", [{"revision": 0}, {"rollout": -1}, {"task": -1}, {"sample": -2}, {"reward": float("inf")}])
+def test_rewards_out_of_range(wrong: dict[str, int]) -> None:
+    good = {"task": 1, "rollout": 0, "reward": 0.5, "revision": 2, "sample": 3}
+    record, _ = judge(SUBJECTS.rewards, 1, encode(RewardUpdate(**good)), None)  # type: ignore[arg-type]
+    assert record == Rewarded(1, 1, 0, 0.5, 2, 3)
+    assert isinstance(judge(SUBJECTS.rewards, 1, encode(RewardUpdate(**good | wrong)), "1")[0], Poison)  # type: ignore[arg-type]
+
+
+def test_epoch_marks() -> None:
+    def mark(**detail: object) -> bytes:
+        return encode(Mark(name=MARK_EPOCH, detail=detail))
+
+    for first in (0, 1, 3, 6):  # 6: on another mesh
+        assert judge(SUBJECTS.marks, 7, mark(epoch=1, first=first, last_before=5), None) == (Forked(7, 1, first, 5), None)
+    for wrong in ({"epoch": 0}, {"first": -1}, {"first": 7}, {"epoch": "1"}):
+        body = mark(**{"epoch": 1, "first": 3, "last_before": 5} | wrong)
+        assert isinstance(judge(SUBJECTS.marks, 7, body, None)[0], Poison)
+    assert isinstance(judge(SUBJECTS.marks, 7, mark(), None)[0], Poison)

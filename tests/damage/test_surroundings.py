@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli import main
 from tests.support import recorded as runs
+from tests.support.printed import printed
 
 NOBODY = 65534
 
@@ -51,22 +51,17 @@ def as_somebody() -> Iterator[None]:
 
 
 def test_a_neighbour_that_cannot_be_read_is_listed_as_such(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--dir", str(base), "--json"]) == 0  # what is imported is imported as who owns it
-    capsys.readouterr()
+    printed(capsys, "status", "--dir", base)  # what is imported is imported as who owns it
     (base / "closed").chmod(0)
     with as_somebody():
-        assert main(["status", "--dir", str(base), "--json"]) == 0
-    states = {line["run"]: line["state"] for line in json.loads(capsys.readouterr().out)}
+        states = {line["run"]: line["state"] for line in json.loads(printed(capsys, "status", "--dir", base, "--json").out)}
+        said = printed(capsys, "status", "closed", "--dir", base, code=1).err
     assert states.pop("closed").endswith("Permission denied")
     assert states == {"own": "stopped", "odd": "stopped"}
-    with as_somebody():
-        assert main(["status", "closed", "--dir", str(base)]) == 1
-    said = capsys.readouterr().err
     assert said.startswith("error: the run directory") and "Permission denied" in said
-    (base).chmod(0)
+    base.chmod(0)
     with as_somebody():
-        assert main(["status", "--dir", str(base)]) == 1
-    assert "Permission denied" in capsys.readouterr().err
+        assert "Permission denied" in printed(capsys, "status", "--dir", base, code=1).err
 
 
 def test_what_is_no_file_where_one_should_be_is_said_of_its_run_alone(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,10 +69,8 @@ def test_what_is_no_file_where_one_should_be_is_said_of_its_run_alone(base: Path
     (base / "own" / "summary.json").mkdir()
     os.mkdir(os.fsencode(base) + b"/caf\xe9")
     Path(os.fsdecode(os.fsencode(base) + b"/caf\xe9/config.json")).write_text("{}")
-    assert main(["status", "--dir", str(base)]) == 0
-    assert main(["status", "--dir", str(base), "--json"]) == 0
-    out = capsys.readouterr().out
-    states = {line["run"]: line["state"] for line in json.loads(out[out.index("[\n") :])}
+    printed(capsys, "status", "--dir", base)
+    states = {line["run"]: line["state"] for line in json.loads(printed(capsys, "status", "--dir", base, "--json").out)}
     assert states.pop("odd").endswith("Is a directory")
     assert states == {"own": "stopped", "closed": "stopped", "caf\ufffd": "stopped"}
 

@@ -11,8 +11,8 @@ from streamrl.config.load import convert, load
 from streamrl.config.tree import DataConfig
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.problems import load_problems
-from streamrl.data.row_checks import check_rows
 from streamrl.data.rows import digest, open_rows
+from streamrl.data.streamed import check_rows
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError, DataError
 from streamrl.schemas.tasks import RewardSpec

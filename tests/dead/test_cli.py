@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,9 +25,10 @@ from streamrl.schemas.ledger import LedgerEntry, Used
 from streamrl.schemas.subjects import HEADER_DIGEST, HEADER_TASK, SAMPLES, Subjects
 from streamrl.schemas.versions import Version
 from tests.support.bad_messages import patched, template
+from tests.support.printed import printed
+from tests.support.programs import STREAMRL, Start, answer
 
 pytestmark = pytest.mark.nats
-ROOT = Path(__file__).parents[2]
 GOOD = patched(template((0, 1)), 3, 0)
 CONFIG = BusConfig(patience_s=60.0, samples_bytes=10_000_000, blobs_bytes=10_000_000)
 
@@ -88,73 +87,63 @@ def up(run_dir: RunDir, nats_server: NatsServer) -> Iterator[RunDir]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("error: ") and "\nhint: " in captured.err
-    return captured.err
+    out, err = printed(capsys, *arguments, code=1)
+    assert out == "" and err.startswith("error: ") and "\nhint: " in err
+    return err
 
 
 def test_list_show_repair_replay(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["dead", "list", "demo"]) == 0
-    header, first, second = capsys.readouterr().out.splitlines()
+    dead = partial(printed, capsys, "dead")
+    header, first, second = dead("list", "demo").out.splitlines()
     assert header.split() == ["SEQ", "TASK", "BYTES", "STORED", "SUBJECT", "REASON"]
     assert first.split()[:2] == ["1", "3"] and "demo.samples.main" in first and "digest" in first
     assert second.split()[:2] == ["2", "0"]
-    assert main(["dead", "list", "demo", "--json"]) == 0
-    assert [letter["sequence"] for letter in json.loads(capsys.readouterr().out)] == [1, 2]
+    assert [letter["sequence"] for letter in json.loads(dead("list", "demo", "--json").out)] == [1, 2]
 
-    assert main(["dead", "show", "demo", "1", "--out", "body.bin"]) == 0
-    shown = capsys.readouterr().out
+    shown = dead("show", "demo", "1", "--out", "body.bin").out
     assert Path("body.bin").read_bytes() == GOOD[:-900]
     assert f"{HEADER_TASK}: 3" in shown and "--out FILE" in shown and "000000  " in shown
-    assert main(["dead", "show", "demo", "1", "--json"]) == 0
-    assert bytes.fromhex(json.loads(capsys.readouterr().out)["body_hex"]) == GOOD[:256]
+    assert bytes.fromhex(json.loads(dead("show", "demo", "1", "--json").out)["body_hex"]) == GOOD[:256]
 
     assert "letter 1" in refused(capsys, "dead", "replay", "demo", "1")
     Path("good.bin").write_bytes(GOOD)
-    arguments = ["dead", "replay", "demo", "1", "--body", "good.bin", "--wait", "0.1"]
-    assert main(arguments) == 0
-    assert "at sequence 3: waiting" in capsys.readouterr().out
-    assert main([*arguments, "--json"]) == 0
-    (again,) = json.loads(capsys.readouterr().out)
+    arguments = ["replay", "demo", "1", "--body", "good.bin", "--wait", "0.1"]
+    assert "at sequence 3: waiting" in dead(*arguments).out
+    (again,) = json.loads(dead(*arguments, "--json").out)
     assert (again["sequence"], again["duplicate"], again["task"], again["state"]) == (3, True, 3, "waiting")
-
-
-def test_a_replay_for_a_task_that_has_ended_is_late(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     Path("good.bin").write_bytes(patched(template((0, 1)), 0, 0))
-    assert main(["dead", "replay", "demo", "2", "--body", "good.bin"]) == 0
-    out = capsys.readouterr().out
-    assert "dropped" in out and "task 0" in out and "version 0.1" in out
+    late = dead("replay", "demo", "2", "--body", "good.bin").out
+    assert "dropped" in late and "task 0" in late and "version 0.1" in late, "its task has ended"
 
 
 def test_wrong_arguments(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "got 7; there are 2: 1, 2" in refused(capsys, "dead", "show", "demo", "7")
-    assert "got 7; there are 2: 1, 2" in refused(capsys, "dead", "replay", "demo", "7")
-    assert "got 2 sequences" in refused(capsys, "dead", "replay", "demo", "1", "2", "--body", "x")
-    assert "body x" in refused(capsys, "dead", "replay", "demo", "1", "--body", "x")
-    assert "no/where" in refused(capsys, "dead", "show", "demo", "1", "--out", "no/where")
-    assert "got 'nobody'" in refused(capsys, "dead", "list", "nobody")
-    assert "got 'nobody'" in refused(capsys, "reward", "nobody", "--task", "0", "--rollout", "0", "--reward", "1")
+    for words, said in (
+        ("dead show demo 7", "got 7; there are 2: 1, 2"),
+        ("dead replay demo 7", "got 7; there are 2: 1, 2"),
+        ("dead replay demo 1 2 --body x", "got 2 sequences"),
+        ("dead replay demo 1 --body x", "body x"),
+        ("dead show demo 1 --out no/where", "no/where"),
+        ("dead list nobody", "got 'nobody'"),
+        ("reward nobody --task 0 --rollout 0 --reward 1", "got 'nobody'"),
+        ("reward demo --rollout 1 --task 5 --reward 1 --revision 0", "revision >= 1"),
+        ("reward demo --rollout 1 --task 5 --reward 1 --part format", "expected --part NAME=VALUE"),
+    ):
+        assert said in refused(capsys, *words.split()), words
+    with pytest.raises(SystemExit) as ended:
+        main(["reward", "demo", "--rollout", "1", "--task", "5", "--reward", "nan"])
+    assert ended.value.code == 2 and "got 'nan'" in capsys.readouterr().err
 
 
 def test_reward(up: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    base = ["reward", "demo", "--rollout", "1", "--wait", "0.1"]
-    assert main([*base, "--task", "0", "--reward", "0.5", "--part", "format=0.25"]) == 0
-    out = capsys.readouterr().out
+    reward = partial(printed, capsys, "reward", "demo", "--rollout", "1", "--wait", "0.1")
+    out = reward("--task", "0", "--reward", "0.5", "--part", "format=0.25").out
     assert "sequence 3: dropped" in out and "version 0.1" in out
-    assert main([*base, "--task", "5", "--reward", "-0.5", "--revision", "3", "--json"]) == 0
-    first = json.loads(capsys.readouterr().out)
+    first = json.loads(reward("--task", "5", "--reward", "-0.5", "--revision", "3", "--json").out)
     assert (first["sequence"], first["state"], first["duplicate"]) == (4, "waiting", False)
-    assert main([*base, "--task", "5", "--reward", "1", "--revision", "3"]) == 0
-    assert "revision 3 had been published" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main([*base, "--task", "5", "--reward", "nan"])
-    assert ended.value.code == 2 and "got 'nan'" in capsys.readouterr().err
-    assert "revision >= 1" in refused(capsys, *base, "--task", "5", "--reward", "1", "--revision", "0")
-    assert "expected --part NAME=VALUE" in refused(capsys, *base, "--task", "5", "--reward", "1", "--part", "format")
+    assert "revision 3 had been published" in reward("--task", "5", "--reward", "1", "--revision", "3").out
 
 
-async def test_a_run_that_is_not_up_is_read_from_its_store(run_dir: RunDir) -> None:
+async def test_a_run_that_is_not_up_is_read_from_its_store(run_dir: RunDir, start: Start) -> None:
     run_dir.write_config(Config(run=RunConfig(name="demo"), bus=CONFIG))
     server = NatsServer(run_dir.bus_store)
     server.start()
@@ -162,12 +151,8 @@ async def test_a_run_that_is_not_up_is_read_from_its_store(run_dir: RunDir) -> N
         await bad_messages(server.address, "demo")
     finally:
         server.stop()
-    code = f"import sys; from streamrl.cli import main; sys.exit(main(['dead', 'list', {str(run_dir.path)!r}, '--json']))"
-    done = subprocess.run(  # noqa: ASYNC221
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 0, done.stderr
-    assert [letter["sequence"] for letter in json.loads(done.stdout)] == [1, 2]
+    letters = await answer(await start(*STREAMRL, "dead", "list", str(run_dir.path), "--json"))
+    assert [letter["sequence"] for letter in letters] == [1, 2]
 
 
 def test_a_bus_that_does_not_answer(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
 from streamrl.core.records import Forked, Rewarded, Rollouts
-from streamrl.core.state import Epoch, FoldConfig, FoldState
+from streamrl.core.state import Epoch, FoldConfig
 from tests.support.records import Stream, view
 
 
@@ -49,12 +47,6 @@ def test_a_number_exists_under_the_epochs_that_had_it(span: tuple[int, int, int]
     assert s.state.is_retired(6)
 
 
-def test_a_version_of_a_known_epoch_that_was_not_trained_yet_is_poison() -> None:
-    s = trained_to(6)
-    s.put(Forked(s.next(), 1, 4, 5))
-    assert "had not been trained" in sampled(s, 6, (1, 7, 7))
-
-
 @pytest.mark.parametrize(("fork", "dead"), [((1, 2, 2), False), ((3, 5, 6), True), ((2, 4, 3), True)])
 def test_marks_that_repeat_or_come_out_of_turn_change_nothing(fork: tuple[int, int, int], dead: bool) -> None:
     s = trained_to(6)
@@ -62,14 +54,6 @@ def test_marks_that_repeat_or_come_out_of_turn_change_nothing(fork: tuple[int, i
     before = s.state.epochs
     s.put(Forked(s.next(), *fork))
     assert s.state.epochs == before and bool(s.effects.dead) == dead
-
-
-def test_epochs_survive_the_checkpoint_and_are_there_in_older_ones() -> None:
-    s = trained_to(6)
-    s.put(Forked(s.next(), 1, 4, 5))
-    assert FoldState.decode(s.state.encode()) == s.state
-    older: dict[str, Any] = {name: getattr(s.state, name) for name in s.state.__struct_fields__ if name != "epochs"}
-    assert FoldState(**older).epochs == (Epoch(0, 0),)
 
 
 def test_a_group_has_the_size_that_the_configuration_says() -> None:

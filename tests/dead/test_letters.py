@@ -14,8 +14,7 @@ from streamrl.consumers.training.reader import open_message
 from streamrl.core.fold import DeadLetter
 from streamrl.core.records import Poison, Rollouts
 from streamrl.errors import NotFound, SchemaError
-from streamrl.history.dead_letters import DeadLetters
-from streamrl.history.fates import Fates
+from streamrl.history.dead_letters import DeadLetters, Fates
 from streamrl.schemas.codec import encode
 from streamrl.schemas.dead import DeadRecord
 from streamrl.schemas.digests import body_digest

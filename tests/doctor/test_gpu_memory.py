@@ -15,9 +15,9 @@ from streamrl.config.tree import Config, EvaluationConfig, ModelConfig, TasksCon
 from streamrl.doctor import gpu_memory as reckoning
 from streamrl.doctor.backend import divides
 from streamrl.errors import LaunchError
+from streamrl.models.megatron.names import Place, architecture, parameters
 from streamrl.schemas.tasks import Sampling
 from streamrl.trainers.activations import GIB
-from streamrl.trainers.megatron.names import Place, architecture, parameters
 from streamrl.trainers.memory import models_of, rank_memory
 from tests.support.plans import MODELS
 

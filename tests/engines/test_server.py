@@ -17,9 +17,7 @@ from streamrl.config.tree import EngineConfig
 from streamrl.engines.batching.delays import TokenDelay
 from streamrl.engines.server import EngineServer, serve
 from streamrl.engines.table.engine import TableEngine
-from streamrl.errors import EngineError
 from streamrl.schemas.versions import Version
-from tests.support.errors import raises
 from tests.support.models import started
 from tests.support.publishing import Published, load, publish
 
@@ -206,12 +204,6 @@ async def test_health_and_info(client: Client, bare: TableEngine):
     await bare.stop()
     await client.get("/health", status=503)
     await client.post("/generate", {"input_ids": [3]}, status=503)
-
-
-async def test_a_port_that_is_taken_is_said_so(server: EngineServer, bare: TableEngine):
-    with raises(EngineError, port=int(server.address.rsplit(":", 1)[1])) as caught:
-        await serve(bare, port=int(server.address.rsplit(":", 1)[1]))
-    assert "engine.port" in caught.value.hint
 
 
 SENT = [b"", b"GET /health HTTP/1.1\r\nHost:", b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"]

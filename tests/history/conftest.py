@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.history import branch_run
+from streamrl.history import branch
 from tests.support.printed import Printed, printed
 from tests.support.recorded_run import FIXED, Recorded, make_recorded
 from tests.support.shared import made_once
@@ -42,4 +42,4 @@ def said(verb: Verb, request: pytest.FixtureRequest) -> Verb:
 @pytest.fixture
 def unplotted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch's plot is an empty file: drawing takes a third of the time of a short branch. test_command_line.py draws it."""
-    monkeypatch.setattr(branch_run, "write_plot", lambda view, path: path.touch())
+    monkeypatch.setattr(branch, "write_plot", lambda view, path: path.touch())

@@ -13,15 +13,14 @@ from msgspec.structs import replace
 from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, DataConfig, OptimizerConfig, RunConfig, TrainerConfig, schedule_steps
 from streamrl.errors import ConfigError
-from streamrl.history.branch import changed_config
+from streamrl.history.branch import changed_config, train_branch
 from streamrl.history.branch_file import BranchFile, read_branch_ledger
-from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range
 from streamrl.history.source import open_source, read_entries
+from streamrl.models.directories import list_checkpoints
 from streamrl.monitor.runs import describe, list_runs
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.trainers.checkpoints import list_checkpoints
 from tests.history.test_verify import edited_entries, replayed
 from tests.support.errors import raises
 from tests.support.recorded_run import Recorded, make_recorded

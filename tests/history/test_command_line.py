@@ -15,7 +15,7 @@ from streamrl.bus.server import NatsServer
 from streamrl.cli import main
 from streamrl.config.tree import Config
 from streamrl.data.model import ensure_model
-from streamrl.history.record_run import record_run
+from streamrl.history.record import record_run
 from streamrl.history.replay import verify
 from streamrl.history.tap import TapSettings, tap
 from streamrl.launch.prepare import prepare

@@ -19,17 +19,14 @@ from streamrl.core.fold_config import fold_config
 from streamrl.core.records import Rollouts, RolloutView
 from streamrl.core.state import FoldConfig
 from streamrl.errors import ConfigError
-from streamrl.history.backtest import backtest
-from streamrl.history.backtest_grid import backtest_grid, print_backtest
-from streamrl.history.backtest_model import Arrival, History, read_history
+from streamrl.history.backtest import Arrival, History, backtest, backtest_grid, print_backtest, read_history
+from streamrl.history.branch import train_branch
 from streamrl.history.branch_fold import parents_cut
-from streamrl.history.branch_run import train_branch
 from streamrl.history.compare import compare, compare_runs, print_comparison, write_comparison
 from streamrl.history.differences import config_differences
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.replay import Range
+from streamrl.history.replay import Range, differing_choices
 from streamrl.history.replay_log import PastLedger
-from streamrl.history.replay_report import differing_choices
 from streamrl.history.source import Origin, evaluations_in, open_source
 from streamrl.schemas.codec import encode
 from streamrl.schemas.events import Event

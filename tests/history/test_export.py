@@ -19,6 +19,9 @@ from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config, WeightsConfig
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
 from streamrl.history.export import Found, NewFile, choose, export, find_versions
+from streamrl.models import checkpoint as files
+from streamrl.models.directories import write_directory
+from streamrl.models.tensor_files import TensorFiles, host_bytes, part_folder
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
@@ -27,11 +30,8 @@ from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, TensorSpec
 from streamrl.tensors.digest import digest_text, tensor_digest
+from streamrl.tensors.mesh import Mesh
 from streamrl.tensors.names import ARCHITECTURES, KEPT
-from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.parts import find_tensors, part_folder
-from streamrl.trainers.torch import checkpoint as files
 from tests.support.digests import digest_of
 from tests.support.errors import raises
 from tests.support.harness import read_ledger, run_to_end, services
@@ -93,8 +93,8 @@ def write_parts(path: Path, mesh: Mesh, state: Callable[[int], files.TorchState]
     def write(directory: Path) -> None:
         files.write_checkpoint(directory, state(0), extra, mesh)
         for part in range(1, mesh.shard):
-            (directory / part_folder(mesh, part)).mkdir()
-            files.write_tensors(directory / part_folder(mesh, part), state(part), mesh, part)
+            (directory / part_folder(part, mesh.shard)).mkdir()
+            files.write_tensors(directory / part_folder(part, mesh.shard), state(part), mesh, part)
 
     write_directory(path, write, seal=True)
     return path
@@ -152,17 +152,15 @@ async def test_transformers_loads_every_tensor_of_an_architecture_that_renames_i
 def test_a_file_that_is_filled_from_the_bus_has_what_nobody_trains_too(tmp_path: Path) -> None:
     trained, bias = torch.arange(6, dtype=torch.float32).reshape(2, 3), torch.arange(5, dtype=torch.float64)
     save_file({"a.weight": torch.zeros(2, 3), f"a{KEPT[0]}": bias}, tmp_path / "initial")
-    kept = {name: one for name, one in find_tensors(tmp_path, "initial").items() if name.endswith(KEPT)}
-    data = files.host_bytes(trained)
+    kept = TensorFiles([tmp_path / "initial"], KEPT)
+    data = host_bytes(trained)
     spec = TensorSpec(name="a.weight", dtype="float32", shape=(2, 3), offset=0, nbytes=24, digest=digest_text(tensor_digest(data, 4)))
-    with NewFile(tmp_path / "new", [spec], kept) as file:
-        file.write(Link(version=Version(0, 1), parts=()), 0, memoryview(bytes(data)))
+    NewFile(tmp_path / "new", [spec], kept).write(Link(version=Version(0, 1), parts=()), 0, memoryview(bytes(data)))
     found = load_file(tmp_path / "new")
-    assert found.keys() == {"a.weight", *kept}
+    assert found.keys() == {"a.weight", f"a{KEPT[0]}"}
     assert torch.equal(found["a.weight"], trained) and torch.equal(found[f"a{KEPT[0]}"], bias)
     # One that the version has is the version's.
-    with NewFile(tmp_path / "own", [replace(spec, name=f"a{KEPT[0]}")], kept):
-        pass
+    NewFile(tmp_path / "own", [replace(spec, name=f"a{KEPT[0]}")], kept)
     assert {name: value.shape for name, value in load_file(tmp_path / "own").items()} == {f"a{KEPT[0]}": (2, 3)}
 
 
@@ -257,7 +255,7 @@ def small(tmp_path: Path, dtype: str = "F32") -> tuple[Found, Version, Path]:
 
 async def test_weights_of_another_type_are_refused(tmp_path: Path) -> None:
     found, version, model = small(tmp_path, "I32")
-    with pytest.raises(TrainingError, match="got I32"):
+    with pytest.raises(TrainingError, match="got int32"):
         await export(Config(), MemoryBus("types"), model, found, version, tmp_path / "out")
     assert not (tmp_path / "out").exists() and nothing_beside(tmp_path / "out")
 

@@ -13,9 +13,9 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.core.records import Ended, Rewarded, Rollouts
 from streamrl.core.state import Epoch, FoldConfig, FoldState
 from streamrl.errors import CheckpointDamaged, ConfigError
+from streamrl.history.branch import train_branch
 from streamrl.history.branch_file import read_branch_ledger
-from streamrl.history.branch_run import train_branch
-from streamrl.history.branch_state import begin, take
+from streamrl.history.branch_fold import begin, take
 from streamrl.history.differences import config_differences
 from streamrl.history.replay import Range
 from streamrl.history.source import Source, read_config

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.data.tokenizer import load_tokenizer
-from streamrl.history.inspect_reward import episode_of, score_again
+from streamrl.history.inspect_again import episode_of, score_again
 from streamrl.history.inspect_samples import group_text, sample_text, show
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.trace_text import WIDTH, printable
+from streamrl.history.trace import WIDTH, printable
 from streamrl.producers.episode import samples_of
 from streamrl.schemas.samples import TurnSpan, VersionSpan
 from streamrl.schemas.tasks import RewardSpec, RolloutTask

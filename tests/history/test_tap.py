@@ -1,11 +1,6 @@
 """Taps beside live runs: in process for what they decide, as processes on a real nats-server for what happens when they are killed."""
 
 import asyncio
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +11,7 @@ from msgspec.structs import replace
 from streamrl.bus.protocol import Bus
 from streamrl.config.tree import Config
 from streamrl.errors import BatchDiffers, ConfigError, Diverged
-from streamrl.history.record_run import record_run
+from streamrl.history.record import record_run
 from streamrl.history.tap import TapSettings, tap, tap_config
 from streamrl.runtime.lock import lock_run
 from streamrl.runtime.rundir import RunDir
@@ -27,14 +22,13 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.subjects import KEY_LATEST
 from tests.support.errors import raises
 from tests.support.harness import read_ledger, run_to_end
+from tests.support.programs import STREAMRL, Start
 from tests.support.recorded_run import FIXED
 from tests.support.ups import begun
 from tests.support.world.world import World, table_config, world
 
 pytestmark = pytest.mark.process
 """The rewards of these runs are functions, which have processes of their own."""
-
-ROOT = Path(__file__).parents[2]
 
 
 async def lockstep(base: Path, *taps: TapSettings) -> tuple[list[LedgerEntry], dict[str, list[LedgerEntry]], dict[str, int]]:
@@ -112,19 +106,10 @@ def test_names_and_values_that_a_tap_cannot_have() -> None:
         tap_config(config, TapSettings(name="shadow", lease_s=1))
 
 
-@asynccontextmanager
-async def tap_process(run: RunDir, lease_s: int) -> AsyncIterator[asyncio.subprocess.Process]:
-    """`streamrl tap` as a process of its own; killed at the end if it still runs."""
-    command = (sys.executable, "-m", "streamrl", "tap", str(run.path), "--name", "shadow", "--lease", str(lease_s), "--from", "1000000")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+async def tapping(start: Start, run: RunDir, lease_s: int) -> asyncio.subprocess.Process:
+    """`streamrl tap` as a process of its own."""
     with (run.path / "tap.log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(*command, env=environment, stderr=log)
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        return await start(*STREAMRL, "tap", str(run.path), "--name", "shadow", "--lease", str(lease_s), "--from", "1000000", stderr=log)
 
 
 async def position(bus: Bus) -> Position | None:
@@ -154,26 +139,26 @@ async def held(bus: Bus) -> Position | None:
 
 
 @pytest.mark.nats
-async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, own_server: object, children: object) -> None:
+async def test_a_killed_tap_holds_the_stream_resumes_and_lapses(tmp_path: Path, own_server: object, children: object, start: Start) -> None:
     config = table_config(tmp_path, run={"name": "live", "steps": 100_000}, bus={"samples_bytes": 300_000}, **FIXED)
     async with world(config, own_server, children) as w:  # type: ignore[arg-type]
         # The lock as a supervisor holds it while the run is up.
         with lock_run(w.run):
             async with w.around("engine", "producer", "feeder", "trainer"):
-                async with tap_process(w.run, 60) as process:
-                    await until_trained(w, 1, process)
-                    process.send_signal(signal.SIGKILL)
-                    await process.wait()
+                process = await tapping(start, w.run, 60)
+                await until_trained(w, 1, process)
+                process.kill()
+                await process.wait()
                 known = await newest(w.bus, w)
                 assert await w.bus.kv.get("latest/shadow") is not None, "it has a checkpoint before its first entry, so that none is lost"
                 # Nobody renews the lease now, and it lasts: the stream fills up to what the dead tap needs.
                 for _ in range(20):
                     assert await held(w.bus) is not None
                     await asyncio.sleep(0.05)
-                async with tap_process(w.run, 3) as process:
-                    await until_trained(w, known + 10, process)
-                    process.send_signal(signal.SIGKILL)
-                    await process.wait()
+                process = await tapping(start, w.run, 3)
+                await until_trained(w, known + 10, process)
+                process.kill()
+                await process.wait()
                 last = await held(w.bus)
                 assert last is not None
                 async with asyncio.timeout(80):

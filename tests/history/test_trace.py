@@ -12,13 +12,9 @@ from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Message
 from streamrl.bus.reading import stretch
 from streamrl.errors import ConfigError
-from streamrl.history.ledger_search import first_entry
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.trace_deliveries import with_deliveries
-from streamrl.history.trace_find import TaskFinder, ends, names
-from streamrl.history.trace_life import Claimed, Life
-from streamrl.history.trace_task import life_of
-from streamrl.history.trace_text import WIDTH, life_text
+from streamrl.history.search import TaskFinder, ends, first_entry, names
+from streamrl.history.trace import WIDTH, Claimed, Life, life_of, life_text, with_deliveries
 from streamrl.history.trace_window import WindowReader
 from streamrl.producers.protocol import Claim
 from streamrl.producers.publishing import Publisher

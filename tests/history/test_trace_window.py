@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from streamrl.errors import ConfigError
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.trace_events import WindowEvents
-from streamrl.history.trace_window import Arrival, Swap, WindowReader
+from streamrl.history.trace_window import Arrival, Swap, WindowEvents, WindowReader
 from streamrl.schemas.ledger import Used
 from streamrl.schemas.samples import Sample, TurnSpan
 from streamrl.schemas.subjects import Subjects

@@ -15,13 +15,12 @@ from streamrl.config.load import dump, override
 from streamrl.config.tree import Config
 from streamrl.errors import LogTruncated, SchemaError, StreamRLError
 from streamrl.history.record_log import RecordedLog
-from streamrl.history.replay import Range, verify
-from streamrl.history.replay_report import ReplayReport
+from streamrl.history.replay import Range, ReplayReport, verify
 from streamrl.history.source import open_source
+from streamrl.models.directories import list_checkpoints
 from streamrl.schemas.codec import decode, encode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import LedgerEntry
-from streamrl.trainers.checkpoints import list_checkpoints
 from tests.support.recorded_run import Recorded
 
 pytestmark = pytest.mark.whole

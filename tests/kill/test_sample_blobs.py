@@ -12,8 +12,8 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training.reader import open_message
 from streamrl.consumers.training.sample_blobs import blobs_named
 from streamrl.schemas.subjects import HEADER_TASK, SAMPLES
-from tests.ranks.test_experts import write_mixture
 from tests.support.images import write_rows
+from tests.support.mixtures import write_mixture
 from tests.support.world.fuse import Spot, around
 from tests.support.world.nursery import TORCH, nursery
 from tests.support.world.table import OTHERS

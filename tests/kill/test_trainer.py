@@ -1,4 +1,4 @@
-"""The trainer dies late in its life, around a renewal of its reference, wakes beside its successor, and with a stream that is full."""
+"""The trainer dies late and around a renewal of its reference, wakes beside its successor, has a full stream, ends lost tasks."""
 
 import asyncio
 import os
@@ -13,8 +13,8 @@ from streamrl.bus.server import NatsServer
 from streamrl.config.loss import KLConfig
 from streamrl.config.tree import Config
 from streamrl.history.replay import Range, verify
-from streamrl.history.trace_find import TaskFinder
-from streamrl.history.trace_task import life_of
+from streamrl.history.search import TaskFinder
+from streamrl.history.trace import life_of
 from streamrl.schemas.decoding import decode_samples
 from tests.support.processes import stopped, until
 from tests.support.world.fuse import Spot, around
@@ -74,6 +74,22 @@ async def test_a_full_stream_is_trimmed_only_below_what_a_restart_needs(tmp_path
             assert await w.child("trainer") == 0
         assert (await w.bus.state("samples")).first > 60, "the run must have outgrown the stream several times"
         assert (await w.audit()).problems == []
+
+
+async def test_a_lockstep_run_goes_on_past_tasks_that_were_acknowledged_without_a_record(
+    tmp_path: Path, own_server: NatsServer, children: Nursery
+) -> None:
+    config = table_config(tmp_path, run={"steps": 8}, tasks={"max_staleness": 0})
+    async with world(config, own_server, children) as w:
+        async with w.around("feeder"):
+            trainer = asyncio.create_task(w.child("trainer"))
+            async with w.swallowed():
+                assert len(w.lost) == 2
+            async with w.around("engine", "producer"), asyncio.timeout(60):
+                assert await trainer == 0
+        ends = {drop.task: drop.reason for entry in await w.ledger() for drop in entry.drops if drop.retires and drop.task in w.lost}
+        assert ends == dict.fromkeys(w.lost, "lost")
+        await w.check()
 
 
 RENEWED = (

@@ -8,10 +8,10 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -54,8 +54,6 @@ from tests.support.programs import STREAMRL, Start, answer, said
 from tests.support.world.world import table_config
 
 pytestmark = pytest.mark.timeout(400)
-AGAIN = pytest.mark.soak
-"""A trouble whose cause tests/monitor/test_slo.py finds in the signs of such runs."""
 
 CODE = """
 import asyncio
@@ -164,19 +162,19 @@ async def finding(run: RunDir, objective: str, causes: set[str], *, within_s: fl
 
 
 @contextlib.contextmanager
-def halting(pid: Callable[[], int | None], *, part: float) -> Generator[None]:
-    """Stop a process for this part of every half second."""
+def halting(run: RunDir, kind: str, index: int, part: float) -> Generator[None]:
+    """Stop a worker for this part of every half second."""
     over = threading.Event()
 
     def halt() -> None:
         while not over.is_set():
-            number = pid()
+            number = worker_pid(run, kind, index)
             for one, wait_s in ((signal.SIGSTOP, 0.5 * part), (signal.SIGCONT, 0.5 * (1 - part))):
                 with contextlib.suppress(ProcessLookupError):
                     if number is not None:
                         os.kill(number, one)
                 over.wait(wait_s)
-        if (number := pid()) is not None:
+        if (number := worker_pid(run, kind, index)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(number, signal.SIGCONT)
 
@@ -199,53 +197,59 @@ async def fill(bus: Bus, run: str, *sizes: int) -> None:
                 await bus.publish(Subjects(run).samples("main"), bytes(size))
 
 
+class Trouble(NamedTuple):
+    """What a run is given, whom of it is stopped for a part of its time, and what must be named then."""
+
+    keys: tuple[str, ...]
+    causes: set[str]
+    objective: str = "starvation"
+    halted: tuple[str, int, float] | None = None
+    """Kind and index of the worker, and the part of its time."""
+    named: str = ""
+    """Stands in what is said of the first cause."""
+
+
 STARVED = "slo.starvation=0.3"
 VAIN = ("tasks.drop_zero_variance=true",)
-SATURATED = ("engine.slots=2", "producer.concurrency=32")
-ONE_SLOT = ("producer.concurrency=1", "engine.slots=64")
+EQUAL = ("reward.kind=mine.py:equal", *VAIN)
+SATURATED = ("engine.slots=2", "producer.concurrency=32", "debug.token_delay_s=0.02")
+ONE_SLOT = ("producer.concurrency=1", "engine.slots=64", "debug.token_delay_s=0.02")
 HANG = ("producer.function=mine.py:some_hang", "producer.idle_timeout_s=9")
+THREE = ("engine.workers=3", "engine.slots=4", "producer.concurrency=32")
+SICK = ("engine", 1, 0.9)
+BEHIND = ("slo.stream_lag_s=0.2", "tasks.max_staleness=16")
+TROUBLES = {
+    "few producers": Trouble(ONE_SLOT, {"few_producers"}),
+    "slow reward": Trouble(("reward.kind=mine.py:slow",), {"slow_reward"}),
+    "slow trainer": Trouble(BEHIND, {"slow_trainer"}, "stream_lag_s", ("trainer", 0, 0.95)),
+}
+OTHERS = {
+    "slow engine": Trouble(SATURATED, {"slow_engine"}),
+    "hung tool": Trouble(HANG, {"hung_tool"}),
+    "equal rewards": Trouble(("slo.drop_rate=0.5", *EQUAL), {"zero_variance"}, "drop_rate"),
+    "equal rewards starve": Trouble((*EQUAL, *ONE_SLOT), {"zero_variance"}),
+    "sick engine": Trouble((*THREE, "debug.token_delay_s=0.01"), {"sick_engine"}, halted=SICK, named="engine-1"),
+    "sick engine, equal rewards": Trouble((*THREE, *EQUAL, "debug.token_delay_s=0.05"), {"sick_engine", "zero_variance"}, halted=SICK),
+    "slow engine, equal rewards": Trouble((*EQUAL, *SATURATED), {"zero_variance", "slow_engine"}),
+    "slow and equal rewards": Trouble(("reward.kind=mine.py:slow_and_equal", *VAIN), {"zero_variance", "slow_reward"}),
+    "hung tool, slow engine": Trouble((*HANG, *SATURATED, "debug.token_delay_s=0.05"), {"hung_tool", "slow_engine"}),
+    "hung tool, equal rewards": Trouble((*HANG, *EQUAL), {"hung_tool", "zero_variance"}),
+}
+"""Their causes are found by tests/monitor/test_slo.py in the signs of such runs."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("keys", "objective", "cause"),
+    "given",
     [
-        pytest.param((STARVED, *SATURATED, "debug.token_delay_s=0.02"), "starvation", "slow_engine", marks=AGAIN),
-        ((STARVED, *ONE_SLOT, "debug.token_delay_s=0.02"), "starvation", "few_producers"),
-        pytest.param((STARVED, *HANG), "starvation", "hung_tool", marks=AGAIN),
-        ((STARVED, "reward.kind=mine.py:slow"), "starvation", "slow_reward"),
-        pytest.param(("slo.drop_rate=0.5", "reward.kind=mine.py:equal", *VAIN), "drop_rate", "zero_variance", marks=AGAIN),
-        pytest.param(
-            (STARVED, "reward.kind=mine.py:equal", *VAIN, *ONE_SLOT, "debug.token_delay_s=0.02"), "starvation", "zero_variance", marks=AGAIN
-        ),
+        *(pytest.param(one, id=name, marks=pytest.mark.slow) for name, one in TROUBLES.items()),
+        *(pytest.param(one, id=name, marks=pytest.mark.soak) for name, one in OTHERS.items()),
     ],
 )
-async def test_the_cause_of_a_staged_trouble_is_named(start: Start, run: RunDir, keys: tuple[str, ...], objective: str, cause: str) -> None:
-    async with a_run(start, run, *keys):
-        await finding(run, objective, {cause})
-
-
-THREE = ("engine.workers=3", "engine.slots=4", "producer.concurrency=32")
-
-
-@AGAIN
-@pytest.mark.parametrize(
-    ("keys", "beside"),
-    [(("debug.token_delay_s=0.01",), set[str]()), (("debug.token_delay_s=0.05", *VAIN, "reward.kind=mine.py:equal"), {"zero_variance"})],
-)
-async def test_one_sick_engine_of_several_is_named(start: Start, run: RunDir, keys: tuple[str, ...], beside: set[str]) -> None:
-    """Also beside rewards that are all equal."""
-    async with a_run(start, run, STARVED, *THREE, *keys):
-        with halting(lambda: worker_pid(run, "engine", 1), part=0.9):
-            one = await finding(run, "starvation", {"sick_engine", *beside})
-        assert beside or "engine-1" in one.causes[0].what
-
-
-@pytest.mark.slow
-async def test_a_slow_trainer_is_named(start: Start, run: RunDir) -> None:
-    async with a_run(start, run, "slo.stream_lag_s=0.2", "tasks.max_staleness=16"):
-        with halting(lambda: worker_pid(run, "trainer"), part=0.95):
-            await finding(run, "stream_lag_s", {"slow_trainer"})
+async def test_the_causes_of_a_staged_trouble_are_named(start: Start, run: RunDir, given: Trouble) -> None:
+    async with a_run(start, run, STARVED, *given.keys):
+        with contextlib.nullcontext() if given.halted is None else halting(run, *given.halted):
+            found = await finding(run, given.objective, given.causes)
+    assert given.named in found.causes[0].what
 
 
 @pytest.mark.slow
@@ -257,25 +261,12 @@ async def test_a_full_stream_is_named(start: Start, run: RunDir) -> None:
         await finding(run, "no_progress_s", {"full_stream"})
 
 
-@AGAIN
-@pytest.mark.parametrize(
-    ("keys", "causes"),
-    [
-        (("reward.kind=mine.py:equal", *VAIN, *SATURATED, "debug.token_delay_s=0.02"), {"zero_variance", "slow_engine"}),
-        (("reward.kind=mine.py:slow_and_equal", *VAIN), {"zero_variance", "slow_reward"}),
-        ((*HANG, *SATURATED, "debug.token_delay_s=0.05"), {"hung_tool", "slow_engine"}),
-        ((*HANG, "reward.kind=mine.py:equal", *VAIN), {"hung_tool", "zero_variance"}),
-    ],
-)
-async def test_of_two_troubles_at_once_both_are_named(start: Start, run: RunDir, keys: tuple[str, ...], causes: set[str]) -> None:
-    async with a_run(start, run, STARVED, *keys):
-        await finding(run, "starvation", causes)
-
-
 @pytest.mark.slow
 async def test_a_breach_is_told_everywhere(start: Start, run: RunDir, hook: Hook) -> None:
     streamrl = partial(start, *STREAMRL)
-    async with a_run(start, run, f"slo.webhook={hook.url}", STARVED, "producer.concurrency=1", "debug.token_delay_s=0.05") as process:
+    async with a_run(
+        start, run, f"slo.webhook={hook.url}", "slo.starvation=0.3", "producer.concurrency=1", "debug.token_delay_s=0.05"
+    ) as process:
         await finding(run, "starvation", {"few_producers"})
         await until(lambda: any(b'"few_producers"' in body for body in hook.got), within_s=30)
         assert msgspec.json.decode(hook.got[0])["run"] == "digits"

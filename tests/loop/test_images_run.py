@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.bus.protocol import Bus
 from streamrl.data.tokenizer import load_tokenizer
-from streamrl.history.inspect_reward import task_of_samples
+from streamrl.history.inspect_again import task_of_samples
 from streamrl.history.inspect_samples import sample_text, show
 from streamrl.history.record import record
 from streamrl.history.record_log import RecordedLog

@@ -15,10 +15,10 @@ from streamrl.core.batches import TrainBatch
 from streamrl.errors import OutOfMemory
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_log import PastLedger
+from streamrl.models import directories
+from streamrl.models.directories import list_checkpoints
 from streamrl.schemas.ledger import Choices
 from streamrl.schemas.versions import Version
-from streamrl.trainers import checkpoints
-from streamrl.trainers.checkpoints import list_checkpoints
 from streamrl.trainers.protocol import StepResult, out_of_memory
 from streamrl.trainers.torch.trainer import TorchTrainer
 from tests.loop.test_end import notices
@@ -82,7 +82,7 @@ async def test_a_recorded_version_that_does_not_fit_any_more_is_trained_smaller(
 async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = limited(tmp_path, 0)
     config = replace(config, run=replace(config.run, steps=4), trainer=replace(config.trainer, checkpoint_every=2))
-    step, check = TorchTrainer.step, checkpoints.check_files
+    step, check = TorchTrainer.step, directories.check_files
 
     def out_at_three(self: TorchTrainer, batch: TrainBatch) -> StepResult:
         if batch.version.number == 2:  # as behind an optimizer that has written: nothing can be repeated
@@ -95,7 +95,7 @@ async def test_a_checkpoint_under_way_counts_when_memory_runs_out(tmp_path: Path
 
     async with begun(tmp_path, config) as (run, config, bus):
         monkeypatch.setattr(TorchTrainer, "step", out_at_three)
-        monkeypatch.setattr(checkpoints, "check_files", slow)
+        monkeypatch.setattr(directories, "check_files", slow)
         with pytest.raises(OutOfMemory):
             await run_to_end(config, run, bus)
         monkeypatch.undo()

@@ -14,9 +14,9 @@ from streamrl.consumers.training import worker as trainer_service
 from streamrl.core.fold_config import fold_config
 from streamrl.data.model import ensure_model
 from streamrl.errors import ConfigError
-from streamrl.history.backtest_model import read_history
+from streamrl.history.backtest import read_history
+from streamrl.history.branch import train_branch
 from streamrl.history.branch_file import read_branch_ledger
-from streamrl.history.branch_run import train_branch
 from streamrl.history.replay import Range, verify
 from streamrl.history.replay_log import read_past
 from streamrl.history.source import open_source

@@ -11,7 +11,7 @@ from streamrl.config.tree import Config
 from streamrl.core.state import FoldState
 from streamrl.data.problems import load_problems
 from streamrl.errors import ConfigError, DataError
-from streamrl.history.backtest_grid import backtest_grid
+from streamrl.history.backtest import backtest_grid
 from streamrl.history.source import Source
 from streamrl.history.tap import is_over
 from streamrl.schemas.versions import Version

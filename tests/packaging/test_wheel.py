@@ -81,7 +81,7 @@ def test_nothing_in_the_wheel_imports_what_only_a_benchmark_needs(wheel):
         modules = {name: ast.parse(file.read(name)) for name in file.namelist() if name.endswith(".py")}
     assert len(modules) > 300 and "msgspec" in set.union(*map(imported, modules.values()))
     found = {name: names for name, tree in modules.items() if (names := imported(tree) & MEASURED_BESIDE)}
-    assert found == {"streamrl/trainers/megatron/metadata.py": {"pickle"}}  # of its own: tests/security/test_source.py
+    assert found == {"streamrl/models/megatron/metadata.py": {"pickle"}}  # of its own: tests/security/test_source.py
 
 
 def test_the_verb_says_in_a_wheel_where_the_benchmarks_are(installed):

@@ -13,7 +13,7 @@ from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import read_key
 from streamrl.consumers.training.spilled_drops import PREFIX_BLOBS, whole
 from streamrl.errors import NotFound
-from streamrl.history.fates import Fates
+from streamrl.history.dead_letters import Fates
 from streamrl.history.record import record
 from streamrl.history.record_log import RecordedLog
 from streamrl.history.replay import verify

@@ -138,15 +138,6 @@ async def test_so_many_are_worked_on_at_a_time_and_leave_the_queue_when_they_are
 
 
 @virtual
-async def test_with_one_slot_the_next_task_waits() -> None:
-    scene = Scene()
-    await scene.issue(2)
-    await scene.drained(scene.claims(concurrency=1), at_s=3.0)
-    assert [one for one in scene.told if one[1] == "work"] == [(0.0, "work", 0), (1.0, "work", 1)]
-    assert {most for _, most, _, _ in scene.asked} == {1}
-
-
-@virtual
 async def test_a_lease_is_kept_three_times_an_ack_wait_whatever_the_bus_says(caplog: pytest.LogCaptureFixture) -> None:
     scene = Scene()
     scene.seconds = {0: 19.0}

@@ -584,7 +584,7 @@ async def test_the_run_s_own_producer_serves_the_warm_up_too(
     await main(scene)
     assert seen == [((scene, "x.py:f"), {"sources": sources})]
     seen.clear()
-    import streamrl.producers.verifiers.worker as players
+    import streamrl.bridges.verifiers.worker as players
 
     monkeypatch.setattr(players, "main", play)
     scene.config = replace(scene.config, producer=replace(scene.config.producer, function="verifiers:x"))

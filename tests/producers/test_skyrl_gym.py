@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from streamrl.bridges.skyrl_gym import check
 from streamrl.config.tree import ProducerConfig
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
@@ -13,7 +14,6 @@ from streamrl.errors import ConfigError
 from streamrl.producers.episode import Episode
 from streamrl.producers.functions import make_producer
 from streamrl.producers.protocol import Failure
-from streamrl.producers.skyrl_gym import check
 from streamrl.schemas.samples import Status
 from tests.support.errors import raises
 from tests.support.rolling import PROMPT, context_of, task_of

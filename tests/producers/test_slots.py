@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from streamrl.core.lengths import histogram
 from streamrl.producers.slots import FREE, Cut, Slot, phase, stored, taken
 from streamrl.telemetry.clock import StateClock
@@ -65,28 +63,6 @@ async def test_tasks_that_run_beside_each_other_have_slots_of_their_own() -> Non
     assert clock.take() == {FREE: 5.0, "reward": 5.0, "wait_room": 5.0, "tools": 0.0}
     hand.now_s = 6.0
     assert clock.take()[FREE] == 3.0, "all are free again"
-
-
-async def test_one_that_is_cancelled_is_free() -> None:
-    clock = StateClock(FREE)
-
-    async def one() -> None:
-        with taken(clock, at_once, Cut()), phase("publish"):
-            await asyncio.Event().wait()
-
-    work = asyncio.create_task(one())
-    await asyncio.sleep(0)
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-    clock.take()
-    await asyncio.sleep(0.001)
-    found = clock.take()
-    assert found[FREE] > 0.0 and sum(found.values()) == found[FREE]
-
-
-def test_phases_without_a_slot_are_nothing() -> None:
-    with phase("reward"), pytest.raises(KeyError):
-        raise KeyError
 
 
 def spent(cut: Cut, heard: list[int], kept: list[int]) -> None:

@@ -68,11 +68,6 @@ def test_a_row_that_cannot_be_used_is_a_task_with_the_reason():
     assert decode(encode(tasks[2]), RolloutTask) == tasks[2] and b"refused" not in encode(tasks[1])
 
 
-def test_a_plan_does_not_depend_on_where_it_starts():
-    whole = plan_tasks(Grant(20, 2, 8), 0, 20, PROBLEMS, CONFIG)
-    assert plan_tasks(Grant(20, 2, 8), 11, 15, PROBLEMS, CONFIG) == whole[11:15]
-
-
 def test_seeds_differ_by_task_and_by_run_seed():
     def seeds(config):
         return [task.seed for task in plan_tasks(Grant(20, 0, 0), 0, 20, PROBLEMS, config)]

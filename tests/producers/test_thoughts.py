@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.producers.chat_format import ChatFormat, opens_thought
+from streamrl.producers.chat_format import ChatFormat
 from streamrl.producers.episode import Episode, Segment
 from streamrl.producers.grading import GradingRequest
 from streamrl.producers.rollout_engine import RolloutEngine
@@ -73,32 +73,6 @@ async def test_each_turn_of_a_chat_has_a_prompt_of_its_own(second: str, reward: 
         [later] = (await runner.score(task, GradingRequest.decode(request.encode()).episodes)).episodes
         assert (later.thinking, later.reward) == (opens, expected)
         await runner.close()
-
-
-def test_what_a_turn_was_asked_by() -> None:
-    def said(*ids: int) -> Segment:
-        return Segment(ids, [-0.5] * len(ids), (VersionSpan(len(ids), Version(0, 1)),))
-
-    for segments, asked in (
-        ((Segment([1]), said(2)), [1]),
-        ((Segment([1]), said(2), Segment([3]), said(4)), [3]),
-        ((Segment([1]), said(2), Segment([3]), said(4), Segment([5])), [3]),
-        ((Segment([1]), said(2), said(3)), [1]),
-        ((Segment([1]), Segment([]), said(2)), [1]),
-    ):
-        assert list(Episode(segments=segments, finish_reason="stop").asked_ids) == asked
-
-
-def test_what_opens_a_thought() -> None:
-    tokenizer = family("qwen3.5")
-    for text, opens in (
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<think>", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("<|im_start|>user\nUse <think>.<|im_end|>\n<|im_start|>assistant\n", False),
-        ("", False),
-    ):
-        assert opens_thought(tokenizer, tokenizer.encode(text)) == opens, text
 
 
 @pytest.mark.parametrize(

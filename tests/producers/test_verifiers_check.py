@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from streamrl.bridges.verifiers.adapter import check
+from streamrl.bridges.verifiers.guests import Said
+from streamrl.bridges.verifiers.worker import Sessions
 from streamrl.config.check import check as check_config
 from streamrl.config.load import convert
 from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.producers.functions import make_producer
-from streamrl.producers.verifiers.adapter import check
-from streamrl.producers.verifiers.guests import Said
-from streamrl.producers.verifiers.worker import Sessions
 from tests.support.errors import raises
 
 TABLE: dict[str, Any] = {

@@ -4,19 +4,20 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from streamrl.history.source import open_source
+from streamrl.models.directories import list_checkpoints
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.codec import decode
 from streamrl.schemas.events import Event
 from streamrl.schemas.ledger import TrainedOn
 from streamrl.schemas.subjects import EVENTS, Subjects
-from streamrl.trainers.checkpoints import list_checkpoints
 from tests.ranks.trained import PIPELINE, SHARED, SHORT, TENSOR, Trained, real_up
 from tests.support.forked_up import forked_up, process_id
+from tests.support.mixtures import write_mixture
 from tests.support.processes import stopped, until
 from tests.support.streams import stored
 from tests.support.world.shapes import NAME
@@ -24,13 +25,18 @@ from tests.support.world.shapes import NAME
 pytestmark = [pytest.mark.nats, pytest.mark.timeout(600)]
 OFTEN = (*SHORT, "trainer.checkpoint_every=2")
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
+EXPERTS = "trainer.backend=megatron trainer.experts=2"
+REPLAYED = f"{EXPERTS} trainer.routing_replay=true"
+PPO = "loss.advantage=ppo loss.gae_lambda=0.95 loss.critic.learning_rate=1e-3 loss.critic.only_steps=1"
+CRITIC = (*OFTEN, "model.layers=2", PPO)
+MIXTURE = (*OFTEN, "model.path=mixture", "loss.experts.balance_coef=0.01 loss.experts.z_coef=0.001")
 
 
 def marked(mark: pytest.MarkDecorator, cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     return [pytest.param(*case, marks=mark) for case in cases]
 
 
-# Of the others the parts are run by test_critic.py, test_experts.py and the stretches below.
+# Of the others the parts are run by the critics and mixtures, and by the stretches below.
 OTHERS = [("trainer.shards=1", real_up), ("trainer.context=2", forked_up), (TENSOR, real_up), (PIPELINE, forked_up), (SHARED, forked_up)]
 
 
@@ -43,23 +49,73 @@ async def test_a_run_with_two_ranks_learns_survives_one_and_is_replayed(tmp_path
     assert summary["heldout_last"] >= 0.5
 
 
-CUT, TENSORS = TrainedOn(ranks=2, shards=2), TrainedOn(ranks=2, backend="megatron", tensor=2)
-STRETCHES = (
-    ("shards=2", CUT),
-    ("ranks=1", TrainedOn()),
-    ("context=2", TrainedOn(ranks=2, context=2)),
-    ("backend=megatron pipeline=2", TrainedOn(ranks=2, backend="megatron", tensor=1, pipeline=2)),
-)
-MORE = (("shards=1", TrainedOn(ranks=2)), ("backend=megatron tensor=2", TENSORS), ("shards=2", CUT))
+async def check_critic(trained: Trained) -> None:
+    """The critic was taught in each step of reinforcement learning, and the policy from the second one on."""
+    taught = [entry for entry in await trained.entries() if entry.source == "main"]
+    norms = [entry.metrics["train/value_norm"] for entry in taught]
+    assert len(norms) == len(set(norms))
+    assert [entry.metrics["train/lr"] > 0 for entry in taught] == [number > 0 for number in range(len(taught))]
 
 
-@pytest.mark.parametrize("asked", [pytest.param(STRETCHES, marks=SLOW, id="four"), pytest.param(STRETCHES + MORE, marks=SOAK, id="all")])
-async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(tmp_path: Path, asked: tuple[tuple[str, TrainedOn], ...]) -> None:
-    trained = Trained(tmp_path, *OFTEN, "model.layers=2")
-    for number, (mesh, _) in enumerate(asked):
-        await trained.up(f"run.steps={2 * number + 3}", *(f"trainer.{one}" for one in mesh.split()))
-    assert len({entry.fingerprint for entry in await trained.entries()}) == len({mesh for mesh, _ in asked})
-    await trained.has_stretches([mesh for _, mesh in asked])
+@pytest.mark.parametrize("mesh", [*marked(SLOW, [(PIPELINE,)]), *marked(SOAK, [(TENSOR,)])])
+async def test_a_critic_survives_a_rank_that_is_killed_and_is_replayed(tmp_path: Path, mesh: str) -> None:
+    trained = Trained(tmp_path, *CRITIC, "run.steps=8", mesh)
+    trained.begin()
+    assert (await trained.loses_a_rank(checkpoints=3))["steps"] == 8
+    await check_critic(trained)
+
+
+@pytest.mark.parametrize("mesh", [*marked(SLOW, [(REPLAYED,)]), *marked(SOAK, [("trainer.shards=2",), (EXPERTS,)])])
+async def test_a_mixture_survives_a_rank_that_is_killed_and_is_replayed(tmp_path: Path, mesh: str) -> None:
+    trained = Trained(tmp_path, *MIXTURE, "run.steps=8", mesh)
+    write_mixture(tmp_path / "mixture")
+    trained.begin()
+    assert (await trained.loses_a_rank())["steps"] == 8
+    entries = await trained.entries()
+    loads = [entry.metrics["train/expert_load_max"] for entry in entries]
+    assert len(loads) >= 8 and all(1 <= load <= 4 for load in loads)
+    replayed = [entry.metrics.get("train/routing_replayed", 0.0) for entry in entries if entry.source == "main"]
+    assert all(replayed) if mesh == REPLAYED else not any(replayed)
+
+
+class Stretches(NamedTuple):
+    """A run that goes on from mesh to mesh: settings of all stretches, the mesh of each, and how many steps teach the policy nothing."""
+
+    settings: tuple[str, ...]
+    meshes: Sequence[str]
+    idle: int = 0
+
+
+MESHES = {
+    "trainer.shards=2": TrainedOn(ranks=2, shards=2),
+    "trainer.ranks=1": TrainedOn(),
+    "trainer.context=2": TrainedOn(ranks=2, context=2),
+    "trainer.shards=1": TrainedOn(ranks=2),
+    PIPELINE: TrainedOn(ranks=2, backend="megatron", tensor=1, pipeline=2),
+    TENSOR: TrainedOn(ranks=2, backend="megatron", tensor=2),
+    EXPERTS: TrainedOn(ranks=2, backend="megatron", tensor=1, experts=2),
+}
+FOUR = ("trainer.shards=2", "trainer.ranks=1", "trainer.context=2", PIPELINE)
+DENSE = (*OFTEN, "model.layers=2")
+STRETCHES = [
+    pytest.param(Stretches(DENSE, FOUR), marks=SLOW, id="four"),
+    pytest.param(Stretches(DENSE, (*FOUR, "trainer.shards=1", TENSOR, "trainer.shards=2")), marks=SOAK, id="all"),
+    # Checkpoints that another backend goes on with: tests/trainers/megatron, test_critic.py and test_meshes.py.
+    pytest.param(Stretches(CRITIC, (PIPELINE, "trainer.ranks=1", TENSOR, "trainer.shards=2"), idle=1), marks=SOAK, id="critic"),
+    pytest.param(Stretches(MIXTURE, ("trainer.shards=2", EXPERTS, "trainer.ranks=1")), marks=SOAK, id="mixture"),
+]
+
+
+@pytest.mark.parametrize("given", STRETCHES)
+async def test_each_stretch_of_a_run_is_replayed_on_its_own_mesh(tmp_path: Path, given: Stretches) -> None:
+    trained = Trained(tmp_path, *given.settings)
+    write_mixture(tmp_path / "mixture")
+    for number, mesh in enumerate(given.meshes):
+        await trained.up(f"run.steps={2 * number + 3}", mesh)
+    assert len({entry.fingerprint for entry in await trained.entries()}) == len(set(given.meshes))
+    await trained.has_stretches([MESHES[mesh] for mesh in given.meshes], idle=given.idle)
+    if given.settings is CRITIC:
+        await check_critic(trained)
 
 
 @pytest.mark.slow

@@ -1,19 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from streamrl.config.check import check
 from streamrl.config.reward_kinds import KINDS
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.errors import ConfigError, SchemaError
-from streamrl.rewards.f1 import f1_of, normalized
+from streamrl.rewards.f1 import f1_of
 from streamrl.rewards.factory import built_in, make_reward, runs_in_children
 from streamrl.rewards.gpqa import chosen
 from streamrl.rewards.layers import MOST, ByRow
@@ -75,16 +72,6 @@ def test_f1_of_the_best_of_several_labels() -> None:
     ):
         assert f1_of(label, answer)[0] == pytest.approx(f1)
     assert only("f1", ["dog", "a cat sat down"], "<think>dog</think>the cat sat")[0].value == pytest.approx(0.8)
-
-
-@given(st.text("abc the.,"), st.text("abc the.,"))
-@settings(max_examples=100)
-def test_f1_is_the_harmonic_mean_and_does_not_mind_who_is_who(one: str, other: str) -> None:
-    f1, precision, recall = f1_of(one, other)
-    assert (f1, recall, precision) == pytest.approx(f1_of(other, one)) and 0 <= f1 <= 1
-    left, right = Counter(normalized(one).split()), Counter(normalized(other).split())
-    if left and right:
-        assert f1 == pytest.approx(2 * (left & right).total() / (left.total() + right.total()))
 
 
 def test_the_letter_that_is_chosen() -> None:

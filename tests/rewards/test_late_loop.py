@@ -14,7 +14,7 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training import worker as trainer_service
 from streamrl.consumers.training.reader import open_message
 from streamrl.core.records import Rewarded, Rollouts
-from streamrl.history.fates import Fates
+from streamrl.history.dead_letters import Fates
 from streamrl.history.replay import verify
 from streamrl.launch.prepare import prepare
 from streamrl.producers.late import LateRewards

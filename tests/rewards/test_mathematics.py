@@ -10,21 +10,16 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import streamrl
-from streamrl.config.tree import RewardConfig
-from streamrl.errors import ConfigError, SchemaError
-from streamrl.rewards import minerva
+from streamrl.errors import SchemaError
 from streamrl.rewards.answers import last_box, without_reasoning
-from streamrl.rewards.factory import built_in, is_user_code, make_reward
+from streamrl.rewards.factory import built_in
 from streamrl.rewards.mathematics import equal, explodes
 from streamrl.rewards.numbers import Answer, final_answer, numbers
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import Status
 from tests.rewards.episodes import Episode, only, task
-from tests.support.errors import raises
 
 BUILT_IN = built_in("gsm8k", {})
 SOLUTION = "Natalia sold 48/2 = 24 clips in May.\nShe sold 48+24 = 72 clips altogether.\n#### 72"
@@ -116,12 +111,6 @@ async def test_the_format_is_rewarded_apart() -> None:
         )
 
 
-def test_it_is_built_in() -> None:
-    assert not is_user_code(RewardConfig(kind="gsm8k")) and make_reward(RewardConfig(kind="gsm8k")) is not None
-    with raises(ConfigError, key="reward.options", kind="gsm8k"):
-        make_reward(RewardConfig(kind="gsm8k", options={"form": 1}))
-
-
 GSM8K = Path(__file__).parents[2] / "examples" / "gsm8k"
 
 
@@ -168,14 +157,6 @@ def test_other_answers_are_wrong() -> None:
         ("yes", "no"),
     ):
         assert not equal(label, answer)
-
-
-@given(st.fractions(max_denominator=10**6))
-@settings(max_examples=30, deadline=None)
-def test_a_number_is_itself_in_each_way_of_writing_it_and_no_other(value) -> None:
-    latex = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-    assert minerva.same(str(value), latex) and minerva.same(latex, f"${value}$")
-    assert not minerva.same(str(value), str(value + 1)) and not minerva.same(latex, str(value / 2 + 1) if value != 2 else "3")
 
 
 def test_what_would_be_computed_for_ever_is_wrong_before_it_is() -> None:
@@ -281,10 +262,3 @@ def test_the_package_is_light() -> None:
     root = Path(streamrl.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=root)
     assert done.stdout.strip() == "set()"
-
-
-async def test_a_boxed_reward_keeps_what_it_is_run_by() -> None:
-    assert built_in("boxed_f1", {}).__class__.__name__ == "Boxed"
-    value: Any
-    [value] = await built_in("boxed_f1", {}).score(task("a cat sat down"), [Episode(r"\boxed{the cat sat}")])
-    assert value.value == pytest.approx(0.8)

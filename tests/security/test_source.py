@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("streamrl", "producers", "consumers", "schemas", "benchmarks", "examples", "scripts")
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
-LISTED = "streamrl/trainers/megatron/metadata.py"
+LISTED = "streamrl/models/megatron/metadata.py"
 """Reads a pickle of torch's with a list of the classes that it may name."""
 ALLOWED = {("benchmarks/bus/redis_streams.py", "import pickle"), (LISTED, "import pickle")}
 """The former is what a benchmark's peer does, on bytes that the benchmark itself wrote."""

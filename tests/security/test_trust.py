@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from msgspec.structs import replace
 
+from streamrl.bridges.slime.section import BESIDE_FILTER, PLACES
 from streamrl.bus import BusAddress, connect
 from streamrl.bus.certificates import certificate_for
 from streamrl.bus.memory.bus import MemoryBus
@@ -29,7 +30,7 @@ from streamrl.config.filters import FiltersConfig
 from streamrl.config.load import convert, dump, load
 from streamrl.config.paths import FUNCTIONS
 from streamrl.config.secret_options import with_secrets, without_secrets
-from streamrl.config.slime import BESIDE_FILTER, PLACES, SlimeConfig
+from streamrl.config.slime import SlimeConfig
 from streamrl.config.tree import BusConfig, Config, DataConfig, ProducerConfig, RewardConfig, RunConfig
 from streamrl.consumers.training.checkpoints import latest_key, read_latest
 from streamrl.consumers.training.ledger import take_fence

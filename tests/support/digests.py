@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from streamrl.models.tensor_files import host_bytes
 from streamrl.tensors.digest import combine, tensor_digest
 from streamrl.tensors.names import named
-from streamrl.trainers.torch.checkpoint import host_bytes
 
 
 def digest_of(parameters: Iterable[tuple[str, Tensor]], model_type: str) -> str:

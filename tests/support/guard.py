@@ -39,7 +39,8 @@ def starts_no_process_unmarked(request: pytest.FixtureRequest, monkeypatch: pyte
     def told(way: Callable[..., Any], name: str) -> Callable[..., Any]:
         def start(*words: Any, **options: Any) -> Any:
             said = f"{name} {words[:2]}"[:160]
-            if "fc-list" not in said:  # matplotlib, once a machine: where fonts are
+            # matplotlib, once a machine: where fonts are; what parses bash, in milliseconds
+            if "fc-list" not in said and "shfmt" not in said:
                 started.append(said)
             return way(*words, **options)
 

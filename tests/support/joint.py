@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from streamrl.errors import TrainingError
-from streamrl.trainers import checkpoints
-from streamrl.trainers.checkpoints import check_files, recover, write_directory
-from streamrl.trainers.ranks import writers
-from streamrl.trainers.ranks.writers import Writers
+from streamrl.models import directories, writers
+from streamrl.models.directories import check_files, recover, write_directory
+from streamrl.models.writers import Writers
 
 NAME = "main-v00000001-e0"
 ENOUGH = 40
@@ -93,7 +92,7 @@ def killed(victim: int, calls: int) -> Callable[[Path], Callable[[Writers], None
                 return call
 
             os.fsync, os.rename, os.chmod, shutil.rmtree, os.mkdir = map(counted, (os.fsync, os.rename, os.chmod, shutil.rmtree, os.mkdir))
-            writers.dist.send, checkpoints.file_digest = counted(dist.send), counted(checkpoints.file_digest)
+            writers.dist.send, directories.file_digest = counted(dist.send), counted(directories.file_digest)
             save(group, path, "new")
 
         return body

@@ -19,9 +19,9 @@ from streamrl.config.loss import LossConfig
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
+from streamrl.models.tensor_files import join_tensors
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import learning_rates
-from streamrl.trainers.parts import join_tensors
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.torch.kernels import Kernels

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from streamrl.models.tensor_files import host_bytes
 from streamrl.tensors.concatenation import place_of
 from streamrl.tensors.digest import MASK, combine, slice_digest, tensor_digest
+from streamrl.tensors.mesh import Mesh
 from streamrl.tensors.names import ARCHITECTURES, Named, named, unlisted
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.torch.checkpoint import host_bytes
 from tests.support.digests import digest_of
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "names.json"

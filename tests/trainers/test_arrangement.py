@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 from streamrl.core.packing import ROW
 from streamrl.errors import ConfigError
 from streamrl.schemas.ledger import Choices
+from streamrl.tensors.mesh import Mesh
 from streamrl.trainers import activations
 from streamrl.trainers.activations import GIB, Cut, Estimate, ModelShape, kept_layers
-from streamrl.trainers.mesh import Mesh
 from streamrl.trainers.torch import arrangement, kernels
 from streamrl.trainers.torch.arrangement import Arrangement
 from streamrl.trainers.torch.causal_lm import CausalLM

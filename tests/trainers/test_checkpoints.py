@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from streamrl.errors import CheckpointDamaged, TrainingError
+from streamrl.models import directories
+from streamrl.models.checkpoint import ModelState, TorchState, random_state, read_checkpoint, write_checkpoint, write_tensors
+from streamrl.models.directories import BackgroundWriter, list_checkpoints, prune, recover, write_directory
+from streamrl.models.tensor_files import TensorFiles, join_tensors, part_files, part_folder
 from streamrl.schemas.versions import Version
-from streamrl.trainers import checkpoints
-from streamrl.trainers.checkpoints import BackgroundWriter, list_checkpoints, prune, recover, write_directory
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.parts import find_tensors, join_tensors, part_folder
-from streamrl.trainers.torch.checkpoint import ModelState, TorchState, random_state, read_checkpoint, write_checkpoint, write_tensors
+from streamrl.tensors.mesh import Mesh
 from tests.support.errors import raises
 from tests.support.joint import NAME
 from tests.support.meshes import slow
@@ -32,7 +32,7 @@ from tests.support.same_tensors import same_tensors
 KILLED = """
 import os, shutil, sys
 from pathlib import Path
-from streamrl.trainers.checkpoints import write_directory
+from streamrl.models.directories import write_directory
 
 path, content, left = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -145,7 +145,7 @@ def test_lists_and_prunes_by_version_and_prefix(tmp_path: Path) -> None:
 def test_a_checkpoint_is_read_back_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that gives back other bytes than it was given."""
     digests = iter(["what was written", "what is read"])
-    monkeypatch.setattr(checkpoints, "file_digest", lambda path: next(digests))
+    monkeypatch.setattr(directories, "file_digest", lambda path: next(digests))
     with pytest.raises(CheckpointDamaged):
         BackgroundWriter().submit(tmp_path / "at", fill("1")).result()
     assert list(tmp_path.iterdir()) == []
@@ -227,8 +227,8 @@ def written(path: Path, shards: int) -> Path:
     def write(directory: Path) -> None:
         write_checkpoint(directory, state(0), b"extra", mesh)
         for part in range(1, shards):
-            (directory / part_folder(mesh, part)).mkdir()
-            write_tensors(directory / part_folder(mesh, part), state(part), mesh, part)
+            (directory / part_folder(part, mesh.shard)).mkdir()
+            write_tensors(directory / part_folder(part, mesh.shard), state(part), mesh, part)
 
     write_directory(path, write, seal=True)
     return path
@@ -259,7 +259,7 @@ def test_torchs_own_reader_reads_the_parts(tmp_path: Path) -> None:
     path, flat = written(tmp_path / "at", 3), tmp_path / "flat"
     flat.mkdir()
     for part in range(3):
-        shutil.copyfile(path / part_folder(Mesh(shard=3), part) / "model.safetensors", flat / f"{part}.safetensors")
+        shutil.copyfile(path / part_folder(part, 3) / "model.safetensors", flat / f"{part}.safetensors")
     found = {name: torch.zeros_like(value) for name, value in WHOLE.items()}
     load(found, storage_reader=HuggingFaceStorageReader(str(flat)), no_dist=True)
     assert same_tensors(found, WHOLE)
@@ -323,7 +323,7 @@ def test_one_bit_of_a_part_is_found_and_a_later_format_refused(tmp_path: Path) -
             read_checkpoint(path, Mesh(), 0)
         file.write_bytes(whole)
     assert read_checkpoint(path, Mesh(), 0)[1] == b"extra"
-    assert find_tensors(path, "model.safetensors")["wide"].shape == (5, 3)
+    assert TensorFiles(part_files(path, "model.safetensors")).tensors["wide"].shape == (5, 3)
     path = written(tmp_path / "at", 2)
     (path / "files.json").unlink()
     meta = json.loads((path / "meta.json").read_bytes())

@@ -143,18 +143,6 @@ def test_micro_batches_change_nothing_but_rounding(tiny: Path, loss: LossConfig)
     assert np.abs(score(whole, make_batch(), Role.POLICY) - score(cut, make_batch(), Role.POLICY)).max() < 1e-4
 
 
-def test_what_is_decided_over_a_step_is_decided_alike_again(tiny: Path) -> None:
-    loss = LossConfig(policy="clip_cov", clip_cov_fraction=0.2, clip_cov_low=-1.0, top_entropy=0.6)
-    digests = []
-    for _ in range(2):
-        trainer = make(tiny, loss, minibatches=2)
-        results = [trainer.step(make_batch(step)) for step in range(2)]
-        assert all(0 < result.metrics["train/cov_fraction"] <= 0.2 for result in results)
-        assert all(0.6 <= result.metrics["train/top_entropy_fraction"] < 0.7 for result in results)
-        digests.append([result.digest for result in results])
-    assert digests[0] == digests[1]
-
-
 def test_m2po_leaves_out_of_the_loss_what_its_algorithm_does_whatever_a_micro_batch_sees(tiny: Path) -> None:
     """Algorithm 1 of arXiv 2510.01161 on the whole step, by hand, against micro-batches of one or two samples."""
     loss = LossConfig(policy="m2po", m2po_bound=0.3, reduction="token_mean", correction=CorrectionConfig(kind="none"))

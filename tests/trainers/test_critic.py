@@ -16,9 +16,9 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import Config
 from streamrl.core.batches import STATUS_CODES, TrainBatch
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
+from streamrl.models.directories import SEAL_FILE
 from streamrl.schemas.samples import Status
 from streamrl.schemas.versions import Version
-from streamrl.trainers.checkpoints import SEAL_FILE
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.ranks.local import open_trainer

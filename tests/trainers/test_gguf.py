@@ -14,7 +14,7 @@ from streamrl.config.tree import Config, ModelConfig
 from streamrl.data.model import ensure_model
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError
-from streamrl.trainers.gguf import write_from_gguf
+from streamrl.models.gguf import write_from_gguf
 from tests.support.errors import raises
 
 HEADS, HIDDEN = 2, 16

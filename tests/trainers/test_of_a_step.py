@@ -20,7 +20,7 @@ from streamrl.config.tree import OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import split_groups
 from streamrl.telemetry.names import METRICS
-from streamrl.trainers.mesh import mesh_of
+from streamrl.tensors.mesh import mesh_of
 from streamrl.trainers.table.trainer import TableTrainer
 from streamrl.trainers.torch.direction import Direction
 from streamrl.trainers.torch.parallel import Parallel

@@ -22,8 +22,8 @@ from streamrl.errors import TrainingError
 from streamrl.runtime.processes import started
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import MASK, slice_digest, tensor_digest
+from streamrl.tensors.mesh import Mesh, gathers_once, mesh_of, trained_on
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.mesh import Mesh, gathers_once, mesh_of, trained_on
 from streamrl.trainers.ranks import local
 from streamrl.trainers.ranks.local import open_trainer
 from streamrl.trainers.ranks.process_group import Rendezvous, RendezvousAddress, join

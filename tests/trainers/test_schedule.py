@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -96,16 +95,6 @@ def test_it_rises_falls_and_stays_above_its_floor() -> None:
     assert learning_rate(5, peak=3.0, warmup_steps=0, total_steps=1, final_fraction=1.0) == 3.0
     rate = learning_rate(10_000, peak=PEAK, warmup_steps=4, total_steps=9, final_fraction=0.3, kind="inverse_sqrt")
     assert rate == pytest.approx(0.3 * PEAK)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_a_fall_of_all_and_of_nothing(fraction: float, warmup: int) -> None:
-    """The whole of it is the linear schedule; none of it is the peak to the last step, and the floor from there on."""
-    rate = partial(learning_rate, peak=PEAK, warmup_steps=warmup, total_steps=8, final_fraction=0.5)
-    for step in range(9):
-        wsd, linear, constant = rate(step, kind="wsd", cooldown_fraction=fraction), rate(step), rate(step, kind="constant")
-        assert wsd == pytest.approx(linear if fraction else constant if step < 8 else PEAK / 2)
 
 
 def test_schedules_that_cannot_be_are_refused() -> None:

@@ -13,13 +13,13 @@ from streamrl.config.loss import CorrectionConfig, ExpertsConfig, KLConfig, Loss
 from streamrl.config.tree import OptimizerConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError, TrainingError
+from streamrl.models.tensor_files import host_bytes
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
+from streamrl.tensors.mesh import mesh_of
 from streamrl.trainers.factory import make_trainer
-from streamrl.trainers.mesh import mesh_of
 from streamrl.trainers.protocol import StepResult
 from streamrl.trainers.ranks.local import open_trainer
-from streamrl.trainers.torch.checkpoint import host_bytes
 from streamrl.trainers.torch.parallel import Parallel
 from tests.support import meshes
 from tests.support.batches import train_batch

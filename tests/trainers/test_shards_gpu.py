@@ -13,11 +13,11 @@ import torch
 from torch._dynamo.utils import counters
 
 from streamrl.config.tree import Config
+from streamrl.models.tensor_files import host_bytes
 from streamrl.schemas.versions import Version
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer
 from streamrl.trainers.ranks.local import open_trainer
-from streamrl.trainers.torch.checkpoint import host_bytes
 from streamrl.trainers.torch.snapshot import SnapshotBytes
 from streamrl.weights.manifest import shard_digests
 from tests.support import trainers

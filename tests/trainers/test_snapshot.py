@@ -15,12 +15,11 @@ from streamrl.errors import TrainingError
 from streamrl.schemas.versions import Version
 from streamrl.tensors.buckets import check_copying
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
-from streamrl.trainers.mesh import Mesh
+from streamrl.tensors.mesh import Mesh
 from streamrl.trainers.torch import snapshot
-from streamrl.trainers.torch.host_copies import HostCopies
+from streamrl.trainers.torch.saving import HostCopies
 from streamrl.trainers.torch.sharding import Held
-from streamrl.trainers.torch.snapshot import Buffer, HostReader, SnapshotBytes, SnapshotRing
-from streamrl.trainers.torch.snapshot_layout import Published
+from streamrl.trainers.torch.snapshot import Buffer, HostReader, Published, SnapshotBytes, SnapshotRing
 from streamrl.trainers.torch.trainer import COPY_WAIT
 from streamrl.weights.manifest import Content
 from streamrl.weights.protocol import Shard
@@ -151,7 +150,7 @@ def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.Mon
     """However they are cut, what is marked is complete, and a mark tells one version of a buffer from the next."""
     parameters = [(name, torch.randn(size)) for name, size in (("c", 100), ("a", 30), ("b.10", 0), ("b.9", 200), ("d", 3))]
     for limit, ends in ((1 << 30, (1420,)), (1, (128, 960, 1408, 1420)), (960, (960, 1420))):
-        monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", limit)
+        monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", limit)
         snapshots = SnapshotRing(parameters, CPU, slots=1)
         for number in (1, 2):
             snapshot = snapshots.take()[0].data.snapshot  # type: ignore[union-attr]
@@ -164,7 +163,7 @@ def test_buckets_follow_each_other_as_the_parameters_lie(monkeypatch: pytest.Mon
 
 
 def test_a_bucket_is_marked_when_it_has_been_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 64)
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", 64)
     seen: list[tuple[int, list[int], list[float]]] = []
     copy = SnapshotRing.copy_bucket
 

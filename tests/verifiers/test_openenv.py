@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from streamrl.bridges.openenv import check
 from streamrl.config.tree import ProducerConfig
 from streamrl.data.tokenizer import Tokenizer
 from streamrl.engines.table.engine import TableEngine
 from streamrl.errors import ConfigError
 from streamrl.producers.episode import Episode
 from streamrl.producers.functions import make_producer
-from streamrl.producers.openenv import check
 from streamrl.producers.protocol import Failure
 from tests.support.errors import raises
 from tests.support.needs import need, openenv_python

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from streamrl.bridges.verifiers.worker import main
 from streamrl.config.gateway import GatewayConfig
 from streamrl.config.tree import ProducerConfig, TasksConfig
 from streamrl.errors import ConfigError
-from streamrl.producers.verifiers.worker import main
 from streamrl.schemas.codec import encode
 from streamrl.schemas.samples import Sample, Status
 from streamrl.schemas.tasks import RolloutTask, Sampling

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from streamrl.bus import Bus, connect
-from streamrl.bus.memory.bus import MemoryBus
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.server import NatsServer
 
 

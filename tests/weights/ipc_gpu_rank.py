@@ -13,9 +13,8 @@ import msgspec
 import torch
 
 from streamrl.schemas.versions import Version
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.torch.snapshot import SnapshotRing
-from streamrl.trainers.torch.snapshot_layout import Published
+from streamrl.tensors.mesh import Mesh
+from streamrl.trainers.torch.snapshot import Published, SnapshotRing
 from streamrl.weights.ipc import IpcTransport
 from streamrl.weights.shm import ShmTransport
 

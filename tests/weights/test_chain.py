@@ -26,6 +26,7 @@ from streamrl.weights.pins import Pins
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
 from tests.support.errors import raises
+from tests.support.processes import until
 from tests.support.wanted import fetched, filled, host
 
 ROWS = 4096
@@ -121,14 +122,6 @@ async def test_most_versions_are_a_few_bytes_and_every_fourth_is_whole(make):
     assert all(wire_bytes(manifest) < 0.05 * manifest.nbytes for manifest in published if manifest.kind == "delta")
     # An anchor comes with its changes, for engines that hold the version before.
     assert all(manifest.nbytes < wire_bytes(manifest) < 1.05 * manifest.nbytes for manifest in published[4::4])
-
-
-async def test_an_engine_that_follows_never_reads_an_anchor_again(make, reader):
-    publisher = make()
-    for number in range(10):
-        [manifest] = await publish(publisher, number)
-        assert await reader.take(manifest) == bytes_of(number)
-        assert reader.fetched() == ([f"delta {number}"] if number else ["anchor 0"])
 
 
 async def test_an_engine_that_skips_versions_reads_their_changes_and_a_late_joiner_the_newest_anchor(make, reader, memory_bus):
@@ -281,8 +274,7 @@ async def test_memory_of_an_image_goes_with_it(make, memory_bus):
         if how == "closed":
             one.transport.close()
         del one
-        gc.collect()
-        assert images() == before
+        await until(lambda: gc.collect() >= 0 and images() == before)  # a thread of its pool may still be on its way out
 
 
 def images() -> int:

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamrl.errors import BusError
 from streamrl.schemas.versions import Version
 from streamrl.trainers.torch import snapshot
-from streamrl.trainers.torch.snapshot import SnapshotBytes, SnapshotRing
-from streamrl.trainers.torch.snapshot_layout import Published
+from streamrl.trainers.torch.snapshot import Published, SnapshotBytes, SnapshotRing
 from streamrl.weights import changes
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.changes import Before

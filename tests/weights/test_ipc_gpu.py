@@ -103,7 +103,7 @@ async def read_while_training(tmp_path: Path, gpu: int) -> None:
 def test_engines_begin_to_read_while_the_copy_is_under_way(tmp_path: Path, gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """About a second passes on the device between two buckets: the manifest is out before, and what is read is complete."""
     need("two gpus" if gpu else "gpu")
-    monkeypatch.setattr("streamrl.trainers.torch.snapshot_layout.BUCKET_BYTES", 32 << 20)
+    monkeypatch.setattr("streamrl.trainers.torch.snapshot.BUCKET_BYTES", 32 << 20)
     copy = SnapshotRing.copy_bucket
 
     def slowly(ring: SnapshotRing, buffer: Buffer, number: int) -> None:

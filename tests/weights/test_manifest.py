@@ -151,17 +151,6 @@ def test_a_manifest_without_words_is_what_it_was_before_there_were_any():
     assert decode(encode(manifest), Manifest) == manifest
 
 
-def test_column_slices_are_joined():
-    data = np.arange(12, dtype=np.float32).reshape(3, 4)
-    parts = [
-        shard("w", "float32", (3, 4), np.ascontiguousarray(data[:, low:high]).view(np.uint8).reshape(-1), (0, low), (3, high - low))
-        for low, high in ((0, 1), (1, 4))
-    ]
-    content = Content(parts)
-    assert content.digest == Content([shard("w", "float32", (3, 4), data.view(np.uint8).reshape(-1))]).digest
-    np.testing.assert_array_equal(read_all(content, [Slice(0, content.nbytes)]).view(np.float32).reshape(3, 4), data)
-
-
 @pytest.mark.parametrize(
     ("shards", "values"),
     [

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
@@ -66,19 +64,6 @@ def test_a_pin_is_served_until_it_is_let_go():
     # A version of an epoch that was forked at a lower number is no stand-in.
     assert choose_pinned({v(3, 1)}, [v(5)], v(2)) is None
     assert choose_pinned({v(3, 1), v(5, 1)}, [v(5)], v(2)) == v(5, 1)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    announced=st.sets(st.integers(0, 20), max_size=12), pins=st.sets(st.integers(0, 20), max_size=4), serving=st.none() | st.integers(0, 20)
-)
-def test_an_engine_with_pins_never_goes_back_and_never_moves_without_one(announced, pins, serving):
-    served = None if serving is None else v(serving)
-    chosen = choose_pinned([v(n) for n in announced], [v(n) for n in pins], served)
-    if chosen is not None:
-        assert pins and chosen.number in announced
-        assert served is None or chosen > served
-        assert any(pin <= chosen.number for pin in pins)
 
 
 @virtual

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from streamrl.bus.memory.bus import MemoryBus
+from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
 from streamrl.bus.server import NatsServer
 from streamrl.config.tree import WeightsConfig
@@ -21,20 +21,20 @@ from streamrl.errors import WeightSyncError
 from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.versions import Version
-from streamrl.schemas.weights import Manifest, PartRef, Piece, TensorSpec
+from streamrl.schemas.weights import Manifest
 from streamrl.weights.bus import BusTransport
 from streamrl.weights.factory import make_publisher, make_rank_publisher, make_transports
 from streamrl.weights.manifest import Content, offers
 from streamrl.weights.protocol import Shard
 from streamrl.weights.publisher import Publisher
-from streamrl.weights.ranks import check_places, merge
+from streamrl.weights.ranks import check_places
 from streamrl.weights.shm import ShmTransport
 from streamrl.weights.slices import MergedTransport, OtherRanks, RankPublisher, Requests
 from tests.support.errors import raises
 from tests.support.processes import until
 from tests.support.wanted import fetched, host
 from tests.weights.ranked import large, model, rows_of
-from tests.weights.test_ranks import contribution, whole
+from tests.weights.test_ranks import whole
 
 SUBJECTS = Subjects("r")
 PATIENCE_S = 60.0
@@ -367,26 +367,3 @@ async def test_places_that_are_no_version_are_refused_by_every_transport(tmp_pat
         assert await read(bus, tmp_path, config, good) == whole(1)
         with pytest.raises(WeightSyncError, match=rf"manifest of policy 0\.1: ({said})"):
             await read(bus, tmp_path, config, bad)
-
-
-async def test_parts_that_are_missing_or_twice_are_refused(tmp_path: Path) -> None:
-    made = [contribution(rows_of(model(1), rank, 2), 100, {}, str(rank)) for rank in range(2)]
-    good = merge(made)
-    check_places(good)
-    for parts, said in (
-        (good.parts[1:], "expected a part at byte 0"),
-        (good.parts[:-1], "expected pieces in order within its"),
-        ((*good.parts, good.parts[-1]), "expected a part at byte"),
-        ((*good.parts[:-1], msgspec.structs.replace(good.parts[-1], nbytes=-1)), "expected a part at byte"),
-    ):
-        with pytest.raises(WeightSyncError, match=said):
-            check_places(msgspec.structs.replace(good, parts=tuple(parts)))
-
-
-def test_padding_may_belong_to_no_piece() -> None:
-    tensors = (TensorSpec("a", "int8", (5,), 0, 5, ""), TensorSpec("b", "int8", (3,), 64, 3, ""))
-    manifest = Manifest(
-        run="r", policy="p", version=v(1), tensors=tensors, parts=(PartRef("x", 0, 8),), transport="shm", digest="", nbytes=67,
-        pieces=(Piece(0, 0, 5), Piece(5, 64, 3)),
-    )  # fmt: skip
-    check_places(manifest)

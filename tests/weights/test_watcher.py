@@ -129,19 +129,6 @@ async def test_from_the_trainer_to_the_next_token(run):
     assert all(metric(name).name == name for name in run.reported)
 
 
-async def test_only_the_newest_is_taken_and_never_an_older_one(run):
-    for number in range(4):
-        await run.publish(number)
-    async with watched(run.watcher()):
-        assert await run.committed.get() == Version(0, 3)
-        for older, newer, epoch in ((2, 4, 0), (3, 1, 1)):
-            await run.publish(older)
-            await run.publish(newer, epoch=epoch)
-            assert await run.committed.get() == Version(epoch, newer)
-    assert [detail["version"] for detail in run.taken] == ["0.3", "0.4", "1.1"]
-    assert run.failed.empty()
-
-
 async def test_the_greatest_version_is_taken_whichever_was_announced_last(run):
     """One of a trainer that was replaced has come late."""
     for epoch, number in ((0, 2), (1, 1), (0, 3)):

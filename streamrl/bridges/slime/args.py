@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from streamrl.config.slime import OPTION, unknown_flag
+from streamrl.bridges.slime.section import OPTION, unknown_flag
 
 
 class Args:
-    """Attributes by slime's flag names (`streamrl.config.slime_flags`).
+    """Attributes by slime's flag names (`streamrl.bridges.slime.flags`).
 
     A name that is not there raises AttributeError and says where to look, so that `getattr(args, name, default)` works; setting one does
     too: every process has its own, so that nobody else would see it.

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from streamrl.bridges.slime.contracts import Asked, check_hook
-from streamrl.config.slime_hooks import HOOKS, REFUSED
+from streamrl.bridges.slime.known import HOOKS, REFUSED
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.runtime.apart import TAIL_BYTES, begin, run_apart, say
 

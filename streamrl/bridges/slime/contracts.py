@@ -11,9 +11,9 @@ import msgspec
 
 from streamrl.bridges.slime import modules
 from streamrl.bridges.slime.args import taken
+from streamrl.bridges.slime.known import HOOKS
+from streamrl.bridges.slime.section import GROUP, PLACES
 from streamrl.config.plugins import resolve
-from streamrl.config.slime import GROUP, PLACES
-from streamrl.config.slime_hooks import HOOKS
 from streamrl.errors import ConfigError
 
 _SEAMS = {(f"{one.section}.{one.key}", one.prefix): one.flag for one in PLACES if one.prefix}
@@ -81,3 +81,8 @@ def _misformed(flag: str, found: Any) -> str:
         given = ", ".join((*hook.takes, *(f"{one}=" for one in hook.named)))
         return f"it takes {signature}, which does not go with a call of {given}: {error}"
     return ""
+
+
+def check_section(reference: str, *, key: str) -> None:
+    """Raise ConfigError unless the function at a key of the section `slime` has its form."""
+    check_hook(key.removeprefix("slime.").partition("[")[0], reference, key=key)

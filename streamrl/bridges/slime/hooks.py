@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.bridges.slime.contracts import check_hook, hook_of
-from streamrl.config.environments import split
-from streamrl.config.slime import SLIME
+from streamrl.bridges.slime.section import SLIME
+from streamrl.config.bridges import split
 
 
 def adapted(reference: str, *, key: str, base: Path | None = None) -> Any:

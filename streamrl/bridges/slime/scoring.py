@@ -13,8 +13,8 @@ import numpy as np
 from streamrl.bridges.slime.args import Args, args_of
 from streamrl.bridges.slime.generate import prompt_text
 from streamrl.bridges.slime.sample import Sample, sample_of
+from streamrl.bridges.slime.section import BESIDE_FILTER, OPTION
 from streamrl.config.plugins import resolve
-from streamrl.config.slime import BESIDE_FILTER, OPTION
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer
 from streamrl.errors import SchemaError
 from streamrl.producers.episode import Episode

@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import msgspec
 
-from streamrl.config.slime_flags import ROUTER_HOST
+from streamrl.bridges.slime.flags import ROUTER_HOST
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.protocol import GenerateRequest
 from streamrl.errors import SchemaError

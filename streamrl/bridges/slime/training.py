@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from streamrl.algorithms.estimators import TokenArrays
 from streamrl.bridges.slime.args import Args
+from streamrl.bridges.slime.flags import loss_flags
 from streamrl.bridges.slime.sample import Sample, SampleStatus
 from streamrl.config.loss import LossConfig
-from streamrl.config.slime_flags import loss_flags
 from streamrl.core.batches import STATUS_CODES, TrainBatch, sample_of_token
 from streamrl.errors import ConfigError
 

@@ -17,11 +17,11 @@ from typing import Any, cast
 import numpy as np
 
 from streamrl.bridges.slime.contracts import Asked
+from streamrl.bridges.slime.flags import run_flags
 from streamrl.bridges.slime.hooks import adapted
 from streamrl.bridges.slime.rollout_function import RolloutFunction
+from streamrl.bridges.slime.section import BESIDE_FILTER, DEFAULT_GENERATE, GROUP, KEEP_ALL, OPTION, REWARDS, ROLLOUT, SLIME
 from streamrl.config.loss import CorrectionConfig, LossConfig
-from streamrl.config.slime import BESIDE_FILTER, DEFAULT_GENERATE, GROUP, KEEP_ALL, OPTION, REWARDS, ROLLOUT, SLIME
-from streamrl.config.slime_flags import run_flags
 from streamrl.config.tree import Config
 from streamrl.core.batches import TrainBatch
 from streamrl.data.characters import write_tokenizer

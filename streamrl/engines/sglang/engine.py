@@ -16,7 +16,7 @@ from streamrl.engines.protocol import Chunk, EngineInfo, GenerateRequest
 from streamrl.engines.requests import check_request, check_room
 from streamrl.engines.sglang.answers import Style, check_sampling
 from streamrl.engines.sglang.counts import Counts
-from streamrl.engines.sglang.hosts import Connected, Host, connect_host
+from streamrl.engines.sglang.host import Connected, Host, connect_host
 from streamrl.engines.sglang.jobs import Job
 from streamrl.engines.sglang.server import SglangServer
 from streamrl.engines.texts import Texts

@@ -9,7 +9,6 @@ completion during which nothing was committed has exact versions; the others are
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import tempfile
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from streamrl.engines.live_swap.images import MappedVersion, collected, memory_folder
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.errors import EngineDied, EngineError, WeightSyncError
+from streamrl.models.tensor_files import WEIGHTS_FILE, NewTensors
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Manifest
 from streamrl.tensors.concatenation import ITEM_BYTES
@@ -28,7 +28,8 @@ from streamrl.weights.protocol import Commit, CudaSource, FileSource, Part, Slic
 
 CONTROL_S = 60.0
 LOAD_S = 1800.0
-_SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64", "int64": "I64", "int32": "I32", "uint8": "U8"}
+_READ = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8")
+"""Types that SGLang reads from a file."""
 
 
 class StockHost:
@@ -52,9 +53,9 @@ class StockHost:
     def wants(self, manifest: Manifest) -> Sequence[Slice]:
         """All of a version; raises WeightSyncError for a dtype that SGLang cannot read from a file."""
         for spec in manifest.tensors:
-            if spec.dtype not in _SAFETENSORS:
+            if spec.dtype not in _READ:
                 raise WeightSyncError(
-                    f"tensor {spec.name!r} of {manifest.version}: expected a dtype of {', '.join(_SAFETENSORS)}, got {spec.dtype}",
+                    f"tensor {spec.name!r} of {manifest.version}: expected a dtype of {', '.join(_READ)}, got {spec.dtype}",
                     hint="publish the policy in one of them",
                 )
         return (Slice(0, manifest.nbytes),)
@@ -149,18 +150,10 @@ def _write(manifest: Manifest, version: MappedVersion, model_dir: Path, folder: 
             if path.name.endswith(".index.json"):
                 continue
             (folder / path.name).symlink_to(path.resolve())
-    header: dict[str, Any] = {}
-    end = 0
-    for spec in manifest.tensors:
-        header[spec.name] = {"dtype": _SAFETENSORS[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.nbytes]}
-        end += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    made = NewTensors(folder / WEIGHTS_FILE, {spec.name: (spec.dtype, tuple(spec.shape)) for spec in manifest.tensors})
     digests: dict[str, int] = {}
-    with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for spec in manifest.tensors:
-            data = version.bytes(spec.offset, spec.nbytes)
-            digests[spec.name] = tensor_digest(data, ITEM_BYTES[spec.dtype])
-            file.write(data.data)
+    for spec in manifest.tensors:
+        data = version.bytes(spec.offset, spec.nbytes)
+        digests[spec.name] = tensor_digest(data, ITEM_BYTES[spec.dtype])
+        made.bytes(spec.name)[:] = data
     return combine(digests)

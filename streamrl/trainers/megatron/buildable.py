@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.trainers.megatron.names import Architecture, Place, architecture, check_mesh
+from streamrl.models.megatron.names import Architecture, Place, architecture, check_mesh
 
 LOWEST, BELOW = (0, 16), (0, 20)
 """Versions of megatron-core that are known to have what is used here."""

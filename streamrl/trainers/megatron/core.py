@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.errors import ConfigError
+from streamrl.models.megatron.names import Architecture, Place
 from streamrl.trainers.megatron.buildable import check_installed
-from streamrl.trainers.megatron.cpu import stand_in
-from streamrl.trainers.megatron.names import Architecture, Place
 from streamrl.trainers.torch.layers import CHECKPOINT
 
 _alone = False
@@ -313,3 +312,16 @@ def _own_norms(decoder: Any, eps: float) -> None:
         raise ConfigError(
             "megatron-core made its last norm otherwise than this trainer knows", hint="use another version of it", key="trainer.backend"
         )
+
+
+def stand_in() -> None:
+    """Patch this process, once, unless it has CUDA.
+
+    - `torch.cuda.current_device`: gathered sequences and gradients are allocated on it, forward and backward.
+    - `torch.cuda.synchronize`: process groups are made behind one.
+    """
+    if torch.cuda.is_available():
+        return
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
+    torch.cuda.synchronize = lambda device=None: None

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.decorators import maybe_mark_dynamic
 
-from streamrl.trainers.megatron.names import Parameter, Part
+from streamrl.models.megatron.names import Parameter, Part
 from streamrl.trainers.torch.experts import added, by_expert, permute, products, sums
 from streamrl.trainers.torch.layers import not_compiled
 

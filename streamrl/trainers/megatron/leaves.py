@@ -4,7 +4,7 @@
 leaf (Hugging Face name, a box of the tensor)  --write, rounded-->  parameter of megatron-core (fused, cut)
 leaf.grad, summed in float32                   <--after backward--  gradient
 ```
-The optimizer, checkpoints, digests and what is published know leaves alone. `streamrl.trainers.megatron.names` says which rows are which.
+The optimizer, checkpoints, digests and what is published know leaves alone. `streamrl.models.megatron.names` says which rows are which.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from streamrl.errors import ConfigError
+from streamrl.models.megatron.names import Parameter, Part
+from streamrl.models.tensor_files import Box, Stored, TensorFiles
 from streamrl.tensors.names import Named, named
-from streamrl.trainers.megatron.names import Parameter, Part
-from streamrl.trainers.parts import find_tensors
 
 
 class Leaf(NamedTuple):
@@ -115,25 +115,14 @@ class Leaves:
         Raises:
             ConfigError: there are no safetensors, or a tensor is missing or has another shape.
         """
-        files: dict[str, Path] = {}
-        stored = [one for leaf in self.leaves for one in self._stored(leaf)]
         try:
-            for path in sorted(model_dir.glob("*.safetensors")):
-                files |= dict.fromkeys(find_tensors(model_dir, path.name), path)
-            for path in set(files.values()):
-                with safe_open(path, "pt") as source:
-                    for one, value in stored:
-                        if files.get(one.name) == path:
-                            value.copy_(_box(source, one, path).to(dtype))
+            with TensorFiles(sorted(model_dir.glob("*.safetensors"))) as files:
+                for leaf in self.leaves:
+                    for one, value in self._stored(leaf):
+                        _check(one, files.tensors, model_dir)
+                        value.copy_(files.read(one.name, Box(one.offset, one.held)).to(dtype))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"the weights in {model_dir} cannot be read: {error}", hint="is it complete?", path=str(model_dir)) from error
-        if missing := [one.name for one, _ in stored if one.name not in files]:
-            raise ConfigError(
-                f"expected {missing[0]} in a safetensors file of {model_dir}, got {len(files)} other tensors",
-                hint="save the model with save_pretrained of transformers",
-                path=str(model_dir),
-                missing=missing[0],
-            )
         self.write()
 
     def _stored(self, leaf: Leaf) -> Iterator[tuple[Named, Tensor]]:
@@ -168,16 +157,22 @@ def _view(parameter: Tensor, part: Part) -> Tensor:
     return parameter.detach().unflatten(0, (-1, part.period))[:, part.first : part.first + part.run]
 
 
-def _box(source: Any, part: Named, path: Path) -> Tensor:
-    found = source.get_slice(part.name)
-    if tuple(found.get_shape()) != part.shape:
+def _check(one: Named, stored: Mapping[str, Stored], model_dir: Path) -> None:
+    """Raise ConfigError unless there is such a tensor."""
+    if one.name not in stored:
         raise ConfigError(
-            f"expected {part.name} of shape {part.shape} in {path}, got {tuple(found.get_shape())}",
-            hint="does config.json belong to these weights?",
-            path=str(path),
-            parameter=part.name,
+            f"expected {one.name} in a safetensors file of {model_dir}, got {len(stored)} other tensors",
+            hint="save the model with save_pretrained of transformers",
+            path=str(model_dir),
+            missing=one.name,
         )
-    return found[tuple(slice(first, first + count) for first, count in zip(part.offset, part.held, strict=True))]
+    if (got := stored[one.name].shape) != one.shape:
+        raise ConfigError(
+            f"expected {one.name} of shape {one.shape} in {model_dir}, got {got}",
+            hint="does config.json belong to these weights?",
+            path=str(model_dir),
+            parameter=one.name,
+        )
 
 
 def _move_gradient(leaves: Sequence[Leaf], parameter: Tensor) -> None:

@@ -22,6 +22,7 @@ from streamrl.algorithms.vocab_parallel import vocab_parallel_logprobs
 from streamrl.core.batches import TrainBatch
 from streamrl.core.packing import MicroBatch, trial_row
 from streamrl.errors import ConfigError
+from streamrl.models.megatron.names import Architecture, Part, Place, parameters
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.drawn import drawn, logit_bias
 from streamrl.trainers.flops import ModelFlops, model_flops
@@ -29,7 +30,6 @@ from streamrl.trainers.megatron.buildable import ROPES, read_architecture
 from streamrl.trainers.megatron.core import Attend, Decoder
 from streamrl.trainers.megatron.experts import Mixture, TopKRouter, in_matrices
 from streamrl.trainers.megatron.leaves import Leaf, Leaves
-from streamrl.trainers.megatron.names import Architecture, Part, Place, parameters
 from streamrl.trainers.megatron.pipeline import Pipeline
 from streamrl.trainers.megatron.ranks import HeldBoxes, MegatronParallel, check_samples
 from streamrl.trainers.torch.attention import attention_mask, packed_attention

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.core.packing import MicroBatch
+from streamrl.tensors.collectives import among_ranks
 from streamrl.trainers.megatron.ranks import Line
-from streamrl.trainers.ranks.collectives import among_ranks
 
 Run = Callable[[MicroBatch, Tensor | None], Tensor]
 """The stage's layers, of a micro-batch and what the stage before it made of it."""

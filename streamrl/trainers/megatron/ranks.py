@@ -20,12 +20,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from streamrl.errors import ConfigError
+from streamrl.models.checkpoint import ModelState, host_copy
+from streamrl.models.tensor_files import Box
+from streamrl.tensors.collectives import among_ranks
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests
+from streamrl.tensors.mesh import Mesh
 from streamrl.trainers.activations import Cut
 from streamrl.trainers.megatron.leaves import Leaf
-from streamrl.trainers.mesh import Mesh
-from streamrl.trainers.ranks.collectives import among_ranks
-from streamrl.trainers.torch.checkpoint import Box, ModelState, host_copy
 from streamrl.trainers.torch.context import Context
 from streamrl.trainers.torch.parallel import Parallel, local
 from streamrl.trainers.torch.sharding import Held, Slice

@@ -20,9 +20,9 @@ import msgspec
 from streamrl.core.batch_bytes import pack, unpack
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import TrainingError
+from streamrl.models.directories import check_files, recover
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import digest_text
-from streamrl.trainers.checkpoints import check_files, recover
 from streamrl.trainers.protocol import StepResult, Trainer
 from streamrl.trainers.ranks.process_group import ProcessGroup
 from streamrl.weights.protocol import Shard

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from streamrl.errors import TrainingError
-from streamrl.trainers.ranks.collectives import HINT, among_ranks
+from streamrl.tensors.collectives import HINT, among_ranks
 
 _POLL_S = 0.05
 _CONNECT_S = 2.0

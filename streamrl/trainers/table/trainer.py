@@ -36,9 +36,9 @@ from streamrl.core.batches import TrainBatch
 from streamrl.core.candidates import candidate_metrics
 from streamrl.core.packing import Indices
 from streamrl.errors import ConfigError, TrainingError
+from streamrl.models.directories import BackgroundWriter, check_files, damaged, recover, unreadable, write_directory
 from streamrl.schemas.versions import Version
 from streamrl.tensors.digest import combine, tensor_digest
-from streamrl.trainers.checkpoints import BackgroundWriter, check_files, damaged, recover, unreadable, write_directory
 from streamrl.trainers.protocol import StepResult, TokenValues, not_finite
 from streamrl.trainers.table import losses as table_losses
 from streamrl.weights.protocol import Shard

@@ -19,9 +19,10 @@ from streamrl.algorithms.policy_losses import value_loss
 from streamrl.config.loss import CriticConfig
 from streamrl.config.tree import OptimizerConfig
 from streamrl.core.packing import MicroBatch
+from streamrl.models.checkpoint import ModelState
+from streamrl.models.tensor_files import Box
 from streamrl.tensors.transfer import on_device
 from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import Box, ModelState
 from streamrl.trainers.torch.frozen import load_named
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.language_model import LanguageModel

@@ -17,8 +17,8 @@ from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig
 from streamrl.core.batches import TrainBatch
 from streamrl.errors import ConfigError
+from streamrl.models.checkpoint import ModelState
 from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import ModelState
 from streamrl.trainers.torch.kernels import Kernels
 from streamrl.trainers.torch.language_model import LanguageModel
 from streamrl.trainers.torch.parallel import Parallel, local

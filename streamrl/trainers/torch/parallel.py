@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from streamrl.errors import TrainingError
+from streamrl.models.writers import Writers
+from streamrl.tensors.collectives import HINT, among_ranks
 from streamrl.tensors.digest import MASK, combine
+from streamrl.tensors.mesh import Mesh, gathers_once
 from streamrl.trainers.activations import Cut
-from streamrl.trainers.mesh import Mesh, gathers_once
-from streamrl.trainers.ranks.collectives import HINT, among_ranks
 from streamrl.trainers.ranks.process_group import make_device_mesh
-from streamrl.trainers.ranks.writers import Writers
 from streamrl.trainers.torch.context import Context
 
 _SIGN = 1 << 63

@@ -24,13 +24,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from streamrl.errors import TrainingError
+from streamrl.models.checkpoint import ModelState, host_copy
+from streamrl.models.directories import damaged
+from streamrl.models.tensor_files import Box, host_bytes
 from streamrl.tensors.digest import slice_digest
 from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region, region_digests
 from streamrl.tensors.names import named, unlisted
-from streamrl.trainers.checkpoints import damaged
-from streamrl.trainers.torch.checkpoint import Box, ModelState, host_bytes, host_copy
 from streamrl.trainers.torch.parallel import Parallel, local
-from streamrl.trainers.torch.snapshot_layout import Published
+from streamrl.trainers.torch.snapshot import Published
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -22,22 +21,23 @@ from streamrl.config.tree import LossConfig, TrainerConfig
 from streamrl.core.batches import TrainBatch, sample_of_token
 from streamrl.core.packing import Indices
 from streamrl.errors import TrainingError
-from streamrl.schemas.versions import Version
-from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
-from streamrl.trainers.checkpoints import write_directory
-from streamrl.trainers.flops import peak_flops
-from streamrl.trainers.mesh import mesh_of
-from streamrl.trainers.protocol import WEIGHT_SUFFIXES, StepResult, TokenValues, out_of_memory
-from streamrl.trainers.torch.arrangement import Arrangement
-from streamrl.trainers.torch.causal_lm import CausalLM
-from streamrl.trainers.torch.checkpoint import (
+from streamrl.models.checkpoint import (
     TorchState,
-    host_bytes,
     host_copy,
     random_state,
     read_checkpoint,
     restore_random,
 )
+from streamrl.models.description import copy_description
+from streamrl.models.directories import write_directory
+from streamrl.models.tensor_files import host_bytes
+from streamrl.schemas.versions import Version
+from streamrl.tensors.digest_torch import NamedDigester, NamedDigests, Region
+from streamrl.tensors.mesh import mesh_of
+from streamrl.trainers.flops import peak_flops
+from streamrl.trainers.protocol import StepResult, TokenValues, out_of_memory
+from streamrl.trainers.torch.arrangement import Arrangement
+from streamrl.trainers.torch.causal_lm import CausalLM
 from streamrl.trainers.torch.critic import Critic, LoadValues, TorchValues
 from streamrl.trainers.torch.frozen import Load, Reference, load_frozen, load_torch
 from streamrl.trainers.torch.kernels import Kernels
@@ -257,7 +257,7 @@ class TorchTrainer:
             peak_s=self._peak_s(batch),
             choices=self._arrangement.choices(self.update.row_length(batch, self.update.budget)),
             notices=(*self._arrangement.notices(), *self._recheck.notices()),
-            tokens=None if batch.kind == "sft" or self._loss.slime_loss else TokenValues(done.logprobs, done.weights, objective.advantages),
+            tokens=None if batch.kind == "sft" or self._loss.of_logits else TokenValues(done.logprobs, done.weights, objective.advantages),
         )
 
     def _peak_s(self, batch: TrainBatch) -> float | None:
@@ -345,10 +345,7 @@ class TorchTrainer:
 
         def write(directory: Path) -> None:
             self.policy.save_pretrained(directory, parameters)
-            for source in sorted(self._model_dir.iterdir()):
-                target = directory / source.name
-                if source.is_file() and not target.exists() and not source.name.endswith(WEIGHT_SUFFIXES):
-                    shutil.copyfile(source, target)
+            copy_description(self._model_dir, directory)
 
         write_directory(path, write)
 
@@ -368,7 +365,7 @@ class TorchTrainer:
         return {
             **{name: rollout_mean(values.astype(np.float64), mask, owner) for name, values in arrays.items()},
             **ratio_metrics(batch, before),
-            **({} if self._loss.slime_loss else weight_metrics(batch, done.weights, factor=done.factor)),
+            **({} if self._loss.of_logits else weight_metrics(batch, done.weights, factor=done.factor)),
             **self._distances(batch, before),
         }
 

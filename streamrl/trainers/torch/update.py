@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from streamrl.algorithms.objective import SOME, Gradient, Objective, Scores, jud
 from streamrl.algorithms.optimal_baselines import token_energies
 from streamrl.algorithms.policy import policy_loss
 from streamrl.algorithms.step_size import rollout_ess, scaled_rate
+from streamrl.config.bridges import bridges, function_of
 from streamrl.config.loss import is_function, likeliest_of
 from streamrl.config.registry import Role
 from streamrl.config.tree import LossConfig, TrainerConfig
@@ -38,7 +40,6 @@ from streamrl.trainers.torch.layout import Layout, micro_batches
 from streamrl.trainers.torch.optimizer import ClippedAdamW
 from streamrl.trainers.torch.parallel import Parallel
 from streamrl.trainers.torch.reproducible import reproducible
-from streamrl.trainers.torch.slime_loss import SlimeLoss
 from streamrl.trainers.torch.terms import (
     DROPPED,
     Sums,
@@ -54,6 +55,32 @@ from streamrl.trainers.torch.terms import (
 Bools = npt.NDArray[np.bool_]
 _SCORING = {Role.PROXIMAL: "perf/log_probs_time", Role.REFERENCE: "perf/ref_log_probs_time"}
 """Metrics of the time that scoring takes."""
+
+
+class WholeLoss(Protocol):
+    """A loss of the logits of whole samples, in place of the policy loss."""
+
+    reference: str
+    """The function, as the configuration names it."""
+
+    def wanted(self, batch: TrainBatch, trained: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """[T] the tokens whose logits it wants, of those that are `trained`."""
+        ...
+
+    def learn(
+        self, policy: LanguageModel, batch: TrainBatch, objective: Objective, index: int, micro: MicroBatch
+    ) -> tuple[dict[str, float], npt.NDArray[np.float64], Indices]:
+        """One micro-batch of optimizer step `index`: the metrics' sums, and log-probs of its trained tokens with their indices."""
+        ...
+
+    def take(self) -> Tensor:
+        """[2] of the calls since this was asked last: losses that are not 0, and gradients that are not finite."""
+        ...
+
+
+def _whole_loss(loss: LossConfig) -> WholeLoss | None:
+    made = (function_of(one.loss)(loss) for one in bridges() if one.loss and loss.of_logits)
+    return next(made, None)
 
 
 class Update:
@@ -123,8 +150,8 @@ class Update:
         policy.routers.replays = trainer.routing_replay
         mine = UserLoss(loss.policy) if is_function(loss.policy) else None
         self._policy_loss = mine or policy_loss
-        self._slime = SlimeLoss(loss) if loss.slime_loss else None
-        self._users = self._slime or mine
+        self._whole = _whole_loss(loss)
+        self._users = self._whole or mine
 
     def prepare(self, batch: TrainBatch) -> Objective:
         """Score what the loss needs of each model at the trained tokens, and make the batch's objective of it; raises TrainingError."""
@@ -164,7 +191,7 @@ class Update:
     def run(self, batch: TrainBatch, objective: Objective, rate: float, *, learns: bool) -> Updated:
         """The optimizer steps of a batch; without `learns` those of the critic alone."""
         start_s = time.perf_counter()
-        loss, policy, slime = self._now, self._policy, self._slime if batch.kind == "rl" else None
+        loss, policy, whole = self._now, self._policy, self._whole if batch.kind == "rl" else None
         layout = self._layout(batch, *self._trained)
         all_logprobs, all_weights = np.zeros(batch.num_tokens), np.zeros(batch.num_tokens)
         factor = weight_factor(batch, objective, self._loss.correction)
@@ -176,8 +203,8 @@ class Update:
                 told: list[Told] = []
                 wanted = objective.weights[index] > 0
                 decision = self._decide(batch, objective, index)
-                if slime is not None:
-                    wanted = slime.wanted(batch, wanted)
+                if whole is not None:
+                    wanted = whole.wanted(batch, wanted)
                 micros = micro_batches(batch, wanted, samples, layout, policy.width, self.budget, self._parallel)
                 self._balancing.begin(batch, micros, learns=learns)
                 for place, micro in enumerate(policy.turns(micros, learns=learns)):
@@ -187,10 +214,10 @@ class Update:
                         self._idle(batch, micro, learns=learns)
                         continue
                     with torch.set_grad_enabled(learns):
-                        if slime is not None:
-                            slimes, found, target = slime.learn(policy, batch, objective, index, micro)
-                            values = torch.tensor(list(slimes.values()), dtype=torch.float64)
-                            told.append(Told(Sums(tuple(slimes), values), target, torch.from_numpy(found)))
+                        if whole is not None:
+                            measures, found, target = whole.learn(policy, batch, objective, index, micro)
+                            values = torch.tensor(list(measures.values()), dtype=torch.float64)
+                            told.append(Told(Sums(tuple(measures), values), target, torch.from_numpy(found)))
                         else:
                             far = loss.dppo_divergence if batch.kind == "rl" and likeliest_of(loss) else None
                             logprobs, entropy, *apart = policy.predict(

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.bridges.slime.known import HOOKS, REFUSED
 from streamrl.bridges.slime.script.explain import explain
 from streamrl.bridges.slime.script.flag import canonical
 from streamrl.bridges.slime.script.flags import FLAGS
 from streamrl.cli import main
 from streamrl.config.load import convert
-from streamrl.config.slime_hooks import HOOKS, REFUSED
 from streamrl.errors import ConfigError
 from tests.bridges.slime.recipes import QWEN3_4B, script, without
 from tests.support.errors import raises

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from streamrl.bridges.slime.flags import run_flags
+from streamrl.bridges.slime.known import HOOKS, REFUSED
+from streamrl.bridges.slime.section import GROUP, PLACES
+from streamrl.config.check import check
 from streamrl.config.code import code_digests, loss_code, rollout_code
 from streamrl.config.load import convert, dump, from_json, load, override
 from streamrl.config.secret_options import with_secrets, without_secrets
-from streamrl.config.slime import GROUP, PLACES, SlimeConfig
-from streamrl.config.slime_flags import run_flags
-from streamrl.config.slime_hooks import HOOKS, REFUSED
+from streamrl.config.slime import SlimeConfig
 from streamrl.errors import ConfigError
 from tests.support.errors import raises
 
@@ -38,6 +40,12 @@ def test_a_function_stands_at_our_key(place: Any) -> None:
     assert off == plain
     other = override(config, [f"slime.{place.flag}=other.f", "run.steps=3"])
     assert at(other, f"{place.section}.{place.key}") == f"{place.prefix}other.f"
+
+
+def test_a_rollout_function_has_no_greedy_rollout() -> None:
+    config = convert({"slime": {"rollout_function_path": "a.b"}, "loss": {"advantage": "remax"}, "data": DATA}, where="test")
+    with raises(ConfigError, key="loss.advantage"):
+        check(config)
 
 
 def test_hooks_without_a_key_of_ours_run_beside_what_keeps_all() -> None:

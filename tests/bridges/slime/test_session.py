@@ -10,11 +10,11 @@ import pytest
 
 from streamrl.bridges.slime import session
 from streamrl.bridges.slime.args import Args
+from streamrl.bridges.slime.flags import ROUTER_HOST
 from streamrl.bridges.slime.generate import generate
 from streamrl.bridges.slime.sample import Sample
 from streamrl.bridges.slime.session import Session, post
 from streamrl.bridges.slime.trials import Answering
-from streamrl.config.slime_flags import ROUTER_HOST
 from streamrl.core.seeds import rollout_seed
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.tokenizer import load_tokenizer

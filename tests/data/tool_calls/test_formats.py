@@ -181,14 +181,6 @@ def test_what_was_written_is_read_again(name: str, wanted: list[ToolCall]) -> No
 plain = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=20)
 
 
-@settings(max_examples=40, deadline=None)
-@given(names, st.dictionaries(names, plain, max_size=4))
-def test_texts_as_parameters_are_read_again(name: str, arguments: dict[str, Any]) -> None:
-    call = ToolCall(name, arguments)
-    turn = form("qwen3_coder").parse(written("qwen3_coder", call))
-    assert (turn.tool_calls, turn.malformed) == ((call,), ())
-
-
 @pytest.mark.parametrize("tools", [None, 5, "x", [5], [{"function": 5}], {"a": 1}, [{"name": "look", "parameters": {"properties": 5}}]])
 def test_tools_of_any_form_are_taken(tools: Any) -> None:
     assert form("qwen3_coder").parse(written("qwen3_coder", THEN), tools).tool_calls == (THEN,)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from streamrl.engines.live_swap.messages import Rank, Settings
-from streamrl.engines.sglang.hosts import problem_of
-from streamrl.engines.sglang.plugin.choice import choose, memory_short
+from streamrl.engines.sglang.host import problem_of
+from streamrl.engines.sglang.plugin.rank import choose, memory_short
 
 GB = 1_000_000_000
 

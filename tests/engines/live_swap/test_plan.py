@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import pairwise, product
 from math import prod
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -213,11 +212,3 @@ def test_rows_of_two_ranks_are_no_more_windows_than_those_of_one():
 def test_what_is_no_rows_of_elements_is_refused():
     assert canonical(0, 0, (2, 2, 2), (0, (100, 10, 1)), (0, (4, 2, 1))) is None
     assert canonical(0, 0, (4,), (0, (0,)), (0, (1,))) is None
-
-
-def test_large_copies_are_cut_to_windows():
-    copy = Copy(0, 0, 1 << 20, 1, 1 << 20, 0, 0, 1 << 20)
-    found = windows([copy], [0], [2], [(0, 2 << 20)], 1 << 16)
-    assert len(found) == 32
-    assert sum(window.nbytes for window in found) == 2 << 20
-    assert np.all(np.diff([window.first_byte for window in found]) == 1 << 16)

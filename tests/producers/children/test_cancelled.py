@@ -8,7 +8,6 @@ import pytest
 
 from streamrl.producers.children.frames import Hello
 from streamrl.producers.children.graders import Graders, Scoring
-from streamrl.producers.children.main_thread import MainThread
 from streamrl.producers.episode import Episode, Segment
 from streamrl.rewards.protocol import RewardValue
 from streamrl.schemas.samples import VersionSpan
@@ -80,12 +79,3 @@ async def test_what_a_cancelled_function_cleans_up_is_not_cut_off(workshop: Work
         await until(lambda: bool(workshop.told("cleaned")))
     finally:
         await pool.close()
-
-
-def test_a_function_is_struck_once() -> None:
-    """The parent's signal and that of the process's own loop may both come; the second would strike what the function cleans up."""
-    thread = MainThread()
-    thread._runs = True
-    with pytest.raises(asyncio.CancelledError):
-        thread._end()
-    thread._end()

@@ -14,8 +14,8 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from streamrl.models.directories import list_checkpoints
 from streamrl.runtime.rundir import RunDir
-from streamrl.trainers.checkpoints import list_checkpoints
 from tests.support.world.shapes import NAME
 
 MOST = 4

@@ -11,12 +11,12 @@ from streamrl.config.tree import Config
 from streamrl.consumers.training import worker as trainer_service
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.data.model import ensure_model
+from streamrl.models.directories import list_checkpoints
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import decode
 from streamrl.schemas.control import Latest
 from streamrl.schemas.events import Event
-from streamrl.trainers.checkpoints import list_checkpoints
 from tests.support.harness import make_run, read_ledger, services
 from tests.support.world.world import table_config
 

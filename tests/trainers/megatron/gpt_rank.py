@@ -3,7 +3,7 @@
 usage: gpt_rank.py load|save RANK TENSORS STAGES STORE MODEL CHECKPOINT OUT
 
 `load`: the checkpoint into a model, then its parameters and logits into OUT/<rank>.pt. `save`: the Hugging Face MODEL's values into a
-model by `streamrl.trainers.megatron.names`, then a checkpoint of it.
+model by `streamrl.models.megatron.names`, then a checkpoint of it.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from megatron.core.transformer.moe import moe_utils
 from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
-from streamrl.trainers.megatron.names import Place, architecture, parameters
+from streamrl.models.megatron.names import Place, architecture, parameters
 from tests.trainers.megatron.gpt_tokens import PADDED_TO, TOKENS
 
 

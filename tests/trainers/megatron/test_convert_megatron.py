@@ -8,8 +8,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from streamrl.trainers.megatron.convert import convert
-from streamrl.trainers.megatron.names import Place, architecture, parameters
+from streamrl.models.megatron.convert import convert
+from streamrl.models.megatron.names import Place, architecture, parameters
 from tests.support.meshes import slow, soak
 from tests.support.preloaded import Forked, Preloaded
 from tests.support.same_tensors import same_tensors

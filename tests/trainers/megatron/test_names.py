@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError
-from streamrl.trainers.megatron.names import MODEL_TYPES, Architecture, Parameter, Place, architecture, parameters, tensors
+from streamrl.models.megatron.names import MODEL_TYPES, Architecture, Parameter, Place, architecture, parameters, tensors
 
 
 @st.composite

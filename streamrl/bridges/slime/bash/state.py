@@ -6,8 +6,9 @@ from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from streamrl.bridges.slime.bash.statements import Function
+from streamrl.bridges.slime.bash.syntax import Node, Source
 from streamrl.bridges.slime.bash.values import Field, Place, Unknown, Value
 from streamrl.errors import ConfigError
 
@@ -52,6 +53,13 @@ class Budget:
                 path=place.file,
                 line=place.line,
             )
+
+
+class Function(NamedTuple):
+    """A function; its lines are those of the file that defines it, whoever calls it."""
+
+    body: Node
+    source: Source
 
 
 @dataclass

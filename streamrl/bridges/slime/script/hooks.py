@@ -1,9 +1,9 @@
-"""Flags that name code: each is the key of its name in `[slime]`, or is refused; `streamrl.config.slime_hooks` says which, and why."""
+"""Flags that name code: each is the key of its name in `[slime]`, or is refused; `streamrl.bridges.slime.known` says which, and why."""
 
 from __future__ import annotations
 
+from streamrl.bridges.slime.known import HOOKS, REFUSED
 from streamrl.bridges.slime.script.flag import Flag, canonical, mapped, near, refused
-from streamrl.config.slime_hooks import HOOKS, REFUSED
 
 NONZERO_STD = "check_reward_nonzero_std"
 """slime's own filter, also with `_with_fallback` behind it: it is tasks.drop_zero_variance."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from streamrl.bridges.slime.known import HOOKS
 from streamrl.bridges.slime.script.draft import Draft
-from streamrl.config.slime_hooks import HOOKS
 
 _PROMPT = 2048
 """Tokens of a prompt, where slime sets no bound."""
