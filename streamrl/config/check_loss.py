@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
+from streamrl.config.bounds import refuse
 from streamrl.config.loss import OF_LOGITS, CriticConfig, KLConfig, LossConfig, estimator_of, is_function, policy_loss_of, policy_name
 from streamrl.config.registry import ESTIMATORS, POLICY_LOSSES, Role, reading
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 
 _OF_ESTIMATORS = {
     "normalize_std": ", which divides by no group's deviation",

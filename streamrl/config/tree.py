@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from streamrl.config.bounds import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveFraction, PositiveInt, Section
-from streamrl.config.bounds import refuse as refuse
 from streamrl.config.bus import BusConfig
 from streamrl.config.data import DataConfig
 from streamrl.config.engines import EngineConfig
