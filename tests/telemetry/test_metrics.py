@@ -135,7 +135,7 @@ def test_every_metric_name_in_the_source_is_declared() -> None:
     allowed = {
         ("estimators.py", "rollout/"),
         ("links.py", "weights/"),
-        ("slime_loss.py", "train/"),
+        ("loss.py", "train/"),
         ("training.py", "train/"),
         ("names.py", "rollouts/dropped_total/"),
         ("names.py", "tokens/dropped_total/"),
@@ -184,10 +184,14 @@ def test_what_is_declared_is_reported_by_somebody() -> None:
     reasons, parts = (*names.DROP_REASONS, names.OTHER_REASON), [(part, of) for part in names.AGE_PARTS for of in ("p50", "p95", "max")]
     states = [(kind, state) for kind, found in STATES.items() for state in (*found, names.DOWN)]
     reported = {make(reason) for reason in reasons for make in (names.dropped, names.dropped_tokens)}
-    reported |= {f"rollout/{name}" for name in ("advantages", "returns", "values", "kl")}
+    reported |= {f"rollout/{name}" for name in ("advantages", "advantages_abs", "returns", "values", "kl")}
     reported |= {names.staleness_part(begin, part, of) for begin in ("", "sample_") for part, of in parts}
     reported |= {make(kind, state) for kind, state in states for make in (names.seconds, names.share)}
-    reported |= {names.DROPPED_SO_FAR, *(names.length_quantile(name, word) for name in names.LENGTHS for word in ("p50", "p95"))}
+    reported |= {
+        names.DROPPED_SO_FAR,
+        names.PARENT_DISTANCE,
+        *(names.length_quantile(name, word) for name in names.LENGTHS for word in ("p50", "p95")),
+    }
     assert METRICS.keys() - reported - reported_names() == set()
 
 
