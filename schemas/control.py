@@ -213,4 +213,4 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     code: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
     """By configuration key, the digest of the source of user code at the last start. Not on the wire when unset."""
     models: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    """By configuration key, the digest of a folder of a model, see `streamrl.config.model_digests`. Not on the wire when unset."""
+    """By configuration key, the digest of a folder of a model, see `streamrl.runtime.model_digests`. Not on the wire when unset."""

@@ -8,9 +8,10 @@ from typing import Literal
 import msgspec
 
 from benchmarks.shapes import SHAPES, Shape, find_shape, num_elements, shape_of
+from streamrl.config.bounds import refuse
 from streamrl.config.check_files import field
 from streamrl.config.load import override
-from streamrl.config.tree import Config, DataConfig, ModelConfig, OptimizerConfig, TrainerConfig, refuse
+from streamrl.config.tree import Config, DataConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import Sampling
 

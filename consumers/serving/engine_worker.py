@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.hosts import WILDCARDS, address_towards, bracketed
 from streamrl.config.recording import recording_of
 from streamrl.config.tree import Config
 from streamrl.consumers.serving.weight_watcher import WeightWatcher
@@ -27,6 +26,7 @@ from streamrl.schemas.codec import encode
 from streamrl.schemas.control import EVALUATION_ROLE, ROLLOUT_ROLE, EnginePresence
 from streamrl.schemas.subjects import PREFIX_PRESENCE
 from streamrl.schemas.versions import Version
+from streamrl.system import WILDCARDS, address_towards, bracketed
 from streamrl.telemetry.clock import StateClock
 from streamrl.telemetry.names import Reduction, metric
 from streamrl.weights.factory import make_transports

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from streamrl.bus.reading import read_key
-from streamrl.config.hosts import address_towards
 from streamrl.config.tree import TrainerConfig
 from streamrl.consumers.training.budget import lower_budget
 from streamrl.consumers.training.calls import Caller
@@ -19,6 +18,7 @@ from streamrl.errors import ConfigError, OutOfMemory, TrainingError
 from streamrl.runtime.worker import Worker
 from streamrl.schemas.codec import encode
 from streamrl.schemas.subjects import PREFIX_RANKS
+from streamrl.system import address_towards
 from streamrl.tensors.mesh import mesh_of
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer

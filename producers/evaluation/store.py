@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
+from streamrl.system import write_private
 
 logger = logging.getLogger(__name__)
 

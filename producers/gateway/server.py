@@ -22,7 +22,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from streamrl.config.hosts import bracketed
 from streamrl.errors import BusError, LaunchError, StreamRLError
 from streamrl.producers.gateway.anthropic_messages import anthropic_messages, count_tokens
 from streamrl.producers.gateway.chat_completions import chat_completions
@@ -37,6 +36,7 @@ from streamrl.producers.gateway.responses import responses
 from streamrl.producers.gateway.session import AGAIN_S
 from streamrl.producers.gateway.sessions import Sessions
 from streamrl.producers.gateway.verbs import Verbs
+from streamrl.system import bracketed
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from streamrl.config.check_sampling import check_drawn, check_grammars, check_vocabulary
-from streamrl.config.files import write_private
-from streamrl.config.hosts import is_loopback
 from streamrl.errors import LaunchError
 from streamrl.producers.factory import policy_tokenizer
 from streamrl.producers.gateway.guards import SHARE
@@ -29,6 +27,7 @@ from streamrl.producers.rollouts import serve
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import MAIN_SOURCE, WARMUP_SOURCE
 from streamrl.schemas.tasks import Sampling
+from streamrl.system import is_loopback, write_private
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker

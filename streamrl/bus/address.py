@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.config.tree import BusConfig
 from streamrl.errors import ConfigError
+from streamrl.system import write_private
 
 OPERATOR = "operator"
 API = "$JS.API"

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
+from streamrl.system import write_private
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -22,10 +22,8 @@ from streamrl.bus.certificates import Certificate
 from streamrl.bus.permissions import User
 from streamrl.bus.store import move_to_account
 from streamrl.bus.topology import MAX_PAYLOAD_BYTES
-from streamrl.config.files import write_private
-from streamrl.config.hosts import WILDCARDS, bracketed
-from streamrl.config.system import dies_with_parent
 from streamrl.errors import LaunchError
+from streamrl.system import WILDCARDS, bracketed, dies_with_parent, write_private
 from streamrl.telemetry.logs import LOG_BYTES
 
 logger = logging.getLogger(__name__)

@@ -177,9 +177,9 @@ def attached_run(arguments: argparse.Namespace, *, role: str) -> RunDir:
 
 def run_credentials(arguments: argparse.Namespace) -> int:
     """Write what a producer or rewarder of another host needs."""
-    from streamrl.config.hosts import is_loopback
     from streamrl.runtime.attach_file import write_attach_file
     from streamrl.runtime.rundir import RunDir
+    from streamrl.system import is_loopback
 
     run = RunDir.find(arguments.run, base=arguments.dir)
     config = run.load_config()

@@ -1,8 +1,11 @@
-"""The section `bus`."""
+"""The section `bus` and its rules."""
 
 from __future__ import annotations
 
-from streamrl.config.bounds import NonNegativeFloat, Port, PositiveFloat, PositiveInt, Replicas, Section
+from streamrl.config.bounds import NonNegativeFloat, Port, PositiveFloat, PositiveInt, Replicas, Section, refuse
+from streamrl.system import is_loopback, servers
+
+_MIN_SAMPLES_BYTES = 32 << 20
 
 
 class BusConfig(Section, frozen=True, kw_only=True):
@@ -50,3 +53,75 @@ class BusConfig(Section, frozen=True, kw_only=True):
     def by_role(self) -> bool:
         """Whether the cluster at `url` has a login for each role."""
         return any("{role}" in text for text in (self.user, self.password_file, self.token_file, self.credentials_file))
+
+
+def check_bus(bus: BusConfig) -> None:
+    """Raise ConfigError for the first rule of `bus` that does not hold."""
+    refuse(
+        bus.samples_bytes < _MIN_SAMPLES_BYTES,
+        f"bus.samples_bytes must be at least {_MIN_SAMPLES_BYTES} (32 MiB), got {bus.samples_bytes}: the largest message must find room",
+        hint="change it in the TOML file or with --set bus.samples_bytes=...",
+        key="bus.samples_bytes",
+    )
+    refuse(
+        bus.ack_wait_s < 1,
+        f"bus.ack_wait_s must be at least 1, got {bus.ack_wait_s}: a busy worker could not keep its tasks alive in time",
+        hint="change it in the TOML file or with --set bus.ack_wait_s=...",
+        key="bus.ack_wait_s",
+    )
+    credentials = [key for key in ("user", "token_file", "credentials_file") if getattr(bus, key)]
+    refuse(
+        not bus.url and bool(credentials or bus.password_file or bus.ca_file),
+        "credentials and bus.ca_file are for the cluster that bus.url names, got no bus.url: the embedded server makes its own",
+        hint="name the cluster in bus.url, or leave them out",
+        key="bus.url",
+    )
+    refuse(
+        bool(bus.url) and bus.port != 0,
+        f"bus.port is the embedded server's, but bus.url names an existing one: got {bus.port}",
+        hint="put the port into bus.url, or leave bus.url out",
+        key="bus.port",
+    )
+    refuse(
+        bool(bus.url) and bus.url.partition("://")[0] not in ("nats", "tls"),
+        f"bus.url must begin with nats:// or tls://, got {bus.url!r}",
+        hint="for example nats://nats.example.org:4222",
+        key="bus.url",
+    )
+    refuse(
+        not bus.url and bus.replicas > 1,
+        f"bus.replicas must be 1 without bus.url, got {bus.replicas}: the embedded server is one, and keeps one copy",
+        hint="name a cluster of at least that many servers in bus.url, or leave it out",
+        key="bus.replicas",
+    )
+    refuse(
+        "@" in bus.url,
+        "bus.url must hold no user and password: the configuration is stored with the run, and others read it",
+        hint="leave them out, and set bus.user and bus.password_file, or bus.token_file",
+        key="bus.url",
+    )
+    refuse(
+        len(credentials) > 1,
+        f"expected one kind of credentials, got bus.{' and bus.'.join(credentials)}",
+        hint="keep one of them",
+        key="bus.url",
+    )
+    refuse(
+        bool(bus.user) != bool(bus.password_file),
+        "bus.user and bus.password_file go together, got one of them",
+        hint="give both or neither",
+        key="bus.user",
+    )
+    refuse(
+        bool(bus.url) and (bus.host != BusConfig().host or bool(bus.advertise)),
+        "bus.host and bus.advertise are the embedded server's, but bus.url names an existing one",
+        hint="leave them out, or leave bus.url out",
+        key="bus.host",
+    )
+    open_to = [host for scheme, host in servers(bus.url) if scheme == "nats" and not is_loopback(host)]
+    refuse(
+        bool(open_to) and not bus.ca_file and not bus.allow_plaintext,
+        f"bus.url must begin with tls:// for a server on another machine, got plain text to {', '.join(open_to)}",
+        hint="use tls:// (and bus.ca_file), or set bus.allow_plaintext = true on a network that nobody else sees",
+        key="bus.url",
+    )

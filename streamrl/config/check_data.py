@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 
+from streamrl.config.bounds import refuse
 from streamrl.config.bridges import brings_tasks, split
-from streamrl.config.data import data_sets, has_images
-from streamrl.config.sources import SourceConfig
-from streamrl.config.tree import Config, refuse
+from streamrl.config.data import SourceConfig, data_sets, has_images
+from streamrl.config.tree import Config
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ROWS_OF_ROOM = 4

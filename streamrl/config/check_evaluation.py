@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from streamrl.config.bounds import refuse
 from streamrl.config.bridges import brings_tasks
 from streamrl.config.check_data import check_data
 from streamrl.config.check_sampling import check_drawn
 from streamrl.config.evaluation_sets import ProblemSet, problem_sets
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 
 
 def check_evaluation(config: Config) -> None:

@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from streamrl.config.bounds import refuse
 from streamrl.config.bridges import bridges, brings_tasks
 from streamrl.config.check_sampling import check_grammars
 from streamrl.config.metrics import check_sinks
 from streamrl.config.paths import DATASETS, DIRECTORIES, FILES, FUNCTIONS, file_of, parse_dataset
-from streamrl.config.tree import Config, RunConfig, refuse
+from streamrl.config.tree import Config, RunConfig
 from streamrl.errors import ConfigError
 from streamrl.schemas.tasks import turn_sampling
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from streamrl.config.bounds import refuse
 from streamrl.config.loss import OF_LOGITS
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 
 
 def check_megatron(config: Config) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from streamrl.config.bounds import refuse
 from streamrl.config.data import data_sets
 from streamrl.config.loss import OF_LOGITS, LossConfig, likeliest_of
 from streamrl.config.recording import MOST_MASKED
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 from streamrl.schemas.tasks import Sampling
 
 KEY = "trainer.support_replay"

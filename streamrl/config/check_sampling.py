@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 
+from streamrl.config.bounds import refuse
 from streamrl.config.check_recording import check_recorded
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 from streamrl.schemas.tasks import Sampling
 
 GRAMMARS = "llguidance"

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from streamrl.config.bounds import refuse
 from streamrl.config.evaluation import EvaluationSetConfig
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.tasks import Sampling, turn_sampling

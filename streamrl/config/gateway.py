@@ -1,4 +1,4 @@
-"""The section `gateway`."""
+"""The section `gateway` and its rules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from streamrl.config.bounds import NonNegativeInt, Port, PositiveFloat, PositiveInt, Section
+from streamrl.config.bounds import NonNegativeInt, Port, PositiveFloat, PositiveInt, Section, refuse
+
+_MAX_PORT = 65535
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
@@ -40,3 +42,21 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Calls of one session that are open at a time."""
     max_body_bytes: Annotated[int, Meta(ge=1024, le=1 << 30)] = 8 << 20
     """Largest request."""
+
+
+def check_gateway(gateway: GatewayConfig, num_rollouts: int, group_size: int) -> None:
+    """Raise ConfigError for the first rule that does not hold; `group_size` is `num_rollouts` and the greedy one, if any."""
+    last = gateway.port + max(0, gateway.workers - 1)
+    refuse(
+        gateway.port > 0 and last > _MAX_PORT,
+        f"gateway.port must leave a port for each of {gateway.workers} gateways, got {gateway.port}, of which the last would be {last}",
+        hint=f"lower it to {_MAX_PORT + 1 - gateway.workers} or less",
+        key="gateway.port",
+    )
+    greedy = ", and the greedy one of remax" if group_size > num_rollouts else ""
+    refuse(
+        gateway.max_sessions < group_size,
+        f"gateway.max_sessions must hold a whole task of {group_size} rollouts (tasks.num_rollouts{greedy}), got {gateway.max_sessions}",
+        hint="raise it",
+        key="gateway.max_sessions",
+    )

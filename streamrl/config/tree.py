@@ -17,22 +17,13 @@ from streamrl.config.evaluation import EvaluationConfig
 from streamrl.config.filters import FiltersConfig
 from streamrl.config.gateway import GatewayConfig
 from streamrl.config.loss import LossConfig, estimator_of
-from streamrl.config.metrics import MetricsConfig
-from streamrl.config.page import PageConfig
+from streamrl.config.metrics import MetricsConfig, PageConfig, SloConfig
 from streamrl.config.ray import RayConfig
 from streamrl.config.reward import RewardConfig
 from streamrl.config.slime import SlimeConfig
-from streamrl.config.slo import SloConfig
 from streamrl.config.weights import WeightsConfig
-from streamrl.errors import ConfigError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.tasks import Sampling
-
-
-def refuse(when: bool, message: str, *, hint: str, key: str) -> None:
-    """Raise ConfigError if `when`."""
-    if when:
-        raise ConfigError(message, hint=hint, key=key)
 
 
 class RunConfig(Section, frozen=True, kw_only=True):

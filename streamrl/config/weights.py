@@ -1,10 +1,10 @@
-"""The section `weights`."""
+"""The section `weights` and its rule."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from streamrl.config.bounds import NonNegativeInt, PositiveInt, Section
+from streamrl.config.bounds import NonNegativeInt, PositiveInt, Section, refuse
 
 
 class WeightsConfig(Section, frozen=True, kw_only=True):
@@ -45,3 +45,13 @@ class WeightsConfig(Section, frozen=True, kw_only=True):
         """Snapshots that a GPU has room for: the ring's, and the version that the next is compared with where changes are published."""
         on_bus = self.transport == "bus" or self.also_on_bus
         return self.snapshots + (on_bus and self.anchor_every > 1)
+
+
+def check_weights(weights: WeightsConfig) -> None:
+    """Raise ConfigError where a transport has no room for what is to be kept."""
+    refuse(
+        weights.transport == "ipc" and weights.keep == 0,
+        "weights.keep = 0 keeps every version, but weights.transport = ipc has room for weights.ring of them",
+        hint="set weights.keep to 1 or more, or weights.transport to shm or bus",
+        key="weights.keep",
+    )

@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.files import new_directory
 from streamrl.config.loss import SOFTMAX_ROUTERS
 from streamrl.config.tree import Config, ModelConfig
 from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import END, SPECIALS, VOCAB_SIZE, write_tokenizer
 from streamrl.errors import ConfigError
+from streamrl.system import new_directory
 from streamrl.tensors.building import BUILDING
 
 

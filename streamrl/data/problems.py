@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.config.evaluation_sets import HELDOUT, ProblemSet
-from streamrl.config.row_rewards import row_reward
+from streamrl.config.reward import row_reward
 from streamrl.config.tree import DataConfig
 from streamrl.data.conversations import split
 from streamrl.data.formats import place_of

@@ -8,8 +8,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from streamrl.config.system import cores
 from streamrl.doctor.findings import Check
+from streamrl.system import cores
 
 GIBIBYTE = 1 << 30
 _WARN_DISK_BYTES, _MIN_DISK_BYTES = 8 * GIBIBYTE, GIBIBYTE

@@ -16,7 +16,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from streamrl.config.hosts import is_loopback
 from streamrl.core.seeds import rollout_seed
 from streamrl.engines.channel import (
     MAX_FRAME_BYTES,
@@ -48,6 +47,7 @@ from streamrl.engines.wire import (
 )
 from streamrl.errors import EngineError, EngineUnavailable, SchemaError, StreamRLError
 from streamrl.schemas.tasks import Sampling
+from streamrl.system import is_loopback
 
 HINT = "the subset of SGLang's /generate that is understood is in streamrl/engines/wire.py"
 

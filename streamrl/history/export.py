@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 
 from streamrl.bus.protocol import Bus
 from streamrl.bus.reading import stretch
-from streamrl.config.files import check_new
 from streamrl.config.tree import Config
 from streamrl.consumers.training.calls import Caller
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError, WeightSyncError
@@ -33,6 +32,7 @@ from streamrl.schemas.codec import decode
 from streamrl.schemas.subjects import WEIGHTS, Subjects
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, TensorSpec
+from streamrl.system import check_new
 from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.digest import MASK, digest_text, tensor_digest
 from streamrl.tensors.names import KEPT

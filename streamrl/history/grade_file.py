@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config.bridges import with_options
-from streamrl.config.row_rewards import row_reward
+from streamrl.config.reward import row_reward
 from streamrl.config.tree import Config, DataConfig, RewardConfig
 from streamrl.errors import ConfigError, DataError, StreamRLError
 from streamrl.history.trace import printable

@@ -35,7 +35,6 @@ import pyarrow.parquet as pq
 
 from streamrl.bus.protocol import Log, Message
 from streamrl.bus.reading import read_key, stretch
-from streamrl.config.files import new_directory
 from streamrl.config.load import dump
 from streamrl.config.tree import Config
 from streamrl.consumers.training.gaps import versions_made
@@ -58,6 +57,7 @@ from streamrl.schemas.ledger import LedgerEntry
 from streamrl.schemas.sample_batch import SampleBatch
 from streamrl.schemas.subjects import EVENTS, KEY_RUN, LEDGER, SAMPLES, Subjects, kind_of
 from streamrl.schemas.versions import Version
+from streamrl.system import new_directory
 
 logger = logging.getLogger(__name__)
 

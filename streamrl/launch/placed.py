@@ -6,7 +6,6 @@ import asyncio
 import os
 import time
 
-from streamrl.config.files import write_private
 from streamrl.config.load import from_json
 from streamrl.config.ray import OWN_GPUS_VARIABLE
 from streamrl.errors import ConfigError, LaunchError, StreamRLError
@@ -16,6 +15,7 @@ from streamrl.runtime.beats import STACKS_S, Silence
 from streamrl.runtime.kinds import LOADING_S
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.service import Exit
+from streamrl.system import write_private
 from streamrl.telemetry.logs import bound_logs
 from streamrl.weights.factory import free_weights
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.ray import PlaceConfig
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
 from streamrl.runtime.kinds import num_workers
+from streamrl.system import is_loopback, servers
 from streamrl.tensors.mesh import mesh_of
 
 RESERVED = ("trainer", "engine")

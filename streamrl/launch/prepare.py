@@ -22,7 +22,6 @@ from streamrl.config.check_sampling import check_vocabulary
 from streamrl.config.code import code_digests, loss_code, rollout_code
 from streamrl.config.evaluation_sets import problem_sets
 from streamrl.config.load import dump
-from streamrl.config.model_digests import model_digests
 from streamrl.config.tree import Config
 from streamrl.consumers.training.checkpoints import read_latest
 from streamrl.consumers.training.gaps import NEED_CONSENT, find_gap, refusal, versions_made
@@ -40,6 +39,7 @@ from streamrl.errors import ConfigError, LaunchError, StreamFull, StreamRLError
 from streamrl.history.replay_log import read_past
 from streamrl.launch.build_model import build_model
 from streamrl.launch.code_check import check_code, rows_are_due
+from streamrl.runtime.model_digests import model_digests
 from streamrl.runtime.run_record import renew_digests, write_or_check
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir
 from streamrl.schemas.control import RunRecord

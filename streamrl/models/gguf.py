@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
 
-from streamrl.config.files import check_new
 from streamrl.errors import ConfigError
 from streamrl.models.directories import write_directory
+from streamrl.system import check_new
 
 _ANSWER = "answer"
 _ROPE_SCALING = ("rope.scaling.type", "rope.scaling.factor")

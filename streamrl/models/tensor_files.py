@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from streamrl.config.system import reserve
 from streamrl.errors import TrainingError
 from streamrl.models.directories import damaged
+from streamrl.system import reserve
 from streamrl.tensors.concatenation import ITEM_BYTES
 from streamrl.tensors.names import named
 

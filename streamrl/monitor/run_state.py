@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.monitor.numbers import Glance
 from streamrl.runtime.rundir import RunDir
+from streamrl.system import write_private
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.config.files import write_private
 from streamrl.errors import ConfigError
 from streamrl.monitor.drawing import visible
 from streamrl.monitor.run_state import INTERRUPTED, PREPARING, REMOVING, RUNNING, RunState, read_state
@@ -20,6 +19,7 @@ from streamrl.monitor.screen import decimal, one_line
 from streamrl.monitor.summary import Summary, read_summary
 from streamrl.runtime.lock import holder
 from streamrl.runtime.rundir import BRANCH_FILE, RunDir, known_runs
+from streamrl.system import write_private
 
 MOST_NOTE_CHARS = 1000
 _NOTE_CHARS = 60

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.config.slo import SloConfig
+from streamrl.config.metrics import SloConfig
 from streamrl.errors import SchemaError
 from streamrl.monitor.distances import Distance
 from streamrl.monitor.engine_lines import worker_of

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
 from streamrl.runtime.rundir import RunDir
+from streamrl.system import write_private
 
 _NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS = {

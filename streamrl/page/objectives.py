@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.slo import SloConfig
+from streamrl.config.metrics import SloConfig
 from streamrl.monitor.numbers import Finding, Level
 from streamrl.monitor.slo import OBJECTIVES, worst_of
 from streamrl.runtime.rundir import RunDir

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.config.tree import Config
 from streamrl.errors import LaunchError
 from streamrl.page.access import page_token
@@ -23,6 +22,7 @@ from streamrl.page.log import ParentLog, RunLog
 from streamrl.page.server import Page, served
 from streamrl.runtime.beats import BEAT_S, Pulse
 from streamrl.runtime.rundir import RunDir
+from streamrl.system import write_private
 
 logger = logging.getLogger(__name__)
 

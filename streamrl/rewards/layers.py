@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.row_rewards import row_reward, whole
+from streamrl.config.reward import row_reward, whole
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.rewards.answers import BoxedEpisode
 from streamrl.rewards.functions import TOTAL, InThread, as_value

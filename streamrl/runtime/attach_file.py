@@ -15,12 +15,12 @@ import msgspec
 
 from streamrl.bus.address import BusAddress
 from streamrl.config.code import rollout_code
-from streamrl.config.files import write_private
 from streamrl.config.load import dump, from_json, override
 from streamrl.data.tokenizer import TEMPLATES_DIR, TOKENIZER_FILES, load_tokenizer
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.subjects import check_name
+from streamrl.system import write_private
 
 MAX_BYTES = 256 << 20
 """Of the file, and of what it unpacks to."""

@@ -15,10 +15,10 @@ from streamrl.bus.address import BusAddress
 from streamrl.bus.certificates import Certificate, certificate_for
 from streamrl.bus.permissions import OPERATOR, ROLES, User, role_users
 from streamrl.bus.server import NatsServer
-from streamrl.config.hosts import WILDCARDS, is_loopback
 from streamrl.config.tree import BusConfig
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
+from streamrl.system import WILDCARDS, is_loopback
 
 _PASSWORD_BYTES = 24
 

@@ -10,12 +10,12 @@ from collections.abc import AsyncGenerator
 
 from streamrl.bus import connect
 from streamrl.bus.protocol import Bus
-from streamrl.config.hosts import is_loopback
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.runtime.bus_server import run_bus_server
 from streamrl.runtime.lock import holder, lock_run
 from streamrl.runtime.rundir import RunDir
 from streamrl.runtime.worker import connected
+from streamrl.system import is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -174,7 +174,7 @@ async def renew_digests(bus: Bus, new: RunRecord, *, accept_code: bool, accept_m
 
     Args:
         bus: connected; the record is there.
-        new: what this start has found, see `streamrl.config.code.code_digests` and `streamrl.config.model_digests`.
+        new: what this start has found, see `streamrl.config.code.code_digests` and `streamrl.runtime.model_digests`.
         accept_code: changed code of the loss may go on; that of producers and rewards may always.
         accept_model: changed files of a model may go on.
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.config.load import dump, from_json
 from streamrl.config.secret_options import SecretOptions, with_secrets
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError, LaunchError
 from streamrl.schemas.subjects import RUN_ID, check_name
 from streamrl.schemas.versions import Version
+from streamrl.system import write_private
 
 BRANCH_FILE = "branch.json"
 """In the directory of a branch: what it was trained from."""
@@ -52,7 +52,7 @@ class RunDir:
         self.model_dir = self.path / "model"
         """The initial policy, if it is built and not given."""
         self.model_files_path = self.path / "model-files.json"
-        """Digests of the models' files; see `streamrl.config.model_digests`."""
+        """Digests of the models' files; see `streamrl.runtime.model_digests`."""
         self.logs = self.path / "logs"
         """One file per worker."""
         self.events_path = self.logs / "supervisor.log"

@@ -11,7 +11,7 @@ from collections.abc import Generator
 from enum import IntEnum
 from types import FrameType
 
-from streamrl.config.system import death_signal
+from streamrl.system import death_signal
 
 
 class Exit(IntEnum):

@@ -12,13 +12,13 @@ from threading import Lock
 
 import msgspec
 
-from streamrl.config.system import cores
 from streamrl.errors import SchemaError
 from streamrl.sandbox.handle import Kind, Server
 from streamrl.sandbox.limits import Limits, Result
 from streamrl.sandbox.messages import Chosen, Program
 from streamrl.sandbox.python import MAIN, interpreter, packages, packages_and_library
 from streamrl.sandbox.run import Run
+from streamrl.system import cores
 
 _ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

@@ -18,11 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from streamrl.bus.protocol import Blobs
-from streamrl.config.system import cores
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest
+from streamrl.system import cores
 from streamrl.weights import manifest as manifests
 from streamrl.weights import ranks
 from streamrl.weights.blobs import Gone, PartStore

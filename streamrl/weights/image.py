@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.config.system import memory_file, reserve
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Link, Manifest, TensorSpec
+from streamrl.system import memory_file, reserve
 from streamrl.tensors.digest import MASK, digest_text, tensor_digest
 from streamrl.weights.delta import BLOCK_ELEMENTS, apply_block, read_blocks
 from streamrl.weights.manifest import ITEM_BYTES

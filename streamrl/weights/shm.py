@@ -24,11 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.config.system import reserve
 from streamrl.errors import WeightSyncError
 from streamrl.schemas.subjects import check_name
 from streamrl.schemas.versions import Version
 from streamrl.schemas.weights import Contribution, Link, Manifest, PartRef
+from streamrl.system import reserve
 from streamrl.weights import manifest as manifests
 from streamrl.weights import ranks
 from streamrl.weights.blobs import sha256_of

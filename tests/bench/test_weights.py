@@ -19,8 +19,7 @@ from benchmarks.weights.load import version_runs, wanted_tokens
 from benchmarks.weights.options import PLANS, Mode, Options, Window, parse_plan, resolve
 from benchmarks.weights.run import engine_config
 from benchmarks.weights.trainer_group import TrainerGroup, buckets_of
-from streamrl.config.check_engine import FIXED, OURS
-from streamrl.config.engines import SglangConfig
+from streamrl.config.engines import FIXED, OURS, SglangConfig
 from streamrl.errors import ConfigError
 from tests.support.errors import raises
 from tests.support.preloaded import Preloaded

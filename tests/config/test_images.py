@@ -7,12 +7,12 @@ import pytest
 
 from streamrl.config.check import check
 from streamrl.config.check_data import weight_at
-from streamrl.config.files import new_directory, write_private
+from streamrl.config.data import SourceConfig
 from streamrl.config.load import convert, dump, from_json, load
-from streamrl.config.sources import SourceConfig
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 from streamrl.runtime.rundir import RunDir
+from streamrl.system import new_directory, write_private
 from tests.support.errors import raises
 from tests.support.printed import printed
 from tests.support.refusals import refused

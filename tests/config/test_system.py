@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.config import system
+from streamrl import system
 
 ALONE = ("sched_getaffinity", "posix_fallocate", "memfd_create")
 """macOS has none of these."""

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from streamrl.config.check import check
-from streamrl.config.sources import SourceConfig
+from streamrl.config.data import SourceConfig
 from streamrl.config.tree import Config, DataConfig, ModelConfig
 from streamrl.data.byte_pairs import training_texts, write_byte_pairs
 from streamrl.data.characters import CHARACTERS, SPECIALS, VOCAB_SIZE, write_tokenizer

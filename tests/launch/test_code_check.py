@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from streamrl.config.load import load
-from streamrl.config.page import PageConfig
+from streamrl.config.metrics import PageConfig
 from streamrl.errors import ConfigError
 from streamrl.launch import sidecars
 from streamrl.launch.code_check import check_code

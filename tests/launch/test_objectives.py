@@ -18,7 +18,7 @@ import pytest
 
 from streamrl.bus.memory import MemoryBus
 from streamrl.bus.protocol import Bus
-from streamrl.config.slo import SloConfig
+from streamrl.config.metrics import SloConfig
 from streamrl.config.tree import Config, RunConfig, TasksConfig
 from streamrl.data.model import ensure_model
 from streamrl.errors import StreamFull

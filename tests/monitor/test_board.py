@@ -22,7 +22,7 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from streamrl.config.load import load
-from streamrl.config.slo import SloConfig
+from streamrl.config.metrics import SloConfig
 from streamrl.monitor.board import Board, Place, moved
 from streamrl.monitor.board_screen import BoardDisplay, BoardScreen
 from streamrl.monitor.drawing import Ink, Part, columns, fitted, folded, ink_of, painted, visible, width_of

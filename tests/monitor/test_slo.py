@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 import streamrl.monitor.waits
-from streamrl.config.slo import SloConfig
+from streamrl.config.metrics import SloConfig
 from streamrl.errors import SchemaError
 from streamrl.monitor.distances import FIRST, Distance, Distances
 from streamrl.monitor.numbers import Cause, EngineLine, Finding, Level, RunNumbers, Standing, WorkerLine

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from streamrl.config.slo import SloConfig
+from streamrl.config.metrics import SloConfig
 from streamrl.monitor.numbers import Cause, EngineLine, Finding, Level, RunNumbers, Standing, WorkerLine
 from streamrl.monitor.slo import OBJECTIVES, Judge, Signs, causes, detail_of, findings_of, line_of, values, worst_of
 from streamrl.monitor.view import RunView

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from streamrl.bus.memory.bus import MemoryBus
 from streamrl.bus.protocol import Bus
-from streamrl.config.slo import SloConfig
+from streamrl.config.metrics import SloConfig
 from streamrl.core.lengths import histogram
 from streamrl.data.characters import write_tokenizer
 from streamrl.data.tokenizer import Tokenizer, load_tokenizer

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from streamrl.config.instructions import instructions_of
+from streamrl.config.reward import row_reward
 from streamrl.config.reward_kinds import KINDS
-from streamrl.config.row_rewards import row_reward
 from streamrl.rewards.python_tests import cases_of
 from tests.rewards.episodes import task
 

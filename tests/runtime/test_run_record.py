@@ -19,12 +19,12 @@ from streamrl.config import tree as sections
 from streamrl.config.engines import SglangConfig
 from streamrl.config.load import dump, override
 from streamrl.config.loss import CorrectionConfig, CriticConfig, DistillationConfig, KLConfig, LossConfig, RejectionConfig
-from streamrl.config.model_digests import model_digests
 from streamrl.config.tree import Config
 from streamrl.data.model import ensure_model
 from streamrl.data.tokenizer import load_tokenizer
 from streamrl.errors import ConfigError, SchemaError
 from streamrl.runtime.attach_file import Attachment, unpack_attach_file, write_attach_file
+from streamrl.runtime.model_digests import model_digests
 from streamrl.runtime.run_record import FREE_KEYS, check_resume, continued, with_decay_steps, write_or_check
 from streamrl.runtime.rundir import RunDir
 from streamrl.schemas.control import RunRecord

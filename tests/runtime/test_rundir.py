@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config.files import write_private
 from streamrl.config.tree import Config, ModelConfig, RunConfig
 from streamrl.errors import ConfigError, LaunchError, SchemaError
 from streamrl.launch.down import stop_run
@@ -20,6 +19,7 @@ from streamrl.runtime.processes import signal_process, started
 from streamrl.runtime.retries import FailureWindow, pause_s
 from streamrl.runtime.rundir import RunDir, known_runs
 from streamrl.schemas.versions import Version
+from streamrl.system import write_private
 from streamrl.weights.factory import weights_directory
 from tests.support.errors import raises
 from tests.support.processes import until

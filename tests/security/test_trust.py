@@ -27,7 +27,6 @@ from streamrl.cli import main
 from streamrl.config.code import check_trust, loss_code, rollout_code
 from streamrl.config.evaluation import EvaluationConfig, EvaluationSetConfig, SetRewardConfig
 from streamrl.config.filters import FiltersConfig
-from streamrl.config.hosts import is_loopback, servers
 from streamrl.config.load import convert, dump, load
 from streamrl.config.paths import FUNCTIONS
 from streamrl.config.secret_options import with_secrets, without_secrets
@@ -53,6 +52,7 @@ from streamrl.schemas.control import Grant
 from streamrl.schemas.subjects import Subjects
 from streamrl.schemas.tasks import Sampling
 from streamrl.schemas.versions import Version
+from streamrl.system import is_loopback, servers
 from streamrl.weights.factory import weights_directory
 from streamrl.weights.pins import Pin, Pins
 from streamrl.weights.shm import check_own

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config.system import dies_with_parent
+from streamrl.system import dies_with_parent
 from tests.support.programs import surroundings
 from tests.support.shared import shared
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from streamrl.bridges.toml import pair
 from streamrl.config.plugins import resolve
-from streamrl.config.toml import pair
 from streamrl.errors import ConfigError
 
 PRODUCER = '''"""The producer of this run, written by streamrl.bridges.retrain."""

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from streamrl.bridges.slime.known import REFUSED
+from streamrl.config.bounds import refuse
 from streamrl.config.loss import estimator_of
 from streamrl.config.slime import SlimeConfig
-from streamrl.config.tree import Config, refuse
+from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
 
 SLIME = "slime:"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from streamrl.bridges.verifiers.guests import INSTALL, LAST_WORDS_S, Spec, guest, wrong
-from streamrl.config.tree import Config, ProducerConfig, refuse
+from streamrl.config.bounds import refuse
+from streamrl.config.tree import Config, ProducerConfig
 from streamrl.errors import ConfigError, LaunchError
 
 

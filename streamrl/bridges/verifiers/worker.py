@@ -19,11 +19,11 @@ import msgspec
 
 from streamrl.bridges.verifiers.guests import LAST_WORDS_S, Guest, Said, Spec, guest, wrong
 from streamrl.config.bridges import split
-from streamrl.config.files import write_private
 from streamrl.errors import LaunchError
 from streamrl.producers.gateway.worker import POLICY, addresses
 from streamrl.runtime.retries import pause_s
 from streamrl.runtime.service import describe_exit
+from streamrl.system import write_private
 
 if TYPE_CHECKING:
     from streamrl.runtime.worker import Worker

@@ -21,11 +21,10 @@ from typing import Any
 import msgspec
 
 from streamrl.config.engines import EngineConfig
-from streamrl.config.files import write_private
-from streamrl.config.system import dies_with_parent
 from streamrl.engines.sglang.client import SglangClient
 from streamrl.engines.sglang.command import arguments, count_gpus, environment, holds_weights, interpreter, program, write_site
 from streamrl.errors import EngineDied, EngineError, EngineUnavailable
+from streamrl.system import dies_with_parent, write_private
 
 logger = logging.getLogger(__name__)
 

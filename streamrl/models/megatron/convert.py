@@ -13,13 +13,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from streamrl.config.files import check_new
 from streamrl.errors import CheckpointDamaged, ConfigError, TrainingError
 from streamrl.models.description import copy_description, read_config
 from streamrl.models.directories import write_directory
 from streamrl.models.megatron.distributed import TRACKER, Piece, Saved, pieces, write
 from streamrl.models.megatron.names import Architecture, Parameter, Part, architecture, tensors
 from streamrl.models.tensor_files import WEIGHTS_FILE, Box, Bytes, Layout, NewTensors, TensorFiles, host_bytes
+from streamrl.system import check_new
 from streamrl.tensors.concatenation import ITEM_BYTES
 
 DESCRIPTION = "hf"

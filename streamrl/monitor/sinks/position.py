@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.errors import SchemaError
 from streamrl.monitor.series import BATCH, EVALUATION, Row
 from streamrl.schemas.versions import Version
+from streamrl.system import write_private
 
 logger = logging.getLogger(__name__)
 

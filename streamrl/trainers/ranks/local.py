@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from streamrl.config.load import dump, from_json
-from streamrl.config.system import dies_with_parent
 from streamrl.config.tree import Config
 from streamrl.errors import StreamRLError, TrainingError
+from streamrl.system import dies_with_parent
 from streamrl.telemetry.logs import configure_logging
 from streamrl.trainers.factory import make_trainer
 from streamrl.trainers.protocol import Trainer

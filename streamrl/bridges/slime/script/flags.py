@@ -12,7 +12,7 @@ from streamrl.bridges.slime.script.flags_data import BATCHES, CLUSTER, DATA, EVA
 from streamrl.bridges.slime.script.flags_model import MODEL, PARALLEL
 from streamrl.bridges.slime.script.flags_training import CHECKPOINTS, DEBUG, LOGS, LOSS, OPTIMIZER
 from streamrl.bridges.slime.script.hooks import CODE
-from streamrl.config.check_engine import FIXED, OURS
+from streamrl.config.engines import FIXED, OURS
 
 SECTIONS: Mapping[str, tuple[Flag, ...]] = MappingProxyType(
     {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from streamrl.config.toml import pair
+from streamrl.bridges.toml import pair
 from streamrl.config.tree import Config
 
 

@@ -1,4 +1,4 @@
-"""What tells the folder of a model from that of another, wherever they lie."""
+"""Digests that tell the folder of a model from that of another, wherever they lie."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config.files import write_private
 from streamrl.config.tree import Config
 from streamrl.errors import ConfigError
+from streamrl.system import write_private
 
 FILES = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".safetensors", ".bin", ".pt", ".npz", ".npy")
 """Settings, tokenizer, templates and weights; what is for people (README.md, pictures) may change."""
@@ -33,7 +33,7 @@ class Known(msgspec.Struct, frozen=True, array_like=True):
 
 
 def model_digests(config: Config, policy: Path, cache: Path, note: Callable[[str], None] = lambda _: None) -> dict[str, str]:
-    """By configuration key, the SHA-256 (hex) of a model's folder: names and contents of its `FILES`, those of its sub-folders not.
+    """Return by configuration key the SHA-256 (hex) of a model's folder: names and contents of its `FILES`, those of its sub-folders not.
 
     Args:
         config: names the reference, the critic and the teacher. A folder that is not there is left out.
