@@ -78,7 +78,7 @@ class Failures:
         self.newest = ""
         """Reason and detail of the newest; empty: none."""
         self.rows: list[str] = []
-        """What is wrong with the first rows of the data that cannot be used, with their file and line."""
+        """The first rows of the data that cannot be used: what is wrong, with their file and line."""
         self._failed, self._given_up = Count(), Count()
         self._num_unsaid = 0
         """The newest of `_lately` that nobody has been told of."""

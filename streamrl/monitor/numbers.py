@@ -346,7 +346,7 @@ class RunNumbers(msgspec.Struct, frozen=True, kw_only=True):
     newest_error: str
     """Why a rollout failed last; empty: none was seen to."""
     unusable_rows: tuple[str, ...] = ()
-    """What is wrong with the first rows of the data that were dropped as unusable, with their file and line."""
+    """The first rows of the data that were dropped as unusable: what is wrong, with their file and line."""
     swaps: int
     stalled: tuple[str, ...]
     """Producers that wait for room on the sample stream."""

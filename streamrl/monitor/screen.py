@@ -173,7 +173,7 @@ def drops_text(dropped: int, drops: Mapping[str, int]) -> str:
 
 
 def failed_line(numbers: RunNumbers, count: Count) -> str:
-    """What has failed (`Failures.to_say`), and whose tasks those were where other producers have had none that failed."""
+    """Say what has failed (`Failures.to_say`), and whose tasks those were where other producers have had none that failed."""
     since = "since the newest batch" if numbers.failed_tasks else "beside those that were trained"
     said = f"{count.num_tasks} tasks have failed {since}; the newest: {one_line(numbers.newest_error)}"
     if not count.producers or not any(is_producer(one.worker) and one.worker not in count.producers for one in numbers.workers):

@@ -77,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     newest_error: str = ""
     """Why a rollout failed last, as far as the last session has seen it."""
     unusable_rows: tuple[str, ...] = ()
-    """What is wrong with the first rows of the data that the last session has dropped, with their file and line."""
+    """The first rows of the data that the last session has dropped: what is wrong, with their file and line."""
     slo: dict[str, str] = {}
     """Objectives of the section `slo` that were not met at some time, with their worst level."""
     swaps: int

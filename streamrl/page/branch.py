@@ -70,7 +70,7 @@ def parent_of(run: RunDir, branch: BranchFile) -> RunDir:
 
 
 def told_of(run: RunDir, branch: BranchFile) -> dict[str, Any]:
-    """What the page says of a branch: its parent, whether that lies beside it, and what is another."""
+    """Return what the page says of a branch: its parent, whether that lies beside it, and what is another."""
     here = parent_of(run, branch).config_path.is_file()
     return {**msgspec.to_builtins(branch), "here": here, "ended": run.summary_path.is_file()}
 

@@ -96,7 +96,7 @@ class RunLog:
         self._at: dict[str, int] = {}
         """By stream, the newest message that was read."""
         self.run = run
-        """Whose log it is."""
+        """The run that the log is of."""
         self._index = index
         self._trainer = trainer
         self._attention = attention

@@ -57,7 +57,7 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     parent: str
-    """Of a branch: its rewards are those recorded with the samples of this run. Empty: it is none."""
+    """The run with whose samples a branch's rewards were recorded; empty: it is no branch."""
     batches: int
     seconds: float
     """From its first batch to its newest, pauses included."""
@@ -75,7 +75,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     runs: list[Curves]
     """The run itself first."""
     reading: Progress | None
-    """How far the others have been read; None: to their ends."""
+    """Places up to which the others have been read; None: to their ends."""
     differences: list[list[str]]
     """Keys of the configuration in which one differs from the run itself, and what each has."""
     trouble: str

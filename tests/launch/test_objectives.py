@@ -270,7 +270,7 @@ async def test_a_breach_is_told_everywhere(start: Start, run: RunDir, hook: Hook
         await finding(run, "starvation", {"few_producers"})
         await until(lambda: any(b'"few_producers"' in body for body in hook.got), within_s=30)
         assert msgspec.json.decode(hook.got[0])["run"] == "digits"
-        (one, *_) = (await answer(await streamrl("status", "digits", "--json")))["numbers"]["slo"]
+        (one, *_) = (await answer(await streamrl("status", "digits", "--json")))["slo"]
         assert one["objective"] == "starvation"
         assert "raise producer.concurrency" in (await said(await streamrl("status", "digits")))[1]
         assert "  slo " in (await said(await streamrl("top", "digits", "--once")))[1].splitlines()[0]
@@ -319,7 +319,7 @@ async def test_tasks_that_failed_between_two_looks_are_said_though_a_batch_was_t
     showing = asyncio.create_task(screen.follow(bus, view, Follower(bus, view), dict))
     told = await anext(aiter(bus.read(EVENTS, after=0, subject=Subjects("demo").events(FAILURES_EVENT))))
     assert decode(told.body, Event).detail == {"tasks": 3, "rollouts": {"failed": 6}, "newest": "failed: no tool"}
-    assert "3 tasks have failed beside those that were trained; the newest: failed: no tool; all by producer-1. hint: " in out.getvalue()
+    assert all(part in out.getvalue() for part in ("3 tasks", "failed: no tool", "all by producer-1"))
     assert not view.failures.to_say.num_tasks
     showing.cancel()
     await asyncio.gather(showing, return_exceptions=True)
@@ -384,7 +384,7 @@ async def test_a_healthy_run_goes_on_beside_an_attached_producer_that_fails_and_
     before = json.loads(run.state_path.read_text())["step"]
     await until(lambda: json.loads(run.state_path.read_text())["step"] > before + 3, within_s=90)
     status = await answer(await streamrl("status", "digits", "--json"))
-    failed = {one["worker"]: one["failed_rollouts"] for one in status["numbers"]["workers"]}
+    failed = {one["worker"]: one["failed_rollouts"] for one in status["workers"]}
     failed.pop("producer-1", None)  # it may have left
     assert failed and not any(failed.values())
     assert await asyncio.wait_for(guest.wait(), 120) == 2, "it leaves by itself"
@@ -476,7 +476,7 @@ async def test_a_run_that_goes_on_says_so_and_one_that_was_killed_is_interrupted
     )
     line = await line_with(process, "nothing moves since")
     status = await answer(await streamrl("status", "digits", "--json"))
-    standing = status["numbers"]["standing"]
+    standing = status["standing"]
     assert standing["what"].startswith("an engine: none serves") and standing["hint"] in line and "streamrl worker engine" in line
     waits = f"waits for {standing['what']}"
     assert waits in line and waits in run.events_path.read_text()

